@@ -1,18 +1,18 @@
 #!/bin/sh
-# The first boot of a machine: from user-data to a registered host. svc-first-boot.service runs it until it succeeds,
-# across any number of power cuts: every step is idempotent.
-# A failed stage is reported with the last log line of the failed unit, and ends the boot (99). If the report cannot be
-# delivered (75), and after any other exit, the boot is retried.
-# No credential is a process argument: curl reads it as configuration, from a shell builtin.
+# First boot of a machine: turns a server with user-data into a registered host. svc-first-boot.service runs this script
+# until it succeeds. Every step is idempotent, so that a power cut at any point is harmless.
+# A failed stage is reported with the last log line of the failed unit, and ends the boot (exit code 99). After any other
+# failure, such as a report that could not be delivered (75), the boot is retried.
+# No credential is a process argument: a shell builtin writes it to curl's standard input, as configuration.
 set -eu
 export DEBIAN_FRONTEND=noninteractive
 root=${SVC_ROOT:-}
 svc=$root/opt/svc
-# All files of the user-data exist now, since this one is written last. Until this marker exists, each boot rewrites them.
+# All files of the user-data exist now, because this one is written last. Each boot rewrites them until this marker exists.
 [ -e "$svc/user-data-written" ] || { sync; : >"$svc/user-data-written"; sync; }
 say() { printf '%s\n' "$*" >&2; }
 
-# The value of a variable in an env file, which quotes it as systemd does.
+# Prints the value of a variable in an env file, which quotes it as systemd does.
 value() { sed -n "s/^$2=\"\(.*\)\"\$/\1/p" "$svc/env/$1.env" | sed 's/\\\(.\)/\1/g' | tail -n 1; }
 # Root reads its settings from its own file: after the stage bundle, svc-gateway owns the others.
 machine=$(value update SVC_MACHINE_ID)
@@ -25,7 +25,7 @@ as() {
   bearer=$1; shift
   printf 'header = "Authorization: Bearer %s"\n' "$bearer" | curl --config - --silent --show-error --connect-timeout 10 "$@"
 }
-# Sends a report until svc-register is installed, which reports in more detail.
+# Sends a report without svc-register, which sends more detailed ones once it is installed.
 report() {
   as "$registration" --max-time 10 --output /dev/null --header 'content-type: application/json' \
     --data "$2" "${platform%/}/vps/$machine/$1"
@@ -71,7 +71,7 @@ install_packages() {
   apt-get -q -y -o DPkg::Lock::Timeout=300 -o Dpkg::Options::=--force-confold install --no-install-recommends $packages
 }
 
-# With swap, a short memory shortage costs time instead of a process. A small disk gets none.
+# With swap, a brief memory shortage slows processes down instead of killing one. A small disk gets none.
 swap() {
   [ -z "$(swapon --show --noheadings)" ] || return 0
   ram=$(awk '/^MemTotal:/ { print int($2 / 1024) }' /proc/meminfo)
@@ -83,11 +83,11 @@ swap() {
   grep -q '^/swapfile ' "$root/etc/fstab" || echo '/swapfile none swap sw 0 0' >>"$root/etc/fstab"
 }
 
-# The last log line of a unit's own processes, without systemd's messages about it.
+# Prints the last log line of a unit's own processes, without systemd's messages about the unit.
 last_log_line() {
   journalctl --sync || true
   words=$(journalctl --boot --quiet --no-pager --output=cat --lines=1 "_SYSTEMD_UNIT=$1") || true
-  printf '%s\n' "${words:-it ended: $(systemctl show --property=Result --value "$1")}"
+  printf '%s\n' "${words:-no log output; the unit's result is $(systemctl show --property=Result --value "$1")}"
 }
 # Starts a unit and waits until it is active; a unit that restarts automatically gets a minute.
 start() {
@@ -107,16 +107,16 @@ packages=$(missing_packages)
 [ -z "$packages" ] || retry install_packages || fail 'the missing packages could not be installed'
 { systemctl enable nftables.service && systemctl restart nftables.service && nft list table inet svc >/dev/null; } ||
   fail 'the network rules could not be loaded'
-swap || say 'no swap: it could not be created'
-sysctl --quiet --system || say 'not every sysctl could be set'
-# Units that may not read host.env cannot add the machine's id to their log lines themselves.
+swap || say 'swap could not be created; the boot continues without it'
+sysctl --quiet --system || say 'some sysctls could not be set; the boot continues'
+# These units may not read host.env, so they get the machine's id for their log lines here.
 for unit in svc-postgres svc-apps svc-shell svc-code svc-agent@; do
   mkdir -p "$root/etc/systemd/system/$unit.service.d"
   printf '[Service]\nLogExtraFields=SVC_MACHINE_ID=%s\n' "$machine" >"$root/etc/systemd/system/$unit.service.d/10-machine.conf"
 done
 printf 'Environment=SVC_POSTGRES_IMAGE=%s\n' "$image" >>"$root/etc/systemd/system/svc-postgres.service.d/10-machine.conf"
 
-# Runs while the bundle is downloaded.
+# The image is pulled while the bundle is downloaded.
 pull() { podman image exists "$image" || podman pull --quiet "$image"; }
 retry pull &
 pulling=$!
@@ -144,7 +144,7 @@ if [ ! -x "$program" ]; then
   fetch() { retry download || fail "the bundle could not be downloaded: $(tail -n 1 download.err)"; }
   is_complete() { echo "$sha256  bundle.tar.gz" | sha256sum --check --status 2>/dev/null; }
   is_complete || fetch
-  # One new download: the partial file may be from an earlier version.
+  # The partial file may be from an earlier version: download once more, from the beginning.
   is_complete || { rm -f bundle.tar.gz; fetch; }
   is_complete || { rm -f bundle.tar.gz; fail 'the bundle does not have the expected SHA-256'; }
   tar --extract --gzip --no-same-owner --file bundle.tar.gz bin/svc || fail 'the bundle could not be unpacked'

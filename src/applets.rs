@@ -4,7 +4,7 @@ use crate::applet::Applet;
 use crate::ctl::local::{LocalChecks, PlatformReport};
 use crate::{ctl, host, platform};
 
-/// The finished applets; unfinished ones are not listed.
+/// All applets, in the order in which the help lists them.
 pub static APPLETS: &[Applet] = &[
     Applet {
         name: "svc-gateway",
@@ -26,13 +26,13 @@ pub static APPLETS: &[Applet] = &[
     },
     Applet {
         name: "svc-update",
-        about: "fetches, verifies, unpacks and switches to a release",
+        about: "fetches, verifies and unpacks a release, then switches to it",
         command: host::update::command,
         run: host::update::run,
     },
     Applet {
         name: "svc-sync-agent",
-        about: "heartbeat to the platform and the object store",
+        about: "sends heartbeats to the platform and the object store",
         command: host::link::sync::command,
         run: host::link::sync::run,
     },
@@ -92,11 +92,11 @@ pub static APPLETS: &[Applet] = &[
     },
 ];
 
-/// The local installation for `svcctl`; only this table depends on both sides.
+/// The checks of the local installation, for `svcctl doctor`. Only this file depends on both the host and the platform.
 const LOCAL_CHECKS: LocalChecks = LocalChecks {
-    is_host: host::doctor::is_here,
-    host: || Box::pin(host::doctor::run_checks()),
-    platform: |env_file| {
+    is_host: host::doctor::is_installed,
+    check_host: || Box::pin(host::doctor::run_checks()),
+    check_platform: |env_file| {
         Box::pin(async move {
             let platform::doctor::DoctorReport { findings, api_access } =
                 platform::doctor::run_checks(env_file).await;
@@ -104,5 +104,5 @@ const LOCAL_CHECKS: LocalChecks = LocalChecks {
         })
     },
     gateway_socket: host::doctor::gateway_socket,
-    own_database: host::doctor::database_is_own,
+    check_own_database: host::doctor::check_gateway_database,
 };

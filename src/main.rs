@@ -1,4 +1,4 @@
-//! The multi-call binary: `argv[0]` or the first argument names the applet. Nothing else exits the process.
+//! The multi-call binary: `argv[0]` or the first argument names the applet. Only `main` ends the process.
 
 use std::process::ExitCode;
 

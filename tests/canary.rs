@@ -68,7 +68,7 @@ fn scan_all(
     databases: &BTreeMap<String, String>,
 ) -> Result<BTreeSet<Leak>> {
     let mut leaks = BTreeSet::new();
-    let logs = channels::logs(&stack.dir)?;
+    let logs = channels::read_logs(&stack.dir)?;
     ensure!(logs.len() >= 10, "too few logs: {:?}", logs.keys());
     for (path, text) in &logs {
         leaks.extend(detector.scan(&format!("log {path}"), text));
@@ -77,13 +77,13 @@ fn scan_all(
     for response in responses {
         leaks.extend(detector.scan("response", response));
     }
-    let lines = watch.seen();
+    let lines = watch.command_lines();
     ensure!(lines.iter().any(|line| line.contains("pg_dump")), "the process list was not captured");
     for line in &lines {
         leaks.extend(detector.scan("process list", line));
     }
     for (name, url) in databases {
-        leaks.extend(detector.scan(&format!("table of {name}"), &channels::tables(&stack.pg, url)?));
+        leaks.extend(detector.scan(&format!("table of {name}"), &channels::dump_tables(&stack.pg, url)?));
     }
     Ok(leaks)
 }
@@ -95,7 +95,7 @@ async fn provoke_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
     let owner = stack.owner();
     detector.register("session JWT", &owner);
 
-    // A browser: the provider's cookie, then a session, then the page of an app.
+    // Acts as a browser: sends the identity provider's cookie, opens a session, then the page of an app.
     let page = stack.web.request(Method::GET, "/apps/notes/").header("accept", "text/html");
     let page = page.header("cookie", format!("__session={owner}")).send().await?;
     let cookies = page.headers().get_all("set-cookie").iter().filter_map(|value| value.to_str().ok());
@@ -111,7 +111,7 @@ async fn provoke_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
     {
         let request =
             stack.web.request(Method::GET, &path).header("cookie", format!("svc_session={session}"));
-        refused.extend(refusal(request).await?);
+        refused.extend(send_for_refusal(request).await?);
     }
     let other = json!({"action": "find", "app": "other", "table": "notes"});
     let wrong =
@@ -125,37 +125,40 @@ async fn provoke_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
     }
     for (bearer, body) in [(&token, &other), (&owner, &wrong), (&token, &wrong)] {
         let request = stack.web.request(Method::POST, "/api/bridge/query").bearer_auth(bearer).json(body);
-        refused.extend(refusal(request).await?);
+        refused.extend(send_for_refusal(request).await?);
     }
     for bearer in [format!("{owner}x"), format!("{token}x"), session.clone(), stack.secret.clone()] {
         for path in ["/api/apps", "/_svc/app-token", "/"] {
-            refused.extend(refusal(stack.web.request(Method::GET, path).bearer_auth(&bearer)).await?);
+            refused
+                .extend(send_for_refusal(stack.web.request(Method::GET, path).bearer_auth(&bearer)).await?);
         }
     }
 
-    // The control API, with mistakes that callers are likely to make.
-    let at = |method: Method, path: &str| client.request(method, format!("{}{path}", stack.api));
+    // Calls the control API with mistakes that callers are likely to make.
+    let api = |method: Method, path: &str| client.request(method, format!("{}{path}", stack.api));
     for bearer in [owner.clone(), token.clone(), ADMIN.to_owned(), format!("{}x", stack.secret)] {
         for path in ["/vps", "/vps/fleet", "/metrics", "/vps/none/heartbeat"] {
-            refused.extend(refusal(at(Method::GET, path).bearer_auth(&bearer)).await?);
+            refused.extend(send_for_refusal(api(Method::GET, path).bearer_auth(&bearer)).await?);
         }
         let body = json!({"idpUserId": "user_story", "registrationToken": owner, "secret": stack.secret});
-        let request = at(Method::POST, "/vps/provision").bearer_auth(&stack.secret).json(&body);
+        let request = api(Method::POST, "/vps/provision").bearer_auth(&stack.secret).json(&body);
         // The refusal quotes the name of an unknown field, but not its value.
-        refused.extend(refusal(request).await?);
-        refused
-            .extend(refusal(at(Method::POST, "/vps/register").bearer_auth(&bearer).json(&json!({}))).await?);
+        refused.extend(send_for_refusal(request).await?);
+        refused.extend(
+            send_for_refusal(api(Method::POST, "/vps/register").bearer_auth(&bearer).json(&json!({})))
+                .await?,
+        );
     }
     stack.store.down();
-    let backups = at(Method::GET, "/readyz").bearer_auth(&stack.secret);
-    refused.extend(refusal(backups).await?);
+    let backups = api(Method::GET, "/readyz").bearer_auth(&stack.secret);
+    refused.extend(send_for_refusal(backups).await?);
     stack.store.up()?;
     ensure!(refused.len() >= 20, "too few refusals: {}", refused.len());
     Ok(refused)
 }
 
-/// The response's head and body, if it is a refusal.
-async fn refusal(request: reqwest::RequestBuilder) -> Result<Option<String>> {
+/// Sends a request; returns the response's head and body if it is a refusal.
+async fn send_for_refusal(request: reqwest::RequestBuilder) -> Result<Option<String>> {
     let response = request.send().await?;
     let (status, head) = (response.status(), format!("{:?}", response.headers()));
     let body = response.text().await?;
@@ -168,11 +171,11 @@ fn register_secrets_of_stack(stack: &Stack, detector: &mut Detector) -> Result<B
     detector.register("PLATFORM_SECRET", &stack.secret);
     detector.register("PLATFORM_KEY", &stack.key);
     detector.register("PROVIDER_API_TOKEN", stack.provider.token());
-    detector.register("the platform's key of the store", stack.store.secret_key());
+    detector.register("the platform's secret key for the store", stack.store.secret_key());
     detector.register("the platform's database password", stack.database_password());
     for (secret, token) in stack.store.session_secrets() {
-        detector.register("secret key of a session of the store", &secret);
-        detector.register("token of a session of the store", &token);
+        detector.register("secret key of a store session", &secret);
+        detector.register("token of a store session", &token);
     }
     let mut databases = BTreeMap::from([("the platform".to_owned(), stack.platform_database_url())]);
     for host in std::fs::read_dir(stack.dir.join("hosts"))? {
@@ -207,7 +210,7 @@ fn register_secrets_of_stack(stack: &Stack, detector: &mut Detector) -> Result<B
     for name in ["UPGRADE_TOKEN", "REGISTRATION_TOKEN", "AWS_SESSION_TOKEN", "a host's TLS key"] {
         ensure!(registered.contains(name), "no secret of {name} was registered");
     }
-    // The first host's database stopped with its machine's services.
+    // The first host's database stopped together with the machine's services.
     databases.retain(|_, url| accepts_connections(url));
     ensure!(databases.len() >= 2, "no host's database is running");
     Ok(databases)
@@ -224,8 +227,8 @@ async fn check_request_id(stack: &Stack) -> Result<()> {
     let request = stack.web.request(Method::GET, "/api/apps").bearer_auth(stack.owner());
     let response = request.header("x-request-id", REQUEST_ID).send().await?;
     ensure!(response.status().is_success(), "{}", response.status());
-    ensure!(response.headers()["x-request-id"] == REQUEST_ID, "the response has another id");
-    let logs = channels::logs(&stack.dir)?;
+    ensure!(response.headers()["x-request-id"] == REQUEST_ID, "the response has a different id");
+    let logs = channels::read_logs(&stack.dir)?;
     let has = |name: &str| {
         let has_line = |text: &String| {
             text.lines().any(|line| line.contains(REQUEST_ID) && line.contains("request completed"))
@@ -245,8 +248,10 @@ async fn leak_through_each_channel(
     databases: &BTreeMap<String, String>,
 ) -> Result<Vec<String>> {
     let mut places = vec!["response".to_owned(), "process list".to_owned()];
-    let log =
-        channels::logs(&stack.dir)?.into_keys().find(|path| path.contains("/hosts/")).context("a log")?;
+    let log = channels::read_logs(&stack.dir)?
+        .into_keys()
+        .find(|path| path.contains("/hosts/"))
+        .context("a log")?;
     let text = std::fs::read_to_string(&log)?;
     std::fs::write(&log, format!("{text}\nsigned with {}\n", stack.store.secret_key()))?;
     places.push(format!("log {log}"));
@@ -256,7 +261,7 @@ async fn leak_through_each_channel(
     process.args(["-c", "read -r line", "sh", stack.provider.token()]).stdin(Stdio::piped());
     let mut process = process.spawn()?;
     let leaks_token = |line: &String| line.contains(stack.provider.token());
-    while !watch.seen().iter().any(leaks_token) {
+    while !watch.command_lines().iter().any(leaks_token) {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     drop(process.stdin.take());

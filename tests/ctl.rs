@@ -1,5 +1,4 @@
-//! `svcctl` against a platform with scripted responses: its requests, its output and its exit code. The modules below
-//! test it on a terminal and against real components.
+//! `svcctl` against a fake platform with scripted responses: its requests, output and exit codes.
 
 mod copies;
 mod decisions;
@@ -22,10 +21,9 @@ const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
 const OPERATION: &str = "019a0000-0000-7000-8000-000000000002";
 const SECRET: &str = "the-operators-secret";
 
-/// The platform's response to one request.
 enum Reply {
     Json(u16, Value),
-    /// Reads the request, then closes the connection without a response.
+    /// Closes the connection without a response after reading the request.
     Lost,
 }
 
@@ -42,21 +40,22 @@ impl ReceivedRequest {
     }
 }
 
-struct Platform {
+/// A server that returns scripted responses and records the requests.
+struct FakePlatform {
     base: String,
-    seen: Arc<Mutex<Vec<ReceivedRequest>>>,
+    requests: Arc<Mutex<Vec<ReceivedRequest>>>,
 }
 
-impl Platform {
+impl FakePlatform {
     async fn start(replies: impl IntoIterator<Item = Reply>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let base = format!("http://{}", listener.local_addr().unwrap());
-        let seen = Arc::new(Mutex::new(Vec::new()));
-        let log = Arc::clone(&seen);
+        let requests = Arc::new(Mutex::new(Vec::new()));
+        let log = Arc::clone(&requests);
         let mut replies: VecDeque<Reply> = replies.into_iter().collect();
         tokio::spawn(async move {
             while let Ok((mut stream, _)) = listener.accept().await {
-                let Some(request) = read(&mut stream).await else { continue };
+                let Some(request) = read_request(&mut stream).await else { continue };
                 log.lock().unwrap().push(request);
                 let unscripted = Reply::Json(500, problem(500, "internal", "No more replies."));
                 if let Reply::Json(status, body) = replies.pop_front().unwrap_or(unscripted) {
@@ -69,11 +68,11 @@ impl Platform {
                 }
             }
         });
-        Self { base, seen }
+        Self { base, requests }
     }
 
-    fn seen(&self) -> Vec<ReceivedRequest> {
-        self.seen.lock().unwrap().clone()
+    fn requests(&self) -> Vec<ReceivedRequest> {
+        self.requests.lock().unwrap().clone()
     }
 
     async fn svcctl(&self, args: &[&str]) -> Output {
@@ -87,7 +86,7 @@ async fn svcctl(args: &[&str], env: &[(&str, &str)]) -> Output {
     command.stdin(Stdio::null()).kill_on_drop(true).output().await.unwrap()
 }
 
-async fn read(stream: &mut TcpStream) -> Option<ReceivedRequest> {
+async fn read_request(stream: &mut TcpStream) -> Option<ReceivedRequest> {
     let mut bytes = Vec::new();
     loop {
         if stream.read_buf(&mut bytes).await.ok()? == 0 {
@@ -101,10 +100,10 @@ async fn read(stream: &mut TcpStream) -> Option<ReceivedRequest> {
             .filter_map(|line| line.split_once(": "))
             .map(|(name, value)| (name.to_ascii_lowercase(), value.to_owned()))
             .collect();
-        let seen = ReceivedRequest { line, headers, body: body.to_owned() };
-        let length = seen.header("content-length").and_then(|length| length.parse().ok()).unwrap_or(0);
+        let request = ReceivedRequest { line, headers, body: body.to_owned() };
+        let length = request.header("content-length").and_then(|length| length.parse().ok()).unwrap_or(0);
         if body.len() >= length {
-            return Some(seen);
+            return Some(request);
         }
     }
 }
@@ -139,12 +138,12 @@ fn accepted() -> Reply {
     Reply::Json(202, json!({"machineId": MACHINE, "status": "provisioning", "operationId": OPERATION}))
 }
 
-/// The response of a platform of an older release to a request for a quote.
+/// The response to a request for a quote from a platform of an older release.
 fn no_quote() -> Reply {
     Reply::Json(404, problem(404, "not_found", "No such route."))
 }
 
-/// Arguments of a provision that needs no terminal.
+/// Arguments of a provision that does not prompt.
 const PROVISION: [&str; 6] = ["provision", "user_1", "--handle", "ada", "--confirm-cost", "--confirm-opt-in"];
 
 fn stderr(output: &Output) -> String {
@@ -153,7 +152,7 @@ fn stderr(output: &Output) -> String {
 
 #[tokio::test]
 async fn lost_reply_is_retried_with_the_same_idempotency_key() {
-    let platform = Platform::start([
+    let platform = FakePlatform::start([
         no_quote(),
         Reply::Lost,
         Reply::Json(503, problem(503, "store_unavailable", "…")),
@@ -162,10 +161,10 @@ async fn lost_reply_is_retried_with_the_same_idempotency_key() {
     .await;
     let output = platform.svcctl(&PROVISION).await;
     assert!(output.status.success(), "{}", stderr(&output));
-    let seen = platform.seen().split_off(1);
-    assert_eq!(seen.len(), 3);
-    let key = seen[0].header("idempotency-key").unwrap();
-    for request in &seen {
+    let requests = platform.requests().split_off(1);
+    assert_eq!(requests.len(), 3);
+    let key = requests[0].header("idempotency-key").unwrap();
+    for request in &requests {
         assert_eq!(request.line, "POST /vps/provision HTTP/1.1");
         assert_eq!(request.header("idempotency-key"), Some(key));
         assert_eq!(request.header("authorization"), Some(format!("Bearer {SECRET}").as_str()));
@@ -177,21 +176,21 @@ async fn lost_reply_is_retried_with_the_same_idempotency_key() {
 #[tokio::test]
 async fn json_output_is_the_api_response() {
     let body = json!({"machines": [], "nextCursor": null, "unknown": {"b": 1, "a": 2}});
-    let platform = Platform::start([Reply::Json(200, body.clone())]).await;
+    let platform = FakePlatform::start([Reply::Json(200, body.clone())]).await;
     let output = platform.svcctl(&["list", "--status", "running", "--json"]).await;
     assert_eq!(String::from_utf8_lossy(&output.stdout), format!("{body}\n"));
-    assert_eq!(platform.seen()[0].line, "GET /vps?status=running HTTP/1.1");
+    assert_eq!(platform.requests()[0].line, "GET /vps?status=running HTTP/1.1");
 }
 
 #[tokio::test]
 async fn wait_shows_each_step_once_and_ends_with_the_record() {
-    let at_work = operation("provision", "running", &["fence"]);
+    let running = operation("provision", "running", &["fence"]);
     let done = operation("provision", "succeeded", &["fence", "create_server"]);
-    let platform = Platform::start([
+    let platform = FakePlatform::start([
         no_quote(),
         accepted(),
-        Reply::Json(200, record("provisioning", Some(at_work.clone()))),
-        Reply::Json(200, record("provisioning", Some(at_work))),
+        Reply::Json(200, record("provisioning", Some(running.clone()))),
+        Reply::Json(200, record("provisioning", Some(running))),
         Reply::Json(200, record("running", Some(done))),
     ])
     .await;
@@ -222,7 +221,7 @@ async fn wait_shows_boot_stages_between_steps_and_the_failure() {
         Reply::Json(200, record)
     };
     let message = "svc-restore: exit status: 69: the store cannot be reached";
-    let platform = Platform::start([
+    let platform = FakePlatform::start([
         no_quote(),
         accepted(),
         machine("provisioning", "running", Value::Null, Value::Null),
@@ -254,27 +253,27 @@ async fn handle_resolves_to_its_active_machine() {
     let mut replaced = record("running", None);
     replaced["replacedBy"] = OPERATION.into();
     let found = [page(vec![replaced, record("running", None)]), Reply::Json(200, record("running", None))];
-    let platform = Platform::start(found).await;
+    let platform = FakePlatform::start(found).await;
     let output = platform.svcctl(&["status", "ada"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
-    let lines: Vec<_> = platform.seen().into_iter().map(|request| request.line).collect();
+    let lines: Vec<_> = platform.requests().into_iter().map(|request| request.line).collect();
     assert_eq!(lines, ["GET /vps?handle=ada HTTP/1.1".to_owned(), format!("GET /vps/{MACHINE} HTTP/1.1")]);
 
     for (machines, why) in
         [(vec![], "no active machine"), (vec![record("running", None); 2], "several slots")]
     {
-        let platform = Platform::start([page(machines)]).await;
+        let platform = FakePlatform::start([page(machines)]).await;
         let output = platform.svcctl(&["delete", "ada", "--yes"]).await;
         assert_eq!(output.status.code(), Some(65));
         assert!(stderr(&output).contains(why), "{}", stderr(&output));
-        assert_eq!(platform.seen().len(), 1);
+        assert_eq!(platform.requests().len(), 1);
     }
 }
 
 #[tokio::test]
 async fn json_failure_is_one_line() {
     let platform =
-        Platform::start([Reply::Json(409, problem(409, "handle_taken", "It is another's."))]).await;
+        FakePlatform::start([Reply::Json(409, problem(409, "handle_taken", "It is another's."))]).await;
     let output = platform.svcctl(&["--json", "provision", "user_1", "--handle", "ada"]).await;
     assert_eq!(output.status.code(), Some(65));
     assert!(output.stdout.is_empty());
@@ -299,65 +298,68 @@ async fn backup_wait_ends_with_the_new_snapshot_or_the_host_error() {
         record["lastBackup"] = backup;
         Reply::Json(200, record)
     };
-    let old = json!({"status": "error", "error": "of long ago"});
+    let old = json!({"status": "error", "error": "an old error"});
     let start = [machine_with(old.clone()), page("old"), accepted(), page("old"), machine_with(old.clone())];
-    let platform = Platform::start(start.into_iter().chain([page("new")])).await;
+    let platform = FakePlatform::start(start.into_iter().chain([page("new")])).await;
     let output = platform.svcctl(&["--json", "backup", "now", MACHINE, "--wait"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap(), backup("new"));
 
     let failed = machine_with(json!({"status": "error", "error": "the store refused"}));
-    let platform = Platform::start([machine_with(old), page("old"), accepted(), page("old"), failed]).await;
+    let platform =
+        FakePlatform::start([machine_with(old), page("old"), accepted(), page("old"), failed]).await;
     let output = platform.svcctl(&["backup", "now", MACHINE, "--wait"]).await;
     assert_eq!(output.status.code(), Some(69));
     assert!(stderr(&output).contains("the store refused"), "{}", stderr(&output));
 }
 
 #[tokio::test]
-async fn rollout_without_id_is_the_open_one_or_the_latest_to_show() {
+async fn deploy_without_id_uses_open_or_newest_rollout() {
     let rollout = |id: &str, state: &str| {
         json!({"rolloutId": id, "imageVersion": "v2", "state": state, "why": null, "canary": 1, "batchSize": 10,
                "maxFailures": 1, "createdAt": "2026-01-01T00:00:00.000Z", "updatedAt": "2026-01-01T00:00:00.000Z",
                "requestId": "req-1", "totals": {"waiting": 0, "asked": 0, "updated": 1, "failed": 0, "skipped": 0}})
     };
     let page = |all: &[Value]| Reply::Json(200, json!({ "rollouts": all }));
-    let one = |id: &str, state: &str| {
-        let mut whole = rollout(id, state);
-        whole["machines"] = json!([]);
-        Reply::Json(200, whole)
+    let with_machines = |id: &str, state: &str| {
+        let mut rollout = rollout(id, state);
+        rollout["machines"] = json!([]);
+        Reply::Json(200, rollout)
     };
     let (open, ended) = (rollout(MACHINE, "running"), rollout(OPERATION, "stopped"));
-    for (word, line) in [
+    for (subcommand, line) in [
         ("status", format!("GET /vps/deploy/{MACHINE} HTTP/1.1")),
         ("pause", format!("POST /vps/deploy/{MACHINE}/pause HTTP/1.1")),
         ("resume", format!("POST /vps/deploy/{MACHINE}/resume HTTP/1.1")),
         ("abort", format!("POST /vps/deploy/{MACHINE}/abort HTTP/1.1")),
     ] {
-        let platform = Platform::start([page(&[open.clone(), ended.clone()]), one(MACHINE, "running")]).await;
-        let output = platform.svcctl(&["deploy", word]).await;
+        let replies = [page(&[open.clone(), ended.clone()]), with_machines(MACHINE, "running")];
+        let platform = FakePlatform::start(replies).await;
+        let output = platform.svcctl(&["deploy", subcommand]).await;
         assert!(output.status.success(), "{}", stderr(&output));
-        let lines: Vec<_> = platform.seen().into_iter().map(|request| request.line).collect();
+        let lines: Vec<_> = platform.requests().into_iter().map(|request| request.line).collect();
         assert_eq!(lines, ["GET /vps/deploy HTTP/1.1".to_owned(), line]);
     }
-    let platform = Platform::start([page(std::slice::from_ref(&ended)), one(OPERATION, "stopped")]).await;
+    let replies = [page(std::slice::from_ref(&ended)), with_machines(OPERATION, "stopped")];
+    let platform = FakePlatform::start(replies).await;
     let output = platform.svcctl(&["deploy", "status"]).await;
     assert!(String::from_utf8_lossy(&output.stdout).contains("stopped"), "{}", stderr(&output));
-    for (word, all, why) in
-        [("pause", vec![ended], "no rollout is open"), ("status", vec![], "there was no rollout yet")]
+    for (subcommand, rollouts, why) in
+        [("pause", vec![ended], "no rollout is open"), ("status", vec![], "there has been no rollout yet")]
     {
-        let output = Platform::start([page(&all)]).await.svcctl(&["deploy", word]).await;
+        let output = FakePlatform::start([page(&rollouts)]).await.svcctl(&["deploy", subcommand]).await;
         assert_eq!(output.status.code(), Some(65));
         assert!(stderr(&output).contains(why) && stderr(&output).contains("next:"), "{}", stderr(&output));
     }
-    let platform = Platform::start([one(MACHINE, "running")]).await;
+    let platform = FakePlatform::start([with_machines(MACHINE, "running")]).await;
     let args = ["deploy", "start", "v2", "--except", "ada", "--except", "bob"];
     let output = platform.svcctl(&args).await;
     assert!(stderr(&output).contains("Every running machine except ada, bob gets"), "{}", stderr(&output));
     let output = platform.svcctl(&[&args[..], &["--yes"]].concat()).await;
     assert!(output.status.success(), "{}", stderr(&output));
-    let sent: Value = serde_json::from_str(&platform.seen()[0].body).unwrap();
+    let sent: Value = serde_json::from_str(&platform.requests()[0].body).unwrap();
     assert_eq!(sent, json!({"imageVersion": "v2", "except": ["ada", "bob"]}));
-    let platform = Platform::start([page(&[open])]).await;
+    let platform = FakePlatform::start([page(&[open])]).await;
     let output = platform.svcctl(&["deploy", "list"]).await;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(text.contains(MACHINE) && text.contains("running"), "{text}");
@@ -365,18 +367,22 @@ async fn rollout_without_id_is_the_open_one_or_the_latest_to_show() {
 
 #[tokio::test]
 async fn completions_for_every_shell_need_no_configuration() {
-    for (shell, sign) in [("bash", "complete -F"), ("zsh", "#compdef svcctl"), ("fish", "complete -c svcctl")]
+    for (shell, marker) in
+        [("bash", "complete -F"), ("zsh", "#compdef svcctl"), ("fish", "complete -c svcctl")]
     {
         let output = svcctl(&["completions", shell], &[]).await;
         let script = String::from_utf8_lossy(&output.stdout).into_owned();
-        assert!(output.status.success() && script.contains(sign) && script.contains("provision"), "{shell}");
+        assert!(
+            output.status.success() && script.contains(marker) && script.contains("provision"),
+            "{shell}"
+        );
     }
 }
 
 #[tokio::test]
 async fn wait_for_a_failed_operation_fails() {
     let failed = operation("recover", "failed", &["create_server"]);
-    let platform = Platform::start([accepted(), Reply::Json(200, record("failed", Some(failed)))]).await;
+    let platform = FakePlatform::start([accepted(), Reply::Json(200, record("failed", Some(failed)))]).await;
     let output = platform.svcctl(&["recover", "user_1", "--yes", "--wait"]).await;
     assert_eq!(output.status.code(), Some(69));
     assert!(stderr(&output).contains("provisioning_error"), "{}", stderr(&output));
@@ -384,14 +390,14 @@ async fn wait_for_a_failed_operation_fails() {
 
 #[tokio::test]
 async fn irreversible_command_requires_yes_or_a_terminal() {
-    let platform = Platform::start([Reply::Json(200, record("running", None))]).await;
+    let platform = FakePlatform::start([Reply::Json(200, record("running", None))]).await;
     let output = platform.svcctl(&["delete", MACHINE]).await;
     assert_eq!(output.status.code(), Some(64));
     assert!(stderr(&output).contains("--yes"), "{}", stderr(&output));
     let prompting = [
         &["recover", "user_1"][..],
         &["resize", "ada", "cpx32"],
-        &["fail", "ada", "--reason", "it burns"],
+        &["fail", "ada", "--reason", "disk errors"],
         &["delete", "ada"],
         &["discard", "ada"],
         &["power", "off", "ada"],
@@ -415,9 +421,9 @@ async fn irreversible_command_requires_yes_or_a_terminal() {
         let prompts = prompting.iter().any(|args| args.starts_with(&words));
         let has_option = section.contains("      --yes");
         let is_group = section.contains("\nCommands:\n");
-        assert!(is_group || prompts == has_option, "{name}: --yes and a confirmation must go together");
+        assert!(is_group || prompts == has_option, "{name}: a command has --yes exactly if it prompts");
     }
-    assert!(platform.seen().is_empty(), "a request was sent");
+    assert!(platform.requests().is_empty(), "a request was sent");
 }
 
 #[tokio::test]
@@ -432,25 +438,26 @@ async fn refusal_shows_reason_and_next_step_and_sets_exit_code() {
         (503, "disabled", 75),
         (500, "internal", 70),
     ] {
-        let platform = Platform::start([Reply::Json(status, problem(status, code, "That is why."))]).await;
+        let platform =
+            FakePlatform::start([Reply::Json(status, problem(status, code, "That is why."))]).await;
         let output = platform.svcctl(&["slot", "set", "user_1", "--plan", "max"]).await;
         let text = stderr(&output);
         assert_eq!(output.status.code(), Some(exit), "{code}: {text}");
         for part in ["That is why.", code, "req-7", "next:"] {
             assert!(text.contains(part), "{code}: {text}");
         }
-        assert_eq!(platform.seen().len(), 1, "{code} must not be retried");
+        assert_eq!(platform.requests().len(), 1, "{code} must not be retried");
     }
 }
 
 #[tokio::test]
-async fn advice_for_a_conflict_depends_on_what_conflicts() {
+async fn conflict_advice_depends_on_detail() {
     for (detail, advice) in [
         ("Rollout 01a2 is already running.", Some("`svcctl deploy abort` ends one")),
         ("Hosts cannot update to v1: its release is not signed.", Some("publish the release again")),
         ("Operator ann has been revoked.", None),
     ] {
-        let platform = Platform::start([Reply::Json(409, problem(409, "conflict", detail))]).await;
+        let platform = FakePlatform::start([Reply::Json(409, problem(409, "conflict", detail))]).await;
         let text = stderr(&platform.svcctl(&["slot", "set", "user_1", "--plan", "max"]).await);
         assert!(text.contains(detail), "{text}");
         assert_eq!(text.contains("next:"), advice.is_some(), "{text}");
@@ -473,14 +480,14 @@ async fn all_missing_settings_are_listed_without_secrets() {
 
 #[tokio::test]
 async fn secret_is_read_from_a_file() {
-    let platform = Platform::start([Reply::Json(200, json!({"slots": []}))]).await;
+    let platform = FakePlatform::start([Reply::Json(200, json!({"slots": []}))]).await;
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("secret");
     std::fs::write(&file, format!("{SECRET}\n")).unwrap();
     let args = ["slot", "list", "user_1", "--secret-file", file.to_str().unwrap()];
     let output = svcctl(&args, &[("PLATFORM_PUBLIC_URL", &platform.base)]).await;
     assert!(output.status.success(), "{}", stderr(&output));
-    assert_eq!(platform.seen()[0].header("authorization"), Some(format!("Bearer {SECRET}").as_str()));
+    assert_eq!(platform.requests()[0].header("authorization"), Some(format!("Bearer {SECRET}").as_str()));
 }
 
 #[tokio::test]

@@ -7,10 +7,10 @@ use anyhow::{Context, Result, bail, ensure};
 /// A well-formed scrape.
 #[derive(Debug, Default)]
 pub struct Exposition {
-    /// By metric name.
+    /// The type of each metric, by name.
     pub kinds: BTreeMap<String, String>,
     helps: BTreeSet<String>,
-    /// By name with labels, as written.
+    /// The value of each series, by name with labels as written.
     pub samples: BTreeMap<String, f64>,
 }
 
@@ -25,44 +25,44 @@ impl Exposition {
     /// Names the malformed line.
     pub fn read(text: &str) -> Result<Self> {
         let mut found = Self::default();
-        ensure!(text.ends_with('\n'), "the last line has no end");
+        ensure!(text.ends_with('\n'), "the last line has no line end");
         for line in text.lines().filter(|line| !line.is_empty()) {
-            found.line(line).with_context(|| line.to_owned())?;
+            found.parse_line(line).with_context(|| line.to_owned())?;
         }
-        found.histograms()?;
+        found.check_histograms()?;
         Ok(found)
     }
 
-    fn line(&mut self, line: &str) -> Result<()> {
+    fn parse_line(&mut self, line: &str) -> Result<()> {
         if let Some(rest) = line.strip_prefix("# HELP ") {
-            let (name, help) = rest.split_once(' ').context("no help")?;
-            ensure!(!help.trim().is_empty(), "an empty help");
-            ensure!(self.helps.insert(name.to_owned()), "a second help");
+            let (name, help) = rest.split_once(' ').context("no help text")?;
+            ensure!(!help.trim().is_empty(), "an empty help text");
+            ensure!(self.helps.insert(name.to_owned()), "a duplicate HELP line");
             return Ok(());
         }
         if let Some(rest) = line.strip_prefix("# TYPE ") {
             let (name, kind) = rest.split_once(' ').context("no type")?;
             ensure!(["counter", "gauge", "histogram"].contains(&kind), "type {kind}");
-            ensure!(self.helps.contains(name), "a type without a help before it");
-            ensure!(self.kinds.insert(name.to_owned(), kind.to_owned()).is_none(), "a second type");
+            ensure!(self.helps.contains(name), "a TYPE line without a preceding HELP line");
+            ensure!(self.kinds.insert(name.to_owned(), kind.to_owned()).is_none(), "a duplicate TYPE line");
             return Ok(());
         }
         ensure!(!line.starts_with('#'), "an unknown comment");
         let (series, value) = line.rsplit_once(' ').context("no value")?;
         let name = series.split('{').next().unwrap_or_default();
         let valid = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
-        ensure!(!name.is_empty() && name.chars().all(valid), "a bad name");
-        let family = self.family(name).context("a sample without a type before it")?;
+        ensure!(!name.is_empty() && name.chars().all(valid), "an invalid metric name");
+        let family = self.find_family(name).context("a sample without a preceding TYPE line")?;
         if self.kinds[&family] == "counter" {
-            ensure!(name.ends_with("_total"), "a counter is called …_total");
+            ensure!(name.ends_with("_total"), "the name of a counter must end with _total");
         }
-        labels(&series[name.len()..])?;
-        let value: f64 = value.parse().context("no number")?;
+        check_labels(&series[name.len()..])?;
+        let value: f64 = value.parse().context("the value is not a number")?;
         ensure!(self.samples.insert(series.to_owned(), value).is_none(), "a duplicate series");
         Ok(())
     }
 
-    fn family(&self, name: &str) -> Option<String> {
+    fn find_family(&self, name: &str) -> Option<String> {
         let parts = ["", "_bucket", "_sum", "_count"];
         let families = parts.iter().filter_map(|part| name.strip_suffix(part));
         let mut known = families.filter(|family| {
@@ -72,8 +72,8 @@ impl Exposition {
         known.next().map(str::to_owned)
     }
 
-    /// Buckets are cumulative, and the last one equals the count.
-    fn histograms(&self) -> Result<()> {
+    /// Checks that buckets are cumulative, and that the last one equals the count.
+    fn check_histograms(&self) -> Result<()> {
         let mut buckets: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
         for (series, value) in self.samples.iter().filter(|(series, _)| series.contains("_bucket{")) {
             let (rest, bound) = series.rsplit_once("le=\"").context("a bucket without a bound")?;
@@ -82,8 +82,8 @@ impl Exposition {
         }
         for (of, mut steps) in buckets {
             steps.sort_by(|a, b| a.0.total_cmp(&b.0));
-            ensure!(steps.is_sorted_by(|a, b| a.1 <= b.1), "{of}: buckets shrink");
-            ensure!(steps.last().is_some_and(|last| last.0.is_infinite()), "{of}: no last bucket");
+            ensure!(steps.is_sorted_by(|a, b| a.1 <= b.1), "{of}: the buckets are not cumulative");
+            ensure!(steps.last().is_some_and(|last| last.0.is_infinite()), "{of}: no +Inf bucket");
             let mut count = of.replacen("_bucket", "_count", 1);
             if count.contains('{') {
                 count.push('}');
@@ -91,24 +91,24 @@ impl Exposition {
             let count = self.get(&count).with_context(|| format!("{of}: no {count}"))?;
             ensure!(
                 steps.last().is_some_and(|last| last.1 == count),
-                "{of}: the last bucket is not the count"
+                "{of}: the last bucket differs from the count"
             );
         }
         Ok(())
     }
 }
 
-fn labels(text: &str) -> Result<()> {
+fn check_labels(text: &str) -> Result<()> {
     if text.is_empty() {
         return Ok(());
     }
-    let inner = text.strip_prefix('{').and_then(|text| text.strip_suffix('}')).context("open braces")?;
+    let inner = text.strip_prefix('{').and_then(|text| text.strip_suffix('}')).context("unclosed braces")?;
     let mut names = BTreeSet::new();
     let mut rest = inner;
     while !rest.is_empty() {
         let (name, value) = rest.split_once("=\"").context("a label without a value")?;
         ensure!(names.insert(name), "label {name} twice");
-        let Some(end) = value.find('"') else { bail!("an open value") };
+        let Some(end) = value.find('"') else { bail!("an unclosed label value") };
         rest = value[end + 1..].trim_start_matches(',');
     }
     Ok(())

@@ -1,5 +1,5 @@
-//! The first boot of a real machine, by the script in its user-data: stages and failures reach the platform before
-//! and after the product's binary exists, interrupted work is completed, and no credential is an argument of a
+//! The first boot of a machine, run by the script in its user-data: stages and failures are reported to the platform
+//! before and after the product's binary exists, interrupted work is completed, and no credential is an argument of a
 //! process.
 //!
 //! The files come from rendered user-data, below a directory that replaces `/`. Bundle, `svc`, curl and tar are real;
@@ -47,13 +47,13 @@ fn bundle() -> &'static Bundle {
     })
 }
 
-/// The platform's behaviour for a request for the bundle.
+/// How the platform responds to a request for the bundle.
 #[derive(Clone, Copy, PartialEq)]
 enum BundleResponse {
     Whole,
-    /// Complete, from an address of the platform that hosts use for nothing else.
-    Elsewhere,
-    /// The first response breaks off.
+    /// Complete, from the platform's public address, which hosts use only for bundles.
+    FromPublicAddress,
+    /// The first response ends halfway.
     CutOnce,
     /// One bit is flipped.
     Flipped,
@@ -68,9 +68,9 @@ impl Machine {
     async fn new(bundle_response: BundleResponse) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let requests = Arc::default();
-        let internal = platform(bundle_response, Arc::clone(&requests));
-        let public = (bundle_response == BundleResponse::Elsewhere)
-            .then(|| platform(bundle_response, Arc::clone(&requests)));
+        let internal = start_platform(bundle_response, Arc::clone(&requests));
+        let public = (bundle_response == BundleResponse::FromPublicAddress)
+            .then(|| start_platform(bundle_response, Arc::clone(&requests)));
         let parts = Parts {
             bundle: format!(
                 "{}/system-bundles/v1/svc-host-bundle.tar.gz",
@@ -90,18 +90,18 @@ impl Machine {
         let machine = Self { dir, requests };
         for program in ["apt-get", "podman", "sleep", "nft", "sysctl", "systemd-sysusers", "systemd-tmpfiles"]
         {
-            machine.program(program, "exit 0");
+            machine.add_program(program, "exit 0");
         }
-        machine.program("swapon", "echo /dev/some");
-        machine.program("systemctl", SYSTEMCTL);
-        machine.program("journalctl", JOURNALCTL);
-        machine.program("curl", "exec \"$CURL\" \"$@\"");
+        machine.add_program("swapon", "echo /dev/some");
+        machine.add_program("systemctl", SYSTEMCTL);
+        machine.add_program("journalctl", JOURNALCTL);
+        machine.add_program("curl", "exec \"$CURL\" \"$@\"");
         machine
     }
 
-    /// A fake that records its call and then runs this script.
-    fn program(&self, name: &str, script: &str) {
-        let bin = self.dir.path().join("stand-ins");
+    /// Installs a fake program that records its call and then runs this script.
+    fn add_program(&self, name: &str, script: &str) {
+        let bin = self.dir.path().join("fakes");
         fs::create_dir_all(&bin).unwrap();
         let text = format!("#!/bin/sh\necho \"{name} $*\" >>\"$DIR/calls\"\n{script}\n");
         fs::write(bin.join(name), text).unwrap();
@@ -112,7 +112,10 @@ impl Machine {
     async fn boot(&self) -> i32 {
         let ended = self.run(&[]).await;
         let calls = self.calls();
-        assert!(!["svcr_", "svcu_"].iter().any(|token| calls.contains(token)), "an argument: {calls}");
+        assert!(
+            !["svcr_", "svcu_"].iter().any(|token| calls.contains(token)),
+            "a token is an argument: {calls}"
+        );
         ended.code().unwrap()
     }
 
@@ -121,8 +124,8 @@ impl Machine {
         let path = std::env::var("PATH").unwrap();
         let mut shell = Command::new("sh");
         shell.arg(root.join("opt/svc/first-boot.sh")).env_clear().env("DIR", &root).env("SVC_ROOT", &root);
-        shell.env("CURL", which("curl", &path)).env("SVC_SYSTEMCTL", root.join("stand-ins/systemctl"));
-        shell.env("PATH", format!("{}/stand-ins:{path}", root.display())).envs(extra.iter().copied());
+        shell.env("CURL", which("curl", &path)).env("SVC_SYSTEMCTL", root.join("fakes/systemctl"));
+        shell.env("PATH", format!("{}/fakes:{path}", root.display())).envs(extra.iter().copied());
         let ended = tokio::task::spawn_blocking(move || shell.output().unwrap()).await.unwrap();
         println!("{}{}", String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
         ended.status
@@ -132,13 +135,13 @@ impl Machine {
         fs::read_to_string(self.dir.path().join("calls")).unwrap_or_default()
     }
 
-    fn started(&self) -> Vec<String> {
+    fn started_units(&self) -> Vec<String> {
         let calls = self.calls();
         let started = calls.lines().filter_map(|line| line.strip_prefix("systemctl start "));
         started.map(|unit| unit.trim_start_matches("--no-block ").to_owned()).collect()
     }
 
-    /// The requests to the platform, without the variable part of tokens.
+    /// The requests to the platform, with only the prefix of each token.
     fn requests(&self) -> Vec<String> {
         self.requests.lock().unwrap().clone()
     }
@@ -154,12 +157,12 @@ impl Machine {
 }
 
 fn which(program: &str, path: &str) -> PathBuf {
-    let there = path.split(':').map(|dir| Path::new(dir).join(program)).find(|file| file.exists());
-    there.unwrap_or_else(|| panic!("this test needs {program}"))
+    let found = path.split(':').map(|dir| Path::new(dir).join(program)).find(|file| file.exists());
+    found.unwrap_or_else(|| panic!("this test needs {program}"))
 }
 
 /// Serves the bundle, accepts every report, and records the requests.
-fn platform(bundle_response: BundleResponse, requests: Arc<Mutex<Vec<String>>>) -> String {
+fn start_platform(bundle_response: BundleResponse, requests: Arc<Mutex<Vec<String>>>) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let base = format!("http://{}", listener.local_addr().unwrap());
     let served = Arc::new(AtomicUsize::new(0));
@@ -178,7 +181,7 @@ fn respond(
     requests: &Mutex<Vec<String>>,
     served: &AtomicUsize,
 ) {
-    let Some((head, body)) = request(&mut stream) else { return };
+    let Some((head, body)) = read_request(&mut stream) else { return };
     let field = |name: &str| {
         head.lines().find_map(|line| {
             let (key, value) = line.split_once(": ")?;
@@ -222,7 +225,7 @@ fn respond(
     stream.write_all(if is_cut { &rest[..rest.len() / 2] } else { rest }).ok();
 }
 
-fn request(stream: &mut TcpStream) -> Option<(String, String)> {
+fn read_request(stream: &mut TcpStream) -> Option<(String, String)> {
     let (mut bytes, mut chunk) = (Vec::new(), [0; 4096]);
     loop {
         let n = stream.read(&mut chunk).ok()?;
@@ -263,7 +266,7 @@ async fn user_data_boots_a_machine_to_its_target() {
         ["GET /system-bundles/v1/svc-host-bundle.tar.gz svcu_"],
         "once, with the machine's token"
     );
-    assert_eq!(machine.started(), UNITS);
+    assert_eq!(machine.started_units(), UNITS);
     let opt = machine.dir.path().join("opt/svc");
     assert_eq!(fs::read_link(opt.join("current")).unwrap(), Path::new("releases/v1"));
     assert!(opt.join("bin/svc-gateway").exists() && !opt.join("bootstrap").exists() && machine.is_complete());
@@ -274,13 +277,16 @@ async fn user_data_boots_a_machine_to_its_target() {
     assert!(password.len() >= 32 && password.chars().all(|c| c.is_ascii_alphanumeric()), "no quotes");
     let host = fs::read_to_string(opt.join("env/host.env")).unwrap();
     assert!(host.contains(&format!(":{password}@127.0.0.1:5432/svc")) && !calls.contains(password));
-    let at = |call: &str| {
+    let line_of = |call: &str| {
         let place = calls.lines().position(|line| line.contains(call));
         place.unwrap_or_else(|| panic!("no {call} in {calls}"))
     };
-    let (closed, fetched) = (at("nft list table inet svc"), at("--output bundle.tar.gz"));
+    let (closed, fetched) = (line_of("nft list table inet svc"), line_of("--output bundle.tar.gz"));
     assert!(closed < fetched, "the firewall is active before any download: {calls}");
-    assert!(at("systemctl enable svc.target") < at("systemctl disable svc-first-boot.service"), "{calls}");
+    assert!(
+        line_of("systemctl enable svc.target") < line_of("systemctl disable svc-first-boot.service"),
+        "{calls}"
+    );
 }
 
 #[tokio::test]
@@ -295,13 +301,14 @@ async fn interrupted_download_is_resumed() {
 
 #[tokio::test]
 async fn public_address_of_the_platform_gets_the_token() {
-    let machine = Machine::new(BundleResponse::Elsewhere).await;
+    let machine = Machine::new(BundleResponse::FromPublicAddress).await;
     assert_eq!(machine.boot().await, 0, "{}", machine.calls());
     let fetched: Vec<_> = machine.requests().into_iter().filter(|line| line.starts_with("GET ")).collect();
     assert_eq!(fetched, ["GET /system-bundles/v1/svc-host-bundle.tar.gz svcu_"]);
 }
 
-/// Of another release, or damaged in transit: it is downloaded again, once.
+/// A partial file of another release, or one that was damaged in transit, is discarded, and the bundle is downloaded
+/// again once.
 #[tokio::test]
 async fn partial_download_of_other_content_is_discarded() {
     for beginning in [10, bundle().archive.len() + 10] {
@@ -317,26 +324,23 @@ async fn partial_download_of_other_content_is_discarded() {
 #[tokio::test]
 async fn transient_program_failure_is_retried() {
     let machine = Machine::new(BundleResponse::Whole).await;
-    let systemctl = |more: &str| machine.program("systemctl", &format!("{more}\n{SYSTEMCTL}"));
+    let systemctl = |more: &str| machine.add_program("systemctl", &format!("{more}\n{SYSTEMCTL}"));
     systemctl("[ \"$*\" != 'enable svc.target' ] || exit 1");
     let ended = machine.boot().await;
-    assert!(
-        ended != 0 && ended != 99 && machine.requests_to("boot-failure").is_empty(),
-        "it ended with {ended}"
-    );
+    assert!(ended != 0 && ended != 99 && machine.requests_to("boot-failure").is_empty(), "exit code {ended}");
     systemctl("");
     assert_eq!(machine.boot().await, 0, "{}", machine.calls());
 }
 
-/// The database image accepts a partial cluster as complete, so an interrupted cluster is recreated; one that
+/// The database image accepts a partial cluster as complete, so an interrupted cluster is recreated; a cluster that has
 /// responded is kept.
 #[tokio::test]
 async fn interrupted_database_cluster_is_recreated() {
     let machine = Machine::new(BundleResponse::Whole).await;
-    machine.program("podman", "[ \"$1\" != exec ]");
+    machine.add_program("podman", "[ \"$1\" != exec ]");
     assert_eq!(machine.boot().await, 99, "the database never responds");
     assert!(machine.requests_to("boot-failure")[0].contains("\"stage\":\"database\""));
-    machine.program("podman", "exit 0");
+    machine.add_program("podman", "exit 0");
     fs::remove_file(machine.dir.path().join("calls")).unwrap();
     fs::write(machine.dir.path().join("svc-gateway.service.fails"), "no").unwrap();
     assert_eq!(machine.boot().await, 99);
@@ -356,13 +360,13 @@ async fn bundle_with_wrong_digest_is_refused_and_never_run() {
     let failures = machine.requests_to("boot-failure");
     assert!(failures[0].contains("\"stage\":\"bundle\"") && failures[0].contains("SHA-256"), "{failures:?}");
     assert!(!machine.dir.path().join("opt/svc/bootstrap/bin").exists());
-    assert!(machine.started().is_empty() && !machine.is_complete());
+    assert!(machine.started_units().is_empty() && !machine.is_complete());
 }
 
 #[tokio::test]
 async fn failure_before_the_binary_exists_is_reported() {
     let machine = Machine::new(BundleResponse::Whole).await;
-    machine.program("nft", "exit 1");
+    machine.add_program("nft", "exit 1");
     assert_eq!(machine.boot().await, 99);
     let failures = machine.requests_to("boot-failure");
     let report: serde_json::Value = serde_json::from_str(&failures[0]).unwrap();
@@ -381,7 +385,7 @@ async fn failed_unit_is_reported_with_its_log_and_stops_the_boot() {
             serde_json::from_str(&machine.requests_to("boot-failure")[0]).unwrap();
         assert_eq!(report["stage"], stage);
         assert_eq!(report["message"], format!("{}: the \"last\" words", UNITS[index]));
-        assert_eq!(machine.started(), UNITS[..=index], "{stage}");
+        assert_eq!(machine.started_units(), UNITS[..=index], "{stage}");
         assert!(!machine.is_complete());
     }
 }
@@ -389,8 +393,8 @@ async fn failed_unit_is_reported_with_its_log_and_stops_the_boot() {
 #[tokio::test]
 async fn unreported_failure_is_retried() {
     let machine = Machine::new(BundleResponse::Whole).await;
-    machine.program("nft", "exit 1");
-    machine.program("curl", "exit 7");
+    machine.add_program("nft", "exit 1");
+    machine.add_program("curl", "exit 7");
     assert_eq!(machine.boot().await, 75);
 }
 
@@ -408,16 +412,16 @@ async fn power_cut_at_any_step_is_recovered_by_next_boot() {
     ] {
         let machine = Machine::new(BundleResponse::Whole).await;
         let (program, _) = cut.split_once(' ').unwrap_or((cut, ""));
-        let whole = fs::read_to_string(machine.dir.path().join("stand-ins").join(program)).unwrap();
+        let whole = fs::read_to_string(machine.dir.path().join("fakes").join(program)).unwrap();
         let kill = format!("case \"{program} $*\" in \"{cut}\"*) kill -9 $PPID; exit ;; esac\n");
         let body = whole.splitn(3, '\n').nth(2).unwrap();
-        machine.program(program, &format!("{kill}{body}"));
+        machine.add_program(program, &format!("{kill}{body}"));
         let ended = machine.run(&[]).await;
         assert!(!machine.is_complete() && !ended.success(), "{cut}: the power was not cut");
-        machine.program(program, body);
+        machine.add_program(program, body);
         assert_eq!(machine.boot().await, 0, "{cut}: {}", machine.calls());
         assert!(machine.is_complete(), "{cut}");
-        assert_eq!(machine.started().last().map(String::as_str), Some("svc.target"));
+        assert_eq!(machine.started_units().last().map(String::as_str), Some("svc.target"));
     }
 }
 
@@ -427,7 +431,7 @@ async fn interrupted_release_setup_is_completed() {
     for point in ["update.renamed", "update.switched", "update.linked"] {
         let machine = Machine::new(BundleResponse::Whole).await;
         let killed = machine.run(&[("FAILPOINTS", &format!("{point}=return(kill)"))]).await;
-        assert!(!killed.success() && machine.started().is_empty(), "{point}");
+        assert!(!killed.success() && machine.started_units().is_empty(), "{point}");
         assert_eq!(machine.boot().await, 0, "{point}: {}", machine.calls());
         let opt = machine.dir.path().join("opt/svc");
         assert!(machine.is_complete() && opt.join("app/apps").exists() && !opt.join("bootstrap").exists());

@@ -1,5 +1,5 @@
-//! `svc-heartbeat` on a machine with a database: records rotate and expire, the storage is measured once a day, and
-//! the next run completes a killed one.
+//! `svc-heartbeat` on a machine with a database: records rotate and expire, the storage is measured once a day, and the
+//! next run completes a killed run.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -13,8 +13,8 @@ use crate::vault::machine::{Machine, store};
 
 const LOGS: &str = "home/svc/home/system/logs";
 
-/// Records that were last written this many days ago.
-fn written(machine: &Machine, name: &str, days_ago: i32) -> Result<()> {
+/// Writes a record that was last modified this many days ago.
+fn write_record(machine: &Machine, name: &str, days_ago: i32) -> Result<()> {
     let at = Timestamp::now().checked_sub((24 * days_ago).hours())?;
     let path = machine.path(LOGS).join(name);
     fs::create_dir_all(machine.path(LOGS))?;
@@ -25,12 +25,12 @@ fn written(machine: &Machine, name: &str, days_ago: i32) -> Result<()> {
     Ok(())
 }
 
-fn day(days_ago: i32) -> Result<String> {
+fn date_days_ago(days_ago: i32) -> Result<String> {
     let day = Timestamp::now().to_zoned(jiff::tz::TimeZone::UTC).date();
     Ok(day.checked_sub(days_ago.days())?.to_string())
 }
 
-fn files(dir: &Path) -> Result<BTreeMap<String, String>> {
+fn read_files(dir: &Path) -> Result<BTreeMap<String, String>> {
     let mut files = BTreeMap::new();
     for entry in fs::read_dir(dir)? {
         let path = entry?.path();
@@ -40,19 +40,19 @@ fn files(dir: &Path) -> Result<BTreeMap<String, String>> {
     Ok(files)
 }
 
-fn with_old_records(machine: &Machine) -> Result<()> {
-    written(machine, "activity.log", 2)?;
-    written(machine, "audit.jsonl", 1)?;
+fn add_old_records(machine: &Machine) -> Result<()> {
+    write_record(machine, "activity.log", 2)?;
+    write_record(machine, "audit.jsonl", 1)?;
     for old in ["activity-2020-01-01.log", "audit-2020-01-01.jsonl", "interactions-2020-01-01.jsonl"] {
-        written(machine, old, 40)?;
+        write_record(machine, old, 40)?;
     }
-    written(machine, &format!("interactions-{}.jsonl", day(30)?), 30)
+    write_record(machine, &format!("interactions-{}.jsonl", date_days_ago(30)?), 30)
 }
 
-/// The result of a daily check, even after interruptions.
+/// Asserts the result of a daily check, which is the same after interruptions.
 fn assert_rotated(machine: &Machine) -> Result<()> {
-    let files = files(&machine.path(LOGS))?;
-    let (two, one, thirty) = (day(2)?, day(1)?, day(30)?);
+    let files = read_files(&machine.path(LOGS))?;
+    let (two, one, thirty) = (date_days_ago(2)?, date_days_ago(1)?, date_days_ago(30)?);
     let names: Vec<&str> = files.keys().map(String::as_str).collect();
     let expected = [
         format!("activity-{two}.log"),
@@ -61,14 +61,14 @@ fn assert_rotated(machine: &Machine) -> Result<()> {
         "storage.jsonl".to_owned(),
     ];
     assert_eq!(names, expected);
-    assert_eq!(files["storage.jsonl"].lines().count(), 1, "one line a day");
+    assert_eq!(files["storage.jsonl"].lines().count(), 1, "one line per day");
     Ok(())
 }
 
 #[tokio::test]
 async fn daily_check_rotates_expires_and_measures_once() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
-    with_old_records(&machine)?;
+    add_old_records(&machine)?;
     fs::create_dir_all(machine.path("home/svc/home/apps/notes"))?;
     fs::write(machine.path("home/svc/home/apps/notes/big"), vec![7; 300_000])?;
     let tables =
@@ -78,8 +78,8 @@ async fn daily_check_rotates_expires_and_measures_once() -> Result<()> {
     machine.client().await?.batch_execute(tables).await?;
     machine.run(&["svc-heartbeat"])?.expect(0);
     assert_rotated(&machine)?;
-    let line: serde_json::Value = serde_json::from_str(&files(&machine.path(LOGS))?["storage.jsonl"])?;
-    assert_eq!((&line["version"], &line["date"]), (&1.into(), &day(0)?.into()));
+    let line: serde_json::Value = serde_json::from_str(&read_files(&machine.path(LOGS))?["storage.jsonl"])?;
+    assert_eq!((&line["version"], &line["date"]), (&1.into(), &date_days_ago(0)?.into()));
     let bytes = |name: &str| line[name].as_u64().unwrap_or_else(|| panic!("{name} in {line}"));
     assert!((300_000..400_000).contains(&bytes("appsBytes")), "{line}");
     assert!(bytes("homeBytes") > bytes("appsBytes") && bytes("logsBytes") > 0, "{line}");
@@ -90,12 +90,12 @@ async fn daily_check_rotates_expires_and_measures_once() -> Result<()> {
     assert_eq!(slugs, ["notes", "to-do"], "{line}");
     let of_app = |name: &str| apps[0][name].as_u64().unwrap_or_else(|| panic!("{name} in {line}"));
     assert!((300_000..400_000).contains(&of_app("filesBytes")), "{line}");
-    // Table and index.
+    // Includes the table and its index.
     assert!((700_000..1_500_000).contains(&of_app("databaseBytes")), "{line}");
     assert_eq!(apps[1]["databaseBytes"], 0, "{line}");
-    let before = files(&machine.path(LOGS))?;
+    let before = read_files(&machine.path(LOGS))?;
     machine.run(&["svc-heartbeat"])?.expect(0);
-    assert_eq!(files(&machine.path(LOGS))?, before);
+    assert_eq!(read_files(&machine.path(LOGS))?, before);
     Ok(())
 }
 
@@ -104,7 +104,7 @@ async fn killed_check_is_completed_by_the_next_run() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
     for point in svc::host::retention::FAILPOINTS {
         fs::remove_dir_all(machine.path(LOGS)).ok();
-        with_old_records(&machine)?;
+        add_old_records(&machine)?;
         let kill = format!("{point}=return(kill)");
         machine.run_with(&["svc-heartbeat"], &[("FAILPOINTS", &kill)])?.expect_killed();
         machine.run(&["svc-heartbeat"])?.expect(0);
@@ -116,11 +116,11 @@ async fn killed_check_is_completed_by_the_next_run() -> Result<()> {
 #[tokio::test]
 async fn records_rotate_without_a_database() -> Result<()> {
     let mut machine = Machine::in_use(&store()?, 1).await?;
-    with_old_records(&machine)?;
+    add_old_records(&machine)?;
     machine.postgres.take();
     machine.run(&["svc-heartbeat"])?.expect(69);
-    let files = files(&machine.path(LOGS))?;
-    assert!(files.contains_key(&format!("activity-{}.log", day(2)?)), "{files:?}");
+    let files = read_files(&machine.path(LOGS))?;
+    assert!(files.contains_key(&format!("activity-{}.log", date_days_ago(2)?)), "{files:?}");
     assert!(
         !files.contains_key("storage.jsonl") && !files.contains_key("audit-2020-01-01.jsonl"),
         "{files:?}"
@@ -131,7 +131,7 @@ async fn records_rotate_without_a_database() -> Result<()> {
 #[tokio::test]
 async fn concurrent_check_exits_with_a_message() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
-    with_old_records(&machine)?;
+    add_old_records(&machine)?;
     let slow = [("FAILPOINTS", "heartbeat.begin=sleep(1500)")];
     let first = machine.spawn(&["svc-heartbeat"], &slow)?;
     let second = machine.spawn(&["svc-heartbeat"], &slow)?;
@@ -141,11 +141,11 @@ async fn concurrent_check_exits_with_a_message() -> Result<()> {
     assert_rotated(&machine)
 }
 
-/// Records of another owner, and a directory in place of a record: the others are still processed.
+/// Records of another owner are rotated; a directory in place of a record does not prevent the rotation of others.
 #[tokio::test]
 async fn record_of_another_owner_is_rotated() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
-    with_old_records(&machine)?;
+    add_old_records(&machine)?;
     if nix::unistd::geteuid().is_root() {
         for name in ["audit.jsonl", "audit-2020-01-01.jsonl"] {
             std::os::unix::fs::chown(machine.path(LOGS).join(name), Some(12_345), Some(12_345))?;
@@ -155,12 +155,12 @@ async fn record_of_another_owner_is_rotated() -> Result<()> {
     }
     machine.run(&["svc-heartbeat"])?.expect(0);
     assert_rotated(&machine)?;
-    let in_its_place = machine.path(LOGS).join("activity-2020-01-01.log");
-    fs::create_dir(&in_its_place)?;
-    written(&machine, "interactions-2020-01-02.jsonl", 40)?;
+    let directory = machine.path(LOGS).join("activity-2020-01-01.log");
+    fs::create_dir(&directory)?;
+    write_record(&machine, "interactions-2020-01-02.jsonl", 40)?;
     let ended = machine.run(&["svc-heartbeat"])?.expect(70);
     assert!(ended.stderr.contains("activity-2020-01-01.log"), "{}", ended.stderr);
-    fs::remove_dir(in_its_place)?;
+    fs::remove_dir(directory)?;
     assert_rotated(&machine)
 }
 
@@ -181,9 +181,9 @@ async fn invalid_config_does_not_change_the_day() -> Result<()> {
         format!("{{\"costLimits\": {{\"timeZone\": \"{zone}\"}}}}"),
     )?;
     machine.run(&["svc-heartbeat"])?.expect(0);
-    let line: serde_json::Value = serde_json::from_str(&files(&machine.path(LOGS))?["storage.jsonl"])?;
+    let line: serde_json::Value = serde_json::from_str(&read_files(&machine.path(LOGS))?["storage.jsonl"])?;
     let expected = Timestamp::now().in_tz(zone)?.date().to_string();
-    assert_ne!(expected, day(0)?);
+    assert_ne!(expected, date_days_ago(0)?);
     assert_eq!(line["date"], expected);
     Ok(())
 }

@@ -17,7 +17,7 @@ mod source;
 #[path = "house/specification.rs"]
 mod specification;
 
-use files::{File, at, files, root};
+use files::{File, files, root, violation_at};
 
 fn assert_none(broken: &[String]) {
     assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
@@ -25,7 +25,7 @@ fn assert_none(broken: &[String]) {
 
 #[test]
 fn imports_respect_the_architecture() {
-    assert_none(&edges::broken(&files()));
+    assert_none(&edges::forbidden_imports(&files()));
 }
 
 #[test]
@@ -35,32 +35,32 @@ fn packages_depend_only_on_lower_layers() {
 
 #[test]
 fn packages_have_the_lints_of_the_workspace() {
-    assert_none(&edges::without_lints(&files()));
+    assert_none(&edges::packages_without_lints(&files()));
 }
 
 #[test]
 fn modules_of_a_package_have_no_cycle() {
-    assert_none(&edges::circles(&files()));
+    assert_none(&edges::import_cycles(&files()));
 }
 
 #[test]
 fn no_unwrap_outside_tests() {
-    assert_none(&rules::unwraps(&files()));
+    assert_none(&rules::find_unwraps(&files()));
 }
 
 #[test]
 fn no_todo_marker_remains() {
-    assert_none(&files().iter().flat_map(rules::left_to_do).collect::<Vec<_>>());
+    assert_none(&files().iter().flat_map(rules::todo_markers).collect::<Vec<_>>());
 }
 
 #[test]
 fn every_source_file_has_a_header() {
-    assert_none(&files().iter().filter_map(rules::unopened).collect::<Vec<_>>());
+    assert_none(&files().iter().filter_map(rules::missing_header).collect::<Vec<_>>());
 }
 
 #[test]
 fn no_source_file_exceeds_line_limit() {
-    assert_none(&files().iter().filter_map(rules::too_long).collect::<Vec<_>>());
+    assert_none(&files().iter().filter_map(rules::exceeds_line_limit).collect::<Vec<_>>());
 }
 
 #[test]
@@ -75,7 +75,7 @@ fn no_file_names_a_build_machine_path() {
 
 #[test]
 fn tools_do_not_depend_on_the_product() {
-    assert_none(&files().iter().flat_map(rules::links_to_the_product).collect::<Vec<_>>());
+    assert_none(&files().iter().flat_map(rules::product_dependencies).collect::<Vec<_>>());
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn every_dependency_has_its_reason() {
 
 #[test]
 fn every_link_between_pages_resolves() {
-    assert_none(&links::broken(&files()));
+    assert_none(&links::broken_links(&files()));
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn every_name_that_a_page_gives_for_a_file_exists() {
 
 #[test]
 fn every_item_of_the_specification_has_its_row() {
-    assert_none(&specification::untraced(&files(), |path| root().join(path).exists()));
+    assert_none(&specification::untraced_items(&files(), |path| root().join(path).exists()));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 #![allow(
     clippy::unwrap_used,
-    reason = "all of it is tests; clippy sees only the functions with #[test] as such"
+    reason = "the whole crate is test code; clippy recognizes only functions with #[test]"
 )]
 
 mod audit;

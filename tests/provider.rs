@@ -19,7 +19,7 @@ use svc::provider::{
 };
 
 /// The production limits, but a hundred times shorter.
-const FAST: CallLimits = CallLimits {
+const FAST_LIMITS: CallLimits = CallLimits {
     deadline: Duration::from_secs(2),
     initial_backoff: Duration::from_millis(5),
     max_backoff: Duration::from_millis(50),
@@ -40,7 +40,7 @@ fn adapter_with(simulator: &Simulator, token: &str, limits: CallLimits) -> Hetzn
 }
 
 fn adapter(simulator: &Simulator) -> Hetzner {
-    adapter_with(simulator, simulator.token(), FAST)
+    adapter_with(simulator, simulator.token(), FAST_LIMITS)
 }
 
 fn server_type(name: &str) -> ServerType {
@@ -61,13 +61,13 @@ fn order(name: &str) -> ServerOrder {
     }
 }
 
-async fn settled(provider: &Hetzner, action: Action) -> ActionStatus {
-    let end = ended(provider, action.id).await;
+async fn wait_for_action_status(provider: &Hetzner, action: Action) -> ActionStatus {
+    let end = wait_for_action(provider, action.id).await;
     assert_eq!(end.command, action.command);
     end.status
 }
 
-async fn ended(provider: &Hetzner, id: ActionId) -> Action {
+async fn wait_for_action(provider: &Hetzner, id: ActionId) -> Action {
     let end = Instant::now() + Duration::from_secs(20);
     loop {
         let now = provider.action(id).await.unwrap();
@@ -79,19 +79,22 @@ async fn ended(provider: &Hetzner, id: ActionId) -> Action {
     }
 }
 
-/// A server that runs and is not locked. Its power comes on shortly before its first action ends; a call in between
-/// is refused and consumes the fault meant for the next one.
-async fn running(simulator: &Simulator, provider: &Hetzner, name: &str) -> Server {
+/// Creates a server, and waits until it is running and not locked. A server is powered on shortly before its first
+/// action ends; a call in between would be refused and would consume a fault meant for the next call.
+async fn create_running_server(simulator: &Simulator, provider: &Hetzner, name: &str) -> Server {
     let created = provider.create(&order(name)).await.unwrap();
     for id in created.actions {
-        assert_eq!(ended(provider, id).await.status, ActionStatus::Success);
+        assert_eq!(wait_for_action(provider, id).await.status, ActionStatus::Success);
     }
     simulator.wait_for_power(name, Power::Running).await.unwrap();
     created.server
 }
 
 async fn power_off(provider: &Hetzner, id: ServerId) {
-    assert_eq!(settled(provider, provider.power_off(id).await.unwrap()).await, ActionStatus::Success);
+    assert_eq!(
+        wait_for_action_status(provider, provider.power_off(id).await.unwrap()).await,
+        ActionStatus::Success
+    );
 }
 
 #[tokio::test]
@@ -108,22 +111,22 @@ async fn server_is_created_found_and_deleted() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
 
-    let made = provider.create(&order("svc-1")).await.unwrap().server;
-    assert_eq!((made.status, made.disk_gb), (ServerStatus::Initializing, 80));
-    assert!(made.public_ipv4.is_some_and(|ip| ip.is_loopback()));
-    assert_eq!(made.labels["epoch"], "1");
-    let there = simulator.wait_for_power("svc-1", Power::Running).await.unwrap();
-    assert_eq!(there.user_data, "#cloud-config\n{}");
-    assert_eq!((there.image.as_str(), there.location.as_str()), ("debian-12", "nbg1"));
+    let created = provider.create(&order("svc-1")).await.unwrap().server;
+    assert_eq!((created.status, created.disk_gb), (ServerStatus::Initializing, 80));
+    assert!(created.public_ipv4.is_some_and(|ip| ip.is_loopback()));
+    assert_eq!(created.labels["epoch"], "1");
+    let simulated = simulator.wait_for_power("svc-1", Power::Running).await.unwrap();
+    assert_eq!(simulated.user_data, "#cloud-config\n{}");
+    assert_eq!((simulated.image.as_str(), simulated.location.as_str()), ("debian-12", "nbg1"));
 
     let found = provider.find("svc-1").await.unwrap().unwrap();
-    assert_eq!((found.id, found.status), (made.id, ServerStatus::Running));
-    assert_eq!(provider.get(made.id).await.unwrap(), Some(found));
+    assert_eq!((found.id, found.status), (created.id, ServerStatus::Running));
+    assert_eq!(provider.get(created.id).await.unwrap(), Some(found));
     assert_eq!(provider.find("svc-2").await.unwrap(), None);
 
-    assert_eq!(provider.delete(made.id).await.unwrap(), Deleted::Done);
-    assert_eq!(provider.delete(made.id).await.unwrap(), Deleted::WasAbsent);
-    assert_eq!(provider.get(made.id).await.unwrap(), None);
+    assert_eq!(provider.delete(created.id).await.unwrap(), Deleted::Done);
+    assert_eq!(provider.delete(created.id).await.unwrap(), Deleted::WasAbsent);
+    assert_eq!(provider.get(created.id).await.unwrap(), None);
     assert!(simulator.servers().is_empty());
 }
 
@@ -161,30 +164,35 @@ async fn taken_name_is_a_conflict_and_bad_order_is_refused() {
     assert_eq!(simulator.creations().len(), 1);
 }
 
-/// Calls after which a server may exist must report that, and must not be repeated.
 #[tokio::test]
 async fn resize_keeps_the_disk_and_needs_power_off() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
-    let id = running(&simulator, &provider, "svc-1").await.id;
+    let id = create_running_server(&simulator, &provider, "svc-1").await.id;
     let to = server_type("cpx32");
 
     assert_eq!(provider.change_type(id, &to).await.unwrap_err().kind(), ErrorKind::Refused);
     let shutdown = provider.shutdown(id).await.unwrap();
-    assert_eq!(settled(&provider, shutdown).await, ActionStatus::Success);
+    assert_eq!(wait_for_action_status(&provider, shutdown).await, ActionStatus::Success);
     simulator.wait_for_power("svc-1", Power::Off).await.unwrap();
     power_off(&provider, id).await;
 
-    assert_eq!(settled(&provider, provider.change_type(id, &to).await.unwrap()).await, ActionStatus::Success);
+    assert_eq!(
+        wait_for_action_status(&provider, provider.change_type(id, &to).await.unwrap()).await,
+        ActionStatus::Success
+    );
     let changed = provider.get(id).await.unwrap().unwrap();
     assert_eq!((changed.server_type, changed.disk_gb, changed.status), (to, 80, ServerStatus::Off));
 
     let smaller = provider.change_type(id, &server_type("cpx12")).await.unwrap_err();
     assert_eq!(smaller.kind(), ErrorKind::Refused);
     let back = provider.change_type(id, &server_type("cpx22")).await.unwrap();
-    assert_eq!(settled(&provider, back).await, ActionStatus::Success, "the disk is unchanged");
+    assert_eq!(wait_for_action_status(&provider, back).await, ActionStatus::Success, "the disk is unchanged");
 
-    assert_eq!(settled(&provider, provider.power_on(id).await.unwrap()).await, ActionStatus::Success);
+    assert_eq!(
+        wait_for_action_status(&provider, provider.power_on(id).await.unwrap()).await,
+        ActionStatus::Success
+    );
     assert_eq!(provider.get(id).await.unwrap().unwrap().status, ServerStatus::Running);
 }
 
@@ -192,7 +200,7 @@ async fn resize_keeps_the_disk_and_needs_power_off() {
 async fn missing_server_is_not_found() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
-    let id = running(&simulator, &provider, "svc-1").await.id;
+    let id = create_running_server(&simulator, &provider, "svc-1").await.id;
     simulator.vanish_server("svc-1").await.unwrap();
     assert_eq!(provider.get(id).await.unwrap(), None);
     assert_eq!(provider.power_on(id).await.unwrap_err().kind(), ErrorKind::NotFound);

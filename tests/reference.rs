@@ -1,7 +1,7 @@
-//! The generated parts of the pages: tables of what the code declares.
+//! The generated parts of the pages: tables of the code's declarations.
 //!
-//! A part is between `<!-- generated: NAME -->` and `<!-- end -->` in a page below `docs`; the text around it is written
-//! by hand. [`REWRITE`] makes the test write the pages; otherwise it compares them.
+//! A part is between `<!-- generated: NAME -->` and `<!-- end -->` in a page below `docs`; the text around it is
+//! written by hand. [`REWRITE`] makes the test write the pages; otherwise it compares them.
 
 #[path = "reference/api.rs"]
 mod api;
@@ -23,16 +23,16 @@ mod variables;
 
 use std::fs;
 
-use files::{File, at, files, root};
+use files::{File, files, root, violation_at};
 
-/// `cargo xtask docs` sets it.
+/// Variable that `cargo xtask docs` sets.
 const REWRITE: &str = "SVC_WRITE_DOCS";
 
 const BEGIN: &str = "<!-- generated: ";
 const BEGIN_END: &str = " -->";
 const END: &str = "<!-- end -->";
 
-/// A generated text and the name of its place.
+/// A generated text and the name in its marker.
 pub struct Part {
     pub name: String,
     pub text: String,
@@ -66,11 +66,11 @@ pub fn table<R: AsRef<[String]>>(head: &[&str], rows: impl IntoIterator<Item = R
     text
 }
 
-/// The page with its parts replaced, and the names of the parts that it has.
+/// Returns the page with its parts replaced, and the names of the parts that it has.
 ///
 /// # Errors
-/// The line of a marker without an end, or with an unknown name.
-fn fill(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), String> {
+/// Returns the line of a marker without an end, or with an unknown name.
+fn fill_page(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), String> {
     let (mut text, mut placed) = (String::new(), Vec::new());
     let mut lines = page.text.lines().enumerate();
     while let Some((number, line)) = lines.next() {
@@ -80,10 +80,10 @@ fn fill(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), String> {
             continue;
         };
         let Some(part) = parts.iter().find(|part| part.name == name) else {
-            return Err(at(&page.path, number + 1, format!("nothing generates {name}")));
+            return Err(violation_at(&page.path, number + 1, format!("nothing generates {name}")));
         };
         if !lines.any(|(_, line)| line == END) {
-            return Err(at(&page.path, number + 1, format!("no {END} after this line")));
+            return Err(violation_at(&page.path, number + 1, format!("no {END} after this line")));
         }
         text.push_str(&format!("\n{}\n\n{END}\n", part.text.trim()));
         placed.push(name.to_owned());
@@ -92,10 +92,14 @@ fn fill(page: &File, parts: &[Part]) -> Result<(String, Vec<String>), String> {
 }
 
 /// Pages whose generated parts differ from the code, and parts without a place.
-fn outdated(pages: &[File], parts: &[Part], mut rewrite: impl FnMut(&File, &str) -> bool) -> Vec<String> {
+fn find_outdated(
+    pages: &[File],
+    parts: &[Part],
+    mut rewrite: impl FnMut(&File, &str) -> bool,
+) -> Vec<String> {
     let (mut found, mut placed) = (Vec::new(), Vec::new());
     for page in pages.iter().filter(|page| page.path.starts_with("docs/") && page.path.ends_with(".md")) {
-        match fill(page, parts) {
+        match fill_page(page, parts) {
             Ok((text, names)) => {
                 placed.extend(names);
                 if text != page.text && !rewrite(page, &text) {
@@ -124,21 +128,21 @@ fn assert_current(pages: &[File], parts: &[Part]) {
         }
         is_rewriting
     };
-    assert_none(&outdated(pages, parts, rewrite));
+    assert_none(&find_outdated(pages, parts, rewrite));
 }
 
 #[test]
 fn generated_parts_of_pages_are_current() {
     let pages = files();
     let mut parts = parts();
-    parts.push(stores::as_written(&pages));
+    parts.push(stores::read_current_table(&pages));
     assert_current(&pages, &parts);
 }
 
-/// Apart from the other parts, because it starts the stores and probes them.
+/// A separate test, because it starts and probes the stores.
 #[test]
 fn table_of_stores_is_current() {
-    let Some(table) = stores::probed() else { return };
+    let Some(table) = stores::probe_all() else { return };
     let pages = files();
     let page = pages.iter().find(|page| page.path == "docs/operating/stores.md").expect("the page of stores");
     assert_current(std::slice::from_ref(page), &[table]);
@@ -148,7 +152,7 @@ fn table_of_stores_is_current() {
 fn outdated_page_is_detected() {
     let part = || Part::new("a", "new\n".to_owned());
     let found = |text: &str, parts: &[Part]| {
-        outdated(&[File::sample("docs/p.md", text)], parts, |_, _| false).concat()
+        find_outdated(&[File::sample("docs/p.md", text)], parts, |_, _| false).concat()
     };
     let current = "# P\n<!-- generated: a -->\n\nnew\n\n<!-- end -->\nafter\n";
     assert_eq!(found(current, &[part()]), "");

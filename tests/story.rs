@@ -1,4 +1,4 @@
-//! The story with one broken component: it must fail at the corresponding step.
+//! The demo's story with one broken component, which must make the corresponding step fail.
 
 use std::path::Path;
 

@@ -12,12 +12,12 @@ use super::gateway::host::Machine;
 use super::platform::stack::Stack;
 
 const CONNECTIONS: usize = 1000;
-/// A little below the limit of a head.
+/// Slightly below the maximum size of a head.
 const HEAD_BYTES: usize = 31 * 1024;
-/// The divisor with which `http::server` derives the connection limit from memory.
+/// The memory per connection that `http::server` assumes for the connection limit.
 const MAX_BYTES_EACH: u64 = 128 * 1024;
 
-/// Memory per connection, while all heads are incomplete.
+/// Measures the memory per connection while all heads are incomplete.
 fn bytes_each(pid: u32, address: SocketAddr, identity: &Identity) -> Result<u64> {
     let config = Arc::new(pinned_client_config(identity.pin()?, ChainCheck::PinOnly)?);
     // One-time allocations of the first connections do not count.

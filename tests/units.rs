@@ -10,7 +10,7 @@ use std::process::{Command, Output};
 use kit::checkers;
 
 /// The maximum scores of `systemd-analyze security`, in tenths.
-const LIMITS: [(&str, u32); 19] = [
+const EXPOSURE_LIMITS: [(&str, u32); 19] = [
     // The product's own Rust programs.
     ("svc-apps", 20),
     ("svc-db-backup", 20),
@@ -32,17 +32,17 @@ const LIMITS: [(&str, u32); 19] = [
     // The owner's terminals, agents and JavaScript, which need compilers and sandboxes.
     ("svc-code", 35),
     ("svc-agent@", 35),
-    // podman needs privileges that the others lack to create a container; the container itself is restricted.
+    // podman needs privileges that the other services lack to create a container; the container itself is restricted.
     ("svc-postgres", 100),
 ];
 
 /// The platform's only unit, from its package.
-const PLATFORM: &str = "packaging/platform/usr/lib/systemd/system/svc-platform.service";
+const PLATFORM_UNIT: &str = "packaging/platform/usr/lib/systemd/system/svc-platform.service";
 
 /// Programs in a machine's units that are not part of systemd.
 const PROGRAMS: [&str; 2] = ["usr/bin/podman", "bin/sh"];
 
-fn tree() -> PathBuf {
+fn systemd_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("systemd")
 }
 
@@ -69,7 +69,7 @@ impl Unit {
         lines.filter(|(name, _)| *name == key).map(|(_, value)| value).collect()
     }
 
-    fn words(&self, key: &str) -> Vec<&str> {
+    fn split_values(&self, key: &str) -> Vec<&str> {
         self.values(key).iter().flat_map(|value| value.split_whitespace()).collect()
     }
 
@@ -83,14 +83,16 @@ impl Unit {
 }
 
 fn units() -> Vec<Unit> {
-    let mut units: Vec<Unit> =
-        fs::read_dir(tree().join("system")).unwrap().map(|entry| Unit::read(entry.unwrap().path())).collect();
+    let mut units: Vec<Unit> = fs::read_dir(systemd_dir().join("system"))
+        .unwrap()
+        .map(|entry| Unit::read(entry.unwrap().path()))
+        .collect();
     units.sort_by(|one, other| one.name.cmp(&other.name));
     units
 }
 
 fn platform() -> Unit {
-    Unit::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(PLATFORM))
+    Unit::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(PLATFORM_UNIT))
 }
 
 /// All services of the product: the machine's and the platform's.
@@ -102,8 +104,8 @@ fn output_text(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
-/// A root directory with these units, the system's own, and a file for every named program.
-fn root(units: &[Unit]) -> tempfile::TempDir {
+/// Creates a root directory with these units, the system's own, and a file for every named program.
+fn build_root(units: &[Unit]) -> tempfile::TempDir {
     let root = tempfile::tempdir().unwrap();
     let own = root.path().join("etc/systemd/system");
     let system = root.path().join("usr/lib/systemd/system");
@@ -133,7 +135,7 @@ fn root(units: &[Unit]) -> tempfile::TempDir {
 }
 
 fn verify(units: &[Unit]) -> String {
-    let root = root(units);
+    let root = build_root(units);
     let mut analyze = checkers::find_or_install("systemd-analyze", "systemd").unwrap();
     analyze.args(["verify", "--man=no", "--recursive-errors=no", "--root"]).arg(root.path());
     let output = analyze.args(units.iter().map(|unit| &unit.name)).output().unwrap();
@@ -169,7 +171,7 @@ fn exposure_score(unit: &Path) -> u32 {
 
 #[test]
 fn service_exposure_is_within_its_limit() {
-    let limits = BTreeMap::from(LIMITS);
+    let limits = BTreeMap::from(EXPOSURE_LIMITS);
     let services = services();
     assert_eq!(services.len(), limits.len(), "services and limits must match");
     for service in services {
@@ -192,7 +194,7 @@ fn forbidden_system_call_returns_an_error() {
 fn target_wants_every_unit_without_another_starter() {
     let units = units();
     let target = units.iter().find(|unit| unit.name == "svc.target").unwrap();
-    let wanted = target.words("Wants");
+    let wanted = target.split_values("Wants");
     let triggered: Vec<String> = units
         .iter()
         .filter_map(|unit| {
@@ -210,7 +212,7 @@ fn target_wants_every_unit_without_another_starter() {
     for unit in units.iter().filter(is_startable) {
         let is_triggered = triggered.contains(&unit.name);
         assert_eq!(wanted.contains(&unit.name.as_str()), !is_triggered, "{}", unit.name);
-        assert_eq!(unit.words("PartOf") == ["svc.target"], !is_triggered, "{}", unit.name);
+        assert_eq!(unit.split_values("PartOf") == ["svc.target"], !is_triggered, "{}", unit.name);
     }
 }
 
@@ -222,12 +224,12 @@ fn essential_services_restart_without_a_limit() {
         assert_eq!(unit.values("StartLimitIntervalSec"), ["0"], "{}", unit.name);
         assert!(!unit.values("RestartSec").is_empty(), "{}", unit.name);
         if unit.name != "svc-postgres.service" {
-            assert!(unit.words("RestartPreventExitStatus").contains(&"78"), "{}", unit.name);
+            assert!(unit.split_values("RestartPreventExitStatus").contains(&"78"), "{}", unit.name);
         }
     }
 }
 
-/// Otherwise its path unit would start it again at once, with the same request and journal.
+/// Otherwise, the update's path unit would start it again immediately, with the same request and journal.
 #[test]
 fn failed_update_is_retried_with_backoff_without_a_limit() {
     let units = units();
@@ -266,9 +268,9 @@ fn backup_timer_starts_a_backup_each_hour() {
     let unit = |name: &str| units.iter().find(|unit| unit.name == name).unwrap();
     let timer = unit("svc-db-backup.timer");
     assert_eq!(timer.values("OnCalendar"), ["hourly"]);
-    // A run that was missed while the machine was off is made up for.
+    // A run that was missed while the machine was off is run later.
     assert_eq!(timer.values("Persistent"), ["yes"]);
-    assert!(timer.values("Unit").is_empty(), "it starts the service of its own name");
+    assert!(timer.values("Unit").is_empty(), "the timer starts the service with the same name");
     assert_eq!(unit("svc-db-backup.service").values("ExecStart"), ["/opt/svc/bin/svc-db-backup run --retry"]);
 }
 
@@ -282,7 +284,7 @@ fn database_is_the_only_container_with_a_local_volume() {
     assert_eq!(names, ["svc-postgres.service"]);
     let unit = units.iter().find(|unit| unit.name == "svc-postgres.service").unwrap();
     assert_eq!(unit.values("Environment"), ["SVC_POSTGRES_IMAGE=docker.io/library/postgres:16"]);
-    let words = unit.words("ExecStart");
+    let words = unit.split_values("ExecStart");
     let beginning =
         |start: &str| -> Vec<&str> { words.iter().copied().filter(|word| word.starts_with(start)).collect() };
     assert_eq!(beginning("--name"), ["--name=svc-postgres"]);
@@ -295,11 +297,11 @@ fn database_is_the_only_container_with_a_local_volume() {
 
 #[test]
 fn watcher_may_open_folders() {
-    // Without it, systemd blocks openat2(2), which the watcher needs.
+    // With `RestrictSUIDSGID`, systemd would block openat2(2), which the watcher needs.
     let units = units();
     let watch = units.iter().find(|unit| unit.name == "svc-watch.service").unwrap();
     assert!(watch.values("RestrictSUIDSGID").is_empty());
-    assert!(watch.words("AmbientCapabilities").contains(&"CAP_DAC_READ_SEARCH"));
+    assert!(watch.split_values("AmbientCapabilities").contains(&"CAP_DAC_READ_SEARCH"));
 }
 
 #[test]
@@ -368,7 +370,7 @@ fn users_and_directories_are_created_idempotently() {
             ("systemd-tmpfiles", vec!["--create"], "tmpfiles.d/svc.conf"),
         ] {
             let mut command = checkers::find_or_install(program, "systemd").unwrap();
-            command.arg("--root").arg(root.path()).args(args).arg(tree().join(file));
+            command.arg("--root").arg(root.path()).args(args).arg(systemd_dir().join(file));
             let output = command.output().unwrap();
             assert!(output.status.success(), "{program}: {}", output_text(&output));
         }
@@ -401,7 +403,7 @@ fn users_and_directories_are_created_idempotently() {
     assert_eq!(fs::read_link(&marker).unwrap(), Path::new("/var/lib/svc/restore-complete"));
 }
 
-/// In a private network namespace, where the metadata address exists and responds.
+/// Runs in a private network namespace, where the metadata address exists and responds.
 #[test]
 fn metadata_address_is_reachable_only_by_root() {
     if !is_root() {

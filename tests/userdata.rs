@@ -125,9 +125,9 @@ impl Parts {
             expires_at: Some(Timestamp::UNIX_EPOCH),
         });
         let store = HostStore::new(&store, &HostCredentials::Static)?;
-        let store = store.reached_by_hosts_at(hosts.store_endpoint.as_ref());
+        let store = store.with_host_endpoint(hosts.store_endpoint.as_ref());
         let machine = self.machine()?;
-        let access = store.access(&machine, SessionGrant::Working).await?;
+        let access = store.grant_access(&machine, SessionGrant::Working).await?;
         let keys = vec![json!({"kid": "k".repeat(36), "x": "x".repeat(43)}); self.proof_keys];
         let keys: ProofKeys = serde_json::from_value(json!({"keys": keys}))?;
         let mint = TokenMint::new(&SecretSlice::from(vec![7_u8; 32]));
@@ -255,7 +255,7 @@ async fn variables_are_those_that_hosts_declare() {
         for variable in env.lines().map(|line| line.split('=').next().unwrap()) {
             let is_read =
                 declared.contains(variable) || script.contains(&format!("$(value {name} {variable})"));
-            assert!(is_read, "{variable} in {name}.env is read by no program of a machine");
+            assert!(is_read, "no program of a machine reads {variable} in {name}.env");
             count += 1;
         }
     }
@@ -269,16 +269,16 @@ async fn hosts_get_their_own_store_endpoint() {
     assert!(env.contains("OBJECT_STORE_ENDPOINT=\"https://store.example/\"\n"), "{env}");
 }
 
-/// The power may fail while cloud-init writes files, after it recorded that it did: until all files exist, the script
-/// removes that record.
+/// The power may fail after cloud-init has recorded that it wrote the files, but before all are written: until all
+/// files exist, the script removes that record.
 #[tokio::test]
 async fn files_are_rewritten_until_the_script_confirms_them() {
     let document = document(&Parts::usual().render().await);
     let files = document["write_files"].as_array().unwrap();
-    assert_eq!(files.last().unwrap()["path"], "/opt/svc/first-boot.sh", "the last");
+    assert_eq!(files.last().unwrap()["path"], "/opt/svc/first-boot.sh", "the script is the last file");
     let root = tempfile::tempdir().unwrap();
-    let at = |path: &str| root.path().join(path.trim_start_matches('/'));
-    let (sem, opt) = (at("/var/lib/cloud/instance/sem"), at("/opt/svc"));
+    let below_root = |path: &str| root.path().join(path.trim_start_matches('/'));
+    let (sem, opt) = (below_root("/var/lib/cloud/instance/sem"), below_root("/opt/svc"));
     for dir in [&sem, &opt] {
         std::fs::create_dir_all(dir).unwrap();
     }
@@ -287,7 +287,7 @@ async fn files_are_rewritten_until_the_script_confirms_them() {
             std::fs::write(sem.join(format!("config_{name}")), "").unwrap();
         }
         let script = document["bootcmd"][0][2].as_str().unwrap();
-        let script = script.replace("/var/lib", &at("/var/lib").display().to_string());
+        let script = script.replace("/var/lib", &below_root("/var/lib").display().to_string());
         let script = script.replace("/opt/svc", &opt.display().to_string()).replace("systemctl", "echo");
         let ran = Command::new("sh").args(["-c", &script]).output().unwrap();
         assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
@@ -313,7 +313,7 @@ async fn first_boot_script_is_posix_shell() {
     assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stdout));
 }
 
-/// cloud-init's own command, of the release that machines boot.
+/// Checks user-data with cloud-init's own command, of the release that machines boot.
 fn check_with_cloud_init(text: &str) -> Result<(), String> {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("user-data");
@@ -336,7 +336,7 @@ async fn cloud_init_accepts_user_data() {
     assert!(wrong.contains("'path' is a required property") && wrong.contains("runcmd"), "{wrong}");
 }
 
-/// nft itself parses the rules of machines, for any networks of the platform.
+/// nft parses the machines' rules for various egress networks.
 #[tokio::test]
 async fn nft_accepts_the_firewall_rules() {
     if Command::new("nft").arg("--version").output().is_err() {
@@ -356,24 +356,24 @@ async fn nft_accepts_the_firewall_rules() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("nftables.conf");
         std::fs::write(&path, rules).unwrap();
-        // In a private network namespace: a check needs the right to change rules, but changes none.
+        // Runs in a private network namespace, because even a check needs the privilege to change rules.
         let mut command = Command::new("unshare");
         command.args(["--user", "--map-root-user", "--net", "nft", "-c", "-f"]).arg(&path);
         let checked = command.output().unwrap();
         let text = String::from_utf8_lossy(&checked.stderr);
         if text.contains("unshare failed") || text.contains("Operation not permitted") {
-            kit::skip::record(format_args!("this user may not make a separate network: {text}"));
+            kit::skip::record(format_args!("this user cannot create a network namespace: {text}"));
             return;
         }
         assert!(checked.status.success(), "{egress}: {text}\n{rules}");
     }
 }
 
-/// Runs the commands of docs/operating/network.md, "Admit the platform alone to :443", with a file in place of
+/// Runs the commands of docs/operating/network.md, "Admit only the platform to :443", with a file in place of
 /// `/etc/nftables.conf`.
-fn admits_by_readme(dir: &std::path::Path, admit: &str) -> Result<(bool, String)> {
+fn run_documented_commands(dir: &std::path::Path, admit: &str) -> Result<(bool, String)> {
     let readme = include_str!("../docs/operating/network.md");
-    let section = readme.split("## Admit the platform alone to :443").nth(1).unwrap();
+    let section = readme.split("## Admit only the platform to :443").nth(1).unwrap();
     let block = section.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
     let (_, commands) = block.split_once('\n').unwrap();
     let commands = commands.replace("/etc/", &format!("{}/", dir.display()));
@@ -384,30 +384,35 @@ fn admits_by_readme(dir: &std::path::Path, admit: &str) -> Result<(bool, String)
 }
 
 #[tokio::test]
-async fn readme_changes_admitted_networks_on_every_machine() -> Result<()> {
+async fn documented_commands_change_admitted_networks() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let conf = dir.path().join("nftables.conf");
     for egress in ["", "203.0.113.0/24", "203.0.113.0/24,2001:db8::/32"] {
         let parts = Parts { egress: egress.to_owned(), ..Parts::usual() };
         let document = document(&parts.render().await);
-        let made = file(&document, "/etc/nftables.conf")["content"].as_str().unwrap();
-        std::fs::write(&conf, made)?;
+        let rules_file = file(&document, "/etc/nftables.conf")["content"].as_str().unwrap();
+        std::fs::write(&conf, rules_file)?;
         for admit in [
             "ip saddr { 198.51.100.0/24 } tcp dport 443 accept",
             "ip saddr { 198.51.100.7 } tcp dport 443 accept; ip6 saddr { 2001:db8:1::/48 } tcp dport 443 accept",
             "ip6 saddr { 2001:db8:2::/48 } tcp dport 443 accept",
         ] {
             for _ in 0..2 {
-                assert_eq!(admits_by_readme(dir.path(), admit)?, (true, String::new()), "{egress}: {admit}");
+                assert_eq!(
+                    run_documented_commands(dir.path(), admit)?,
+                    (true, String::new()),
+                    "{egress}: {admit}"
+                );
             }
             let rules = std::fs::read_to_string(&conf)?;
             let rule = format!("    tcp dport 22 accept; {admit}");
-            let of_ports: Vec<_> = rules.lines().filter(|line| line.contains("tcp dport")).collect();
-            assert_eq!(of_ports, [rule.as_str()], "{egress}: {rules}");
+            let port_rules: Vec<_> = rules.lines().filter(|line| line.contains("tcp dport")).collect();
+            assert_eq!(port_rules, [rule.as_str()], "{egress}: {rules}");
         }
     }
     std::fs::write(&conf, "table inet own { }\n")?;
-    let (is_done, printed) = admits_by_readme(dir.path(), "ip saddr { 198.51.100.7 } tcp dport 443 accept")?;
+    let (is_done, printed) =
+        run_documented_commands(dir.path(), "ip saddr { 198.51.100.7 } tcp dport 443 accept")?;
     assert!(!is_done && printed.contains("nothing was changed"), "{printed}");
     assert_eq!(std::fs::read_to_string(&conf)?, "table inet own { }\n");
     Ok(())

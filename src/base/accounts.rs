@@ -1,16 +1,16 @@
-//! Reads the machine's users and groups from its own files: a static binary must not call the C library for them.
+//! Reads users and groups from `/etc/passwd` and `/etc/group`: a static binary must not call the C library for them.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
-/// Users and groups of the machine below a root. Unreadable files count as empty.
+/// The users and groups of a system. Unreadable files count as empty.
 #[derive(Default)]
 pub struct Accounts {
     passwd: String,
     group: String,
 }
 
-/// User and groups of a process, as the kernel compares them with a file's owner and group.
+/// The user and groups of a process, which the kernel compares with a file's owner and group.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Credentials {
     uid: u32,
@@ -18,7 +18,8 @@ pub struct Credentials {
 }
 
 impl Accounts {
-    pub fn below(root: &Path) -> Self {
+    /// Reads the files below the system's root directory.
+    pub fn load(root: &Path) -> Self {
         let read = |path| std::fs::read_to_string(root.join(path)).unwrap_or_default();
         Self { passwd: read("etc/passwd"), group: read("etc/group") }
     }
@@ -48,7 +49,7 @@ fn entry<'a>(text: &'a str, name: &str) -> Option<Vec<&'a str>> {
 }
 
 impl Credentials {
-    /// Whether the file's mode lets them read it, as owner, group member or other.
+    /// Whether the file's mode permits reading, as its owner, as a member of its group, or as another user.
     pub fn can_read(&self, file: &std::fs::Metadata) -> bool {
         let shift = if file.uid() == self.uid {
             6
@@ -83,14 +84,14 @@ mod tests {
         let (uid, gid) = file.as_file().metadata().map(|meta| (meta.uid(), meta.gid())).unwrap();
         let owner = Credentials { uid: uid.max(1), gids: vec![gid] };
         let member = Credentials { uid: uid + 1, gids: vec![gid + 1, gid] };
-        let stranger = Credentials { uid: uid + 1, gids: vec![gid + 1] };
-        for (mode, by_member, by_stranger) in
+        let outsider = Credentials { uid: uid + 1, gids: vec![gid + 1] };
+        for (mode, by_member, by_outsider) in
             [(0o600, false, false), (0o640, true, false), (0o604, false, true), (0o200, false, false)]
         {
             std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(mode)).unwrap();
             let meta = file.as_file().metadata().unwrap();
             assert_eq!(member.can_read(&meta), by_member, "{mode:o}");
-            assert_eq!(stranger.can_read(&meta), by_stranger, "{mode:o}");
+            assert_eq!(outsider.can_read(&meta), by_outsider, "{mode:o}");
             if owner.uid == uid {
                 assert_eq!(owner.can_read(&meta), mode & 0o400 != 0, "{mode:o}");
             }

@@ -1,6 +1,6 @@
 //! The table of applets and their shared code: selection, runtime and exit codes.
 //!
-//! An applet is selected by the exact name in `argv[0]`, or as `svc <name>`. The table lists only finished applets.
+//! An applet is selected by its exact name in `argv[0]`, or as `svc <name>`.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -34,11 +34,11 @@ pub fn version() -> &'static str {
     build().version
 }
 
-/// An entry of the multi-call binary. `run` receives the arguments including the applet's name, like `main`.
+/// A program of the multi-call binary. Like `main`, `run` receives the arguments including the program's name.
 pub struct Applet {
     pub name: &'static str,
     pub about: &'static str,
-    /// Its command line.
+    /// Returns the definition of the command line.
     pub command: fn() -> clap::Command,
     pub run: fn(Vec<OsString>) -> ExitCode,
 }
@@ -79,8 +79,8 @@ exit_codes! {
 }
 
 impl Exit {
-    /// The exit code of a child process of ours.
-    pub fn of_child(status: ExitStatus) -> Self {
+    /// The exit code of a child process that runs an applet.
+    pub fn from_child(status: ExitStatus) -> Self {
         let code = status.code().unwrap_or_default();
         Self::ALL.iter().copied().find(|exit| *exit as i32 == code).unwrap_or(Self::Internal)
     }
@@ -110,7 +110,7 @@ impl fmt::Debug for Failure {
     }
 }
 
-/// An unclassified error is an internal one: 70.
+/// Unclassified errors are internal errors, with exit code 70.
 impl From<anyhow::Error> for Failure {
     fn from(error: anyhow::Error) -> Self {
         Self { exit: Exit::Internal, error }
@@ -134,7 +134,7 @@ impl<T, E: Into<anyhow::Error>> OrExit<T> for Result<T, E> {
     }
 }
 
-/// Writes the manual pages of a command and its subcommands into a directory instead of running it.
+/// Option that writes the manual pages of a command and its subcommands to a directory instead of running the command.
 const WRITE_MAN: &str = "--write-man";
 
 /// Parses the command line. `--help` and `--version` print and exit with 0, an invalid command line with 64.
@@ -142,7 +142,7 @@ pub fn parse<A: clap::Parser>(args: Vec<OsString>) -> Result<A, ExitCode> {
     if let [_, flag, dir] = args.as_slice()
         && flag == WRITE_MAN
     {
-        let written = manual::write(A::command(), Path::new(dir));
+        let written = manual::write_pages(A::command(), Path::new(dir));
         return Err(written.map_or_else(
             |error| report(A::command().get_name(), &Failure::new(Exit::Internal, error)),
             |()| ExitCode::SUCCESS,
@@ -165,15 +165,15 @@ pub fn block_on(name: &str, work: impl Future<Output = Result<(), Failure>>) -> 
         Ok(runtime) => runtime,
         Err(error) => return report(name, &Failure::new(Exit::Internal, error)),
     };
-    let end = runtime.block_on(work);
+    let result = runtime.block_on(work);
     runtime.shutdown_timeout(std::time::Duration::from_secs(1));
-    match end {
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => report(name, &failure),
     }
 }
 
-/// Prints a failure.
+/// Prints a failure and returns its exit code.
 pub fn report(name: &str, failure: &Failure) -> ExitCode {
     eprintln!("{name}: {}", chain(failure.error.as_ref()));
     failure.exit.into()
@@ -183,14 +183,14 @@ pub fn report(name: &str, failure: &Failure) -> ExitCode {
 pub fn dispatch(build: Build, applets: &'static [Applet], mut args: Vec<OsString>) -> ExitCode {
     BUILD.get_or_init(|| build);
     let program = args.first().map(Path::new).and_then(Path::file_name).unwrap_or_default().to_owned();
-    if let Some(applet) = find(applets, &program) {
+    if let Some(applet) = find_applet(applets, &program) {
         return (applet.run)(args);
     }
     let Some(argument) = args.get(1).cloned() else {
         eprint!("{}", usage(applets));
         return Exit::Usage.into();
     };
-    if let Some(applet) = find(applets, &argument) {
+    if let Some(applet) = find_applet(applets, &argument) {
         args.remove(0);
         return (applet.run)(args);
     }
@@ -199,14 +199,14 @@ pub fn dispatch(build: Build, applets: &'static [Applet], mut args: Vec<OsString
         Some("--help" | "-h" | "help") => print!("{}", usage(applets)),
         Some("--version" | "-V") => println!("svc {}", version()),
         _ => {
-            eprintln!("svc: unknown applet {argument:?}; `svc --list` prints all names");
+            eprintln!("svc: unknown applet {argument:?}; run `svc --list` to list all applets");
             return Exit::Usage.into();
         }
     }
     ExitCode::SUCCESS
 }
 
-fn find(applets: &'static [Applet], name: &std::ffi::OsStr) -> Option<&'static Applet> {
+fn find_applet(applets: &'static [Applet], name: &std::ffi::OsStr) -> Option<&'static Applet> {
     applets.iter().find(|applet| name == applet.name)
 }
 
@@ -220,7 +220,7 @@ fn usage(applets: &[Applet]) -> String {
     for applet in applets {
         text.push_str(&format!("  {:<16} {}\n", applet.name, applet.about));
     }
-    text.push_str("\n`svc <APPLET> --help` explains each.\n");
+    text.push_str("\nRun `svc <APPLET> --help` for the help of an applet.\n");
     text
 }
 

@@ -68,12 +68,12 @@ impl Folder {
 
     /// Opens or creates a file in this directory for appending.
     ///
-    /// It must be a regular file with a single name that belongs to the directory's owner; a file with several hard links
-    /// is not opened. If this process runs as root, a new file is given to that owner.
+    /// The file must be regular, belong to the directory's owner, and have a single hard link. If this process runs as
+    /// root, a new file is given to that owner.
     ///
     /// # Errors
-    /// `InvalidInput` if the name is a link or not a regular file; `PermissionDenied` if it is the file of another user,
-    /// or has several hard links; other errors of the file system.
+    /// `InvalidInput` if the name is a link or not a regular file; `PermissionDenied` if the file belongs to another
+    /// user or has several hard links; other errors of the file system.
     pub fn append(&self, name: &OsStr) -> io::Result<File> {
         let flags = OFlag::O_RDWR | OFlag::O_APPEND | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
         let file = match open_in(self.fd.as_fd(), name, flags) {
@@ -97,7 +97,7 @@ impl Folder {
         let flags = flags | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         let file = match openat(&self.fd, name, flags, Mode::from_bits_truncate(0o640)) {
             Ok(created) => File::from(created),
-            // Another process has created it meanwhile.
+            // Another process has created the file in the meantime.
             Err(Errno::EEXIST) => {
                 return open_in(self.fd.as_fd(), name, flags & !(OFlag::O_CREAT | OFlag::O_EXCL))
                     .map(File::from);
@@ -117,7 +117,7 @@ impl Folder {
     /// Same as [`Self::file`]; `FileTooLarge`.
     pub fn read(&self, below: &Path, max: u64) -> io::Result<Vec<u8>> {
         let mut content = Vec::new();
-        // The size at opening is not a limit: another process may be appending.
+        // The size from the metadata is not enough: another process may be appending.
         self.file(below)?.take(max.saturating_add(1)).read_to_end(&mut content)?;
         if content.len() as u64 > max {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("larger than {max} bytes")));
@@ -156,9 +156,9 @@ impl Folder {
         let mut name = names.next().ok_or_else(not_below)??;
         let mut directory = None;
         loop {
-            let at = directory.as_ref().map_or(self.fd.as_fd(), OwnedFd::as_fd);
-            let Some(next) = names.next() else { return open_in(at, name, flags | OFlag::O_RDONLY) };
-            directory = Some(open_in(at, name, OFlag::O_DIRECTORY | OFlag::O_PATH)?);
+            let parent = directory.as_ref().map_or(self.fd.as_fd(), OwnedFd::as_fd);
+            let Some(next) = names.next() else { return open_in(parent, name, flags | OFlag::O_RDONLY) };
+            directory = Some(open_in(parent, name, OFlag::O_DIRECTORY | OFlag::O_PATH)?);
             name = next?;
         }
     }
@@ -204,7 +204,7 @@ mod tests {
     }
 
     fn kind(result: io::Result<impl std::fmt::Debug>) -> io::ErrorKind {
-        result.expect_err("it is refused").kind()
+        result.expect_err("must be refused").kind()
     }
 
     #[test]
@@ -215,12 +215,12 @@ mod tests {
         symlink("app/dist", home.join("inside")).unwrap();
         symlink(dir.path().join("secret"), home.join("app/secret")).unwrap();
         for path in ["root/etc/passwd", "inside/page", "app/secret", "inside"] {
-            let refusal = folder.file(Path::new(path)).expect_err("it is refused");
+            let refusal = folder.file(Path::new(path)).expect_err("must be refused");
             assert_eq!(refusal.to_string(), LINK_REFUSED, "{path}");
         }
         assert_eq!(kind(folder.folder(Path::new("inside"))), io::ErrorKind::InvalidInput);
         assert_eq!(folder.read(Path::new("app/dist/page"), 4).unwrap(), b"page");
-        assert!(Folder::open(&home.join("inside")).is_err(), "nor the directory itself");
+        assert!(Folder::open(&home.join("inside")).is_err(), "a link to the directory itself is refused");
     }
 
     #[test]
@@ -272,6 +272,6 @@ mod tests {
         }
         assert_eq!(kind(folder.file(Path::new("link"))), io::ErrorKind::PermissionDenied);
         fs::set_permissions(&secret, fs::Permissions::from_mode(0o644)).unwrap();
-        assert!(folder.file(Path::new("link")).is_ok(), "what everybody may read is no secret");
+        assert!(folder.file(Path::new("link")).is_ok(), "a file that everyone can read is opened");
     }
 }

@@ -4,13 +4,13 @@ use std::error::Error;
 
 use tokio_postgres::error::DbError;
 
-/// An error and its causes. PostgreSQL's details, and its messages about values, quote rows; of those only the
-/// SQLSTATE and the constraint are printed.
+/// An error and its causes. PostgreSQL's messages about values quote rows, so only their SQLSTATE and constraint are
+/// printed; its details are never printed.
 pub fn chain(error: &(dyn Error + 'static)) -> String {
-    let mut text = message(error);
+    let mut text = format_cause(error);
     let mut cause = error.source();
     while let Some(error) = cause {
-        let part = message(error);
+        let part = format_cause(error);
         if !text.ends_with(&part) {
             text.push_str(": ");
             text.push_str(&part);
@@ -20,17 +20,17 @@ pub fn chain(error: &(dyn Error + 'static)) -> String {
     text
 }
 
-fn message(error: &(dyn Error + 'static)) -> String {
-    error.downcast_ref::<DbError>().map_or_else(|| error.to_string(), db_error_message)
+fn format_cause(error: &(dyn Error + 'static)) -> String {
+    error.downcast_ref::<DbError>().map_or_else(|| error.to_string(), format_db_error)
 }
 
-fn db_error_message(refusal: &DbError) -> String {
-    let code = refusal.code().code();
+fn format_db_error(error: &DbError) -> String {
+    let code = error.code().code();
     // Classes 22 and 23 concern values; P0 is raised by triggers.
     if !["22", "23", "P0"].iter().any(|class| code.starts_with(class)) {
-        return format!("{}: {} (SQLSTATE {code})", refusal.severity(), refusal.message());
+        return format!("{}: {} (SQLSTATE {code})", error.severity(), error.message());
     }
-    match refusal.constraint() {
+    match error.constraint() {
         Some(constraint) => format!("SQLSTATE {code} by {constraint}"),
         None => format!("SQLSTATE {code}"),
     }

@@ -163,7 +163,7 @@ fn read_bounded(path: &Path) -> io::Result<String> {
     let mut text = String::new();
     let size = File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)? as u64;
     if size > MAX_FILE_BYTES {
-        return Err(io::Error::other(format!("it has more than {MAX_FILE_BYTES} bytes")));
+        return Err(io::Error::other(format!("larger than {MAX_FILE_BYTES} bytes")));
     }
     Ok(text)
 }
@@ -197,32 +197,35 @@ impl Flag {
 /// Parses an env file like systemd's `EnvironmentFile=`, but requires each assignment to be on one line.
 ///
 /// # Errors
-/// The number of the first line that is no assignment, or that systemd would not read as one line: an unclosed quote,
-/// or a backslash or a carriage return that joins or splits lines.
+/// The number of the first line that is not an assignment, or that systemd would not read as one line because of an
+/// unclosed quote, or a backslash or carriage return that joins or splits lines.
 pub fn parse_env_file(text: &str) -> Result<Vec<(String, String)>, usize> {
     let mut pairs = Vec::new();
     for (index, line) in text.split_terminator('\n').enumerate() {
-        let wrong = || index + 1;
+        let number = index + 1;
         let line = line.strip_suffix('\r').unwrap_or(line).trim_start_matches(is_blank);
         if line.contains(['\r', '\0']) {
-            return Err(wrong());
+            return Err(number);
         }
         if line.starts_with(['#', ';']) {
             // Before v254, systemd treats the line after such a comment as part of it.
             if ends_escaped(line) {
-                return Err(wrong());
+                return Err(number);
             }
             continue;
         }
         if line.is_empty() {
             continue;
         }
-        let (name, value) = line.split_once('=').ok_or_else(wrong)?;
-        let named = |c: char| c.is_ascii_alphanumeric() || c == '_';
-        if name.is_empty() || !name.chars().all(named) || name.starts_with(|c: char| c.is_ascii_digit()) {
-            return Err(wrong());
+        let (name, value) = line.split_once('=').ok_or(number)?;
+        let is_name_char = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        if name.is_empty()
+            || !name.chars().all(is_name_char)
+            || name.starts_with(|c: char| c.is_ascii_digit())
+        {
+            return Err(number);
         }
-        pairs.push((name.to_owned(), unquote(value).ok_or_else(wrong)?));
+        pairs.push((name.to_owned(), unquote(value).ok_or(number)?));
     }
     Ok(pairs)
 }
@@ -261,16 +264,16 @@ fn unquote(value: &str) -> Option<String> {
     };
     // After the first unquoted character, quotes have no special meaning.
     let mut next = Some(first);
-    let mut kept = out.len();
+    let mut trimmed_len = out.len();
     while let Some(c) = next {
         let escaped = if c == '\\' { Some(chars.next()?) } else { None };
         out.push(escaped.unwrap_or(c));
         if escaped.is_some() || !is_blank(c) {
-            kept = out.len();
+            trimmed_len = out.len();
         }
         next = chars.next();
     }
-    out.truncate(kept);
+    out.truncate(trimmed_len);
     Some(out)
 }
 
@@ -285,7 +288,7 @@ pub fn env_line(name: &str, value: &str) -> String {
     format!("{name}=\"{escaped}\"\n")
 }
 
-/// Replaces these variables in the text of an env file.
+/// Sets these variables in the text of an env file, in place of existing assignments.
 pub fn with_env_lines(text: &str, pairs: &[(&str, &str)]) -> String {
     let is_kept = |line: &&str| {
         let name = line.trim_start_matches(is_blank).split('=').next().unwrap_or_default();
@@ -334,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn env_file_is_read_as_systemd_reads_it() {
+    fn parse_env_file_reads_values_like_systemd() {
         for (line, value) in [
             (r"A=a\\b", r"a\b"),
             (r#"A="a\b\$""#, r"a\b$"),
@@ -346,13 +349,13 @@ mod tests {
             (" \tA=b\r", "b"),
             ("A=\u{a0}b\u{a0}", "\u{a0}b\u{a0}"),
         ] {
-            let wanted = vec![("A".to_owned(), value.to_owned())];
-            assert_eq!(parse_env_file(&format!("# c\n{line}\n")), Ok(wanted), "{line}");
+            let expected = vec![("A".to_owned(), value.to_owned())];
+            assert_eq!(parse_env_file(&format!("# c\n{line}\n")), Ok(expected), "{line}");
         }
     }
 
     #[test]
-    fn line_that_systemd_joins_with_the_next_is_refused() {
+    fn parse_env_file_refuses_line_that_systemd_joins_with_next() {
         for line in [r"A=b\", r#"A="b"#, "A='b", r"# c\", "A=b\rB=c", "A=b\0c"] {
             assert_eq!(parse_env_file(&format!("B=c\n{line}\nC=d\n")), Err(2), "{line}");
         }
@@ -366,7 +369,7 @@ mod tests {
         }
 
         #[test]
-        fn parse_never_panics(text in ".*") {
+        fn parse_env_file_never_panics(text in ".*") {
             let _ = parse_env_file(&text);
         }
     }

@@ -1,7 +1,7 @@
 //! Findings of the checks of a running installation, each with a next step.
 //!
-//! Independent of what is checked. Every check has a timeout, and a check that could not run is reported under its
-//! name, so a report is never shorter because something did not respond. No finding contains a secret.
+//! Every check has a timeout, and a check that could not run is reported under its name, so a report has findings of
+//! every check even if a service does not respond. No finding contains a secret.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -18,11 +18,11 @@ use serde_json::{Value, json};
 #[strum(serialize_all = "lowercase")]
 pub enum Level {
     Ok,
-    /// It works, but needs attention.
+    /// The checked part works, but needs attention.
     Warning,
-    /// It does not work, or will fail when it is needed.
+    /// The checked part does not work, or will fail when it is needed.
     Problem,
-    /// Unknown: the check cannot run here.
+    /// The check cannot run here.
     Skipped,
 }
 
@@ -38,7 +38,7 @@ pub struct Finding {
     pub check: &'static str,
     pub level: Level,
     pub what: String,
-    /// The recommended action; `None` if all is well.
+    /// The recommended action; `None` if none is needed.
     pub next: Option<String>,
 }
 
@@ -79,7 +79,7 @@ impl Findings {
         self.with(Level::Skipped, why, None)
     }
 
-    /// Adds an OK finding if there is no other one.
+    /// Adds an OK finding if there is no other finding.
     #[must_use]
     pub fn or_ok(self, what: impl Into<String>) -> Self {
         if self.list.is_empty() { self.ok(what) } else { self }
@@ -114,7 +114,7 @@ impl<'a> Check<'a> {
         let Self { name, deadline, work } = self;
         tokio::time::timeout(deadline, work).await.unwrap_or_else(|_| {
             let what = format!("no response within {} s", deadline.as_secs());
-            Findings::new(name).problem(what, "find out what it is waiting for, then run this again")
+            Findings::new(name).problem(what, "find out why the check hangs, then run this command again")
         })
     }
 }
@@ -137,7 +137,7 @@ impl Report {
         self.findings.iter().filter(|finding| finding.level == level).count()
     }
 
-    pub fn json(&self) -> Value {
+    pub fn to_json(&self) -> Value {
         json!({
             "subject": self.subject,
             "ok": self.count(Level::Problem) == 0,
@@ -186,7 +186,7 @@ mod tests {
         let findings = Findings::new("a").ok("x").warning("y", "do").problem("z", "do").skipped("why");
         let report = Report { subject: "host".to_owned(), findings: findings.list };
         assert_eq!(report.tally(), "1 problem, 1 warning, 1 skipped, 1 ok");
-        let json = report.json();
+        let json = report.to_json();
         assert_eq!((&json["ok"], &json["findings"][2]["next"]), (&false.into(), &"do".into()));
         assert!(Findings::new("a").or_ok("fine").list[0].level == Level::Ok);
     }

@@ -1,15 +1,15 @@
 //! Fail points for tests: `FAILPOINTS="name=return(kill)"` kills the process there with SIGKILL,
 //! `name=1*return(kill)` only once, `name=sleep(500)` delays it, and `name=return(error)` makes the step fail.
 //!
-//! Only dev builds contain them, `dist` builds do not.
+//! Dev builds contain fail points; `dist` builds do not.
 
-/// The variable's name, for processes that pass on part of their environment.
+/// The variable's name, for processes that pass only a part of their environment to children.
 #[cfg(feature = "failpoints")]
 pub const VARIABLE: Option<&str> = Some(crate::vars::FAILPOINTS.name);
 #[cfg(not(feature = "failpoints"))]
 pub const VARIABLE: Option<&str> = None;
 
-/// Reads `FAILPOINTS`; called once, at the start of the process.
+/// Sets the fail points of `FAILPOINTS`; called once, at the start of the process.
 pub fn arm() {
     #[cfg(feature = "failpoints")]
     std::mem::forget(fail::FailScenario::setup());

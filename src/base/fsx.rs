@@ -72,14 +72,14 @@ fn write_then(
     sync_dir(dir)
 }
 
-/// Removes temporary files that killed calls of [`write_atomic`] left for `path`. Running writers have such files
-/// too, so the caller must hold the lock of all writers.
+/// Removes temporary files of `path` that killed writers left behind. Running writers have such files too, so the
+/// caller must hold the lock that all writers take.
 pub fn remove_leftover_temp(path: &Path) -> Result<(), FileError> {
     remove_leftover_temps_in(parent(path), |name| name == file_name(path))
 }
 
-/// Like [`remove_leftover_temp`], for all files of a directory whose names are `ours`.
-pub fn remove_leftover_temps_in(dir: &Path, ours: impl Fn(&str) -> bool) -> Result<(), FileError> {
+/// Like [`remove_leftover_temp`], for all files of a directory whose names `is_ours` accepts.
+pub fn remove_leftover_temps_in(dir: &Path, is_ours: impl Fn(&str) -> bool) -> Result<(), FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
@@ -88,7 +88,7 @@ pub fn remove_leftover_temps_in(dir: &Path, ours: impl Fn(&str) -> bool) -> Resu
         Err(error) => return Err(FileError::at("read", dir)(error)),
     };
     for entry in entries.flatten() {
-        if entry.file_name().to_str().and_then(temp_file_target).is_some_and(&ours) {
+        if entry.file_name().to_str().and_then(temp_file_target).is_some_and(&is_ours) {
             remove_if_exists(&entry.path())?;
         }
     }
@@ -98,8 +98,8 @@ pub fn remove_leftover_temps_in(dir: &Path, ours: impl Fn(&str) -> bool) -> Resu
 /// The target name of a temporary file.
 fn temp_file_target(temp: &str) -> Option<&str> {
     let (name, random) = temp.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?;
-    let is_ours = random.len() == 32 && random.bytes().all(|b| b.is_ascii_hexdigit());
-    is_ours.then_some(name)
+    let is_uuid = random.len() == 32 && random.bytes().all(|b| b.is_ascii_hexdigit());
+    is_uuid.then_some(name)
 }
 
 /// Points `link` at `target` with one rename, durably: the link exists at all times.
@@ -138,12 +138,12 @@ pub fn read_if_exists(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     }
 }
 
-/// Whether the file exists.
+/// Whether the file exists; an error if the check fails.
 pub fn exists(path: &Path) -> Result<bool, FileError> {
     path.try_exists().map_err(FileError::at("check for", path))
 }
 
-/// Removes a file if it exists. It also counts as absent if its parent is not a directory.
+/// Removes a file if it exists. A file whose parent is not a directory counts as absent.
 pub fn remove_if_exists(path: &Path) -> Result<(), FileError> {
     match fs::remove_file(path) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
@@ -175,7 +175,7 @@ mod tests {
         write_atomic(&path, b"two", 0o600).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"two");
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "no temporary file is left");
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "a temporary file remains");
     }
 
     #[test]
@@ -189,15 +189,16 @@ mod tests {
             names.sort();
             names
         };
-        let torn = |name: &str| format!(".{name}.{}.tmp", uuid::Uuid::new_v4().simple());
-        let others = [torn("theirs"), ".ours.tmp".to_owned(), ".ours.123.tmp".to_owned(), "ours".to_owned()];
-        for name in others.iter().chain(&[torn("ours"), torn("ours")]) {
+        let temp_name = |name: &str| format!(".{name}.{}.tmp", uuid::Uuid::new_v4().simple());
+        let foreign =
+            [temp_name("theirs"), ".ours.tmp".to_owned(), ".ours.123.tmp".to_owned(), "ours".to_owned()];
+        for name in foreign.iter().chain(&[temp_name("ours"), temp_name("ours")]) {
             fs::write(dir.path().join(name), "").unwrap();
         }
         remove_leftover_temp(&dir.path().join("ours")).unwrap();
-        let mut left = others.to_vec();
-        left.sort();
-        assert_eq!(names(dir.path()), left);
+        let mut expected = foreign.to_vec();
+        expected.sort();
+        assert_eq!(names(dir.path()), expected);
         remove_leftover_temps_in(&dir.path().join("none"), |_| true).unwrap();
     }
 
@@ -215,7 +216,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (link, target) = (dir.path().join("opt/marker"), dir.path().join("var/marker"));
         symlink_atomic(&target, &link).unwrap();
-        assert!(!link.exists(), "a link to nothing is no marker");
+        assert!(!link.exists(), "a dangling link counts as missing");
         write_atomic(&resolve_link(&link), b"set", 0o644).unwrap();
         assert_eq!(
             (fs::read(&link).unwrap(), fs::read_link(&link).unwrap()),

@@ -1,4 +1,4 @@
-//! A log line for people: time, level, applet, message and request.
+//! Formats log lines for people: time, level, applet, message and request.
 
 use std::fmt;
 

@@ -12,7 +12,7 @@ const USER_COMMAND: &str = "svcctl";
 ///
 /// # Errors
 /// If a file cannot be written.
-pub fn write(mut command: Command, dir: &Path) -> io::Result<()> {
+pub fn write_pages(mut command: Command, dir: &Path) -> io::Result<()> {
     command.build();
     let section = if command.get_name() == USER_COMMAND { "1" } else { "8" };
     write_page(&command, section, dir)

@@ -116,7 +116,7 @@ impl<const N: usize> Durations<N> {
     }
 }
 
-/// Interns a text from a small fixed set, such as route templates, as a label value.
+/// Interns a string from a small fixed set, such as the route templates, as a label value.
 pub fn label(text: &str) -> &'static str {
     static INTERNED: RwLock<BTreeSet<&'static str>> = RwLock::new(BTreeSet::new());
     if let Some(interned) = INTERNED.read().unwrap_or_else(PoisonError::into_inner).get(text) {
@@ -136,9 +136,9 @@ pub struct Scrape(PrometheusHandle);
 /// # Errors
 /// If a recorder is installed already.
 pub fn install() -> anyhow::Result<Scrape> {
-    let work = [OPERATION_DURATION.0.name, OPERATION_STEP_DURATION.0.name];
+    let long_durations = [OPERATION_DURATION.0.name, OPERATION_STEP_DURATION.0.name];
     let mut builder = PrometheusBuilder::new().set_buckets(&CALL_BUCKETS)?;
-    for name in work {
+    for name in long_durations {
         builder = builder.set_buckets_for_metric(Matcher::Full(name.to_owned()), &WORK_BUCKETS)?;
     }
     let recorder = builder.build_recorder();
@@ -175,12 +175,12 @@ fn measure_process() {
     let pages = std::fs::read_to_string("/proc/self/statm")
         .ok()
         .and_then(|text| text.split_whitespace().nth(1)?.parse::<f64>().ok());
-    let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok().flatten();
-    if let (Some(pages), Some(page)) = (pages, page) {
-        RESIDENT.set([], pages * page as f64);
+    let page_size = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok().flatten();
+    if let (Some(pages), Some(page_size)) = (pages, page_size) {
+        RESIDENT.set([], pages * page_size as f64);
     }
     if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
-        // One of them belongs to this read.
+        // One descriptor is that of this listing.
         OPEN_FDS.set([], open.count().saturating_sub(1) as f64);
     }
 }

@@ -1,4 +1,4 @@
-//! The base of every part: clock, configuration, files, telemetry, metrics, fail points, and the applet framework.
+//! Code that the other packages share: clock, configuration, files, telemetry, metrics, fail points, and the applet framework.
 
 pub mod accounts;
 pub mod applet;

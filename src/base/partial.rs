@@ -1,4 +1,4 @@
-//! A file downloaded in pieces, with the SHA-256 of its content so far. An interrupted download is resumed; an
+//! A file downloaded in pieces, with the SHA-256 of its content so far. An interrupted download is resumed; the
 //! existing part is hashed again and never trusted by its name.
 
 use std::fs::File;
@@ -11,14 +11,14 @@ use sha2::{Digest, Sha256};
 use crate::fsx::FileError;
 
 /// A partial file, with the hash of its content.
-pub struct Partial {
+pub struct PartialFile {
     path: PathBuf,
     file: File,
     length: u64,
     digest: Sha256,
 }
 
-impl Partial {
+impl PartialFile {
     /// Opens the file, readable only by its owner, and hashes its content. A file of more than `size` bytes is
     /// emptied.
     pub fn open(path: PathBuf, size: u64) -> Result<Self, FileError> {

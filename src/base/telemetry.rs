@@ -1,7 +1,7 @@
 //! Log output: the journal under systemd, readable lines on stderr otherwise.
 //!
-//! Owns the format of the lines; each error is logged once, where it is handled. Invariant: in the journal, a
-//! request's lines have the field `SVC_REQUEST_ID` and a machine's lines `SVC_MACHINE_ID`.
+//! Each error is logged once, where it is handled. Invariant: in the journal, a request's lines have the field
+//! `SVC_REQUEST_ID`, and a machine's lines `SVC_MACHINE_ID`.
 
 use std::os::fd::AsFd;
 
@@ -23,19 +23,19 @@ pub fn init(applet: &'static str) {
 }
 
 /// [`init`] for an applet of this machine.
-pub fn init_on(applet: &'static str, machine: Option<MachineId>) {
+pub fn init_on_machine(applet: &'static str, machine: Option<MachineId>) {
     start(applet, machine);
 }
 
 fn start(applet: &'static str, machine: Option<MachineId>) {
     let filter = EnvFilter::try_from_env(RUST_LOG.name).unwrap_or_else(|_| RUST_LOG.default_value());
     let registry = tracing_subscriber::registry().with(filter).with(filter_fn(may_be_logged));
-    let journal = under_journal().then(|| journal(applet, machine)).and_then(Result::ok);
+    let journal = is_stderr_journal().then(|| journal_layer(applet, machine)).and_then(Result::ok);
     let started = match journal {
         Some(journal) => registry.with(journal).try_init(),
-        None => registry.with(lines(applet)).try_init(),
+        None => registry.with(stderr_layer(applet)).try_init(),
     };
-    // A second initialisation in one process (in tests) is ignored.
+    // A second initialization in one process, as in tests, is ignored.
     drop(started);
 }
 
@@ -46,7 +46,7 @@ fn may_be_logged(metadata: &Metadata<'_>) -> bool {
 }
 
 /// Field names are upper-cased: `svc_request_id` becomes `SVC_REQUEST_ID`.
-fn journal<S>(applet: &str, machine: Option<MachineId>) -> std::io::Result<impl Layer<S>>
+fn journal_layer<S>(applet: &str, machine: Option<MachineId>) -> std::io::Result<impl Layer<S>>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
 {
@@ -59,7 +59,7 @@ where
     Ok(journal.with_custom_fields(machine.map(|machine| ("SVC_MACHINE_ID", machine.to_string()))))
 }
 
-fn lines<S>(applet: &'static str) -> impl Layer<S>
+fn stderr_layer<S>(applet: &'static str) -> impl Layer<S>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
 {
@@ -71,8 +71,9 @@ where
         .event_format(LogFormat { applet, time_format })
 }
 
-/// systemd sets `JOURNAL_STREAM` to the device and inode of the stream it gave us (systemd.exec(5)).
-fn under_journal() -> bool {
+/// Whether stderr is the journal: systemd sets `JOURNAL_STREAM` to the device and inode of the journal's stream
+/// (systemd.exec(5)).
+fn is_stderr_journal() -> bool {
     let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
     let Ok(stat) = nix::sys::stat::fstat(std::io::stderr().as_fd()) else { return false };
     stream == format!("{}:{}", stat.st_dev, stat.st_ino)

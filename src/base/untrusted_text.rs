@@ -31,7 +31,7 @@ fn breaks_line(c: char) -> bool {
     matches!(c, '\n' | '\r' | '\u{0B}' | '\u{0C}' | '\u{85}' | '\u{2028}' | '\u{2029}')
 }
 
-/// Applies [`printable`] to every text in a JSON value, but not to member names.
+/// Applies [`printable`] to every string in a JSON value, but not to member names.
 pub fn make_printable(value: &mut Value) {
     match value {
         Value::String(text) => {
@@ -45,7 +45,7 @@ pub fn make_printable(value: &mut Value) {
     }
 }
 
-/// C0 except the newline, DEL, C1, and characters that change the direction of text.
+/// Whether it is a control character other than the newline (C0, DEL, C1), or changes the direction of text.
 fn is_unsafe(c: char) -> bool {
     (c.is_control() && c != '\n') || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }
@@ -56,7 +56,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn replaces_controls_and_direction_marks_only() {
+    fn printable_replaces_only_controls_and_direction_marks() {
         assert_eq!(printable("a\u{1b}[31m\tb\nc\u{9b}d\u{7f}"), "a\u{FFFD}[31m\u{FFFD}b\nc\u{FFFD}d\u{FFFD}");
         assert_eq!(
             printable("\u{202a}x\u{202e}y\u{2066}z\u{2069}\0"),
@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn flattens_text_to_one_line() {
+    fn one_line_joins_lines_and_replaces_controls() {
         assert_eq!(
             one_line("no room\n  next: \tdelete\r\n\nit\u{1b}[2J"),
             "no room; next: \tdelete; it\u{FFFD}[2J".replace('\t', " ")
@@ -76,12 +76,12 @@ mod tests {
     }
 
     #[test]
-    fn bounds_text_by_characters() {
+    fn bounded_counts_characters() {
         assert_eq!(bounded(&"ä".repeat(MAX_CHARS + 5)).chars().count(), MAX_CHARS);
     }
 
     #[test]
-    fn cleans_every_text_of_json() {
+    fn make_printable_cleans_nested_strings() {
         let mut value = json!({"a": ["\u{1b}x", 1, null], "b": {"c": "\u{202e}"}});
         make_printable(&mut value);
         assert_eq!(value, json!({"a": ["\u{FFFD}x", 1, null], "b": {"c": "\u{FFFD}"}}));

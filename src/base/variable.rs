@@ -23,13 +23,13 @@ pub struct Variable {
 /// The behaviour of a program if a variable is not set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Preset {
-    /// It does not start.
+    /// The program does not start.
     Required,
-    /// It goes without a value.
+    /// The program runs without a value.
     Unset,
-    /// It takes this value.
+    /// The program uses this value.
     Value(&'static str),
-    /// It derives a value, or requires the variable in some cases, as this text explains.
+    /// The program derives a value, or requires the variable in some cases, as this text explains.
     Derived(&'static str),
 }
 
@@ -37,10 +37,10 @@ impl Variable {
     /// The default as the reader's type.
     ///
     /// # Panics
-    /// If the declaration has no default, or none of this type: a mistake in the program, as in a literal.
+    /// If the declaration has no default of this type, which is a bug in the program.
     pub fn default_value<T: FromStr<Err: Display>>(&self) -> T {
         let Preset::Value(text) = self.default else { panic!("{} is declared without a default", self.name) };
-        text.parse().unwrap_or_else(|why| panic!("the default of {} is wrong: {why}", self.name))
+        text.parse().unwrap_or_else(|why| panic!("invalid default of {}: {why}", self.name))
     }
 
     /// The value in the process environment. An empty variable counts as unset.
@@ -52,7 +52,7 @@ impl Variable {
 /// Variables that are documented together, as one table.
 #[derive(Debug, Clone, Copy)]
 pub struct Section {
-    /// The name of the table's place in the page.
+    /// The name of the marker in the page where the table is inserted.
     pub id: &'static str,
     /// Where its variables are set.
     pub source: &'static str,
@@ -64,7 +64,7 @@ pub struct Section {
 /// Declares sections of variables: a constant for each variable, and the list `SECTIONS`.
 ///
 /// The doc comment of a variable is its meaning in the reference. Its default is a text, or `required`, `unset`, or
-/// `derived` with an explanation. `in` and `by` replace what the section says of its source and its readers.
+/// `derived` with an explanation. `in` and `by` override the section's source and readers.
 ///
 /// ```
 /// svc_base::variables! {
@@ -99,7 +99,7 @@ macro_rules! variables {
             };
         )+)+
 
-        /// Every variable that is declared here.
+        /// Every variable that this package declares.
         pub const SECTIONS: &[$crate::variable::Section] = &[$($crate::variable::Section {
             id: $id,
             source: $source,

@@ -4,10 +4,10 @@ crate::variables! {
     "all", in "process environment", by [] {
         /// Log filter, in the format of [tracing](https://docs.rs/tracing-subscriber).
         RUST_LOG: "filter" = "info";
-        /// No colours on a terminal.
+        /// Disables colours on a terminal.
         NO_COLOR: "any text" = unset;
-        /// Tests only: where the process stops, fails or waits. A build without the feature `failpoints`
-        /// ignores it.
+        /// For tests only: the places where the process stops, fails or waits. A build without the feature
+        /// `failpoints` ignores the variable.
         FAILPOINTS: "list of fail points" = unset;
     }
 

@@ -19,7 +19,7 @@ use svc_http::client::{self, Deadlines};
 use svc_http::{problem, request_id};
 
 const MAX_ATTEMPTS: usize = 5;
-/// A longer `Retry-After` is not waited for: the call fails.
+/// If `Retry-After` is longer, the call fails without another attempt.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(10);
 
 /// A successful response, with its unchanged body.
@@ -50,25 +50,25 @@ pub struct ApiClient {
     client: reqwest::Client,
     base: Url,
     bearer: HeaderValue,
-    call: Duration,
+    timeout: Duration,
 }
 
 /// Whether retries are reported on standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RetryMessages {
     Shown,
-    /// The caller reports what it waits for.
+    /// Not reported, because the caller reports what it is waiting for.
     Hidden,
 }
 
 impl ApiClient {
     /// # Errors
     /// If the secret is not a valid header value, or the TLS roots cannot be read.
-    pub fn new(base: Url, secret: &SecretString, call: Duration) -> anyhow::Result<Self> {
+    pub fn new(base: Url, secret: &SecretString, timeout: Duration) -> anyhow::Result<Self> {
         let mut bearer = HeaderValue::from_str(&format!("Bearer {}", secret.expose_secret()))?;
         bearer.set_sensitive(true);
-        let client = client::build(Deadlines { whole: Some(call), idle: call, ..Deadlines::CALL })?;
-        Ok(Self { client, base, bearer, call })
+        let client = client::build(Deadlines { total: Some(timeout), idle: timeout, ..Deadlines::CALL })?;
+        Ok(Self { client, base, bearer, timeout })
     }
 
     /// # Errors
@@ -77,7 +77,7 @@ impl ApiClient {
         self.call_with_retries(&Method::GET, &self.url_with(path, query), None, RetryMessages::Shown).await
     }
 
-    /// [`Self::get`] for a caller that polls and reports what it waits for.
+    /// [`Self::get`] for a caller that polls and reports what it is waiting for.
     ///
     /// # Errors
     /// As [`Self::get`].
@@ -97,7 +97,7 @@ impl ApiClient {
     }
 
     /// [`Self::send`] with a query instead of a body.
-    pub async fn send_with(
+    pub async fn send_with_query(
         &self,
         method: Method,
         path: &[&str],
@@ -112,20 +112,21 @@ impl ApiClient {
     /// [`CallError::Unreachable`].
     pub async fn get_once(&self, path: &[&str]) -> Result<(StatusCode, String), CallError> {
         let request = self.client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
-        let response = request_id::onward(request).send().await.map_err(|error| self.failed(error))?;
+        let response =
+            request_id::attach(request).send().await.map_err(|error| self.no_response_error(error))?;
         let status = response.status();
-        Ok((status, response.text().await.map_err(|error| self.failed(error))?))
+        Ok((status, response.text().await.map_err(|error| self.no_response_error(error))?))
     }
 
     /// Downloads a file from an offset, without a timeout for the whole body.
-    pub async fn open(&self, path: &[&str], from: u64) -> Result<reqwest::Response, CallError> {
+    pub async fn open_download(&self, path: &[&str], from: u64) -> Result<reqwest::Response, CallError> {
         let unreachable = |why: String| CallError::Unreachable { base: self.base.clone(), why };
         let client = client::build(Deadlines::DOWNLOAD).map_err(|error| unreachable(format!("{error:#}")))?;
         let mut request = client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
         if from > 0 {
             request = request.header(header::RANGE, format!("bytes={from}-"));
         }
-        let sent = request_id::onward(request).send().await;
+        let sent = request_id::attach(request).send().await;
         let response = sent.map_err(|error| unreachable(problem::chain(&error.without_url())))?;
         let expected = if from > 0 { StatusCode::PARTIAL_CONTENT } else { StatusCode::OK };
         match response.status() {
@@ -155,11 +156,11 @@ impl ApiClient {
         url
     }
 
-    /// The error of a call without a response.
-    fn failed(&self, error: reqwest::Error) -> CallError {
+    /// Returns the error of a call that got no response.
+    fn no_response_error(&self, error: reqwest::Error) -> CallError {
         let base = self.base.clone();
         if error.is_timeout() && !error.is_connect() {
-            return CallError::TimedOut { base, seconds: self.call.as_secs() };
+            return CallError::TimedOut { base, seconds: self.timeout.as_secs() };
         }
         CallError::Unreachable { base, why: problem::chain(&error.without_url()) }
     }
@@ -217,9 +218,10 @@ impl ApiClient {
         if let Some(body) = body {
             request = request.json(body);
         }
-        let response = request_id::onward(request).send().await.map_err(|error| self.failed(error))?;
+        let response =
+            request_id::attach(request).send().await.map_err(|error| self.no_response_error(error))?;
         let (status, pause) = (response.status(), retry_after(&response));
-        let text = response.text().await.map_err(|error| self.failed(error))?;
+        let text = response.text().await.map_err(|error| self.no_response_error(error))?;
         let what = format!("{method} {}", url.path());
         match status {
             status if status.is_success() => Ok(ApiResponse { text, what }),

@@ -30,7 +30,7 @@ use svc_base::config::Env;
 use svc_base::quantity::format_bytes;
 use svc_machine::name::ImageVersion;
 use svc_store::bucket::{Bucket, Condition, StoreError};
-use svc_store::bundle::{KeySet, ManifestError, TrustedKeys, digest, digest_line, parse_digest};
+use svc_store::bundle::{KeySet, ManifestError, TrustedKeys, digest_line, parse_digest, read_digest};
 use svc_store::key::{self, BUNDLE_FILE};
 
 const CHUNK: usize = 256 * 1024;
@@ -70,8 +70,8 @@ pub enum PublishError {
     NoRenewal { version: ImageVersion, why: String },
     #[error(
         "the sequence of its trustedKeys is {found}, and hosts at sequence {base} accept {max} at most; nothing was published\n  next: \
-         sign it with the next sequence (`svcctl bundle keys` shows the one of each machine); if hosts have a higher one than \
-         {base}, set BUNDLE_KEYS_SEQUENCE to it"
+         sign the release with the next sequence (`svcctl bundle keys` shows each machine's sequence); if hosts have a higher \
+         sequence than {base}, set BUNDLE_KEYS_SEQUENCE to it"
     )]
     SequenceTooHigh { found: u32, base: u32, max: u32 },
     #[error(transparent)]
@@ -90,7 +90,7 @@ impl From<PublishError> for Failure {
     }
 }
 
-/// A bundle that is now in the store.
+/// The result of publishing a bundle.
 #[derive(Debug)]
 pub struct Published {
     version: ImageVersion,
@@ -98,7 +98,7 @@ pub struct Published {
     size_bytes: u64,
     outcome: PublishOutcome,
     updates: Updates,
-    /// The keys that its manifest makes hosts trust, once they are healthy on this release.
+    /// The keys of the manifest, which hosts trust once they are healthy on this release.
     key_set: Option<KeySet>,
 }
 
@@ -117,7 +117,7 @@ enum PublishOutcome {
 }
 
 impl Published {
-    pub fn json(&self) -> Value {
+    pub fn to_json(&self) -> Value {
         json!({
             "imageVersion": self.version,
             "key": key::bundle(&self.version, "").to_string(),
@@ -190,7 +190,7 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<PublishedBundle>, PublishError>
     for (version, published) in digests {
         let Some((key, size_bytes)) = archives.remove(&version) else { continue };
         let Ok(name) = version.parse::<ImageVersion>() else { continue };
-        let Some(sha256) = digest(bucket, &name).await? else { continue };
+        let Some(sha256) = read_digest(bucket, &name).await? else { continue };
         let published_at = Timestamp::from_second(published.timestamp()).unwrap_or_default();
         bundles.push(PublishedBundle { image_version: version, key, size_bytes, sha256, published_at });
     }
@@ -201,13 +201,13 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<PublishedBundle>, PublishError>
 }
 
 /// Publishes the bundle in `dir`. Publishing the same content again only adds a missing manifest and signature, or
-/// replaces them by ones that are valid for longer.
+/// replaces them with ones that are valid for longer.
 pub async fn publish(
     bucket: &Bucket,
     dir: &FilePath,
     version: &ImageVersion,
 ) -> Result<Published, PublishError> {
-    publish_for(bucket, dir, version, trusted().as_ref()).await
+    publish_for(bucket, dir, version, configured_keys().as_ref()).await
 }
 
 /// Publishes a bundle for hosts that trust these keys.
@@ -218,13 +218,13 @@ async fn publish_for(
     keys: Option<&TrustedKeys>,
 ) -> Result<Published, PublishError> {
     let archive = dir.join(BUNDLE_FILE);
-    let stated = stated_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
+    let stated = read_stated_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
     let (found, size_bytes) = read_through(&archive, None).await?;
-    check(&archive, &found, &stated)?;
+    check_digest(&archive, &found, &stated)?;
     let context = BundleContext { version, sha256: &stated, size_bytes, keys };
     let companions = Companions::read(dir, &context).await?;
-    let outcome = match digest(bucket, version).await? {
-        // With two concurrent publishers, the archive may be the other one's.
+    let outcome = match read_digest(bucket, version).await? {
+        // If two processes publish concurrently, the archive may be the other process's.
         Some(stored) if stored == stated && is_whole(bucket, size_bytes, version).await? => {
             PublishOutcome::AlreadyPublished
         }
@@ -236,18 +236,18 @@ async fn publish_for(
         PublishOutcome::Published => {
             key_sequence::check(companions.key_set().as_ref(), key_sequence::configured_sequence())?;
             upload(bucket, &archive, &stated, version).await?;
-            companions.send(bucket, &context).await?;
-            announce(bucket, &stated, version).await?;
+            companions.upload(bucket, &context).await?;
+            publish_digest(bucket, &stated, version).await?;
         }
-        PublishOutcome::AlreadyPublished => companions.complete(bucket, &context).await?,
+        PublishOutcome::AlreadyPublished => companions.add_or_renew(bucket, &context).await?,
     }
-    let updates = companions::updates(bucket, &context).await?;
+    let updates = companions::check_updates(bucket, &context).await?;
     let key_set = companions.key_set();
     Ok(Published { version: version.clone(), sha256: stated, size_bytes, outcome, updates, key_set })
 }
 
 /// The keys that hosts trust, if they are configured.
-fn trusted() -> Option<TrustedKeys> {
+fn configured_keys() -> Option<TrustedKeys> {
     Env::from_process().text(&vars::BUNDLE_PUBLIC_KEYS)?.parse().ok()
 }
 
@@ -265,11 +265,11 @@ async fn upload(
     let key = key::bundle(version, "");
     let mut sink = BufWriter::new(bucket.raw().clone(), key.clone());
     let sent = match read_through(archive, Some(&mut sink)).await {
-        Ok((sent, _)) => check(archive, &sent, stated),
+        Ok((sent, _)) => check_digest(archive, &sent, stated),
         Err(error) => Err(error),
     };
     if let Err(error) = sent {
-        // The upload's own error is returned; a failed abort adds nothing to it.
+        // A failed abort is ignored: the error of the upload is more useful.
         let _ = sink.abort().await;
         return Err(error);
     }
@@ -284,12 +284,12 @@ async fn upload(
 }
 
 /// Publishes the version by writing its digest, if there is none yet.
-async fn announce(bucket: &Bucket, stated: &str, version: &ImageVersion) -> Result<(), PublishError> {
+async fn publish_digest(bucket: &Bucket, stated: &str, version: &ImageVersion) -> Result<(), PublishError> {
     let key = key::bundle(version, ".sha256");
     match bucket.put_if(&key, digest_line(stated), Condition::Absent).await {
         Ok(()) => Ok(()),
         // Either another publisher won, or the response to our own write was lost.
-        Err(StoreError::Precondition { .. }) => match digest(bucket, version).await? {
+        Err(StoreError::Precondition { .. }) => match read_digest(bucket, version).await? {
             Some(stored) if stored == stated => Ok(()),
             _ => Err(PublishError::Raced { version: version.clone() }),
         },
@@ -297,13 +297,13 @@ async fn announce(bucket: &Bucket, stated: &str, version: &ImageVersion) -> Resu
     }
 }
 
-async fn stated_digest(path: &FilePath) -> Result<String, PublishError> {
+async fn read_stated_digest(path: &FilePath) -> Result<String, PublishError> {
     let read = tokio::fs::read_to_string(path).await;
     let text = read.map_err(|source| PublishError::Read { path: path.to_owned(), source })?;
     parse_digest(&text).ok_or_else(|| PublishError::NoDigest { path: path.to_owned() })
 }
 
-/// The SHA-256 and size of a file, which is also copied into `sink`, if given.
+/// Returns the SHA-256 and the size of a file, and copies the file into `sink` if there is one.
 async fn read_through(
     path: &FilePath,
     mut sink: Option<&mut BufWriter>,
@@ -326,7 +326,7 @@ async fn read_through(
     }
 }
 
-fn check(path: &FilePath, found: &str, stated: &str) -> Result<(), PublishError> {
+fn check_digest(path: &FilePath, found: &str, stated: &str) -> Result<(), PublishError> {
     if found == stated {
         return Ok(());
     }
@@ -386,9 +386,9 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn publish_completes_an_interrupted_one() {
+    async fn publish_completes_interrupted_publication() {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
-        bucket.put(&key::bundle(&version, ""), b"from an earlier try".to_vec()).await.unwrap();
+        bucket.put(&key::bundle(&version, ""), b"from an earlier attempt".to_vec()).await.unwrap();
         assert!(list(&bucket).await.unwrap().is_empty(), "an archive without a digest is not published");
         let dir = build(&vec![7; 12 << 20]);
         let sha256 = hex::encode(Sha256::digest(vec![7; 12 << 20]));
@@ -409,7 +409,7 @@ mod tests {
         let archive = bucket.head(&key::bundle(&version, "")).await.unwrap().unwrap();
         assert_eq!(archive.size, 12 << 20);
         assert!(bucket.head(&key::bundle(&version, ".json")).await.unwrap().is_some());
-        assert!(digest(&bucket, &version).await.unwrap().is_some());
+        assert!(read_digest(&bucket, &version).await.unwrap().is_some());
     }
 
     fn key() -> SigningKey {
@@ -444,7 +444,7 @@ mod tests {
         let keys: TrustedKeys = key().public_key_base64().parse().unwrap();
         let publish = async || publish_for(&bucket, dir.path(), &version, Some(&keys)).await;
         let ends = async || {
-            let signed = bundle::signed(&bucket, &version).await.unwrap().unwrap();
+            let signed = bundle::read_signed_manifest(&bucket, &version).await.unwrap().unwrap();
             let verified = bundle::verify(&signed, &keys, &version, Timestamp::now()).unwrap();
             verified.manifest().expires_at.to_string()
         };
@@ -485,12 +485,12 @@ mod tests {
         let keys: TrustedKeys = key().public_key_base64().parse().unwrap();
         describe(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
         publish_for(&bucket, dir.path(), &version, Some(&keys)).await.unwrap();
-        // Published again from a build without a manifest.
+        // A build without a manifest is published again.
         let bare = build(b"one");
         let again = publish_for(&bucket, bare.path(), &version, Some(&keys)).await.unwrap();
         assert_eq!((again.outcome, again.updates), (PublishOutcome::AlreadyPublished, Updates::Possible));
         let others: TrustedKeys = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=".parse().unwrap();
-        let stranger = publish_for(&bucket, bare.path(), &version, Some(&others)).await.unwrap();
-        assert!(stranger.to_string().contains("none of the keys"), "{stranger}");
+        let untrusted = publish_for(&bucket, bare.path(), &version, Some(&others)).await.unwrap();
+        assert!(untrusted.to_string().contains("none of the keys"), "{untrusted}");
     }
 }

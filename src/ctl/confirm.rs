@@ -6,15 +6,15 @@ use anyhow::anyhow;
 
 use svc_base::applet::{Exit, Failure};
 
-/// Whether the operator must confirm: not with `--yes`.
+/// Whether the operator must confirm on the terminal; `false` with `--yes`.
 ///
 /// # Errors
 /// [`Exit::Usage`] without a terminal.
-pub fn is_required(what: &str, said_yes: bool) -> Result<bool, Failure> {
-    is_required_without(what, if said_yes { &[] } else { &["--yes"] })
+pub fn is_required(what: &str, yes: bool) -> Result<bool, Failure> {
+    is_required_without(what, if yes { &[] } else { &["--yes"] })
 }
 
-/// Whether the operator must confirm what these missing options would: not if none is missing.
+/// Whether the operator must confirm on the terminal because these options are missing; `false` if none is missing.
 ///
 /// # Errors
 /// [`Exit::Usage`] without a terminal.

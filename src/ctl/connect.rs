@@ -1,4 +1,4 @@
-//! Opens the platform and the object store that arguments and environment name.
+//! Opens the platform and the object store that the arguments or the environment name.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use svc_base::config::Env;
 use svc_store::Bucket;
 use svc_store::config::StoreConfig;
 
-/// The object store of the environment.
+/// Opens the object store that the environment names.
 ///
 /// # Errors
 /// Every invalid setting.
@@ -24,7 +24,7 @@ pub fn open_store() -> Result<Bucket, Failure> {
     Ok(env.finish(store)?.open()?)
 }
 
-/// The platform of the arguments or the environment.
+/// Returns a client of the platform that the arguments or the environment name.
 ///
 /// # Errors
 /// Every invalid setting.
@@ -37,19 +37,19 @@ pub fn connect(global: &Global) -> Result<ApiClient, Failure> {
     if base.as_ref().is_some_and(|base| !is_private(base)) {
         env.mistake(
             &vars::PLATFORM_PUBLIC_URL,
-            "must be https (plain http only to this machine): it carries the secret",
+            "must be https, because calls carry the secret (plain http only to this machine)",
         );
     }
     let secret = match &global.secret_file {
-        Some(file) => secret_from(&mut env, "--secret-file", file),
+        Some(file) => read_secret(&mut env, "--secret-file", file),
         None => env.required_secret(&vars::PLATFORM_SECRET),
     };
     let (base, secret) = env.finish(base.zip(secret))?;
     Ok(ApiClient::new(base, &secret, Duration::from_secs(global.timeout))?)
 }
 
-/// The secret in a file. An unreadable or empty file is recorded as a mistake.
-pub fn secret_from(env: &mut Env, flag: &str, file: &Path) -> Option<SecretString> {
+/// Reads the secret in a file. An unreadable or empty file is recorded as a mistake.
+pub fn read_secret(env: &mut Env, flag: &str, file: &Path) -> Option<SecretString> {
     match std::fs::read_to_string(file) {
         Ok(text) if !text.trim().is_empty() => Some(SecretString::from(text.trim())),
         Ok(_) => {
@@ -65,11 +65,11 @@ pub fn secret_from(env: &mut Env, flag: &str, file: &Path) -> Option<SecretStrin
 
 /// Whether a secret may be sent to this URL: HTTPS, or plain HTTP to this machine.
 pub fn is_private(base: &Url) -> bool {
-    let here = match base.host() {
+    let is_loopback = match base.host() {
         Some(url::Host::Domain(name)) => name == "localhost" || name.ends_with(".localhost"),
         Some(url::Host::Ipv4(ip)) => ip.is_loopback(),
         Some(url::Host::Ipv6(ip)) => ip.is_loopback(),
         None => false,
     };
-    base.scheme() == "https" || (base.scheme() == "http" && here)
+    base.scheme() == "https" || (base.scheme() == "http" && is_loopback)
 }

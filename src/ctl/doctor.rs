@@ -9,7 +9,7 @@ use super::api::{ApiClient, CallError};
 use super::args::{Doctor, Global, Subject};
 use super::connect::connect;
 use super::local::LocalChecks;
-use super::out::Out;
+use super::output::Output;
 use super::report;
 use super::show;
 use super::vars;
@@ -22,24 +22,24 @@ use svc_wire::operator::WhoAmI;
 /// Settings file of the platform's package.
 const PACKAGED_ENV_FILE: &str = "/etc/svc/platform.env";
 const CHECK_TIMEOUT: Duration = Duration::from_secs(45);
-/// A token that expires sooner causes a warning.
-const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
+/// A token with a shorter remaining lifetime causes a warning.
+const MIN_TOKEN_LIFETIME: SignedDuration = SignedDuration::from_hours(14 * 24);
 
-pub async fn run(global: &Global, args: Doctor, local: LocalChecks, out: &Out) -> Result<(), Failure> {
+pub async fn run(global: &Global, args: Doctor, local: LocalChecks, out: &Output) -> Result<(), Failure> {
     let packaged = || Some(PathBuf::from(PACKAGED_ENV_FILE)).filter(|file| file.exists());
     let env_file = platform_env_file(args.env_file).or_else(packaged);
     let subject = args.subject.unwrap_or_else(|| {
-        let configured = env_file.is_some() || vars::PLATFORM_DATABASE_URL.from_process().is_some();
-        match configured {
+        let is_configured = env_file.is_some() || vars::PLATFORM_DATABASE_URL.from_process().is_some();
+        match is_configured {
             _ if (local.is_host)() => Subject::Host,
             true => Subject::Platform,
             false => Subject::Api,
         }
     });
     let report = match subject {
-        Subject::Host => (local.host)().await,
+        Subject::Host => (local.check_host)().await,
         Subject::Platform => {
-            let report = (local.platform)(env_file.as_deref()).await;
+            let report = (local.check_platform)(env_file.as_deref()).await;
             let mut findings = report.findings;
             match report.api_access {
                 Some((url, secret)) => {
@@ -86,9 +86,11 @@ async fn check_readiness(api: &ApiClient) -> Findings {
     let next = "systemctl status svc-platform; journalctl -u svc-platform -n 50";
     match api.get_once(&["readyz", "control"]).await {
         Ok((status, body)) => match serde_json::from_str::<Readiness>(&body) {
-            Ok(_) if status.is_success() => findings.ok("it runs, and reaches its database and its store"),
+            Ok(_) if status.is_success() => {
+                findings.ok("it is running, and reaches its database and its store")
+            }
             Ok(ready) => findings.problem(
-                format!("it runs but is not ready: database {}, store {}", ready.database, ready.store),
+                format!("it is running but not ready: database {}, store {}", ready.database, ready.store),
                 next,
             ),
             Err(_) => findings.problem(
@@ -106,12 +108,15 @@ async fn check_operator(api: &ApiClient) -> Findings {
     let read = api.get(&["operators", "whoami"], &[]).await.and_then(|response| response.read::<WhoAmI>());
     match read {
         Ok(me) => {
-            let mut what =
-                format!("you are {}, with the scopes {}", me.name, show::operator::joined(&me.scopes, ", "));
+            let mut what = format!(
+                "you are {}, with the scopes {}",
+                me.name,
+                show::operator::join_scopes(&me.scopes, ", ")
+            );
             let expires: Option<Timestamp> = me.expires_at.as_deref().and_then(|at| at.parse().ok());
             let Some(expires) = expires else { return findings.ok(what) };
             what.push_str(&format!("; the token expires {}", expires.strftime("%Y-%m-%d %H:%M UTC")));
-            if expires.duration_since(Timestamp::now()) < EXPIRY_WARNING {
+            if expires.duration_since(Timestamp::now()) < MIN_TOKEN_LIFETIME {
                 return findings
                     .warning(what, format!("svcctl operator rotate {} --token-file FILE", me.name));
             }
@@ -143,7 +148,7 @@ async fn check_router(api: &ApiClient) -> Findings {
                 let what = format!("its routes are {routes}{age}");
                 if status.is_success() { findings.warning(what, next) } else { findings.problem(what, next) }
             }
-            Err(_) => findings.skipped("the platform's release is too old to report it"),
+            Err(_) => findings.skipped("the platform's release is too old to report the state of its routes"),
         },
         Err(error) => findings.skipped(without_advice(&error)),
     }

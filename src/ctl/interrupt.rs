@@ -1,4 +1,4 @@
-//! ^C during a wait: it ends the wait, not the operation.
+//! Handles Ctrl-C during a wait: it ends the wait, not the operation.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -16,7 +16,7 @@ pub async fn run_until_interrupted<T>(
     work: impl Future<Output = Result<T, Failure>>,
 ) -> Result<T, Failure> {
     tokio::select! {
-        done = work => done,
+        result = work => result,
         Ok(()) = tokio::signal::ctrl_c() => Err(stop_waiting(command)),
     }
 }
@@ -27,6 +27,6 @@ fn stop_waiting(command: &str) -> Failure {
     let message = format!("stopped waiting; the operation continues\n  next: `{command}`");
     eprintln!("\n{message}");
     let error = Command::new("/bin/sh").args(["-c", "kill -INT $$"]).exec();
-    tracing::debug!(%error, "no shell ended this process");
+    tracing::debug!(%error, "cannot execute /bin/sh to end by SIGINT");
     Failure::new(Exit::TryAgain, anyhow!("interrupted"))
 }

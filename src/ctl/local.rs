@@ -13,14 +13,14 @@ use svc_base::diagnosis::{Finding, Report};
 pub struct LocalChecks {
     /// Whether this machine is a host.
     pub is_host: fn() -> bool,
-    pub host: fn() -> BoxFuture<'static, Report>,
-    /// Examines the platform's settings: this process's environment, then the file.
-    pub platform: for<'a> fn(Option<&'a Path>) -> BoxFuture<'a, PlatformReport>,
+    pub check_host: fn() -> BoxFuture<'static, Report>,
+    /// Checks a platform with its settings: those of this process's environment, then those of the file.
+    pub check_platform: for<'a> fn(Option<&'a Path>) -> BoxFuture<'a, PlatformReport>,
     /// The gateway's trusted socket.
     pub gateway_socket: fn() -> PathBuf,
-    /// Checks whether the database server that the gateway reports belongs to this machine: its name, or the reason why
-    /// not.
-    pub own_database: fn(Option<&str>) -> Result<String, String>,
+    /// Checks that the database server that the gateway reports belongs to this machine: its description, or the reason
+    /// why it does not.
+    pub check_own_database: fn(Option<&str>) -> Result<String, String>,
 }
 
 /// The findings about a platform's settings, and the credential for its API.

@@ -1,4 +1,4 @@
-//! `svcctl`: the operators' command line. It uses only the public API.
+//! `svcctl`: the operators' command line. It uses only the platform's API, and for bundles the object store.
 //!
 //! Exit codes: 0 done; 64 usage error; 65 the platform refused (validation, state, not found), or a bundle is invalid;
 //! 69 the platform cannot be reached, the provider failed, or the operation failed; 70 internal error; 75 try again
@@ -13,7 +13,7 @@ mod connect;
 mod doctor;
 mod interrupt;
 pub mod local;
-mod out;
+mod output;
 mod progress;
 mod refusal;
 mod report;
@@ -47,12 +47,12 @@ pub fn run(args: Vec<OsString>, local: LocalChecks) -> ExitCode {
     }
     // With --json, a failure is one line of JSON.
     let mut exit = None;
-    let ran = applet::block_on("svcctl", async {
+    let success = applet::block_on("svcctl", async {
         if let Err(failure) = request_id::run_with_new_id(command::run(args, local)).await {
-            eprintln!("{}", refusal::json(&failure));
+            eprintln!("{}", refusal::failure_json(&failure));
             exit = Some(failure.exit);
         }
         Ok(())
     });
-    exit.map_or(ran, ExitCode::from)
+    exit.map_or(success, ExitCode::from)
 }

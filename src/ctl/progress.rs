@@ -25,24 +25,24 @@ impl Progress {
             spinner
         });
         let view =
-            View { colours: terminal && View::of_stdout().colours, now: Timestamp::now(), width: None };
+            View { colours: terminal && View::for_stdout().colours, now: Timestamp::now(), width: None };
         Self { spinner, view }
     }
 
-    /// A progress bar with a total of bytes.
-    pub fn with_total_bytes(whole: u64) -> Self {
+    /// A progress bar for a transfer of `total` bytes.
+    pub fn with_total_bytes(total: u64) -> Self {
         let progress = Self::start();
         let bar = "{spinner} {bytes} of {total_bytes} {wide_bar} {binary_bytes_per_sec}, {eta} left";
         if let (Some(spinner), Ok(style)) = (&progress.spinner, ProgressStyle::with_template(bar)) {
-            spinner.set_length(whole);
+            spinner.set_length(total);
             spinner.set_style(style);
         }
         progress
     }
 
-    pub fn set_bytes(&self, so_far: u64) {
+    pub fn set_bytes(&self, bytes: u64) {
         if let Some(spinner) = &self.spinner {
-            spinner.set_position(so_far);
+            spinner.set_position(bytes);
         }
     }
 

@@ -42,8 +42,8 @@ impl ApiProblem {
         };
         let body = serde_json::from_str::<Box<Value>>(body).ok().filter(|_| code.is_some());
         if let Some(body) = &body {
-            detail = by_options(&detail, body);
-            detail.push_str(&particulars(body, &detail));
+            detail = name_options(&detail, body);
+            detail.push_str(&describe_members(body, &detail));
         }
         let detail = untrusted_text::printable(&detail).into_owned();
         Self { status, code, detail, request_id, body, retry_after }
@@ -53,7 +53,7 @@ impl ApiProblem {
     pub fn is_transient(&self) -> bool {
         match self.code.as_deref() {
             Some("disabled" | "cost_limit_reached" | "preview_limit_reached") => false,
-            // An intermediary, while the platform restarts.
+            // An intermediary responds while the platform restarts.
             None => {
                 matches!(self.status.as_u16(), 502..=504)
             }
@@ -77,10 +77,10 @@ impl ApiProblem {
 
     fn line(&self) -> String {
         let mut line = self.detail.clone();
-        let mut known: Vec<String> = self.code.clone().into_iter().collect();
-        known.extend(self.request_id.as_ref().map(|id| format!("request {id}")));
-        if !known.is_empty() {
-            line.push_str(&format!(" ({})", known.join(", ")));
+        let mut context: Vec<String> = self.code.clone().into_iter().collect();
+        context.extend(self.request_id.as_ref().map(|id| format!("request {id}")));
+        if !context.is_empty() {
+            line.push_str(&format!(" ({})", context.join(", ")));
         }
         if let Some(next) = self.advice() {
             line.push_str(&format!("\n  next: {next}"));
@@ -153,16 +153,16 @@ fn state_advice(body: &Value) -> Option<&'static str> {
     })
 }
 
-/// Replaces the invalid fields in `detail` by the options of `svcctl` that set them.
-fn by_options(detail: &str, body: &Value) -> String {
+/// Replaces the invalid fields in `detail` with the options of `svcctl` that set them.
+fn name_options(detail: &str, body: &Value) -> String {
     let errors = body["errors"].as_array().into_iter().flatten();
     errors.filter_map(|error| error["pointer"].as_str()).fold(detail.to_owned(), |detail, pointer| {
-        detail.replace(&format!("{pointer}: "), &format!("{}: ", option_of(pointer)))
+        detail.replace(&format!("{pointer}: "), &format!("{}: ", option_for_field(pointer)))
     })
 }
 
-/// The option that sets a field of a request, or else the field.
-fn option_of(pointer: &str) -> String {
+/// The option that sets a field of a request, or the field if there is none.
+fn option_for_field(pointer: &str) -> String {
     let name = match pointer.trim_start_matches(['/', '?']) {
         "snapshotKey" => "snapshot".to_owned(),
         "startDate" => "from".to_owned(),
@@ -185,13 +185,14 @@ fn has_option(command: &clap::Command, name: &str) -> bool {
         || command.get_subcommands().any(|sub| has_option(sub, name))
 }
 
-/// The details of some codes: the invalid fields, the current state and the allowed ones.
-fn particulars(body: &Value, known: &str) -> String {
+/// Describes members that some codes have, unless `detail` contains them: the invalid fields, the current state and the
+/// allowed ones.
+fn describe_members(body: &Value, detail: &str) -> String {
     let mut message = String::new();
     for error in body["errors"].as_array().into_iter().flatten() {
-        let (pointer, detail) = (compact(error.get("pointer")), compact(error.get("detail")));
-        let field = format!("{}: {detail}", option_of(&pointer));
-        if !known.contains(&field) {
+        let (pointer, why) = (compact(error.get("pointer")), compact(error.get("detail")));
+        let field = format!("{}: {why}", option_for_field(&pointer));
+        if !detail.contains(&field) {
             message.push_str(&format!("\n  {field}"));
         }
     }
@@ -199,15 +200,15 @@ fn particulars(body: &Value, known: &str) -> String {
         body["allowed"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     // The state explains the refusal only if another one is allowed.
     let status = body["machineStatus"].as_str().filter(|status| !allowed.contains(status));
-    let is_said = known.contains("; this needs ");
-    if let Some(status) = status.filter(|_| !allowed.is_empty() && !is_said) {
+    let names_states = detail.contains("; this needs ");
+    if let Some(status) = status.filter(|_| !allowed.is_empty() && !names_states) {
         message.push_str(&format!(" It is {status}, and must be {}.", allowed.join(" or ")));
     }
     message
 }
 
 /// A failure as JSON: the platform's problem, if any, with the exit code and the advice.
-pub fn json(failure: &Failure) -> Value {
+pub fn failure_json(failure: &Failure) -> Value {
     let refusal = failure.error.downcast_ref::<CallError>().and_then(|error| match error {
         CallError::Refused(refusal) => Some(refusal),
         _ => None,
@@ -240,7 +241,7 @@ fn advice(code: &str) -> Option<&'static str> {
         }
         "machine_not_found" => "`svcctl list` shows the machines, `svcctl list --deleted` the deleted ones",
         "not_found" => {
-            "check the id; `svcctl list`, `svcctl status <machine>` and `svcctl deploy list` show them"
+            "check the id; `svcctl list`, `svcctl status <machine>` and `svcctl deploy list` show the existing ids"
         }
         "bundle_not_found" => "`svcctl bundle publish <dir> --image-version <version>`, then try again",
         "invalid_state" => {
@@ -412,15 +413,15 @@ mod tests {
     #[test]
     fn json_adds_exit_and_next_to_the_problem() {
         let failure = Failure::from(CallError::from(refusal(404, "bundle_not_found")));
-        let message = json(&failure);
+        let message = failure_json(&failure);
         assert_eq!((&message["code"], &message["exit"]), (&"bundle_not_found".into(), &65.into()));
         assert!(message["next"].as_str().unwrap().contains("bundle publish"), "{message}");
-        let other = json(&Failure::new(Exit::TryAgain, anyhow::anyhow!("late\n  next: look")));
+        let other = failure_json(&Failure::new(Exit::TryAgain, anyhow::anyhow!("late\n  next: look")));
         assert_eq!(other, json!({"detail": "late", "code": null, "exit": 75, "next": "look"}));
     }
 
     #[test]
-    fn every_code_has_an_exit_code() {
+    fn exit_depends_on_the_status() {
         for (code, exit) in [
             (Code::InvalidRequest, Exit::Refused),
             (Code::Unauthorized, Exit::Permission),

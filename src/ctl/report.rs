@@ -2,20 +2,20 @@
 
 use anyhow::anyhow;
 
-use super::out::{self, Out};
+use super::output::{self, Output};
 use super::show::{self, View};
 use svc_base::applet::{Exit, Failure};
 use svc_base::diagnosis::{Level, Report};
 
-/// Prints a report, and fails if a finding is at least as severe as `worst`.
-pub fn print(report: &Report, worst: Level, out: &Out) -> Result<(), Failure> {
+/// Prints a report. Fails if it has a problem, or with the threshold [`Level::Skipped`] a skipped check.
+pub fn print(report: &Report, threshold: Level, out: &Output) -> Result<(), Failure> {
     if out.json {
-        out::print(&format!("{}\n", report.json()))?;
+        output::print(&format!("{}\n", report.to_json()))?;
     } else {
-        out::print(&show::report::show(&View::of_stdout(), report))?;
+        output::print(&show::report::show(&View::for_stdout(), report))?;
     }
-    let failed =
-        report.count(Level::Problem) + if worst == Level::Skipped { report.count(Level::Skipped) } else { 0 };
+    let failed = report.count(Level::Problem)
+        + if threshold == Level::Skipped { report.count(Level::Skipped) } else { 0 };
     if failed == 0 {
         return Ok(());
     }

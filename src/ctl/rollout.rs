@@ -1,9 +1,9 @@
 //! `svcctl verify-rollout`: the checks of a release on a running host before its rollout (specification, part 9).
 
 use super::args::VerifyRollout;
-use super::connect::{is_private, secret_from};
+use super::connect::{is_private, read_secret};
 use super::local::LocalChecks;
-use super::out::Out;
+use super::output::Output;
 use super::report;
 use crate::vars;
 use svc_base::applet::Failure;
@@ -11,9 +11,9 @@ use svc_base::config::Env;
 use svc_base::diagnosis::{Findings, Level, Report};
 use svc_verify::{HostClient, check_release, fetch_database_server};
 
-pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Out) -> Result<(), Failure> {
+pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Output) -> Result<(), Failure> {
     let from_outside = args.app_url.is_some();
-    let worst = if args.strict { Level::Skipped } else { Level::Problem };
+    let threshold = if args.strict { Level::Skipped } else { Level::Problem };
     let site = connect_site(args, local)?;
     let database = async {
         let findings = Findings::new("vps-database");
@@ -21,14 +21,14 @@ pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Out) -> Result<(
             return findings.skipped("the database can be checked only on the host");
         }
         let server = fetch_database_server(&site).await;
-        match (local.own_database)(server.as_deref()) {
+        match (local.check_own_database)(server.as_deref()) {
             Ok(what) => findings.ok(what),
             Err(why) => findings
                 .problem(why, "DATABASE_URL in /opt/svc/env/host.env, then systemctl restart svc-gateway"),
         }
     };
     let findings = check_release(&site, database).await;
-    report::print(&Report { subject: "rollout".to_owned(), findings }, worst, out)
+    report::print(&Report { subject: "rollout".to_owned(), findings }, threshold, out)
 }
 
 fn connect_site(args: VerifyRollout, local: LocalChecks) -> Result<HostClient, Failure> {
@@ -40,11 +40,11 @@ fn connect_site(args: VerifyRollout, local: LocalChecks) -> Result<HostClient, F
     if !is_private(&base) {
         env.option_mistake(
             "--app-url",
-            "must be https (plain http only to this machine): it carries the session",
+            "must be https, because requests carry the session (plain http only to this machine)",
         );
     }
     let token = match &args.session_file {
-        Some(file) => secret_from(&mut env, "--session-file", file),
+        Some(file) => read_secret(&mut env, "--session-file", file),
         None => env.required_secret(&vars::SVC_SESSION_TOKEN),
     };
     let token = env.finish(token)?;

@@ -31,7 +31,7 @@ pub enum Goal {
 ///
 /// # Errors
 /// [`Exit::Unavailable`] if it failed, [`Exit::TryAgain`] if it did not end in time or waits for a decision.
-pub async fn until_settled(
+pub async fn wait_until_settled(
     api: &ApiClient,
     machine_id: &str,
     operation_id: Option<&str>,
@@ -41,12 +41,12 @@ pub async fn until_settled(
     let command = command_to_follow(machine_id, operation_id);
     let followed = follow(api, machine_id, operation_id, within);
     let (response, machine) = interrupt::run_until_interrupted(&command, followed).await?;
-    let operation = operation_of(&machine, operation_id).filter(|_| goal == Goal::Success);
+    let operation = find_operation(&machine, operation_id).filter(|_| goal == Goal::Success);
     check_result(api, &machine, operation).await?;
     Ok((response, machine))
 }
 
-fn operation_of<'a>(machine: &'a MachineDetail, id: Option<&str>) -> Option<&'a Operation> {
+fn find_operation<'a>(machine: &'a MachineDetail, id: Option<&str>) -> Option<&'a Operation> {
     id.and_then(|id| machine.operations.iter().find(|operation| operation.operation_id == id))
 }
 
@@ -65,7 +65,7 @@ async fn follow(
                 return Ok(None);
             }
         };
-        let operation = operation_of(&machine, operation_id);
+        let operation = find_operation(&machine, operation_id);
         reporter.report(&machine, operation);
         if let Some(waiting) = operation.filter(|operation| operation.question().is_some()) {
             return Err(Failure::new(Exit::TryAgain, decision_error(waiting)));
@@ -76,7 +76,7 @@ async fn follow(
     settled.ok_or_else(|| Failure::new(Exit::TryAgain, timeout_error(machine_id, operation_id, within)))
 }
 
-/// Polls with growing intervals until there is a value; `None` if there is none `within` this time.
+/// Polls at growing intervals until there is a value; `None` if there is none when the time `within` has elapsed.
 ///
 /// # Errors
 /// The first error of `poll`.
@@ -149,7 +149,7 @@ fn activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
     }
 }
 
-/// The error with an operation's question and the commands that response it.
+/// The error with an operation's question and the commands that answer it.
 fn decision_error(operation: &Operation) -> anyhow::Error {
     let question = operation.question().map(|question| one_line(&question.detail)).unwrap_or_default();
     let answers = operation::answers(operation).join("\n        or ");
@@ -187,7 +187,7 @@ async fn check_result(
         .as_ref()
         .map(|failure| format!("; {}", failure::summary_line(failure)))
         .unwrap_or_default();
-    let (serves, next) = match (SlotHolder::of_slot(api, machine).await?, &machine.failure) {
+    let (serves, next) = match (SlotHolder::find(api, machine).await?, &machine.failure) {
         (Some(holder), failure) => {
             let advice = failure.as_ref().and_then(|failure| failure::restore_next_step(failure, machine));
             (format!("\n{}", holder.line()), advice.unwrap_or_else(|| holder.advice()))
@@ -210,8 +210,8 @@ fn ended_word(operation: &Operation) -> &str {
 struct SlotHolder(MachineDetail);
 
 impl SlotHolder {
-    /// `None` if the machine holds its slot itself, no machine does, or the platform does not say.
-    async fn of_slot(api: &ApiClient, machine: &MachineDetail) -> Result<Option<Self>, Failure> {
+    /// `None` if the machine holds its slot itself, if no machine does, or if the platform does not report it.
+    async fn find(api: &ApiClient, machine: &MachineDetail) -> Result<Option<Self>, Failure> {
         let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref());
         let Some(live) = live.filter(|live| live.machine_id != machine.machine_id) else { return Ok(None) };
         Ok(poll_machine(api, &live.machine_id).await?.ok().map(|(_, holder)| Self(holder)))
@@ -236,7 +236,7 @@ impl SlotHolder {
     }
 }
 
-/// Reports the progress of an operation; keeps what has been reported.
+/// Reports the progress of an operation, each change once.
 struct ProgressReporter {
     progress: Progress,
     state: String,
@@ -273,7 +273,7 @@ impl ProgressReporter {
             self.last_entry = last;
         }
         let stages = machine.boot.as_ref().map_or(&[][..], |boot| &boot.stages);
-        // A resize boots a machine whose first boot was long before.
+        // A resize boots a machine whose first boot was long before the operation.
         let earlier = |at: &str| operation.is_some_and(|operation| at < operation.created_at.as_str());
         for stage in stages.iter().skip(self.stages).filter(|stage| !earlier(&stage.at)) {
             let at = operation

@@ -1,4 +1,4 @@
-//! Connection limit per address, so that one address cannot use all connections.
+//! Limits the connections per address, so that one address cannot use all connections.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::networks::Networks;
 
-/// Connection counts by client address.
+/// Counts the connections of each client address.
 #[derive(Debug)]
-pub struct Addresses {
-    max_each: usize,
+pub struct AddressLimiter {
+    max_per_address: usize,
     /// Proxies, whose connections carry requests of many clients.
     exempt: Networks,
     counts: Mutex<HashMap<IpAddr, usize>>,
@@ -19,24 +19,24 @@ pub struct Addresses {
 #[derive(Debug)]
 pub struct AddressPermit {
     /// `None` for an exempt address, which is not counted.
-    counted: Option<(Arc<Addresses>, IpAddr)>,
+    counted: Option<(Arc<AddressLimiter>, IpAddr)>,
 }
 
-impl Addresses {
-    /// Addresses of `exempt` and of this machine have no limit.
-    pub fn new(max_each: usize, exempt: Networks) -> Arc<Self> {
-        Arc::new(Self { max_each, exempt, counts: Mutex::default() })
+impl AddressLimiter {
+    /// Addresses in `exempt` and those of this machine have no limit.
+    pub fn new(max_per_address: usize, exempt: Networks) -> Arc<Self> {
+        Arc::new(Self { max_per_address, exempt, counts: Mutex::default() })
     }
 
     /// Counts a connection of an address; `None` if the address has reached its limit.
     pub fn admit(self: &Arc<Self>, address: IpAddr) -> Option<AddressPermit> {
-        if address.to_canonical().is_loopback() || self.exempt.contain(address) {
+        if address.to_canonical().is_loopback() || self.exempt.contains(address) {
             return Some(AddressPermit { counted: None });
         }
-        let address = network(address);
+        let address = client_network(address);
         let mut counts = self.counts();
         let count = counts.entry(address).or_insert(0);
-        if *count >= self.max_each {
+        if *count >= self.max_per_address {
             return None;
         }
         *count += 1;
@@ -50,8 +50,8 @@ impl Addresses {
 
 impl Drop for AddressPermit {
     fn drop(&mut self) {
-        let Some((addresses, address)) = &self.counted else { return };
-        let mut counts = addresses.counts();
+        let Some((limiter, address)) = &self.counted else { return };
+        let mut counts = limiter.counts();
         if let Some(count) = counts.get_mut(address) {
             *count -= 1;
             if *count == 0 {
@@ -61,8 +61,8 @@ impl Drop for AddressPermit {
     }
 }
 
-/// The network of one customer: a single IPv4 address, or an IPv6 /64.
-pub fn network(address: IpAddr) -> IpAddr {
+/// The network of one client: a single IPv4 address, or an IPv6 /64.
+pub fn client_network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64)).into(),
         address @ IpAddr::V4(_) => address,
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn admit_limits_each_address_and_releases_on_drop() {
-        let addresses = Addresses::new(2, Networks::default());
+        let addresses = AddressLimiter::new(2, Networks::default());
         let first = addresses.admit(address("192.0.2.1")).unwrap();
         let _second = addresses.admit(address("::ffff:192.0.2.1")).unwrap();
         assert!(addresses.admit(address("192.0.2.1")).is_none());
@@ -90,23 +90,23 @@ mod tests {
 
     #[test]
     fn admit_exempts_proxies() {
-        let addresses = Addresses::new(1, "192.0.2.0/24,2001:db8::/32".parse().unwrap());
+        let addresses = AddressLimiter::new(1, "192.0.2.0/24,2001:db8::/32".parse().unwrap());
         for exempt in ["192.0.2.1", "::ffff:192.0.2.1", "2001:db8::1", "127.0.0.1", "::1"] {
-            let places: Vec<_> = (0..5).map(|_| addresses.admit(address(exempt)).unwrap()).collect();
+            let permits: Vec<_> = (0..5).map(|_| addresses.admit(address(exempt)).unwrap()).collect();
             assert!(addresses.counts().is_empty(), "{exempt} is not counted");
-            drop(places);
+            drop(permits);
         }
         let _other = addresses.admit(address("198.51.100.1")).unwrap();
         assert!(addresses.admit(address("198.51.100.1")).is_none());
     }
 
     #[test]
-    fn admit_counts_an_ipv6_network_as_one() {
-        let addresses = Addresses::new(1, Networks::default());
-        let one = addresses.admit(address("2001:db8::1")).unwrap();
+    fn admit_counts_an_ipv6_network_as_one_address() {
+        let addresses = AddressLimiter::new(1, Networks::default());
+        let first = addresses.admit(address("2001:db8::1")).unwrap();
         assert!(addresses.admit(address("2001:db8::2:3")).is_none());
         assert!(addresses.admit(address("2001:db8:0:1::1")).is_some());
-        drop(one);
-        assert!(addresses.counts().is_empty(), "closed connections leave no entry");
+        drop(first);
+        assert!(addresses.counts().is_empty(), "closed connections have no entry");
     }
 }

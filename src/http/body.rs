@@ -1,4 +1,4 @@
-//! Bodies of requests and responses, read within limits of size and time.
+//! Reads the bodies of requests and responses, within limits of size and time.
 
 use std::time::Duration;
 
@@ -8,14 +8,15 @@ use futures_util::StreamExt;
 use http::{HeaderMap, header};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 
-/// Limits of a server.
+/// A server's limits for request bodies.
 #[derive(Debug, Clone, Copy)]
 pub struct BodyLimits {
-    /// Timeout of reading a request body.
+    /// Timeout for reading a whole request body.
     pub read_timeout: Duration,
-    /// Maximum bytes of a refused body that are read, and for how long: a client that is still sending when the
-    /// connection closes would not read the refusal.
+    /// Maximum bytes of a refused body to read and discard: a client that is still sending when the connection closes
+    /// would not read the refusal.
     pub max_drained_bytes: usize,
+    /// Timeout for reading and discarding a refused body.
     pub drain_timeout: Duration,
 }
 
@@ -31,7 +32,7 @@ pub enum RequestBodyError {
 }
 
 impl BodyLimits {
-    /// Reads a body of at most `max_bytes`. After an error, `body` is what has not been read.
+    /// Reads a body of at most `max_bytes`. After an error, `body` is its unread rest.
     ///
     /// # Errors
     /// See [`RequestBodyError`].
@@ -62,7 +63,7 @@ impl BodyLimits {
     }
 }
 
-/// Whether a request declares a longer body. A body without a declared length is limited where it is read.
+/// Whether a request declares a body of more than `max_bytes`. A body without a declared length is limited while it is read.
 pub fn declares_more_than(headers: &HeaderMap, max_bytes: usize) -> bool {
     let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
     let length: Option<u64> = length.and_then(|text| text.parse().ok());
@@ -78,10 +79,10 @@ pub enum ResponseBodyError {
     Http(#[from] reqwest::Error),
 }
 
-/// Appends the rest of a response, of at most `max_bytes`, to `body`.
+/// Appends the rest of a response to `body`, up to a total of `max_bytes`.
 ///
 /// # Errors
-/// See [`ResponseBodyError`]; `body` has what was read before.
+/// See [`ResponseBodyError`]; `body` then has the bytes that were read before.
 pub async fn read_response(
     response: &mut reqwest::Response,
     max_bytes: usize,
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn declared_length_is_compared() {
+    fn declares_more_than_compares_content_length() {
         let declared = |text: &str| {
             let headers = HeaderMap::from_iter([(header::CONTENT_LENGTH, text.parse().unwrap())]);
             declares_more_than(&headers, 4)

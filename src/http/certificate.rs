@@ -1,4 +1,4 @@
-//! The certificate of a server that is replaced while it serves, and validations of it by TLS-ALPN-01 (RFC 8737).
+//! A server certificate that can be replaced without a restart, and the responses to its TLS-ALPN-01 validations (RFC 8737).
 
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -16,13 +16,13 @@ use rustls::sign::{CertifiedKey, SigningKey};
 
 use super::tls::{ChainVerifier, Identity, SpkiPin, provider};
 
-/// The protocol of a validation by TLS-ALPN-01.
+/// The ALPN protocol of a TLS-ALPN-01 validation.
 pub const ACME_ALPN: &[u8] = b"acme-tls/1";
 
-/// Maximum size of a certificate chain.
+/// Maximum size of a certificate chain in PEM.
 pub const MAX_CHAIN_BYTES: usize = 64 << 10;
 
-/// Why a certificate chain cannot be used.
+/// The reason why a certificate chain cannot be used. Each message continues "the certificate chain …".
 #[derive(Debug, thiserror::Error)]
 pub enum ChainError {
     #[error("is larger than {MAX_CHAIN_BYTES} bytes")]
@@ -54,7 +54,7 @@ pub struct Chain {
 
 impl Chain {
     /// # Errors
-    /// See [`ChainError`]; neither key, name nor time is checked.
+    /// See [`ChainError`]. The key, name and time are not checked.
     pub fn from_pem(pem: &[u8]) -> Result<Self, ChainError> {
         if pem.len() > MAX_CHAIN_BYTES {
             return Err(ChainError::TooLarge);
@@ -80,10 +80,10 @@ impl Chain {
     }
 
     /// # Errors
-    /// Why a server with this key must not present the chain under this name.
+    /// The reason why a server with this key must not present the chain for this name.
     pub fn check(&self, pin: SpkiPin, name: &str, now: Timestamp) -> Result<(), ChainError> {
         self.check_key(pin)?;
-        if !self.is_for(name) {
+        if !self.is_valid_for(name) {
             return Err(ChainError::OtherName(name.to_owned()));
         }
         if now >= self.not_after {
@@ -101,24 +101,25 @@ impl Chain {
         if self.pin == pin { Ok(()) } else { Err(ChainError::OtherKey) }
     }
 
-    fn is_for(&self, name: &str) -> bool {
+    fn is_valid_for(&self, name: &str) -> bool {
         let (Some(leaf), Ok(name)) = (self.certificates.first(), ServerName::try_from(name)) else {
             return false;
         };
         ParsedCertificate::try_from(leaf).is_ok_and(|leaf| verify_server_name(&leaf, &name).is_ok())
     }
 
-    /// Whether a client with these roots accepts the chain under this name now.
+    /// Checks that a client with these roots accepts the chain for this name now.
     ///
     /// # Errors
-    /// Why it does not.
+    /// The reason why the client refuses it.
     pub fn verify(&self, verifier: &ChainVerifier, name: &str) -> Result<(), String> {
         let server = ServerName::try_from(name).map_err(|error| error.to_string())?;
         verifier.verify(&self.certificates, &server).map_err(|error| error.to_string())
     }
 }
 
-/// The certificate that a server presents, and the response to a validation in progress. Its key never changes.
+/// The certificate that a server presents, and the response to a validation in progress. The certificate's key never
+/// changes.
 pub struct CertificateSwitch {
     key: Arc<dyn SigningKey>,
     current: RwLock<Arc<CertifiedKey>>,
@@ -132,20 +133,20 @@ struct Challenge {
 
 impl CertificateSwitch {
     /// # Errors
-    /// If certificate or key cannot be parsed.
+    /// If the certificate or the key cannot be parsed, or they do not match.
     pub fn new(identity: &Identity) -> anyhow::Result<Arc<Self>> {
         // The PEM error could quote the key, so it is dropped.
         let key = PrivateKeyDer::from_pem_slice(identity.key_pem.as_bytes())
             .map_err(|_| anyhow::anyhow!("the private key is not PEM"))?;
         let key = any_supported_type(&key).context("read the private key")?;
-        let chain = Chain::from_pem(identity.cert_pem.as_bytes()).context("the certificate")?;
+        let chain = Chain::from_pem(identity.cert_pem.as_bytes()).context("read the certificate")?;
         let current = CertifiedKey::new(chain.certificates, Arc::clone(&key));
-        current.keys_match().context("compare certificate and key")?;
+        current.keys_match().context("compare the certificate and the key")?;
         let current = RwLock::new(Arc::new(current));
         Ok(Arc::new(Self { key, current, challenge: RwLock::default() }))
     }
 
-    /// Presents this chain to new connections. It must be for the same key: see [`Chain::check`].
+    /// Presents this chain to new connections. The chain must be for the same key: see [`Chain::check`].
     pub fn present(&self, chain: Chain) {
         let certified = CertifiedKey::new(chain.certificates, Arc::clone(&self.key));
         *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(certified);
@@ -185,7 +186,7 @@ impl CertificateSwitch {
     }
 }
 
-/// Ends the responses to a validation when it is dropped.
+/// Stops the responses to a validation when dropped.
 pub struct ChallengeGuard(Arc<CertificateSwitch>);
 
 impl Drop for ChallengeGuard {
@@ -202,23 +203,24 @@ impl fmt::Debug for CertificateSwitch {
 
 impl ResolvesServerCert for CertificateSwitch {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        let is_validation = hello.alpn().is_some_and(|mut offered| offered.any(|one| one == ACME_ALPN));
+        let is_validation =
+            hello.alpn().is_some_and(|mut offered| offered.any(|protocol| protocol == ACME_ALPN));
         if !is_validation {
             return Some(Arc::clone(&self.current.read().unwrap_or_else(PoisonError::into_inner)));
         }
         // Without a validation in progress the handshake fails.
         let challenge = self.challenge.read().unwrap_or_else(PoisonError::into_inner);
         let challenge = challenge.as_ref()?;
-        let is_its_name = hello.server_name().is_some_and(|name| name.eq_ignore_ascii_case(&challenge.name));
-        is_its_name.then(|| Arc::clone(&challenge.certificate))
+        let matches_name = hello.server_name().is_some_and(|name| name.eq_ignore_ascii_case(&challenge.name));
+        matches_name.then(|| Arc::clone(&challenge.certificate))
     }
 }
 
-/// A request for a certificate of this name with this key, in PEM.
+/// Creates a request for a certificate with this name and key.
 ///
 /// # Errors
-/// If the key cannot be parsed, or the name is not valid.
-pub fn signing_request(name: &str, key_pem: &str) -> anyhow::Result<SigningRequest> {
+/// If the key cannot be parsed, or the name is invalid.
+pub fn create_signing_request(name: &str, key_pem: &str) -> anyhow::Result<SigningRequest> {
     let key = KeyPair::from_pem(key_pem).map_err(|_| anyhow::anyhow!("the private key cannot be parsed"))?;
     let mut params = CertificateParams::new(vec![name.to_owned()])?;
     params.distinguished_name = DistinguishedName::new();

@@ -1,4 +1,5 @@
-//! The one HTTP client: deadlines, our resolver, rustls with ring, no redirects, no proxy from the environment.
+//! Builds all HTTP clients: with deadlines, our resolver, and rustls with ring, but without redirects or a proxy from the
+//! environment.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -12,71 +13,71 @@ use super::{resolve, tls};
 #[derive(Debug, Clone, Copy)]
 pub struct Deadlines {
     pub connect: Duration,
-    /// Timeout until the last byte of the body; `None` for downloads, which `idle` limits.
-    pub whole: Option<Duration>,
-    /// Timeout without a byte while a body is read.
+    /// Timeout until the last byte of the body; `None` for downloads, which only `idle` limits.
+    pub total: Option<Duration>,
+    /// Maximum time without a byte while a response is read.
     pub idle: Duration,
 }
 
 impl Deadlines {
     pub const CALL: Self = Self {
         connect: Duration::from_secs(5),
-        whole: Some(Duration::from_secs(10)),
+        total: Some(Duration::from_secs(10)),
         idle: Duration::from_secs(10),
     };
     pub const DOWNLOAD: Self =
-        Self { connect: Duration::from_secs(5), whole: None, idle: Duration::from_secs(30) };
+        Self { connect: Duration::from_secs(5), total: None, idle: Duration::from_secs(30) };
 }
 
-/// A client that trusts the public root certificates and those in `SSL_CERT_FILE`, if set.
+/// Builds a client that trusts the public root certificates and those in `SSL_CERT_FILE`, if set.
 ///
 /// # Errors
 /// If the extra root certificates cannot be read.
 pub fn build(deadlines: Deadlines) -> anyhow::Result<reqwest::Client> {
-    with_tls(deadlines, tls::client_config()?)
+    build_with_tls(deadlines, tls::client_config()?)
 }
 
-/// A client with the given TLS configuration, such as one with a pinned key.
+/// Builds a client with the given TLS configuration, such as one with a pinned key.
 ///
 /// # Errors
 /// If reqwest refuses the configuration.
-pub fn with_tls(deadlines: Deadlines, config: ClientConfig) -> anyhow::Result<reqwest::Client> {
+pub fn build_with_tls(deadlines: Deadlines, config: ClientConfig) -> anyhow::Result<reqwest::Client> {
     Ok(builder(deadlines, config).build()?)
 }
 
-/// [`with_tls`], which connects to this address for this name.
+/// Like [`build_with_tls`], but connects to `address` for URLs with the host `name`.
 ///
 /// # Errors
 /// If reqwest refuses the configuration.
-pub fn to_address(
+pub fn build_for_address(
     deadlines: Deadlines,
     config: ClientConfig,
     name: &str,
     address: IpAddr,
 ) -> anyhow::Result<reqwest::Client> {
-    // The port is that of the URL.
+    // Port 0 means the port of the URL.
     Ok(builder(deadlines, config).resolve(name, SocketAddr::new(address, 0)).build()?)
 }
 
-/// A client that sends all requests to a unix socket, regardless of their host.
+/// Builds a client that sends all requests to a Unix socket, regardless of their host.
 ///
 /// # Errors
 /// If the extra root certificates cannot be read.
-pub fn over_socket(deadlines: Deadlines, socket: &Path) -> anyhow::Result<reqwest::Client> {
+pub fn build_for_socket(deadlines: Deadlines, socket: &Path) -> anyhow::Result<reqwest::Client> {
     Ok(builder(deadlines, tls::client_config()?).unix_socket(socket).build()?)
 }
 
 fn builder(deadlines: Deadlines, config: ClientConfig) -> reqwest::ClientBuilder {
     let builder = reqwest::Client::builder()
         .tls_backend_preconfigured(config)
-        .dns_resolver(resolve::shared())
+        .dns_resolver(resolve::reqwest_resolver())
         .connect_timeout(deadlines.connect)
         .read_timeout(deadlines.idle)
         .redirect(reqwest::redirect::Policy::none())
         .no_proxy()
         .user_agent(concat!("svc/", env!("CARGO_PKG_VERSION")));
-    match deadlines.whole {
-        Some(whole) => builder.timeout(whole),
+    match deadlines.total {
+        Some(total) => builder.timeout(total),
         None => builder,
     }
 }

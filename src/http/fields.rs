@@ -11,51 +11,52 @@ use super::openapi::MAX_SAFE_INTEGER;
 use super::problem::{FieldError, Problem};
 use svc_base::untrusted_text;
 
+/// The fields that the caller has not parsed yet, and the errors so far.
 pub struct Fields {
-    left: Map<String, Value>,
+    remaining: Map<String, Value>,
     /// `/` or `/outer/` in a body (RFC 6901), `?` in a query.
     prefix: String,
     errors: Vec<FieldError>,
-    /// All names that were requested.
+    /// All names that the caller has parsed or tried to parse.
     known: Vec<String>,
-    unknown: Unknown,
+    unknown_fields: UnknownFields,
 }
 
 /// How to treat unknown fields.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-enum Unknown {
+enum UnknownFields {
     #[default]
-    Refused,
-    Ignored,
+    Refuse,
+    Ignore,
 }
 
 impl Fields {
-    pub fn of_body(map: Map<String, Value>) -> Self {
-        Self::new(map, "/".to_owned(), Unknown::Refused)
+    pub fn from_body(map: Map<String, Value>) -> Self {
+        Self::new(map, "/".to_owned(), UnknownFields::Refuse)
     }
 
-    fn new(left: Map<String, Value>, prefix: String, unknown: Unknown) -> Self {
-        Self { left, prefix, errors: Vec::new(), known: Vec::new(), unknown }
+    fn new(remaining: Map<String, Value>, prefix: String, unknown_fields: UnknownFields) -> Self {
+        Self { remaining, prefix, errors: Vec::new(), known: Vec::new(), unknown_fields }
     }
 
     /// Ignores unknown fields, here and in nested objects: for bodies from programs that may be newer.
     pub fn ignoring_unknown(mut self) -> Self {
-        self.unknown = Unknown::Ignored;
+        self.unknown_fields = UnknownFields::Ignore;
         self
     }
 
-    pub fn of_query(query: &str) -> Self {
-        Self::of_pairs(query, "?")
+    pub fn from_query(query: &str) -> Self {
+        Self::from_pairs(query, "?")
     }
 
-    pub fn of_form(form: &str) -> Self {
-        Self::of_pairs(form, "/")
+    pub fn from_form(form: &str) -> Self {
+        Self::from_pairs(form, "/")
     }
 
-    fn of_pairs(text: &str, prefix: &str) -> Self {
-        let mut fields = Self::new(Map::new(), prefix.to_owned(), Unknown::Refused);
+    fn from_pairs(text: &str, prefix: &str) -> Self {
+        let mut fields = Self::new(Map::new(), prefix.to_owned(), UnknownFields::Refuse);
         for (name, value) in url::form_urlencoded::parse(text.as_bytes()) {
-            if fields.left.insert(name.to_string(), value.into_owned().into()).is_some() {
+            if fields.remaining.insert(name.to_string(), value.into_owned().into()).is_some() {
                 fields.wrong(&name, "is given twice");
             }
         }
@@ -74,7 +75,7 @@ impl Fields {
     /// The value, unless it is absent or null.
     fn take_value(&mut self, name: &str) -> Option<Value> {
         self.known.push(name.to_owned());
-        self.left.shift_remove(name).filter(|value| !value.is_null())
+        self.remaining.shift_remove(name).filter(|value| !value.is_null())
     }
 
     fn required_value(&mut self, name: &str) -> Option<Value> {
@@ -85,7 +86,7 @@ impl Fields {
         value
     }
 
-    fn parsed<T: FromStr<Err: Display>>(&mut self, name: &str, value: &Value) -> Option<T> {
+    fn parse_text<T: FromStr<Err: Display>>(&mut self, name: &str, value: &Value) -> Option<T> {
         let Some(text) = value.as_str() else {
             self.wrong(name, "must be a string");
             return None;
@@ -100,16 +101,16 @@ impl Fields {
 
     pub fn required<T: FromStr<Err: Display>>(&mut self, name: &str) -> Option<T> {
         let value = self.required_value(name)?;
-        self.parsed(name, &value)
+        self.parse_text(name, &value)
     }
 
     pub fn optional<T: FromStr<Err: Display>>(&mut self, name: &str) -> Option<T> {
         let value = self.take_value(name)?;
-        self.parsed(name, &value)
+        self.parse_text(name, &value)
     }
 
     /// A whole number in a query.
-    pub fn within(&mut self, name: &str, range: RangeInclusive<usize>, default: usize) -> usize {
+    pub fn number_in_range(&mut self, name: &str, range: RangeInclusive<usize>, default: usize) -> usize {
         let Some(value) = self.take_value(name) else { return default };
         let number = value.as_str().and_then(|text| text.parse().ok()).filter(|n| range.contains(n));
         number.unwrap_or_else(|| {
@@ -132,15 +133,15 @@ impl Fields {
 
     pub fn time(&mut self, name: &str) -> Option<Timestamp> {
         let text: String = self.optional(name)?;
-        self.parsed_time(name, &text)
+        self.parse_time(name, &text)
     }
 
     pub fn required_time(&mut self, name: &str) -> Option<Timestamp> {
         let text: String = self.required(name)?;
-        self.parsed_time(name, &text)
+        self.parse_time(name, &text)
     }
 
-    fn parsed_time(&mut self, name: &str, text: &str) -> Option<Timestamp> {
+    fn parse_time(&mut self, name: &str, text: &str) -> Option<Timestamp> {
         let time = text.parse().ok().filter(|_| is_rfc3339(text));
         if time.is_none() {
             self.wrong(name, "must be an RFC 3339 time such as 2026-01-02T03:04:05.678Z");
@@ -154,26 +155,26 @@ impl Fields {
         self.check_length(name, text, max_chars)
     }
 
-    /// The same, if it is present.
+    /// Like [`Self::text`], for an optional field.
     pub fn optional_text(&mut self, name: &str, max_chars: usize) -> Option<String> {
         let text: String = self.optional(name)?;
         self.check_length(name, text, max_chars)
     }
 
     /// Text from a host: truncated and made printable instead of refused.
-    pub fn reported(&mut self, name: &str) -> Option<String> {
+    pub fn reported_text(&mut self, name: &str) -> Option<String> {
         let value = self.take_value(name)?;
-        self.bounded(name, &value)
+        self.bound_text(name, &value)
     }
 
-    /// [`Self::reported`] for a required, non-empty field.
-    pub fn required_reported(&mut self, name: &str) -> Option<String> {
+    /// Like [`Self::reported_text`], for a required, non-empty field.
+    pub fn required_reported_text(&mut self, name: &str) -> Option<String> {
         let value = self.required_value(name)?;
-        let text = self.bounded(name, &value)?;
+        let text = self.bound_text(name, &value)?;
         self.check_length(name, text, untrusted_text::MAX_CHARS)
     }
 
-    fn bounded(&mut self, name: &str, value: &Value) -> Option<String> {
+    fn bound_text(&mut self, name: &str, value: &Value) -> Option<String> {
         let text = value.as_str().map(untrusted_text::bounded);
         if text.is_none() {
             self.wrong(name, "must be a string");
@@ -199,12 +200,12 @@ impl Fields {
 
     pub fn required_number(&mut self, name: &str) -> Option<u64> {
         let value = self.required_value(name)?;
-        self.number(name, &value)
+        self.parse_number(name, &value)
     }
 
     pub fn optional_number(&mut self, name: &str) -> Option<u64> {
         let value = self.take_value(name)?;
-        self.number(name, &value)
+        self.parse_number(name, &value)
     }
 
     /// Any finite number.
@@ -216,10 +217,10 @@ impl Fields {
         number
     }
 
-    fn number(&mut self, name: &str, value: &Value) -> Option<u64> {
+    fn parse_number(&mut self, name: &str, value: &Value) -> Option<u64> {
         // In JSON, 1.0 and 1 are the same number.
         let whole = value.as_f64().filter(|number| number.fract() == 0.0 && *number >= 0.0);
-        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "whole, and not negative")]
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "whole and not negative")]
         let number = value.as_u64().or(whole.map(|number| number as u64));
         let number = number.filter(|number| *number <= MAX_SAFE_INTEGER);
         if number.is_none() {
@@ -228,9 +229,9 @@ impl Fields {
         number
     }
 
-    /// Whether it is present and not `null`.
+    /// Whether the field is present and not `null`.
     pub fn has(&self, name: &str) -> bool {
-        self.left.get(name).is_some_and(|value| !value.is_null())
+        self.remaining.get(name).is_some_and(|value| !value.is_null())
     }
 
     pub fn strings(&mut self, name: &str, max_items: usize) -> Vec<String> {
@@ -248,25 +249,25 @@ impl Fields {
     /// The fields of a nested object; the caller must pass them to [`Self::close`].
     pub fn nested(&mut self, name: &str) -> Option<Self> {
         let value = self.required_value(name)?;
-        self.open(name, value)
+        self.parse_nested(name, value)
     }
 
     pub fn optional_nested(&mut self, name: &str) -> Option<Self> {
         let value = self.take_value(name)?;
-        self.open(name, value)
+        self.parse_nested(name, value)
     }
 
-    fn open(&mut self, name: &str, value: Value) -> Option<Self> {
+    fn parse_nested(&mut self, name: &str, value: Value) -> Option<Self> {
         let prefix = format!("{}/", self.pointer(name));
-        let Value::Object(left) = value else {
+        let Value::Object(remaining) = value else {
             self.wrong(name, "must be an object");
             return None;
         };
-        Some(Self::new(left, prefix, self.unknown))
+        Some(Self::new(remaining, prefix, self.unknown_fields))
     }
 
     /// The objects of an array; the caller must pass each to [`Self::close`].
-    pub fn each(&mut self, name: &str, range: RangeInclusive<usize>) -> Option<Vec<Self>> {
+    pub fn nested_array(&mut self, name: &str, range: RangeInclusive<usize>) -> Option<Vec<Self>> {
         let value = self.required_value(name)?;
         let Value::Array(items) = value else {
             self.wrong_array(name, &range);
@@ -276,58 +277,59 @@ impl Fields {
             self.wrong_array(name, &range);
             return None;
         }
-        let mut opened = Vec::new();
+        let mut objects = Vec::new();
         for (index, item) in items.into_iter().enumerate() {
-            let Value::Object(left) = item else {
+            let Value::Object(remaining) = item else {
                 self.wrong_array(name, &range);
                 return None;
             };
             let prefix = format!("{}/{index}/", self.pointer(name));
-            opened.push(Self::new(left, prefix, self.unknown));
+            objects.push(Self::new(remaining, prefix, self.unknown_fields));
         }
-        Some(opened)
+        Some(objects)
     }
 
     fn wrong_array(&mut self, name: &str, range: &RangeInclusive<usize>) {
         self.wrong(name, format!("must be an array of {} to {} objects", range.start(), range.end()));
     }
 
+    /// Adds the errors of a nested object.
     pub fn close(&mut self, nested: Self) {
         self.errors.extend(nested.all_errors());
     }
 
     fn all_errors(mut self) -> Vec<FieldError> {
-        if self.unknown == Unknown::Ignored {
+        if self.unknown_fields == UnknownFields::Ignore {
             return self.errors;
         }
-        let unknown: Vec<String> = self.left.keys().cloned().collect();
-        let why = match self.known.join(", ") {
-            none if none.is_empty() => "is not a field of this request, which has none".to_owned(),
+        let unknown: Vec<String> = self.remaining.keys().cloned().collect();
+        let detail = match self.known.join(", ") {
+            known if known.is_empty() => "is not a field of this request, which has none".to_owned(),
             known => format!("is not a field of this request; it takes {known}"),
         };
         for name in unknown {
-            self.wrong(&name, &why);
+            self.wrong(&name, &detail);
         }
         self.errors
     }
 
-    /// Accepts unknown parameters: for URLs that a browser is redirected to, to which others add parameters.
+    /// Accepts unknown parameters: other services may add some to the URLs to which they redirect a browser.
     pub fn allow_unknown(mut self) -> Self {
-        self.left.clear();
+        self.remaining.clear();
         self
     }
 
-    /// Returns the built value, or all mistakes. `build` is `None` only after a mistake was recorded.
-    pub fn finish<T>(self, build: Option<T>) -> Result<T, Problem> {
+    /// Returns the parsed value, or a problem with all errors. `parsed` is `None` only after an error was recorded.
+    pub fn finish<T>(self, parsed: Option<T>) -> Result<T, Problem> {
         let errors = self.all_errors();
-        match build {
+        match parsed {
             Some(value) if errors.is_empty() => Ok(value),
             _ => Err(Problem::invalid(&errors)),
         }
     }
 }
 
-/// Whether a time has the form of RFC 3339; the parser accepts other forms as well.
+/// Whether a time is UTC in the form of RFC 3339; the parser accepts other forms as well.
 fn is_rfc3339(text: &str) -> bool {
     let upper = text.to_ascii_uppercase();
     let shape = upper.replace(|c: char| c.is_ascii_digit(), "0");
@@ -347,13 +349,13 @@ mod tests {
 
     fn fields(value: Value) -> Fields {
         match value {
-            Value::Object(map) => Fields::of_body(map),
+            Value::Object(map) => Fields::from_body(map),
             _ => unreachable!(),
         }
     }
 
     #[test]
-    fn finish_names_every_mistake_by_its_pointer() {
+    fn finish_lists_every_error_by_its_pointer() {
         let mut body = fields(json!({"port": "x", "flag": 1, "inner": {"a/b": 1}, "more": null, "what": 2}));
         let port: Option<u16> = body.required("port");
         let name: Option<String> = body.required("name");
@@ -362,14 +364,14 @@ mod tests {
         body.close(inner);
         assert_eq!(body.optional::<String>("more"), None);
         let problem = body.finish(port.zip(name)).unwrap_err();
-        let named: Vec<_> =
+        let pointers: Vec<_> =
             problem.members["errors"].as_array().unwrap().iter().map(|e| &e["pointer"]).collect();
-        assert_eq!(named, ["/port", "/name", "/flag", "/inner/a~1b", "/what"]);
+        assert_eq!(pointers, ["/port", "/name", "/flag", "/inner/a~1b", "/what"]);
     }
 
     #[test]
     fn time_accepts_only_rfc3339() {
-        for (text, good) in [
+        for (text, is_accepted) in [
             ("2026-01-02T03:04:05Z", true),
             ("2026-01-02t03:04:05.678901z", true),
             ("2026-01-02T03:04:05+01:30", true),
@@ -381,13 +383,13 @@ mod tests {
             ("+002026-01-02T03:04:05Z", false),
         ] {
             let mut body = fields(json!({ "at": text }));
-            assert_eq!(body.time("at").is_some(), good, "{text}");
+            assert_eq!(body.time("at").is_some(), is_accepted, "{text}");
         }
     }
 
     #[test]
-    fn query_mistakes_are_named_by_parameter() {
-        let mut query = Fields::of_query("limit=5&x=1&limit=6");
+    fn finish_lists_query_errors_by_parameter() {
+        let mut query = Fields::from_query("limit=5&x=1&limit=6");
         assert_eq!(query.optional::<u32>("limit"), Some(6));
         let problem = query.finish(Some(())).unwrap_err();
         assert_eq!(problem.members["errors"][0]["pointer"], "?limit");

@@ -45,7 +45,7 @@ enum Content {
 }
 
 impl StaticFile {
-    /// A regular file that is open for reading. `name` determines its media type.
+    /// Serves a regular file that is open for reading. `name` determines its media type.
     pub fn open(file: File, meta: &Metadata, name: &Path) -> Self {
         let tag = format!("\"{:x}-{:x}-{:x}-{:x}\"", meta.ino(), meta.mtime(), meta.mtime_nsec(), meta.len());
         Self {
@@ -56,7 +56,7 @@ impl StaticFile {
         }
     }
 
-    /// A file with its content in memory.
+    /// Serves content from memory.
     pub fn in_memory(content: impl Into<Bytes>, media_type: &'static str) -> Self {
         let content = content.into();
         let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&content)[..12]));
@@ -80,7 +80,7 @@ impl StaticFile {
         &self.tag
     }
 
-    /// Whether it is a text that is large enough to compress.
+    /// Whether the file is text and large enough to compress.
     pub fn is_compressible(&self) -> bool {
         let kind = self.media_type;
         let is_text =
@@ -88,7 +88,7 @@ impl StaticFile {
         is_text && self.size() >= MIN_GZIP_BYTES
     }
 
-    /// The file compressed in memory, with another entity tag; `None` if that is not smaller. Blocks.
+    /// Compresses the file in memory, with another entity tag; `None` if the result is not smaller. Blocks.
     ///
     /// # Errors
     /// If the file cannot be read.
@@ -154,7 +154,7 @@ impl Entity for StaticFile {
         Some(self.tag.clone())
     }
 
-    /// `None`: entity tags are more precise than seconds.
+    /// Always `None`: entity tags are more precise than times in seconds.
     fn last_modified(&self) -> Option<SystemTime> {
         None
     }
@@ -185,34 +185,35 @@ fn read_chunks(
 /// How a browser may cache a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Caching {
-    /// It must revalidate the file each time.
+    /// The browser must revalidate the file each time.
     Revalidate,
     /// The content never changes under this name.
     Immutable,
 }
 
-/// The response to a `GET` or `HEAD` request for a file: the compressed `gzip` if available and accepted by the client.
+/// Responds to a `GET` or `HEAD` request with a file, or with its compressed form `gzip` if there is one and the client
+/// accepts it.
 pub fn respond(request: &Parts, plain: StaticFile, gzip: Option<StaticFile>, caching: Caching) -> Response {
-    let varies = plain.is_compressible();
+    let varies_by_encoding = plain.is_compressible();
     let file = gzip.filter(|_| http_serve::should_gzip(&request.headers)).unwrap_or(plain);
     let mut conditional = Request::new(());
     conditional.method_mut().clone_from(&request.method);
     conditional.headers_mut().clone_from(&request.headers);
     let mut response = http_serve::serve(file, &conditional).map(Body::new);
     let headers = response.headers_mut();
-    let keep = match caching {
+    let cache_control = match caching {
         Caching::Revalidate => "private, no-cache",
         Caching::Immutable => "private, max-age=31536000, immutable",
     };
-    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static(keep));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static(cache_control));
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
-    if varies {
+    if varies_by_encoding {
         headers.insert(header::VARY, HeaderValue::from_static("accept-encoding"));
     }
     response
 }
 
-/// The response to a request for a file with another method.
+/// The response to a request whose method is neither `GET` nor `HEAD`.
 pub fn method_not_allowed() -> Response {
     let mut refusal =
         Problem::new(Code::MethodNotAllowed, "Files can only be read: use GET or HEAD.").into_response();
@@ -221,7 +222,7 @@ pub fn method_not_allowed() -> Response {
 }
 
 /// Whether a method is `GET` or `HEAD`.
-pub fn is_read(method: &Method) -> bool {
+pub fn is_read_method(method: &Method) -> bool {
     matches!(*method, Method::GET | Method::HEAD)
 }
 
@@ -242,8 +243,9 @@ pub fn percent_decode(text: &str) -> Option<String> {
 
 /// The media type for the name's extension.
 pub fn media_type(path: &Path) -> &'static str {
-    let ending = path.extension().and_then(|ending| ending.to_str()).unwrap_or_default().to_ascii_lowercase();
-    match ending.as_str() {
+    let extension =
+        path.extension().and_then(|extension| extension.to_str()).unwrap_or_default().to_ascii_lowercase();
+    match extension.as_str() {
         "html" | "htm" => "text/html; charset=utf-8",
         "xhtml" => "application/xhtml+xml",
         "js" | "mjs" => "text/javascript; charset=utf-8",

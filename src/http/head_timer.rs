@@ -1,7 +1,7 @@
 //! Separate timeouts for the head of a request and for an idle connection.
 //!
-//! hyper has one timer for both, which starts when it begins to wait. Here the first byte of a head shortens the deadline:
-//! [`HeadStream`] records when that byte is read, and the timers of [`HeadTimer`] check it.
+//! hyper has one timer for both. It starts when hyper begins to wait for a head. Here the first byte of a head shortens the
+//! deadline: [`HeadStream`] records when that byte is read, and the sleeps of [`HeadTimer`] check this time.
 
 use std::io;
 use std::pin::Pin;
@@ -18,38 +18,38 @@ use tokio::time::{Instant, Sleep};
 #[derive(Debug)]
 struct FirstByte {
     opened: Instant,
-    /// Milliseconds since then, plus one; 0 before the first byte.
-    at: AtomicU64,
+    /// Milliseconds since `opened`, plus one; 0 before the first byte.
+    elapsed_ms: AtomicU64,
 }
 
 impl FirstByte {
     fn record(&self) {
-        if self.at.load(Ordering::Relaxed) == 0 {
+        if self.elapsed_ms.load(Ordering::Relaxed) == 0 {
             let ms = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
-            self.at.store(ms + 1, Ordering::Relaxed);
+            self.elapsed_ms.store(ms + 1, Ordering::Relaxed);
         }
     }
 
     fn reset(&self) {
-        self.at.store(0, Ordering::Relaxed);
+        self.elapsed_ms.store(0, Ordering::Relaxed);
     }
 
     fn get(&self) -> Option<Instant> {
-        let ms = self.at.load(Ordering::Relaxed).checked_sub(1)?;
+        let ms = self.elapsed_ms.load(Ordering::Relaxed).checked_sub(1)?;
         self.opened.checked_add(Duration::from_millis(ms))
     }
 }
 
-/// A connection's stream that records when bytes are read.
+/// A connection's stream, which records when the first byte of a head is read.
 pub struct HeadStream<S> {
     stream: S,
     first_byte: Arc<FirstByte>,
 }
 
 impl<S> HeadStream<S> {
-    /// The stream, and the timer for its heads; `head` is the timeout from a head's first byte to its last.
+    /// Wraps a stream and creates the timer for its heads; `head` is the timeout from a head's first byte to its last.
     pub fn new(stream: S, head: Duration) -> (Self, HeadTimer) {
-        let first_byte = Arc::new(FirstByte { opened: Instant::now(), at: AtomicU64::new(0) });
+        let first_byte = Arc::new(FirstByte { opened: Instant::now(), elapsed_ms: AtomicU64::new(0) });
         (Self { stream, first_byte: first_byte.clone() }, HeadTimer { first_byte, head })
     }
 }
@@ -103,28 +103,28 @@ pub struct HeadTimer {
 }
 
 impl HeadTimer {
-    fn until(&self, idle: Instant) -> HeadSleep {
+    fn start_sleep(&self, idle_deadline: Instant) -> HeadSleep {
         // All bytes so far belong to earlier requests.
         self.first_byte.reset();
-        let sleep = Box::pin(tokio::time::sleep_until(idle));
+        let sleep = Box::pin(tokio::time::sleep_until(idle_deadline));
         HeadSleep { sleep, first_byte: self.first_byte.clone(), head: self.head, has_head_begun: false }
     }
 }
 
 impl rt::Timer for HeadTimer {
     fn sleep(&self, duration: Duration) -> Pin<Box<dyn rt::Sleep>> {
-        Box::pin(self.until(Instant::now() + duration))
+        Box::pin(self.start_sleep(Instant::now() + duration))
     }
 
     fn sleep_until(&self, deadline: std::time::Instant) -> Pin<Box<dyn rt::Sleep>> {
-        Box::pin(self.until(deadline.into()))
+        Box::pin(self.start_sleep(deadline.into()))
     }
 
     fn now(&self) -> std::time::Instant {
         Instant::now().into()
     }
 
-    /// Each request of a connection reuses the first one's sleep.
+    /// hyper reuses the sleep of a connection's first request for the later ones.
     fn reset(&self, sleep: &mut Pin<Box<dyn rt::Sleep>>, new_deadline: std::time::Instant) {
         match sleep.as_mut().downcast_mut_pin::<HeadSleep>() {
             Some(sleep) => sleep.get_mut().restart(new_deadline.into()),
@@ -137,16 +137,16 @@ struct HeadSleep {
     sleep: Pin<Box<Sleep>>,
     first_byte: Arc<FirstByte>,
     head: Duration,
-    /// Whether the deadline is that of the head instead of the idle connection.
+    /// Whether the deadline is the head's instead of the idle connection's.
     has_head_begun: bool,
 }
 
 impl HeadSleep {
-    /// Waits for the next head, until `idle`.
-    fn restart(&mut self, idle: Instant) {
+    /// Waits for the next head, until `idle_deadline`.
+    fn restart(&mut self, idle_deadline: Instant) {
         self.first_byte.reset();
         self.has_head_begun = false;
-        self.sleep.as_mut().reset(idle);
+        self.sleep.as_mut().reset(idle_deadline);
     }
 }
 

@@ -1,4 +1,4 @@
-//! HTTP code shared by host and platform: problems, the server loop, the client, TLS and pins, proof tokens.
+//! HTTP code shared by host and platform: problems, the server loop, clients, TLS and pins, proofs.
 
 pub mod addresses;
 pub mod body;

@@ -1,4 +1,4 @@
-//! Lists of networks in settings: CIDRs (RFC 4632) and single addresses, separated by commas.
+//! Parses lists of networks in settings: CIDRs (RFC 4632) and single addresses, separated by commas.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -14,22 +14,24 @@ pub struct Networks(Arc<[IpNet]>);
 /// An invalid entry of a list. Networks are not secret, so the error quotes the entry.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NetworksError {
-    #[error("{0:?} is neither an address nor a CIDR: list them as 203.0.113.7, 10.0.0.0/8, 2001:db8::/32")]
+    #[error(
+        "{0:?} is neither an address nor a CIDR: write a list such as 203.0.113.7, 10.0.0.0/8, 2001:db8::/32"
+    )]
     Malformed(String),
-    #[error("{given} has bits set after its prefix: write {meant}, or only the address")]
-    HostBits { given: IpNet, meant: IpNet },
+    #[error("{found} has bits set after its prefix: write {corrected}, or only the address")]
+    HostBits { found: IpNet, corrected: IpNet },
     #[error("{0} contains every address: list specific networks")]
-    Everything(IpNet),
+    AllAddresses(IpNet),
 }
 
 impl Networks {
-    /// Whether a network contains this address. An IPv4-mapped IPv6 address counts as IPv4.
-    pub fn contain(&self, address: IpAddr) -> bool {
+    /// Whether any of the networks contains this address. An IPv4-mapped IPv6 address counts as IPv4.
+    pub fn contains(&self, address: IpAddr) -> bool {
         let address = address.to_canonical();
         self.0.iter().any(|network| network.contains(&address))
     }
 
-    /// The networks that are never a source address between machines: loopback, multicast, unspecified.
+    /// The networks from which no other machine can connect: loopback, multicast, unspecified.
     pub fn unroutable(&self) -> impl Iterator<Item = IpNet> {
         let is_unroutable = |network: &IpNet| {
             let address = network.addr();
@@ -63,8 +65,8 @@ impl fmt::Display for Networks {
 }
 
 impl FromIterator<Self> for Networks {
-    fn from_iter<I: IntoIterator<Item = Self>>(several: I) -> Self {
-        Self(several.into_iter().flat_map(|one| one.0.to_vec()).collect())
+    fn from_iter<I: IntoIterator<Item = Self>>(lists: I) -> Self {
+        Self(lists.into_iter().flat_map(|list| list.0.to_vec()).collect())
     }
 }
 
@@ -73,20 +75,22 @@ impl FromStr for Networks {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let entries = text.split(',').map(str::trim).filter(|entry| !entry.is_empty());
-        entries.map(network).collect::<Result<_, _>>().map(Self)
+        entries.map(parse_network).collect::<Result<_, _>>().map(Self)
     }
 }
 
-fn network(entry: &str) -> Result<IpNet, NetworksError> {
+fn parse_network(entry: &str) -> Result<IpNet, NetworksError> {
     if let Ok(address) = entry.parse::<IpAddr>() {
         return Ok(IpNet::from(address.to_canonical()));
     }
-    let given: IpNet = entry.parse().map_err(|_| NetworksError::Malformed(entry.to_owned()))?;
-    let meant = given.trunc();
-    match () {
-        () if given.prefix_len() == 0 => Err(NetworksError::Everything(meant)),
-        () if meant != given => Err(NetworksError::HostBits { given, meant }),
-        () => Ok(given),
+    let found: IpNet = entry.parse().map_err(|_| NetworksError::Malformed(entry.to_owned()))?;
+    let corrected = found.trunc();
+    if found.prefix_len() == 0 {
+        Err(NetworksError::AllAddresses(corrected))
+    } else if corrected != found {
+        Err(NetworksError::HostBits { found, corrected })
+    } else {
+        Ok(found)
     }
 }
 
@@ -98,16 +102,16 @@ mod tests {
     fn networks_contain_only_their_addresses() {
         let networks: Networks = "10.1.0.0/16, 203.0.113.7,2001:db8::/32,".parse().unwrap();
         for inside in ["10.1.255.255", "203.0.113.7", "2001:db8:1::1", "::ffff:10.1.2.3"] {
-            assert!(networks.contain(inside.parse().unwrap()), "{inside}");
+            assert!(networks.contains(inside.parse().unwrap()), "{inside}");
         }
         for outside in ["10.2.0.0", "203.0.113.8", "2001:db9::1", "::ffff:10.2.0.0", "::a01:203"] {
-            assert!(!networks.contain(outside.parse().unwrap()), "{outside}");
+            assert!(!networks.contains(outside.parse().unwrap()), "{outside}");
         }
-        assert!(!Networks::default().contain("127.0.0.1".parse().unwrap()));
+        assert!(!Networks::default().contains("127.0.0.1".parse().unwrap()));
     }
 
     #[test]
-    fn networks_by_family_do_not_overlap() {
+    fn by_family_merges_overlapping_networks() {
         let networks: Networks =
             "10.1.0.0/16,10.0.0.0/8,2001:db8::/33,2001:db8:8000::/33,10.2.3.4".parse().unwrap();
         let (v4, v6) = networks.by_family();
@@ -119,13 +123,13 @@ mod tests {
     fn malformed_networks_are_refused_with_the_correction() {
         for (text, expected) in [
             ("10.0.0.0/8,load-balancer", "\"load-balancer\" is neither an address"),
-            ("10.0.0.0/33", "list them as"),
+            ("10.0.0.0/33", "write a list such as"),
             ("10.0.0.5/8", "write 10.0.0.0/8"),
             ("0.0.0.0/0", "every address"),
             ("::/0", "every address"),
         ] {
-            let why = text.parse::<Networks>().unwrap_err().to_string();
-            assert!(why.contains(expected), "{text}: {why}");
+            let error = text.parse::<Networks>().unwrap_err().to_string();
+            assert!(error.contains(expected), "{text}: {error}");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Middleware of all listeners: request id, log span, log line and metrics.
 //!
-//! Invariant: no credential in a path is logged or counted: the token in the path of an app's page is removed.
+//! Invariant: no credential in a path is logged, or is part of a metric: the token in the path of an app's page is removed.
 
 use std::borrow::Cow;
 use std::time::Instant;
@@ -24,7 +24,7 @@ pub enum Listener {
     Router,
     /// A host's public port.
     Gateway,
-    /// A host's unix socket.
+    /// A host's Unix socket.
     Socket,
 }
 
@@ -33,8 +33,8 @@ impl Listener {
         self.into()
     }
 
-    /// Whether to log all requests: the control API has few requests. Other listeners log only failed ones.
-    fn logs_all_requests(self) -> bool {
+    /// Whether to log all requests. The control API has few; other listeners log only failed ones.
+    fn should_log_all_requests(self) -> bool {
         self == Self::Api
     }
 }
@@ -42,8 +42,8 @@ impl Listener {
 /// Uses a well-formed inbound request id or generates one, and adds it to the request, the span and the response.
 pub async fn layer(State(listener): State<Listener>, mut request: Request, next: Next) -> Response {
     let start = Instant::now();
-    let (method, route) = (method(request.method()), route(listener, &request));
-    let id = request_id::inbound(request.headers()).map_or_else(request_id::fresh, str::to_owned);
+    let (method, route) = (method_label(request.method()), route_label(listener, &request));
+    let id = request_id::from_headers(request.headers()).map_or_else(request_id::generate, str::to_owned);
     let value = HeaderValue::from_str(&id).unwrap_or_else(|_| HeaderValue::from_static("invalid"));
     request.headers_mut().insert(request_id::HEADER, value.clone());
     let span = tracing::info_span!(
@@ -56,12 +56,12 @@ pub async fn layer(State(listener): State<Listener>, mut request: Request, next:
         let response = next.run(request).await;
         let (status, took) = (response.status().as_u16(), start.elapsed());
         let ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-        if listener.logs_all_requests() || status >= 500 {
+        if listener.should_log_all_requests() || status >= 500 {
             tracing::info!(status, ms, "request completed");
         } else {
             tracing::debug!(status, ms, "request completed");
         }
-        HTTP_REQUESTS.add_one([listener.as_str(), method, route, class(status)]);
+        HTTP_REQUESTS.add_one([listener.as_str(), method, route, status_class(status)]);
         HTTP_DURATION.record([listener.as_str(), route], took);
         response
     };
@@ -70,7 +70,7 @@ pub async fn layer(State(listener): State<Listener>, mut request: Request, next:
     response
 }
 
-fn method(method: &Method) -> &'static str {
+fn method_label(method: &Method) -> &'static str {
     match *method {
         Method::GET => "GET",
         Method::HEAD => "HEAD",
@@ -83,7 +83,7 @@ fn method(method: &Method) -> &'static str {
     }
 }
 
-fn class(status: u16) -> &'static str {
+fn status_class(status: u16) -> &'static str {
     match status {
         100..=199 => "1xx",
         200..=299 => "2xx",
@@ -93,24 +93,24 @@ fn class(status: u16) -> &'static str {
     }
 }
 
-/// The template of the route, or for a proxied request, the part of the site.
-fn route(listener: Listener, request: &Request) -> &'static str {
+/// The route's template; for a proxied request, the section of the site.
+fn route_label(listener: Listener, request: &Request) -> &'static str {
     if let Some(matched) = request.extensions().get::<MatchedPath>() {
         return label(matched.as_str());
     }
     let path = request.uri().path();
-    let starts = |prefix: &str| path.starts_with(prefix);
+    let is_below = |prefix: &str| path.starts_with(prefix);
     match listener {
         Listener::Api => "none",
         Listener::Gateway | Listener::Socket => "upstream",
-        Listener::Router if starts("/_svc/") => "own",
-        Listener::Router if starts("/apps/") => "apps",
-        Listener::Router if starts("/api/") => "api",
+        Listener::Router if is_below("/_svc/") => "own",
+        Listener::Router if is_below("/apps/") => "apps",
+        Listener::Router if is_below("/api/") => "api",
         Listener::Router => "page",
     }
 }
 
-/// `/apps/<slug>/~<token>/…` without the token.
+/// Removes the token from a path such as `/apps/<slug>/~<token>/…`.
 fn without_token(path: &str) -> Cow<'_, str> {
     let is_token = |segment: &str| {
         segment.starts_with('~')
@@ -140,13 +140,13 @@ mod tests {
 
     #[test]
     fn metric_labels_are_bounded() {
-        let of = |listener, path: &str| {
-            route(listener, &Request::builder().uri(path).body(axum::body::Body::empty()).unwrap())
+        let label_of = |listener, path: &str| {
+            route_label(listener, &Request::builder().uri(path).body(axum::body::Body::empty()).unwrap())
         };
-        assert_eq!(of(Listener::Api, "/wp-login.php"), "none");
-        assert_eq!(of(Listener::Router, "/apps/notes/~t/x"), "apps");
-        assert_eq!(of(Listener::Router, "/anything"), "page");
-        assert_eq!(of(Listener::Gateway, "/anything"), "upstream");
-        assert_eq!(method(&Method::from_bytes(b"BREW").unwrap()), "other");
+        assert_eq!(label_of(Listener::Api, "/wp-login.php"), "none");
+        assert_eq!(label_of(Listener::Router, "/apps/notes/~t/x"), "apps");
+        assert_eq!(label_of(Listener::Router, "/anything"), "page");
+        assert_eq!(label_of(Listener::Gateway, "/anything"), "upstream");
+        assert_eq!(method_label(&Method::from_bytes(b"BREW").unwrap()), "other");
     }
 }

@@ -1,7 +1,7 @@
 //! Forwards TLS-ALPN-01 validations to the machine whose name they validate.
 //!
 //! A public CA resolves a machine's name to the router, and the machine must respond with its own certificate. Only the
-//! ClientHello is inspected, and it is peeked, not read: other connections are then served as usual.
+//! ClientHello is inspected, by peeking: the router can still serve other connections as usual.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -17,7 +17,7 @@ use super::addresses;
 use super::certificate::ACME_ALPN;
 use super::rate::RateLimit;
 
-/// Maximum size of a validation's ClientHello. A larger one belongs to another client.
+/// Maximum size of a validation's ClientHello. A larger one is not a CA's.
 const MAX_HELLO_BYTES: usize = 8 << 10;
 const RECORD_HEADER_BYTES: usize = 5;
 const HANDSHAKE_RECORD: u8 = 22;
@@ -32,22 +32,23 @@ const FORWARD_TIMEOUT: Duration = Duration::from_secs(8);
 /// Maximum bytes in each direction: a handshake with one small certificate.
 const MAX_FORWARDED_BYTES: u64 = 64 << 10;
 const MAX_FORWARDED_CONNECTIONS: usize = 256;
-/// A machine that keeps its connections open must not use up the connections of others. A CA validates from a few places.
+/// A machine that keeps its connections open must not use up the connections of other machines. A CA validates from only a
+/// few networks.
 const MAX_CONNECTIONS_PER_NAME: usize = 16;
 const PERMIT_TIMEOUT: Duration = Duration::from_secs(3);
-/// Burst per name and client network, so that other networks cannot use up the CA's allowance. A CA validates again with
-/// each attempt of the machine.
+/// Burst per name and client network, so that other networks cannot use up the CA's allowance. A CA repeats the validation
+/// for each attempt of the machine.
 const VALIDATION_BURST: u32 = 20;
 const VALIDATION_INTERVAL: Duration = Duration::from_secs(3);
 
-/// A validation of a machine that the listener knows.
+/// A validation, and the address of the machine that must respond to it.
 #[derive(Debug)]
 pub struct Validation {
     name: String,
     machine: SocketAddr,
 }
 
-/// Finds the address of the machine with a name.
+/// Finds the address of the machine with this name.
 type FindMachine = dyn Fn(&str) -> Option<SocketAddr> + Send + Sync;
 
 /// The validations that a listener passes through.
@@ -59,7 +60,7 @@ pub struct Passthrough {
 }
 
 impl Passthrough {
-    /// `find` gets names in lower case, and knows only live machines.
+    /// `find` receives names in lower case, and returns only live machines.
     pub fn new(find: impl Fn(&str) -> Option<SocketAddr> + Send + Sync + 'static) -> Self {
         Self {
             find: Box::new(find),
@@ -69,59 +70,63 @@ impl Passthrough {
         }
     }
 
-    /// The validation that the connection starts, if its ClientHello is one. Does not consume it.
+    /// Checks whether the connection's ClientHello starts a validation. Does not consume the ClientHello.
     pub async fn find_validation(&self, stream: &TcpStream) -> Option<Validation> {
-        let name = validated_name(&peek_hello(stream).await?)?;
+        let name = parse_validated_name(&peek_hello(stream).await?)?;
         let machine = (self.find)(&name)?;
         Some(Validation { name, machine })
     }
 
-    /// Connects the two sides until the machine closes, within limits of time, size and number.
+    /// Forwards bytes in both directions until the machine closes, within limits of time, size and number.
     pub async fn forward(&self, mut client: TcpStream, Validation { name, machine }: Validation) {
         let Ok(peer) = client.peer_addr() else { return };
-        // Anyone can cause these, so they are not logged as warnings.
-        if self.rate.check(&(addresses::network(peer.ip()), name.clone())).is_err() {
-            tracing::debug!(%name, %peer, "validation refused: too many for this machine");
+        // Anyone can cause these refusals, so they are not logged as warnings.
+        if self.rate.check(&(addresses::client_network(peer.ip()), name.clone())).is_err() {
+            tracing::debug!(%name, %peer, "validation refused: too many validations of this machine");
             return;
         }
-        let Some(_of_name) = NamePermit::acquire(&self.open, &name) else {
-            tracing::debug!(%name, %peer, "validation refused: too many at once for this machine");
+        let Some(_name_permit) = NamePermit::acquire(&self.open, &name) else {
+            tracing::debug!(%name, %peer, "validation refused: too many concurrent validations of this machine");
             return;
         };
         let permit = tokio::time::timeout(PERMIT_TIMEOUT, self.connections.acquire()).await;
         let Ok(Ok(_permit)) = permit else {
-            tracing::debug!(%name, %peer, "validation refused: too many at once");
+            tracing::debug!(%name, %peer, "validation refused: too many concurrent validations");
             return;
         };
         let connected = tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(machine)).await;
         let mut host = match connected {
             Ok(Ok(host)) => host,
-            Ok(Err(error)) => return tracing::debug!(%name, %error, "validation: machine unreachable"),
-            Err(_) => return tracing::debug!(%name, "validation: timeout connecting to the machine"),
+            Ok(Err(error)) => {
+                return tracing::debug!(%name, %error, "validation failed: cannot connect to the machine");
+            }
+            Err(_) => {
+                return tracing::debug!(%name, "validation failed: timeout while connecting to the machine");
+            }
         };
         let (client_reader, mut client_writer) = client.split();
         let (host_reader, mut host_writer) = host.split();
-        let (mut up, mut down) =
+        let (mut client_reader, mut host_reader) =
             (client_reader.take(MAX_FORWARDED_BYTES), host_reader.take(MAX_FORWARDED_BYTES));
-        let upward = async {
-            let _ = tokio::io::copy(&mut up, &mut host_writer).await;
+        let to_host = async {
+            let _ = tokio::io::copy(&mut client_reader, &mut host_writer).await;
             let _ = host_writer.shutdown().await;
         };
-        let downward = async {
-            let _ = tokio::io::copy(&mut down, &mut client_writer).await;
+        let to_client = async {
+            let _ = tokio::io::copy(&mut host_reader, &mut client_writer).await;
             let _ = client_writer.shutdown().await;
         };
         // A client that stays silent must not hold its permit once the machine has closed.
         let until_closed = async {
-            tokio::pin!(downward);
+            tokio::pin!(to_client);
             tokio::select! {
-                () = upward => downward.await,
-                () = &mut downward => {}
+                () = to_host => to_client.await,
+                () = &mut to_client => {}
             }
         };
         match tokio::time::timeout(FORWARD_TIMEOUT, until_closed).await {
             Ok(_) => tracing::info!(%name, %machine, "validation passed through"),
-            Err(_) => tracing::debug!(%name, %machine, "validation cut off: it took too long"),
+            Err(_) => tracing::debug!(%name, %machine, "validation aborted: timeout"),
         }
     }
 }
@@ -158,14 +163,14 @@ impl Drop for NamePermit<'_> {
 
 /// Peeks at the first record; `None` if it is not the ClientHello of a validation.
 async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
-    // A client that sends nothing costs no buffer.
+    // No buffer is allocated for a client that sends nothing.
     stream.readable().await.ok()?;
     let mut hello = vec![0; MAX_HELLO_BYTES];
     let (mut seen, mut interval) = (0, PEEK_INTERVAL);
     let started = Instant::now();
     while started.elapsed() < PEEK_TIMEOUT {
         let peeked = stream.peek(&mut hello).await.ok()?;
-        // Nothing can follow if the client has closed its side.
+        // 0 bytes mean that the client has closed its side: no more data can follow.
         if peeked == 0 || *hello.first()? != HANDSHAKE_RECORD {
             return None;
         }
@@ -189,8 +194,8 @@ async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
     None
 }
 
-/// The name of a ClientHello that offers only `acme-tls/1`.
-fn validated_name(hello: &[u8]) -> Option<String> {
+/// The server name in a ClientHello that offers only `acme-tls/1`.
+fn parse_validated_name(hello: &[u8]) -> Option<String> {
     let mut acceptor = Acceptor::default();
     let mut unread = hello;
     while !unread.is_empty() {
@@ -208,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_of_one_name_leave_room_for_others() {
+    fn name_permit_limits_each_name_separately() {
         let open = Mutex::default();
         let held: Vec<_> =
             (0..MAX_CONNECTIONS_PER_NAME).map(|_| NamePermit::acquire(&open, "a").unwrap()).collect();

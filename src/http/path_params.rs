@@ -1,4 +1,4 @@
-//! Path parameters, which are refused with a problem if they are not UTF-8.
+//! Extracts path parameters; invalid ones are refused with a problem.
 
 use axum::extract::{FromRequestParts, Path};
 use http::request::Parts;

@@ -38,7 +38,7 @@ codes! {
         "Check `PLATFORM_SECRET`, or whether the operator's token has expired; a browser or program signs \
          in again."
     Forbidden FORBIDDEN "forbidden" "Permission denied"
-        "Use a credential with the permission; `missingScopes` lists the scopes that the operator lacks."
+        "Use a credential that has the permission; `missingScopes` lists the scopes that the operator lacks."
     RegistrationRejected UNAUTHORIZED "registration_rejected" "Registration rejected"
         "A host's token has expired, was used before, or belongs to another machine: check `svcctl status \
          MACHINE`, then recover or provision again."
@@ -78,13 +78,13 @@ codes! {
     SnapshotUnusable CONFLICT "snapshot_unusable" "There is no usable snapshot"
         "There is no complete, verified snapshot, or none with that key. See [No usable \
          snapshot](#no-usable-snapshot)."
-    ServerLimitReached CONFLICT "server_limit_reached" "The provider's project has no room for one more server"
+    ServerLimitReached CONFLICT "server_limit_reached" "The provider's project has no room for another server"
         "Raise the project's limit at the provider, and `PROVIDER_SERVER_LIMIT`; or delete unused servers. Nothing was \
          created."
     ConfirmationRequired PRECONDITION_REQUIRED "confirmation_required" "A new customer must be confirmed"
         "Send `confirmedMonthlyCost` and `confirmedOptIn`; `svcctl provision` asks for both."
     PriceChanged CONFLICT "price_changed" "The monthly cost is not the confirmed one"
-        "`monthlyCost` is the current one: confirm it, then send the request again. Nothing was created."
+        "`monthlyCost` is the current cost: confirm it, then send the request again. Nothing was created."
     Conflict CONFLICT "conflict" "Conflict with the stored state"
         "Check the stored state, then send the request again; if `retryable` is set, send it again \
          without a check."
@@ -107,14 +107,14 @@ codes! {
     UpstreamUnavailable BAD_GATEWAY "upstream_unavailable" "The machine did not respond"
         "The machine is running but does not respond: check its own logs, then recover."
     Disabled SERVICE_UNAVAILABLE "disabled" "Feature disabled"
-        "Set `CUSTOMER_VPS_ENABLED=true`; without it only provisioning is closed."
+        "Set `CUSTOMER_VPS_ENABLED=true`; without it, only provisioning is disabled."
     StoreUnavailable SERVICE_UNAVAILABLE "store_unavailable" "Object store unavailable"
         "Retry when it is available again; nothing was changed."
     DatabaseUnavailable SERVICE_UNAVAILABLE "database_unavailable" "Database unavailable"
-        "Retry when it is available again; what `detail` describes may have been done."
+        "Retry when it is available again; the change that `detail` describes may have been made."
     Unavailable SERVICE_UNAVAILABLE "unavailable" "Service unavailable"
-        "From the router: the user has no running machine, see `svcctl list --user`. From others: \
-         overloaded or starting, retry after `Retry-After`."
+        "From the router: the user has no running machine, see `svcctl list --user`. From other \
+         services: overloaded or starting, retry after `Retry-After`."
     StorageQuotaReached INSUFFICIENT_STORAGE "storage_quota_reached" "The app's storage quota is reached"
         "Delete rows, or the owner raises `storage` in `system/config.json`."
     DeadlineExceeded GATEWAY_TIMEOUT "deadline_exceeded" "Deadline exceeded"
@@ -144,9 +144,9 @@ pub struct FieldError {
     pub detail: String,
 }
 
-/// Maximum field errors in one response.
+/// Maximum number of field errors in one response.
 const MAX_ERRORS: usize = 32;
-/// Maximum length of a pointer and of its detail, because a field name can be as long as the request.
+/// Maximum length of a pointer and of a detail, because a field name can be as long as the request.
 const MAX_ERROR_CHARS: usize = 256;
 
 impl FieldError {
@@ -171,12 +171,12 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// The caller reads `detail`: it says what to do, and contains nothing internal.
+    /// The caller reads `detail`: it must say what to do, and must not contain internal details.
     pub fn new(code: Code, detail: impl Into<String>) -> Self {
         Self { code, detail: detail.into(), members: Map::new(), retry_after_seconds: None }
     }
 
-    /// Names the first `MAX_ERRORS` errors, so that a response is never many times the size of its request.
+    /// Lists the first `MAX_ERRORS` errors, so that a response is never many times the size of its request.
     pub fn invalid(errors: &[FieldError]) -> Self {
         let shown: Vec<_> = errors.iter().take(MAX_ERRORS).map(FieldError::shortened).collect();
         let mut detail: Vec<_> = shown.iter().map(|e| format!("{}: {}", e.pointer, e.detail)).collect();

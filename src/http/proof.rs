@@ -44,7 +44,7 @@ pub struct Claims {
     /// The app's slug; present only on route `app`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub app: Option<String>,
-    /// On route `internal`: the request's method and path, and a single-use id.
+    /// Present only on route `internal`, like `path` and `jti`: the request's method and path, and a single-use id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub method: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -101,7 +101,7 @@ impl Signer {
     /// Generates a key in PKCS#8 v2 DER; it must be sealed before it is stored.
     ///
     /// # Errors
-    /// If the system provides no randomness.
+    /// If the system's random number generator fails.
     pub fn generate() -> Result<Vec<u8>, ring::error::Unspecified> {
         Ok(Ed25519KeyPair::generate_pkcs8(&SystemRandom::new())?.as_ref().to_vec())
     }
@@ -111,7 +111,7 @@ impl Signer {
     pub fn from_pkcs8(kid: &str, pkcs8: &[u8]) -> Result<Self, ring::error::KeyRejected> {
         let pair = Ed25519KeyPair::from_pkcs8(pkcs8)?;
         let header = Header { alg: "EdDSA".into(), typ: "JWT".into(), kid: kid.to_owned() };
-        let header = B64.encode(serde_json::to_vec(&header).expect("a header of strings is JSON"));
+        let header = B64.encode(serde_json::to_vec(&header).expect("the header serializes to JSON"));
         Ok(Self { kid: kid.to_owned(), pair, header })
     }
 
@@ -119,7 +119,7 @@ impl Signer {
         &self.kid
     }
 
-    pub fn public(&self) -> ProofKey {
+    pub fn public_key(&self) -> ProofKey {
         ProofKey { kid: self.kid.clone(), x: B64.encode(self.pair.public_key()) }
     }
 
@@ -129,7 +129,7 @@ impl Signer {
 
     /// Signs any claims with this key, for the platform's other tokens.
     pub fn sign_json(&self, claims: &impl Serialize) -> String {
-        let body = B64.encode(serde_json::to_vec(claims).expect("claims are plain data"));
+        let body = B64.encode(serde_json::to_vec(claims).expect("claims serialize to JSON"));
         let signed = format!("{}.{body}", self.header);
         let signature = B64.encode(self.pair.sign(signed.as_bytes()));
         format!("{signed}.{signature}")
@@ -141,7 +141,7 @@ impl ProofKeys {
     ///
     /// # Errors
     /// If the token is malformed, its key is unknown, or its signature is invalid.
-    pub fn open(&self, token: &str) -> Result<Vec<u8>, ProofError> {
+    pub fn verify_signature(&self, token: &str) -> Result<Vec<u8>, ProofError> {
         let (signed, signature) = token.rsplit_once('.').ok_or(ProofError::Malformed)?;
         let (header, body) = signed.split_once('.').ok_or(ProofError::Malformed)?;
         let header = B64.decode(header).map_err(|_| ProofError::Malformed)?;
@@ -163,7 +163,7 @@ impl ProofKeys {
     /// # Errors
     /// See [`ProofError`].
     pub fn verify(&self, token: &str, machine: MachineId, now: Timestamp) -> Result<Claims, ProofError> {
-        let body = self.open(token)?;
+        let body = self.verify_signature(token)?;
         let claims: Claims = serde_json::from_slice(&body).map_err(|_| ProofError::Malformed)?;
         if claims.iss != ISSUER || claims.exp.saturating_sub(claims.iat) > MAX_LIFETIME_SECONDS {
             return Err(ProofError::Malformed);
@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn verify_checks_machine_and_time() {
         let (signer, machine, now) = (signer("k1"), MachineId::new(), Timestamp::now());
-        let keys = ProofKeys { keys: vec![signer.public()] };
+        let keys = ProofKeys { keys: vec![signer.public_key()] };
         let token = signer.sign(&claims(machine, now));
         assert_eq!(keys.verify(&token, machine, now).unwrap().sub.as_str(), "user_1");
         assert_eq!(keys.verify(&token, MachineId::new(), now), Err(ProofError::WrongMachine));
@@ -222,7 +222,7 @@ mod tests {
     #[test]
     fn verify_refuses_other_keys_bodies_and_algorithms() {
         let (real, other, machine, now) = (signer("k1"), signer("k1"), MachineId::new(), Timestamp::now());
-        let keys = ProofKeys { keys: vec![real.public()] };
+        let keys = ProofKeys { keys: vec![real.public_key()] };
         assert_eq!(
             keys.verify(&other.sign(&claims(machine, now)), machine, now),
             Err(ProofError::BadSignature)
@@ -243,7 +243,7 @@ mod tests {
     #[test]
     fn verify_refuses_a_long_lifetime() {
         let (signer, machine, now) = (signer("k1"), MachineId::new(), Timestamp::now());
-        let keys = ProofKeys { keys: vec![signer.public()] };
+        let keys = ProofKeys { keys: vec![signer.public_key()] };
         let mut long = claims(machine, now);
         long.exp = long.iat + MAX_LIFETIME_SECONDS + 1;
         assert_eq!(keys.verify(&signer.sign(&long), machine, now), Err(ProofError::Malformed));

@@ -28,7 +28,7 @@ impl<K: Hash + Eq + Clone> RateLimit<K> {
         Self::with_quota(quota)
     }
 
-    /// One request per `interval`, which must not be zero, and key, with a burst.
+    /// One request per key and `interval`, with a burst. `interval` must not be zero.
     pub fn every(interval: Duration, burst: u32) -> Self {
         let burst = NonZeroU32::new(burst).unwrap_or(NonZeroU32::MIN);
         Self::with_quota(Quota::with_period(interval).map(|quota| quota.allow_burst(burst)))

@@ -12,7 +12,7 @@ tokio::task_local! {
     static CURRENT: String;
 }
 
-/// The id of the request that this task serves; empty outside of a request.
+/// The id of the request that this task serves; empty outside a request.
 pub fn current() -> String {
     CURRENT.try_with(String::clone).unwrap_or_default()
 }
@@ -22,9 +22,9 @@ pub async fn scope<T>(id: String, work: impl Future<Output = T>) -> T {
     CURRENT.scope(id, work).await
 }
 
-/// Runs work that belongs to no request under a new id, for its log lines and calls.
+/// Runs work that does not belong to a request under a new id, which its log lines and outgoing calls carry.
 pub async fn run_with_new_id<T>(work: impl Future<Output = T>) -> T {
-    run_with_id(fresh(), work).await
+    run_with_id(generate(), work).await
 }
 
 /// Runs deferred work of a request under that request's id.
@@ -33,9 +33,9 @@ pub async fn run_with_id<T>(id: String, work: impl Future<Output = T>) -> T {
     scope(id, work).instrument(span).await
 }
 
-/// A new id, in time order. It must be unique but may be predictable: it contains random bytes of the process and a counter,
-/// so that requests need no system randomness.
-pub fn fresh() -> String {
+/// Generates an id; ids sort by time. An id must be unique but may be predictable: it contains random bytes of the process
+/// and a counter, so that requests need no system randomness.
+pub fn generate() -> String {
     static PROCESS: LazyLock<[u8; 6]> = LazyLock::new(|| {
         let random = *uuid::Uuid::new_v4().as_bytes();
         [random[0], random[1], random[2], random[3], random[4], random[5]]
@@ -49,14 +49,14 @@ pub fn fresh() -> String {
     id.simple().to_string()
 }
 
-/// Adds the id of the current request to an outgoing call, or a new id outside of a request.
-pub fn onward(call: reqwest::RequestBuilder) -> reqwest::RequestBuilder {
+/// Adds the id of the current request to an outgoing call, or a new id outside a request.
+pub fn attach(call: reqwest::RequestBuilder) -> reqwest::RequestBuilder {
     let current = current();
-    call.header(HEADER, if current.is_empty() { fresh() } else { current })
+    call.header(HEADER, if current.is_empty() { generate() } else { current })
 }
 
 /// The client's request id, if it is well formed.
-pub fn inbound(headers: &HeaderMap) -> Option<&str> {
+pub fn from_headers(headers: &HeaderMap) -> Option<&str> {
     headers.get(HEADER).and_then(|value| value.to_str().ok()).filter(|id| is_well_formed(id))
 }
 
@@ -72,8 +72,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fresh_ids_are_well_formed_and_unique() {
-        let ids: Vec<String> = (0..10_000).map(|_| fresh()).collect();
+    fn generated_ids_are_well_formed_and_unique() {
+        let ids: Vec<String> = (0..10_000).map(|_| generate()).collect();
         assert!(ids.iter().all(|id| is_well_formed(id) && id.len() == 32));
         assert_eq!(ids.iter().collect::<HashSet<_>>().len(), ids.len());
         assert!(uuid::Uuid::parse_str(&ids[0]).is_ok_and(|id| id.get_version_num() == 7));

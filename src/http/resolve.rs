@@ -1,4 +1,4 @@
-//! The DNS resolver: hickory in pure Rust, because a static glibc binary must not call getaddrinfo.
+//! The DNS resolver: hickory, in pure Rust, because a static glibc binary must not call getaddrinfo.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, OnceLock};
@@ -17,11 +17,11 @@ pub struct ResolveError {
     why: String,
 }
 
-/// The addresses of a host name or literal; `localhost` is resolved locally.
+/// Resolves a host name or address literal; `localhost` is resolved without DNS.
 ///
 /// # Errors
 /// [`ResolveError`] if there is no response within 5 s, or no address.
-pub async fn addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
+pub async fn lookup_addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
     let fail = |why: String| ResolveError { name: name.to_owned(), why };
     if let Ok(ip) = name.trim_start_matches('[').trim_end_matches(']').parse() {
         return Ok(vec![ip]);
@@ -38,12 +38,12 @@ pub async fn addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
 
 fn resolver() -> Result<&'static TokioResolver, String> {
     static RESOLVER: OnceLock<Result<TokioResolver, String>> = OnceLock::new();
-    let made = RESOLVER.get_or_init(|| {
+    let created = RESOLVER.get_or_init(|| {
         TokioResolver::builder_tokio()
             .and_then(hickory_resolver::ResolverBuilder::build)
             .map_err(|error| error.to_string())
     });
-    made.as_ref().map_err(Clone::clone)
+    created.as_ref().map_err(Clone::clone)
 }
 
 /// The resolver for reqwest.
@@ -53,13 +53,13 @@ pub struct Hickory;
 impl Resolve for Hickory {
     fn resolve(&self, name: Name) -> Resolving {
         Box::pin(async move {
-            let found = addresses(name.as_str()).await?;
+            let found = lookup_addresses(name.as_str()).await?;
             let addrs: Addrs = Box::new(found.into_iter().map(|ip| SocketAddr::new(ip, 0)));
             Ok(addrs)
         })
     }
 }
 
-pub fn shared() -> Arc<Hickory> {
+pub fn reqwest_resolver() -> Arc<Hickory> {
     Arc::new(Hickory)
 }

@@ -1,4 +1,4 @@
-//! The server loop: accept, TLS if configured, HTTP/1.1 with upgrades, and a drain with a deadline.
+//! The server loop: accepts connections, with TLS if configured, serves HTTP/1.1 with upgrades, and drains on shutdown.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::addresses::Addresses;
+use super::addresses::AddressLimiter;
 use super::certificate::ACME_ALPN;
 use super::head_timer::HeadStream;
 use super::networks::Networks;
@@ -31,17 +31,18 @@ use super::shards::Shards;
 #[derive(Debug, Clone)]
 pub struct Limits {
     pub connections: usize,
-    /// Maximum connections of an IPv4 address or an IPv6 /64. Clients on this machine have no limit.
-    pub connections_of_address: usize,
+    /// Maximum connections per IPv4 address or IPv6 /64. Clients on this machine have no limit.
+    pub connections_per_address: usize,
     /// Load balancers, which are exempt from the limit per address.
     pub trusted_proxies: Networks,
+    /// Timeout for the TLS handshake.
     pub handshake: Duration,
     /// Timeout from the first byte of a request's head to its last.
     pub head: Duration,
     pub head_bytes: usize,
-    /// Timeout of an idle connection.
+    /// Timeout for an idle connection.
     pub idle: Duration,
-    /// Timeout of the requests in flight after a stop.
+    /// Timeout for the requests in flight after the server is stopped.
     pub drain: Duration,
 }
 
@@ -50,7 +51,7 @@ impl Default for Limits {
         let connections = max_connections();
         Self {
             connections,
-            connections_of_address: connections / 4,
+            connections_per_address: connections / 4,
             trusted_proxies: Networks::default(),
             handshake: Duration::from_secs(10),
             head: Duration::from_secs(10),
@@ -61,8 +62,8 @@ impl Default for Limits {
     }
 }
 
-/// Limits the memory of unfinished heads to an eighth of the machine's memory; `tests/unfinished_heads.rs` measures one
-/// connection.
+/// Limits the memory that unfinished heads use to an eighth of the machine's. `tests/unfinished_heads.rs` measures the
+/// memory per connection.
 fn max_connections() -> usize {
     const BYTES_PER_CONNECTION: u64 = 128 * 1024;
     let memory = nix::sys::sysinfo::sysinfo().map_or(0, |info| info.ram_total());
@@ -82,7 +83,7 @@ pub async fn serve(
     accept(listener, tls, router, limits, stop, None).await;
 }
 
-/// Like [`serve`], with each connection on one of these threads.
+/// Like [`serve`], but runs each connection on one of `threads`.
 pub async fn serve_on(
     threads: RouterThreads,
     listener: TcpListener,
@@ -94,10 +95,10 @@ pub async fn serve_on(
     accept(listener, tls, router, limits, stop, Some(threads)).await;
 }
 
-/// The threads of the public listener, and the connections that it does not serve itself.
+/// The threads of the router's public listener, and the connections that it passes through.
 pub struct RouterThreads {
     pub shards: Shards,
-    /// Only connections by TLS are passed through.
+    /// Only TLS connections are passed through.
     pub passthrough: Option<Arc<Passthrough>>,
 }
 
@@ -109,52 +110,52 @@ async fn accept(
     stop: CancellationToken,
     threads: Option<RouterThreads>,
 ) {
-    let open = TaskTracker::new();
-    let places = Arc::new(Semaphore::new(limits.connections));
-    let addresses = Addresses::new(limits.connections_of_address, limits.trusted_proxies.clone());
+    let connections = TaskTracker::new();
+    let permits = Arc::new(Semaphore::new(limits.connections));
+    let addresses = AddressLimiter::new(limits.connections_per_address, limits.trusted_proxies.clone());
     let acceptor = tls.map(TlsAcceptor::from);
     let (shards, passthrough) = threads.map(|threads| (threads.shards, threads.passthrough)).unzip();
     let passthrough = passthrough.flatten();
     let scheme = if acceptor.is_some() { Scheme::Https } else { Scheme::Http };
     loop {
-        let place = tokio::select! {
+        let permit = tokio::select! {
             () = stop.cancelled() => break,
-            place = places.clone().acquire_owned() => place,
+            permit = permits.clone().acquire_owned() => permit,
         };
-        let Ok(place) = place else { break };
+        let Ok(permit) = permit else { break };
         let (stream, peer) = tokio::select! {
             () = stop.cancelled() => break,
             accepted = listener.accept() => match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    // Usually too many open files: wait for connections to close.
-                    tracing::warn!(%error, "accept failed");
+                    // Usually there are too many open files: wait for connections to close.
+                    tracing::warn!(%error, "cannot accept a connection; retrying");
                     tokio::time::sleep(Duration::from_millis(50)).await;
                     continue;
                 }
             },
         };
-        let Some(address) = addresses.admit(peer.ip()) else {
+        let Some(address_permit) = addresses.admit(peer.ip()) else {
             tracing::debug!(%peer, "connection refused: too many connections from its address");
             continue;
         };
-        // Send small responses at once; a closed socket is detected on read.
+        // Small responses are sent without delay. An error means a closed socket, which the first read detects.
         let _ = stream.set_nodelay(true);
         let router = router.clone();
-        let from = Origin { peer, scheme };
+        let extensions = ConnectionExtensions { peer, scheme };
         let (acceptor, limits) = (acceptor.clone(), limits.clone());
         let passthrough = passthrough.clone();
-        let (stop, counted) = (stop.clone(), open.token());
-        let served = move |stream: TcpStream| async move {
-            let _places = (place, address, counted);
+        let (stop, tracked) = (stop.clone(), connections.token());
+        let serve_stream = move |stream: TcpStream| async move {
+            let _guards = (permit, address_permit, tracked);
             match acceptor {
-                None => connection(stream, router, from, &limits, stop).await,
+                None => serve_connection(stream, router, extensions, &limits, stop).await,
                 Some(acceptor) => {
                     let handshake = tokio::time::timeout(limits.handshake, async {
                         if let Some(passthrough) = passthrough
                             && let Some(validation) = passthrough.find_validation(&stream).await
                         {
-                            // The future of each connection is as large as its largest branch.
+                            // Boxed, because the future of each connection is as large as its largest branch.
                             Box::pin(passthrough.forward(stream, validation)).await;
                             return None;
                         }
@@ -167,36 +168,36 @@ async fn accept(
                             _ => return,
                         },
                     };
-                    // The handshake is all of a validation (RFC 8737, section 3).
+                    // A validation ends after the handshake (RFC 8737, section 3).
                     if stream.get_ref().1.alpn_protocol() == Some(ACME_ALPN) {
                         let _ = tokio::time::timeout(limits.handshake, stream.shutdown()).await;
                         return;
                     }
-                    connection(stream, router, from, &limits, stop).await;
+                    serve_connection(stream, router, extensions, &limits, stop).await;
                 }
             }
         };
         match &shards {
-            None => drop(tokio::spawn(served(stream))),
+            None => drop(tokio::spawn(serve_stream(stream))),
             Some(shards) => {
                 // Move the socket from this thread's reactor to the shard's.
                 let Ok(stream) = stream.into_std() else { continue };
                 shards.spawn(async move {
                     if let Ok(stream) = TcpStream::from_std(stream) {
-                        served(stream).await;
+                        serve_stream(stream).await;
                     }
                 });
             }
         }
     }
     drop(listener);
-    open.close();
-    if tokio::time::timeout(limits.drain, open.wait()).await.is_err() {
+    connections.close();
+    if tokio::time::timeout(limits.drain, connections.wait()).await.is_err() {
         tracing::warn!("some requests did not end within the drain timeout");
     }
 }
 
-/// The scheme by which the client reached this listener.
+/// The scheme of the client's requests to this listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
 #[strum(serialize_all = "lowercase")]
 pub enum Scheme {
@@ -212,18 +213,18 @@ impl Scheme {
 
 /// Properties of a connection that each of its requests gets as extensions.
 #[derive(Debug, Clone, Copy)]
-struct Origin {
+struct ConnectionExtensions {
     peer: SocketAddr,
     scheme: Scheme,
 }
 
 /// Serves a connection to its end, or after `stop` to the end of the current request. Not an `async fn`, which would
-/// store the stream and its wrappers twice. Separate from the handshake, so that an idle connection does not keep its
-/// memory.
-fn connection<S>(
+/// store the stream and its wrappers twice. Separate from the handshake, so that an idle connection does not keep the
+/// handshake's memory.
+fn serve_connection<S>(
     stream: S,
     router: Router,
-    from: Origin,
+    extensions: ConnectionExtensions,
     limits: &Limits,
     stop: CancellationToken,
 ) -> impl Future<Output = ()> + use<S>
@@ -238,8 +239,8 @@ where
     let service = service_fn(move |request: Request<Incoming>| {
         let body = |body: Incoming| if body.is_end_stream() { Body::empty() } else { Body::new(body) };
         let mut request = request.map(body);
-        request.extensions_mut().insert(ConnectInfo(from.peer));
-        request.extensions_mut().insert(from.scheme);
+        request.extensions_mut().insert(ConnectInfo(extensions.peer));
+        request.extensions_mut().insert(extensions.scheme);
         router.call(request)
     });
     let connection = builder.serve_connection(TokioIo::new(stream), service).with_upgrades();
@@ -290,7 +291,7 @@ mod tests {
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
     const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n";
 
-    async fn server(limits: Limits) -> SocketAddr {
+    async fn start_server(limits: Limits) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = local_addr(&listener).unwrap();
         let router = Router::new().route("/", get(async || "ok"));
@@ -302,7 +303,9 @@ mod tests {
         let mut text = String::new();
         let mut part = [0; 1024];
         while !text.ends_with(end) {
-            let read = tokio::time::timeout(TEST_TIMEOUT, stream.read(&mut part)).await.expect("a response");
+            let read = tokio::time::timeout(TEST_TIMEOUT, stream.read(&mut part))
+                .await
+                .expect("no response in time");
             match read.unwrap_or(0) {
                 0 => break,
                 bytes => text.push_str(&String::from_utf8_lossy(&part[..bytes])),
@@ -314,32 +317,32 @@ mod tests {
     #[tokio::test]
     async fn slow_head_times_out_and_idle_connection_is_kept() {
         let limits = Limits { head: Duration::from_millis(100), ..Limits::default() };
-        let address = server(limits).await;
+        let address = start_server(limits).await;
         let mut idle = TcpStream::connect(address).await.unwrap();
-        let mut used = TcpStream::connect(address).await.unwrap();
-        used.write_all(REQUEST).await.unwrap();
-        assert!(read_until(&mut used, "ok").await.starts_with("HTTP/1.1 200"));
+        let mut reused = TcpStream::connect(address).await.unwrap();
+        reused.write_all(REQUEST).await.unwrap();
+        assert!(read_until(&mut reused, "ok").await.starts_with("HTTP/1.1 200"));
 
         let mut slow = TcpStream::connect(address).await.unwrap();
         slow.write_all(&REQUEST[..20]).await.unwrap();
         let end = read_until(&mut slow, "never").await;
         assert!(end.is_empty() || end.starts_with("HTTP/1.1 408"), "{end}");
 
-        // The others have now been open for longer than the timeout of a head.
-        for stream in [&mut idle, &mut used] {
+        // The other connections have now been open for longer than the timeout of a head.
+        for stream in [&mut idle, &mut reused] {
             stream.write_all(REQUEST).await.unwrap();
             assert!(read_until(stream, "ok").await.starts_with("HTTP/1.1 200"));
         }
 
         // The timeout of a head applies to each request of a connection.
-        used.write_all(&REQUEST[..20]).await.unwrap();
-        let end = read_until(&mut used, "never").await;
+        reused.write_all(&REQUEST[..20]).await.unwrap();
+        let end = read_until(&mut reused, "never").await;
         assert!(end.is_empty() || end.starts_with("HTTP/1.1 408"), "{end}");
     }
 
     #[tokio::test]
-    async fn large_head_is_refused() {
-        let address = server(Limits::default()).await;
+    async fn head_above_limit_is_refused() {
+        let address = start_server(Limits::default()).await;
         for (bytes, status) in [(20_000, "200"), (40_000, "431")] {
             let mut stream = TcpStream::connect(address).await.unwrap();
             let head = format!("GET / HTTP/1.1\r\nhost: h\r\nx-long: {}\r\n\r\n", "x".repeat(bytes));

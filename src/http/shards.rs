@@ -21,7 +21,7 @@ pub fn current() -> Option<usize> {
     CURRENT_SHARD.get()
 }
 
-/// The threads, which end on drop.
+/// The threads. They end when this is dropped.
 pub struct Shards {
     all: Vec<Shard>,
     _running: DropGuard,
@@ -29,7 +29,7 @@ pub struct Shards {
 
 struct Shard {
     runtime: Handle,
-    /// Number of its connections.
+    /// Number of the shard's connections.
     load: Arc<AtomicUsize>,
 }
 
@@ -50,10 +50,10 @@ impl Shards {
         let Some(least) = self.all.iter().min_by_key(|shard| shard.load.load(Ordering::Relaxed)) else {
             return;
         };
-        let counted = LoadGuard::acquire(&least.load);
+        let load_guard = LoadGuard::acquire(&least.load);
         least.runtime.spawn(async move {
             connection.await;
-            drop(counted);
+            drop(load_guard);
         });
     }
 }
@@ -70,7 +70,7 @@ impl Shard {
     }
 }
 
-/// Counts a connection of a shard until drop.
+/// Counts a connection of a shard until it is dropped.
 struct LoadGuard(Arc<AtomicUsize>);
 
 impl LoadGuard {
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spawn_spreads_connections_and_pins_each_to_a_thread() {
+    fn spawn_balances_connections_and_pins_each_to_a_thread() {
         let shards = Shards::start().unwrap();
         let count = shards.all.len();
         let (sender, mut receiver) = mpsc::unbounded_channel();
@@ -117,7 +117,7 @@ mod tests {
         assert!(shards.all.iter().all(|shard| shard.load.load(Ordering::Relaxed) == 2));
         open.cancel();
         drop(sender);
-        assert_eq!(receiver.blocking_recv(), None, "all have ended");
+        assert_eq!(receiver.blocking_recv(), None, "a connection has not ended");
         assert_eq!(current(), None);
     }
 }

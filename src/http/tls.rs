@@ -92,12 +92,12 @@ pub fn client_config() -> anyhow::Result<ClientConfig> {
         .with_no_client_auth())
 }
 
-/// Verifies certificate chains by the trusted roots, which are read once.
+/// Verifies certificate chains against the trusted roots, which are read once.
 #[derive(Debug, Clone)]
 pub struct ChainVerifier(Arc<WebPkiServerVerifier>);
 
 impl ChainVerifier {
-    /// By the public roots and those of a file, `SSL_CERT_FILE`.
+    /// Trusts the public roots and those in `file`, which is `SSL_CERT_FILE`.
     ///
     /// # Errors
     /// If the file cannot be read.
@@ -109,10 +109,10 @@ impl ChainVerifier {
     /// Verifies a chain for a name, leaf first, at the current time.
     ///
     /// # Errors
-    /// Why a client with these roots refuses the chain.
+    /// The reason why a client with these roots refuses the chain.
     pub fn verify(&self, chain: &[CertificateDer<'_>], name: &ServerName<'_>) -> Result<(), rustls::Error> {
-        let bad = rustls::Error::InvalidCertificate(rustls::CertificateError::BadEncoding);
-        let (leaf, intermediates) = chain.split_first().ok_or(bad)?;
+        let empty_chain = rustls::Error::InvalidCertificate(rustls::CertificateError::BadEncoding);
+        let (leaf, intermediates) = chain.split_first().ok_or(empty_chain)?;
         self.0.verify_server_cert(leaf, intermediates, name, &[], UnixTime::now()).map(drop)
     }
 }
@@ -121,7 +121,7 @@ impl ChainVerifier {
 #[derive(Debug, Clone)]
 pub enum ChainCheck {
     PinOnly,
-    /// From this time on; before it, the pin is enough.
+    /// Checks the chain from this time on; before, the pin is enough.
     PinAndChain {
         verifier: ChainVerifier,
         from: UnixTime,
@@ -134,14 +134,14 @@ pub enum ChainCheck {
 /// If the crypto provider does not support TLS.
 pub fn pinned_client_config(pin: SpkiPin, check: ChainCheck) -> anyhow::Result<ClientConfig> {
     let algorithms = provider().signature_verification_algorithms;
-    let has_chain = matches!(check, ChainCheck::PinAndChain { .. });
+    let checks_chain = matches!(check, ChainCheck::PinAndChain { .. });
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()?
         .dangerous()
         .with_custom_certificate_verifier(Arc::new(PinVerifier { pin, check, algorithms }))
         .with_no_client_auth();
-    config.resumption = if has_chain {
-        // A resumed session would outlive the certificate that was verified for it.
+    config.resumption = if checks_chain {
+        // A resumed session could outlive the certificate that was verified for it.
         Resumption::disabled()
     } else {
         // There is one server for each pin.
@@ -150,7 +150,7 @@ pub fn pinned_client_config(pin: SpkiPin, check: ChainCheck) -> anyhow::Result<C
     Ok(config)
 }
 
-/// Compares the key with the pin, and verifies the handshake's signature so that a copied certificate is refused.
+/// Compares the server's key with the pin, and verifies the handshake's signature so that a copied certificate is refused.
 #[derive(Debug)]
 struct PinVerifier {
     pin: SpkiPin,
@@ -201,7 +201,7 @@ impl ServerCertVerifier for PinVerifier {
     }
 }
 
-/// A certificate chain and its key, both PEM.
+/// A certificate chain and its key, both in PEM.
 pub struct Identity {
     pub cert_pem: String,
     pub key_pem: String,
@@ -212,8 +212,8 @@ pub struct Identity {
 /// # Errors
 /// If a name is invalid, or the key cannot be generated.
 pub fn self_signed(names: &[String]) -> Result<Identity, rcgen::Error> {
-    let made = rcgen::generate_simple_self_signed(names)?;
-    Ok(Identity { cert_pem: made.cert.pem(), key_pem: made.signing_key.serialize_pem() })
+    let generated = rcgen::generate_simple_self_signed(names)?;
+    Ok(Identity { cert_pem: generated.cert.pem(), key_pem: generated.signing_key.serialize_pem() })
 }
 
 impl Identity {

@@ -1,13 +1,13 @@
-//! The query of a usage report, which hosts serve to owners and the platform serves to operators.
+//! The query parameters of a usage report, which hosts serve to owners and the platform serves to operators.
 //!
-//! Owns the parameters; `svc_wire::usage` is the report, and the host computes the sums.
+//! `svc_wire::usage` is the report; the host computes its sums.
 
 use jiff::civil::Date;
 use serde_json::{Value, json};
 use strum::{EnumString, IntoStaticStr, VariantNames};
 
 use super::fields::Fields;
-use super::openapi::{Parameter, ParameterLocation, one_of, text_to};
+use super::openapi::{Parameter, ParameterLocation, one_of, text_up_to};
 use svc_machine::choice::must_be_one_of;
 
 /// Maximum length of the name of a user or channel.
@@ -21,7 +21,7 @@ pub const MAX_SENDER_CHARS: usize = 256;
 pub enum GroupBy {
     #[default]
     Day,
-    /// From Monday on
+    /// Weeks begin on Monday
     Week,
     Month,
     Model,
@@ -40,12 +40,13 @@ fn unknown_group(_: &str) -> String {
     must_be_one_of(GroupBy::WORDS)
 }
 
-/// Selects the usage of a report, and its grouping.
+/// Selects the usage that a report covers, and its grouping.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct UsageQuery {
     pub user_id: Option<String>,
-    /// The first and the last day, both included.
+    /// The first day.
     pub start: Option<Date>,
+    /// The last day (inclusive).
     pub end: Option<Date>,
     pub group_by: GroupBy,
 }
@@ -54,7 +55,7 @@ impl UsageQuery {
     /// Parses the parameters; mistakes are recorded in `query`.
     pub fn read(query: &mut Fields) -> Self {
         let user_id = query.optional_text("userId", MAX_SENDER_CHARS);
-        let (start, end) = (date(query, "startDate"), date(query, "endDate"));
+        let (start, end) = (parse_date(query, "startDate"), parse_date(query, "endDate"));
         let group_by: Option<GroupBy> = query.optional("groupBy");
         if let (Some(start), Some(end)) = (start, end)
             && start > end
@@ -77,7 +78,7 @@ impl UsageQuery {
 }
 
 /// Parses a day in the form `2026-11-22`.
-fn date(query: &mut Fields, name: &str) -> Option<Date> {
+fn parse_date(query: &mut Fields, name: &str) -> Option<Date> {
     let text: String = query.optional(name)?;
     let date = text.parse::<Date>().ok().filter(|date| date.to_string() == text);
     if date.is_none() {
@@ -86,23 +87,27 @@ fn date(query: &mut Fields, name: &str) -> Option<Date> {
     date
 }
 
-fn day() -> Value {
+fn date_schema() -> Value {
     json!({ "type": "string", "format": "date" })
 }
 
 pub const USER_ID: Parameter = Parameter {
     name: "userId",
     location: ParameterLocation::Query,
-    schema: || text_to(MAX_SENDER_CHARS),
+    schema: || text_up_to(MAX_SENDER_CHARS),
     about: "Only this user or channel.",
 };
-pub const START_DATE: Parameter =
-    Parameter { name: "startDate", location: ParameterLocation::Query, schema: day, about: "The first day." };
+pub const START_DATE: Parameter = Parameter {
+    name: "startDate",
+    location: ParameterLocation::Query,
+    schema: date_schema,
+    about: "The first day.",
+};
 pub const END_DATE: Parameter = Parameter {
     name: "endDate",
     location: ParameterLocation::Query,
-    schema: day,
-    about: "The last day, included.",
+    schema: date_schema,
+    about: "The last day (inclusive).",
 };
 pub const GROUP_BY: Parameter = Parameter {
     name: "groupBy",
@@ -118,9 +123,9 @@ mod tests {
     use super::*;
 
     fn read(query: &str) -> Result<UsageQuery, String> {
-        let mut fields = Fields::of_query(query);
-        let read = UsageQuery::read(&mut fields);
-        fields.finish(Some(read)).map_err(|problem| problem.detail)
+        let mut fields = Fields::from_query(query);
+        let parsed = UsageQuery::read(&mut fields);
+        fields.finish(Some(parsed)).map_err(|problem| problem.detail)
     }
 
     #[test]
@@ -142,7 +147,7 @@ mod tests {
 
     #[test]
     fn query_names_each_invalid_parameter() {
-        for (query, named) in [
+        for (query, expected) in [
             ("startDate=yesterday", "?startDate: must be a date"),
             ("endDate=2026-02-30", "?endDate: must be a date"),
             ("startDate=2026-11-02&endDate=2026-11-01", "?endDate: must not be before startDate"),
@@ -151,7 +156,7 @@ mod tests {
             ("other=1", "?other: is not a field"),
         ] {
             let refused = read(query).unwrap_err();
-            assert!(refused.contains(named), "{query}: {refused}");
+            assert!(refused.contains(expected), "{query}: {refused}");
         }
     }
 }

@@ -1,8 +1,8 @@
-//! The variable of every program that connects by TLS.
+//! The environment variable of every program that opens TLS connections.
 
 svc_base::variables! {
     "all", in "process environment", by [] {
-        /// PEM file with roots that are trusted in addition to the public ones.
+        /// PEM file with root certificates that are trusted in addition to the public ones.
         SSL_CERT_FILE: "path" = unset;
     }
 }

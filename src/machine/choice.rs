@@ -1,4 +1,4 @@
-//! Texts that are one of a few.
+//! Error messages for texts that must be one of several names.
 
 /// The message for a text that is none of `names`: "must be a, b or c".
 pub fn must_be_one_of(names: &[&str]) -> String {

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// Starts at 1. Zero means "no machine yet".
+/// An epoch. A slot's first machine has epoch 1; zero means "no machine yet".
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Epoch(pub u32);
@@ -15,7 +15,7 @@ pub const MAX_EPOCH: Epoch = Epoch(i32::MAX.unsigned_abs() - 1);
 
 /// How far the store may be ahead of the platform's database, which may be a restored older copy. A higher epoch
 /// cannot come from one of our machines.
-const MAX_AHEAD: u32 = 1000;
+const MAX_EPOCHS_AHEAD: u32 = 1000;
 
 impl Epoch {
     pub const NONE: Self = Self(0);
@@ -25,10 +25,10 @@ impl Epoch {
         Self(self.0.saturating_add(1))
     }
 
-    /// The highest plausible epoch, given that this one is known to the database.
+    /// The highest plausible epoch of a slot whose highest epoch in the database is this one.
     #[must_use]
     pub fn max_plausible(self) -> Self {
-        Self(self.0.saturating_add(MAX_AHEAD)).min(MAX_EPOCH)
+        Self(self.0.saturating_add(MAX_EPOCHS_AHEAD)).min(MAX_EPOCH)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Events of a machine, and their effects besides the new state.
+//! Events of a machine, and their effects in addition to the new state.
 
 use super::choice::must_be_one_of;
 use super::epoch::Epoch;
@@ -125,7 +125,7 @@ pub enum Event {
 /// An effect of a transition, applied in the same transaction as the new state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    /// Replace this machine by a new one of the slot, with `epoch` one higher and this status.
+    /// Replace this machine with a new one of the slot, which has this status and an `epoch` that is one higher.
     ///
     /// The new machine's operation takes a final backup, writes the fence and switches the predecessor off. The
     /// reconciler deletes the predecessor's server once the new machine is healthy.

@@ -1,6 +1,6 @@
 //! The machine's lifecycle, pure: ids, slots, plans, states, events and transitions.
 //!
-//! Reads no clock, disk or socket, and imports no other module of this crate.
+//! This package reads no clock, disk or socket, and depends on no other package of the workspace.
 
 pub mod choice;
 pub mod epoch;
@@ -13,6 +13,6 @@ pub mod state;
 pub mod transition;
 
 #[cfg(test)]
-mod lifecycle;
+mod lifecycle_tests;
 #[cfg(test)]
 mod model;

@@ -36,7 +36,7 @@ pub struct Rules {
     pub stops_writers: bool,
     /// Whether a slot returns to an older machine if the last one's server is missing.
     pub reinstates_older: bool,
-    /// Whether it does so only if no snapshot has the last machine's data.
+    /// Whether a slot returns to an older machine only if no snapshot has the last machine's data.
     pub respects_snapshots: bool,
     /// Whether the previous server is kept if its successor's server is lost.
     pub distrusts_lost_successors: bool,
@@ -58,7 +58,7 @@ pub struct Row {
     pub registered: bool,
     /// Whether its host has sent a healthy heartbeat since then.
     pub proven: bool,
-    /// Whether its host has ever run, so that its disk may run again anywhere.
+    /// Whether its host has ever run: its disk may then be started again anywhere.
     pub booted: bool,
     /// The data on its disk.
     pub data: Data,
@@ -140,7 +140,7 @@ impl World {
     }
 
     /// Provisions a slot without an active machine.
-    pub fn begin(&mut self, slot: usize) {
+    pub fn provision(&mut self, slot: usize) {
         let epoch = self.highest_epoch(slot).next();
         self.insert(slot, Machine { state: State::Provisioning, epoch });
     }
@@ -179,7 +179,7 @@ impl World {
         }
     }
 
-    /// The transaction of one event: the new state and its effects.
+    /// Applies one event as a transaction: the new state and its effects.
     pub fn apply(&mut self, id: usize, event: &Event) {
         let before = self.rows[id].machine.state.clone();
         let Ok(Outcome::Moved { next, effects }) = (self.rules.transition)(&self.rows[id].machine, event)
@@ -187,7 +187,7 @@ impl World {
             return;
         };
         if !before.is_active() && next.is_active() && !self.may_take_slot_back(id, event) {
-            self.transition_violations.insert(Violation::CameBack);
+            self.transition_violations.insert(Violation::InvalidReturn);
         }
         if matches!(event, Event::Registered { .. })
             && self.rules.unique_names
@@ -198,7 +198,7 @@ impl World {
         }
         self.rows[id].machine.state = next;
         for effect in effects {
-            self.run(id, effect);
+            self.apply_effect(id, effect);
         }
     }
 
@@ -214,7 +214,7 @@ impl World {
         matches!(event, Event::Reinstated { .. }) && !self.rows.iter().any(|other| later(&other))
     }
 
-    fn run(&mut self, id: usize, effect: Effect) {
+    fn apply_effect(&mut self, id: usize, effect: Effect) {
         match effect {
             Effect::Replace { status, epoch, .. } => {
                 let state =
@@ -261,7 +261,7 @@ impl World {
         self.registered_before(id).first().copied()
     }
 
-    /// The machine that gets the slot back: the newest one whose server exists, but none older than a later machine's
+    /// The machine that gets the slot back: the newest one whose server exists, unless a later machine has stored a
     /// snapshot.
     fn reinstatable(&self, id: usize) -> Option<usize> {
         for one in self.registered_before(id) {
@@ -298,7 +298,7 @@ impl World {
         }
     }
 
-    /// The owner, or a program on the machine, writes a row, which is acknowledged.
+    /// Writes a row on the machine, as its owner or a program, and acknowledges it.
     pub fn write(&mut self, id: usize) {
         let row = &mut self.rows[id];
         if !row.registered || row.quiesced || !self.cloud.is_on(id) {
@@ -309,7 +309,7 @@ impl World {
         self.next_row += 1;
     }
 
-    /// A host takes a backup. A replaced host that was started from its old disk may do so too.
+    /// Takes a backup on a host, which may be a replaced one that was started from its old disk.
     pub fn back_up(&mut self, id: usize) {
         let row = &self.rows[id];
         let epoch = row.host_epoch.0;

@@ -122,9 +122,9 @@ checked_name!(
 impl ImageVersion {
     /// Natural version order: runs of digits are compared as numbers, everything else by characters.
     pub fn cmp_natural(&self, other: &Self) -> std::cmp::Ordering {
-        let (mut own, mut other_parts) = (VersionPart::of(&self.0), VersionPart::of(&other.0));
+        let (mut own_parts, mut other_parts) = (VersionPart::split(&self.0), VersionPart::split(&other.0));
         loop {
-            match (own.next(), other_parts.next()) {
+            match (own_parts.next(), other_parts.next()) {
                 (None, None) => return self.0.cmp(&other.0),
                 (a, b) if a == b => {}
                 (a, b) => return a.cmp(&b),
@@ -142,7 +142,7 @@ enum VersionPart<'a> {
 }
 
 impl<'a> VersionPart<'a> {
-    fn of(text: &'a str) -> impl Iterator<Item = Self> {
+    fn split(text: &'a str) -> impl Iterator<Item = Self> {
         let mut rest = text;
         std::iter::from_fn(move || {
             let is_number = rest.chars().next()?.is_ascii_digit();
@@ -184,10 +184,10 @@ mod tests {
 
     #[test]
     fn unsafe_names_are_refused() {
-        for bad in ["", "..", "a/b", "a b", "a\n", "/a", "é", "a\0"] {
-            assert!(bad.parse::<IdpUserId>().is_err(), "{bad:?}");
-            assert!(bad.parse::<ImageVersion>().is_err(), "{bad:?}");
-            assert!(bad.parse::<Slot>().is_err(), "{bad:?}");
+        for name in ["", "..", "a/b", "a b", "a\n", "/a", "é", "a\0"] {
+            assert!(name.parse::<IdpUserId>().is_err(), "{name:?}");
+            assert!(name.parse::<ImageVersion>().is_err(), "{name:?}");
+            assert!(name.parse::<Slot>().is_err(), "{name:?}");
         }
         assert!("1..2".parse::<ImageVersion>().is_err());
         assert!("user_2abc".parse::<IdpUserId>().is_ok());
@@ -198,8 +198,8 @@ mod tests {
     #[test]
     fn cmp_natural_orders_numbers_by_value() {
         let order = ["1.2", "1.9", "1.10", "1.10-rc1", "2026.1.0", "2026.11.21-1", "story-2", "story-10"];
-        for (at, lower) in order.iter().enumerate() {
-            for higher in &order[at + 1..] {
+        for (index, lower) in order.iter().enumerate() {
+            for higher in &order[index + 1..] {
                 let (lower, higher): (ImageVersion, ImageVersion) =
                     (lower.parse().unwrap(), higher.parse().unwrap());
                 assert_eq!(lower.cmp_natural(&higher), std::cmp::Ordering::Less, "{lower} {higher}");

@@ -1,4 +1,4 @@
-//! Operations: their kinds, their steps, and an operator's decisions for one.
+//! Operations: their kinds, their steps, and an operator's decisions about them.
 
 use std::str::FromStr;
 
@@ -43,13 +43,13 @@ pub enum Step {
     ShutDown,
     PowerOff,
     ChangeType,
-    /// Also follows every failure of the change.
+    /// Switches the server on, even if the change of its type failed.
     PowerOn,
     /// Waits until the host reports itself healthy, and reads the server's type.
     AwaitHealth,
     /// Switches on the server of a reinstated machine.
     SwitchOn,
-    /// Resumes its writers, and waits until its host is healthy under the new epoch.
+    /// Resumes the writers of a reinstated machine, and waits until its host is healthy under the new epoch.
     AwaitHost,
     /// Switches the server of the slot's machine on.
     StartServer,
@@ -69,8 +69,8 @@ pub enum Lane {
     HostCalls,
 }
 
-/// An operator's decisions for an operation, made when it was created or later. Stored in `operations.options`. Fields
-/// of a newer release are ignored.
+/// An operator's decisions about an operation, made when it was created or later. Stored in `operations.options`.
+/// Fields of a newer release are ignored.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct OperationOptions {
@@ -113,7 +113,7 @@ impl OperationKind {
         }
     }
 
-    /// Its name for people.
+    /// The kind as a noun, for messages.
     pub fn noun(self) -> &'static str {
         match self {
             Self::Provision => "provisioning",
@@ -128,7 +128,7 @@ impl OperationKind {
         }
     }
 
-    /// Its steps, in order. The fence of a new machine is set before anything else of it exists.
+    /// The steps, in order. The fence of a new machine is set before its server is created.
     pub fn steps(self) -> &'static [Step] {
         match self {
             Self::Provision | Self::Recover => &[
@@ -156,10 +156,10 @@ impl OperationKind {
     }
 
     /// The step after this one; `None` after the last.
-    pub fn after(self, step: Step) -> Option<Step> {
+    pub fn next_step(self, step: Step) -> Option<Step> {
         let steps = self.steps();
-        let at = steps.iter().position(|known| *known == step)?;
-        steps.get(at + 1).copied()
+        let index = steps.iter().position(|known| *known == step)?;
+        steps.get(index + 1).copied()
     }
 }
 

@@ -39,7 +39,7 @@ fn unknown_status(_: &str) -> String {
     must_be_one_of(Status::NAMES)
 }
 
-/// Reason why a machine is `failed`. [`FailureCause::heals`] says which causes end with a healthy heartbeat.
+/// Why a machine is `failed`. [`FailureCause::is_healed_by_heartbeat`] says which causes end with a healthy heartbeat.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[derive(strum::EnumString, strum::IntoStaticStr, strum::VariantArray)]
@@ -59,20 +59,21 @@ pub enum FailureCause {
     Internal,
     ServerGone,
     Resize,
-    /// Its operation exceeded every time limit.
+    /// The machine's operation exceeded every time limit.
     OperationHung,
     Operator,
-    /// An operator abandoned the operation that created it.
+    /// An operator abandoned the operation that created the machine.
     Abandoned,
-    /// It has its slot back and its server is being switched on. Its first healthy heartbeat makes it run.
+    /// The machine has its slot back and its server is being switched on. The first healthy heartbeat makes the machine
+    /// `running`.
     Reinstating,
 }
 
 impl FailureCause {
     pub const ALL: &'static [Self] = <Self as strum::VariantArray>::VARIANTS;
 
-    /// Whether a healthy heartbeat of the machine's epoch makes it run again.
-    pub fn heals(self) -> bool {
+    /// Whether a healthy heartbeat of the machine's epoch makes the machine `running` again.
+    pub fn is_healed_by_heartbeat(self) -> bool {
         matches!(self, Self::Resize | Self::Reinstating)
     }
 

@@ -14,10 +14,10 @@ pub enum Outcome {
     Unchanged,
 }
 
-/// Reason why an event is not allowed for a machine.
+/// Why an event is not allowed for a machine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    #[error("the machine is {status}; this needs it to be {}", list(.allowed))]
+    #[error("the machine is {status}; this needs it to be {}", join_statuses(.allowed))]
     InvalidState { status: Status, allowed: &'static [Status] },
     /// Deleted; for an operator the machine no longer exists.
     #[error("the machine is deleted")]
@@ -27,7 +27,7 @@ pub enum Refusal {
     Superseded,
 }
 
-fn list(statuses: &[Status]) -> String {
+fn join_statuses(statuses: &[Status]) -> String {
     statuses.iter().map(|status| status.as_str()).collect::<Vec<_>>().join(" or ")
 }
 
@@ -42,12 +42,12 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
         _ => {}
     }
     match event {
-        Event::Registered { server_type } => registered(machine, server_type.clone()),
-        Event::BootFailureReported => boot_ended(machine, FailureCause::BootReported),
-        Event::RegistrationExpired => boot_ended(machine, FailureCause::RegistrationExpired),
-        Event::CreationFailed { why } => boot_ended(machine, why.cause()),
-        Event::ServerGone => Ok(server_gone(machine)),
-        Event::ServerFound => Ok(server_found(&machine.state)),
+        Event::Registered { server_type } => apply_registration(machine, server_type.clone()),
+        Event::BootFailureReported => apply_boot_failure(machine, FailureCause::BootReported),
+        Event::RegistrationExpired => apply_boot_failure(machine, FailureCause::RegistrationExpired),
+        Event::CreationFailed { why } => apply_boot_failure(machine, why.cause()),
+        Event::ServerGone => Ok(apply_server_gone(machine)),
+        Event::ServerFound => Ok(apply_server_found(&machine.state)),
         Event::ProvisionRequested { restore } => Ok(match machine.state {
             State::Failed { .. } => replace(machine, Status::Provisioning, *restore),
             _ => Outcome::Unchanged,
@@ -65,14 +65,14 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
             _ => refuse(machine, &[Status::Running]),
         },
         Event::ResizeSucceeded => {
-            resize_ended(machine, |_, to| moved(State::Running { server_type: to }, vec![]))
+            apply_resize_end(machine, |_, to| moved(State::Running { server_type: to }, vec![]))
         }
-        Event::ResizeReverted => resize_ended(machine, |from, _| {
+        Event::ResizeReverted => apply_resize_end(machine, |from, _| {
             let cause = FailureCause::Resize;
             moved(State::Running { server_type: from }, vec![Effect::FailOperation { cause }])
         }),
-        Event::ResizeFailed => resize_ended(machine, |_, _| failed_resize()),
-        Event::OperationAbandoned => boot_ended(machine, FailureCause::Abandoned),
+        Event::ResizeFailed => apply_resize_end(machine, |_, _| failed_resize()),
+        Event::OperationAbandoned => apply_boot_failure(machine, FailureCause::Abandoned),
         // The machine holds its slot already.
         Event::Reinstated { .. } | Event::SuccessorDeleted => Ok(Outcome::Unchanged),
         Event::ResumeRequested { server_type } => match machine.state {
@@ -87,7 +87,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
             _ => Outcome::Unchanged,
         }),
         Event::HealthyHeartbeat { epoch, server_type } => Ok(match machine.state {
-            State::Failed { cause } if cause.heals() && *epoch == machine.epoch => {
+            State::Failed { cause } if cause.is_healed_by_heartbeat() && *epoch == machine.epoch => {
                 moved(State::Running { server_type: server_type.clone() }, vec![])
             }
             _ => Outcome::Unchanged,
@@ -123,12 +123,11 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
     }
 }
 
-/// Reports about an ended machine have no effect and requests are refused, unless the slot needs its last machine
-/// back.
+/// Reports about an ended machine have no effect, and requests for it are refused, unless it gets its slot back.
 fn transition_ended(was: &State, event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
     match event {
-        Event::Reinstated { epoch, power } => reinstated(was, *epoch, *power, refusal),
-        Event::ServerFound => Ok(match server_found(was) {
+        Event::Reinstated { epoch, power } => apply_reinstatement(was, *epoch, *power, refusal),
+        Event::ServerFound => Ok(match apply_server_found(was) {
             Outcome::Moved { next, effects } => {
                 let was = Box::new(next);
                 let ended = match refusal {
@@ -158,17 +157,24 @@ fn transition_ended(was: &State, event: &Event, refusal: Refusal) -> Result<Outc
     }
 }
 
-/// The machine takes its slot back in its previous state. If its server may be off or a resize was cancelled, it
-/// waits for its host's heartbeat first.
-fn reinstated(was: &State, epoch: Epoch, power: ServerPower, refusal: Refusal) -> Result<Outcome, Refusal> {
+/// Returns the slot to the machine in its previous state. If its server may be off or a resize was cancelled, the
+/// machine first waits for its host's heartbeat.
+fn apply_reinstatement(
+    was: &State,
+    epoch: Epoch,
+    power: ServerPower,
+    refusal: Refusal,
+) -> Result<Outcome, Refusal> {
     let next = match was {
         State::Running { server_type } if power == ServerPower::On => {
             State::Running { server_type: server_type.clone() }
         }
         State::Running { .. } | State::Resizing { .. } => State::Failed { cause: FailureCause::Reinstating },
-        State::Failed { cause } if cause.heals() => State::Failed { cause: FailureCause::Reinstating },
+        State::Failed { cause } if cause.is_healed_by_heartbeat() => {
+            State::Failed { cause: FailureCause::Reinstating }
+        }
         State::Failed { cause } => State::Failed { cause: *cause },
-        // It never served, so there is no state to return to.
+        // The machine never served, so there is no state to return to.
         State::Provisioning | State::Recovering | State::Retired { .. } | State::Deleted { .. } => {
             return Err(refusal);
         }
@@ -176,15 +182,15 @@ fn reinstated(was: &State, epoch: Epoch, power: ServerPower, refusal: Refusal) -
     Ok(moved(next, vec![Effect::CancelOperation, Effect::Reinstate { epoch }]))
 }
 
-fn registered(machine: &Machine, server_type: ServerType) -> Result<Outcome, Refusal> {
+fn apply_registration(machine: &Machine, server_type: ServerType) -> Result<Outcome, Refusal> {
     match machine.state {
         State::Provisioning | State::Recovering => Ok(moved(State::Running { server_type }, vec![])),
         _ => refuse(machine, &[Status::Provisioning, Status::Recovering]),
     }
 }
 
-/// A failed boot has no effect on a machine that runs or has failed.
-fn boot_ended(machine: &Machine, cause: FailureCause) -> Result<Outcome, Refusal> {
+/// A failed boot changes only a machine that is booting.
+fn apply_boot_failure(machine: &Machine, cause: FailureCause) -> Result<Outcome, Refusal> {
     match machine.state {
         State::Provisioning | State::Recovering => Ok(failed_boot(cause)),
         _ if cause == FailureCause::BootReported => {
@@ -194,19 +200,21 @@ fn boot_ended(machine: &Machine, cause: FailureCause) -> Result<Outcome, Refusal
     }
 }
 
-fn server_gone(machine: &Machine) -> Outcome {
+fn apply_server_gone(machine: &Machine) -> Outcome {
     match machine.state {
         State::Running { .. } => failed(FailureCause::ServerGone),
         // A failure that a heartbeat would end becomes permanent once the server is missing. The server may still
         // exist and be off.
         State::Resizing { .. } => failed_while_off(FailureCause::ServerGone),
-        State::Failed { cause } if cause.heals() => failed_while_off(FailureCause::ServerGone),
+        State::Failed { cause } if cause.is_healed_by_heartbeat() => {
+            failed_while_off(FailureCause::ServerGone)
+        }
         _ => Outcome::Unchanged,
     }
 }
 
-/// The machine runs again after its host's next heartbeat.
-fn server_found(state: &State) -> Outcome {
+/// The host's next healthy heartbeat makes the machine `running` again.
+fn apply_server_found(state: &State) -> Outcome {
     match state {
         State::Failed { cause: FailureCause::ServerGone } => {
             moved(State::Failed { cause: FailureCause::Reinstating }, vec![])
@@ -215,7 +223,7 @@ fn server_found(state: &State) -> Outcome {
     }
 }
 
-fn resize_ended(
+fn apply_resize_end(
     machine: &Machine,
     end: impl FnOnce(ServerType, ServerType) -> Outcome,
 ) -> Result<Outcome, Refusal> {
@@ -241,7 +249,7 @@ fn failed_while_off(cause: FailureCause) -> Outcome {
     )
 }
 
-/// A machine that never served returns its slot.
+/// A machine that never served gives its slot back.
 fn failed_boot(cause: FailureCause) -> Outcome {
     moved(
         State::Failed { cause },

@@ -1,7 +1,8 @@
-//! Alarms: problems of the whole fleet or the provider rather than of a single machine. `fleet` lists them.
+//! Alarms: problems of the whole fleet or of the provider, not of a single machine. `svcctl fleet` lists them.
 //!
-//! A fuse alarm blocks work until its cause is gone or an operator releases it; the others only inform. The release of
-//! `servers_missing` expires; the release of `unknown_servers` applies only to the servers listed at that time.
+//! A fuse alarm blocks work until its cause is resolved or an operator releases it; other alarms are informational. The
+//! release of `servers_missing` expires; the release of `unknown_servers` applies only to the servers listed at that
+//! time.
 
 use std::time::Duration;
 
@@ -18,16 +19,16 @@ use svc_http::problem::chain;
 use svc_provider::{ErrorKind, ProviderError};
 use svc_wire::alarm as wire;
 
-/// How long a released fuse allows work. Unknown servers are released one by one instead.
+/// How long a released fuse allows work. Does not apply to unknown servers, which are released individually.
 pub const RELEASE_TTL: Duration = Duration::from_secs(3600);
-/// Exceeds the interval at which a persisting cause raises the alarm again.
+/// Longer than the interval at which a persistent cause raises the alarm again.
 const INFO_TTL: Duration = Duration::from_secs(300);
 /// How long a single event is shown.
 const EVENT_TTL: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Alarm {
-    /// The provider does not list many servers of live machines: none of these machines is marked as failed.
+    /// The provider's list lacks the servers of many live machines: none of these machines is marked as failed.
     ServersMissing,
     /// The provider lists servers of this installation that have no row: none is deleted until it is released.
     UnknownServers,
@@ -40,7 +41,7 @@ pub enum Alarm {
     DatabaseBehindStore,
     /// A slot's fence is signed, but no current platform key verifies it.
     UnverifiedFence,
-    /// Hosts send tokens that were made with no current platform key.
+    /// Hosts send tokens that were not made with a current platform key.
     HostTokensRefused,
     /// The verification of a release has paused its rollout.
     RolloutHalted,
@@ -75,7 +76,7 @@ impl Alarm {
         }
     }
 
-    /// Lifetime of the alarm unless it is raised again.
+    /// Time after which the alarm expires unless it is raised again.
     fn ttl(self) -> Duration {
         match self {
             Self::DatabaseBehindStore | Self::UnverifiedFence => EVENT_TTL,
@@ -83,17 +84,17 @@ impl Alarm {
         }
     }
 
-    /// Whether it blocks work until an operator releases it.
+    /// Whether the alarm blocks work until its cause is resolved or an operator releases it.
     pub fn is_fuse(self) -> bool {
         matches!(self, Self::ServersMissing | Self::UnknownServers)
     }
 
-    /// When an alarm that is not a fuse ends.
+    /// Describes when an alarm that is not a fuse ends.
     pub fn ends_when(self) -> &'static str {
         match self {
             Self::DatabaseBehindStore | Self::UnverifiedFence => "a day after it was last raised",
             Self::RolloutHalted => "when an operator resumes or aborts the rollout",
-            _ => "automatically, a few minutes after its cause is gone",
+            _ => "automatically, a few minutes after its cause is resolved",
         }
     }
 
@@ -125,10 +126,10 @@ impl Alarm {
             }
             Self::UnverifiedFence => {
                 "check whether PLATFORM_KEY is the current key, or an older one restored with the database: `svcctl doctor \
-                 platform` compares it with the store. If it is right, the hosts of these slots forged the signatures"
+                 platform` compares it with the store. If it is current, the hosts of these slots forged the signatures"
             }
             Self::HostTokensRefused => {
-                "these hosts send tokens that PLATFORM_KEY did not make: recover none of them before `svcctl doctor \
+                "these hosts send tokens that were not made with PLATFORM_KEY: recover none of them before `svcctl doctor \
                  platform` confirms that the platform's keys are current. If they are, the tokens are forged"
             }
             Self::RolloutHalted => {
@@ -138,8 +139,8 @@ impl Alarm {
         }
     }
 
-    /// The alarm for a failure of the account or the provider rather than a machine.
-    pub fn of_provider(error: &ProviderError) -> Option<Self> {
+    /// The alarm for an error that concerns the whole account; `None` for errors of a single server.
+    pub fn from_provider_error(error: &ProviderError) -> Option<Self> {
         if error.kind() != ErrorKind::Account {
             return None;
         }
@@ -159,7 +160,8 @@ impl std::str::FromStr for Alarm {
     }
 }
 
-/// Raises an alarm that expires unless it is raised again. An error is logged, because the caller's work matters more.
+/// Raises an alarm that expires unless it is raised again. An error is only logged, so that it does not interrupt the
+/// caller.
 pub async fn raise_or_log(platform: &Platform, alarm: Alarm, detail: &Value) {
     let raised = async {
         let session = platform.db.session().await?;
@@ -182,13 +184,13 @@ pub async fn raise_or_log(platform: &Platform, alarm: Alarm, detail: &Value) {
 
 /// Raises the alarm for a provider error that concerns the account.
 pub async fn raise_for_provider_error(platform: &Platform, error: &ProviderError) {
-    if let Some(alarm) = Alarm::of_provider(error) {
+    if let Some(alarm) = Alarm::from_provider_error(error) {
         raise_or_log(platform, alarm, &json!({})).await;
     }
 }
 
-/// Ends the alarm about the project's limit: the provider has accepted an order. An error is logged, because the alarm
-/// expires anyway.
+/// Ends the alarm about the project's limit after the provider has accepted an order. An error is only logged, because
+/// the alarm expires anyway.
 pub async fn end_provider_limit(platform: &Platform) {
     let cleared = async {
         let session = platform.db.session().await?;
@@ -203,12 +205,12 @@ pub async fn end_provider_limit(platform: &Platform) {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fuse {
     Closed,
-    /// It blocks work until the cause is gone or an operator releases it.
+    /// Blocks work until the cause is resolved or an operator releases the alarm.
     Tripped,
 }
 
-/// Decides whether a pass may destroy `remaining` resources. A tripped fuse stays tripped until none remain: neither a
-/// slowly growing list nor an operator who resolves the cases one by one may let the last few through.
+/// Decides whether a reconciler pass may destroy `remaining` resources. A tripped fuse stays tripped until none remain,
+/// so that the last few are not destroyed when the number falls below the limit.
 pub async fn check_fuse(
     client: &impl GenericClient,
     alarm: Alarm,
@@ -227,7 +229,7 @@ pub async fn check_fuse(
     Ok(if row.is_released { Fuse::Closed } else { Fuse::Tripped })
 }
 
-/// Keeps an alarm raised while its cause remains.
+/// Keeps an alarm raised while its cause persists.
 pub async fn raise_while(
     client: &impl GenericClient,
     alarm: Alarm,
@@ -276,7 +278,8 @@ pub fn resource(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
         seen_at: row.seen_at.into(),
         detail: row.detail.as_object().cloned().unwrap_or_default().into_iter().collect(),
         released_until: released_until.map(Into::into),
-        next: next.unwrap_or_else(|| "an alarm that this release does not know: update svcctl".to_owned()),
+        next: next
+            .unwrap_or_else(|| "this release does not support the alarm: update the platform".to_owned()),
     }
 }
 
@@ -299,8 +302,8 @@ fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownS
             None => alarm.advice().to_owned(),
         },
         (Alarm::ServersMissing, Some(end)) => format!(
-            "released: machines whose servers the provider does not list fail until {}; after that, the alarm holds them \
-             again",
+            "released: machines whose servers the provider does not list are marked as failed until {}; after that, the \
+             alarm blocks this again",
             until(end)
         ),
         _ => alarm.advice().to_owned(),
@@ -318,7 +321,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limit_is_four_or_two_percent() {
+    fn max_missing_servers_is_four_or_two_percent() {
         for (live, expected) in [(0, 4), (6, 4), (249, 4), (250, 5), (10_000, 200)] {
             assert_eq!(max_missing_servers(live), expected, "{live}");
         }

@@ -1,4 +1,5 @@
-//! The migrations are embedded by a macro, which cargo does not see reading them.
+//! Rebuilds the crate when a migration changes: a macro embeds the migrations, and cargo does not track the files that
+//! a macro reads.
 
 fn main() {
     println!("cargo:rerun-if-changed=../../migrations");

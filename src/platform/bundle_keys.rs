@@ -1,6 +1,6 @@
-//! Reports which hosts trust which release keys, pure: an operator needs this before a key is dropped.
+//! Reports which hosts trust which release keys. An operator needs this report before removing a key.
 //!
-//! Reads no clock and no database: its input is the fleet's rows and the platform's own keys.
+//! Pure: the input is the fleet's rows and the platform's own keys.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,18 +10,18 @@ use svc_store::bundle::{MAX_KEYS, TrustedKeys};
 use svc_wire::fleet::{BundleKey, BundleKeys};
 use svc_wire::text::Text;
 
-/// Maximum handles listed per key; the total counts all machines.
+/// Maximum number of handles listed per key; the totals count all machines.
 const MAX_HANDLES: usize = 20;
-/// Maximum keys listed: the platform's, and the most widely trusted others.
+/// Maximum number of keys listed: the platform's keys, then the most widely trusted other keys.
 const MAX_LISTED_KEYS: usize = 2 * MAX_KEYS;
 
 /// `bundleKeys` of `GET /vps/fleet`: the hosts that trust each key, those that do not, and those that have not
 /// reported.
 ///
-/// `sequence` is `BUNDLE_KEYS_SEQUENCE`: a host with a later set shows that the variable was not raised with a
-/// release, so that new hosts start with an earlier set.
-pub fn summary(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> BundleKeys {
-    // A booting machine has the keys of its user-data, and reports them once it runs.
+/// `sequence` is `BUNDLE_KEYS_SEQUENCE`. If a host has a later key set, the variable was not raised when a release was
+/// published, and new hosts start with an outdated set.
+pub fn summarize(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> BundleKeys {
+    // A booting machine has the keys from its user-data and reports them only once it is running.
     let booted: Vec<&FleetRow> =
         rows.iter().filter(|row| !matches!(row.status.as_str(), "provisioning" | "recovering")).collect();
     let reporting: Vec<(&str, BTreeSet<&str>)> = booted
@@ -55,12 +55,12 @@ fn listed_handles<'a>(handles: impl Iterator<Item = &'a &'a str>) -> Vec<Text<Ha
     handles.take(MAX_HANDLES).map(|handle| Text::stored(*handle)).collect()
 }
 
-/// The keys with an entry, at most [`MAX_LISTED_KEYS`]: each entry reads every row.
+/// The keys that get an entry. They are limited to [`MAX_LISTED_KEYS`] because each entry scans every row.
 fn listed_keys<'a>(own: &'a [String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
     own.iter().map(String::as_str).chain(other_keys(own, reporting)).take(MAX_LISTED_KEYS).collect()
 }
 
-/// Keys that hosts trust and the platform does not, most widely trusted first.
+/// Keys that hosts trust but the platform does not, most widely trusted first.
 fn other_keys<'a>(own: &[String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     for id in reporting.iter().flat_map(|(_, ids)| ids).filter(|id| !own.iter().any(|own| own == *id)) {
@@ -105,51 +105,51 @@ mod tests {
         let configured: TrustedKeys = format!("{OLD},{NEW}").parse().unwrap();
         let ids = configured.ids();
         let (old, new) = (ids[0].as_str(), ids[1].as_str());
-        let stranger = "0123456789abcdef";
-        let boots = FleetRow { status: "provisioning".to_owned(), ..row("eve", None) };
+        let unconfigured = "0123456789abcdef";
+        let booting = FleetRow { status: "provisioning".to_owned(), ..row("eve", None) };
         let rows = [
             row("ada", Some(&[old, new])),
             row("bob", Some(&[old])),
-            row("cy", Some(&[old, stranger])),
+            row("cy", Some(&[old, unconfigured])),
             row("dan", None),
-            boots,
+            booting,
         ];
-        let seen = summary(&rows, &configured, 1);
+        let report = summarize(&rows, &configured, 1);
         let expected = json!({
             "keys": [
                 {"keyId": old, "isConfigured": true, "trusting": 3, "trustingHandles": ["ada", "bob", "cy"],
                  "notTrusting": 0, "notTrustingHandles": []},
                 {"keyId": new, "isConfigured": true, "trusting": 1, "trustingHandles": ["ada"],
                  "notTrusting": 2, "notTrustingHandles": ["bob", "cy"]},
-                {"keyId": stranger, "isConfigured": false, "trusting": 1, "trustingHandles": ["cy"],
+                {"keyId": unconfigured, "isConfigured": false, "trusting": 1, "trustingHandles": ["cy"],
                  "notTrusting": 2, "notTrustingHandles": ["ada", "bob"]},
             ],
             "notReporting": 1,
             "notReportingHandles": ["dan"],
             "sequence": 1, "highestSequence": null, "ahead": 0, "aheadHandles": [],
         });
-        assert_eq!(json!(seen), expected);
+        assert_eq!(json!(report), expected);
     }
 
     #[test]
     fn summary_names_hosts_ahead_of_configured_sequence() {
-        let seen = summary(&[row("ada", Some(&[OLD])), row("bob", None)], &TrustedKeys::default(), 0);
-        assert_eq!((seen.sequence, seen.highest_sequence, seen.ahead), (0, Some(1), 1));
-        assert_eq!(json!(seen.ahead_handles), json!(["ada"]));
+        let report = summarize(&[row("ada", Some(&[OLD])), row("bob", None)], &TrustedKeys::default(), 0);
+        assert_eq!((report.sequence, report.highest_sequence, report.ahead), (0, Some(1), 1));
+        assert_eq!(json!(report.ahead_handles), json!(["ada"]));
     }
 
     #[test]
-    fn keys_and_handles_are_bounded() {
+    fn summary_limits_keys_and_handles() {
         let rows: Vec<FleetRow> = (0..200).map(|n| row("ada", Some(&[&format!("{n:016x}")]))).collect();
-        let seen = summary(&rows, &TrustedKeys::default(), 0);
-        assert_eq!(seen.keys.len(), MAX_LISTED_KEYS);
-        assert_eq!(seen.keys[0].not_trusting, 199);
-        assert_eq!(seen.keys[0].not_trusting_handles.len(), MAX_HANDLES);
+        let report = summarize(&rows, &TrustedKeys::default(), 0);
+        assert_eq!(report.keys.len(), MAX_LISTED_KEYS);
+        assert_eq!(report.keys[0].not_trusting, 199);
+        assert_eq!(report.keys[0].not_trusting_handles.len(), MAX_HANDLES);
         let reporting: Vec<_> = rows
             .iter()
             .filter_map(|row| row.bundle_keys.as_ref())
             .map(|(_, ids)| ("ada", ids.iter().map(String::as_str).collect()))
             .collect();
-        assert_eq!(listed_keys(&[], &reporting).len(), MAX_LISTED_KEYS, "only these get entries");
+        assert_eq!(listed_keys(&[], &reporting).len(), MAX_LISTED_KEYS, "number of keys with an entry");
     }
 }

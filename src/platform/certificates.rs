@@ -1,7 +1,7 @@
-//! Pure functions that report which machines have a certificate that clients with public roots accept. Operators need
-//! this before they enable `CUSTOMER_VPS_TLS_VERIFY` and while it is enabled.
+//! Reports which machines have a certificate that clients with public roots accept. Operators need this report before
+//! they enable `CUSTOMER_VPS_TLS_VERIFY` and while it is enabled.
 //!
-//! Reads no clock and no database: its input is the fleet's rows.
+//! Pure: the input is the fleet's rows.
 
 use super::db::fleet::{FleetRow, ReportedCertificate};
 use super::host_trust::HostTrust;
@@ -13,7 +13,7 @@ use svc_wire::text::Text;
 const EXPIRING_WITHIN_SECONDS: f64 = 14.0 * 86_400.0;
 /// For short-lived certificates, the remaining fraction of the lifetime: half of the fraction at which renewal is due.
 const EXPIRING_FRACTION: f64 = 1.0 / 6.0;
-/// Maximum handles listed; the totals count all machines.
+/// Maximum number of handles listed; the totals count all machines.
 const MAX_HANDLES: usize = 20;
 
 /// The state of a machine's certificate.
@@ -27,12 +27,12 @@ pub enum CertificateState {
 }
 
 impl CertificateState {
-    /// The state for clients that connect by this name, or by address if it is `None`.
-    pub fn of(certificate: Option<&ReportedCertificate>, name: Option<&str>) -> Self {
+    /// Classifies a certificate for clients that connect by `name`, or by address if it is `None`.
+    pub fn classify(certificate: Option<&ReportedCertificate>, name: Option<&str>) -> Self {
         let matches_name =
             |reported: &ReportedCertificate| name.is_none() || reported.host_name.as_deref() == name;
         match certificate {
-            // After a change of the domain, the name changes at once and the certificate later.
+            // After a change of the domain, the name changes immediately, but the certificate only later.
             Some(reported) if reported.is_trusted && reported.expires_in > 0.0 && matches_name(reported) => {
                 let threshold = EXPIRING_WITHIN_SECONDS.min(reported.lifetime * EXPIRING_FRACTION);
                 if reported.expires_in < threshold { Self::Expiring } else { Self::Trusted }
@@ -44,19 +44,20 @@ impl CertificateState {
 
 fn state_of(row: &FleetRow, trust: &HostTrust) -> CertificateState {
     let name = trust.domain.as_ref().map(|domain| domain.host_name(row.machine));
-    CertificateState::of(row.certificate.as_ref(), name.as_deref())
+    CertificateState::classify(row.certificate.as_ref(), name.as_deref())
 }
 
-/// Whether the machine should have a certificate: a booting one has none yet, and one that is off cannot renew it.
+/// Whether the machine should have a certificate: a booting machine has none yet, and a machine that is off cannot renew
+/// its certificate.
 fn is_expected(row: &FleetRow) -> bool {
     !matches!(row.status.as_str(), "provisioning" | "recovering" | "failed") && row.powered_off_age.is_none()
 }
 
-/// The reason of a machine that nothing reaches.
+/// Attention reason for a machine that is unreachable because it has no trusted certificate.
 pub const MISSING: &str = "certificate_missing";
 
-/// Why a machine's certificate needs attention.
-pub fn attention(row: &FleetRow, trust: &HostTrust) -> Option<&'static str> {
+/// Why a machine's certificate needs an operator's attention.
+pub fn attention_reason(row: &FleetRow, trust: &HostTrust) -> Option<&'static str> {
     if !is_expected(row) {
         return None;
     }
@@ -72,7 +73,7 @@ pub fn attention(row: &FleetRow, trust: &HostTrust) -> Option<&'static str> {
 }
 
 /// `certificates` of `GET /vps/fleet`; `None` without `HOST_DOMAIN`.
-pub fn summary(rows: &[FleetRow], trust: &HostTrust) -> Option<Certificates> {
+pub fn summarize(rows: &[FleetRow], trust: &HostTrust) -> Option<Certificates> {
     trust.domain.as_ref()?;
     let of_state = |state: CertificateState| {
         rows.iter().filter(move |row| is_expected(row) && state_of(row, trust) == state)
@@ -107,29 +108,29 @@ mod tests {
         let (expires_in, lifetime) = (expires_in_days * DAY, lifetime_days * DAY);
         let host_name = Some("a.example.com".to_owned());
         let reported = ReportedCertificate { host_name, is_trusted, expires_in, lifetime };
-        CertificateState::of(Some(&reported), Some("a.example.com"))
+        CertificateState::classify(Some(&reported), Some("a.example.com"))
     }
 
     #[test]
-    fn certificate_of_another_name_counts_as_missing() {
+    fn certificate_for_another_name_counts_as_missing() {
         let host_name = Some("a.example.com".to_owned());
         let reported =
             ReportedCertificate { host_name, is_trusted: true, expires_in: 60.0 * DAY, lifetime: 90.0 * DAY };
-        let state = |name| CertificateState::of(Some(&reported), name);
+        let state = |name| CertificateState::classify(Some(&reported), name);
         assert_eq!(state(Some("a.example.com")), CertificateState::Trusted);
         assert_eq!(state(Some("a.example.org")), CertificateState::Missing);
         assert_eq!(state(None), CertificateState::Trusted);
     }
 
     #[test]
-    fn certificate_is_expiring_within_14_days_or_sixth_of_lifetime() {
+    fn certificate_is_expiring_in_14_days_or_sixth_of_lifetime() {
         assert_eq!(state(true, 14.1, 90.0), CertificateState::Trusted);
         assert_eq!(state(true, 13.9, 90.0), CertificateState::Expiring);
-        assert_eq!(state(true, 1.1, 6.0), CertificateState::Trusted, "its renewal is due at two days");
+        assert_eq!(state(true, 1.1, 6.0), CertificateState::Trusted, "renewal is due two days before expiry");
         assert_eq!(state(true, 0.9, 6.0), CertificateState::Expiring);
         assert_eq!(state(true, -0.1, 90.0), CertificateState::Missing);
         assert_eq!(state(false, 60.0, 90.0), CertificateState::Missing);
-        assert_eq!(CertificateState::of(None, None), CertificateState::Missing);
+        assert_eq!(CertificateState::classify(None, None), CertificateState::Missing);
     }
 
     #[test]
@@ -151,14 +152,14 @@ mod tests {
         let off = FleetRow { powered_off_age: Some(60.0), ..row("fay", None) };
         let rows =
             [row("ada", reported(60.0 * DAY)), row("bob", reported(DAY)), row("cy", None), booting, off];
-        assert!(summary(&rows, &HostTrust::pin_only()).is_none());
+        assert!(summarize(&rows, &HostTrust::pin_only()).is_none());
         let trust = HostTrust { domain: Some(domain), chain: None };
         let expected = json!({
             "isRequired": false, "trusted": 1, "expiring": 1, "expiringHandles": ["bob"],
             "missing": 1, "missingHandles": ["cy"], "exempt": 0,
         });
-        assert_eq!(json!(summary(&rows, &trust).unwrap()), expected);
-        assert_eq!(attention(&rows[1], &trust), Some("certificate_expiring"));
-        assert_eq!(attention(&rows[2], &trust), None, "no client needs it");
+        assert_eq!(json!(summarize(&rows, &trust).unwrap()), expected);
+        assert_eq!(attention_reason(&rows[1], &trust), Some("certificate_expiring"));
+        assert_eq!(attention_reason(&rows[2], &trust), None, "no client needs the certificate");
     }
 }

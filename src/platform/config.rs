@@ -1,6 +1,6 @@
-//! The platform's configuration, from environment variables; every mistake is reported at once.
+//! The platform's configuration, read from environment variables. All invalid settings are reported together.
 //!
-//! Owns names, defaults and checks of the variables. The invariant: every value that passes is usable.
+//! Invariant: every value in a [`PlatformConfig`] has been validated.
 
 mod connections;
 mod keys;
@@ -32,13 +32,13 @@ pub use self::router::{HostAndPort, RouterConfig};
 
 /// All settings of `svc-platform`.
 pub struct PlatformConfig {
-    pub api: Listen,
-    pub router: Listen,
+    pub api: ListenerConfig,
+    pub router: ListenerConfig,
     pub routing: RouterConfig,
     pub database: tokio_postgres::Config,
-    /// Derive the host tokens and the key that seals signing keys.
+    /// The keys from which host tokens and the key that seals signing keys are derived.
     pub keys: PlatformKeys,
-    /// The bearer token with every scope.
+    /// The bearer token that has every scope.
     pub secret: SecretString,
     pub provisioning: Provisioning,
     pub hosts: HostSettings,
@@ -53,7 +53,7 @@ pub struct PlatformConfig {
 }
 
 impl PlatformConfig {
-    /// The warning if `HOST_DOMAIN` belongs to the same site as one of the platform's own hosts.
+    /// Returns a warning if `HOST_DOMAIN` belongs to the same site as one of the platform's own hosts.
     pub fn shared_site_warning(&self) -> Option<String> {
         let domain = self.hosts.domain.as_ref()?;
         let RouterConfig { app_host, code_host, sign_in, .. } = &self.routing;
@@ -67,16 +67,16 @@ impl PlatformConfig {
         .unzip();
         let site = site.first()?;
         Some(format!(
-            "HOST_DOMAIN ({}) is of the same site ({site}) as {}: an owner with root whose machine is reachable by its \
-             name serves pages of that site, and sets cookies for {site}",
+            "HOST_DOMAIN ({}) belongs to the same site ({site}) as {}: an owner with root access whose machine is \
+             reachable by its name can serve pages of that site and set cookies for {site}",
             domain.as_str(),
             names.join(" and ")
         ))
     }
 }
 
-/// A listener. Without a certificate it speaks plain HTTP.
-pub struct Listen {
+/// The settings of a listener. Without a certificate, it serves plain HTTP.
+pub struct ListenerConfig {
     pub address: SocketAddr,
     pub tls: Option<TlsFiles>,
 }
@@ -95,12 +95,12 @@ pub struct Timing {
     pub registration_ttl: Duration,
     /// Deadline after which an unreachable host is skipped without a final backup.
     pub last_backup_deadline: Duration,
-    /// Stall timeout of a final backup; then the operation waits for an operator.
+    /// Time without progress after which a final backup waits for an operator.
     pub last_backup_stall: Duration,
-    /// Time limit of a final backup; then the operation waits for an operator.
+    /// Total time after which a final backup waits for an operator.
     pub last_backup_limit: Duration,
-    /// Time beyond the shutdown timeout in which a provider may fail to switch a replaced server off. Then the
-    /// replacement continues: the fence protects the data.
+    /// How long switching off a replaced server is retried after the shutdown timeout. Then the replacement continues:
+    /// the fence protects the data.
     pub power_off_retry: Duration,
     /// Retention of a replaced server after its successor's first healthy heartbeat.
     pub predecessor_keep: Duration,
@@ -110,24 +110,25 @@ pub struct Timing {
     pub max_clock_skew: Duration,
     /// Interval at which the runner polls for due operations.
     pub poll: Duration,
-    /// Lease after which a silent process loses its step.
+    /// Duration of a lease: a process that does not renew it within this time loses its step.
     pub lease: Duration,
+    /// Interval between passes of the reconciler.
     pub reconcile: Duration,
     /// Timeout of a host's shutdown; then its power is cut.
     pub resize_shutdown: Duration,
-    /// Timeout of a type change after that; then it is abandoned.
+    /// Timeout of the change of the server type after the shutdown; then the change is abandoned.
     pub resize_change: Duration,
-    /// Timeout of switching a resized server on, and again of its first healthy heartbeat.
+    /// Timeout of switching on a resized server; the same timeout applies to its first healthy heartbeat.
     pub resize_health: Duration,
-    /// An operation without progress for this long fails.
+    /// Time without progress after which an operation fails.
     pub operation_deadline: Duration,
-    /// So does an operation that takes this long in total, and a boot without a registration by then.
+    /// Total time after which an operation fails, as does a boot without a registration.
     pub operation_limit: Duration,
-    /// Minimum silence of a host before its server counts as gone.
+    /// Minimum time without a heartbeat before a host's server can count as gone.
     pub server_silence: Duration,
     /// Minimum time between provider lookups of one machine's server that heartbeats trigger.
     pub server_check: Duration,
-    /// Grace period of a server with this installation's label and no known machine.
+    /// Grace period before a server that has this installation's label but no known machine is deleted.
     pub orphan_grace: Duration,
     /// Timeout for a host's first report after an update request.
     pub rollout_silence: Duration,
@@ -160,9 +161,9 @@ pub struct Retention {
 pub struct KeyTiming {
     /// Age at which a key gets a successor.
     pub rotate: Duration,
-    /// How long an old key stays after every host has acknowledged the new one.
+    /// How long an old key remains active after every host has acknowledged the new one.
     pub overlap: Duration,
-    /// A host without a heartbeat for this long is not waited for.
+    /// Time without a heartbeat after which rotation no longer waits for a host.
     pub max_silence: Duration,
 }
 
@@ -174,60 +175,65 @@ impl PlatformConfig {
         env.finish(built)
     }
 
-    /// Only the listener of the API.
-    pub fn api(env: &mut Env) -> Listen {
-        listen(env, &vars::PLATFORM_LISTEN, &vars::PLATFORM_TLS_CERT_FILE, &vars::PLATFORM_TLS_KEY_FILE)
+    /// Reads only the settings of the API's listener.
+    pub fn read_api_listener(env: &mut Env) -> ListenerConfig {
+        read_listener(
+            env,
+            &vars::PLATFORM_LISTEN,
+            &vars::PLATFORM_TLS_CERT_FILE,
+            &vars::PLATFORM_TLS_KEY_FILE,
+        )
     }
 
     fn build(env: &mut Env) -> Option<Self> {
-        let api = Self::api(env);
+        let api = Self::read_api_listener(env);
         let router =
-            listen(env, &vars::ROUTER_LISTEN, &vars::ROUTER_TLS_CERT_FILE, &vars::ROUTER_TLS_KEY_FILE);
+            read_listener(env, &vars::ROUTER_LISTEN, &vars::ROUTER_TLS_CERT_FILE, &vars::ROUTER_TLS_KEY_FILE);
         let routing = RouterConfig::read(env);
-        let database = database(env);
+        let database = read_database(env);
         let keys = keys::read(env);
-        let secret = platform_secret(env);
-        let provisioning = provisioning::provisioning(env);
+        let secret = read_platform_secret(env);
+        let provisioning = provisioning::read_provisioning(env);
         let hosts = HostSettings::read(env);
         let trust = HostTrust::read(env, hosts.as_ref().and_then(|hosts| hosts.domain.clone()));
-        let provider = provisioning::provider(env);
+        let provider = provisioning::read_provider(env);
         let store = StoreConfig::read(env);
         let host_credentials = HostCredentials::read(env, store.as_ref());
         let connections = Connections::read(env);
         let rates = RateConfig::read(env);
         let timing = Timing {
-            registration_ttl: seconds(env, &vars::REGISTRATION_TTL_SECONDS),
-            last_backup_deadline: seconds(env, &vars::LAST_BACKUP_DEADLINE_SECONDS),
-            last_backup_stall: seconds(env, &vars::LAST_BACKUP_STALL_SECONDS),
-            last_backup_limit: seconds(env, &vars::LAST_BACKUP_LIMIT_SECONDS),
-            power_off_retry: seconds(env, &vars::POWER_OFF_RETRY_SECONDS),
-            predecessor_keep: seconds(env, &vars::PREDECESSOR_KEEP_SECONDS),
-            delete_grace: seconds(env, &vars::DELETE_GRACE_SECONDS),
+            registration_ttl: read_seconds(env, &vars::REGISTRATION_TTL_SECONDS),
+            last_backup_deadline: read_seconds(env, &vars::LAST_BACKUP_DEADLINE_SECONDS),
+            last_backup_stall: read_seconds(env, &vars::LAST_BACKUP_STALL_SECONDS),
+            last_backup_limit: read_seconds(env, &vars::LAST_BACKUP_LIMIT_SECONDS),
+            power_off_retry: read_seconds(env, &vars::POWER_OFF_RETRY_SECONDS),
+            predecessor_keep: read_seconds(env, &vars::PREDECESSOR_KEEP_SECONDS),
+            delete_grace: read_seconds(env, &vars::DELETE_GRACE_SECONDS),
             max_clock_skew: Duration::from_millis(env.or_default(&vars::MAX_CLOCK_SKEW_MS)),
             poll: Duration::from_millis(env.or_default::<u64>(&vars::PLATFORM_POLL_MS).max(10)),
-            lease: seconds(env, &vars::PLATFORM_LEASE_SECONDS).max(Duration::from_secs(1)),
-            reconcile: seconds(env, &vars::RECONCILE_SECONDS).max(Duration::from_secs(1)),
-            resize_shutdown: seconds(env, &vars::RESIZE_SHUTDOWN_SECONDS),
-            resize_change: seconds(env, &vars::RESIZE_CHANGE_SECONDS),
-            resize_health: seconds(env, &vars::RESIZE_HEALTH_SECONDS),
-            operation_deadline: seconds(env, &vars::OPERATION_DEADLINE_SECONDS),
-            operation_limit: seconds(env, &vars::OPERATION_LIMIT_SECONDS),
-            server_check: seconds(env, &vars::SERVER_CHECK_SECONDS),
-            server_silence: seconds(env, &vars::SERVER_GONE_SILENCE_SECONDS),
-            orphan_grace: seconds(env, &vars::ORPHAN_GRACE_SECONDS),
-            rollout_silence: seconds(env, &vars::ROLLOUT_SILENCE_SECONDS),
+            lease: read_seconds(env, &vars::PLATFORM_LEASE_SECONDS).max(Duration::from_secs(1)),
+            reconcile: read_seconds(env, &vars::RECONCILE_SECONDS).max(Duration::from_secs(1)),
+            resize_shutdown: read_seconds(env, &vars::RESIZE_SHUTDOWN_SECONDS),
+            resize_change: read_seconds(env, &vars::RESIZE_CHANGE_SECONDS),
+            resize_health: read_seconds(env, &vars::RESIZE_HEALTH_SECONDS),
+            operation_deadline: read_seconds(env, &vars::OPERATION_DEADLINE_SECONDS),
+            operation_limit: read_seconds(env, &vars::OPERATION_LIMIT_SECONDS),
+            server_check: read_seconds(env, &vars::SERVER_CHECK_SECONDS),
+            server_silence: read_seconds(env, &vars::SERVER_GONE_SILENCE_SECONDS),
+            orphan_grace: read_seconds(env, &vars::ORPHAN_GRACE_SECONDS),
+            rollout_silence: read_seconds(env, &vars::ROLLOUT_SILENCE_SECONDS),
             keys: KeyTiming {
-                rotate: seconds(env, &vars::PROOF_KEY_ROTATE_SECONDS).max(Duration::from_secs(1)),
-                overlap: seconds(env, &vars::PROOF_KEY_OVERLAP_SECONDS).max(Duration::from_secs(1)),
-                max_silence: seconds(env, &vars::PROOF_KEY_SILENCE_SECONDS).max(Duration::from_secs(1)),
+                rotate: read_seconds(env, &vars::PROOF_KEY_ROTATE_SECONDS).max(Duration::from_secs(1)),
+                overlap: read_seconds(env, &vars::PROOF_KEY_OVERLAP_SECONDS).max(Duration::from_secs(1)),
+                max_silence: read_seconds(env, &vars::PROOF_KEY_SILENCE_SECONDS).max(Duration::from_secs(1)),
             },
             tokens: TokenTiming {
-                rotate: seconds(env, &vars::UPGRADE_TOKEN_ROTATE_SECONDS).max(Duration::from_secs(1)),
-                overlap: seconds(env, &vars::UPGRADE_TOKEN_OVERLAP_SECONDS),
+                rotate: read_seconds(env, &vars::UPGRADE_TOKEN_ROTATE_SECONDS).max(Duration::from_secs(1)),
+                overlap: read_seconds(env, &vars::UPGRADE_TOKEN_OVERLAP_SECONDS),
             },
             retention: Retention {
-                operations: days(env, &vars::OPERATION_RETENTION_DAYS),
-                audit: days(env, &vars::AUDIT_RETENTION_DAYS),
+                operations: read_days(env, &vars::OPERATION_RETENTION_DAYS),
+                audit: read_days(env, &vars::AUDIT_RETENTION_DAYS),
             },
         };
         Some(Self {
@@ -250,15 +256,15 @@ impl PlatformConfig {
     }
 }
 
-fn seconds(env: &mut Env, variable: &Variable) -> Duration {
+fn read_seconds(env: &mut Env, variable: &Variable) -> Duration {
     Duration::from_secs(env.or_default(variable))
 }
 
-fn days(env: &mut Env, variable: &Variable) -> Duration {
+fn read_days(env: &mut Env, variable: &Variable) -> Duration {
     Duration::from_secs(env.or_default::<u64>(variable).clamp(1, 36_500) * 86_400)
 }
 
-fn listen(env: &mut Env, address: &Variable, cert: &Variable, key: &Variable) -> Listen {
+fn read_listener(env: &mut Env, address: &Variable, cert: &Variable, key: &Variable) -> ListenerConfig {
     let address = env.or_default(address);
     let tls = match (env.path(cert), env.path(key)) {
         (Some(cert), Some(key)) => Some(TlsFiles { cert, key }),
@@ -272,10 +278,10 @@ fn listen(env: &mut Env, address: &Variable, cert: &Variable, key: &Variable) ->
             None
         }
     };
-    Listen { address, tls }
+    ListenerConfig { address, tls }
 }
 
-fn database(env: &mut Env) -> Option<tokio_postgres::Config> {
+fn read_database(env: &mut Env) -> Option<tokio_postgres::Config> {
     let variable = &vars::PLATFORM_DATABASE_URL;
     let url = env.required_secret(variable)?;
     // The parser's own message can contain the password.
@@ -287,7 +293,7 @@ fn database(env: &mut Env) -> Option<tokio_postgres::Config> {
     Some(config)
 }
 
-fn platform_secret(env: &mut Env) -> Option<SecretString> {
+fn read_platform_secret(env: &mut Env) -> Option<SecretString> {
     let variable = &vars::PLATFORM_SECRET;
     let secret = env.required_secret(variable)?;
     if secret.expose_secret().chars().count() < MIN_SECRET_CHARS {
@@ -330,14 +336,15 @@ mod tests {
 
     #[test]
     fn short_platform_secret_is_refused_without_showing_it() {
-        let short = mistakes_with(&[("PLATFORM_SECRET", "hunter2-of-31-characters-0123456")]);
-        assert!(short.is_empty(), "{short:?}");
+        let long_enough = mistakes_with(&[("PLATFORM_SECRET", "hunter2-of-32-characters-0123456")]);
+        assert!(long_enough.is_empty(), "{long_enough:?}");
         let short = mistakes_with(&[("PLATFORM_SECRET", "hunter2-of-31-characters-012345")]);
         assert_eq!(short.len(), 1, "{short:?}");
         assert!(short[0].starts_with("PLATFORM_SECRET: must have at least 32 characters"), "{short:?}");
         assert!(!short[0].contains("hunter2"), "{short:?}");
     }
 
+    /// The mistakes reported for a complete environment with these changes; an empty value removes the variable.
     fn mistakes_with(changes: &[(&'static str, &'static str)]) -> Vec<String> {
         let mut pairs = complete_env();
         for (name, value) in changes {
@@ -357,7 +364,7 @@ mod tests {
         assert_eq!(config.router.address.to_string(), "0.0.0.0:8443");
         assert_eq!(config.provisioning.enabled, Flag::Off);
         assert_eq!(config.provisioning.server_type.as_str(), "cpx22");
-        let url = config.hosts.bundle_url.of(&config.provisioning.image_version);
+        let url = config.hosts.bundle_url.for_version(&config.provisioning.image_version);
         assert_eq!(url, "http://127.0.0.1:1/system-bundles/v1/svc-host-bundle.tar.gz");
     }
 
@@ -378,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn role_gives_hosts_short_lived_credentials() {
+    fn role_arn_selects_sts_unless_static_is_explicit() {
         let credentials = |changes: &[(&'static str, &'static str)]| {
             let mut pairs = complete_env();
             for (name, value) in changes {
@@ -389,32 +396,35 @@ mod tests {
             PlatformConfig::read(Env::from_pairs(pairs)).map(|config| config.host_credentials)
         };
         let role = ("STS_ROLE_ARN", "arn:aws:iam::123456789012:role/svc-host");
-        let unsaid = ("STORE_HOST_CREDENTIALS", "");
-        let Ok(HostCredentials::Sts(sts)) = credentials(&[unsaid, role, ("AWS_REGION", "eu-central-1")])
+        let unset = ("STORE_HOST_CREDENTIALS", "");
+        let Ok(HostCredentials::Sts(sts)) = credentials(&[unset, role, ("AWS_REGION", "eu-central-1")])
         else {
             panic!("the role should be enough");
         };
         assert_eq!(sts.endpoint.as_str(), "https://sts.eu-central-1.amazonaws.com/");
         assert_eq!(sts.outage_ttl, Duration::from_secs(43_200));
         let Ok(HostCredentials::Sts(sts)) =
-            credentials(&[unsaid, role, ("OBJECT_STORE_ENDPOINT", "http://127.0.0.1:9000")])
+            credentials(&[unset, role, ("OBJECT_STORE_ENDPOINT", "http://127.0.0.1:9000")])
         else {
-            panic!("the store's own endpoint serves STS as well");
+            panic!("the object store's endpoint should be used for STS");
         };
         assert_eq!(sts.endpoint.as_str(), "http://127.0.0.1:9000/");
-        assert!(matches!(credentials(&[role]), Ok(HostCredentials::Static)), "an explicit setting wins");
-        for (changes, named) in [
-            (&[unsaid][..], "STORE_HOST_CREDENTIALS"),
+        assert!(
+            matches!(credentials(&[role]), Ok(HostCredentials::Static)),
+            "an explicit setting takes precedence"
+        );
+        for (changes, variable) in [
+            (&[unset][..], "STORE_HOST_CREDENTIALS"),
             (&[("STORE_HOST_CREDENTIALS", "sts"), ("AWS_REGION", "eu-central-1")], "STS_ROLE_ARN"),
             (
-                &[unsaid, role, ("AWS_REGION", "eu-central-1"), ("STS_DURATION_SECONDS", "899")],
+                &[unset, role, ("AWS_REGION", "eu-central-1"), ("STS_DURATION_SECONDS", "899")],
                 "STS_DURATION_SECONDS",
             ),
-            (&[unsaid, role], "AWS_REGION"),
+            (&[unset, role], "AWS_REGION"),
             (&[("STORE_HOST_CREDENTIALS", "none")], "STORE_HOST_CREDENTIALS"),
         ] {
-            let Err(error) = credentials(changes) else { panic!("{changes:?} is a mistake") };
-            assert!(error.mistakes.len() == 1 && error.mistakes[0].starts_with(named), "{error}");
+            let Err(error) = credentials(changes) else { panic!("{changes:?} should be refused") };
+            assert!(error.mistakes.len() == 1 && error.mistakes[0].starts_with(variable), "{error}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The shared state of the control plane's parts in one process, assembled only by `run`.
+//! State that the parts of the control plane share within one process. Only `run` assembles it.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::keys::SigningSet;
 use super::process_clock::ProcessClock;
 use super::quote_cache::QuoteCache;
 use super::rates::ApiRates;
-use super::route_freshness::Freshness;
+use super::route_freshness::RouteFreshness;
 use super::server_checks::ServerChecks;
 use super::tokens::TokenMint;
 use svc_provider::Provider;
@@ -22,26 +22,26 @@ use svc_store::Bucket;
 
 pub struct Platform {
     pub config: PlatformConfig,
-    /// For operators' changes, operations and the reconciler.
+    /// Connection pool for operators' changes, operations and the reconciler.
     pub db: Db,
-    /// For requests from hosts, so that no operator's report delays a heartbeat.
+    /// Connection pool for requests from hosts. It is separate, so that no operator's report delays a heartbeat.
     pub host_db: Db,
-    /// For operators' reports on the fleet.
+    /// Connection pool for operators' reports on the fleet.
     pub report_db: Db,
     /// The offset of this process's clock from the database's.
     pub clock: Arc<ProcessClock>,
     pub bucket: Bucket,
-    /// Store access for hosts.
+    /// The access to the object store that hosts get.
     pub host_store: HostStore,
     pub provider: Arc<dyn Provider>,
     pub mint: TokenMint,
-    /// This process among the platform's processes, with the fingerprints of its platform keys.
+    /// The id of this process and the fingerprints of its platform keys.
     pub process: ProcessKeys,
-    /// Labels this installation's servers at the provider.
+    /// The value of the label that marks this installation's servers at the provider.
     pub installation: Uuid,
     pub keys: watch::Receiver<Arc<SigningSet>>,
-    /// Age of the routes of this process's router.
-    pub routes: Arc<Freshness>,
+    /// Tracks the age of the routes of this process's router.
+    pub routes: Arc<RouteFreshness>,
     /// Wakes this process's runner before its next poll.
     pub nudge: Notify,
     /// Wakes this process's reconciler before its next pass.
@@ -50,7 +50,7 @@ pub struct Platform {
     pub server_checks: ServerChecks,
     /// Rate limits of the control API in this process.
     pub rates: ApiRates,
-    /// What quotes have read from the provider in this process.
+    /// Provider data that this process caches for price quotes.
     pub quotes: QuoteCache,
     pub stop: CancellationToken,
 }

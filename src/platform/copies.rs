@@ -1,5 +1,5 @@
-//! The existing copies of a slot's data: the serving server, the kept servers with their retention, the newest
-//! snapshot, and what a loss of the serving machine would cost now.
+//! The existing copies of a slot's data: the serving server, the kept servers with their retention, and the newest
+//! snapshot; and how much data a loss of the serving machine would destroy now.
 //!
 //! The newest snapshot is the one that the store's pointer names. Reports from hosts are used only if the store is
 //! unavailable.
@@ -33,7 +33,7 @@ pub struct Copies {
     user: IdpUserId,
     slot: Slot,
     live: Option<MachineRow>,
-    /// The last machine that has served the slot, even if it has no server.
+    /// The last machine that has served the slot, even if it no longer has a server.
     holder: Option<(MachineId, Epoch)>,
     /// A snapshot of an earlier machine that is newer than the restored one.
     unrestored: Option<String>,
@@ -50,25 +50,25 @@ struct NewestSnapshot {
     key: Option<String>,
 }
 
-/// The copies of the machine's slot.
-pub async fn of_slot(
+/// Loads the copies of the machine's slot.
+pub async fn load_copies(
     client: &impl GenericClient,
     machine: &MachineRow,
     timing: &Timing,
 ) -> Result<Copies, DbError> {
     let (user, slot) = (&machine.user, &machine.slot);
     let machines = db::machines::list_newest_of_slot(client, user, slot).await?;
-    let reported = machines.iter().filter_map(reported_by).max_by_key(|newest| newest.taken_at);
-    let served = machines.iter().filter(|one| one.registered_at.is_some());
-    let last = served.max_by_key(|one| one.epoch);
-    let holder = last.map(|one| (one.id, one.epoch));
-    let unrestored = last.and_then(|one| one.unrestored_snapshot.clone());
+    let reported = machines.iter().filter_map(reported_snapshot).max_by_key(|newest| newest.taken_at);
+    let registered = machines.iter().filter(|machine| machine.registered_at.is_some());
+    let last = registered.max_by_key(|machine| machine.epoch);
+    let holder = last.map(|machine| (machine.id, machine.epoch));
+    let unrestored = last.and_then(|machine| machine.unrestored_snapshot.clone());
     Ok(Copies {
         kept: db::kept_servers::list_of_slot(client, user, slot, &timing.server_retention()).await?,
         now: db::servers::now(client).await?,
-        live: machines.into_iter().find(|one| {
-            // A machine whose server is gone holds no data.
-            one.is_active() && one.registered_at.is_some() && one.server_exists()
+        live: machines.into_iter().find(|machine| {
+            // A machine whose server no longer exists holds no data.
+            machine.is_active() && machine.registered_at.is_some() && machine.server_exists()
         }),
         holder,
         unrestored,
@@ -78,13 +78,13 @@ pub async fn of_slot(
     })
 }
 
-fn reported_by(machine: &MachineRow) -> Option<NewestSnapshot> {
+fn reported_snapshot(machine: &MachineRow) -> Option<NewestSnapshot> {
     let taken_at = machine.backup_taken_at.max(machine.final_backup_at)?;
     Some(NewestSnapshot { taken_at, machine: machine.id, key: None })
 }
 
 impl Copies {
-    /// The copies with the store's newest snapshot or, after a timeout, the newest reported one.
+    /// Adds the store's newest snapshot or, if the store is unavailable, the newest reported one.
     pub async fn with_snapshot(&self, bucket: &Bucket) -> wire::Copies {
         let slot = SlotPrefix::new(&self.user, &self.slot);
         let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
@@ -98,7 +98,7 @@ impl Copies {
                 let (taken_at, machine) = (named.taken_at, named.machine_id);
                 (Some(NewestSnapshot { taken_at, machine, key: Some(named.key) }), None)
             }
-            Ok(Err(SnapshotUnusable::Absent)) => (None, self.reported.as_ref().map(no_snapshot_in_store)),
+            Ok(Err(SnapshotUnusable::Absent)) => (None, self.reported.as_ref().map(missing_snapshot_problem)),
             Ok(Err(SnapshotUnusable::Damaged { key, why })) => {
                 (self.reported.clone(), Some(format!("{key} is not usable: {why}")))
             }
@@ -109,19 +109,19 @@ impl Copies {
             Err(_) => (self.reported.clone(), Some(STORE_UNAVAILABLE.to_owned())),
         };
         wire::Copies {
-            live: self.live.as_ref().map(live_server),
-            kept: self.kept.iter().map(kept_server).collect(),
+            live: self.live.as_ref().map(to_live_server),
+            kept: self.kept.iter().map(to_kept_server).collect(),
             newest_snapshot_at: newest.as_ref().map(|newest| newest.taken_at.into()),
-            newest_snapshot: newest.as_ref().map(newest_snapshot),
+            newest_snapshot: newest.as_ref().map(to_newest_snapshot),
             snapshot_problem: problem,
             exposed_seconds: self.live.as_ref().map(|live| unsaved_seconds(live, newest.as_ref(), self.now)),
-            newer_snapshot: newer.as_ref().map(newer_resource),
-            unrestored_snapshot: self.unrestored.as_deref().map(unrestored_snapshot),
+            newer_snapshot: newer.as_ref().map(to_newer_snapshot),
+            unrestored_snapshot: self.unrestored.as_deref().map(to_unrestored_snapshot),
         }
     }
 }
 
-fn newest_snapshot(newest: &NewestSnapshot) -> wire::NewestSnapshot {
+fn to_newest_snapshot(newest: &NewestSnapshot) -> wire::NewestSnapshot {
     let source = if newest.key.is_some() { SnapshotSource::Store } else { SnapshotSource::Reported };
     wire::NewestSnapshot {
         taken_at: newest.taken_at.into(),
@@ -131,12 +131,12 @@ fn newest_snapshot(newest: &NewestSnapshot) -> wire::NewestSnapshot {
     }
 }
 
-fn unrestored_snapshot(key: &str) -> wire::UnrestoredSnapshot {
+fn to_unrestored_snapshot(key: &str) -> wire::UnrestoredSnapshot {
     wire::UnrestoredSnapshot { key: key.to_owned(), taken_at: key::taken_at(key).map(Into::into) }
 }
 
-/// A complete snapshot that the pointer does not name, as the API shows it.
-pub fn newer_resource(side: &SideRecord) -> wire::NewerSnapshot {
+/// The API's representation of a complete snapshot that is newer than the one that the pointer names.
+pub fn to_newer_snapshot(side: &SideRecord) -> wire::NewerSnapshot {
     wire::NewerSnapshot {
         taken_at: side.taken_at.into(),
         machine_id: side.machine_id.into(),
@@ -144,7 +144,7 @@ pub fn newer_resource(side: &SideRecord) -> wire::NewerSnapshot {
     }
 }
 
-/// [`newer_snapshot::find`] with a deadline; `None` also if the store is unavailable.
+/// [`newer_snapshot::find`] with a deadline; also `None` if the store is unavailable.
 async fn find_newer(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -160,14 +160,18 @@ async fn find_newer(
             None
         }
         Err(_) => {
-            tracing::warn!("timeout while listing snapshots newer than the latest one");
+            tracing::warn!("listing snapshots newer than the latest one timed out");
             None
         }
     }
 }
 
-/// The newer snapshot that an operator is warned about before a recovery of the machine.
-pub async fn newer_than(bucket: &Bucket, machine: &MachineRow, named: &SnapshotRef) -> Option<SideRecord> {
+/// Finds a complete snapshot that is newer than the named one: an operator is warned about it before a recovery.
+pub async fn find_newer_for_machine(
+    bucket: &Bucket,
+    machine: &MachineRow,
+    named: &SnapshotRef,
+) -> Option<SideRecord> {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
     find_newer(bucket, &slot, (machine.id, machine.epoch), named, deadline).await
@@ -175,14 +179,14 @@ pub async fn newer_than(bucket: &Bucket, machine: &MachineRow, named: &SnapshotR
 
 const STORE_UNAVAILABLE: &str = "the object store does not respond";
 
-fn no_snapshot_in_store(reported: &NewestSnapshot) -> String {
+fn missing_snapshot_problem(reported: &NewestSnapshot) -> String {
     format!(
-        "the object store has no snapshot, although a host reported one of {}",
+        "the object store has no snapshot, although a host reported one taken at {}",
         rfc3339_ms(reported.taken_at)
     )
 }
 
-fn live_server(machine: &MachineRow) -> wire::LiveServer {
+fn to_live_server(machine: &MachineRow) -> wire::LiveServer {
     wire::LiveServer {
         machine_id: machine.id.into(),
         provider_server_id: machine.provider_server_id.map(|id| id.to_string()),
@@ -190,13 +194,13 @@ fn live_server(machine: &MachineRow) -> wire::LiveServer {
     }
 }
 
-fn kept_server(row: &KeptServerRow) -> wire::KeptServer {
+fn to_kept_server(row: &KeptServerRow) -> wire::KeptServer {
     let reason = if row.is_deleted { KeptReason::Deleted } else { KeptReason::Replaced };
     wire::KeptServer {
         machine_id: row.machine.into(),
         provider_server_id: Some(row.server.to_string()),
         reason: reason.into(),
-        // Its retention does not apply: it is deleted when that operation has switched it off.
+        // Retention does not apply to a server that a running deletion removes.
         until: row.until.filter(|_| row.deleted_by.is_none()).map(Into::into),
         deleted_by: row.deleted_by.map(Into::into),
         unsaved_since: row.unsaved_since.map(Into::into),
@@ -205,8 +209,8 @@ fn kept_server(row: &KeptServerRow) -> wire::KeptServer {
     }
 }
 
-/// Seconds of writes to the serving machine that no snapshot may hold. A snapshot of another machine may lack what
-/// this one wrote since its own last one.
+/// Seconds during which the serving machine's writes may be in no snapshot. If the newest snapshot is another
+/// machine's, it may lack everything that this machine has written since its own last snapshot.
 fn unsaved_seconds(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> u64 {
     let own = live.backup_taken_at.or(live.registered_at);
     let since = match newest {

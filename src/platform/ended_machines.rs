@@ -1,25 +1,26 @@
-//! Machines out of service in the fleet view, pure: those that need a person join the attention list.
+//! Adds former machines that need an operator to the attention list of the fleet view.
 
 use super::db::ended_machines::EndedMachineRow;
 use super::fleet::{FleetSummary, MAX_LISTED};
 use svc_wire::fleet::{Ended, MachineNeedingAttention};
 use svc_wire::text::Text;
 
-/// Puts them before the active machines of a fleet's summary, since data or a decision depends on each.
+/// Puts the former machines before the active ones in the attention list, because each of them holds unsaved data or
+/// waits for a decision.
 pub fn add_to(summary: &mut FleetSummary, ended: &[EndedMachineRow]) {
     summary.attention_total += ended.len() as u64;
-    summary.attention.splice(0..0, ended.iter().map(entry));
+    summary.attention.splice(0..0, ended.iter().map(attention_entry));
     summary.attention.truncate(MAX_LISTED);
 }
 
-fn entry(row: &EndedMachineRow) -> MachineNeedingAttention {
+fn attention_entry(row: &EndedMachineRow) -> MachineNeedingAttention {
     let reasons: Vec<_> = [
         (row.waiting_operation.is_some(), "operation_waiting"),
         (row.has_unsaved_changes, "unsaved_changes"),
         (row.is_removal_abandoned, "removal_abandoned"),
     ]
     .into_iter()
-    .filter(|(holds, _)| *holds)
+    .filter(|(applies, _)| *applies)
     .map(|(_, reason)| reason.to_owned())
     .collect();
     let ended = if row.is_deleted { Ended::Deleted } else { Ended::Replaced };
@@ -59,14 +60,14 @@ mod tests {
         }
     }
 
-    /// A fleet whose only active machine needs attention.
+    /// The summary of a fleet whose only active machine needs attention.
     fn summary() -> FleetSummary {
         let failing = FleetRow { database: Some("failing".to_owned()), ..healthy_row() };
         summarize(&[failing], Duration::MAX, &HostTrust::pin_only())
     }
 
     #[test]
-    fn ended_machines_come_first_and_are_counted() {
+    fn ended_machines_are_listed_first_and_counted() {
         let mut summary = summary();
         let active = summary.attention[0].machine_id.clone();
         let waiting = EndedMachineRow {
@@ -88,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn list_stays_bounded_while_total_counts_all() {
+    fn attention_list_is_bounded_but_total_counts_all() {
         let mut summary = summary();
         add_to(&mut summary, &vec![row(); MAX_LISTED]);
         assert_eq!((summary.attention.len(), summary.attention_total), (MAX_LISTED, MAX_LISTED as u64 + 1));

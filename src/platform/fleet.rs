@@ -1,6 +1,6 @@
-//! The fleet view, pure: totals over all active machines, and the machines that need attention.
+//! The fleet view: totals over all active machines, and the machines that need attention.
 //!
-//! Reads no clock and no database: its input is rows with ages.
+//! Pure: the input is rows with ages.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,35 +13,36 @@ use svc_store::bucket::is_unusable_pointer;
 use svc_wire::fleet::{BackupAges, MachineNeedingAttention, Totals};
 use svc_wire::text::Text;
 
-/// Hosts send a heartbeat every 30 s; a silence of this many seconds is no coincidence.
+/// A host that sends no heartbeat for this long counts as silent. Hosts send one every 30 s.
 const SILENT_SECONDS: f64 = 120.0;
-/// Backups are hourly: one was missed, and the next is late.
+/// Backups are hourly: at this age, one backup was missed and the next one is late.
 const BACKUP_OVERDUE_SECONDS: f64 = 2.0 * 3600.0 + 600.0;
 const OPERATION_STUCK_SECONDS: f64 = 1800.0;
 const STUCK_ATTEMPTS: i32 = 8;
 const BOOT_SLOW_SECONDS: f64 = 600.0;
-/// A machine that has been switched off for longer may have been forgotten.
+/// A machine that has been off for longer than this may have been forgotten.
 const POWERED_OFF_LONG_SECONDS: f64 = 3600.0;
-/// A host adopts its next token with the first heartbeat after it is due; this much later it counts as not rotated.
+/// How long after a token's rotation is due the token counts as not rotated. A host normally adopts its next token with
+/// the first heartbeat after that.
 const TOKEN_OVERDUE_SECONDS: f64 = 7.0 * 86_400.0;
-/// Maximum machines listed as needing attention; the total counts all.
+/// Maximum number of machines listed as needing attention; the total counts all.
 pub const MAX_LISTED: usize = 1000;
 
-/// A machine's health, as its host reports it.
+/// A machine's health, as reported by its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Health {
     Healthy,
     Unhealthy,
-    /// It has sent heartbeats, but none recently.
+    /// The host has sent heartbeats, but none recently.
     Silent,
-    /// It has never sent a heartbeat.
+    /// The host has never sent a heartbeat.
     Unknown,
 }
 
 impl Health {
     const ALL: [Self; 4] = [Self::Healthy, Self::Unhealthy, Self::Silent, Self::Unknown];
 
-    fn of(row: &FleetRow) -> Self {
+    fn classify(row: &FleetRow) -> Self {
         match row.heartbeat_age {
             None => Self::Unknown,
             Some(age) if age > SILENT_SECONDS => Self::Silent,
@@ -50,7 +51,7 @@ impl Health {
         }
     }
 
-    /// A release may have no code-server.
+    /// Whether gateway, database and, if the release has it, code-server are healthy.
     fn are_parts_ok(row: &FleetRow) -> bool {
         is_ok(row.gateway.as_deref())
             && is_ok(row.database.as_deref())
@@ -71,13 +72,13 @@ fn is_ok(part: Option<&str>) -> bool {
     part == Some("ok")
 }
 
-/// The part of `GET /vps/fleet` about machines.
+/// The parts of `GET /vps/fleet` that describe machines.
 pub struct FleetSummary {
     pub totals: Totals,
     pub backups: BackupAges,
-    /// At most [`MAX_LISTED`].
+    /// At most [`MAX_LISTED`] machines.
     pub attention: Vec<MachineNeedingAttention>,
-    /// The number of all of them.
+    /// Number of machines that need attention, listed or not.
     pub attention_total: u64,
 }
 
@@ -93,8 +94,8 @@ pub fn summarize(rows: &[FleetRow], token_rotation: Duration, trust: &HostTrust)
     for row in rows {
         *by_status.entry(row.status.clone()).or_default() += 1;
         *by_image_version.entry(row.image_version.clone()).or_default() += 1;
-        *by_health.entry(Health::of(row).as_str().to_owned()).or_default() += 1;
-        let reasons = reasons(row, token_rotation, trust);
+        *by_health.entry(Health::classify(row).as_str().to_owned()).or_default() += 1;
+        let reasons = attention_reasons(row, token_rotation, trust);
         if !reasons.is_empty() {
             attention.push(MachineNeedingAttention {
                 machine_id: row.machine.into(),
@@ -111,11 +112,11 @@ pub fn summarize(rows: &[FleetRow], token_rotation: Duration, trust: &HostTrust)
     let attention_total = attention.len() as u64;
     attention.truncate(MAX_LISTED);
     let totals = Totals { machines: rows.len() as u64, by_status, by_image_version, by_health };
-    FleetSummary { totals, backups: backups(rows), attention, attention_total }
+    FleetSummary { totals, backups: summarize_backups(rows), attention, attention_total }
 }
 
-/// Covers the machines that hold data: those that run or have run.
-fn backups(rows: &[FleetRow]) -> BackupAges {
+/// Summarizes the backup ages of machines that hold data: all except booting ones.
+fn summarize_backups(rows: &[FleetRow]) -> BackupAges {
     let with_data = || rows.iter().filter(|row| !is_booting(row));
     let mut ages: Vec<f64> = with_data().filter_map(|row| row.backup_age).collect();
     ages.sort_by(f64::total_cmp);
@@ -130,31 +131,31 @@ fn is_booting(row: &FleetRow) -> bool {
 }
 
 /// Why a machine needs attention, most severe first.
-fn reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust) -> Vec<String> {
-    // A machine that is switched off is silent and makes no backups, as expected.
-    let runs = row.status == "running" && row.powered_off_age.is_none();
-    let is_reporting = matches!(Health::of(row), Health::Healthy | Health::Unhealthy);
+fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust) -> Vec<String> {
+    // A machine that is switched off is expected to be silent and to make no backups.
+    let is_running = row.status == "running" && row.powered_off_age.is_none();
+    let is_reporting = matches!(Health::classify(row), Health::Healthy | Health::Unhealthy);
     let failing = |part: Option<&str>| is_reporting && part == Some("failing");
     let since_backup = row.backup_age.unwrap_or(row.age);
     let waiting = row.waiting_operation.is_some();
-    // Work blocked by the provider's account is one alarm for all, not a reason per machine.
+    // A problem of the provider's account blocks many machines: it has an alarm of its own, and is not a reason here.
     let is_stuck = !waiting
         && !row.operation_waits_for_account
         && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK_SECONDS)
             || row.operation_attempts >= STUCK_ATTEMPTS);
     let backup_fails = row.backup_status.as_deref() == Some("error");
     let is_pointer_unusable = backup_fails && row.backup_error.as_deref().is_some_and(is_unusable_pointer);
-    let certificate = certificates::attention(row, trust);
+    let certificate = certificates::attention_reason(row, trust);
     let mut reasons = Vec::new();
     if row.status == "failed" {
         reasons.push(format!("failed:{}", row.failure_cause.as_deref().unwrap_or("unknown")));
     }
     let is_silent = row.heartbeat_age.unwrap_or(row.age) > SILENT_SECONDS;
-    for (holds, reason) in [
+    for (applies, reason) in [
         (waiting, "operation_waiting"),
         (row.powered_off_age.is_some_and(|age| age > POWERED_OFF_LONG_SECONDS), "powered_off"),
-        (runs && is_silent, "heartbeat_silent"),
-        // Nothing reaches it, although it may be healthy.
+        (is_running && is_silent, "heartbeat_silent"),
+        // The machine is unreachable, although it may be healthy.
         (certificate == Some(certificates::MISSING), certificates::MISSING),
         (failing(row.database.as_deref()), "database_failing"),
         (failing(row.gateway.as_deref()), "gateway_failing"),
@@ -167,24 +168,25 @@ fn reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust) -> Vec<S
         (row.has_drill_failed, "drill_failed"),
         (is_pointer_unusable, "pointer_unusable"),
         (backup_fails && !is_pointer_unusable, "backup_failing"),
-        (runs && since_backup > BACKUP_OVERDUE_SECONDS, "backup_overdue"),
+        (is_running && since_backup > BACKUP_OVERDUE_SECONDS, "backup_overdue"),
         (is_stuck, "operation_stuck"),
         (is_booting(row) && !waiting && row.age > BOOT_SLOW_SECONDS, "boot_slow"),
-        (runs && is_token_overdue(row, token_rotation), "token_not_rotated"),
+        (is_running && is_token_overdue(row, token_rotation), "token_not_rotated"),
     ] {
-        if holds {
+        if applies {
             reasons.push(reason.to_owned());
         }
     }
     reasons.extend(certificate.filter(|reason| *reason != certificates::MISSING).map(str::to_owned));
-    // Only while the host's report is fresh.
+    // The host's own reasons count only while its report is recent.
     if is_reporting {
         reasons.extend(row.attention.iter().cloned());
     }
     reasons
 }
 
-/// Whether its host has long not adopted a due token: its release does not support rotation, or it is silent.
+/// Whether the host should have adopted its next token long ago. It may be silent, or its release may not support
+/// rotation.
 fn is_token_overdue(row: &FleetRow, rotation: Duration) -> bool {
     let since_due = (row.token_age - rotation.as_secs_f64()).max(row.token_request_age.unwrap_or(0.0));
     since_due > TOKEN_OVERDUE_SECONDS
@@ -237,11 +239,11 @@ pub mod tests {
     fn reasons_of(change: impl FnOnce(&mut FleetRow)) -> Vec<String> {
         let mut row = healthy_row();
         change(&mut row);
-        reasons(&row, ROTATION, &HostTrust::pin_only())
+        attention_reasons(&row, ROTATION, &HostTrust::pin_only())
     }
 
     #[test]
-    fn each_reason_is_triggered_by_its_cause() {
+    fn each_cause_gives_its_reason() {
         assert_eq!(reasons_of(|_| ()), Vec::<String>::new());
         let one = |reason: &str| vec![reason.to_owned()];
         assert_eq!(reasons_of(|row| row.heartbeat_age = Some(121.0)), one("heartbeat_silent"));
@@ -249,7 +251,7 @@ pub mod tests {
         assert_eq!(reasons_of(|row| row.database = Some("failing".into())), one("database_failing"));
         assert_eq!(reasons_of(|row| row.gateway = Some("failing".into())), one("gateway_failing"));
         assert_eq!(reasons_of(|row| row.code = Some("failing".into())), one("code_failing"));
-        assert_eq!(reasons_of(|row| row.code = None), Vec::<String>::new(), "its release has no editor");
+        assert_eq!(reasons_of(|row| row.code = None), Vec::<String>::new(), "the release has no editor");
         assert_eq!(reasons_of(|row| row.is_disk_unknown = true), one("disk_unknown"));
         assert_eq!(reasons_of(|row| row.backup_status = Some("error".into())), one("backup_failing"));
         let unreadable = |row: &mut FleetRow| {
@@ -257,7 +259,7 @@ pub mod tests {
             let error = "user_1/primary/system/db/latest in the object store is not readable: EOF";
             row.backup_error = Some(error.into());
         };
-        assert_eq!(reasons_of(unreadable), one("pointer_unusable"), "no backup can repair it");
+        assert_eq!(reasons_of(unreadable), one("pointer_unusable"), "replaces backup_failing");
         assert_eq!(
             reasons_of(|row| row.update_outcome = Some("rolled_back".into())),
             one("update_rolled_back")
@@ -274,13 +276,13 @@ pub mod tests {
             row.waiting_operation = Some(OperationId::new());
             row.operation_age = Some(1801.0);
         };
-        assert_eq!(reasons_of(waiting), one("operation_waiting"), "it is not stuck: it waits for a person");
+        assert_eq!(reasons_of(waiting), one("operation_waiting"), "waiting for an operator is not stuck");
         assert_eq!(reasons_of(|row| row.attention = one("snapshot_held")), one("snapshot_held"));
         let off = |row: &mut FleetRow| {
             (row.heartbeat_age, row.backup_age, row.powered_off_age) =
                 (Some(9000.0), Some(9000.0), Some(3000.0));
         };
-        assert_eq!(reasons_of(off), Vec::<String>::new(), "an operator has switched it off");
+        assert_eq!(reasons_of(off), Vec::<String>::new(), "an operator has switched the server off");
         let long = |row: &mut FleetRow| {
             off(row);
             row.powered_off_age = Some(3601.0);
@@ -301,7 +303,7 @@ pub mod tests {
             row.heartbeat_age = Some(5000.0);
         };
         assert_eq!(reasons_of(failed), one("failed:server_gone"));
-        // An old report of a silent host is no reason.
+        // An old report of a silent host gives no reason.
         let stale = |row: &mut FleetRow| {
             row.heartbeat_age = Some(500.0);
             row.database = Some("failing".into());
@@ -312,7 +314,7 @@ pub mod tests {
     }
 
     #[test]
-    fn totals_count_all_and_ages_only_machines_with_data() {
+    fn totals_count_all_machines_and_ages_only_those_with_data() {
         let mut rows = vec![healthy_row(), healthy_row(), healthy_row(), healthy_row()];
         rows[1].backup_age = Some(100.0);
         rows[2].backup_age = None;
@@ -322,13 +324,13 @@ pub mod tests {
         rows[3].heartbeat_age = None;
         rows[3].age = 5.0;
         let trust = HostTrust::pin_only();
-        let seen = summarize(&rows, ROTATION, &trust);
-        let totals = &seen.totals;
+        let summary = summarize(&rows, ROTATION, &trust);
+        let totals = &summary.totals;
         assert_eq!((totals.machines, totals.by_status["running"], totals.by_status["failed"]), (4, 3, 0));
         assert_eq!(json!(totals.by_image_version), json!({"v1": 4}));
         assert_eq!(json!(totals.by_health), json!({"healthy": 2, "silent": 0, "unhealthy": 1, "unknown": 1}));
-        assert_eq!(json!(seen.backups), json!({"maxAgeSeconds": 1800, "p50AgeSeconds": 100, "never": 1}));
-        assert_eq!(seen.attention.len(), 1);
+        assert_eq!(json!(summary.backups), json!({"maxAgeSeconds": 1800, "p50AgeSeconds": 100, "never": 1}));
+        assert_eq!(summary.attention.len(), 1);
         assert_eq!(
             json!(summarize(&[], ROTATION, &trust).backups),
             json!({"maxAgeSeconds": null, "p50AgeSeconds": null, "never": 0})

@@ -17,17 +17,17 @@ impl HostDomain {
         &self.0
     }
 
-    /// The name of a machine's host. A UUID is a valid label.
+    /// The host name of a machine. A UUID is a valid DNS label.
     pub fn host_name(&self, machine: MachineId) -> String {
         format!("{machine}.{}", self.0)
     }
 
-    /// The machine with this host name, which must be in lower case.
+    /// Returns the machine with this host name, which must be in lower case.
     pub fn parse_machine(&self, name: &str) -> Option<MachineId> {
         name.strip_suffix(&self.0)?.strip_suffix('.')?.parse().ok()
     }
 
-    /// Its last two labels, if they are also those of `host`. Browsers then usually treat both as one site.
+    /// The domain's last two labels if `host` ends with the same two. Browsers then usually treat both as one site.
     pub fn shared_site(&self, host: &str) -> Option<&str> {
         let own = last_two_labels(&self.0)?;
         last_two_labels(host).is_some_and(|other| other.eq_ignore_ascii_case(own)).then_some(own)
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn site_is_shared_with_hosts_of_the_same_last_labels() {
+    fn shared_site_compares_last_two_labels() {
         for (domain, host, site) in [
             ("hosts.example.com", "app.example.com", Some("example.com")),
             ("hosts.example.com", "EXAMPLE.com.", Some("example.com")),
@@ -97,15 +97,15 @@ mod tests {
             ("hosts.example.com", "localhost", None),
             ("hosts.example.com", "192.0.2.10", None),
         ] {
-            let found: HostDomain = domain.parse().unwrap();
-            assert_eq!(found.shared_site(host), site, "{domain} {host}");
+            let parsed: HostDomain = domain.parse().unwrap();
+            assert_eq!(parsed.shared_site(host), site, "{domain} {host}");
         }
     }
 
     #[test]
     fn parse_refuses_invalid_domains() {
         let long = format!("{}.example", ["a"; 110].join("."));
-        for wrong in [
+        for invalid in [
             "",
             "example",
             ".example.com",
@@ -121,7 +121,7 @@ mod tests {
             &format!("{}.example", "a".repeat(64)),
             &long,
         ] {
-            assert!(wrong.parse::<HostDomain>().is_err(), "{wrong}");
+            assert!(invalid.parse::<HostDomain>().is_err(), "{invalid}");
         }
         let longest = format!("{}.{}", vec!["a".repeat(62); 3].join("."), "b".repeat(27));
         assert_eq!(longest.len(), MAX_CHARS);

@@ -1,4 +1,4 @@
-//! Settings for new hosts, and for reaching hosts.
+//! Settings that new hosts get in their user-data, and settings of their certificates.
 
 use base64::Engine;
 use base64::engine::general_purpose::{STANDARD as B64, URL_SAFE_NO_PAD};
@@ -16,7 +16,7 @@ use svc_store::bundle::TrustedKeys;
 use svc_store::key::BUNDLE_FILE;
 use svc_wire::heartbeat::{AcmeSettings, CertificateSettings, ExternalAccount};
 
-/// They are part of user-data, whose size is limited.
+/// Maximum number of egress networks. They are part of user-data, whose size is limited.
 pub const MAX_EGRESS_NETWORKS: usize = 32;
 
 /// Settings for new hosts.
@@ -25,33 +25,34 @@ pub struct HostSettings {
     pub internal_url: Url,
     pub bundle_url: BundleUrl,
     pub https_port: u16,
-    /// The domain of the hosts' names.
+    /// The parent domain of the hosts' names.
     pub domain: Option<HostDomain>,
     /// The authority from which hosts request certificates.
     pub acme: Option<AcmeSettings>,
-    /// `IDP_*`, passed on unchanged.
+    /// The `IDP_*` variables, passed to hosts unchanged.
     pub idp: Vec<(&'static str, String)>,
-    /// The hosts' endpoint of the object store, if it differs from the platform's.
+    /// The endpoint at which hosts reach the object store, if it differs from the platform's.
     pub store_endpoint: Option<Url>,
-    /// The keys by which hosts verify bundle manifests, in the format that hosts read.
+    /// The keys with which hosts verify bundle manifests, in the format that hosts read.
     pub bundle_public_keys: Option<String>,
-    /// Sequence number of that key set.
+    /// Sequence number of the set of bundle keys.
     pub bundle_keys_sequence: u32,
-    /// Networks from which the platform connects to hosts. If the list is empty, hosts admit every address to :443.
+    /// Networks from which the platform connects to hosts. If empty, hosts accept connections to :443 from every address.
     pub egress: Networks,
-    /// The container image of the hosts' database, if not the default.
+    /// The container image of the hosts' database, if it is not the default.
     pub postgres_image: Option<String>,
 }
 
-/// The source of the hosts' bundle.
+/// Where hosts download their bundle.
 pub enum BundleUrl {
-    /// `SVC_HOST_BUNDLE_URL`, for every version.
+    /// `SVC_HOST_BUNDLE_URL`, the same URL for every version.
     Exact(Url),
+    /// The URL below which each version has its path.
     Base(Url),
 }
 
 impl BundleUrl {
-    pub fn of(&self, version: &ImageVersion) -> String {
+    pub fn for_version(&self, version: &ImageVersion) -> String {
         match self {
             Self::Exact(url) => url.to_string(),
             Self::Base(base) => {
@@ -70,19 +71,19 @@ impl HostSettings {
         let base = env.web_url(&vars::SVC_HOST_BUNDLE_BASE_URL).or(public.clone());
         let https_port = env.or_default(&vars::CUSTOMER_VPS_HTTPS_PORT);
         let domain = env.optional(&vars::HOST_DOMAIN);
-        let acme = acme(env);
+        let acme = read_acme_settings(env);
         let idp = [&vars::IDP_ISSUER, &vars::IDP_AUDIENCE, &vars::IDP_JWKS_URL];
         let idp =
-            idp.into_iter().filter_map(|variable| Some((variable.name, line(env, variable)?))).collect();
+            idp.into_iter().filter_map(|variable| Some((variable.name, read_line(env, variable)?))).collect();
         let bundle_url = exact.map(BundleUrl::Exact).or_else(|| base.map(BundleUrl::Base));
         let store_endpoint = env.web_url(&vars::HOST_OBJECT_STORE_ENDPOINT);
-        let bundle_public_keys = public_keys(env);
+        let bundle_public_keys = read_bundle_public_keys(env);
         let bundle_keys_sequence = env.or_default(&vars::BUNDLE_KEYS_SEQUENCE);
         if bundle_keys_sequence > 0 && !env.is_set(&vars::BUNDLE_PUBLIC_KEYS) {
-            env.mistake(&vars::BUNDLE_KEYS_SEQUENCE, "needs BUNDLE_PUBLIC_KEYS, which is not set");
+            env.mistake(&vars::BUNDLE_KEYS_SEQUENCE, "requires BUNDLE_PUBLIC_KEYS, which is not set");
         }
-        let egress = egress(env);
-        let postgres_image = postgres_image(env);
+        let egress = read_egress(env);
+        let postgres_image = read_postgres_image(env);
         Some(Self {
             public_url: public?,
             internal_url: internal?,
@@ -101,15 +102,15 @@ impl HostSettings {
 }
 
 impl HostSettings {
-    /// Whether a URL is one of the platform's own, public or internal.
-    pub fn is_of_platform(&self, url: &str) -> bool {
+    /// Whether a URL has the origin of the platform's public or internal URL.
+    pub fn is_platform_url(&self, url: &str) -> bool {
         let url = Url::parse(url).map(|url| url.origin());
         url.is_ok_and(|origin| {
             [&self.public_url, &self.internal_url].iter().any(|own| own.origin() == origin)
         })
     }
 
-    /// The settings of a machine's certificate.
+    /// The settings for a machine's certificate.
     pub fn certificate(&self, machine: MachineId) -> CertificateSettings {
         let host_name = self.domain.as_ref().map(|domain| domain.host_name(machine));
         CertificateSettings { acme: self.acme.clone().filter(|_| host_name.is_some()), host_name }
@@ -121,33 +122,33 @@ impl HostSettings {
     }
 }
 
-/// A text that fits on a line of an env file.
-fn line(env: &mut Env, variable: &Variable) -> Option<String> {
+/// Reads a text that fits on one line of an env file.
+fn read_line(env: &mut Env, variable: &Variable) -> Option<String> {
     let text = env.text(variable)?;
     if text.chars().any(char::is_control) {
-        env.mistake(variable, "must be one line of text: hosts read it from a line of an env file");
+        env.mistake(variable, "must be one line of text: hosts read it from an env file");
         return None;
     }
     Some(text)
 }
 
-/// The authority for hosts' certificates. Every dependent variable without it is a mistake.
-fn acme(env: &mut Env) -> Option<AcmeSettings> {
+/// Reads the settings of the authority for hosts' certificates. Without an authority, every `ACME_*` variable that
+/// depends on it is a mistake.
+fn read_acme_settings(env: &mut Env) -> Option<AcmeSettings> {
     let url = env.web_url(&vars::ACME_DIRECTORY_URL);
     if url.as_ref().is_some_and(|url| url.scheme() != "https") {
         env.mistake(&vars::ACME_DIRECTORY_URL, "must be an https URL");
     }
     if env.is_set(&vars::ACME_DIRECTORY_URL) && !env.is_set(&vars::HOST_DOMAIN) {
-        env.mistake(&vars::ACME_DIRECTORY_URL, "needs HOST_DOMAIN, which is not set");
+        env.mistake(&vars::ACME_DIRECTORY_URL, "requires HOST_DOMAIN, which is not set");
     }
-    let others = [&vars::ACME_CONTACT, &vars::ACME_EAB_KEY_ID, &vars::ACME_EAB_HMAC_KEY];
-    for variable in others {
+    for variable in [&vars::ACME_CONTACT, &vars::ACME_EAB_KEY_ID, &vars::ACME_EAB_HMAC_KEY] {
         if env.is_set(variable) && !env.is_set(&vars::ACME_DIRECTORY_URL) {
-            env.mistake(variable, "needs ACME_DIRECTORY_URL, which is not set");
+            env.mistake(variable, "requires ACME_DIRECTORY_URL, which is not set");
         }
     }
-    let contact =
-        line(env, &vars::ACME_CONTACT).map(|text| format!("mailto:{}", text.trim_start_matches("mailto:")));
+    let contact = read_line(env, &vars::ACME_CONTACT)
+        .map(|text| format!("mailto:{}", text.trim_start_matches("mailto:")));
     let is_address = |contact: &str| {
         contact.split_once('@').is_some_and(|(_, host)| host.contains('.'))
             && !contact.contains([' ', ',', '?'])
@@ -155,7 +156,7 @@ fn acme(env: &mut Env) -> Option<AcmeSettings> {
     if contact.as_deref().is_some_and(|contact| !is_address(contact)) {
         env.mistake(&vars::ACME_CONTACT, "must be one e-mail address");
     }
-    let external = match (line(env, &vars::ACME_EAB_KEY_ID), env.secret(&vars::ACME_EAB_HMAC_KEY)) {
+    let external = match (read_line(env, &vars::ACME_EAB_KEY_ID), env.secret(&vars::ACME_EAB_HMAC_KEY)) {
         (Some(key_id), Some(hmac_key)) => Some(ExternalAccount { key_id, hmac_key }),
         (None, None) => None,
         _ => {
@@ -172,31 +173,31 @@ fn acme(env: &mut Env) -> Option<AcmeSettings> {
     Some(AcmeSettings { directory_url: url?.to_string(), contact, external_account: external })
 }
 
-/// Raw Ed25519 keys in base64, separated by commas.
-fn public_keys(env: &mut Env) -> Option<String> {
+/// Reads raw Ed25519 keys in base64, separated by commas.
+fn read_bundle_public_keys(env: &mut Env) -> Option<String> {
     let text = env.text(&vars::BUNDLE_PUBLIC_KEYS)?;
     let keys: Vec<&str> = text.split(',').map(str::trim).collect();
     if keys.iter().all(|key| B64.decode(key).is_ok_and(|raw| raw.len() == 32)) {
         return Some(keys.join(","));
     }
-    env.mistake(&vars::BUNDLE_PUBLIC_KEYS, "must be base64 of 32 bytes, several separated by commas");
+    env.mistake(&vars::BUNDLE_PUBLIC_KEYS, "must be base64 of 32 bytes; separate several keys by commas");
     None
 }
 
-/// Each wrong entry is a separate mistake. A list without any network would lock the platform out.
-fn egress(env: &mut Env) -> Networks {
+/// Reads the networks from which the platform connects to hosts. Each invalid entry is a separate mistake. An empty list
+/// is refused: it would lock the platform out.
+fn read_egress(env: &mut Env) -> Networks {
     let Some(text) = env.text(&vars::PLATFORM_EGRESS_CIDRS) else { return Networks::default() };
     let entries: Vec<&str> = text.split(',').map(str::trim).filter(|entry| !entry.is_empty()).collect();
     if entries.is_empty() || entries.len() > MAX_EGRESS_NETWORKS {
-        let why =
-            format!("must list 1 to {MAX_EGRESS_NETWORKS} networks; leave it unset to admit every address");
+        let why = format!("must list 1 to {MAX_EGRESS_NETWORKS} networks; unset it to admit every address");
         env.mistake(&vars::PLATFORM_EGRESS_CIDRS, why);
         return Networks::default();
     }
     let parsed: Vec<Result<Networks, _>> = entries.iter().map(|entry| entry.parse()).collect();
     let networks: Networks = parsed
         .into_iter()
-        .filter_map(|one| one.map_err(|why| env.mistake(&vars::PLATFORM_EGRESS_CIDRS, why)).ok())
+        .filter_map(|network| network.map_err(|why| env.mistake(&vars::PLATFORM_EGRESS_CIDRS, why)).ok())
         .collect();
     for network in networks.unroutable() {
         let why = format!(
@@ -207,8 +208,9 @@ fn egress(env: &mut Env) -> Networks {
     networks
 }
 
-/// The value becomes part of a unit and of a command line on the host.
-fn postgres_image(env: &mut Env) -> Option<String> {
+/// Reads the name of the database's image. Only safe characters are accepted, because the name becomes part of a unit
+/// and of a command line on the host.
+fn read_postgres_image(env: &mut Env) -> Option<String> {
     let image = env.text(&vars::SVC_POSTGRES_IMAGE)?;
     if image.chars().all(|c| c.is_ascii_alphanumeric() || "./:@_-".contains(c)) && !image.starts_with('-') {
         return Some(image);
@@ -221,15 +223,15 @@ fn postgres_image(env: &mut Env) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn read(list: &str) -> Result<Networks, String> {
+    fn parse_egress(list: &str) -> Result<Networks, String> {
         let mut env = Env::from_pairs([(vars::PLATFORM_EGRESS_CIDRS.name, list)]);
-        let networks = egress(&mut env);
+        let networks = read_egress(&mut env);
         env.finish(Some(networks)).map_err(|error| error.to_string())
     }
 
     fn read_acme(pairs: &[(&str, &str)]) -> Result<Option<AcmeSettings>, Vec<String>> {
         let mut env = Env::from_pairs(pairs.iter().copied());
-        let settings = acme(&mut env);
+        let settings = read_acme_settings(&mut env);
         env.finish(Some(settings)).map_err(|error| error.mistakes)
     }
 
@@ -257,8 +259,8 @@ mod tests {
             assert!(mistakes.contains(mistake) && !mistakes.contains("s3cret"), "{changed:?}: {mistakes}");
         }
         for (missing, mistake) in [
-            ("HOST_DOMAIN", "ACME_DIRECTORY_URL: needs HOST_DOMAIN"),
-            ("ACME_DIRECTORY_URL", "ACME_CONTACT: needs ACME_DIRECTORY_URL"),
+            ("HOST_DOMAIN", "ACME_DIRECTORY_URL: requires HOST_DOMAIN"),
+            ("ACME_DIRECTORY_URL", "ACME_CONTACT: requires ACME_DIRECTORY_URL"),
             ("ACME_EAB_HMAC_KEY", "must both be set"),
         ] {
             let pairs: Vec<_> = good.iter().filter(|pair| pair.0 != missing).copied().collect();
@@ -268,18 +270,21 @@ mod tests {
     }
 
     #[test]
-    fn egress_reports_all_mistakes_at_once() {
-        assert!(!read("203.0.113.0/24, 2001:db8::/32").unwrap().is_empty());
-        let error = read("gateway,10.0.0.5/8,0.0.0.0/0,::/0,203.0.113.7").unwrap_err();
+    fn egress_reports_every_mistake() {
+        assert!(!parse_egress("203.0.113.0/24, 2001:db8::/32").unwrap().is_empty());
+        let error = parse_egress("gateway,10.0.0.5/8,0.0.0.0/0,::/0,203.0.113.7").unwrap_err();
         for list in ["127.0.0.1", "203.0.113.7,::1", "127.0.0.0/8", "0.0.0.0", "ff02::1"] {
-            assert!(read(list).unwrap_err().contains("cannot be a source of connections to hosts"), "{list}");
+            assert!(
+                parse_egress(list).unwrap_err().contains("cannot be a source of connections to hosts"),
+                "{list}"
+            );
         }
         for part in ["\"gateway\"", "10.0.0.0/8", "0.0.0.0/0 contains every", "::/0 contains every"] {
             assert!(error.contains(part), "{part}: {error}");
         }
         let many = vec!["203.0.113.7"; MAX_EGRESS_NETWORKS + 1].join(",");
         for list in [",", " , ", many.as_str()] {
-            assert!(read(list).unwrap_err().contains("1 to 32 networks"), "{list}");
+            assert!(parse_egress(list).unwrap_err().contains("1 to 32 networks"), "{list}");
         }
     }
 }

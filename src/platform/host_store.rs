@@ -1,9 +1,9 @@
 //! A host's access to the object store: its endpoint, and credentials for the host's own slot.
 //!
-//! With `sts`, no host ever holds a credential that reaches another slot or deletes anything. Its working session
-//! lives for a quarter of an hour, so that a replaced machine loses it soon. A host also has an outage session, for
-//! when the platform is unreachable: it lives longer, adds snapshots, and cannot make one the latest. With `static`,
-//! every host holds the platform's own credentials.
+//! With `sts`, no host ever holds credentials that can reach another slot or delete anything. A host's working session
+//! lasts 15 minutes, so that a replaced machine soon loses its access. A host also has an outage session, for when the
+//! platform is unreachable: it lasts longer, can add snapshots, but cannot make one the latest. With `static`, every
+//! host holds the platform's own credentials.
 
 use std::time::Duration;
 
@@ -30,13 +30,13 @@ use svc_store::vars::{
 };
 use svc_wire::storage::{StorageCredentials, StoreLocation, StoreSession};
 
-/// Lifetime of the working session: the shortest that STS grants.
+/// Lifetime of the working session: the shortest lifetime that STS grants.
 const WORKING_SESSION_TTL: Duration = Duration::from_secs(900);
-/// AWS grants at most 12 hours, other stores up to 7 days.
+/// Maximum lifetime of the outage session: AWS grants at most 12 hours, other stores up to 7 days.
 const MAX_OUTAGE_TTL: Duration = Duration::from_secs(7 * 24 * 3600);
-/// The working session must not wait longer: the host's own deadline is 10 s.
+/// Timeout of the request for an outage session. A host waits 10 s for both sessions.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Every role grants this lifetime; a longer one may exceed the role's maximum.
+/// Every role grants this lifetime; a longer lifetime may exceed the role's maximum.
 const COMMON_MAX_TTL: Duration = Duration::from_secs(3600);
 
 /// `STORE_HOST_CREDENTIALS`.
@@ -69,8 +69,8 @@ impl HostCredentials {
             None => {
                 env.mistake(
                     variable,
-                    "is required without STS_ROLE_ARN: sts, or static, which gives every host \
-                    the platform's own credentials",
+                    "is required without STS_ROLE_ARN: set it to sts, or to static, which gives every host the platform's \
+                     own credentials",
                 );
                 return None;
             }
@@ -85,23 +85,23 @@ impl HostCredentials {
         let role_arn = env.required::<String>(&vars::STS_ROLE_ARN);
         let outage_ttl = Duration::from_secs(env.or_default(&vars::STS_DURATION_SECONDS));
         if !(WORKING_SESSION_TTL..=MAX_OUTAGE_TTL).contains(&outage_ttl) {
-            env.mistake(&vars::STS_DURATION_SECONDS, "must be 900 to 604800");
+            env.mistake(&vars::STS_DURATION_SECONDS, "must be between 900 and 604800");
         }
         let StoreConfig::S3(s3) = store? else {
-            env.mistake(variable, "sts needs an s3:// store");
+            env.mistake(variable, "sts requires an s3:// store");
             return None;
         };
         let writes = match env.flag(&vars::STORE_WRITE_ONCE) {
             Flag::On => SnapshotWrites::Once,
             Flag::Off => SnapshotWrites::Any,
         };
-        let endpoint = endpoint(env, s3);
+        let endpoint = read_sts_endpoint(env, s3);
         Some(Self::Sts(StsConfig { endpoint: endpoint?, role_arn: role_arn?, outage_ttl, writes }))
     }
 }
 
-/// `STS_ENDPOINT`, or the store's own endpoint, or AWS's for the region.
-fn endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
+/// Reads `STS_ENDPOINT`; the default is the store's own endpoint, or AWS's endpoint for the region.
+fn read_sts_endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
     if env.is_set(&vars::STS_ENDPOINT) {
         return env.web_url(&vars::STS_ENDPOINT);
     }
@@ -117,7 +117,7 @@ fn endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
     text.parse().map_err(|why| env.mistake(&vars::STS_ENDPOINT, why)).ok()
 }
 
-/// The sessions that a host gets.
+/// Which sessions a host gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionGrant {
     /// Only the working session.
@@ -126,30 +126,35 @@ pub enum SessionGrant {
     WithOutage,
 }
 
-/// Grants hosts their store access.
+/// Grants hosts access to the object store.
 pub struct HostStore {
     store: StoreConfig,
-    sts: Option<StsSessions>,
+    sts: Option<SessionIssuer>,
 }
 
-struct StsSessions {
+struct SessionIssuer {
     sts: Sts,
     outage_ttl: Duration,
     partition: String,
     writes: SnapshotWrites,
 }
 
-impl StsSessions {
+impl SessionIssuer {
     fn outage_policy(&self, bucket: &str, slot: &SlotPrefix, epoch: Epoch) -> String {
         let from = Timestamp::now();
         let ttl = SignedDuration::try_from(self.outage_ttl).unwrap_or(SignedDuration::MAX);
-        let window = policy::Window { from, until: from.saturating_add(ttl).unwrap_or(Timestamp::MAX) };
+        let window =
+            policy::SessionWindow { from, until: from.saturating_add(ttl).unwrap_or(Timestamp::MAX) };
         policy::outage_policy(&self.partition, bucket, (slot, epoch), window, self.writes)
     }
 
-    /// A session that stores snapshots of the machine's epoch. `None` if it would live no longer than the working
-    /// session, or if STS grants none.
-    async fn outage(&self, bucket: &str, machine: &MachineRow) -> Option<TemporaryCredentials> {
+    /// Requests a session that can store snapshots of the machine's epoch. `None` if it would last no longer than the
+    /// working session, or if STS does not grant it.
+    async fn request_outage_session(
+        &self,
+        bucket: &str,
+        machine: &MachineRow,
+    ) -> Option<TemporaryCredentials> {
         if self.outage_ttl <= WORKING_SESSION_TTL {
             return None;
         }
@@ -160,61 +165,61 @@ impl StsSessions {
         match tokio::time::timeout(OUTAGE_TIMEOUT, session).await {
             Ok(Ok(session)) => Some(session),
             Ok(Err(error)) => {
-                tracing::warn!(machine = %machine.id, error = %chain(&error), "no outage session for a host");
+                tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot get an outage session for a host");
                 None
             }
             Err(_) => {
-                tracing::warn!(machine = %machine.id, "no outage session for a host: STS call timed out");
+                tracing::warn!(machine = %machine.id, "cannot get an outage session for a host: the STS call timed out");
                 None
             }
         }
     }
 
-    /// If the role does not grant this lifetime, falls back to the one that every role grants.
+    /// Requests a session. If the role does not grant the lifetime `ttl`, falls back to the one that every role grants.
     async fn assume(
         &self,
         session: &str,
         policy: &str,
-        life: Duration,
+        ttl: Duration,
     ) -> Result<TemporaryCredentials, StsError> {
-        match self.sts.assume(session, policy, life).await {
+        match self.sts.assume_role(session, policy, ttl).await {
             Err(StsError::Refused { code, message, .. })
-                if life > COMMON_MAX_TTL && code == "ValidationError" =>
+                if ttl > COMMON_MAX_TTL && code == "ValidationError" =>
             {
                 tracing::warn!(
                     message,
-                    seconds = life.as_secs(),
+                    seconds = ttl.as_secs(),
                     "STS does not grant sessions of STS_DURATION_SECONDS"
                 );
-                self.sts.assume(session, policy, COMMON_MAX_TTL).await
+                self.sts.assume_role(session, policy, COMMON_MAX_TTL).await
             }
-            end => end,
+            result => result,
         }
     }
 }
 
 impl HostStore {
     /// # Errors
-    /// When no STS client can be made.
+    /// When the STS client cannot be created.
     pub fn new(store: &StoreConfig, credentials: &HostCredentials) -> anyhow::Result<Self> {
         let sts = match (store, credentials) {
             (StoreConfig::S3(s3), HostCredentials::Sts(config)) => {
                 let role = config.role_arn.clone();
-                // A separate AWS cloud has its own partition name, which the role contains.
+                // AWS's separate clouds have their own partition names, such as `aws-cn`, which the role's ARN contains.
                 let partition =
                     role.split(':').nth(1).filter(|name| name.starts_with("aws")).unwrap_or("aws");
                 let partition = partition.to_owned();
                 let sts = Sts::new(config.endpoint.clone(), s3.region.clone(), role, s3.credential())?;
-                Some(StsSessions { sts, outage_ttl: config.outage_ttl, partition, writes: config.writes })
+                Some(SessionIssuer { sts, outage_ttl: config.outage_ttl, partition, writes: config.writes })
             }
             _ => None,
         };
         Ok(Self { store: store.clone(), sts })
     }
 
-    /// Gives hosts another endpoint than the platform's own.
+    /// Sets the store's endpoint for hosts; `None` keeps the platform's.
     #[must_use]
-    pub fn reached_by_hosts_at(mut self, endpoint: Option<&Url>) -> Self {
+    pub fn with_host_endpoint(mut self, endpoint: Option<&Url>) -> Self {
         if let (StoreConfig::S3(s3), Some(endpoint)) = (&mut self.store, endpoint) {
             s3.endpoint = Some(endpoint.to_string());
         }
@@ -226,59 +231,63 @@ impl HostStore {
         self.sts.is_none() && matches!(self.store, StoreConfig::S3(_))
     }
 
-    /// Whether the store prevents hosts from overwriting snapshots; `None` without sessions.
+    /// Whether hosts' sessions may overwrite snapshots; `None` without sessions.
     pub fn snapshot_writes(&self) -> Option<SnapshotWrites> {
-        self.sts.as_ref().map(|assumer| assumer.writes)
+        self.sts.as_ref().map(|issuer| issuer.writes)
     }
 
-    /// The slot of [`Self::try_session`], which no user has.
+    /// The slot for which [`Self::try_session`] requests a session; no user has it.
     pub fn probe_slot() -> SlotPrefix {
         SlotPrefix::new(&"svc-doctor".parse().expect("a user's id"), &Slot::primary())
     }
 
-    /// Requests a machine's session for an unused slot; `None` if hosts get the platform's own credentials.
+    /// Requests a working session for an unused slot; `None` if hosts get no sessions.
     pub async fn try_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
-        let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
-        let policy = policy::slot_policy(&assumer.partition, &s3.bucket, &Self::probe_slot(), assumer.writes);
-        Some(assumer.sts.assume("svc-doctor", &policy, WORKING_SESSION_TTL).await)
+        let (StoreConfig::S3(s3), Some(issuer)) = (&self.store, &self.sts) else { return None };
+        let policy = policy::slot_policy(&issuer.partition, &s3.bucket, &Self::probe_slot(), issuer.writes);
+        Some(issuer.sts.assume_role("svc-doctor", &policy, WORKING_SESSION_TTL).await)
     }
 
-    /// Requests an outage session like [`Self::try_session`]; `None` if hosts get none.
+    /// Requests an outage session for an unused slot; `None` if hosts get no outage sessions.
     pub async fn try_outage_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
-        let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
-        if assumer.outage_ttl <= WORKING_SESSION_TTL {
+        let (StoreConfig::S3(s3), Some(issuer)) = (&self.store, &self.sts) else { return None };
+        if issuer.outage_ttl <= WORKING_SESSION_TTL {
             return None;
         }
-        let policy = assumer.outage_policy(&s3.bucket, &Self::probe_slot(), Epoch(1));
-        Some(assumer.sts.assume("svc-doctor", &policy, assumer.outage_ttl).await)
+        let policy = issuer.outage_policy(&s3.bucket, &Self::probe_slot(), Epoch(1));
+        Some(issuer.sts.assume_role("svc-doctor", &policy, issuer.outage_ttl).await)
     }
 
-    /// The store access of a machine's host.
+    /// Grants a machine's host its access to the store.
     ///
     /// # Errors
-    /// [`StsError`] of the working session.
-    pub async fn access(&self, machine: &MachineRow, grant: SessionGrant) -> Result<StoreAccess, StsError> {
+    /// [`StsError`] if STS does not grant the working session.
+    pub async fn grant_access(
+        &self,
+        machine: &MachineRow,
+        grant: SessionGrant,
+    ) -> Result<StoreAccess, StsError> {
         let prefix = SlotPrefix::new(&machine.user, &machine.slot);
         let (mut session, mut outage) = (None, None);
-        if let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) {
-            let policy = policy::slot_policy(&assumer.partition, &s3.bucket, &prefix, assumer.writes);
+        if let (StoreConfig::S3(s3), Some(issuer)) = (&self.store, &self.sts) {
+            let policy = policy::slot_policy(&issuer.partition, &s3.bucket, &prefix, issuer.writes);
             let name = format!("svc-{}", machine.id);
-            let working = assumer.assume(&name, &policy, WORKING_SESSION_TTL);
-            let extra = async {
+            let working = issuer.assume(&name, &policy, WORKING_SESSION_TTL);
+            let outage_session = async {
                 match grant {
                     SessionGrant::Working => None,
-                    SessionGrant::WithOutage => assumer.outage(&s3.bucket, machine).await,
+                    SessionGrant::WithOutage => issuer.request_outage_session(&s3.bucket, machine).await,
                 }
             };
-            let (given, extra) = tokio::join!(working, extra);
-            session = Some(given?);
-            outage = extra;
+            let (granted, outage_granted) = tokio::join!(working, outage_session);
+            session = Some(granted?);
+            outage = outage_granted;
         }
         Ok(StoreAccess { store: self.store.clone(), prefix, session, outage })
     }
 }
 
-/// One machine's access. It holds credentials and has no Debug.
+/// One machine's access to the store. Does not implement `Debug`, because it holds credentials.
 pub struct StoreAccess {
     store: StoreConfig,
     prefix: SlotPrefix,
@@ -292,13 +301,14 @@ impl StoreAccess {
             access_key: s3.access_key.clone(),
             secret_key: s3.secret_key.clone(),
             session_token: s3.session_token.clone(),
-            // A host with short-lived credentials renews them, and so follows a change of the setting.
-            expires_at: s3.expires_at.unwrap_or_else(in_an_hour),
+            // Static credentials get an expiry, too: a host that had a session renews them, and so gets a session again
+            // if the setting is changed back.
+            expires_at: s3.expires_at.unwrap_or_else(one_hour_from_now),
         })
     }
 
-    /// The content of `r2.env`.
-    pub fn env_file(&self) -> String {
+    /// Renders the content of `r2.env`.
+    pub fn to_env_file(&self) -> String {
         let s3 = match &self.store {
             StoreConfig::S3(s3) => s3,
             StoreConfig::Directory(dir) => {
@@ -324,23 +334,23 @@ impl StoreAccess {
         text
     }
 
-    /// The response of the route; `None` if the store is a directory, which has no credentials.
-    pub fn wire(&self) -> Option<StorageCredentials> {
+    /// Converts the access to the API's response; `None` if the store is a directory, which has no credentials.
+    pub fn to_response(&self) -> Option<StorageCredentials> {
         let StoreConfig::S3(s3) = &self.store else { return None };
         Some(StorageCredentials {
-            session: wire_session(self.credentials(s3)),
+            session: to_wire_session(self.credentials(s3)),
             location: StoreLocation {
                 region: s3.region.clone(),
                 endpoint: s3.endpoint.clone(),
                 bucket: s3.bucket.clone(),
                 prefix: format!("{}/", self.prefix.root()),
             },
-            outage: self.outage.clone().map(wire_session),
+            outage: self.outage.clone().map(to_wire_session),
         })
     }
 }
 
-fn wire_session(session: TemporaryCredentials) -> StoreSession {
+fn to_wire_session(session: TemporaryCredentials) -> StoreSession {
     StoreSession {
         access_key_id: session.access_key,
         secret_access_key: session.secret_key,
@@ -349,6 +359,6 @@ fn wire_session(session: TemporaryCredentials) -> StoreSession {
     }
 }
 
-fn in_an_hour() -> Timestamp {
+fn one_hour_from_now() -> Timestamp {
     Timestamp::now().saturating_add(SignedDuration::from_hours(1)).unwrap_or(Timestamp::MAX)
 }

@@ -16,10 +16,10 @@ use svc_http::tls::{ChainCheck, ChainVerifier, SpkiPin, pinned_client_config};
 use svc_http::vars::SSL_CERT_FILE;
 use svc_machine::id::MachineId;
 
-/// Maximum machines in `CUSTOMER_VPS_TLS_VERIFY_EXCEPT`.
+/// Maximum number of machines in `CUSTOMER_VPS_TLS_VERIFY_EXCEPT`.
 const MAX_EXEMPT: usize = 1000;
 
-/// The settings of the connections to hosts.
+/// Settings for the verification of hosts.
 #[derive(Debug, Clone)]
 pub struct HostTrust {
     pub domain: Option<HostDomain>,
@@ -30,9 +30,10 @@ pub struct HostTrust {
 #[derive(Debug, Clone)]
 pub struct ChainPolicy {
     verifier: ChainVerifier,
-    /// A new machine can request its certificate only once it is reachable.
+    /// Time after registration during which the pin suffices: a new machine can request its certificate only once it is
+    /// reachable.
     grace: Duration,
-    /// Machines that the operator exempts.
+    /// Machines that the operator has exempted.
     exempt: HashSet<MachineId>,
 }
 
@@ -52,7 +53,7 @@ impl HostTrust {
         Self { domain: None, chain: None }
     }
 
-    /// Records mistakes in `env` and returns `None` if there are any.
+    /// Reads `CUSTOMER_VPS_TLS_VERIFY*`. Records mistakes in `env` and returns `None` if there are any.
     pub fn read(env: &mut Env, domain: Option<HostDomain>) -> Option<Self> {
         let is_on = env.flag(&vars::CUSTOMER_VPS_TLS_VERIFY).is_on();
         let grace = Duration::from_secs(env.or_default(&vars::CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS));
@@ -61,9 +62,9 @@ impl HostTrust {
             return Some(Self { domain, chain: None });
         }
         if domain.is_none() {
-            // An invalid domain is reported already.
+            // An invalid domain has already been reported.
             if !env.is_set(&vars::HOST_DOMAIN) {
-                let why = "needs HOST_DOMAIN: the certificate is checked against the host's name";
+                let why = "requires HOST_DOMAIN: the certificate is verified for the host's name";
                 env.mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, why);
             }
             return None;
@@ -77,22 +78,22 @@ impl HostTrust {
         }
     }
 
-    /// The name to send and to verify; the address without `HOST_DOMAIN`.
+    /// The server name to send and to verify: the host name or, without `HOST_DOMAIN`, the address.
     pub fn server_name(&self, machine: MachineId, ip: Ipv4Addr) -> ServerName<'static> {
         let name = self.domain.as_ref().map(|domain| domain.host_name(machine));
         name.and_then(|name| ServerName::try_from(name).ok())
             .unwrap_or_else(|| ServerName::from(std::net::IpAddr::from(ip)))
     }
 
-    /// When the chain of this machine becomes required, as Unix time in seconds; `None` if it never is. Without a
-    /// registration time only the grace period counts from 1970, so it is required.
+    /// The Unix time in seconds from which this machine's chain is required; `None` if it is never required. For a machine
+    /// without a registration time, the grace period starts in 1970, so the chain is required.
     pub fn chain_required_from(&self, machine: MachineId, registered_at: Option<Timestamp>) -> Option<u64> {
         let policy = self.chain.as_ref().filter(|policy| !policy.is_exempt(machine))?;
         let registered = registered_at.map_or(0, Timestamp::as_second);
         Some(u64::try_from(registered).unwrap_or(0).saturating_add(policy.grace.as_secs()))
     }
 
-    /// A client configuration for a machine with this pin.
+    /// Builds the client configuration for connections to a machine with this pin.
     ///
     /// # Errors
     /// If the crypto provider does not support TLS.
@@ -142,9 +143,9 @@ mod tests {
     }
 
     #[test]
-    fn verification_without_domain_is_refused() {
+    fn read_refuses_verification_without_domain() {
         let mistakes = read(&[("CUSTOMER_VPS_TLS_VERIFY", "true")]).unwrap_err();
-        assert!(mistakes[0].starts_with("CUSTOMER_VPS_TLS_VERIFY: needs HOST_DOMAIN"), "{mistakes:?}");
+        assert!(mistakes[0].starts_with("CUSTOMER_VPS_TLS_VERIFY: requires HOST_DOMAIN"), "{mistakes:?}");
         let mistakes = read(&[("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", "ada")]).unwrap_err();
         assert!(mistakes[0].contains("machine ids"), "{mistakes:?}");
     }

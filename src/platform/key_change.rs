@@ -1,12 +1,12 @@
-//! The change of `PLATFORM_KEY` while two keys are in use: replaces the secrets made with the previous key until
+//! The change of `PLATFORM_KEY` while two keys are in force: secrets made with the previous key are replaced until
 //! nothing needs that key.
 //!
 //! Signing keys are resealed and fences re-signed here; host tokens rotate by heartbeats. None of this starts before
 //! every running process uses the current key: processes with different current keys would undo each other's work.
 //!
-//! The invariant: at any time, each running process can read what every other one has written. A process for which
-//! this would fail is refused at its start ([`admission`]). The object store names the current key as well ([`mark`]),
-//! because a database and settings restored from before a change do not show that change.
+//! Invariant: at any time, each running process can read what every other process has written. A process that would
+//! violate this is refused at startup ([`admission`]). The object store names the current key as well ([`mark`]),
+//! because a database and settings restored from before a change do not show the change.
 
 pub mod admission;
 mod fences;
@@ -36,23 +36,23 @@ pub const FAILPOINTS: &[&str] = &[
     "platform-key-after-sole",
 ];
 
-/// Lock that prevents process starts while a change ends.
+/// Advisory lock that prevents processes from starting while a change ends.
 const KEYS_LOCK: &str = "platform keys";
 /// A process whose row has not been renewed for this many leases counts as ended.
 const LEASES_UNTIL_ENDED: u32 = 4;
 const MAX_INTERVAL: Duration = Duration::from_secs(5);
-/// Name under which processes claim their turn to run a pass.
+/// Task name under which processes claim their turn to run a pass.
 const TASK_NAME: &str = "platform key change";
 const BATCH_SIZE: i64 = 100;
 
-/// Why a pass of the change failed; the next pass resumes.
+/// Why a pass of the change failed. The next pass resumes the change.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyChangeError {
     #[error(transparent)]
     Db(#[from] DbError),
     #[error(transparent)]
     Key(#[from] KeyError),
-    #[error("the fence of slot {slot} was not re-signed")]
+    #[error("cannot re-sign the fence of slot {slot}")]
     Fence {
         slot: String,
         #[source]
@@ -71,24 +71,25 @@ pub fn current_process_keys(ids: KeyIds, timing: &Timing) -> ProcessKeys {
     ProcessKeys { process: uuid::Uuid::now_v7(), ids, ttl: row_ttl(timing) }
 }
 
-/// Lifetime of a process's row.
+/// Lifetime of a process's row without renewal.
 pub fn row_ttl(timing: &Timing) -> Duration {
     timing.lease * LEASES_UNTIL_ENDED
 }
 
 /// Interval between renewals of a process's row, and between passes of the change.
-fn interval(own: &ProcessKeys) -> Duration {
+fn pass_interval(own: &ProcessKeys) -> Duration {
     (own.ttl / 12).clamp(Duration::from_millis(100), MAX_INTERVAL)
 }
 
-/// Renews this process's row until the task is aborted, including during the drain, when the process still writes.
+/// Renews this process's row until the task is aborted. It is aborted only after the drain, during which the process
+/// still writes.
 pub async fn renew_process_row(db: Db, own: ProcessKeys) {
-    let period = interval(&own);
+    let period = pass_interval(&own);
     loop {
         tokio::time::sleep(period).await;
         let renewed = async { own.renew(&db.session().await?).await };
         if let Err(error) = renewed.await {
-            tracing::warn!(error = %chain(&error), "the row of this process was not renewed");
+            tracing::warn!(error = %chain(&error), "cannot renew the row of this process; retrying");
         }
     }
 }
@@ -99,14 +100,14 @@ pub async fn run_key_change(platform: Arc<Platform>, seal: Seal) {
     if own.ids.previous.is_none() {
         return platform.stop.cancelled().await;
     }
-    let period = interval(own);
+    let period = pass_interval(own);
     loop {
         tokio::select! {
             () = platform.stop.cancelled() => return,
             () = tokio::time::sleep(period) => {}
         }
         if let Err(error) = run_pass(&platform, &seal).await {
-            tracing::warn!(error = %chain(&error), "the change of PLATFORM_KEY was interrupted; it resumes");
+            tracing::warn!(error = %chain(&error), "a pass of the change of PLATFORM_KEY failed; retrying");
         }
     }
 }
@@ -119,26 +120,26 @@ async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError
         return Ok(());
     }
     // One process at a time, because each pass reads all remaining work.
-    if !db::tasks::claim_turn(&session, TASK_NAME, interval(own) / 2).await? {
+    if !db::tasks::claim_turn(&session, TASK_NAME, pass_interval(own) / 2).await? {
         return Ok(());
     }
     drop(session);
-    reseal(platform, seal).await?;
+    reseal_keys(platform, seal).await?;
     if fences::re_sign_batch(platform).await? == fences::FenceProgress::Done {
-        finish(platform, seal).await?;
+        finish_change(platform, seal).await?;
     }
     Ok(())
 }
 
 /// Reseals all signing keys that only the previous key decrypts, in one transaction.
-async fn reseal(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
-    if sealed_with_previous(&platform.db.session().await?, seal).await?.is_empty() {
+async fn reseal_keys(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
+    if list_sealed_with_previous(&platform.db.session().await?, seal).await?.is_empty() {
         return Ok(());
     }
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, LOCK).await?;
-    let sealed = sealed_with_previous(&tx, seal).await?;
+    let sealed = list_sealed_with_previous(&tx, seal).await?;
     for key in &sealed {
         if let Some(resealed) = seal.reseal(&key.kid, &key.sealed)? {
             db::keys::reseal(&tx, &key.kid, &resealed).await?;
@@ -151,27 +152,28 @@ async fn reseal(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> 
     Ok(())
 }
 
-async fn sealed_with_previous(
+async fn list_sealed_with_previous(
     client: &impl deadpool_postgres::GenericClient,
     seal: &Seal,
 ) -> Result<Vec<db::keys::StoredKey>, DbError> {
-    let mut keys = need::signing_keys(client).await?;
-    keys.retain(|key| seal.sealed_with(&key.kid, &key.sealed) == super::keys::SealedWith::Previous);
+    let mut keys = need::list_signing_keys(client).await?;
+    keys.retain(|key| seal.find_opening_key(&key.kid, &key.sealed) == super::keys::OpeningKey::Previous);
     Ok(keys)
 }
 
-/// Ends the change if nothing needs the previous key any more.
-async fn finish(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
+/// Ends the change if nothing needs the previous key any longer.
+async fn finish_change(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
     let (own, mut session) = (&platform.process, platform.db.session().await?);
     let silence = platform.config.timing.keys.max_silence;
-    // Checked first without the lock, because process starts wait for the lock: this check ends the pass until all
-    // tokens have rotated.
+    // The first check takes no lock, because starting processes wait for the lock. Until all tokens have rotated, every
+    // pass ends here.
     let need =
         need::KeyNeed::find(&session, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
     if !need.is_empty() {
         return Ok(());
     }
-    // Before the previous key may be removed: while the mark names it, a process with only the current key is refused.
+    // The mark must name the current key before the previous one may be removed: otherwise a process with only the
+    // current key would be refused.
     mark::write(&platform.bucket, &own.ids).await?;
     let tx = db::begin(&mut session).await?;
     // No process can start until the transaction ends.

@@ -1,12 +1,11 @@
-//! Rotation of signing keys with overlap: an old key gets a successor.
+//! Rotation of signing keys with an overlap of the old and the new key.
 //!
-//! Heartbeats deliver a new proof key, which signs for a host once the host has acknowledged it. The old one is
-//! retired when every routable host that sends heartbeats has a newer one. A host that has been silent for longer
-//! does not block the others: the retired key that it acknowledged still signs for it, and only for it, until it
-//! acknowledges another. A new app key signs after the overlap, when every router has read it; the old one is retired
-//! when all of its tokens have expired.
+//! Heartbeats deliver a new proof key, which signs for a host once the host has acknowledged it. The old key is retired
+//! when every routable host that sends heartbeats has a newer one. Silent hosts do not block this: the retired key that
+//! a silent host has acknowledged still signs for that host only, until it acknowledges another key. A new app key
+//! signs after the overlap, when every router has read it; the old key is retired when all of its tokens have expired.
 //!
-//! Owns the schedule. The invariant: a signature is only made with a key that every verifier has.
+//! Invariant: a signature is made only with a key that every verifier has.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,11 +21,11 @@ use super::signed_lifetimes::MAX_SIGNED_LIFETIME;
 use svc_http::problem::chain;
 
 const MAX_INTERVAL: Duration = Duration::from_secs(10);
-/// A silent host must not make the number of keys grow beyond this; hosts keep at least as many.
+/// Maximum number of active keys of a purpose. Hosts store at least as many.
 const MAX_KEYS: usize = 8;
 
-/// Rotates the keys, and refreshes the process's view of them, until `stop`. If they cannot be read, the last view
-/// stays.
+/// Rotates the keys, and refreshes the process's view of them, until `stop`. If the keys cannot be read, the process
+/// keeps its last view.
 pub async fn run(
     db: Db,
     seal: Seal,
@@ -64,7 +63,7 @@ enum RotationStep {
     Retirement,
 }
 
-/// For keys that only platform processes read.
+/// The next step for keys that only platform processes read.
 fn next_app_step(distribution: &[KeyDistribution], timing: KeyTiming) -> RotationStep {
     let Some(newest) = distribution.last() else { return RotationStep::Nothing };
     if distribution.len() > 1 && newest.age >= timing.overlap + MAX_SIGNED_LIFETIME {
@@ -77,13 +76,14 @@ fn next_app_step(distribution: &[KeyDistribution], timing: KeyTiming) -> Rotatio
     }
 }
 
-/// For keys that hosts read. `without` is the number of hosts that send heartbeats and lack the newest key.
-fn next_proof_step(distribution: &[KeyDistribution], without: i64, timing: KeyTiming) -> RotationStep {
+/// The next step for keys that hosts read. `lacking` is the number of hosts that send heartbeats and lack the newest
+/// key.
+fn next_proof_step(distribution: &[KeyDistribution], lacking: i64, timing: KeyTiming) -> RotationStep {
     let Some(newest) = distribution.last() else { return RotationStep::Nothing };
     if distribution.len() > 1 {
         match newest.acknowledged_for {
-            None if without == 0 => return RotationStep::Acknowledged(Acknowledged::ByAll),
-            Some(_) if without > 0 => return RotationStep::Acknowledged(Acknowledged::NotByAll),
+            None if lacking == 0 => return RotationStep::Acknowledged(Acknowledged::ByAll),
+            Some(_) if lacking > 0 => return RotationStep::Acknowledged(Acknowledged::NotByAll),
             Some(time) if time >= timing.overlap => return RotationStep::Retirement,
             Some(_) | None => {}
         }
@@ -102,8 +102,9 @@ async fn rotate_if_due(
     purpose: &'static str,
 ) -> Result<(), KeyError> {
     let mut session = db.session().await?;
-    let seen = db::keys::list_distribution(&session, purpose).await?;
-    if seen.len() < 2 && seen.last().is_none_or(|key| key.age < timing.rotate) {
+    // The first read takes no lock, because usually nothing is due.
+    let unlocked = db::keys::list_distribution(&session, purpose).await?;
+    if unlocked.len() < 2 && unlocked.last().is_none_or(|key| key.age < timing.rotate) {
         return Ok(());
     }
     let tx = db::begin(&mut session).await?;
@@ -130,7 +131,7 @@ async fn rotate_if_due(
             tracing::info!(kid = newest, retired, "retired older signing keys");
             if unacknowledged.silent > 0 {
                 let hosts = unacknowledged.silent;
-                tracing::warn!(hosts, "silent hosts keep a retired proof key until their next heartbeat");
+                tracing::warn!(hosts, "silent hosts use a retired proof key until their next heartbeat");
             }
         }
     }
@@ -156,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn old_key_is_replaced_and_retired_after_overlap() {
+    fn proof_key_is_retired_after_acknowledgement_and_overlap() {
         use Acknowledged::{ByAll, NotByAll};
         assert_eq!(next_proof_step(&[], 0, TIMING), RotationStep::Nothing);
         assert_eq!(next_proof_step(&[key(999, None)], 5, TIMING), RotationStep::Nothing);
@@ -171,28 +172,28 @@ mod tests {
     }
 
     #[test]
-    fn app_key_is_retired_after_its_last_token() {
-        let life = MAX_SIGNED_LIFETIME.as_secs();
-        let short = KeyTiming { rotate: Duration::from_secs(life * 2), ..TIMING };
-        let due = |ages: &[u64]| {
+    fn app_key_is_retired_after_its_last_token_expires() {
+        let lifetime = MAX_SIGNED_LIFETIME.as_secs();
+        let timing = KeyTiming { rotate: Duration::from_secs(lifetime * 2), ..TIMING };
+        let next_step = |ages: &[u64]| {
             let distribution: Vec<KeyDistribution> = ages.iter().map(|age| key(*age, None)).collect();
-            next_app_step(&distribution, short)
+            next_app_step(&distribution, timing)
         };
-        assert_eq!(due(&[]), RotationStep::Nothing);
-        assert_eq!(due(&[life * 2 - 1]), RotationStep::Nothing);
-        assert_eq!(due(&[life * 2]), RotationStep::Successor);
+        assert_eq!(next_step(&[]), RotationStep::Nothing);
+        assert_eq!(next_step(&[lifetime * 2 - 1]), RotationStep::Nothing);
+        assert_eq!(next_step(&[lifetime * 2]), RotationStep::Successor);
         assert_eq!(
-            due(&[life * 3, life + 99]),
+            next_step(&[lifetime * 3, lifetime + 99]),
             RotationStep::Nothing,
-            "a token of the first may have been made until 100"
+            "the old key may have signed a token until the new key was 100 s old"
         );
-        assert_eq!(due(&[life * 3, life + 100]), RotationStep::Retirement);
+        assert_eq!(next_step(&[lifetime * 3, lifetime + 100]), RotationStep::Retirement);
     }
 
     #[test]
-    fn silent_host_does_not_block_rotation_and_few_keys_remain() {
-        let held_up = [key(3000, None), key(2000, None), key(1000, None)];
-        assert_eq!(next_proof_step(&held_up, 1, TIMING), RotationStep::Successor);
+    fn unacknowledged_keys_get_successors_up_to_maximum() {
+        let unacknowledged = [key(3000, None), key(2000, None), key(1000, None)];
+        assert_eq!(next_proof_step(&unacknowledged, 1, TIMING), RotationStep::Successor);
         let full: Vec<KeyDistribution> =
             (1..=MAX_KEYS as u64).rev().map(|nth| key(nth * 1000, None)).collect();
         assert_eq!(next_proof_step(&full, 1, TIMING), RotationStep::Nothing);

@@ -1,8 +1,7 @@
-//! Signing keys of the platform: created in the database under a lock, sealed with a key derived from `PLATFORM_KEY`,
-//! and shared by all platform processes.
+//! Signing keys of the platform. They are created in the database under a lock, sealed with a key derived from
+//! `PLATFORM_KEY`, and shared by all platform processes.
 //!
-//! Owns the sealing and the choice of the signing key. The invariant: a private key leaves the process only sealed,
-//! bound to its `kid`.
+//! Invariant: a private key leaves the process only sealed, and bound to its `kid`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,33 +15,35 @@ use super::db::{self, Db, DbError};
 use super::platform_key::PlatformKeys;
 use svc_http::proof::{ProofKeys, Signer};
 
-/// Maximum retired keys that still sign for hosts without a newer one.
+/// Maximum number of retired keys that still sign for hosts without a newer key.
 const MAX_RETIRED: i64 = 8;
 
 /// Advisory lock held while the set of signing keys changes.
 pub const LOCK: &str = "signing keys";
 
-/// The keys that sign proofs, in one process's current view.
+/// One process's current view of the signing keys.
 pub struct SigningSet {
+    /// The proof key that signs for hosts that have acknowledged no other key.
     pub current: Arc<Signer>,
-    /// Signs for hosts that have acknowledged it.
+    /// The proof key that signs for hosts that have acknowledged it.
     pub next: Option<Arc<Signer>>,
-    /// Newest first: for hosts that were unreachable during the replacement and have no other key.
+    /// Retired proof keys, newest first. They sign for hosts that were unreachable during the rotation and have no other
+    /// key.
     pub retired: Vec<Arc<Signer>>,
     pub public: ProofKeys,
     pub app: AppKeys,
 }
 
-/// The keys that sign app tokens. Hosts do not have them: only routers accept such tokens, so the newest signs as
-/// soon as every router has had time to read it.
+/// The keys that sign app tokens. Only routers verify such tokens, so the newest key signs as soon as every router has
+/// had time to read it.
 pub struct AppKeys {
     pub current: Arc<Signer>,
     pub public: ProofKeys,
 }
 
 impl SigningSet {
-    /// The key that signs for a machine whose host has acknowledged these: the newest of them. Before the first
-    /// heartbeat, it is the oldest active key, which was in the user-data.
+    /// The key that signs for a host: the newest of the keys that the host has acknowledged. Before the host's first
+    /// heartbeat, this is the oldest active key, which was in the user-data.
     pub fn signer_for(&self, acknowledged: &[String]) -> &Signer {
         let known = |signer: &&Arc<Signer>| acknowledged.iter().any(|kid| kid == signer.kid());
         let newest_first = self.next.iter().chain([&self.current]).chain(&self.retired);
@@ -50,7 +51,7 @@ impl SigningSet {
     }
 }
 
-/// Why the keys are unavailable.
+/// Why the signing keys are unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
     #[error(transparent)]
@@ -60,7 +61,7 @@ pub enum KeyError {
          PLATFORM_KEY_PREVIOUS to that key"
     )]
     Sealed { kid: String },
-    #[error("signing key {kid} is damaged")]
+    #[error("signing key {kid} in the database is damaged")]
     Damaged { kid: String },
     #[error("the system's random number generator failed")]
     Randomness,
@@ -72,7 +73,7 @@ impl From<ring::error::Unspecified> for KeyError {
     }
 }
 
-/// Seals private keys with the current platform key, and opens those sealed with the previous one as well.
+/// Seals private keys with the current platform key, and opens keys sealed with the current or the previous one.
 pub struct Seal {
     key: LessSafeKey,
     previous: Option<LessSafeKey>,
@@ -80,7 +81,7 @@ pub struct Seal {
 
 /// Which platform key opens a sealed key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SealedWith {
+pub enum OpeningKey {
     Current,
     Previous,
     Neither,
@@ -88,38 +89,38 @@ pub enum SealedWith {
 
 impl Seal {
     pub fn new(platform_key: &SecretSlice<u8>) -> Self {
-        Self { key: sealing_key(platform_key), previous: None }
+        Self { key: derive_sealing_key(platform_key), previous: None }
     }
 
-    /// With both keys in force.
-    pub fn of(keys: &PlatformKeys) -> Self {
-        Self { previous: keys.previous.as_ref().map(sealing_key), ..Self::new(&keys.current) }
+    /// Seals with the current key, and opens with either key.
+    pub fn from_keys(keys: &PlatformKeys) -> Self {
+        Self { previous: keys.previous.as_ref().map(derive_sealing_key), ..Self::new(&keys.current) }
     }
 
     pub fn has_previous(&self) -> bool {
         self.previous.is_some()
     }
 
-    pub fn sealed_with(&self, kid: &str, sealed: &[u8]) -> SealedWith {
+    pub fn find_opening_key(&self, kid: &str, sealed: &[u8]) -> OpeningKey {
         if open_with(&self.key, kid, sealed).is_some() {
-            return SealedWith::Current;
+            return OpeningKey::Current;
         }
         match self.previous.as_ref().and_then(|key| open_with(key, kid, sealed)) {
-            Some(_) => SealedWith::Previous,
-            None => SealedWith::Neither,
+            Some(_) => OpeningKey::Previous,
+            None => OpeningKey::Neither,
         }
     }
 
-    /// Reseals with the current key a secret that only the previous key opens; `None` otherwise.
+    /// Seals a secret that only the previous key opens with the current key; `None` for any other secret.
     pub fn reseal(&self, kid: &str, sealed: &[u8]) -> Result<Option<Vec<u8>>, KeyError> {
-        match self.sealed_with(kid, sealed) {
-            SealedWith::Previous => Ok(Some(self.close(kid, &self.open(kid, sealed)?)?)),
-            SealedWith::Current | SealedWith::Neither => Ok(None),
+        match self.find_opening_key(kid, sealed) {
+            OpeningKey::Previous => Ok(Some(self.seal(kid, &self.open(kid, sealed)?)?)),
+            OpeningKey::Current | OpeningKey::Neither => Ok(None),
         }
     }
 
-    /// Nonce, ciphertext and tag.
-    fn close(&self, kid: &str, secret: &[u8]) -> Result<Vec<u8>, KeyError> {
+    /// Returns nonce, ciphertext and tag.
+    fn seal(&self, kid: &str, secret: &[u8]) -> Result<Vec<u8>, KeyError> {
         let mut nonce = [0; NONCE_LEN];
         SystemRandom::new().fill(&mut nonce)?;
         let mut sealed = secret.to_vec();
@@ -135,11 +136,11 @@ impl Seal {
     }
 }
 
-fn sealing_key(platform_key: &SecretSlice<u8>) -> LessSafeKey {
+fn derive_sealing_key(platform_key: &SecretSlice<u8>) -> LessSafeKey {
     let salt = hkdf::Salt::new(hkdf::HKDF_SHA256, b"svc-platform");
     let derived = salt.extract(platform_key.expose_secret());
     let info: [&[u8]; 1] = [b"seal of signing keys, version 1"];
-    let okm = derived.expand(&info, &CHACHA20_POLY1305).expect("one key is within HKDF's reach");
+    let okm = derived.expand(&info, &CHACHA20_POLY1305).expect("HKDF can output one key's length");
     LessSafeKey::new(UnboundKey::from(okm))
 }
 
@@ -150,18 +151,18 @@ fn open_with(key: &LessSafeKey, kid: &str, sealed: &[u8]) -> Option<Vec<u8>> {
     Some(key.open_in_place(nonce, Aad::from(kid.as_bytes()), &mut body).ok()?.to_vec())
 }
 
-/// Loads the keys from the database, and creates the first one of a purpose. An app key signs once it is `overlap`
+/// Loads the keys from the database, and creates the first key of each purpose. An app key signs once it is `overlap`
 /// old.
 pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet, KeyError> {
-    let proof = open_all(load_stored(db, seal, db::keys::PROOF).await?, seal)?;
-    let app = load_stored(db, seal, db::keys::APP).await?;
-    let nth = app.iter().rposition(|key| key.age >= overlap).unwrap_or(0);
+    let proof = open_all(load_or_create(db, seal, db::keys::PROOF).await?, seal)?;
+    let app = load_or_create(db, seal, db::keys::APP).await?;
+    let app_index = app.iter().rposition(|key| key.age >= overlap).unwrap_or(0);
     let app = open_all(app, seal)?;
     let session = db.session().await?;
     let retired = db::keys::list_retired(&session, db::keys::PROOF, MAX_RETIRED).await?;
     drop(session);
     let none = || KeyError::Damaged { kid: "(none)".to_owned() };
-    let app_signer = app.get(nth).cloned().ok_or_else(none)?;
+    let app_signer = app.get(app_index).cloned().ok_or_else(none)?;
     // The oldest key signs proofs until hosts have acknowledged the newest one.
     let mut signers = proof.iter().cloned();
     Ok(SigningSet {
@@ -173,7 +174,10 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
     })
 }
 
-/// Refuses active keys that neither platform key opens.
+/// Checks that a platform key opens each active signing key.
+///
+/// # Errors
+/// [`KeyError::Sealed`] for a key that neither platform key opens.
 pub async fn ensure_opened(
     client: &impl deadpool_postgres::GenericClient,
     seal: &Seal,
@@ -184,7 +188,7 @@ pub async fn ensure_opened(
     Ok(())
 }
 
-async fn load_stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::StoredKey>, KeyError> {
+async fn load_or_create(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::StoredKey>, KeyError> {
     let mut session = db.session().await?;
     let stored = db::keys::list_active(&session, purpose).await?;
     if !stored.is_empty() {
@@ -200,7 +204,7 @@ async fn load_stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys
     Ok(stored)
 }
 
-/// Creates another key, under the lock that the transaction holds.
+/// Creates another key. The transaction must hold [`LOCK`].
 pub async fn generate(
     tx: &deadpool_postgres::Transaction<'_>,
     seal: &Seal,
@@ -209,8 +213,8 @@ pub async fn generate(
     let kid = format!("{purpose}-{}", uuid::Uuid::now_v7().simple());
     let pkcs8 = Signer::generate()?;
     let signer = Signer::from_pkcs8(&kid, &pkcs8).map_err(|_| KeyError::Damaged { kid: kid.clone() })?;
-    let sealed = seal.close(&kid, &pkcs8)?;
-    let key = db::keys::StoredKey { kid, public_key: signer.public().x, sealed, age: Duration::ZERO };
+    let sealed = seal.seal(&kid, &pkcs8)?;
+    let key = db::keys::StoredKey { kid, public_key: signer.public_key().x, sealed, age: Duration::ZERO };
     db::keys::insert(tx, purpose, &key).await?;
     Ok(key)
 }
@@ -225,10 +229,10 @@ fn open_all(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<Vec<Arc<Sig
 }
 
 fn public_keys(signers: &[Arc<Signer>]) -> ProofKeys {
-    ProofKeys { keys: signers.iter().map(|signer| signer.public()).collect() }
+    ProofKeys { keys: signers.iter().map(|signer| signer.public_key()).collect() }
 }
 
-/// Whether two views hold the same keys and sign with the same ones.
+/// Whether two views contain the same keys and sign with the same keys.
 pub fn is_same(one: &SigningSet, other: &SigningSet) -> bool {
     one.public == other.public
         && one.app.public == other.app.public
@@ -243,7 +247,7 @@ mod tests {
     #[test]
     fn sealed_key_opens_only_with_its_kid_and_platform_key() {
         let seal = Seal::new(&vec![1; 32].into());
-        let sealed = seal.close("k1", b"private").unwrap();
+        let sealed = seal.seal("k1", b"private").unwrap();
         assert_eq!(seal.open("k1", &sealed).unwrap(), b"private");
         assert!(!sealed.windows(7).any(|part| part == b"private"));
         assert!(matches!(seal.open("k2", &sealed), Err(KeyError::Sealed { .. })));
@@ -253,20 +257,20 @@ mod tests {
     }
 
     #[test]
-    fn reseal_replaces_previous_key() {
+    fn reseal_replaces_only_seal_of_previous_key() {
         let keys = |current: u8, previous: Option<u8>| {
             let key = |byte: u8| vec![byte; 32].into();
-            Seal::of(&PlatformKeys { current: key(current), previous: previous.map(key) })
+            Seal::from_keys(&PlatformKeys { current: key(current), previous: previous.map(key) })
         };
         let (old, both, new) = (keys(1, None), keys(2, Some(1)), keys(2, None));
-        let sealed = old.close("k1", b"private").unwrap();
+        let sealed = old.seal("k1", b"private").unwrap();
         assert_eq!(both.open("k1", &sealed).unwrap(), b"private");
-        assert_eq!(both.sealed_with("k1", &sealed), SealedWith::Previous);
-        assert_eq!(new.sealed_with("k1", &sealed), SealedWith::Neither);
-        assert_eq!(new.reseal("k1", &sealed).unwrap(), None, "what cannot be opened stays");
+        assert_eq!(both.find_opening_key("k1", &sealed), OpeningKey::Previous);
+        assert_eq!(new.find_opening_key("k1", &sealed), OpeningKey::Neither);
+        assert_eq!(new.reseal("k1", &sealed).unwrap(), None, "the key cannot be opened");
         let again = both.reseal("k1", &sealed).unwrap().unwrap();
         assert_eq!(new.open("k1", &again).unwrap(), b"private");
-        assert_eq!(both.reseal("k1", &again).unwrap(), None, "it is done once");
-        assert_eq!(new.sealed_with("k1", &both.close("k1", b"x").unwrap()), SealedWith::Current);
+        assert_eq!(both.reseal("k1", &again).unwrap(), None, "the key is already resealed");
+        assert_eq!(new.find_opening_key("k1", &both.seal("k1", b"x").unwrap()), OpeningKey::Current);
     }
 }

@@ -1,7 +1,8 @@
-//! The only path of machine state changes: the pure transition, then its result and effects in one transaction.
+//! Changes the states of machines. All changes go through this module: it applies the pure transition, then writes the
+//! new state and the effects in one transaction.
 //!
-//! This module makes no decisions. The invariant: the row is written only if it has not changed since the transition
-//! read it, and all effects are written with it or none.
+//! This module decides nothing itself. Invariant: the row is written only if it has not changed since it was read, and
+//! it is written together with all effects or not at all.
 
 use std::time::Duration;
 
@@ -20,7 +21,7 @@ use svc_machine::state::{State, Status};
 use svc_machine::transition::{Outcome, Refusal, transition};
 use svc_wire::machine::MachineKind;
 
-/// Maximum earlier machines considered for a slot's reinstatement.
+/// Maximum number of earlier machines that are considered for reinstatement.
 const MAX_PREDECESSORS: i64 = 50;
 
 /// Why a change was not applied.
@@ -31,7 +32,7 @@ pub enum LifecycleError {
     #[error(transparent)]
     Db(#[from] DbError),
     /// The transition needs data that the caller did not provide.
-    #[error("the change of state needs {0}")]
+    #[error("the change of state requires {0}")]
     Missing(&'static str),
 }
 
@@ -47,21 +48,22 @@ pub struct MachineRequest {
     pub image_version: ImageVersion,
     pub bundle_sha256: String,
     pub https_port: u16,
-    pub lives_for: Option<Duration>,
-    /// The snapshot to restore; `None`: the one that the pointer names.
+    /// Lifetime of a preview; `None` for other machines.
+    pub preview_ttl: Option<Duration>,
+    /// The key of the snapshot to restore; `None`: the snapshot that the pointer names.
     pub restore_snapshot: Option<String>,
 }
 
 /// Data of an event that the transition itself does not read.
 #[derive(Default, Clone)]
 pub struct EventContext<'a> {
-    /// Where and why it failed, for people.
+    /// Stage and message of a failure.
     pub failed_at: Option<(&'a str, &'a str)>,
     /// The machine that replaces this one, if the event replaces it.
     pub successor: Option<&'a MachineRequest>,
     /// The operator's options for the created operation.
     pub options: OperationOptions,
-    /// An epoch in the object store: the new machine's epoch is above it.
+    /// The highest epoch in the object store: a new machine's epoch must be above it.
     pub epoch_floor: Epoch,
 }
 
@@ -72,7 +74,7 @@ pub struct CreatedOperation {
     pub operation: OperationId,
 }
 
-/// The result of an event.
+/// The result of applying an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     Unchanged,
@@ -86,11 +88,11 @@ pub enum Change {
 pub async fn apply(
     tx: &Transaction<'_>,
     mint: &TokenMint,
-    was: &MachineRow,
+    before: &MachineRow,
     event: &Event,
-    with: EventContext<'_>,
+    context: EventContext<'_>,
 ) -> Result<Change, LifecycleError> {
-    let (next, effects) = match transition(&was.lifecycle(), event)? {
+    let (next, effects) = match transition(&before.lifecycle(), event)? {
         Outcome::Unchanged => return Ok(Change::Unchanged),
         Outcome::Moved { next, effects } => (next, effects),
     };
@@ -99,32 +101,32 @@ pub async fn apply(
         Effect::Reinstate { epoch } => Some(*epoch),
         _ => None,
     });
-    write_state(tx, was, &next, SlotChange { successor, raised_epoch }, &with).await?;
+    write_state(tx, before, &next, SlotChange { successor, raised_epoch }, &context).await?;
     let mut created = None;
     for effect in effects {
-        created = apply_effect(tx, mint, was, effect, successor, &with).await?.or(created);
+        created = apply_effect(tx, mint, before, effect, successor, &context).await?.or(created);
     }
     Ok(Change::Moved { created })
 }
 
-/// Data of a change of slot.
+/// How an event changes which machine holds the slot.
 struct SlotChange {
     successor: MachineId,
-    /// The epoch under which it holds its slot again.
+    /// The epoch under which a reinstated machine holds its slot again.
     raised_epoch: Option<Epoch>,
 }
 
 async fn write_state(
     tx: &Transaction<'_>,
-    was: &MachineRow,
+    before: &MachineRow,
     next: &State,
     slot_change: SlotChange,
-    with: &EventContext<'_>,
+    context: &EventContext<'_>,
 ) -> Result<(), DbError> {
     let mut written = NextState {
-        status: next.status().unwrap_or(was.status),
+        status: next.status().unwrap_or(before.status),
         failure: None,
-        server_type: &was.server_type,
+        server_type: &before.server_type,
         resize_to: None,
         place: slot_change.raised_epoch.map_or(SlotPlace::Unchanged, |epoch| SlotPlace::Reinstated { epoch }),
     };
@@ -137,140 +139,142 @@ async fn write_state(
             written.resize_to = Some(to);
         }
         State::Failed { .. } => {
-            failure = failure_of(next, with);
+            failure = to_failure(next, context);
             written.failure = failure.as_ref();
         }
-        // The machine has already left its slot: only the recorded state of its server changes.
-        State::Retired { was: held } | State::Deleted { was: held } if has_already_left(was, next) => {
-            failure = failure_of(held, with);
+        // The machine has already left its slot: only the state in which it left is changed.
+        State::Retired { was: held } | State::Deleted { was: held } if has_already_left(before, next) => {
+            failure = to_failure(held, context);
             written.failure = failure.as_ref();
         }
         State::Retired { .. } => {
-            written.failure = was.failure.as_ref();
+            written.failure = before.failure.as_ref();
             written.place = SlotPlace::Retired { by: slot_change.successor };
         }
         State::Deleted { .. } => {
-            written.failure = was.failure.as_ref();
+            written.failure = before.failure.as_ref();
             written.place = SlotPlace::Deleted;
         }
     }
-    machine_changes::compare_and_set(tx, was, &written).await
+    machine_changes::compare_and_set(tx, before, &written).await
 }
 
 /// Whether the machine had already left its slot in this way.
-fn has_already_left(was: &MachineRow, next: &State) -> bool {
+fn has_already_left(before: &MachineRow, next: &State) -> bool {
     match next {
-        State::Retired { .. } => was.retired_at.is_some(),
-        State::Deleted { .. } => was.deleted_at.is_some(),
+        State::Retired { .. } => before.retired_at.is_some(),
+        State::Deleted { .. } => before.deleted_at.is_some(),
         _ => false,
     }
 }
 
-fn failure_of(state: &State, with: &EventContext<'_>) -> Option<Failure> {
+fn to_failure(state: &State, context: &EventContext<'_>) -> Option<Failure> {
     let State::Failed { cause } = state else { return None };
     let (stage, message) =
-        with.failed_at.map(|(stage, message)| (stage.to_owned(), message.to_owned())).unzip();
+        context.failed_at.map(|(stage, message)| (stage.to_owned(), message.to_owned())).unzip();
     Some(Failure { cause: *cause, stage, message })
 }
 
 async fn apply_effect(
     tx: &Transaction<'_>,
     mint: &TokenMint,
-    was: &MachineRow,
+    before: &MachineRow,
     effect: Effect,
     successor: MachineId,
-    with: &EventContext<'_>,
+    context: &EventContext<'_>,
 ) -> Result<Option<CreatedOperation>, LifecycleError> {
     match effect {
-        Effect::CancelOperation => db::operations::end_running(tx, was.id, "cancelled", None).await?,
+        Effect::CancelOperation => db::operations::end_running(tx, before.id, "cancelled", None).await?,
         Effect::FailOperation { cause } => {
-            db::operations::end_running(tx, was.id, "failed", Some(cause.as_str())).await?;
+            db::operations::end_running(tx, before.id, "failed", Some(cause.as_str())).await?;
         }
         Effect::Replace { status, restore, epoch } => {
-            let request = with.successor.ok_or(LifecycleError::Missing("a successor"))?;
-            let epoch = epoch.max(with.epoch_floor.next());
-            let plan = StartPlan { id: successor, status, restore, epoch, options: with.options };
-            return insert(tx, mint, request, plan).await.map(Some);
+            let request = context.successor.ok_or(LifecycleError::Missing("a successor"))?;
+            let epoch = epoch.max(context.epoch_floor.next());
+            let plan = StartPlan { id: successor, status, restore, epoch, options: context.options };
+            return insert_machine(tx, mint, request, plan).await.map(Some);
         }
         Effect::DeleteServer => {
-            return Ok(Some(create_operation(tx, was.id, OperationKind::Delete, with.options).await?));
+            return Ok(Some(create_operation(tx, before.id, OperationKind::Delete, context.options).await?));
         }
-        // The type is in the row.
+        // The operation reads the new type from the row.
         Effect::ChangeType { .. } => {
-            return Ok(Some(create_operation(tx, was.id, OperationKind::Resize, with.options).await?));
+            return Ok(Some(create_operation(tx, before.id, OperationKind::Resize, context.options).await?));
         }
-        // An operator has switched it off.
-        Effect::SwitchOn if was.powered_off_at.is_some() => {}
+        // An operator wants the server off.
+        Effect::SwitchOn if before.powered_off_at.is_some() => {}
         Effect::SwitchOn => {
             return Ok(Some(
-                create_operation(tx, was.id, OperationKind::PowerOn, OperationOptions::default()).await?,
+                create_operation(tx, before.id, OperationKind::PowerOn, OperationOptions::default()).await?,
             ));
         }
         Effect::Reinstate { .. } => {
-            return Ok(Some(create_operation(tx, was.id, OperationKind::Reinstate, with.options).await?));
+            return Ok(Some(
+                create_operation(tx, before.id, OperationKind::Reinstate, context.options).await?,
+            ));
         }
-        Effect::ReinstatePredecessor => reinstate_predecessor(tx, mint, was, with).await?,
-        Effect::DeletePredecessor => delete_predecessor(tx, mint, was, with).await?,
-        // Routers observe the row's change sequence, which a database trigger increments.
+        Effect::ReinstatePredecessor => reinstate_predecessor(tx, mint, before, context).await?,
+        Effect::DeletePredecessor => delete_predecessor(tx, mint, before, context).await?,
+        // Routers close the connections: a database trigger increments the row's change sequence, which they poll.
         Effect::CloseConnections => {}
     }
     Ok(None)
 }
 
-/// Gives the slot back to the machine whose server has the newest data. Without such a machine, the failed one keeps
+/// Returns the slot to the machine whose server has the newest data. Without such a machine, the failed machine keeps
 /// the slot, so that its failure stays visible.
 async fn reinstate_predecessor(
     tx: &Transaction<'_>,
     mint: &TokenMint,
-    was: &MachineRow,
-    with: &EventContext<'_>,
+    before: &MachineRow,
+    context: &EventContext<'_>,
 ) -> Result<(), LifecycleError> {
-    let Some(last) = reinstatable(tx, was).await? else { return Ok(()) };
-    machine_changes::leave_slot(tx, was.id, last.id).await?;
-    let highest = db::machines::find_highest_epoch(tx, &was.user, &was.slot).await?;
+    let Some(last) = find_reinstatable(tx, before).await? else { return Ok(()) };
+    machine_changes::leave_slot(tx, before.id, last.id).await?;
+    let highest = db::machines::find_highest_epoch(tx, &before.user, &before.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: last.server_power() };
-    // If it has its own failure, it keeps that message.
+    // If the reinstated machine has a failure of its own, it keeps that stage and message.
     let failed_at =
         last.failure.as_ref().and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
-    let reason = "the machine that was to replace it did not register";
-    let with = EventContext { failed_at: failed_at.or(Some(("reinstate", reason))), ..with.clone() };
-    Box::pin(apply(tx, mint, &last, &event, with)).await?;
+    let reason = "the machine that was meant to replace this one did not register";
+    let context = EventContext { failed_at: failed_at.or(Some(("reinstate", reason))), ..context.clone() };
+    Box::pin(apply(tx, mint, &last, &event, context)).await?;
     audit(tx, "reinstate", &last).await?;
-    tracing::warn!(machine = %was.id, reinstated = %last.id, "gave a slot back to its last machine");
+    tracing::warn!(machine = %before.id, reinstated = %last.id, "returned a slot to its last machine");
     Ok(())
 }
 
-/// The last registered machine of the slot. If its server is gone, an earlier one, unless a snapshot holds the later
-/// one's data: an older server would then replace that snapshot by an older state.
-async fn reinstatable(tx: &Transaction<'_>, was: &MachineRow) -> Result<Option<MachineRow>, DbError> {
-    for seen in db::machines::list_registered_before(tx, was, MAX_PREDECESSORS).await? {
-        let Some(one) = db::machines::lock(tx, seen.id).await? else { continue };
-        if one.server_exists() {
-            return Ok(Some(one).filter(|one| one.deleted_at.is_none()));
+/// Finds the last registered machine of the slot whose server exists. Does not go back past a deleted machine or a
+/// machine that has stored a snapshot: an older machine would replace that snapshot with an older state.
+async fn find_reinstatable(tx: &Transaction<'_>, before: &MachineRow) -> Result<Option<MachineRow>, DbError> {
+    for unlocked in db::machines::list_registered_before(tx, before, MAX_PREDECESSORS).await? {
+        let Some(machine) = db::machines::lock(tx, unlocked.id).await? else { continue };
+        if machine.server_exists() {
+            return Ok(Some(machine).filter(|machine| machine.deleted_at.is_none()));
         }
-        if one.deleted_at.is_some() || one.backup_taken_at.max(one.final_backup_at).is_some() {
+        if machine.deleted_at.is_some() || machine.backup_taken_at.max(machine.final_backup_at).is_some() {
             return Ok(None);
         }
     }
     Ok(None)
 }
 
-/// Deletes the machine that was to be replaced along with its intended successor. An operator's order to delete one
-/// server at once does not extend to the other.
+/// Deletes the predecessor of a machine that is deleted before it has registered. An operator's order to delete the
+/// server without a grace period does not extend to the predecessor's server.
 async fn delete_predecessor(
     tx: &Transaction<'_>,
     mint: &TokenMint,
-    was: &MachineRow,
-    with: &EventContext<'_>,
+    before: &MachineRow,
+    context: &EventContext<'_>,
 ) -> Result<(), LifecycleError> {
-    if was.registered_at.is_some() {
+    if before.registered_at.is_some() {
         return Ok(());
     }
-    let Some(last) = db::machines::lock_last_registered(tx, was).await? else { return Ok(()) };
+    let Some(last) = db::machines::lock_last_registered(tx, before).await? else { return Ok(()) };
     if last.server_exists() {
-        let options = OperationOptions { now: false, ..with.options };
-        let with = EventContext { options, ..with.clone() };
-        let change = Box::pin(apply(tx, mint, &last, &Event::SuccessorDeleted, with)).await?;
+        let options = OperationOptions { now: false, ..context.options };
+        let context = EventContext { options, ..context.clone() };
+        let change = Box::pin(apply(tx, mint, &last, &Event::SuccessorDeleted, context)).await?;
         if change != Change::Unchanged {
             audit(tx, "delete.predecessor", &last).await?;
         }
@@ -278,14 +282,14 @@ async fn delete_predecessor(
     Ok(())
 }
 
-/// The audit entry for the effect of one machine's change on another machine of its slot.
-async fn audit(tx: &Transaction<'_>, action: &str, was: &MachineRow) -> Result<(), DbError> {
-    let after = db::machines::get(tx, was.id).await?.map(|after| after.record());
+/// Writes the audit entry for the effect of one machine's change on another machine of its slot.
+async fn audit(tx: &Transaction<'_>, action: &str, before: &MachineRow) -> Result<(), DbError> {
+    let after = db::machines::get(tx, before.id).await?.map(|after| after.record());
     let entry = db::audit::AuditEntry {
         actor: "platform",
         action,
-        target: &was.id.to_string(),
-        before: Some(&was.record()),
+        target: &before.id.to_string(),
+        before: Some(&before.record()),
         after: after.as_ref(),
         request_id: &svc_http::request_id::current(),
     };
@@ -302,21 +306,21 @@ async fn create_operation(
     Ok(CreatedOperation { machine, operation })
 }
 
-/// Creates the machine of a free slot.
+/// Creates a machine in a free slot.
 ///
 /// # Errors
-/// [`LifecycleError`]; `user_machines_active` is violated if another machine holds the slot.
+/// [`LifecycleError`]; `Violated` with the constraint `user_machines_active` if another machine holds the slot.
 pub async fn create_machine(
     tx: &Transaction<'_>,
     mint: &TokenMint,
     request: &MachineRequest,
     restore: RestoreMode,
-    with: &EventContext<'_>,
+    context: &EventContext<'_>,
 ) -> Result<CreatedOperation, LifecycleError> {
     let highest = db::machines::find_highest_epoch(tx, &request.user, &request.slot).await?;
-    let epoch = highest.max(with.epoch_floor).next();
-    let (id, status, options) = (MachineId::new(), Status::Provisioning, with.options);
-    insert(tx, mint, request, StartPlan { id, status, restore, epoch, options }).await
+    let epoch = highest.max(context.epoch_floor).next();
+    let (id, status, options) = (MachineId::new(), Status::Provisioning, context.options);
+    insert_machine(tx, mint, request, StartPlan { id, status, restore, epoch, options }).await
 }
 
 /// How a new machine starts.
@@ -328,7 +332,7 @@ struct StartPlan {
     options: OperationOptions,
 }
 
-async fn insert(
+async fn insert_machine(
     tx: &Transaction<'_>,
     mint: &TokenMint,
     request: &MachineRequest,
@@ -358,7 +362,7 @@ async fn insert(
         https_port: request.https_port,
         registration_token_hash: mint.hash(id, Purpose::Registration, Generation::FIRST),
         upgrade_token_hash: mint.hash(id, Purpose::Upgrade, Generation::FIRST),
-        lives_for: request.lives_for,
+        preview_ttl: request.preview_ttl,
         restore_snapshot: request.restore_snapshot.clone(),
     };
     machine_changes::insert(tx, &machine).await?;

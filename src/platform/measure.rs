@@ -1,6 +1,6 @@
 //! Collects the metrics of the whole installation from the database when `/metrics` is read.
 //!
-//! Invariant: an unavailable database costs the metrics of the installation, never the scrape.
+//! Invariant: if the database is unavailable, only the installation's metrics are missing; the scrape still succeeds.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::alarms::Alarm;
 use super::context::Platform;
 use super::db::{self, Db, DbError};
 use super::host_trust::HostTrust;
-use super::operations::vocabulary;
+use super::operations::supported_steps;
 use super::{certificates, ended_machines, fleet};
 use svc_base::metrics::{
     ALARMS, BACKUP_AGE, BACKUP_NEVER, FLEET_READ, MACHINES, MACHINES_BY_CERTIFICATE, MACHINES_BY_HEALTH,
@@ -20,10 +20,10 @@ use svc_base::metrics::{
 use svc_http::problem::chain;
 use svc_machine::operation::OperationKind;
 
-/// A scraper's timeout is about ten seconds.
+/// Shorter than a scraper's usual timeout of ten seconds.
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Collects the metrics that are only read on a scrape.
+/// Collects the metrics that are only measured for a scrape.
 pub async fn collect(platform: &Platform) {
     measure_pools(&[&platform.db, &platform.host_db, &platform.report_db]);
     match tokio::time::timeout(
@@ -38,13 +38,13 @@ pub async fn collect(platform: &Platform) {
     {
         Ok(Ok(())) => FLEET_READ.set_to_now([]),
         Ok(Err(error)) => tracing::warn!(error = %chain(&error), "cannot measure the fleet"),
-        Err(_) => tracing::warn!("timeout while measuring the fleet"),
+        Err(_) => tracing::warn!("measuring the fleet timed out"),
     }
 }
 
 fn measure_pools(pools: &[&Db]) {
     let statuses: Vec<_> = pools.iter().map(|db| db.pool().status()).collect();
-    let sum = |of: fn(&Status) -> usize| statuses.iter().map(of).sum::<usize>() as f64;
+    let sum = |field: fn(&Status) -> usize| statuses.iter().map(field).sum::<usize>() as f64;
     POOL_CONNECTIONS.set(["open"], sum(|status| status.size));
     POOL_CONNECTIONS.set(["idle"], sum(|status| status.available));
     POOL_CONNECTIONS.set(["limit"], sum(|status| status.max_size));
@@ -54,23 +54,23 @@ fn measure_pools(pools: &[&Db]) {
 async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTrust) -> Result<(), DbError> {
     let session = db.session().await?;
     let rows = db::fleet::list_active_machines(&session).await?;
-    let mut seen = fleet::summarize(&rows, token_rotation, trust);
-    if let Some(certificates) = certificates::summary(&rows, trust) {
+    let mut summary = fleet::summarize(&rows, token_rotation, trust);
+    if let Some(certificates) = certificates::summarize(&rows, trust) {
         MACHINES_BY_CERTIFICATE.set(["trusted"], certificates.trusted as f64);
         MACHINES_BY_CERTIFICATE.set(["expiring"], certificates.expiring as f64);
         MACHINES_BY_CERTIFICATE.set(["missing"], certificates.missing as f64);
     }
-    ended_machines::add_to(&mut seen, &db::ended_machines::list_needing_attention(&session).await?);
-    for (status, count) in &seen.totals.by_status {
+    ended_machines::add_to(&mut summary, &db::ended_machines::list_needing_attention(&session).await?);
+    for (status, count) in &summary.totals.by_status {
         MACHINES.set([label(status)], *count as f64);
     }
-    for (health, count) in &seen.totals.by_health {
+    for (health, count) in &summary.totals.by_health {
         MACHINES_BY_HEALTH.set([label(health)], *count as f64);
     }
-    MACHINES_NEEDING_ATTENTION.set([], seen.attention_total as f64);
-    BACKUP_AGE.set(["max"], seconds(seen.backups.max_age_seconds));
-    BACKUP_AGE.set(["p50"], seconds(seen.backups.p50_age_seconds));
-    BACKUP_NEVER.set([], seen.backups.never as f64);
+    MACHINES_NEEDING_ATTENTION.set([], summary.attention_total as f64);
+    BACKUP_AGE.set(["max"], seconds_or_nan(summary.backups.max_age_seconds));
+    BACKUP_AGE.set(["p50"], seconds_or_nan(summary.backups.p50_age_seconds));
+    BACKUP_NEVER.set([], summary.backups.never as f64);
     let in_progress = db::operations::count_by_kind(&session).await?;
     for kind in OperationKind::ALL {
         let found = in_progress.iter().find(|(name, _)| name == kind.as_str());
@@ -83,14 +83,14 @@ async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTru
         let is_active = alarms.iter().any(|row| row.alarm == alarm.as_str());
         ALARMS.set([alarm.as_str()], f64::from(u8::from(is_active)));
     }
-    OPERATIONS_UNKNOWN.set([], db::operations::count_unsupported(&session, &vocabulary()).await? as f64);
-    if let Some(left) = db::budget::load_remaining(&session).await? {
-        PROVIDER_BUDGET.set([], left);
+    OPERATIONS_UNKNOWN.set([], db::operations::count_unsupported(&session, &supported_steps()).await? as f64);
+    if let Some(remaining) = db::budget::load_remaining(&session).await? {
+        PROVIDER_BUDGET.set([], remaining);
     }
     Ok(())
 }
 
-/// A missing age is not a number.
-fn seconds(age: Option<u64>) -> f64 {
+/// A missing age is exported as NaN.
+fn seconds_or_nan(age: Option<u64>) -> f64 {
     age.map_or(f64::NAN, |seconds| seconds as f64)
 }

@@ -1,6 +1,6 @@
-//! The control plane and router: `svc-platform`. Only this file wires the parts together.
+//! `svc-platform`: the control plane and the router. Only this file assembles their parts.
 //!
-//! Args → configuration → bind → migrate → ready → serve until a signal → drain.
+//! Arguments → configuration → bind → migrate → ready → serve until a signal → drain.
 
 pub mod alarms;
 pub mod api;
@@ -59,7 +59,7 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 
 use self::api::OpenApi;
-use self::config::{Listen, PlatformConfig};
+use self::config::{ListenerConfig, PlatformConfig};
 use self::context::Platform;
 use self::db::platform_keys::ProcessKeys;
 use self::db::{Db, DbError};
@@ -72,8 +72,8 @@ use self::process_clock::ProcessClock;
 use self::quote_cache::QuoteCache;
 use self::rate_budget::SharedBudget;
 use self::rates::ApiRates;
-use self::route_freshness::Freshness;
-use self::router::{RouterContext, RouterService, UserMarks};
+use self::route_freshness::RouteFreshness;
+use self::router::{RouterContext, RouterService, UserDigests};
 use self::server_checks::ServerChecks;
 use self::tokens::TokenMint;
 use svc_base::applet::{self, Exit, Failure, OrExit};
@@ -88,10 +88,10 @@ use svc_provider::hetzner::Hetzner;
 use svc_store::{Bucket, parallel_probe};
 use svc_wire::text::Text;
 
-/// Time for running steps to finish after the stop signal; the next process resumes the rest.
+/// Time for running steps to finish after the stop signal; the next process resumes unfinished steps.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// Timeout of the probe at startup, so that an unreachable store does not delay it.
+/// Timeout of the store probe, so that an unreachable store does not delay the startup.
 const STORE_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout of one read or write of an object, including retries: shorter than the timeout of an operator's client.
 const STORE_CALL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -141,7 +141,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let scrape = metrics::install().or_exit(Exit::Internal)?;
     let host_store = HostStore::new(&config.store, &config.host_credentials).or_exit(Exit::Config)?;
-    let host_store = host_store.reached_by_hosts_at(config.hosts.store_endpoint.as_ref());
+    let host_store = host_store.with_host_endpoint(config.hosts.store_endpoint.as_ref());
     if host_store.shares_platform_credentials() {
         tracing::warn!(
             "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
@@ -160,7 +160,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let pool = |max_connections: usize| Db::new(&config.database, max_connections).or_exit(Exit::Internal);
     let db = pool(config.connections.control)?;
     let (host_db, report_db) = (pool(config.connections.hosts)?, pool(config.connections.reports)?);
-    let seal = || Seal::of(&config.keys);
+    let seal = || Seal::from_keys(&config.keys);
     let mint = TokenMint::new(&config.keys.current).with_previous(config.keys.previous.as_ref());
     let process = admit(&db, &bucket, &config, &mint).await?;
     log_start(&process, &api.url);
@@ -169,21 +169,21 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         KeyError::Sealed { .. } | KeyError::Damaged { .. } => Failure::new(Exit::Config, error),
         KeyError::Randomness => Failure::new(Exit::Internal, error),
     })?;
-    warn_of_missing_certificates(&report_db, &config.trust).await;
-    let presence = tokio::spawn(key_change::renew_process_row(db.clone(), process.clone()));
-    let installation = read_installation_id(&db).await.or_exit(Exit::Unavailable)?;
-    let (fresh, keys) = watch::channel(Arc::new(keys));
+    warn_about_missing_certificates(&report_db, &config.trust).await;
+    let row_renewal = tokio::spawn(key_change::renew_process_row(db.clone(), process.clone()));
+    let installation = load_installation_id(&db).await.or_exit(Exit::Unavailable)?;
+    let (keys_sender, keys) = watch::channel(Arc::new(keys));
     let (rotation_seal, change_seal) = (seal(), seal());
-    // A separate pool: its connections live on the router's threads, and end with them.
+    // A separate pool, because its connections run on the router's threads and end with them.
     let sessions = pool(config.connections.router)?;
-    let freshness = Arc::new(Freshness::new(config.routing.max_staleness));
+    let freshness = Arc::new(RouteFreshness::new(config.routing.max_staleness));
     let routes = RouterContext {
         pool: sessions.pool().clone(),
         database: config.database.clone(),
         config: config.routing.clone(),
         trust: config.trust.clone(),
         proof: keys.clone(),
-        marks: UserMarks::new(&config.keys.current, config.keys.previous.as_ref()),
+        user_digests: UserDigests::new(&config.keys.current, config.keys.previous.as_ref()),
         freshness: freshness.clone(),
         stop: stop.clone(),
     };
@@ -191,8 +191,8 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     clock.compare(&db).await;
     let client = client::build(Deadlines::CALL).or_exit(Exit::Internal)?;
     let (api_url, token) = (config.provider.api_url.clone(), &config.provider.token);
-    let allowance = Arc::new(SharedBudget::new(db.clone(), &api_url, token));
-    let provider = Hetzner::sharing(client, api_url, token, allowance);
+    let budget = Arc::new(SharedBudget::new(db.clone(), &api_url, token));
+    let provider = Hetzner::with_allowance(client, api_url, token, budget);
     let platform = Arc::new(Platform {
         provider: Arc::new(provider.or_exit(Exit::Config)?),
         bucket,
@@ -216,7 +216,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     });
 
     let mut tasks = JoinSet::new();
-    tasks.spawn(key_rotation::run(db, rotation_seal, platform.config.timing.keys, fresh, stop.clone()));
+    tasks.spawn(key_rotation::run(db, rotation_seal, platform.config.timing.keys, keys_sender, stop.clone()));
     tasks.spawn(key_change::run_key_change(platform.clone(), change_seal));
     tasks.spawn(mark::write_until_stopped(platform.clone()));
     tasks.spawn(process_clock::run(Arc::clone(&platform.clock), platform.db.clone(), platform.stop.clone()));
@@ -235,7 +235,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let limits = Limits { trusted_proxies, ..Limits::default() };
     let threads = RouterThreads { shards: Shards::start().or_exit(Exit::Internal)?, passthrough };
     tasks.spawn(server::serve_on(threads, public.listener, public.tls, routes, limits, stop.clone()));
-    // Without a supervisor, no one listens.
+    // Fails without systemd, which does not matter.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
 
     tokio::select! {
@@ -244,22 +244,23 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         () = stop.cancelled() => {}
         ended = tasks.join_next() => {
             stop.cancel();
-            let why = ended.and_then(Result::err).map_or_else(|| "ended".to_owned(), |error| error.to_string());
-            return Err(Failure::new(Exit::Internal, anyhow::anyhow!("a task of the platform ended: {why}")));
+            let why = ended.and_then(Result::err).map_or_else(|| "it returned".to_owned(), |error| error.to_string());
+            let error = anyhow::anyhow!("a task of the platform ended unexpectedly: {why}");
+            return Err(Failure::new(Exit::Internal, error));
         }
     }
     tracing::info!("draining");
     let drained =
         tokio::time::timeout(DRAIN_TIMEOUT, async { while tasks.join_next().await.is_some() {} }).await;
     if drained.is_err() {
-        tracing::warn!("not everything ended in time; the next process resumes the rest");
+        tracing::warn!("some tasks did not end in time; the next process resumes their work");
     }
-    presence.abort();
+    row_renewal.abort();
     delete_process_row(&platform).await;
     Ok(())
 }
 
-/// Records this process as running, if it may run beside the others with its platform keys.
+/// Records this process as running if it may run with its platform keys beside the other processes.
 async fn admit(
     db: &Db,
     bucket: &Bucket,
@@ -267,8 +268,8 @@ async fn admit(
     mint: &TokenMint,
 ) -> Result<ProcessKeys, Failure> {
     let (process, seal) =
-        (key_change::current_process_keys(config.keys.ids(), &config.timing), Seal::of(&config.keys));
-    // Before any write to the database: outdated keys must leave it unchanged.
+        (key_change::current_process_keys(config.keys.ids(), &config.timing), Seal::from_keys(&config.keys));
+    // The check precedes every write to the database: a process with outdated keys must leave it unchanged.
     let has_responded = check_mark(mark::check(bucket, &process.ids).await.map(drop))?;
     let silence = config.timing.keys.max_silence;
     match key_change::admission::admit(db, &process, mint, &seal, silence).await {
@@ -284,10 +285,10 @@ async fn admit(
     Ok(process)
 }
 
-/// Refuses outdated keys; otherwise returns whether the store has responded. An unavailable store is not refused: the
-/// check is repeated while the process runs ([`mark::write_until_stopped`]).
-fn check_mark(noted: Result<(), MarkError>) -> Result<bool, Failure> {
-    match noted {
+/// Refuses outdated keys; otherwise returns whether the store has responded. If the store is unavailable, the process
+/// starts, and repeats the check while it runs ([`mark::write_until_stopped`]).
+fn check_mark(result: Result<(), MarkError>) -> Result<bool, Failure> {
+    match result {
         Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),
         Err(error) => {
             tracing::warn!(error = %svc_base::chain::chain(&error), "cannot check whether PLATFORM_KEY is the current one");
@@ -297,25 +298,25 @@ fn check_mark(noted: Result<(), MarkError>) -> Result<bool, Failure> {
     }
 }
 
-/// These machines are unreachable once their grace is over. The platform starts in any case: one machine must not
-/// keep the others from being served.
-async fn warn_of_missing_certificates(db: &Db, trust: &HostTrust) {
+/// Warns about machines without a trusted certificate, which are unreachable after their grace period. The platform
+/// starts anyway: a few such machines must not prevent it from serving the others.
+async fn warn_about_missing_certificates(db: &Db, trust: &HostTrust) {
     if trust.chain.is_none() {
         return;
     }
     let listed = async { db::fleet::list_active_machines(&db.session().await?).await };
     match listed.await {
         Ok(rows) => {
-            if let Some(seen) = certificates::summary(&rows, trust).filter(|seen| seen.missing > seen.exempt)
-            {
-                let handles: Vec<_> = seen.missing_handles.iter().map(Text::as_str).collect();
-                let (machines, exempt) = (seen.missing, seen.exempt);
+            let summary = certificates::summarize(&rows, trust);
+            if let Some(summary) = summary.filter(|summary| summary.missing > summary.exempt) {
+                let handles: Vec<_> = summary.missing_handles.iter().map(Text::as_str).collect();
+                let (machines, exempt) = (summary.missing, summary.exempt);
                 tracing::warn!(
                     machines,
                     exempt,
                     ?handles,
-                    "CUSTOMER_VPS_TLS_VERIFY is on, and machines have no trusted certificate; they are unreachable unless \
-                     new or exempt: see `svcctl fleet`"
+                    "CUSTOMER_VPS_TLS_VERIFY is on, but machines have no trusted certificate; they are unreachable unless \
+                     they are new or exempt: see `svcctl fleet`"
                 );
             }
         }
@@ -325,22 +326,22 @@ async fn warn_of_missing_certificates(db: &Db, trust: &HostTrust) {
     }
 }
 
-/// Lets an operator find the process that `svcctl doctor platform` names.
+/// Logs the process's id and keys, so that an operator can find a process that `svcctl doctor platform` names.
 fn log_start(process: &ProcessKeys, api: &str) {
     let ProcessKeys { process, ids, .. } = process;
     let previous = ids.previous.as_ref().map(tracing::field::display);
     tracing::info!(%process, api, key = %ids.current, previous, "platform process started with these keys");
 }
 
-/// A process with another platform key then need not wait until this one's row expires.
+/// Deletes the row of this process, so that a starting process with other platform keys need not wait until it expires.
 async fn delete_process_row(platform: &Platform) {
-    let left = async { platform.process.delete(&platform.db.session().await?).await };
-    if let Err(error) = left.await {
-        tracing::debug!(error = %svc_base::chain::chain(&error), "the row of this process stays until it expires");
+    let deleted = async { platform.process.delete(&platform.db.session().await?).await };
+    if let Err(error) = deleted.await {
+        tracing::debug!(error = %svc_base::chain::chain(&error), "cannot delete the row of this process; it will expire");
     }
 }
 
-/// Refuses a store on which two hosts could both move a pointer. An unavailable store is accepted.
+/// Refuses a store on which two hosts could both write the same pointer value. An unavailable store is accepted.
 async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
     match parallel_probe::run(bucket, STORE_PROBE_TIMEOUT).await {
         Ok(found) => {
@@ -358,8 +359,8 @@ async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
     Ok(())
 }
 
-async fn read_installation_id(db: &Db) -> Result<uuid::Uuid, DbError> {
-    db::servers::installation_id(&db.session().await?).await
+async fn load_installation_id(db: &Db) -> Result<uuid::Uuid, DbError> {
+    db::servers::load_installation_id(&db.session().await?).await
 }
 
 struct BoundListener {
@@ -368,7 +369,7 @@ struct BoundListener {
     url: String,
 }
 
-async fn bind(listen: &Listen) -> anyhow::Result<BoundListener> {
+async fn bind(listen: &ListenerConfig) -> anyhow::Result<BoundListener> {
     let tls = match &listen.tls {
         Some(files) => {
             let identity = Identity::read(&files.cert, &files.key)

@@ -26,10 +26,10 @@ const API: Api = Api {
     ],
 };
 
-/// [`document`] as it is served, built by the first request for it.
+/// The serialized [`document`], built by the first request for it.
 pub static JSON: LazyLock<Bytes> = LazyLock::new(|| document().to_string().into());
 
-/// The OpenAPI document of all routes: the control API's, and the router's on the public hosts.
+/// Builds the OpenAPI document of all routes: the control API's, and the router's on the public hosts.
 pub fn document() -> Value {
     let control = ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
     let public = router::ROUTES.iter().map(|route| &route.operation);

@@ -1,6 +1,6 @@
-//! The operators that call the control API, and their scopes. Pure: tokens are verified in `api::access`.
+//! The operators who call the control API, and their scopes. `api::access` verifies their tokens.
 //!
-//! Scopes are a plain set: none implies another, and an operator can grant only scopes that they have.
+//! Scopes are a plain set: no scope implies another, and an operator can grant only the scopes that they have.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use svc_machine::name::OperatorName;
 use svc_wire::operator::Scope;
 use svc_wire::text::Text;
 
-/// The audit's name for callers with `PLATFORM_SECRET`. No operator can have this name.
+/// The name in the audit for callers with `PLATFORM_SECRET`. No operator can have this name.
 pub const PLATFORM_SECRET_ACTOR: &str = "operator";
 
 /// The scopes of one operator.
@@ -20,12 +20,12 @@ impl Scopes {
         Self(Scope::ALL.into())
     }
 
-    /// The scopes stored under these names. An unknown one, of a later release, grants nothing.
+    /// Parses stored names of scopes. An unknown name, which a later release may have stored, grants nothing.
     pub fn from_stored<'a>(names: impl IntoIterator<Item = &'a str>) -> Self {
         Self(names.into_iter().filter_map(|name| name.parse().ok()).collect())
     }
 
-    /// The scopes as the API shows them.
+    /// The scopes in the form that the API returns.
     pub fn texts(&self) -> Vec<Text<Scope>> {
         self.0.iter().map(Into::into).collect()
     }
@@ -38,14 +38,14 @@ impl Scopes {
         self.0.is_empty()
     }
 
-    /// Whether it has at least one of these.
+    /// Whether the set contains at least one of these scopes.
     pub fn has_any(&self, wanted: &[Scope]) -> bool {
         wanted.iter().any(|scope| self.0.contains(scope))
     }
 
-    /// The scopes of `other` that it lacks.
-    pub fn missing(&self, other: &Self) -> Vec<&'static str> {
-        other.0.difference(&self.0).map(|scope| scope.as_str()).collect()
+    /// The scopes in `requested` that this set lacks.
+    pub fn missing(&self, requested: &Self) -> Vec<&'static str> {
+        requested.0.difference(&self.0).map(|scope| scope.as_str()).collect()
     }
 }
 
@@ -55,10 +55,10 @@ impl FromIterator<Scope> for Scopes {
     }
 }
 
-/// The caller of a route for operators.
+/// The caller of an operators' route.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Operator {
-    /// The holder of `PLATFORM_SECRET`: the first admin, and the callers of the specification.
+    /// A caller with `PLATFORM_SECRET`, who has every scope.
     PlatformSecret,
     Named {
         name: OperatorName,
@@ -108,15 +108,15 @@ mod tests {
     }
 
     #[test]
-    fn stored_scopes_of_later_releases_are_ignored() {
+    fn from_stored_ignores_unknown_scopes() {
         assert_eq!(Scopes::from_stored(["read", "fly"]), scopes(&[Scope::Read]));
         assert!(Scopes::from_stored(["fly"]).is_empty());
     }
 
     #[test]
-    fn operator_names_exclude_reserved_actors() {
-        for taken in [PLATFORM_SECRET_ACTOR, "platform", "machine:x"] {
-            assert!(taken.parse::<OperatorName>().is_err(), "{taken}");
+    fn operator_name_cannot_be_reserved_actor() {
+        for reserved in [PLATFORM_SECRET_ACTOR, "platform", "machine:x"] {
+            assert!(reserved.parse::<OperatorName>().is_err(), "{reserved}");
         }
     }
 }

@@ -1,14 +1,14 @@
-//! The platform keys in force, pure: `PLATFORM_KEY` makes everything new; secrets made with `PLATFORM_KEY_PREVIOUS`
-//! are still verified and opened.
+//! The platform keys in force. New secrets are made with `PLATFORM_KEY`; secrets made with `PLATFORM_KEY_PREVIOUS` are
+//! still accepted.
 //!
-//! The invariant: outside the process, a key is identified by its fingerprint, which reveals nothing about it.
+//! Invariant: outside the process, a key is identified only by its fingerprint, which reveals nothing about the key.
 
 use std::fmt;
 
 use ring::hmac;
 use secrecy::{ExposeSecret, SecretSlice};
 
-/// Length of a fingerprint.
+/// Length of a fingerprint before its hexadecimal encoding.
 const ID_BYTES: usize = 6;
 
 pub struct PlatformKeys {
@@ -21,10 +21,10 @@ pub struct PlatformKeys {
 pub struct KeyId(String);
 
 impl KeyId {
-    /// Length of its text.
+    /// Length of a fingerprint's text.
     pub const CHARS: usize = 2 * ID_BYTES;
 
-    pub fn of(key: &SecretSlice<u8>) -> Self {
+    pub fn from_key(key: &SecretSlice<u8>) -> Self {
         let key = hmac::Key::new(hmac::HMAC_SHA256, key.expose_secret());
         let mac = hmac::sign(&key, b"svc platform key id");
         Self(hex::encode(&mac.as_ref()[..ID_BYTES]))
@@ -50,7 +50,10 @@ pub struct KeyIds {
 
 impl PlatformKeys {
     pub fn ids(&self) -> KeyIds {
-        KeyIds { current: KeyId::of(&self.current), previous: self.previous.as_ref().map(KeyId::of) }
+        KeyIds {
+            current: KeyId::from_key(&self.current),
+            previous: self.previous.as_ref().map(KeyId::from_key),
+        }
     }
 }
 
@@ -60,7 +63,7 @@ mod tests {
 
     #[test]
     fn fingerprint_differs_by_key_and_reveals_nothing() {
-        let id = |byte: u8| KeyId::of(&vec![byte; 32].into());
+        let id = |byte: u8| KeyId::from_key(&vec![byte; 32].into());
         assert_eq!(id(7), id(7));
         assert_ne!(id(7), id(8));
         assert_eq!(id(7).as_str().len(), 2 * ID_BYTES);

@@ -1,7 +1,7 @@
 //! Compares this process's clock with the database's: leases and deadlines use the database's clock; tokens, proofs
-//! and the provider's rate limit use this process's.
+//! and the provider's rate limit use this process's clock.
 //!
-//! Corrects nothing: it logs, measures, and reports to the readiness check.
+//! Does not correct any clock. The result is logged, exported as a metric, and part of the readiness check.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -15,25 +15,26 @@ use svc_base::metrics::CLOCK_SKEW;
 use svc_http::problem::chain;
 
 const COMPARE_INTERVAL: Duration = Duration::from_secs(30);
-const UNKNOWN: i64 = i64::MIN;
+/// The stored skew before the first comparison.
+const UNKNOWN_SKEW: i64 = i64::MIN;
 
 pub struct ProcessClock {
-    /// How far this process's clock is ahead, in milliseconds.
+    /// See [`Self::skew_ms`]; [`UNKNOWN_SKEW`] before the first comparison.
     skew_ms: AtomicI64,
     max_skew: Duration,
 }
 
 impl ProcessClock {
     pub fn new(max_skew: Duration) -> Self {
-        Self { skew_ms: AtomicI64::new(UNKNOWN), max_skew }
+        Self { skew_ms: AtomicI64::new(UNKNOWN_SKEW), max_skew }
     }
 
     /// How far this process's clock is ahead of the database's, in milliseconds; `None` before the first comparison.
     pub fn skew_ms(&self) -> Option<i64> {
-        Some(self.skew_ms.load(Ordering::Relaxed)).filter(|skew| *skew != UNKNOWN)
+        Some(self.skew_ms.load(Ordering::Relaxed)).filter(|skew| *skew != UNKNOWN_SKEW)
     }
 
-    /// Whether the two clocks agree, or have not been compared.
+    /// Whether the clocks agree or have not been compared yet.
     pub fn is_ok(&self) -> bool {
         self.skew_ms().is_none_or(|skew| self.is_within(skew))
     }
@@ -42,18 +43,18 @@ impl ProcessClock {
         Duration::from_millis(skew_ms.unsigned_abs()) <= self.max_skew
     }
 
-    /// Compares the clocks. The last result stays if the database is unavailable.
+    /// Compares the clocks. If the database is unavailable, the last result is kept.
     pub async fn compare(&self, db: &Db) {
-        let read = async {
+        let measured = async {
             let session = db.session().await?;
-            let (before, began) = (Timestamp::now(), Instant::now());
+            let (before, start) = (Timestamp::now(), Instant::now());
             let database_time = db::servers::now(&session).await?;
-            Ok::<i64, db::DbError>(skew_ms(before, began.elapsed(), database_time))
+            Ok::<i64, db::DbError>(compute_skew_ms(before, start.elapsed(), database_time))
         };
-        match read.await {
+        match measured.await {
             Ok(skew) => self.record(skew),
             Err(error) => {
-                tracing::debug!(error = %chain(&error), "cannot compare the clocks of process and database");
+                tracing::debug!(error = %chain(&error), "cannot compare this process's clock with the database's");
             }
         }
     }
@@ -75,8 +76,9 @@ impl ProcessClock {
     }
 }
 
-/// The smallest offset consistent with the reading: the database read its clock at some moment of the round trip.
-fn skew_ms(before: Timestamp, round_trip: Duration, database_time: Timestamp) -> i64 {
+/// Computes the smallest skew that is consistent with the measurement: the database read its clock at some time during
+/// the round trip.
+fn compute_skew_ms(before: Timestamp, round_trip: Duration, database_time: Timestamp) -> i64 {
     let ahead = before.as_millisecond() - database_time.as_millisecond();
     let round_trip = i64::try_from(round_trip.as_millis()).unwrap_or(i64::MAX);
     if ahead >= 0 { ahead } else { ahead.saturating_add(round_trip).min(0) }
@@ -98,12 +100,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slow_response_counts_as_no_skew() {
+    fn skew_excludes_round_trip() {
         let at = |ms: i64| Timestamp::from_millisecond(ms).unwrap();
-        let took = Duration::from_millis(400);
-        assert_eq!(skew_ms(at(10_000), took, at(10_300)), 0, "read within the round trip");
-        assert_eq!(skew_ms(at(10_000), took, at(13_400)), -3000);
-        assert_eq!(skew_ms(at(10_000), took, at(7_000)), 3000);
+        let round_trip = Duration::from_millis(400);
+        assert_eq!(compute_skew_ms(at(10_000), round_trip, at(10_300)), 0, "within the round trip");
+        assert_eq!(compute_skew_ms(at(10_000), round_trip, at(13_400)), -3000);
+        assert_eq!(compute_skew_ms(at(10_000), round_trip, at(7_000)), 3000);
         let clock = ProcessClock::new(Duration::from_secs(2));
         assert!(clock.is_ok(), "not compared yet");
         clock.record(-3000);

@@ -1,5 +1,5 @@
-//! What quotes read from the provider, kept for a while in this process: operations and all processes share the
-//! provider's rate limit, and a client can request any number of quotes. A provision reads everything again.
+//! Caches the provider data that price quotes read, in this process. A client can request any number of quotes, but they
+//! share the provider's rate limit with operations and with all other processes. A provision does not use the cache.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -11,11 +11,11 @@ use svc_http::problem::Problem;
 use svc_machine::name::{Location, ServerType};
 use svc_provider::ServerPrices;
 
-/// How long prices and locations are kept.
+/// How long prices and locations are cached.
 const CATALOG_TTL: Duration = Duration::from_secs(300);
-/// How long the number of servers is kept.
+/// How long the number of servers is cached.
 const COUNT_TTL: Duration = Duration::from_secs(10);
-/// Maximum server types and locations that are kept, each.
+/// Maximum number of cached server types, and of cached locations.
 const MAX_KEYS: usize = 32;
 
 pub struct QuoteCache {
@@ -35,9 +35,11 @@ impl Default for QuoteCache {
 }
 
 impl QuoteCache {
+    /// Returns the cached prices of a server type, or those that `read` returns.
+    ///
     /// # Errors
-    /// That of the read.
-    pub async fn prices(
+    /// The error of `read`.
+    pub async fn get_prices(
         &self,
         server_type: &ServerType,
         read: impl Future<Output = Result<ServerPrices, Problem>>,
@@ -45,13 +47,15 @@ impl QuoteCache {
         self.prices.get(server_type, read).await
     }
 
-    /// Records prices that a provision has read: if they have changed, the next quote shows them.
+    /// Caches prices that a provision has read, so that the next quote shows them if they have changed.
     pub fn record_prices(&self, server_type: &ServerType, prices: &ServerPrices) {
         self.prices.record(server_type, prices);
     }
 
+    /// Returns whether the provider has a location, from the cache or from `read`.
+    ///
     /// # Errors
-    /// That of the read.
+    /// The error of `read`.
     pub async fn has_location(
         &self,
         location: &Location,
@@ -60,9 +64,11 @@ impl QuoteCache {
         self.locations.get(location, read).await
     }
 
+    /// Returns the cached numbers of servers, or those that `read` returns.
+    ///
     /// # Errors
-    /// That of the read.
-    pub async fn servers(
+    /// The error of `read`.
+    pub async fn get_servers(
         &self,
         read: impl Future<Output = Result<ListedServers, Problem>>,
     ) -> Result<ListedServers, Problem> {
@@ -70,7 +76,7 @@ impl QuoteCache {
     }
 }
 
-/// The last read of each key. Requests for the same key wait for one read.
+/// Caches the last read of each key. Simultaneous requests for a key share one read.
 struct CachedReads<K, V> {
     ttl: Duration,
     cells: Mutex<HashMap<K, Cell<V>>>,
@@ -88,7 +94,8 @@ impl<K: Clone + Eq + Hash, V: Clone> CachedReads<K, V> {
         Self { ttl, cells: Mutex::default() }
     }
 
-    /// The last value, or what `read` returns if that is too old. A failure is returned only to those who waited for it.
+    /// Returns the last value or, if it is too old, the result of `read`. A failure is not cached: it is returned only
+    /// to the requests that waited for it.
     async fn get(&self, key: &K, read: impl Future<Output = Result<V, Problem>>) -> Result<V, Problem> {
         let requested_at = Instant::now();
         let cell = self.cell(key);
@@ -105,7 +112,7 @@ impl<K: Clone + Eq + Hash, V: Clone> CachedReads<K, V> {
     }
 
     fn record(&self, key: &K, value: &V) {
-        // A read that is running now returns a value as new as this one.
+        // If the cell is locked, a read is running, and its value will be as new as this one.
         if let Ok(mut last) = self.cell(key).try_lock() {
             *last = Some(FinishedRead { at: Instant::now(), outcome: Ok(value.clone()) });
         }
@@ -114,7 +121,7 @@ impl<K: Clone + Eq + Hash, V: Clone> CachedReads<K, V> {
     fn cell(&self, key: &K) -> Cell<V> {
         let mut cells = self.cells.lock().unwrap_or_else(PoisonError::into_inner);
         if cells.len() >= MAX_KEYS && !cells.contains_key(key) {
-            // Those in use are at most one for each running request.
+            // Cells in use are kept: there is at most one for each running request.
             cells.retain(|_, cell| Arc::strong_count(cell) > 1);
         }
         Arc::clone(cells.entry(key.clone()).or_default())
@@ -148,22 +155,22 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn value_is_read_again_after_its_lifetime() {
+    async fn value_is_read_again_after_its_ttl() {
         let source = Source::default();
-        let (kept, expired) = (CachedReads::new(Duration::MAX), CachedReads::new(Duration::ZERO));
+        let (cached, expired) = (CachedReads::new(Duration::MAX), CachedReads::new(Duration::ZERO));
         for number in [1, 1] {
-            assert_eq!(kept.get(&"a", source.read()).await.unwrap(), number);
+            assert_eq!(cached.get(&"a", source.read()).await.unwrap(), number);
         }
-        assert_eq!(kept.get(&"b", source.read()).await.unwrap(), 2, "another key");
-        kept.record(&"a", &9);
-        assert_eq!(kept.get(&"a", source.read()).await.unwrap(), 9);
+        assert_eq!(cached.get(&"b", source.read()).await.unwrap(), 2, "another key");
+        cached.record(&"a", &9);
+        assert_eq!(cached.get(&"a", source.read()).await.unwrap(), 9);
         for number in [3, 4] {
             assert_eq!(expired.get(&"a", source.read()).await.unwrap(), number);
         }
     }
 
     #[tokio::test]
-    async fn simultaneous_requests_wait_for_one_read() {
+    async fn simultaneous_requests_share_one_read() {
         let source = Source::default();
         let reads = CachedReads::new(Duration::ZERO);
         let (a, b, c) = tokio::join!(
@@ -175,7 +182,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn failure_is_shared_by_those_who_waited_only() {
+    async fn failure_is_returned_only_to_waiting_requests() {
         let source = Source::default();
         let reads = CachedReads::new(Duration::MAX);
         let (a, b) = tokio::join!(reads.get(&(), source.fail()), reads.get(&(), source.fail()));

@@ -1,5 +1,5 @@
-//! The provider's rate limit as one budget of all platform processes: a bucket in the database, from which each
-//! process reserves several calls at a time while there are many.
+//! The provider's rate limit as one budget for all platform processes: a token bucket in the database, from which each
+//! process reserves several calls at a time while enough remain.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use svc_provider::{Allowance, BudgetGrant, ObservedBudget};
 
 pub struct SharedBudget {
     db: Db,
-    /// The provider counts by project: a digest of the API's URL and the token.
+    /// Identifies the provider's project, to which the limit applies: a digest of the API's URL and the token.
     account: String,
 }
 
@@ -26,12 +26,12 @@ impl SharedBudget {
 
     async fn try_reserve(
         &self,
-        want: u32,
-        back: u32,
-        seen: Option<ObservedBudget>,
+        wanted: u32,
+        unused: u32,
+        observed: Option<ObservedBudget>,
     ) -> Result<BudgetGrant, DbError> {
         let session = self.db.session().await?;
-        db::budget::reserve(&session, &self.account, want, back, seen).await
+        db::budget::reserve(&session, &self.account, wanted, unused, observed).await
     }
 
     async fn try_close(&self, wait: Duration) -> Result<(), DbError> {
@@ -42,8 +42,13 @@ impl SharedBudget {
 
 #[async_trait]
 impl Allowance for SharedBudget {
-    async fn reserve(&self, want: u32, back: u32, seen: Option<ObservedBudget>) -> Option<BudgetGrant> {
-        let grant = self.try_reserve(want, back, seen).await;
+    async fn reserve(
+        &self,
+        wanted: u32,
+        unused: u32,
+        observed: Option<ObservedBudget>,
+    ) -> Option<BudgetGrant> {
+        let grant = self.try_reserve(wanted, unused, observed).await;
         grant
             .inspect_err(
                 |error| tracing::debug!(error = %chain(error), "cannot reserve from the shared rate budget"),

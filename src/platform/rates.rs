@@ -1,7 +1,7 @@
-//! Rate limits of the control API: unverified bearer tokens per address, and requests per operator and per host.
+//! Rate limits of the control API: unverified bearer tokens per client address, and requests per operator and per host.
 //!
-//! A token that this process has accepted recently does not count against its address, so that guesses from the
-//! network of an operator or a host do not delay them. It is still verified on every request.
+//! A token that this process has accepted recently does not count against its address, so that an attacker in the same
+//! network cannot exhaust the limit of an operator or a host. The token is still verified on every request.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -12,34 +12,35 @@ use crate::operators::Operator;
 use crate::tokens;
 use crate::vars;
 use svc_base::config::Env;
-use svc_http::addresses::network;
+use svc_http::addresses::client_network;
 use svc_http::networks::Networks;
 use svc_http::problem::{Code, Problem};
 use svc_http::rate::RateLimit;
 use svc_machine::id::MachineId;
 
 const HOST_BURST_SECONDS: u32 = 20;
-/// Each request costs calls to the object store's STS; a host needs new credentials a few times an hour.
+/// Average interval between a host's requests for credentials. Each costs calls to STS, and a host needs new credentials
+/// only a few times an hour.
 const CREDENTIALS_INTERVAL: Duration = Duration::from_secs(10);
 const CREDENTIALS_BURST: u32 = 20;
 const BURST_SECONDS: u32 = 10;
-/// Refused host tokens that are reported: enough to keep a fleet's alarm raised, with few log lines.
+/// Average interval between reported refusals of host tokens: short enough to keep the alarm raised, with few log lines.
 const REFUSED_INTERVAL: Duration = Duration::from_secs(5);
 const REFUSED_BURST: u32 = 20;
 const ACCEPTED_TTL: Duration = Duration::from_secs(600);
-/// Above this number, accepted tokens are forgotten and count once more.
+/// Maximum number of remembered tokens. If all are recent, they are forgotten, and each counts once more.
 const MAX_ACCEPTED: usize = 32_768;
 
 /// Settings of [`ApiRates`].
 #[derive(Debug, Clone)]
 pub struct RateConfig {
-    /// Requests per second and operator; 0 for no limit.
+    /// Requests per second and operator; 0 means no limit.
     pub operator_rate: u32,
-    /// Requests per second and host; 0 for no limit, also on credentials.
+    /// Requests per second and host; 0 means no limit, including for credentials.
     pub host_rate: u32,
-    /// Unverified tokens per second and address; 0 for no limit.
+    /// Unverified tokens per second and client address; 0 means no limit.
     pub check_rate: u32,
-    /// Proxies in front of the API, whose addresses are shared by many clients: they have no limit by address.
+    /// Proxies in front of the API. They are exempt from the limit per address, because many clients share their addresses.
     pub trusted_proxies: Networks,
 }
 
@@ -84,26 +85,26 @@ impl ApiRates {
         }
     }
 
-    /// Admits the verification of a token; `client` is the connected peer.
+    /// Counts the verification of a token; `client` is the address of the connected peer.
     ///
     /// # Errors
     /// `rate_limited`.
     pub fn admit_check(&self, client: Option<IpAddr>, token: &str) -> Result<(), Problem> {
-        let Some(address) = client.filter(|address| !self.trusted_proxies.contain(*address)) else {
+        let Some(address) = client.filter(|address| !self.trusted_proxies.contains(*address)) else {
             return Ok(());
         };
         let hash = tokens::hash(token);
-        if self.accepted().get(&hash).is_some_and(|until| *until > Instant::now()) {
+        if self.lock_accepted().get(&hash).is_some_and(|until| *until > Instant::now()) {
             return Ok(());
         }
         self.addresses
-            .check(&network(address))
-            .map_err(|wait| too_many("Too many unverified tokens came from this address.", wait))
+            .check(&client_network(address))
+            .map_err(|wait| rate_limited("Too many unverified tokens came from this address.", wait))
     }
 
     /// Remembers a token that was found valid.
     pub fn accept(&self, token: &str) {
-        let mut accepted = self.accepted();
+        let mut accepted = self.lock_accepted();
         let now = Instant::now();
         if accepted.len() >= MAX_ACCEPTED {
             accepted.retain(|_, until| *until > now);
@@ -122,7 +123,7 @@ impl ApiRates {
         let actor = operator.actor();
         self.operators
             .check(&actor.to_string())
-            .map_err(|wait| too_many(&format!("Operator {actor} sends too many requests."), wait))
+            .map_err(|wait| rate_limited(&format!("Operator {actor} sends too many requests."), wait))
     }
 
     /// Counts a request of a verified host.
@@ -130,7 +131,7 @@ impl ApiRates {
     /// # Errors
     /// `rate_limited`.
     pub fn admit_host(&self, machine: MachineId) -> Result<(), Problem> {
-        self.hosts.check(&machine).map_err(|wait| too_many("This host sends too many requests.", wait))
+        self.hosts.check(&machine).map_err(|wait| rate_limited("This host sends too many requests.", wait))
     }
 
     /// Counts a host's request for credentials of the object store.
@@ -139,20 +140,20 @@ impl ApiRates {
     /// `rate_limited`.
     pub fn admit_credentials(&self, machine: MachineId) -> Result<(), Problem> {
         let cause = "This host requests credentials too often.";
-        self.credentials.check(&machine).map_err(|wait| too_many(cause, wait))
+        self.credentials.check(&machine).map_err(|wait| rate_limited(cause, wait))
     }
 
-    /// Whether one more refused host token is reported.
+    /// Whether another refusal of a host token may be reported.
     pub fn admit_refused_host(&self) -> bool {
         self.refused_hosts.check(&()).is_ok()
     }
 
-    fn accepted(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Instant>> {
+    fn lock_accepted(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Instant>> {
         self.accepted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn too_many(cause: &str, wait: Duration) -> Problem {
+fn rate_limited(cause: &str, wait: Duration) -> Problem {
     let detail = format!("{cause} Retry after the time in Retry-After.");
     Problem::new(Code::RateLimited, detail).retry_after(wait.as_secs() + 1)
 }
@@ -168,36 +169,37 @@ mod tests {
         ApiRates::new(&RateConfig { operator_rate: 1, host_rate: 1, check_rate: 1, trusted_proxies })
     }
 
+    /// Exhausts the limit of `CLIENT` with guesses.
     fn exhaust(rates: &ApiRates) {
         let refused = (0..20).filter(|number| rates.admit_check(CLIENT, &format!("guess {number}")).is_err());
         assert!(refused.count() >= 9);
     }
 
     #[test]
-    fn guesses_do_not_delay_an_accepted_token() {
+    fn guesses_do_not_limit_accepted_token() {
         let rates = rates("10.0.0.0/8");
-        rates.admit_check(CLIENT, "known").unwrap();
-        rates.accept("known");
+        rates.admit_check(CLIENT, "accepted").unwrap();
+        rates.accept("accepted");
         exhaust(&rates);
-        rates.admit_check(CLIENT, "known").unwrap();
-        assert!(rates.admit_check(CLIENT, "unknown").is_err());
+        rates.admit_check(CLIENT, "accepted").unwrap();
+        assert!(rates.admit_check(CLIENT, "other").is_err());
     }
 
     #[test]
-    fn credential_rate_leaves_room_for_requests() {
+    fn credentials_limit_does_not_affect_other_requests() {
         let rates = rates("10.0.0.0/8");
-        let (runaway, other) = (MachineId::new(), MachineId::new());
+        let (machine, other) = (MachineId::new(), MachineId::new());
         for _ in 0..CREDENTIALS_BURST {
-            rates.admit_credentials(runaway).unwrap();
+            rates.admit_credentials(machine).unwrap();
         }
-        let refused = rates.admit_credentials(runaway).unwrap_err();
+        let refused = rates.admit_credentials(machine).unwrap_err();
         assert_eq!(refused.code, Code::RateLimited);
         rates.admit_credentials(other).unwrap();
-        rates.admit_host(runaway).unwrap();
+        rates.admit_host(machine).unwrap();
     }
 
     #[test]
-    fn clients_of_a_proxy_have_no_shared_limit() {
+    fn trusted_proxy_has_no_limit_per_address() {
         let rates = rates("192.0.2.0/24");
         for number in 0..100 {
             rates.admit_check(CLIENT, &format!("guess {number}")).unwrap();
@@ -205,11 +207,11 @@ mod tests {
     }
 
     #[test]
-    fn accepted_tokens_are_bounded() {
+    fn number_of_accepted_tokens_is_bounded() {
         let rates = rates("10.0.0.0/8");
         for number in 0..2 * MAX_ACCEPTED {
             rates.accept(&number.to_string());
         }
-        assert!(rates.accepted().len() <= MAX_ACCEPTED);
+        assert!(rates.lock_accepted().len() <= MAX_ACCEPTED);
     }
 }

@@ -1,11 +1,13 @@
-//! The next step of a rollout, pure: maps the state of its machines to effects.
+//! Plans the next step of a rollout: maps the state of its machines to effects. Pure: reads no clock and no database.
 //!
-//! Reads no clock and no database. The invariants: at most one batch is updated at a time, the canary first and
-//! separately; a batch starts only when every machine of the previous one has ended; once a machine has the release, no
-//! further update is requested before the release is verified; if the canary ended without the release, as many machines
-//! of the next batch take its place; no update is requested after the canary failed or the
-//! maximum of failures is reached; and a machine whose update was requested ends by its host's report, its own end, or a
-//! timeout.
+//! Invariants:
+//!
+//! - At most one batch is updated at a time, the canary first and separately.
+//! - A batch starts only when every machine of the previous batch has ended.
+//! - Once a machine has the release, no further update is requested before the release is verified.
+//! - If the canary ended without the release, the same number of machines from the next batch takes its place.
+//! - No update is requested after the canary has failed or the maximum number of failures is reached.
+//! - A machine whose update was requested ends by its host's report, by leaving service, or by a timeout.
 
 use svc_machine::id::MachineId;
 use svc_wire::rollout::MemberState;
@@ -16,35 +18,35 @@ pub struct Member {
     pub machine: MachineId,
     pub batch: i32,
     pub state: MemberState,
-    /// It is running and holds its slot.
+    /// Whether the machine is running and holds its slot.
     pub is_running: bool,
-    /// Its host reports this release, and itself as healthy.
+    /// Whether the host reports this release and itself as healthy.
     pub is_updated: bool,
-    /// Why the update failed, as its host has reported since the request.
+    /// Why the update failed, as reported by the host since the request.
     pub failure: Option<String>,
-    /// A timeout has passed: it has been silent, or updating, for too long.
+    /// Whether a timeout has passed: the host has been silent, or updating, for too long.
     pub is_overdue: bool,
 }
 
-/// Whether updates are requested.
+/// Whether further updates are requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RolloutPace {
     Running,
-    /// Paused, stopped or aborted: requested updates still end.
+    /// Paused, stopped or aborted. Updates that were already requested still end.
     Halted,
 }
 
-/// The verification of the release on the machines that got it first.
+/// The state of the verification of the release on the first machines that get it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verification {
     /// Not required, or passed.
     Settled,
     Due,
-    /// A process makes it now.
+    /// A process is running it.
     Running,
 }
 
-/// A change to write.
+/// A change to make.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
     End {
@@ -66,13 +68,13 @@ pub enum Effect {
 /// The limits of a rollout.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Machines that get the release first; 0: the first batch does.
+    /// Number of machines that get the release first; 0 if the first batch does.
     pub canary: usize,
     pub max_failures: usize,
 }
 
-/// The effects that are due now.
-pub fn next(
+/// Returns the effects that are due now.
+pub fn next_effects(
     pace: RolloutPace,
     limits: Limits,
     verification: Verification,
@@ -81,7 +83,7 @@ pub fn next(
     let mut effects = Vec::new();
     let mut states: Vec<(i32, MemberState)> = Vec::new();
     for member in members {
-        let ended_state = if member.state == MemberState::Requested { end_of_update(member) } else { None };
+        let ended_state = if member.state == MemberState::Requested { update_result(member) } else { None };
         let state = ended_state.as_ref().map_or(member.state, |(state, _)| *state);
         states.push((member.batch, state));
         if let Some((state, error)) = ended_state {
@@ -103,32 +105,32 @@ pub fn next(
     if states.iter().any(|(_, state)| *state == MemberState::Requested) {
         return effects;
     }
-    let is_running_it = states.iter().any(|(_, state)| *state == MemberState::Updated);
-    if is_running_it && verification != Verification::Settled {
+    let has_release = states.iter().any(|(_, state)| *state == MemberState::Updated);
+    if has_release && verification != Verification::Settled {
         effects.extend((verification == Verification::Due).then_some(Effect::Verify));
         return effects;
     }
-    let next =
+    let next_batch =
         states.iter().filter(|(_, state)| *state == MemberState::Waiting).map(|(batch, _)| *batch).min();
-    let Some(next) = next else {
+    let Some(next_batch) = next_batch else {
         effects.push(Effect::Succeed);
         return effects;
     };
-    // A canary that was switched off, for instance, has verified nothing.
-    let needs_canary = limits.canary > 0 && verification != Verification::Settled && !is_running_it;
-    let mut room = if needs_canary { limits.canary } else { usize::MAX };
-    for member in members.iter().filter(|member| member.batch == next && member.state == MemberState::Waiting)
-    {
+    // The canary may have ended without the release, for instance because it was switched off.
+    let needs_canary = limits.canary > 0 && verification != Verification::Settled && !has_release;
+    let mut remaining = if needs_canary { limits.canary } else { usize::MAX };
+    let is_next = |member: &&Member| member.batch == next_batch && member.state == MemberState::Waiting;
+    for member in members.iter().filter(is_next) {
         let machine = member.machine;
         if !member.is_running {
-            let error = Some("it is not running".to_owned());
+            let error = Some("the machine is not running".to_owned());
             effects.push(Effect::End { machine, state: MemberState::Skipped, error });
             continue;
         }
-        if room == 0 {
+        if remaining == 0 {
             continue;
         }
-        room -= 1;
+        remaining -= 1;
         effects.push(if member.is_updated {
             Effect::End { machine, state: MemberState::Updated, error: None }
         } else {
@@ -138,9 +140,10 @@ pub fn next(
     effects
 }
 
-fn end_of_update(member: &Member) -> Option<(MemberState, Option<String>)> {
+/// How a requested update has ended; `None` while it is in progress.
+fn update_result(member: &Member) -> Option<(MemberState, Option<String>)> {
     if !member.is_running {
-        return Some((MemberState::Skipped, Some("it stopped running".to_owned())));
+        return Some((MemberState::Skipped, Some("the machine stopped running".to_owned())));
     }
     if let Some(why) = &member.failure {
         return Some((MemberState::Failed, Some(why.clone())));
@@ -150,13 +153,13 @@ fn end_of_update(member: &Member) -> Option<(MemberState, Option<String>)> {
     }
     member
         .is_overdue
-        .then(|| (MemberState::Failed, Some("its host did not report the update in time".to_owned())))
+        .then(|| (MemberState::Failed, Some("the host did not report the update in time".to_owned())))
 }
 
-/// The batch of each machine, in order: the canary, then batches.
-pub fn batches(machines: usize, canary: usize, size: usize) -> impl Iterator<Item = i32> {
-    (0..machines).map(move |at| {
-        let batch = if at < canary { 0 } else { 1 + (at - canary) / size.max(1) };
+/// Assigns each machine to a batch, in order: batch 0 is the canary.
+pub fn assign_batches(machines: usize, canary: usize, batch_size: usize) -> impl Iterator<Item = i32> {
+    (0..machines).map(move |index| {
+        let batch = if index < canary { 0 } else { 1 + (index - canary) / batch_size.max(1) };
         i32::try_from(batch).unwrap_or(i32::MAX)
     })
 }
@@ -169,16 +172,16 @@ mod tests {
 
     use super::*;
 
-    /// A machine's reaction to an update request.
+    /// How a host reacts to an update request.
     #[derive(Debug, Clone, Copy, PartialEq)]
     enum Host {
         Updates,
         RollsBack,
         Silent,
-        Dies,
-        /// It already ran the release.
+        Stops,
+        /// The host has the release before the rollout.
         AlreadyUpdated,
-        /// It was never running.
+        /// The machine is never running.
         Down,
     }
 
@@ -187,7 +190,7 @@ mod tests {
             6 => Just(Host::Updates),
             1 => Just(Host::RollsBack),
             1 => Just(Host::Silent),
-            1 => Just(Host::Dies),
+            1 => Just(Host::Stops),
             1 => Just(Host::AlreadyUpdated),
             1 => Just(Host::Down),
         ]
@@ -210,7 +213,7 @@ mod tests {
             Host::Updates | Host::AlreadyUpdated => member.is_updated = true,
             Host::RollsBack => member.failure = Some("rolled back".to_owned()),
             Host::Silent => member.is_overdue = true,
-            Host::Dies | Host::Down => member.is_running = false,
+            Host::Stops | Host::Down => member.is_running = false,
         }
     }
 
@@ -223,37 +226,37 @@ mod tests {
             pauses in proptest::collection::vec(any::<bool>(), 400),
             is_verified in any::<bool>(),
         ) {
-            let mut members: Vec<Member> = batches(hosts.len(), canary, size)
+            let mut members: Vec<Member> = assign_batches(hosts.len(), canary, size)
                 .zip(&hosts)
                 .map(|(batch, host)| member(batch, *host))
                 .collect();
             let mut ended = None;
             let mut verification = if is_verified { Verification::Due } else { Verification::Settled };
             let mut verifications = 0;
-            for (which, paused) in order.iter().zip(pauses) {
+            for (choice, paused) in order.iter().zip(pauses) {
                 let pace = if paused { RolloutPace::Halted } else { RolloutPace::Running };
                 let before = members.clone();
-                // It takes one step.
+                // A verification takes one step.
                 if verification == Verification::Running {
                     verification = Verification::Settled;
                 }
-                for effect in next(pace, Limits { canary, max_failures }, verification, &members) {
-                    let of = |id: MachineId| before.iter().position(|member| member.machine == id).unwrap();
+                for effect in next_effects(pace, Limits { canary, max_failures }, verification, &members) {
+                    let index_of = |id: MachineId| before.iter().position(|member| member.machine == id).unwrap();
                     match effect {
                         Effect::End { machine, state, error } => {
-                            let at = of(machine);
-                            prop_assert!(matches!(before[at].state, MemberState::Requested | MemberState::Waiting));
+                            let index = index_of(machine);
+                            prop_assert!(matches!(before[index].state, MemberState::Requested | MemberState::Waiting));
                             prop_assert!(!matches!(state, MemberState::Waiting | MemberState::Requested));
                             prop_assert_eq!(error.is_none(), state == MemberState::Updated);
-                            members[at].state = state;
+                            members[index].state = state;
                         }
                         Effect::RequestUpdate { machine } => {
                             prop_assert_eq!(pace, RolloutPace::Running);
-                            let at = of(machine);
-                            prop_assert_eq!(before[at].state, MemberState::Waiting);
+                            let index = index_of(machine);
+                            prop_assert_eq!(before[index].state, MemberState::Waiting);
                             let has_release = before.iter().any(|member| member.state == MemberState::Updated);
                             prop_assert!(!has_release || verification == Verification::Settled);
-                            members[at].state = MemberState::Requested;
+                            members[index].state = MemberState::Requested;
                         }
                         Effect::Verify => {
                             prop_assert_eq!((pace, verification), (RolloutPace::Running, Verification::Due));
@@ -271,7 +274,7 @@ mod tests {
                 let batches: BTreeSet<i32> = requested.iter().map(|member| member.batch).collect();
                 let has_release = members.iter().any(|member| member.state == MemberState::Updated);
                 if canary > 0 && verification != Verification::Settled && !has_release {
-                    prop_assert!(requested.len() <= canary, "a batch got a release that no machine has proven");
+                    prop_assert!(requested.len() <= canary, "a whole batch was requested before any machine had the release");
                 }
                 prop_assert!(batches.len() <= 1 && requested.len() <= size.max(canary));
                 if let Some(batch) = batches.first() {
@@ -284,10 +287,10 @@ mod tests {
                 if ended.is_some() {
                     break;
                 }
-                let requested: Vec<usize> = (0..members.len()).filter(|at| members[*at].state == MemberState::Requested).collect();
+                let requested: Vec<usize> = (0..members.len()).filter(|index| members[*index].state == MemberState::Requested).collect();
                 if !requested.is_empty() {
-                    let at = requested[which.index(requested.len())];
-                    react(&mut members[at], hosts[at]);
+                    let index = requested[choice.index(requested.len())];
+                    react(&mut members[index], hosts[index]);
                 }
             }
             let failed = members.iter().filter(|member| member.state == MemberState::Failed).count();
@@ -302,24 +305,25 @@ mod tests {
                     }
                 }
                 Some(Effect::Stop { .. }) => prop_assert!(failed >= 1),
-                other => prop_assert!(false, "it did not end: {:?}", other),
+                other => prop_assert!(false, "the rollout did not end: {:?}", other),
             }
         }
     }
 
     #[test]
-    fn machines_of_the_next_batch_take_the_place_of_a_skipped_canary() {
+    fn next_batch_replaces_skipped_canary() {
         let mut members: Vec<_> = [0, 1, 1, 1].map(|batch| member(batch, Host::Updates)).to_vec();
         members[0].state = MemberState::Skipped;
         let limits = |canary| Limits { canary, max_failures: 1 };
-        let requests =
-            |canary, verification| next(RolloutPace::Running, limits(canary), verification, &members).len();
+        let requests = |canary, verification| {
+            next_effects(RolloutPace::Running, limits(canary), verification, &members).len()
+        };
         assert_eq!(requests(1, Verification::Due), 1);
         assert_eq!(requests(2, Verification::Due), 2);
-        assert_eq!(requests(0, Verification::Due), 3, "without a canary, the first batch has its role");
+        assert_eq!(requests(0, Verification::Due), 3, "without a canary, the whole batch is requested");
         assert_eq!(requests(1, Verification::Settled), 3, "no verification is required");
         let first = members[1].machine;
-        let effects = next(RolloutPace::Running, limits(1), Verification::Due, &members);
+        let effects = next_effects(RolloutPace::Running, limits(1), Verification::Due, &members);
         assert_eq!(effects, [Effect::RequestUpdate { machine: first }]);
     }
 }

@@ -1,16 +1,17 @@
 //! The age of the router's routes, shared with the readiness check of the process.
 //!
-//! Invariant: routes are served only while they are younger than the configured maximum, and never before the first load.
+//! Invariant: routes are served only while their age is below the configured maximum, and never before the first load.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The watcher confirms the routes at least every 500 ms, and its poll has a timeout of 2 s.
+/// Routes up to this age count as current: the watcher confirms them at least every 500 ms, and a poll has a timeout of
+/// 2 s.
 const MAX_CURRENT_AGE: Duration = Duration::from_secs(4);
 const NOT_LOADED: u64 = 0;
 
-/// The last time at which the routes matched the database.
-pub struct Freshness {
+/// Tracks when the routes last matched the database.
+pub struct RouteFreshness {
     start: Instant,
     /// Milliseconds after `start`, plus one; [`NOT_LOADED`] before the first load.
     confirmed_ms: AtomicU64,
@@ -22,7 +23,7 @@ pub struct Freshness {
 pub enum RoutesState {
     NotLoaded,
     Current,
-    /// The database is unreachable, but the routes are young enough to be served.
+    /// The database is unreachable, but the routes are recent enough to be served.
     Stale,
     TooOld,
 }
@@ -42,7 +43,7 @@ impl RoutesState {
     }
 }
 
-impl Freshness {
+impl RouteFreshness {
     pub fn new(max_staleness: Duration) -> Self {
         Self { start: Instant::now(), confirmed_ms: AtomicU64::new(NOT_LOADED), max_staleness }
     }
@@ -58,7 +59,7 @@ impl Freshness {
         self.confirmed_ms.fetch_max(confirmed, Ordering::AcqRel);
     }
 
-    /// `None` before the first load.
+    /// The age of the routes; `None` before the first load.
     pub fn age(&self) -> Option<Duration> {
         match self.confirmed_ms.load(Ordering::Acquire) {
             NOT_LOADED => None,
@@ -68,7 +69,7 @@ impl Freshness {
         }
     }
 
-    pub fn routes(&self) -> RoutesState {
+    pub fn state(&self) -> RoutesState {
         match self.age() {
             None => RoutesState::NotLoaded,
             Some(age) if age < MAX_CURRENT_AGE.min(self.max_staleness) => RoutesState::Current,
@@ -84,16 +85,16 @@ mod tests {
 
     #[test]
     fn routes_become_stale_then_too_old() {
-        let freshness = Freshness::new(Duration::from_secs(1800));
-        assert_eq!((freshness.routes(), freshness.age()), (RoutesState::NotLoaded, None));
+        let freshness = RouteFreshness::new(Duration::from_secs(1800));
+        assert_eq!((freshness.state(), freshness.age()), (RoutesState::NotLoaded, None));
         let start = Instant::now();
         freshness.confirm(start);
-        assert_eq!(freshness.routes(), RoutesState::Current);
+        assert_eq!(freshness.state(), RoutesState::Current);
         let confirmed_ago = |seconds: u64| {
-            let mut freshness = Freshness::new(Duration::from_secs(1800));
+            let mut freshness = RouteFreshness::new(Duration::from_secs(1800));
             freshness.start = start.checked_sub(Duration::from_secs(seconds)).unwrap();
             freshness.confirm(freshness.start);
-            freshness.routes()
+            freshness.state()
         };
         assert_eq!(confirmed_ago(15), RoutesState::Stale);
         assert_eq!(confirmed_ago(1799), RoutesState::Stale);

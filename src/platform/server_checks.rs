@@ -1,5 +1,5 @@
-//! Limits how often heartbeats trigger provider lookups of their machine's server: all machines share the provider's
-//! rate limit, and a host can send any number of heartbeats.
+//! Limits how often heartbeats trigger provider lookups of a machine's server: all machines share the provider's rate
+//! limit, and a host can send any number of heartbeats.
 //!
 //! Each process counts separately, in bounded memory.
 
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use svc_machine::id::MachineId;
 
-/// Maximum machines that one process remembers; beyond that, others wait.
+/// Maximum number of machines that one process remembers. When it is reached, lookups of other machines must wait.
 const MAX_MACHINES: usize = 4096;
 
 #[derive(Debug)]
@@ -23,7 +23,7 @@ impl ServerChecks {
         Self { interval, last: Mutex::default() }
     }
 
-    /// Claims a lookup of this machine's server; the next claim succeeds after the interval.
+    /// Claims a lookup of this machine's server. The next claim for the machine succeeds only after the interval.
     pub fn take_turn(&self, machine: MachineId) -> bool {
         self.take_turn_at(machine, Instant::now())
     }
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded_and_freed() {
+    fn number_of_machines_is_bounded_and_old_ones_are_removed() {
         let (checks, start) = (ServerChecks::new(MINUTE), Instant::now());
         for _ in 0..MAX_MACHINES {
             assert!(checks.take_turn_at(MachineId::new(), start));

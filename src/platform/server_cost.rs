@@ -1,7 +1,7 @@
 //! The monthly cost of a new machine's server, from the provider's price list.
 //!
-//! A server is ordered with a public IPv4 address, and with neither volumes nor the provider's backups
-//! (`provider::hetzner`), so that nothing else of the provider's price list applies.
+//! A server is ordered with a public IPv4 address, but without volumes and without the provider's backups
+//! (`provider::hetzner`), so that no other item of the price list applies.
 
 use std::time::Duration;
 
@@ -12,20 +12,20 @@ use svc_machine::name::{Location, ServerType};
 use svc_provider::{Amount, ServerPrices};
 use svc_wire::quote::{LocationCost, Price};
 
-/// Maximum duration of the read of prices, with its retries: an operator waits for it.
-const DEADLINE: Duration = Duration::from_secs(15);
+/// Timeout of reading the prices, including retries. An operator waits for the result.
+const PRICE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The cost of a server by the locations in which it may be created.
+/// The cost of a server in each location in which it may be created.
 #[derive(Debug, Clone)]
 pub struct ServerCost {
     pub by_location: Vec<LocationCost>,
-    /// The highest one: the provider may lack capacity in the cheaper locations.
+    /// The highest cost: the provider may lack capacity in the cheaper locations.
     pub highest: Price,
 }
 
-/// Where a server may be created: `location`, and those of `fallback` where the provider sells its type.
+/// Where a server may be created: in `location`, or in a fallback location in which the provider sells the server type.
 #[derive(Debug, Clone, Copy)]
-pub struct Places<'a> {
+pub struct ServerLocations<'a> {
     pub location: &'a Location,
     pub fallback: &'a [Location],
 }
@@ -34,27 +34,27 @@ pub struct Places<'a> {
 ///
 /// # Errors
 /// `invalid_request` if the provider does not sell the type in the location, `unavailable` if its prices cannot be read.
-pub async fn read(
+pub async fn read_cost(
     platform: &Platform,
     server_type: &ServerType,
-    places: Places<'_>,
+    locations: ServerLocations<'_>,
 ) -> Result<ServerCost, Problem> {
     let prices = read_prices(platform, server_type).await?;
     platform.quotes.record_prices(server_type, &prices);
-    require_sold(&prices, server_type, places)
+    compute_cost_if_sold(&prices, server_type, locations)
 }
 
-/// The cost of a server by prices that a quote may show: they are at most a few minutes old.
+/// Returns the cost of a server for a quote, from prices that are at most a few minutes old.
 ///
 /// # Errors
-/// As [`read`].
-pub async fn quote(
+/// Those of [`read_cost`].
+pub async fn read_quoted_cost(
     platform: &Platform,
     server_type: &ServerType,
-    places: Places<'_>,
+    locations: ServerLocations<'_>,
 ) -> Result<ServerCost, Problem> {
-    let prices = platform.quotes.prices(server_type, read_prices(platform, server_type)).await?;
-    require_sold(&prices, server_type, places)
+    let prices = platform.quotes.get_prices(server_type, read_prices(platform, server_type)).await?;
+    compute_cost_if_sold(&prices, server_type, locations)
 }
 
 async fn read_prices(platform: &Platform, server_type: &ServerType) -> Result<ServerPrices, Problem> {
@@ -62,7 +62,7 @@ async fn read_prices(platform: &Platform, server_type: &ServerType) -> Result<Se
         let detail = "The provider's prices cannot be read, so no cost can be confirmed; try again.";
         Problem::new(Code::Unavailable, detail).retry_after(5)
     };
-    match tokio::time::timeout(DEADLINE, platform.provider.prices(server_type)).await {
+    match tokio::time::timeout(PRICE_TIMEOUT, platform.provider.prices(server_type)).await {
         Ok(Ok(prices)) => Ok(prices),
         Ok(Err(error)) => {
             tracing::warn!(error = %chain(&error), "cannot read the provider's prices");
@@ -70,42 +70,43 @@ async fn read_prices(platform: &Platform, server_type: &ServerType) -> Result<Se
             Err(unavailable())
         }
         Err(_) => {
-            tracing::warn!("the provider's prices were not read within {} s", DEADLINE.as_secs());
+            tracing::warn!("the provider's prices were not read within {} s", PRICE_TIMEOUT.as_secs());
             Err(unavailable())
         }
     }
 }
 
-fn require_sold(
+fn compute_cost_if_sold(
     prices: &ServerPrices,
     server_type: &ServerType,
-    Places { location, fallback }: Places<'_>,
+    ServerLocations { location, fallback }: ServerLocations<'_>,
 ) -> Result<ServerCost, Problem> {
-    cost(prices, location, fallback).ok_or_else(|| {
+    compute_cost(prices, location, fallback).ok_or_else(|| {
         let detail = format!("the provider does not sell {server_type} in {location}");
         Problem::field("/location", detail)
     })
 }
 
-fn cost(prices: &ServerPrices, location: &Location, fallback: &[Location]) -> Option<ServerCost> {
+/// Computes the cost; `None` if the provider does not sell the server type in `location`.
+fn compute_cost(prices: &ServerPrices, location: &Location, fallback: &[Location]) -> Option<ServerCost> {
     let mut highest = 0;
     let mut by_location = Vec::new();
-    for (place, is_fallback) in
-        [(location, false)].into_iter().chain(fallback.iter().map(|place| (place, true)))
+    for (location, is_fallback) in
+        [(location, false)].into_iter().chain(fallback.iter().map(|location| (location, true)))
     {
-        let Some(server) = prices.servers.get(place.as_str()) else {
+        let Some(server) = prices.servers.get(location.as_str()) else {
             if is_fallback {
                 continue;
             }
             return None;
         };
-        let address = prices.public_ipv4.get(place.as_str()).copied();
+        let address = prices.public_ipv4.get(location.as_str()).copied();
         let Amount { net_micros, gross_micros } = address.unwrap_or_default();
         let total = server.gross_micros.saturating_add(gross_micros);
         highest = highest.max(total);
         let price = |micros: u64| Price { micros, currency: prices.currency.clone() };
         by_location.push(LocationCost {
-            location: place.into(),
+            location: location.into(),
             server: price(server.gross_micros).into(),
             public_ipv4: address.map(|address| price(address.gross_micros).into()),
             total: price(total).into(),
@@ -122,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn highest_cost_covers_every_location_that_sells_the_type() {
+    fn highest_cost_covers_every_location_with_the_type() {
         let amount = |net_micros, gross_micros| Amount { net_micros, gross_micros };
         let prices = ServerPrices {
             currency: "EUR".to_owned(),
@@ -132,13 +133,13 @@ mod tests {
             ]),
             public_ipv4: BTreeMap::from([("nbg1".to_owned(), amount(500_000, 595_000))]),
         };
-        let place = |name: &str| -> Location { name.parse().unwrap() };
-        let found = cost(&prices, &place("nbg1"), &[place("ash"), place("sin")]).unwrap();
-        assert_eq!(found.highest.to_string(), "11.90 EUR");
-        let nbg1 = &found.by_location[0];
+        let location = |name: &str| -> Location { name.parse().unwrap() };
+        let cost = compute_cost(&prices, &location("nbg1"), &[location("ash"), location("sin")]).unwrap();
+        assert_eq!(cost.highest.to_string(), "11.90 EUR");
+        let nbg1 = &cost.by_location[0];
         assert_eq!((nbg1.total.as_str(), nbg1.total_net.as_str()), ("10.115 EUR", "8.50 EUR"));
-        assert_eq!(found.by_location.len(), 2, "sin does not sell it");
-        assert!(found.by_location[1].public_ipv4.is_none());
-        assert!(cost(&prices, &place("sin"), &[place("nbg1")]).is_none());
+        assert_eq!(cost.by_location.len(), 2, "the type is not sold in sin");
+        assert!(cost.by_location[1].public_ipv4.is_none());
+        assert!(compute_cost(&prices, &location("sin"), &[location("nbg1")]).is_none());
     }
 }

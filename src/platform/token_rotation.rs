@@ -1,11 +1,11 @@
-//! The rotation of a machine's `UPGRADE_TOKEN`, pure: decides which tokens are accepted, and which one a heartbeat's
-//! response offers to the host.
+//! The rotation of a machine's `UPGRADE_TOKEN`: decides which tokens are accepted, and which token the response to a
+//! heartbeat offers to the host. Pure: reads no clock and no database.
 //!
-//! The host stores the next token before it sends a heartbeat with it, and that heartbeat makes the platform retire
-//! the previous one after an overlap. If the database was restored from a copy, a token may have a later generation
-//! than the database records: if the platform made it, it is accepted, and the database catches up.
+//! The host stores the next token before it sends a heartbeat with it. After that heartbeat, the platform accepts the
+//! previous token only for an overlap. If the database was restored from an older copy, a token may have a later
+//! generation than the database records: if the platform made the token, it is accepted, and the database is updated.
 //!
-//! The invariant: a token that a host has stored is accepted until the host has sent a heartbeat with a later one.
+//! Invariant: a token that a host has stored is accepted until the host has sent a heartbeat with a later token.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use secrecy::{ExposeSecret, SecretString};
 use super::tokens::{Generation, Purpose, TokenClaim, TokenMint, matches_hash};
 use svc_machine::id::MachineId;
 
-/// Places where a test may stop the process, in the order in which they are reached.
+/// Fail points of the rotation, in the order in which they are reached.
 pub const FAILPOINTS: &[&str] = &["token-take-up-before-commit", "token-take-up-after-commit"];
 
 /// Schedule of token rotation.
@@ -32,9 +32,9 @@ pub struct TokenTiming {
 pub struct UpgradeToken {
     pub hash: Vec<u8>,
     pub generation: Generation,
-    /// Time of the first heartbeat of this generation, or of the machine's creation.
+    /// When the first heartbeat with this generation arrived; for the first generation, when the machine was created.
     pub rotated_at: Timestamp,
-    /// Since when an operator requests a later generation.
+    /// When an operator requested a later generation.
     pub requested_at: Option<Timestamp>,
     pub previous: Option<PreviousToken>,
 }
@@ -49,25 +49,32 @@ pub struct PreviousToken {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TokenStatus {
     Current,
-    /// The previous one, within its overlap.
+    /// The previous token, within its overlap.
     Previous,
-    /// Made by the platform for a later generation than the stored one.
+    /// A token that the platform made for a later generation than the stored one.
     Later(Generation),
     Refused,
 }
 
-/// The token that a heartbeat's response offers to a host.
+/// The token that the response to a heartbeat offers to a host.
 #[derive(Debug, Clone)]
 pub enum TokenOffer {
-    /// The stored token, which the host does not use.
+    /// The stored token, which the host does not use yet.
     Stored(SecretString),
-    /// A token of a later generation, to be made with the current platform key. None is made while processes with
-    /// another current key run, which would replace each other's tokens.
+    /// A token of a later generation, which the caller makes with the current platform key. It must make none while
+    /// processes with another current key are running: they would replace each other's tokens.
     Next(Generation),
 }
 
 impl UpgradeToken {
-    pub fn judge(&self, token: &str, claim: TokenClaim, mint: &TokenMint, now: Timestamp) -> TokenStatus {
+    /// Determines the status of a token that a host presents.
+    pub fn check_token(
+        &self,
+        token: &str,
+        claim: TokenClaim,
+        mint: &TokenMint,
+        now: Timestamp,
+    ) -> TokenStatus {
         if matches_hash(token, &self.hash) {
             return TokenStatus::Current;
         }
@@ -84,9 +91,9 @@ impl UpgradeToken {
         TokenStatus::Refused
     }
 
-    /// The state after the first heartbeat of a later generation.
+    /// Returns the stored state after the first heartbeat with a later generation.
     #[must_use]
-    pub fn advanced(self, to: Generation, hash: Vec<u8>, overlap: Duration, now: Timestamp) -> Self {
+    pub fn advance(self, to: Generation, hash: Vec<u8>, overlap: Duration, now: Timestamp) -> Self {
         if to <= self.generation {
             return self;
         }
@@ -96,18 +103,18 @@ impl UpgradeToken {
         Self { hash, generation: to, rotated_at: now, requested_at: None, previous }
     }
 
-    /// The token to offer to a host that presented one of this status; `None`: it keeps its token.
-    pub fn offer(
+    /// Returns the token to offer to a host that presented a token with this status; `None` if the host keeps its token.
+    pub fn next_offer(
         &self,
         machine: MachineId,
-        standing: TokenStatus,
+        status: TokenStatus,
         mint: &TokenMint,
         timing: TokenTiming,
         now: Timestamp,
     ) -> Option<TokenOffer> {
-        match standing {
+        match status {
             TokenStatus::Refused | TokenStatus::Later(_) => None,
-            // It lost the response, or went back to an earlier file.
+            // The host lost the response, or its file was restored from an older copy.
             TokenStatus::Previous => {
                 let stored = mint.stored_token(machine, Purpose::Upgrade, self.generation, &self.hash);
                 Some(stored.map_or_else(|| TokenOffer::Next(self.generation.next()), TokenOffer::Stored))
@@ -124,13 +131,13 @@ impl UpgradeToken {
         now.duration_since(self.rotated_at) >= SignedDuration::try_from(rotate).unwrap_or(SignedDuration::MAX)
     }
 
-    /// Whether the current platform key made the stored token.
+    /// Whether the stored token was made with the current platform key.
     pub fn is_of_current_key(&self, machine: MachineId, mint: &TokenMint) -> bool {
         is_made_by_current_key(mint, machine, self.generation, &self.hash)
     }
 }
 
-/// Whether the current platform key made the token with this hash.
+/// Whether the token with this hash was made with the current platform key.
 pub fn is_made_by_current_key(
     mint: &TokenMint,
     machine: MachineId,
@@ -149,23 +156,23 @@ mod tests {
     const TIMING: TokenTiming =
         TokenTiming { rotate: Duration::from_secs(1000), overlap: Duration::from_secs(100) };
 
-    /// Events between a host and the platform.
+    /// An event on the host or the platform.
     #[derive(Debug, Clone)]
-    enum Act {
+    enum Event {
         Wait(i64),
         Request,
-        /// A heartbeat whose response the host stores, or loses at one of two places.
-        Beat(Loss),
-        /// The sync agent is killed and another process reads the file.
+        /// A heartbeat whose response the host stores or loses.
+        Heartbeat(Loss),
+        /// The sync agent is killed, and another process reads the file.
         Restart,
         CopyDatabase,
         RestoreDatabase,
-        /// The operator restarts the first of the platform's processes with another key. The other processes still
-        /// use the current one, which becomes the previous one when they restart.
+        /// The operator restarts the first of the platform's processes with a new key. The other processes still use the
+        /// current key, which becomes their previous key when they restart.
         BeginKeyChange,
         /// The other processes restart.
         EndKeyChange,
-        /// The operator removes the previous key, if the platform says that it is not needed.
+        /// The operator removes the previous key if the platform reports that it is not needed.
         DropKey,
     }
 
@@ -173,23 +180,23 @@ mod tests {
     enum Loss {
         Nothing,
         Response,
-        /// Killed while it writes the file: the old content stays.
+        /// The agent is killed while it writes the file, which keeps its old content.
         Write,
     }
 
-    fn act() -> impl Strategy<Value = Act> {
+    fn event() -> impl Strategy<Value = Event> {
         prop_oneof![
-            3 => (1_i64..1500).prop_map(Act::Wait),
-            2 => Just(Act::Request),
-            6 => Just(Act::Beat(Loss::Nothing)),
-            2 => Just(Act::Beat(Loss::Response)),
-            2 => Just(Act::Beat(Loss::Write)),
-            1 => Just(Act::Restart),
-            1 => Just(Act::CopyDatabase),
-            1 => Just(Act::RestoreDatabase),
-            2 => Just(Act::BeginKeyChange),
-            2 => Just(Act::EndKeyChange),
-            1 => Just(Act::DropKey),
+            3 => (1_i64..1500).prop_map(Event::Wait),
+            2 => Just(Event::Request),
+            6 => Just(Event::Heartbeat(Loss::Nothing)),
+            2 => Just(Event::Heartbeat(Loss::Response)),
+            2 => Just(Event::Heartbeat(Loss::Write)),
+            1 => Just(Event::Restart),
+            1 => Just(Event::CopyDatabase),
+            1 => Just(Event::RestoreDatabase),
+            2 => Just(Event::BeginKeyChange),
+            2 => Just(Event::EndKeyChange),
+            1 => Just(Event::DropKey),
         ]
     }
 
@@ -197,13 +204,14 @@ mod tests {
         machine: MachineId,
         now: Timestamp,
         keys: (u8, Option<u8>),
-        /// While processes of both current keys run: the next call reaches a process with the other key.
+        /// Whether processes with different current keys are running. Each heartbeat then reaches a process with the
+        /// other key.
         is_mixed: bool,
         row: UpgradeToken,
         copy: Option<UpgradeToken>,
         /// The token in the host's file.
         file: SecretString,
-        /// Every earlier token, of which an attacker may have a copy.
+        /// The host's earlier tokens, of which an attacker may have copies.
         copied: Vec<SecretString>,
     }
 
@@ -226,31 +234,36 @@ mod tests {
             Self { machine, now, keys, is_mixed: false, row, copy: None, file, copied: Vec::new() }
         }
 
-        fn judge(&self, token: &SecretString) -> TokenStatus {
+        fn check_token(&self, token: &SecretString) -> TokenStatus {
             let token = token.expose_secret();
-            self.row.judge(token, parse_claim(token, Purpose::Upgrade).unwrap(), &mint(self.keys), self.now)
+            self.row.check_token(
+                token,
+                parse_claim(token, Purpose::Upgrade).unwrap(),
+                &mint(self.keys),
+                self.now,
+            )
         }
 
-        /// The next call reaches a process with the other current key.
-        fn alternate(&mut self) {
+        /// Makes the next heartbeat reach a process with the other current key.
+        fn switch_process(&mut self) {
             if let (true, (current, Some(previous))) = (self.is_mixed, self.keys) {
                 self.keys = (previous, Some(current));
             }
         }
 
-        fn beat(&mut self, loss: Loss) {
-            self.alternate();
-            let standing = self.judge(&self.file);
-            assert_ne!(standing, TokenStatus::Refused, "the host is locked out");
+        fn send_heartbeat(&mut self, loss: Loss) {
+            self.switch_process();
+            let status = self.check_token(&self.file);
+            assert_ne!(status, TokenStatus::Refused, "the host is locked out");
             let (row, mint) = (self.row.clone(), mint(self.keys));
-            let (row, standing) = match standing {
+            let (row, status) = match status {
                 TokenStatus::Later(generation) => {
                     let hash = hash(self.file.expose_secret());
-                    (row.advanced(generation, hash, TIMING.overlap, self.now), TokenStatus::Current)
+                    (row.advance(generation, hash, TIMING.overlap, self.now), TokenStatus::Current)
                 }
-                standing => (row, standing),
+                status => (row, status),
             };
-            let offer = row.offer(self.machine, standing, &mint, TIMING, self.now);
+            let offer = row.next_offer(self.machine, status, &mint, TIMING, self.now);
             self.row = row;
             let next = match offer {
                 Some(TokenOffer::Stored(token)) => Some(token),
@@ -264,30 +277,30 @@ mod tests {
             }
         }
 
-        fn take(&mut self, act: &Act) {
-            match *act {
-                Act::Wait(seconds) => {
+        fn apply(&mut self, event: &Event) {
+            match *event {
+                Event::Wait(seconds) => {
                     self.now = self.now.saturating_add(SignedDuration::from_secs(seconds)).unwrap();
                 }
-                Act::Request => self.row.requested_at = Some(self.now),
-                Act::Beat(loss) => self.beat(loss),
-                Act::Restart => {}
-                Act::CopyDatabase => self.copy = Some(self.row.clone()),
-                Act::RestoreDatabase => self.row = self.copy.clone().unwrap_or_else(|| self.row.clone()),
-                Act::BeginKeyChange if self.keys.1.is_none() => {
+                Event::Request => self.row.requested_at = Some(self.now),
+                Event::Heartbeat(loss) => self.send_heartbeat(loss),
+                Event::Restart => {}
+                Event::CopyDatabase => self.copy = Some(self.row.clone()),
+                Event::RestoreDatabase => self.row = self.copy.clone().unwrap_or_else(|| self.row.clone()),
+                Event::BeginKeyChange if self.keys.1.is_none() => {
                     self.keys = (self.keys.0 + 1, Some(self.keys.0));
                     self.is_mixed = true;
-                    // Copies that need an older key than the previous one are not restored.
+                    // A copy that needs a key older than the previous one is never restored.
                     self.copy = None;
                 }
-                Act::EndKeyChange => {
+                Event::EndKeyChange => {
                     if let (true, (one, Some(other))) = (self.is_mixed, self.keys) {
                         self.keys = (one.max(other), Some(one.min(other)));
                     }
                     self.is_mixed = false;
                 }
-                Act::BeginKeyChange => {}
-                Act::DropKey => {
+                Event::BeginKeyChange => {}
+                Event::DropKey => {
                     let is_needed = !self.row.is_of_current_key(self.machine, &mint((self.keys.0, None)));
                     if !is_needed && !self.is_mixed {
                         (self.keys.1, self.copy) = (None, None);
@@ -296,10 +309,11 @@ mod tests {
             }
         }
 
+        /// Ends a key change and sends enough heartbeats for the newest token to replace all others.
         fn settle(&mut self) {
-            self.take(&Act::EndKeyChange);
+            self.apply(&Event::EndKeyChange);
             for _ in 0..4 {
-                self.beat(Loss::Nothing);
+                self.send_heartbeat(Loss::Nothing);
             }
             self.now = self.now.saturating_add(SignedDuration::from_secs(101)).unwrap();
         }
@@ -307,42 +321,42 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_history_locks_host_out_or_keeps_copied_token(
-            acts in proptest::collection::vec(act(), 0..60),
+        fn any_history_keeps_host_accepted_and_refuses_copies(
+            events in proptest::collection::vec(event(), 0..60),
         ) {
             let mut world = World::new();
-            for act in acts {
-                world.take(&act);
-                assert_ne!(world.judge(&world.file), TokenStatus::Refused, "the host is locked out");
+            for event in events {
+                world.apply(&event);
+                assert_ne!(world.check_token(&world.file), TokenStatus::Refused, "the host is locked out");
             }
             world.settle();
             let own = parse_claim(world.file.expose_secret(), Purpose::Upgrade).unwrap().generation;
             for copied in &world.copied {
                 if parse_claim(copied.expose_secret(), Purpose::Upgrade).unwrap().generation < own {
-                    prop_assert_eq!(world.judge(copied), TokenStatus::Refused, "a copied token still works");
+                    prop_assert_eq!(world.check_token(copied), TokenStatus::Refused, "a copied token still works");
                 }
             }
         }
     }
 
     #[test]
-    fn requested_token_replaces_old_one() {
+    fn requested_token_replaces_previous_one() {
         let mut world = World::new();
         let first = world.file.clone();
-        world.beat(Loss::Nothing);
+        world.send_heartbeat(Loss::Nothing);
         assert_eq!(world.row.generation, Generation(1), "nothing is due");
-        world.take(&Act::Request);
-        world.beat(Loss::Response);
-        world.beat(Loss::Nothing);
-        assert_eq!(world.judge(&first), TokenStatus::Current, "no heartbeat with the new one yet");
-        world.beat(Loss::Nothing);
+        world.apply(&Event::Request);
+        world.send_heartbeat(Loss::Response);
+        world.send_heartbeat(Loss::Nothing);
+        assert_eq!(world.check_token(&first), TokenStatus::Current, "no heartbeat with the new token yet");
+        world.send_heartbeat(Loss::Nothing);
         assert_eq!((world.row.generation, world.row.requested_at), (Generation(2), None));
-        assert_eq!(world.judge(&first), TokenStatus::Previous);
-        world.take(&Act::Wait(100));
-        assert_eq!(world.judge(&first), TokenStatus::Refused);
-        world.take(&Act::Wait(900));
-        world.beat(Loss::Nothing);
-        world.beat(Loss::Nothing);
+        assert_eq!(world.check_token(&first), TokenStatus::Previous);
+        world.apply(&Event::Wait(100));
+        assert_eq!(world.check_token(&first), TokenStatus::Refused);
+        world.apply(&Event::Wait(900));
+        world.send_heartbeat(Loss::Nothing);
+        world.send_heartbeat(Loss::Nothing);
         assert_eq!(world.row.generation, Generation(3), "an old token rotates automatically");
     }
 
@@ -350,8 +364,8 @@ mod tests {
     fn forged_generation_is_refused() {
         let world = World::new();
         let forged = mint((9, None)).token(world.machine, Purpose::Upgrade, Generation(5));
-        assert_eq!(world.judge(&forged), TokenStatus::Refused);
+        assert_eq!(world.check_token(&forged), TokenStatus::Refused);
         let real = mint(world.keys).token(world.machine, Purpose::Upgrade, Generation(5));
-        assert_eq!(world.judge(&real), TokenStatus::Later(Generation(5)), "the database is older");
+        assert_eq!(world.check_token(&real), TokenStatus::Later(Generation(5)), "the database is older");
     }
 }

@@ -1,9 +1,9 @@
 //! Tokens of hosts (the one-time registration token and `UPGRADE_TOKEN`) and of operators, and the platform's
 //! signatures of fences.
 //!
-//! A host token is an HMAC-SHA256 by `PLATFORM_KEY` of machine, purpose and generation, so that user-data can be
-//! rendered again after a kill. An operator's token is one of its id, so that a repeated request gets the same token.
-//! The database stores only SHA-256 hashes, compared in constant time.
+//! A host token is an HMAC-SHA256 of machine, purpose and generation with `PLATFORM_KEY`, so that user-data can be
+//! rendered again after a crash. An operator's token is an HMAC-SHA256 of the token's id, so that a repeated request gets
+//! the same token. The database stores only SHA-256 hashes, which are compared in constant time.
 
 use ring::hmac;
 use secrecy::{ExposeSecret, SecretSlice, SecretString};
@@ -15,12 +15,12 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::{MachineId, OperatorTokenId};
 use svc_store::key::SlotPrefix;
 
-/// Increments when a machine's `UPGRADE_TOKEN` rotates.
+/// The generation of a machine's token. It is incremented when the `UPGRADE_TOKEN` rotates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Generation(pub u32);
 
 impl Generation {
-    /// The generation in user-data.
+    /// The generation of the tokens in user-data.
     pub const FIRST: Self = Self(1);
 
     pub fn next(self) -> Self {
@@ -28,10 +28,10 @@ impl Generation {
     }
 }
 
-/// Prefix of operator tokens: secret scanners find them as `svco_[0-9a-f]{32}_[0-9a-f]{64}`.
+/// Prefix of operator tokens. Secret scanners can find such tokens as `svco_[0-9a-f]{32}_[0-9a-f]{64}`.
 const OPERATOR_PREFIX: &str = "svco_";
 
-/// Purpose of a token; each has its own prefix.
+/// Purpose of a host token. Each purpose has its own prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Purpose {
     Registration,
@@ -47,7 +47,7 @@ impl Purpose {
     }
 }
 
-/// Makes the tokens of every machine.
+/// Makes and verifies tokens and fence signatures.
 pub struct TokenMint {
     key: hmac::Key,
     previous: Option<hmac::Key>,
@@ -58,26 +58,27 @@ impl TokenMint {
         Self { key: mac_key(platform_key), previous: None }
     }
 
-    /// Also verifies MACs of the previous platform key.
+    /// Also accepts MACs made with the previous platform key.
     #[must_use]
     pub fn with_previous(self, platform_key: Option<&SecretSlice<u8>>) -> Self {
         Self { previous: platform_key.map(mac_key), ..self }
     }
 
-    /// `svcr_<machine>_<mac>`, `svcu_<machine>_<mac>`, or for a later generation `svcu_<machine>_<generation>_<mac>`.
+    /// Makes a token: `svcr_<machine>_<mac>`, `svcu_<machine>_<mac>`, or `svcu_<machine>_<generation>_<mac>` for a later
+    /// generation.
     pub fn token(&self, machine: MachineId, purpose: Purpose, generation: Generation) -> SecretString {
         token(&self.key, machine, purpose, generation)
     }
 
-    /// The first token of a machine as it was issued, by the key whose token has the stored hash, so that user-data
-    /// is rendered identically during a platform key change.
+    /// Makes the first token of a machine with the key with which it was issued, which the stored hash shows, so that
+    /// user-data is rendered identically during a change of the platform key.
     pub fn first_token(&self, machine: MachineId, purpose: Purpose, stored_hash: &[u8]) -> SecretString {
         let first = Generation::FIRST;
         let stored = self.stored_token(machine, purpose, first, stored_hash);
         stored.unwrap_or_else(|| self.token(machine, purpose, first))
     }
 
-    /// The token with the stored hash, by either key.
+    /// Makes the token with the stored hash, with either key; `None` if neither key gives that hash.
     pub fn stored_token(
         &self,
         machine: MachineId,
@@ -101,18 +102,19 @@ impl TokenMint {
         std::iter::once(&self.key).chain(&self.previous)
     }
 
-    /// `svco_<id>_<mac>`.
+    /// Makes an operator's token: `svco_<id>_<mac>`.
     pub fn operator_token(&self, id: OperatorTokenId) -> SecretString {
         operator_token(&self.key, id)
     }
 
-    /// The operator's token with the stored hash, by either key.
+    /// Makes the operator's token with the stored hash, with either key; `None` if neither key gives that hash.
     pub fn stored_operator_token(&self, id: OperatorTokenId, stored_hash: &[u8]) -> Option<SecretString> {
         let mut tokens = self.keys().map(|key| operator_token(key, id));
         tokens.find(|token| matches_hash(token.expose_secret(), stored_hash))
     }
 
-    /// The hex MAC by which the platform recognizes its own fences: a host can write the pointer, too.
+    /// Signs a fence with a MAC in hexadecimal, so that the platform recognizes its own fences: a host can write the
+    /// pointer, too.
     pub fn fence_proof(&self, slot: &SlotPrefix, epoch: Epoch, machine: MachineId) -> String {
         hex::encode(hmac::sign(&self.key, fence_subject(slot, epoch, machine).as_bytes()))
     }
@@ -129,14 +131,14 @@ impl TokenMint {
         hmac::verify(&self.key, fence_subject(slot, epoch, machine).as_bytes(), &mac).is_ok()
     }
 
-    /// Whether the platform signed the fence for this machine.
+    /// Whether the current or the previous key signed the fence.
     pub fn has_signed_fence(&self, slot: &SlotPrefix, epoch: Epoch, machine: MachineId, proof: &str) -> bool {
         let Ok(mac) = hex::decode(proof) else { return false };
         let subject = fence_subject(slot, epoch, machine);
         self.keys().any(|key| hmac::verify(key, subject.as_bytes(), &mac).is_ok())
     }
 
-    /// The hash of a token of the current platform key.
+    /// The hash of the token that the current platform key makes.
     pub fn hash(&self, machine: MachineId, purpose: Purpose, generation: Generation) -> Vec<u8> {
         hash(self.token(machine, purpose, generation).expose_secret())
     }
@@ -148,8 +150,8 @@ fn mac_key(platform_key: &SecretSlice<u8>) -> hmac::Key {
 
 fn token(key: &hmac::Key, machine: MachineId, purpose: Purpose, generation: Generation) -> SecretString {
     let mac = hex::encode(hmac::sign(key, token_subject(machine, purpose, generation).as_bytes()));
-    let counted = if generation == Generation::FIRST { String::new() } else { format!("{}_", generation.0) };
-    format!("{}{}_{counted}{mac}", purpose.prefix(), machine.0.simple()).into()
+    let number = if generation == Generation::FIRST { String::new() } else { format!("{}_", generation.0) };
+    format!("{}{}_{number}{mac}", purpose.prefix(), machine.0.simple()).into()
 }
 
 fn operator_token(key: &hmac::Key, id: OperatorTokenId) -> SecretString {
@@ -191,10 +193,10 @@ pub fn parse_claim(token: &str, purpose: Purpose) -> Option<TokenClaim> {
     let (machine, rest) = token.strip_prefix(purpose.prefix())?.split_once('_')?;
     let (generation, mac) = match rest.split_once('_') {
         None => (Generation::FIRST, rest),
-        Some((count, mac)) => {
-            let generation = Generation(count.parse().ok()?);
-            // Each generation has one form: the first has no number.
-            let is_canonical = generation > Generation::FIRST && generation.0.to_string() == count;
+        Some((number, mac)) => {
+            let generation = Generation(number.parse().ok()?);
+            // Each generation has exactly one form; the first generation has no number.
+            let is_canonical = generation > Generation::FIRST && generation.0.to_string() == number;
             (is_canonical.then_some(generation)?, mac)
         }
     };
@@ -209,7 +211,7 @@ pub fn matches_hash(token: &str, stored_hash: &[u8]) -> bool {
     hash(token).ct_eq(stored_hash).into()
 }
 
-/// Compares two secrets in constant time; their lengths are not revealed either.
+/// Compares two secrets in constant time, without revealing their lengths.
 pub fn is_same_secret(given: &str, expected: &SecretString) -> bool {
     hash(given).ct_eq(&hash(expected.expose_secret())).into()
 }
@@ -243,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn only_platform_makes_tokens_of_a_generation() {
+    fn has_made_rejects_changed_generation_and_other_key() {
         let machine = MachineId::new();
         let token = mint(1).token(machine, Purpose::Upgrade, Generation(7));
         let token = token.expose_secret();
@@ -253,14 +255,14 @@ mod tests {
         assert!(!mint(2).has_made(token, claimed, Purpose::Upgrade));
         let raised = token.replace("_7_", "_8_");
         let claimed = parse_claim(&raised, Purpose::Upgrade).unwrap();
-        assert!(!mint(1).has_made(&raised, claimed, Purpose::Upgrade), "the number proves nothing");
+        assert!(!mint(1).has_made(&raised, claimed, Purpose::Upgrade), "the MAC covers the generation");
         for other in ["_07_", "_+7_", "_1_", "_0_", "_4294967296_", "__"] {
             assert_eq!(parse_claim(&token.replace("_7_", other), Purpose::Upgrade), None, "{other}");
         }
     }
 
     #[test]
-    fn previous_key_only_verifies() {
+    fn previous_key_verifies_but_makes_no_new_token() {
         let (machine, first) = (MachineId::new(), Generation::FIRST);
         let both = mint(2).with_previous(Some(&vec![1; 32].into()));
         let old = mint(1).token(machine, Purpose::Upgrade, Generation(3));
@@ -273,7 +275,7 @@ mod tests {
         );
         let stored = mint(1).hash(machine, Purpose::Registration, first);
         let again = both.first_token(machine, Purpose::Registration, &stored);
-        assert!(matches_hash(again.expose_secret(), &stored), "user-data stays the same");
+        assert!(matches_hash(again.expose_secret(), &stored), "user-data is unchanged");
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &"main".parse().unwrap());
         let proof = mint(1).fence_proof(&slot, Epoch(2), machine);
         assert!(both.has_signed_fence(&slot, Epoch(2), machine, &proof));

@@ -1,7 +1,8 @@
-//! User-data of a new server: `#cloud-config` in JSON, with the env files of the host and the stages of its first boot.
+//! Renders the user-data of a new server: `#cloud-config` in JSON, with the host's env files and the files of its first
+//! boot.
 //!
-//! Its content is reproducible from the row and the configuration, so that a create request can be repeated after a
-//! kill. It contains credentials: it is a secret and is never logged.
+//! The content can be reproduced from the row and the configuration, so that a create request can be repeated after a
+//! crash. It contains credentials, so it is a secret and is never logged.
 
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::json;
@@ -14,14 +15,14 @@ use svc_base::config::{env_line, parse_env_file};
 use svc_http::networks::Networks;
 use svc_http::proof::ProofKeys;
 
-/// Maximum size that the provider accepts.
+/// Maximum size of user-data that the provider accepts.
 pub const MAX_BYTES: usize = 32 << 10;
 
 const FIREWALL: &str = "/etc/nftables.conf";
-/// The rule for the services of a machine: SSH, and the gateway.
+/// The rule that admits connections to a machine's services: SSH and the gateway.
 const SERVED_PORTS_RULE: &str = "tcp dport { 22, 443 } accept";
 
-/// Identical for every machine: path, mode, content. The script must be written last.
+/// Path, mode and content of the files that are identical on every machine. The script must be written last.
 const FIXED_FILES: [(&str, &str, &str); 5] = [
     (
         "/etc/systemd/system/svc-first-boot.service",
@@ -34,19 +35,19 @@ const FIXED_FILES: [(&str, &str, &str); 5] = [
     ("/opt/svc/first-boot.sh", "0755", include_str!("../../cloud-init/first-boot.sh")),
 ];
 
-/// cloud-init marks a module as done before running it, and a power cut may come in between. `bootcmd` runs at every
-/// boot: until the script shows that all files exist, they are written again; after that, the script resumes.
+/// Repeats an interrupted first boot: cloud-init marks a module as done before it runs it, and a power cut may happen in
+/// between. `bootcmd` runs at every boot. Until all files have been written, it makes cloud-init write them again; after
+/// that, it starts the first-boot script again.
 const RESUME_COMMAND: &str = "sem=/var/lib/cloud/instance/sem/config_; if test ! -e /opt/svc/user-data-written; then \
     rm -f ${sem}write_files ${sem}runcmd ${sem}scripts_user; elif test ! -e /opt/svc/first-boot-complete; then \
     systemctl enable --now --no-block svc-first-boot.service; fi";
 
-/// Why a machine has no user-data.
+/// Why user-data cannot be rendered.
 #[derive(Debug, thiserror::Error)]
 pub enum RenderError {
-    #[error("user-data would have {size} bytes; the provider accepts at most {MAX_BYTES}")]
+    #[error("the user-data has {size} bytes, but the provider accepts at most {MAX_BYTES}")]
     TooLarge { size: usize },
-    /// An env file has one line per variable.
-    #[error("the value of {name} is not one line of text, which {path} requires")]
+    #[error("the value of {name} contains a line break or control character, which {path} cannot store")]
     NotALine { path: &'static str, name: String },
 }
 
@@ -59,20 +60,20 @@ pub fn render(
 ) -> Result<SecretString, RenderError> {
     let secret = [
         ("/opt/svc/env/host.env", host_env(machine, hosts, keys, mint)),
-        ("/opt/svc/env/r2.env", store.env_file()),
+        ("/opt/svc/env/r2.env", store.to_env_file()),
         ("/opt/svc/env/boot.env", boot_env(machine, mint)),
         ("/opt/svc/env/update.env", update_env(machine, hosts)),
     ];
     for (path, content) in &secret {
-        if let Some(name) = multi_line_variable(content) {
+        if let Some(name) = find_multi_line_variable(content) {
             return Err(RenderError::NotALine { path, name });
         }
     }
-    // Files are written before the users exist: `first-boot.sh` assigns their owners.
+    // cloud-init writes the files before the users exist; `first-boot.sh` sets their owners.
     let file = |path: &str, mode: &str, content: &str| json!({"path": path, "permissions": mode, "owner": "root:root", "content": content});
     let secret = secret.iter().map(|(path, content)| file(path, "0600", content));
     let fixed = FIXED_FILES.iter().map(|(path, mode, content)| {
-        let content = without_comments(content);
+        let content = strip_comments(content);
         if *path == FIREWALL {
             file(path, mode, &firewall_rules(&content, &hosts.egress))
         } else {
@@ -84,14 +85,14 @@ pub fn render(
         "bootcmd": [["sh", "-c", RESUME_COMMAND]],
         "runcmd": [["systemctl", "daemon-reload"], ["systemctl", "enable", "--now", "--no-block", "svc-first-boot.service"]],
     });
-    let text = format!("#cloud-config\n{}\n", as_yaml(&config.to_string()));
+    let text = format!("#cloud-config\n{}\n", escape_for_yaml(&config.to_string()));
     if text.len() > MAX_BYTES {
         return Err(RenderError::TooLarge { size: text.len() });
     }
     Ok(text.into())
 }
 
-/// The network rules with access to the gateway limited to these networks, or unchanged without any.
+/// Limits access to the gateway in the network rules to these networks. Without networks, the rules are unchanged.
 fn firewall_rules(rules: &str, egress: &Networks) -> String {
     if egress.is_empty() {
         return rules.to_owned();
@@ -99,28 +100,28 @@ fn firewall_rules(rules: &str, egress: &Networks) -> String {
     let (v4, v6) = egress.by_family();
     let v4 = v4.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     let v6 = v6.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-    let mut admitted = "tcp dport 22 accept".to_owned();
+    let mut admit_rules = "tcp dport 22 accept".to_owned();
     for (family, networks) in [("ip", v4), ("ip6", v6)] {
         if !networks.is_empty() {
-            admitted.push_str(&format!("\n    {family} saddr {{ {networks} }} tcp dport 443 accept"));
+            admit_rules.push_str(&format!("\n    {family} saddr {{ {networks} }} tcp dport 443 accept"));
         }
     }
-    rules.replace(SERVED_PORTS_RULE, &admitted)
+    rules.replace(SERVED_PORTS_RULE, &admit_rules)
 }
 
-/// The variable of an env file whose value does not fit on one line.
-fn multi_line_variable(content: &str) -> Option<String> {
+/// Finds a variable of an env file whose value does not fit on one line.
+fn find_multi_line_variable(content: &str) -> Option<String> {
     let has_control = |line: &str| line.chars().any(char::is_control);
     let first = content.split('\n').position(has_control);
-    // The quotes of a line end in it: a value with a line break leaves an unreadable line.
+    // The quotes of a value must be closed on its line, so a value with a line break gives an unreadable line.
     let number = first.or_else(|| parse_env_file(content).err().map(|number| number - 1))?;
     let line = content.split('\n').nth(number).unwrap_or_default();
     Some(line.split('=').next().unwrap_or_default().to_owned())
 }
 
-/// JSON that is the same in YAML 1.1, which cloud-init reads: YAML treats some characters that JSON strings may
-/// contain as line breaks, or rejects them.
-fn as_yaml(json: &str) -> String {
+/// Escapes JSON so that it has the same meaning in YAML 1.1, which cloud-init reads: YAML rejects some characters that
+/// JSON strings may contain, or treats them as line breaks.
+fn escape_for_yaml(json: &str) -> String {
     let mut text = String::with_capacity(json.len());
     for c in json.chars() {
         match c {
@@ -133,8 +134,8 @@ fn as_yaml(json: &str) -> String {
     text
 }
 
-/// Comments are only useful in the sources, and user-data is limited in size.
-fn without_comments(text: &str) -> String {
+/// Removes comments and empty lines, because the size of user-data is limited.
+fn strip_comments(text: &str) -> String {
     let kept = text.lines().enumerate().filter(|(number, line)| {
         *number == 0 || !(line.trim().is_empty() || line.trim_start().starts_with('#'))
     });
@@ -155,7 +156,8 @@ fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: 
         ("UPGRADE_TOKEN", upgrade.expose_secret()),
         ("SVC_PROOF_KEYS", &keys),
     ]);
-    // The authority comes with the first heartbeat: a machine needs it no earlier, and user-data is limited in size.
+    // The settings of the authority are omitted, because the size of user-data is limited. They come with the response to
+    // the first heartbeat; a machine does not need them earlier.
     if let Some(domain) = &hosts.domain {
         text.push_str(&env_line("SVC_HOST_NAME", &domain.host_name(machine.id)));
     }
@@ -178,9 +180,9 @@ fn boot_env(machine: &MachineRow, mint: &TokenMint) -> String {
     text
 }
 
-/// Settings that root uses: only root can change the file.
+/// Settings that root uses. Only root can change their file.
 fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
-    let bundle_url = hosts.bundle_url.of(&machine.image_version);
+    let bundle_url = hosts.bundle_url.for_version(&machine.image_version);
     let mut text = env_lines(&[
         ("PLATFORM_INTERNAL_URL", hosts.internal_url.as_str().trim_end_matches('/')),
         ("SVC_MACHINE_ID", &machine.id.to_string()),
@@ -191,8 +193,8 @@ fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
         text.push_str(&env_line("SVC_BUNDLE_PUBLIC_KEYS", keys));
         text.push_str(&env_line("SVC_BUNDLE_KEYS_SEQUENCE", &hosts.bundle_keys_sequence.to_string()));
     }
-    // The token is only for the platform, at any of its addresses.
-    if hosts.is_of_platform(&bundle_url) {
+    // The host sends its token only to the platform, at either of its URLs.
+    if hosts.is_platform_url(&bundle_url) {
         text.push_str(&env_line("SVC_HOST_BUNDLE_WITH_TOKEN", "yes"));
     }
     if let Some(image) = &hosts.postgres_image {
@@ -212,10 +214,10 @@ mod tests {
     const RULES: &str = include_str!("../../cloud-init/nftables.conf");
 
     #[test]
-    fn gateway_admits_only_listed_networks() {
+    fn firewall_admits_only_listed_networks_to_gateway() {
         assert_eq!(firewall_rules(RULES, &Networks::default()), RULES);
         let rules = |list: &str| firewall_rules(RULES, &list.parse().unwrap());
-        assert!(RULES.contains(SERVED_PORTS_RULE), "the replaced rule exists");
+        assert!(RULES.contains(SERVED_PORTS_RULE), "the rule to replace exists");
         let both = rules("203.0.113.0/24,198.51.100.7,2001:db8::/32,203.0.113.9");
         assert!(!both.contains(SERVED_PORTS_RULE), "{both}");
         for rule in [
@@ -226,7 +228,7 @@ mod tests {
             assert!(both.contains(rule), "{rule}: {both}");
         }
         assert_eq!(both.matches("443").count(), 2, "{both}");
-        let one = rules("2001:db8::/32");
-        assert!(!one.contains("ip saddr {") && one.contains("ip6 saddr {"), "{one}");
+        let only_v6 = rules("2001:db8::/32");
+        assert!(!only_v6.contains("ip saddr {") && only_v6.contains("ip6 saddr {"), "{only_v6}");
     }
 }

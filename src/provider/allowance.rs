@@ -1,4 +1,4 @@
-//! The rate budget shared by several users of one provider account, as the adapter needs it.
+//! The adapter's interface to a rate budget that several users of one provider account share.
 
 use std::time::{Duration, Instant};
 
@@ -7,25 +7,30 @@ use async_trait::async_trait;
 /// The shared count of calls.
 #[async_trait]
 pub trait Allowance: Send + Sync {
-    /// Requests up to `want` calls, returns `back` unused ones, and reports the budget last seen in a provider's
+    /// Requests up to `wanted` calls, returns `returned` unused ones, and reports the budget last seen in a provider's
     /// response. `None` if the shared budget is unavailable.
-    async fn reserve(&self, want: u32, back: u32, seen: Option<ObservedBudget>) -> Option<BudgetGrant>;
+    async fn reserve(
+        &self,
+        wanted: u32,
+        returned: u32,
+        observed: Option<ObservedBudget>,
+    ) -> Option<BudgetGrant>;
 
-    /// Reports a refusal by the provider: no process may call for this time.
+    /// Reports a refusal by the provider: no process may call it for this time.
     async fn close(&self, wait: Duration);
 }
 
 /// The provider's rate limit in one of its responses.
 #[derive(Debug, Clone, Copy)]
 pub struct ObservedBudget {
-    pub left: f64,
+    pub remaining: f64,
     pub capacity: f64,
     /// The refill rate; `None` if too few calls are used to compute it.
     pub per_second: Option<f64>,
     pub at: Instant,
 }
 
-/// The number of granted calls; if it is 0, the time until the next request makes sense.
+/// The number of granted calls, and the delay before the next request if it is 0.
 #[derive(Debug, Clone, Copy)]
 pub struct BudgetGrant {
     pub calls: u32,

@@ -78,9 +78,9 @@ pub enum Cause {
     #[error("the provider could not be reached")]
     Connect(#[source] reqwest::Error),
     #[error("the connection to the provider was lost")]
-    BrokenOff(#[source] reqwest::Error),
+    Disconnected(#[source] reqwest::Error),
     #[error("cannot parse the provider's response ({status})")]
-    Unreadable {
+    InvalidResponse {
         status: u16,
         #[source]
         source: serde_json::Error,

@@ -1,4 +1,4 @@
-//! The cloud provider as the platform needs it: a short port, its types, and one adapter.
+//! The platform's interface to a cloud provider: one trait, its types, and one adapter.
 //!
 //! This module does not depend on machine states or operations. Invariant: only the error's kind decides what may be
 //! retried, and a call that may have created something never reports a clean failure.
@@ -66,6 +66,6 @@ pub trait Provider: Send + Sync {
     /// The prices of servers of this type.
     async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError>;
 
-    /// The number of servers in the account's project, of this installation or not.
+    /// The number of servers in the account's project, including servers of other installations.
     async fn count_servers(&self) -> Result<u64, ProviderError>;
 }

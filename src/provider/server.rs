@@ -41,7 +41,7 @@ pub struct ServerOrder {
     pub image: String,
     pub location: Location,
     pub labels: BTreeMap<String, String>,
-    /// Contains the host's initial credentials, hence secret. At most 32 KiB at the provider.
+    /// Secret, because it contains the host's initial credentials. At most 32 KiB at the provider.
     pub user_data: SecretString,
 }
 

@@ -73,17 +73,17 @@ mod tests {
         some: Option<Vec<u8>>,
     }
 
-    fn read(text: &str) -> Result<(Vec<u8>, Option<Vec<u8>>), String> {
+    fn parse(text: &str) -> Result<(Vec<u8>, Option<Vec<u8>>), String> {
         serde_json::from_str(text).map(|Lists { all, some }| (all, some)).map_err(|error| error.to_string())
     }
 
     #[test]
-    fn at_most_refuses_longer_lists() {
-        assert_eq!(read(r#"{"all": [1, 2, 3]}"#), Ok((vec![1, 2, 3], None)));
-        assert_eq!(read(r#"{"all": [], "some": null}"#), Ok((vec![], None)));
-        assert_eq!(read(r#"{"all": [], "some": [1, 2]}"#), Ok((vec![], Some(vec![1, 2]))));
+    fn deserialize_at_most_refuses_longer_lists() {
+        assert_eq!(parse(r#"{"all": [1, 2, 3]}"#), Ok((vec![1, 2, 3], None)));
+        assert_eq!(parse(r#"{"all": [], "some": null}"#), Ok((vec![], None)));
+        assert_eq!(parse(r#"{"all": [], "some": [1, 2]}"#), Ok((vec![], Some(vec![1, 2]))));
         for bad in [r#"{"all": [1, 2, 3, 4]}"#, r#"{"all": [], "some": [1, 2, 3]}"#] {
-            assert!(read(bad).is_err_and(|why| why.contains("at most")), "{bad}");
+            assert!(parse(bad).is_err_and(|error| error.contains("at most")), "{bad}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A bucket: reads, writes and conditional writes, with errors that callers can act on.
+//! Reads, writes and conditional writes of a bucket's objects, with errors that callers can act on.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ use super::pointer;
 use svc_base::metrics::{STORE_CALLS, STORE_DURATION};
 use svc_base::untrusted_text::bounded;
 
-/// An error of the store, by its meaning to the caller.
+/// An error of the store, classified by its meaning for the caller.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     #[error("{key} does not exist in the object store")]
@@ -29,8 +29,8 @@ pub enum StoreError {
     /// A conditional write found another version than expected.
     #[error("{key} was changed by another writer")]
     Precondition { key: String },
-    #[error("{key} in the object store is not readable: {why}")]
     /// `why` may quote untrusted text: `StoreError::corrupt` bounds it.
+    #[error("{key} in the object store is not readable: {why}")]
     Corrupt { key: String, why: String },
     #[error("the object store refused access to {key}")]
     Denied {
@@ -38,7 +38,7 @@ pub enum StoreError {
         #[source]
         source: Box<Error>,
     },
-    /// Signatures contain the time, and a store tolerates only a few minutes of skew. Transient: the clock may be set.
+    /// Signatures contain the time, and a store tolerates only a few minutes of skew. Transient: the clock may be corrected.
     #[error(
         "the object store refused {key} because of this machine's clock, which is wrong by several minutes; see `timedatectl status`"
     )]
@@ -47,7 +47,7 @@ pub enum StoreError {
         #[source]
         source: Box<Error>,
     },
-    /// Permanent: another machine has replaced this one and has its access.
+    /// Permanent: another machine has replaced this one, and only it has access.
     #[error("this machine has been replaced and may no longer use the object store ({key})")]
     Withdrawn { key: String },
     #[error("the object store failed at {key}")]
@@ -103,7 +103,7 @@ impl StoreError {
     }
 }
 
-/// Whether an error message says that a snapshot pointer is unreadable or unsound. Hosts report errors as messages.
+/// Whether an error message means that a snapshot pointer is unreadable or unsound. Hosts report errors only as messages.
 pub fn is_unusable_pointer(error: &str) -> bool {
     let is_unreadable = error.match_indices(CORRUPT).any(|(at, _)| {
         let key = error[..at].rsplit(char::is_whitespace).next().unwrap_or_default();
@@ -114,7 +114,7 @@ pub fn is_unusable_pointer(error: &str) -> bool {
 
 const CORRUPT: &str = " in the object store is not readable";
 
-/// Whether the store's error code means a wrong clock. There is no status for it.
+/// Whether the store's error code means that the clock is wrong. No HTTP status says so.
 fn is_clock_error(error: &Error) -> bool {
     let (Error::PermissionDenied { source, .. } | Error::Unauthenticated { source, .. }) = error else {
         return false;
@@ -147,13 +147,13 @@ pub enum Condition {
 }
 
 impl Condition {
-    /// The object is unchanged since `meta` was read.
+    /// Requires that the object has not changed since `meta` was read.
     pub(super) fn unchanged(meta: &ObjectMeta) -> Self {
         Self::Unchanged(Version(UpdateVersion { e_tag: meta.e_tag.clone(), version: meta.version.clone() }))
     }
 }
 
-/// The system's bucket.
+/// A bucket with typed operations.
 #[derive(Debug, Clone)]
 pub struct Bucket {
     inner: Arc<dyn ObjectStore>,
@@ -179,25 +179,25 @@ impl Bucket {
         Self { call_timeout: Some(timeout), ..self }
     }
 
-    /// Counts one call, and limits it by the call timeout. Callers box the future, because it is large and part of most
-    /// futures of the platform.
+    /// Records the metrics of one call, and runs it with the call timeout. Callers box the future, because it is large and
+    /// part of most of the platform's futures.
     async fn call<T>(
         &self,
         name: &'static str,
         key: &Path,
         work: impl Future<Output = Result<T, StoreError>>,
     ) -> Result<T, StoreError> {
-        record_call(name, self.bounded(key, work)).await
+        record_call(name, self.run_with_call_timeout(key, work)).await
     }
 
-    /// Limits the work by the call timeout, if any.
-    pub(super) async fn bounded<T>(
+    /// Runs `work` with the call timeout, if any.
+    pub(super) async fn run_with_call_timeout<T>(
         &self,
         key: &Path,
         work: impl Future<Output = Result<T, StoreError>>,
     ) -> Result<T, StoreError> {
         match self.call_timeout {
-            Some(timeout) => self.within(key, timeout, work).await,
+            Some(timeout) => self.run_with_timeout(key, timeout, work).await,
             None => work.await,
         }
     }
@@ -223,18 +223,18 @@ impl Bucket {
         .await
     }
 
-    /// Limits the work by a deadline.
+    /// Runs `work` with a timeout.
     ///
     /// # Errors
-    /// Those of the work, or [`StoreError::Unavailable`] at the deadline.
-    pub async fn within<T>(
+    /// Those of `work`, or [`StoreError::Unavailable`] after the timeout.
+    pub async fn run_with_timeout<T>(
         &self,
         key: &Path,
-        deadline: Duration,
+        timeout: Duration,
         work: impl Future<Output = Result<T, StoreError>>,
     ) -> Result<T, StoreError> {
-        tokio::time::timeout(deadline, work).await.unwrap_or_else(|_| {
-            let why = format!("no response within {} s", deadline.as_secs());
+        tokio::time::timeout(timeout, work).await.unwrap_or_else(|_| {
+            let why = format!("no response within {} s", timeout.as_secs());
             Err(StoreError::of(key, Error::Generic { store: "bucket", source: why.into() }))
         })
     }
@@ -260,7 +260,7 @@ impl Bucket {
     }
 
     /// Whether a key that could not be read is absent. S3 returns 403 instead of 404 if the credentials may list only a part
-    /// of the bucket, so that part is listed. `false` if the listing fails.
+    /// of the bucket, so the key is looked up in a listing of that part. `false` if the listing fails.
     async fn is_absent(&self, key: &Path) -> bool {
         let Some((folder, name)) = key.as_ref().rsplit_once('/') else { return false };
         let mut before = name.to_owned();
@@ -294,8 +294,8 @@ impl Bucket {
             Err(Error::NotFound { .. }) => return Ok(None),
             Err(error) => {
                 let error = StoreError::of(key, error);
-                let absent = matches!(error, StoreError::Denied { .. }) && self.is_absent(key).await;
-                return if absent { Ok(None) } else { Err(error) };
+                let is_absent = matches!(error, StoreError::Denied { .. }) && self.is_absent(key).await;
+                return if is_absent { Ok(None) } else { Err(error) };
             }
         };
         if got.meta.size > limit {
@@ -337,7 +337,8 @@ impl Bucket {
         self.put(key, to_json(key, value)?).await
     }
 
-    /// Writes on a condition. `Precondition` may be caused by our own write whose response was lost, so read back.
+    /// Writes conditionally. `Precondition` may be caused by our own write whose response was lost, so the caller must read
+    /// the object back.
     pub async fn put_json_if(
         &self,
         key: &Path,
@@ -370,10 +371,10 @@ async fn record_call<T>(
     work: impl Future<Output = Result<T, StoreError>>,
 ) -> Result<T, StoreError> {
     let start = Instant::now();
-    let end = work.await;
+    let result = work.await;
     STORE_DURATION.record([call], start.elapsed());
-    STORE_CALLS.add_one([call, end.as_ref().map_or_else(StoreError::kind, |_| "ok")]);
-    end
+    STORE_CALLS.add_one([call, result.as_ref().map_or_else(StoreError::kind, |_| "ok")]);
+    result
 }
 
 fn to_json(key: &Path, value: &impl Serialize) -> Result<Bytes, StoreError> {
@@ -392,16 +393,16 @@ mod tests {
     use svc_machine::name::Slot;
 
     #[test]
-    fn unusable_pointer_is_recognised_by_its_error() {
+    fn is_unusable_pointer_recognizes_only_pointer_errors() {
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let corrupt = |key: &Path| StoreError::corrupt(key, &"expected value").to_string();
         let side = slot.side_record("system/db/snapshots/x.dump").unwrap();
         let fenced = Fenced { fence: Epoch(3), holder: None, mine: Epoch(2) };
-        let invented = Fenced { fence: Epoch(100_000), ..fenced };
+        let implausible = Fenced { fence: Epoch(100_000), ..fenced };
         for (error, expected) in [
             (corrupt(&slot.pointer()), true),
             (format!("the pointer was not moved: {}", corrupt(&slot.pointer_entry(7))), true),
-            (invented.to_string(), true),
+            (implausible.to_string(), true),
             (fenced.to_string(), false),
             (corrupt(&side), false),
             ("the object store failed at user_1/primary/system/db/latest".to_owned(), false),
@@ -411,12 +412,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn error_quotes_only_the_start_of_a_corrupt_object() {
+    async fn corrupt_error_quotes_only_the_start_of_the_object() {
         let (bucket, key) = (Bucket::new(Arc::new(InMemory::new())), Path::from("latest"));
         let text = format!(r#"{{"version":"{}\u001b[31m"}}"#, "x".repeat(1 << 19));
         bucket.put(&key, text).await.unwrap();
         let error = bucket.get_json::<Pointer>(&key).await.unwrap_err();
-        assert!(!is_unusable_pointer(&error.to_string()), "another object");
+        assert!(!is_unusable_pointer(&error.to_string()), "the object is not a pointer");
         let StoreError::Corrupt { why, .. } = &error else { panic!("{error}") };
         assert!(why.chars().count() <= MAX_CHARS, "{} characters", why.chars().count());
         assert!(!why.contains('\u{1b}'));

@@ -1,6 +1,6 @@
 //! Published host bundles: the digest of the archive, and the signed manifest that hosts need for an update.
 //!
-//! A manifest is trusted only as [`Verified`], which only [`verify`] creates. Unknown fields and formats are refused.
+//! A manifest is trusted only as [`VerifiedManifest`], which only [`verify`] creates. Unknown fields and formats are refused.
 
 mod keys;
 
@@ -19,11 +19,11 @@ pub use keys::{KeySet, KeySetError, KeysError, MAX_KEYS, TrustedKeys, max_sequen
 pub const MAX_COMPANION_BYTES: u64 = 64 << 10;
 const FORMAT: u32 = 1;
 
-/// The SHA-256 (hex) in the `.sha256` companion of a bundle; `None` if there is no such bundle.
+/// Reads the SHA-256 (hex) in the `.sha256` companion of a bundle; `None` if there is no such bundle.
 ///
 /// # Errors
 /// [`StoreError`]; a companion without a digest is `Corrupt`.
-pub async fn digest(bucket: &Bucket, version: &ImageVersion) -> Result<Option<String>, StoreError> {
+pub async fn read_digest(bucket: &Bucket, version: &ImageVersion) -> Result<Option<String>, StoreError> {
     let companion = key::bundle(version, ".sha256");
     let Some(read) = bucket.get(&companion, 1024).await? else {
         return Ok(None);
@@ -36,24 +36,27 @@ pub async fn digest(bucket: &Bucket, version: &ImageVersion) -> Result<Option<St
     }
 }
 
-/// The published manifest and signature; `None` if one of them is missing.
-pub async fn signed(bucket: &Bucket, version: &ImageVersion) -> Result<Option<Signed>, StoreError> {
+/// Reads the published manifest and signature; `None` if one of them is missing.
+pub async fn read_signed_manifest(
+    bucket: &Bucket,
+    version: &ImageVersion,
+) -> Result<Option<SignedManifest>, StoreError> {
     let manifest = bucket.get(&key::bundle(version, ".json"), MAX_COMPANION_BYTES).await?;
     let signature = bucket.get(&key::bundle(version, ".json.sig"), MAX_COMPANION_BYTES).await?;
-    Ok(manifest.zip(signature).map(|(manifest, signature)| Signed {
+    Ok(manifest.zip(signature).map(|(manifest, signature)| SignedManifest {
         manifest: manifest.value.to_vec(),
         signature: signature.value.to_vec(),
     }))
 }
 
-/// The digest in a line of `sha256sum`.
+/// Parses the digest in a line of `sha256sum`.
 pub fn parse_digest(text: &str) -> Option<String> {
     let digest = text.split_whitespace().next()?;
     let is_hex = digest.len() == 64 && digest.bytes().all(|b| b.is_ascii_hexdigit());
     is_hex.then(|| digest.to_ascii_lowercase())
 }
 
-/// The companion's content, in the format of `sha256sum`.
+/// The content of the `.sha256` companion, in the format of `sha256sum`.
 pub fn digest_line(digest: &str) -> String {
     format!("{digest}  {BUNDLE_FILE}\n")
 }
@@ -86,9 +89,9 @@ pub struct Manifest {
 pub enum ManifestError {
     #[error("no key is trusted: BUNDLE_PUBLIC_KEYS is not set")]
     NoKeys,
-    #[error("the lines of the signature file are not key id and signature")]
+    #[error("each line of the signature file must be a key id and a signature")]
     MalformedSignature,
-    #[error("it is signed with none of the keys that are trusted here (signed with {})", .ids.join(", "))]
+    #[error("it is signed by none of the keys that are trusted here (signed with {})", .ids.join(", "))]
     UnknownKey { ids: Vec<String> },
     #[error("the signature of the key {id} does not match this manifest")]
     WrongSignature { id: String },
@@ -127,12 +130,12 @@ impl Manifest {
         }
     }
 
-    /// Checks that it is signed by a key of the key set that it contains, if any.
-    pub fn check_key_set(&self, signed: &Signed) -> Result<(), ManifestError> {
-        self.trusted_keys.as_ref().map_or(Ok(()), |set| set.is_proven_by(signed))
+    /// Checks that the manifest is signed by a key of the key set that it contains, if any.
+    pub fn check_key_set(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
+        self.trusted_keys.as_ref().map_or(Ok(()), |set| set.check_signed_by_own_key(signed))
     }
 
-    /// Checks that it is for this version.
+    /// Checks that the manifest is for this version.
     ///
     /// # Errors
     /// [`ManifestError::OtherVersion`].
@@ -143,7 +146,7 @@ impl Manifest {
         Err(ManifestError::OtherVersion { expected: expected.clone(), found: self.image_version.clone() })
     }
 
-    /// Checks that it is for this archive.
+    /// Checks that the manifest is for this archive.
     ///
     /// # Errors
     /// [`ManifestError::OtherSize`], [`ManifestError::OtherDigest`].
@@ -163,28 +166,28 @@ impl Manifest {
 
 /// A manifest and its signature, as unverified bytes.
 #[derive(Debug, Clone)]
-pub struct Signed {
+pub struct SignedManifest {
     pub manifest: Vec<u8>,
     pub signature: Vec<u8>,
 }
 
-/// A manifest that is signed by a trusted key, for the requested version, and not expired.
+/// A manifest that [`verify`] has accepted.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Verified(Manifest);
+pub struct VerifiedManifest(Manifest);
 
-impl Verified {
+impl VerifiedManifest {
     pub fn manifest(&self) -> &Manifest {
         &self.0
     }
 }
 
-/// Verifies a manifest.
+/// Verifies that a manifest is signed by a trusted key, for the expected version, and not expired.
 pub fn verify(
-    signed: &Signed,
+    signed: &SignedManifest,
     keys: &TrustedKeys,
     expected: &ImageVersion,
     now: Timestamp,
-) -> Result<Verified, ManifestError> {
+) -> Result<VerifiedManifest, ManifestError> {
     keys.check(&signed.manifest, &signed.signature)?;
     let manifest = Manifest::parse(&signed.manifest)?;
     manifest.check_version(expected)?;
@@ -192,7 +195,7 @@ pub fn verify(
         return Err(ManifestError::Expired { at: manifest.expires_at });
     }
     manifest.check_key_set(signed)?;
-    Ok(Verified(manifest))
+    Ok(VerifiedManifest(manifest))
 }
 
 /// The reason why hosts would not update to a published bundle.
@@ -208,7 +211,7 @@ pub enum BundleUnusable {
     Store(#[from] StoreError),
 }
 
-/// Verifies the published manifest of the archive with this SHA-256, like a host.
+/// Verifies the published manifest of the archive with this SHA-256, as a host does.
 ///
 /// # Errors
 /// [`BundleUnusable`].
@@ -217,25 +220,26 @@ pub async fn verify_published(
     version: &ImageVersion,
     sha256: &str,
     keys: &TrustedKeys,
-) -> Result<Verified, BundleUnusable> {
-    let signed = signed(bucket, version).await?.ok_or(BundleUnusable::Unsigned)?;
+) -> Result<VerifiedManifest, BundleUnusable> {
+    let signed = read_signed_manifest(bucket, version).await?.ok_or(BundleUnusable::Unsigned)?;
     let verified = verify(&signed, keys, version, Timestamp::now())?;
     if verified.manifest().sha256 == sha256 { Ok(verified) } else { Err(BundleUnusable::OtherArchive) }
 }
 
-/// Parses the lines of a signature file: key id and signature.
+/// Parses the lines of a signature file, each a key id and a signature.
 ///
 /// # Errors
 /// [`ManifestError::MalformedSignature`].
-pub fn signatures(text: &[u8]) -> Result<Vec<(String, Vec<u8>)>, ManifestError> {
+pub fn parse_signatures(text: &[u8]) -> Result<Vec<(String, Vec<u8>)>, ManifestError> {
     let text = std::str::from_utf8(text).map_err(|_| ManifestError::MalformedSignature)?;
-    let line = |line: &str| {
+    let parse_line = |line: &str| {
         let (id, signature) = line.split_once(' ')?;
-        let fits = id.len() == 16 && id.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
+        let is_valid_id =
+            id.len() == 16 && id.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
         let signature = STANDARD.decode(signature).ok().filter(|bytes| bytes.len() == 64)?;
-        fits.then(|| (id.to_owned(), signature))
+        is_valid_id.then(|| (id.to_owned(), signature))
     };
-    let found: Option<Vec<_>> = text.lines().map(line).collect();
+    let found: Option<Vec<_>> = text.lines().map(parse_line).collect();
     found.filter(|found| (1..=MAX_KEYS).contains(&found.len())).ok_or(ManifestError::MalformedSignature)
 }
 

@@ -1,7 +1,7 @@
-//! What an object store can do, found out by trying it: each capability with what does not work without it.
+//! Probes what an object store can do. Each capability says what fails without it.
 //!
-//! It writes only temporary objects below [`RUN_PREFIX`] and deletes them again. Sessions of hosts are not part of it, because
-//! only the platform requests them.
+//! The probes write only temporary objects below [`RUN_PREFIX`] and delete them again. Hosts' sessions are not probed here,
+//! because only the platform requests them.
 
 mod objects;
 mod uploads;
@@ -25,9 +25,9 @@ use svc_base::chain::chain;
 pub enum Need {
     /// Without it, data can be lost: the store must not be used.
     Required,
-    /// It protects against something that also has another guard, or makes work faster.
+    /// It protects against something that another guard prevents too, or makes work faster.
     Recommended,
-    /// svc does not use it; it is reported because other tools on the bucket may.
+    /// svc does not use it; it is reported because other tools may use it on the bucket.
     Unused,
 }
 
@@ -36,35 +36,35 @@ pub enum Need {
 pub struct Capability {
     pub name: &'static str,
     pub need: Need,
-    /// What does not work without it: a sentence for operators.
+    /// The consequence of its absence: a sentence for operators.
     pub without: &'static str,
 }
 
 impl Capability {
-    /// Whether it cannot be tried on a directory, which has neither requests nor credentials.
+    /// Whether the capability cannot be probed on a directory, which has neither requests nor credentials.
     pub fn applies_only_to_servers(&self) -> bool {
         [CHECKSUMS, SIGNATURES].contains(self)
     }
 }
 
-/// The result of trying a capability.
+/// The result of probing a capability.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Support {
     Yes,
-    /// What the store did instead.
+    /// With the behaviour of the store instead.
     No(String),
-    /// Why it could not be tried.
+    /// With the reason why the probe was inconclusive.
     Unknown(String),
 }
 
-/// A capability and the result of trying it.
+/// A capability and the result of probing it.
 #[derive(Debug, Clone)]
-pub struct Probed {
+pub struct ProbeResult {
     pub capability: Capability,
     pub support: Support,
 }
 
-impl Probed {
+impl ProbeResult {
     pub fn new(capability: Capability, support: Support) -> Self {
         Self { capability, support }
     }
@@ -81,22 +81,22 @@ pub const REPLACE_READ_VERSION: Capability = Capability {
     without: "A late writer could replace what a newer one wrote.",
 };
 pub const CREATE_ONCE_IN_PARALLEL: Capability = Capability {
-    name: "of several writers at a time, one creates the object",
+    name: "of several concurrent writers, only one creates the object",
     need: Need::Required,
     without: "Two hosts could both move the snapshot pointer; `svc-platform` refuses to start.",
 };
 pub const REPLACE_IN_PARALLEL: Capability = Capability {
-    name: "of several writers at a time, one replaces a version",
+    name: "of several concurrent writers, only one replaces a version",
     need: Need::Recommended,
     without: "The snapshot pointer is safe, because its log only creates objects; releases without that log are not.",
 };
 pub const CURRENT_READS: Capability = Capability {
-    name: "a read returns the last write at once",
+    name: "a read immediately returns the last write",
     need: Need::Required,
     without: "A host could restore a snapshot that is not the latest.",
 };
 pub const CURRENT_LISTS: Capability = Capability {
-    name: "a list shows new objects, and no deleted ones, at once",
+    name: "a list immediately shows new objects, and no deleted ones",
     need: Need::Recommended,
     without: "`svcctl backup list` can miss the newest snapshot, and a check after a backup can fail.",
 };
@@ -118,81 +118,87 @@ pub const UPLOAD_ONCE: Capability = Capability {
 pub const CHECKSUMS: Capability = Capability {
     name: "a body that does not match its SHA-256 is refused",
     need: Need::Recommended,
-    without: "A snapshot that was damaged on its way is stored; the host finds it when it reads the snapshot back.",
+    without: "A snapshot that was damaged in transit is stored; the host detects it only when it reads the snapshot back.",
 };
 pub const SIGNATURES: Capability = Capability {
     name: "a request with a wrong secret key is refused",
     need: Need::Required,
-    without: "Everyone who reaches the endpoint can read and delete every snapshot.",
+    without: "Anyone who can reach the endpoint can read and delete every snapshot.",
 };
 pub const VERSIONING: Capability = Capability {
     name: "the bucket can keep overwritten and deleted objects (versioning)",
     need: Need::Recommended,
-    without: "An object that is overwritten or deleted is gone.",
+    without: "An object that is overwritten or deleted is lost.",
 };
 pub const CONDITIONAL_COPY: Capability = Capability {
-    name: "a copy is made only of the version that was read",
+    name: "a copy can require the version that was read",
     need: Need::Unused,
     without: "Nothing: svc copies no objects inside the store.",
 };
 
-/// How long and how often the races of writers are tried.
+/// Limits of the probes with concurrent writers.
 #[derive(Debug, Clone, Copy)]
 pub struct RaceLimits {
     pub rounds: usize,
     pub timeout: Duration,
 }
 
-/// Tries the conditional puts of a single writer.
+/// Probes the conditional puts of a single writer.
 ///
 /// # Errors
-/// [`StoreError`] of the first call that failed otherwise than on its condition.
-pub async fn probe_conditions(bucket: &Bucket) -> Result<[Probed; 2], StoreError> {
+/// [`StoreError`] of the first call that failed for another reason than its condition.
+pub async fn probe_conditions(bucket: &Bucket) -> Result<[ProbeResult; 2], StoreError> {
     Ok([
-        Probed::new(CREATE_ONCE, support(objects::create_once(bucket).await?)),
-        Probed::new(REPLACE_READ_VERSION, support(objects::replace_read_version(bucket).await?)),
+        ProbeResult::new(CREATE_ONCE, to_support(objects::probe_create_once(bucket).await?)),
+        ProbeResult::new(
+            REPLACE_READ_VERSION,
+            to_support(objects::probe_replace_read_version(bucket).await?),
+        ),
     ])
 }
 
-/// Tries everything except conditional puts and the bucket's settings, all at the same time.
-pub async fn probe_further(config: &StoreConfig, bucket: &Bucket) -> Vec<Probed> {
+/// Probes everything except conditional puts and the bucket's settings, concurrently.
+pub async fn probe_further(config: &StoreConfig, bucket: &Bucket) -> Vec<ProbeResult> {
     let s3 = match config {
         StoreConfig::S3(s3) => Some(s3),
         StoreConfig::Directory(_) => None,
     };
-    let tries: Vec<(Capability, BoxFuture<'_, Support>)> = vec![
-        (CURRENT_READS, settle(objects::current_reads(bucket)).boxed()),
-        (CURRENT_LISTS, settle(objects::current_lists(bucket)).boxed()),
-        (RANGES, settle(objects::ranges(bucket)).boxed()),
-        (UPLOADS, settle(uploads::visible_when_completed(bucket)).boxed()),
-        (UPLOAD_ONCE, settle(uploads::created_once(bucket)).boxed()),
-        (CHECKSUMS, wire::checksums(s3).boxed()),
-        (SIGNATURES, wire::signatures(s3).boxed()),
+    let probes: Vec<(Capability, BoxFuture<'_, Support>)> = vec![
+        (CURRENT_READS, determine_support(objects::probe_current_reads(bucket)).boxed()),
+        (CURRENT_LISTS, determine_support(objects::probe_current_lists(bucket)).boxed()),
+        (RANGES, determine_support(objects::probe_ranges(bucket)).boxed()),
+        (UPLOADS, determine_support(uploads::probe_visibility(bucket)).boxed()),
+        (UPLOAD_ONCE, determine_support(uploads::probe_upload_once(bucket)).boxed()),
+        (CHECKSUMS, wire::probe_checksums(s3).boxed()),
+        (SIGNATURES, wire::probe_signatures(s3).boxed()),
     ];
-    let tries = tries.into_iter();
-    let tries = tries.map(async |(capability, support)| Probed::new(capability, support.await));
-    join_all(tries).await
+    let probes = probes.into_iter();
+    let probes = probes.map(async |(capability, support)| ProbeResult::new(capability, support.await));
+    join_all(probes).await
 }
 
-/// Tries all capabilities, for a table of stores.
-pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<Probed> {
+/// Probes all capabilities, for a table of stores.
+pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<ProbeResult> {
     let bucket = match config.open() {
         Ok(bucket) => bucket,
-        Err(error) => return vec![Probed::new(CREATE_ONCE, Support::Unknown(format!("{error:#}")))],
+        Err(error) => return vec![ProbeResult::new(CREATE_ONCE, Support::Unknown(format!("{error:#}")))],
     };
     let mut found = vec![
-        Probed::new(CREATE_ONCE, settle(objects::create_once(&bucket)).await),
-        Probed::new(REPLACE_READ_VERSION, settle(objects::replace_read_version(&bucket)).await),
+        ProbeResult::new(CREATE_ONCE, determine_support(objects::probe_create_once(&bucket)).await),
+        ProbeResult::new(
+            REPLACE_READ_VERSION,
+            determine_support(objects::probe_replace_read_version(&bucket)).await,
+        ),
     ];
     let (create, replace) = match parallel_probe::run_rounds(&bucket, races.rounds, races.timeout).await {
-        Ok(seen) => (exactness(seen.create), exactness(seen.replace)),
+        Ok(findings) => (exactness_support(findings.create), exactness_support(findings.replace)),
         Err(error) => {
             let why = Support::Unknown(chain(&error));
             (why.clone(), why)
         }
     };
-    found.push(Probed::new(CREATE_ONCE_IN_PARALLEL, create));
-    found.push(Probed::new(REPLACE_IN_PARALLEL, replace));
+    found.push(ProbeResult::new(CREATE_ONCE_IN_PARALLEL, create));
+    found.push(ProbeResult::new(REPLACE_IN_PARALLEL, replace));
     found.extend(probe_further(config, &bucket).await);
     if let StoreConfig::S3(s3) = config {
         let versioning = match protection::read(s3).await.map(|read| read.versioning) {
@@ -200,39 +206,39 @@ pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<Probed> {
             Ok(Setting::Unknown(status)) => Support::No(format!("it returned {status}")),
             Err(error) => Support::Unknown(chain(&error)),
         };
-        found.push(Probed::new(VERSIONING, versioning));
-        found.push(Probed::new(CONDITIONAL_COPY, wire::conditional_copy(s3).await));
+        found.push(ProbeResult::new(VERSIONING, versioning));
+        found.push(ProbeResult::new(CONDITIONAL_COPY, wire::probe_conditional_copy(s3).await));
     }
     found
 }
 
-fn exactness(seen: Exactness) -> Support {
-    match seen {
+fn exactness_support(exactness: Exactness) -> Support {
+    match exactness {
         Exactness::Exact => Support::Yes,
         Exactness::Inexact { .. } => Support::No("several writers succeeded".to_owned()),
     }
 }
 
-/// `Some` is what the store did instead.
+/// `None` if the store has the capability; otherwise, the behaviour of the store instead.
 type Outcome = Result<Option<String>, StoreError>;
 
-fn support(instead: Option<String>) -> Support {
+fn to_support(instead: Option<String>) -> Support {
     instead.map_or(Support::Yes, Support::No)
 }
 
-async fn settle(tried: impl Future<Output = Outcome>) -> Support {
-    tried.await.map_or_else(|error| Support::Unknown(chain(&error)), support)
+async fn determine_support(probe: impl Future<Output = Outcome>) -> Support {
+    probe.await.map_or_else(|error| Support::Unknown(chain(&error)), to_support)
 }
 
-/// The key of a temporary object, below its own folder.
+/// The key of a temporary object, in a folder of its own.
 fn temporary_key(name: &str) -> Path {
     Path::from(format!("{}/{}/{name}", *RUN_PREFIX, uuid::Uuid::new_v4()))
 }
 
-/// Deletes a temporary object; a failure leaves a few bytes.
+/// Deletes a temporary object. Best effort: a failed deletion leaves a few bytes in the store.
 async fn delete(bucket: &Bucket, key: &Path) {
     if let Err(error) = bucket.raw().delete(key).await {
-        tracing::debug!(%key, %error, "the probe's object was not deleted");
+        tracing::debug!(%key, %error, "cannot delete the probe's object");
     }
 }
 
@@ -244,21 +250,21 @@ mod tests {
     use object_store::memory::InMemory;
 
     use super::*;
-    use crate::lenient::{Ignored, Lenient};
+    use crate::lenient::{IgnoredCondition, LenientStore};
 
     fn directory() -> StoreConfig {
         StoreConfig::Directory("/nonexistent".into())
     }
 
     #[tokio::test]
-    async fn exact_store_can_do_all_that_can_be_tried() {
+    async fn probes_find_every_capability_of_an_exact_store() {
         let store = Arc::new(InMemory::new());
         let bucket = Bucket::new(store.clone());
         let mut found = probe_conditions(&bucket).await.unwrap().to_vec();
         found.extend(probe_further(&directory(), &bucket).await);
-        for Probed { capability, support } in found {
+        for ProbeResult { capability, support } in found {
             match support {
-                // Memory has no requests, and completes every upload.
+                // A store in memory has no requests, and completes every upload.
                 Support::Unknown(why) => {
                     assert!(capability.applies_only_to_servers(), "{}: {why}", capability.name);
                 }
@@ -267,17 +273,18 @@ mod tests {
             }
         }
         let remaining = futures_util::TryStreamExt::try_next(&mut store.list(None)).await.unwrap();
-        assert_eq!(remaining, None, "temporary objects are deleted");
+        assert_eq!(remaining, None, "a temporary object was not deleted");
     }
 
     #[tokio::test]
-    async fn store_that_ignores_a_condition_is_detected() {
-        for (ignored, expected) in [(Ignored::Create, CREATE_ONCE), (Ignored::Replace, REPLACE_READ_VERSION)]
+    async fn probes_detect_a_store_that_ignores_a_condition() {
+        for (ignored, expected) in
+            [(IgnoredCondition::Create, CREATE_ONCE), (IgnoredCondition::Replace, REPLACE_READ_VERSION)]
         {
-            let bucket = Bucket::new(Arc::new(Lenient::new(ignored)));
+            let bucket = Bucket::new(Arc::new(LenientStore::new(ignored)));
             let found = probe_conditions(&bucket).await.unwrap();
-            let missing = found.iter().filter(|probed| matches!(probed.support, Support::No(_)));
-            let missing: Vec<_> = missing.map(|probed| probed.capability).collect();
+            let missing = found.iter().filter(|result| matches!(result.support, Support::No(_)));
+            let missing: Vec<_> = missing.map(|result| result.capability).collect();
             assert_eq!(missing, [expected], "{ignored:?}");
         }
     }

@@ -1,4 +1,4 @@
-//! Location and credentials of the store: `OBJECT_STORE_URL` or its short forms, and `AWS_*`.
+//! Reads the store's location and credentials: `OBJECT_STORE_URL` or its short forms, and `AWS_*`.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use svc_base::config::Env;
 use svc_base::variable::Variable;
 use svc_http::client::{self, Deadlines};
 
-/// The location of objects: `s3://bucket`, or `file:///dir` for development.
+/// The location of the objects: `s3://bucket`, or `file:///dir` for development.
 #[derive(Debug, Clone)]
 pub enum StoreConfig {
     S3(S3Config),
@@ -38,7 +38,7 @@ pub struct S3Config {
     pub access_key: String,
     pub secret_key: SecretString,
     pub session_token: Option<SecretString>,
-    /// When the credentials expire; `None` if never, or if unknown.
+    /// When the credentials expire; `None` if they never expire, or if this is unknown.
     pub expires_at: Option<Timestamp>,
 }
 
@@ -54,13 +54,13 @@ impl StoreConfig {
             }
             return Some(Self::Directory(dir.into()));
         }
-        let bucket = bucket_name(env);
+        let bucket = read_bucket_name(env);
         let endpoint = env.optional::<url::Url>(&vars::OBJECT_STORE_ENDPOINT).map(|url| url.to_string());
         let region = env.or_default(&vars::AWS_REGION);
         let access_key = env.required(&vars::AWS_ACCESS_KEY_ID);
         let secret_key = env.required_secret(&vars::AWS_SECRET_ACCESS_KEY);
         let session_token = env.secret(&vars::AWS_SESSION_TOKEN);
-        let expires_at = moment(env, &vars::AWS_CREDENTIAL_EXPIRATION);
+        let expires_at = read_time(env, &vars::AWS_CREDENTIAL_EXPIRATION);
         Some(Self::S3(S3Config {
             bucket: bucket?,
             endpoint,
@@ -72,7 +72,7 @@ impl StoreConfig {
         }))
     }
 
-    /// Opens the store, without a call to it.
+    /// Opens the store, without sending a request to it.
     ///
     /// # Errors
     /// If the settings contradict each other, or the directory cannot be created.
@@ -93,7 +93,7 @@ impl StoreConfig {
 }
 
 impl S3Config {
-    /// The credentials of the settings.
+    /// The credentials in the settings.
     pub fn credential(&self) -> AwsCredential {
         AwsCredential {
             key_id: self.access_key.clone(),
@@ -136,13 +136,13 @@ impl S3Config {
     }
 }
 
-/// Parses a time. An error does not quote it: if lines of the file are joined, it may contain a secret.
-fn moment(env: &mut Env, variable: &Variable) -> Option<Timestamp> {
+/// Reads a time. The error does not quote the value: if lines of the file were joined, it may contain a secret.
+fn read_time(env: &mut Env, variable: &Variable) -> Option<Timestamp> {
     let parsed = env.text(variable)?.parse();
     parsed.map_err(|_| env.mistake(variable, "must be a time such as 2026-01-02T03:04:05Z")).ok()
 }
 
-fn bucket_name(env: &mut Env) -> Option<String> {
+fn read_bucket_name(env: &mut Env) -> Option<String> {
     if let Some(url) = env.text(&vars::OBJECT_STORE_URL) {
         let name = url.strip_prefix("s3://").map(|name| name.trim_end_matches('/').to_owned());
         if name.as_deref().is_none_or(|name| name.is_empty() || name.contains('/')) {
@@ -153,7 +153,10 @@ fn bucket_name(env: &mut Env) -> Option<String> {
     }
     let name = env.text(&vars::OBJECT_STORE_BUCKET).or_else(|| env.text(&vars::S3_BUCKET));
     if name.is_none() {
-        env.mistake(&vars::OBJECT_STORE_URL, "is required and not set (nor OBJECT_STORE_BUCKET, S3_BUCKET)");
+        env.mistake(
+            &vars::OBJECT_STORE_URL,
+            "is required and not set (nor is OBJECT_STORE_BUCKET or S3_BUCKET)",
+        );
     }
     name
 }
@@ -172,8 +175,8 @@ impl HttpConnector for Connector {
 mod tests {
     use super::*;
 
-    /// The bucket's name, or the reported mistakes.
-    fn bucket(pairs: &[(&str, &str)]) -> Result<String, String> {
+    /// The bucket's name, or the error.
+    fn read_bucket(pairs: &[(&str, &str)]) -> Result<String, String> {
         let credentials = [("AWS_ACCESS_KEY_ID", "a"), ("AWS_SECRET_ACCESS_KEY", "s")];
         let mut env = Env::from_pairs(pairs.iter().copied().chain(credentials));
         let read = StoreConfig::read(&mut env);
@@ -185,14 +188,14 @@ mod tests {
     }
 
     #[test]
-    fn bucket_is_named_by_url_or_its_short_forms() {
+    fn read_prefers_the_url_to_its_short_forms() {
         let url = ("OBJECT_STORE_URL", "s3://by-url");
         let (short, alternate) = (("OBJECT_STORE_BUCKET", "by-short-form"), ("S3_BUCKET", "by-alternate"));
-        assert_eq!(bucket(&[alternate]).unwrap(), "by-alternate");
-        assert_eq!(bucket(&[short]).unwrap(), "by-short-form");
-        assert_eq!(bucket(&[alternate, short]).unwrap(), "by-short-form");
-        assert_eq!(bucket(&[alternate, short, url]).unwrap(), "by-url");
-        let missing = bucket(&[]).unwrap_err();
+        assert_eq!(read_bucket(&[alternate]).unwrap(), "by-alternate");
+        assert_eq!(read_bucket(&[short]).unwrap(), "by-short-form");
+        assert_eq!(read_bucket(&[alternate, short]).unwrap(), "by-short-form");
+        assert_eq!(read_bucket(&[alternate, short, url]).unwrap(), "by-url");
+        let missing = read_bucket(&[]).unwrap_err();
         assert!(
             ["OBJECT_STORE_URL", short.0, alternate.0].iter().all(|name| missing.contains(name)),
             "{missing}"

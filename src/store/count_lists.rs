@@ -1,4 +1,4 @@
-//! HTTP layer below object_store: counts each request that lists keys. A listing of many keys needs several requests, and
+//! An HTTP layer below object_store: counts each request that lists keys. A listing of many keys needs several requests, and
 //! the store bills each.
 
 use std::time::Instant;
@@ -25,7 +25,7 @@ impl HttpService for CountLists {
         let start = Instant::now();
         let response = self.inner.execute(request).await;
         STORE_DURATION.record([CALL], start.elapsed());
-        STORE_CALLS.add_one([CALL, outcome(response.as_ref().ok().map(HttpResponse::status))]);
+        STORE_CALLS.add_one([CALL, outcome_label(response.as_ref().ok().map(HttpResponse::status))]);
         response
     }
 }
@@ -36,7 +36,7 @@ fn lists_keys(request: &HttpRequest) -> bool {
 }
 
 /// The metric label of a response; `None` if there was no response.
-fn outcome(status: Option<StatusCode>) -> &'static str {
+fn outcome_label(status: Option<StatusCode>) -> &'static str {
     match status {
         Some(status) if status.is_success() => "ok",
         Some(StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => "denied",
@@ -48,14 +48,14 @@ fn outcome(status: Option<StatusCode>) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::write_once::tests::request;
+    use crate::write_once::tests::empty_request;
 
     #[test]
     fn lists_keys_matches_only_listings() {
         let listing = "http://store/b?list-type=2&prefix=user_1%2F";
-        assert!(lists_keys(&request(Method::GET, listing)));
-        assert!(!lists_keys(&request(Method::GET, "http://store/b/user_1/primary/system/db/latest")));
-        assert!(!lists_keys(&request(Method::POST, "http://store/b/x?uploads")));
+        assert!(lists_keys(&empty_request(Method::GET, listing)));
+        assert!(!lists_keys(&empty_request(Method::GET, "http://store/b/user_1/primary/system/db/latest")));
+        assert!(!lists_keys(&empty_request(Method::POST, "http://store/b/x?uploads")));
     }
 
     #[test]
@@ -64,7 +64,7 @@ mod tests {
             [(Some(200), "ok"), (Some(403), "denied"), (Some(503), "unavailable"), (None, "unavailable")]
         {
             let status = status.map(|status| StatusCode::from_u16(status).unwrap());
-            assert_eq!(outcome(status), expected);
+            assert_eq!(outcome_label(status), expected);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Temporary credentials for the store.
 //!
-//! A [`CredentialSource`] provides them. object_store requests them before each request, and `resign` when the store
-//! rejects a request's credentials as expired.
+//! A [`CredentialSource`] provides them: to object_store before each request, and to `resign` when the store rejects a
+//! request's credentials as expired.
 
 use std::error::Error;
 use std::fmt;
@@ -23,7 +23,7 @@ pub struct TemporaryCredentials {
 }
 
 impl TemporaryCredentials {
-    pub fn signing(&self) -> AwsCredential {
+    pub fn to_aws_credential(&self) -> AwsCredential {
         AwsCredential {
             key_id: self.access_key.clone(),
             secret_key: self.secret_key.expose_secret().to_owned(),
@@ -36,25 +36,25 @@ impl TemporaryCredentials {
 #[derive(Debug, thiserror::Error)]
 pub enum CredentialError {
     /// Permanent: another machine has replaced this one.
-    #[error("this machine has been replaced and gets no more credentials for the object store")]
+    #[error("this machine has been replaced and can no longer get credentials for the object store")]
     Withdrawn,
     #[error("credentials for the object store were refused: {0}")]
     Refused(String),
-    #[error("could not get credentials for the object store: {0}")]
+    #[error("cannot get credentials for the object store: {0}")]
     Unavailable(String),
 }
 
 /// Provides credentials, and renews them when they expire.
 #[async_trait]
 pub trait CredentialSource: fmt::Debug + Send + Sync + 'static {
-    /// Credentials that have not expired by this machine's clock.
+    /// Returns credentials that have not expired according to this machine's clock.
     async fn current(&self) -> Result<Arc<AwsCredential>, CredentialError>;
 
-    /// Credentials to replace those of this access key, which the store rejected as expired.
+    /// Returns credentials that replace those of this access key, which the store rejected as expired.
     async fn replacement_for(&self, access_key: &str) -> Result<Arc<AwsCredential>, CredentialError>;
 }
 
-/// Adapts a [`CredentialSource`] to object_store.
+/// Provides the credentials of a [`CredentialSource`] to object_store.
 #[derive(Debug)]
 pub(super) struct SourceAdapter(pub(super) Arc<dyn CredentialSource>);
 

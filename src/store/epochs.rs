@@ -10,33 +10,37 @@ use super::pointer::Pointer;
 use super::{pointer_io, snapshots};
 use svc_machine::epoch::Epoch;
 
-/// Timeout of all requests together. A listing of 10,000 snapshots has about twenty pages. Operators' clients wait longer.
+/// Timeout for all requests together. A listing of 10,000 snapshots has about twenty pages. Operators' clients have a longer
+/// timeout.
 const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys. A host can
-/// write all three, so values far above `known`, the highest epoch in the database, are implausible. An implausible fence is
-/// ignored, because the platform's fence replaces it.
+/// Reads the highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys. A host
+/// can write all three, so values far above `known`, the highest epoch in the database, are implausible. An implausible
+/// fence is ignored, because the platform's fence replaces it.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if the pointer is unreadable, so that its fence is unknown, or if its snapshot's epoch is
 /// implausible. Unreadable metadata is ignored: its machine's fence was written before it.
-pub async fn floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<Epoch, StoreError> {
+pub async fn read_floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<Epoch, StoreError> {
     let bound = known.max_plausible();
     let read = async {
         let pointer = pointer_io::read(bucket, slot).await?;
         let fence = pointer.map_or(Ok(Epoch::NONE), |read| plausible_fence(slot, &read.value, known))?;
-        Ok(fence.max(beside_pointer(bucket, slot, bound).await?))
+        Ok(fence.max(highest_outside_pointer(bucket, slot, bound).await?))
     };
-    bucket.within(&slot.pointer(), FLOOR_TIMEOUT, read).await
+    bucket.run_with_timeout(&slot.pointer(), FLOOR_TIMEOUT, read).await
 }
 
-/// The floor without the pointer, if that cannot be read.
-async fn beside_pointer(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<Epoch, StoreError> {
-    let keys = snapshots::keys(bucket, slot).await?;
-    Ok(of_keys(&keys, bound).max(of_metadata(bucket, slot, bound).await?))
+async fn highest_outside_pointer(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    bound: Epoch,
+) -> Result<Epoch, StoreError> {
+    let keys = snapshots::list_keys(bucket, slot).await?;
+    Ok(highest_in_keys(&keys, bound).max(read_metadata_epoch(bucket, slot, bound).await?))
 }
 
-pub(super) fn of_keys(keys: &[String], bound: Epoch) -> Epoch {
+pub(super) fn highest_in_keys(keys: &[String], bound: Epoch) -> Epoch {
     keys.iter()
         .filter_map(|key| key::epoch_of(key))
         .filter(|epoch| *epoch <= bound)
@@ -44,7 +48,7 @@ pub(super) fn of_keys(keys: &[String], bound: Epoch) -> Epoch {
         .unwrap_or(Epoch::NONE)
 }
 
-pub(super) async fn of_metadata(
+pub(super) async fn read_metadata_epoch(
     bucket: &Bucket,
     slot: &SlotPrefix,
     bound: Epoch,
@@ -55,7 +59,7 @@ pub(super) async fn of_metadata(
             Ok(found.map(|found| found.value.epoch).filter(|epoch| *epoch <= bound).unwrap_or(Epoch::NONE))
         }
         Err(StoreError::Corrupt { key, why }) => {
-            tracing::warn!(key, why, "unreadable machine metadata; its epoch is ignored");
+            tracing::warn!(key, why, "the machine's metadata is unreadable; its epoch is ignored");
             Ok(Epoch::NONE)
         }
         Err(error) => Err(error),
@@ -67,12 +71,12 @@ fn plausible_fence(slot: &SlotPrefix, pointer: &Pointer, known: Epoch) -> Result
     let named = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
     if named > known.max_plausible() {
         let why = format!(
-            "its snapshot's epoch {named} is far above epoch {known}, the highest that the platform knows"
+            "its snapshot's epoch {named} is far above {known}, the highest epoch that the platform knows"
         );
         return Err(StoreError::Corrupt { key: slot.pointer().to_string(), why });
     }
     if *fence > known.max_plausible() {
-        tracing::warn!(key = %slot.pointer(), %fence, %known, "the fence is far above every epoch that the platform knows; ignored");
+        tracing::warn!(key = %slot.pointer(), %fence, %known, "the fence is far above every epoch that the platform knows; it is ignored");
         return Ok(named);
     }
     Ok(named.max(*fence))
@@ -98,7 +102,7 @@ mod tests {
         Bucket::new(Arc::new(InMemory::new()))
     }
 
-    async fn put_side(bucket: &Bucket, name: &str) {
+    async fn put_side_record(bucket: &Bucket, name: &str) {
         bucket.put(&slot().snapshots().join(name), &b"{}"[..]).await.unwrap();
     }
 
@@ -120,38 +124,42 @@ mod tests {
 
     #[tokio::test]
     async fn floor_of_an_empty_slot_is_none() {
-        assert_eq!(floor(&bucket(), &slot(), Epoch::NONE).await.unwrap(), Epoch::NONE);
+        assert_eq!(read_floor(&bucket(), &slot(), Epoch::NONE).await.unwrap(), Epoch::NONE);
     }
 
     #[tokio::test]
     async fn floor_is_the_highest_of_fence_metadata_and_keys() {
-        let at = |n: u32| format!("2026-01-02T03-04-05.678Z-{n}.dump.json");
+        let name = |n: u32| format!("2026-01-02T03-04-05.678Z-{n}.dump.json");
         for (fence, meta, key) in [(9, 3, 4), (3, 9, 4), (3, 4, 9)] {
             let bucket = bucket();
             pointer_io::fence(&bucket, &slot(), &Fence::unsigned(Epoch(fence), MachineId::new()))
                 .await
                 .unwrap();
             bucket.put_json(&slot().vps_meta(), &vps_meta(meta)).await.unwrap();
-            put_side(&bucket, &at(key)).await;
-            put_side(&bucket, &at(1)).await;
-            assert_eq!(floor(&bucket, &slot(), Epoch::NONE).await.unwrap(), Epoch(9), "{fence} {meta} {key}");
+            put_side_record(&bucket, &name(key)).await;
+            put_side_record(&bucket, &name(1)).await;
+            assert_eq!(
+                read_floor(&bucket, &slot(), Epoch::NONE).await.unwrap(),
+                Epoch(9),
+                "{fence} {meta} {key}"
+            );
         }
     }
 
     #[tokio::test]
-    async fn floor_ignores_invalid_epochs() {
+    async fn floor_ignores_implausible_and_unreadable_epochs() {
         let bucket = bucket();
-        put_side(&bucket, "2026-01-02T03-04-05.678Z-4294967295.dump.json").await;
-        put_side(&bucket, "odd.dump.json").await;
+        put_side_record(&bucket, "2026-01-02T03-04-05.678Z-4294967295.dump.json").await;
+        put_side_record(&bucket, "odd.dump.json").await;
         bucket.put(&slot().vps_meta(), &b"torn"[..]).await.unwrap();
-        put_side(&bucket, "2026-01-02T03-04-05.678Z-2.dump.json").await;
-        assert_eq!(floor(&bucket, &slot(), Epoch::NONE).await.unwrap(), Epoch(2));
+        put_side_record(&bucket, "2026-01-02T03-04-05.678Z-2.dump.json").await;
+        assert_eq!(read_floor(&bucket, &slot(), Epoch::NONE).await.unwrap(), Epoch(2));
     }
 
     #[tokio::test]
     async fn floor_fails_if_the_pointer_is_unreadable() {
         let bucket = bucket();
         bucket.put(&slot().pointer(), &b"torn"[..]).await.unwrap();
-        assert!(matches!(floor(&bucket, &slot(), Epoch::NONE).await, Err(StoreError::Corrupt { .. })));
+        assert!(matches!(read_floor(&bucket, &slot(), Epoch::NONE).await, Err(StoreError::Corrupt { .. })));
     }
 }

@@ -9,7 +9,7 @@ use svc_machine::name::{IdpUserId, ImageVersion, Slot};
 /// The file name of a host bundle, in the store and in URLs.
 pub const BUNDLE_FILE: &str = "svc-host-bundle.tar.gz";
 
-/// Digits of the highest `seq` of a pointer.
+/// Number of digits in the name of a pointer-log entry, enough for the highest `seq`.
 const SEQ_DIGITS: usize = 16;
 
 /// Part of the keys of snapshots and their side records.
@@ -60,14 +60,14 @@ impl SlotPrefix {
         self.join(&["system", "db", "snapshots"])
     }
 
-    /// The object of a snapshot's key, which is relative to the slot: `system/db/snapshots/….dump`.
+    /// The path of a snapshot's object. `key` is relative to the slot: `system/db/snapshots/….dump`.
     /// `None` for any other form, so that no pointer can refer to another slot.
     pub fn snapshot(&self, key: &str) -> Option<Path> {
         let key: SnapshotKey = key.parse().ok()?;
         Some(self.snapshots().join(key.as_str().rsplit('/').next()?))
     }
 
-    /// The side record of a snapshot.
+    /// The path of a snapshot's side record.
     pub fn side_record(&self, key: &str) -> Option<Path> {
         self.snapshot(key).map(|path| Path::from(format!("{path}.json")))
     }
@@ -90,14 +90,15 @@ impl std::str::FromStr for SnapshotKey {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let name = text.strip_prefix("system/db/snapshots/").and_then(|name| name.strip_suffix(".dump"));
-        let fits = |name: &str| {
-            let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
+        let is_valid = |name: &str| {
+            let is_plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
             // A policy may allow names that begin with a time and end in `-1.dump`: refuse `…Z-900.dump-1.dump` and
             // `…Z-1.dumpZ-900.dump`.
-            let is_one = !name.contains(".dump") && (!name.contains("Z-") || parts(text).is_some());
-            plain && (1..=200).contains(&name.len()) && !name.contains("..") && is_one
+            let has_one_epoch =
+                !name.contains(".dump") && (!name.contains("Z-") || parse_time_and_epoch(text).is_some());
+            is_plain && (1..=200).contains(&name.len()) && !name.contains("..") && has_one_epoch
         };
-        if name.is_some_and(fits) {
+        if name.is_some_and(is_valid) {
             Ok(Self(text.to_owned()))
         } else {
             Err("must be the key of a snapshot, system/db/snapshots/<time>-<epoch>.dump")
@@ -105,7 +106,7 @@ impl std::str::FromStr for SnapshotKey {
     }
 }
 
-/// The end of a page of snapshots: a key, or another string to compare keys with.
+/// The end of a page of snapshots: a key, or another string that keys are compared with.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SnapshotCursor(String);
 
@@ -121,11 +122,11 @@ impl std::str::FromStr for SnapshotCursor {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let fits = |name: &str| {
-            let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._~".contains(&b));
-            plain && (1..=220).contains(&name.len())
+        let is_valid = |name: &str| {
+            let is_plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._~".contains(&b));
+            is_plain && (1..=220).contains(&name.len())
         };
-        if text.strip_prefix("system/db/snapshots/").is_some_and(fits) {
+        if text.strip_prefix("system/db/snapshots/").is_some_and(is_valid) {
             Ok(Self(text.to_owned()))
         } else {
             Err("must be a cursor from an earlier page")
@@ -133,18 +134,18 @@ impl std::str::FromStr for SnapshotCursor {
     }
 }
 
-/// `system/db/snapshots/<YYYY-MM-DDTHH-MM-SS.mmmZ>-<epoch>.dump`, relative to the slot.
+/// A snapshot's key: `system/db/snapshots/<YYYY-MM-DDTHH-MM-SS.mmmZ>-<epoch>.dump`, relative to the slot.
 pub fn snapshot_key(taken_at: Timestamp, epoch: Epoch) -> String {
     format!("system/db/snapshots/{}-{epoch}.dump", snapshot_name_at(taken_at))
 }
 
-/// The beginning of the names of snapshots taken at this time; names of later ones sort after it.
+/// The beginning of the names of snapshots taken at this time; names of later snapshots sort after it.
 pub fn snapshot_name_at(taken_at: Timestamp) -> String {
     svc_base::clock::rfc3339_ms(taken_at).replace(':', "-")
 }
 
-/// The time and epoch of a key that is exactly in the form of [`snapshot_key`].
-fn parts(key: &str) -> Option<(Timestamp, Epoch)> {
+/// Parses the time and epoch of a key that has exactly the form of [`snapshot_key`].
+fn parse_time_and_epoch(key: &str) -> Option<(Timestamp, Epoch)> {
     let (_, epoch) = key.strip_suffix(".dump")?.split_once("Z-")?;
     let (taken_at, epoch) = (time_in(key)?, epoch.parse().ok()?);
     (snapshot_key(taken_at, epoch) == key).then_some((taken_at, epoch))
@@ -152,15 +153,15 @@ fn parts(key: &str) -> Option<(Timestamp, Epoch)> {
 
 /// The time in a snapshot's key.
 pub fn taken_at(key: &str) -> Option<Timestamp> {
-    parts(key).map(|(taken_at, _)| taken_at)
+    parse_time_and_epoch(key).map(|(taken_at, _)| taken_at)
 }
 
 /// The epoch in a snapshot's key.
 pub fn epoch_of(key: &str) -> Option<Epoch> {
-    parts(key).map(|(_, epoch)| epoch)
+    parse_time_and_epoch(key).map(|(_, epoch)| epoch)
 }
 
-/// The time at the beginning of a key or cursor, from which to list.
+/// The time at the beginning of a key or cursor.
 pub(super) fn time_in(key: &str) -> Option<Timestamp> {
     let name = key.strip_prefix("system/db/snapshots/")?;
     let (date, rest) = name.split_once('T')?;
@@ -168,9 +169,10 @@ pub(super) fn time_in(key: &str) -> Option<Timestamp> {
     format!("{date}T{}Z", time.replace('-', ":")).parse().ok()
 }
 
-/// Whether the time and epoch of a record match its key. A key without a time may only have the end `-<epoch>.dump`.
-pub(super) fn agrees(key: &str, taken_at: Timestamp, epoch: Epoch) -> bool {
-    if parts(key).is_some() {
+/// Whether the time and epoch of a record match its key. In a key that does not have the form of [`snapshot_key`], only an
+/// epoch at the end is compared.
+pub(super) fn matches_record(key: &str, taken_at: Timestamp, epoch: Epoch) -> bool {
+    if parse_time_and_epoch(key).is_some() {
         return snapshot_key(taken_at, epoch) == key;
     }
     let end = key.strip_suffix(".dump").and_then(|name| name.rsplit_once('-')).map(|(_, end)| end);
@@ -185,14 +187,14 @@ pub fn is_side_record(object: &Path) -> bool {
 /// The `seq` that an entry of the pointer's log claims.
 pub fn entry_seq(entry: &Path) -> Option<u64> {
     let digits = entry.filename()?.strip_suffix(".json")?;
-    let fits = digits.len() == SEQ_DIGITS && digits.bytes().all(|b| b.is_ascii_digit());
-    fits.then(|| digits.parse().ok()).flatten()
+    let is_valid = digits.len() == SEQ_DIGITS && digits.bytes().all(|b| b.is_ascii_digit());
+    is_valid.then(|| digits.parse().ok()).flatten()
 }
 
-/// The folder of all bundles, at the bucket's root.
+/// The folder of all bundles, at the root of the bucket.
 pub const BUNDLES: &str = "system-bundles";
 
-/// A bundle's object at the bucket's root; `suffix` is empty, `.sha256`, `.json` or `.json.sig`.
+/// The path of a bundle's object; `suffix` is empty, `.sha256`, `.json` or `.json.sig`.
 pub fn bundle(version: &ImageVersion, suffix: &str) -> Path {
     Path::from_iter([BUNDLES, version.as_str(), &format!("{BUNDLE_FILE}{suffix}")])
 }
@@ -217,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn log_entries_sort_by_number() {
+    fn pointer_entries_sort_by_seq() {
         let prefix = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let entry = prefix.pointer_entry(42);
         assert_eq!(entry.as_ref(), "user_1/primary/system/db/pointer-log/0000000000000042.json");
@@ -246,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn snapshot_key_refuses_a_hidden_epoch() {
+    fn snapshot_key_refuses_a_second_epoch() {
         let time = "system/db/snapshots/2026-11-24T03-04-05.678Z";
         for bad in [
             format!("{time}-1.dumpZ-900.dump"),
@@ -270,15 +272,15 @@ mod tests {
     }
 
     #[test]
-    fn agrees_compares_time_and_epoch() {
+    fn matches_record_compares_time_and_epoch() {
         let at: Timestamp = "2026-01-02T03:04:05.678Z".parse().unwrap();
         let key = snapshot_key(at, Epoch(7));
-        assert!(agrees(&key, at, Epoch(7)));
-        assert!(!agrees(&key, at, Epoch(8)));
-        assert!(!agrees(&key, Timestamp::UNIX_EPOCH, Epoch(7)));
-        assert!(agrees("system/db/snapshots/3-7.dump", at, Epoch(7)));
-        assert!(!agrees("system/db/snapshots/2026-11-24Tx-1.dump", at, Epoch(900)));
-        assert!(agrees("system/db/snapshots/x.dump", at, Epoch(7)));
+        assert!(matches_record(&key, at, Epoch(7)));
+        assert!(!matches_record(&key, at, Epoch(8)));
+        assert!(!matches_record(&key, Timestamp::UNIX_EPOCH, Epoch(7)));
+        assert!(matches_record("system/db/snapshots/3-7.dump", at, Epoch(7)));
+        assert!(!matches_record("system/db/snapshots/2026-11-24Tx-1.dump", at, Epoch(900)));
+        assert!(matches_record("system/db/snapshots/x.dump", at, Epoch(7)));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Test store that ignores one kind of condition, and counts the names in its listings.
+//! A test store that ignores one kind of condition, and counts the names in its listings.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,29 +15,29 @@ use object_store::{
 };
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Ignored {
+pub(crate) enum IgnoredCondition {
     Create,
     Replace,
 }
 
 #[derive(Debug)]
-pub(crate) struct Lenient {
+pub(crate) struct LenientStore {
     inner: InMemory,
-    ignored: Ignored,
+    ignored: IgnoredCondition,
     listed: Arc<AtomicUsize>,
 }
 
-impl Lenient {
-    pub(crate) fn new(ignored: Ignored) -> Self {
+impl LenientStore {
+    pub(crate) fn new(ignored: IgnoredCondition) -> Self {
         Self { inner: InMemory::new(), ignored, listed: Arc::default() }
     }
 
-    /// The number of names that were listed.
-    pub(crate) fn listed(&self) -> usize {
+    /// The number of names listed so far.
+    pub(crate) fn listed_count(&self) -> usize {
         self.listed.load(Ordering::Relaxed)
     }
 
-    fn count_calls(
+    fn count_names(
         &self,
         listing: BoxStream<'static, Result<ObjectMeta>>,
     ) -> BoxStream<'static, Result<ObjectMeta>> {
@@ -49,44 +49,49 @@ impl Lenient {
     }
 }
 
-impl fmt::Display for Lenient {
+impl fmt::Display for LenientStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.inner.fmt(f)
     }
 }
 
 #[async_trait]
-impl ObjectStore for Lenient {
-    async fn put_opts(&self, at: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
+impl ObjectStore for LenientStore {
+    async fn put_opts(
+        &self,
+        location: &Path,
+        payload: PutPayload,
+        mut options: PutOptions,
+    ) -> Result<PutResult> {
         let is_ignored = match options.mode {
-            PutMode::Create => self.ignored == Ignored::Create,
-            PutMode::Update(_) => self.ignored == Ignored::Replace,
+            PutMode::Create => self.ignored == IgnoredCondition::Create,
+            PutMode::Update(_) => self.ignored == IgnoredCondition::Replace,
             PutMode::Overwrite => false,
         };
         if is_ignored {
             options.mode = PutMode::Overwrite;
         }
-        self.inner.put_opts(at, payload, options).await
+        self.inner.put_opts(location, payload, options).await
     }
 
     async fn put_multipart_opts(
         &self,
-        at: &Path,
+        location: &Path,
         options: PutMultipartOptions,
     ) -> Result<Box<dyn MultipartUpload>> {
-        self.inner.put_multipart_opts(at, options).await
+        self.inner.put_multipart_opts(location, options).await
     }
 
-    async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
-        self.inner.get_opts(at, options).await
+    async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
+        self.inner.get_opts(location, options).await
     }
 
-    fn delete_stream(&self, at: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
-        self.inner.delete_stream(at)
+    fn delete_stream(&self, location: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        self.inner.delete_stream(location)
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.count_calls(self.inner.list(prefix))
+        self.count_names(self.inner.list(prefix))
     }
 
     fn list_with_offset(
@@ -94,7 +99,7 @@ impl ObjectStore for Lenient {
         prefix: Option<&Path>,
         offset: &Path,
     ) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.count_calls(self.inner.list_with_offset(prefix, offset))
+        self.count_names(self.inner.list_with_offset(prefix, offset))
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {

@@ -1,7 +1,7 @@
 //! A directory as a bucket, for development: `OBJECT_STORE_URL=file:///dir`.
 //!
-//! A file system has no conditional replace, so every write takes a lock of the store, across processes, and a replace
-//! compares the ETag while holding it.
+//! A file system has no conditional replace, so every write takes a lock of the store, which also excludes other processes,
+//! and a replace compares the ETag while holding the lock.
 
 use std::fmt;
 use std::fs::File;
@@ -31,7 +31,7 @@ impl LocalStore {
         Ok(Self { inner: LocalFileSystem::new_with_prefix(objects)?, lock: dir.join("lock") })
     }
 
-    /// Held until the file is dropped, or the process ends.
+    /// Takes the lock, which is held until the file is dropped or the process ends.
     async fn lock(&self) -> Result<File> {
         let path = self.lock.clone();
         let locked = tokio::task::spawn_blocking(move || {
@@ -52,37 +52,42 @@ impl fmt::Display for LocalStore {
 
 #[async_trait]
 impl ObjectStore for LocalStore {
-    async fn put_opts(&self, at: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
+    async fn put_opts(
+        &self,
+        location: &Path,
+        payload: PutPayload,
+        mut options: PutOptions,
+    ) -> Result<PutResult> {
         let _lock = self.lock().await?;
-        if let PutMode::Update(wanted) = &options.mode {
-            let changed = |why: &str| Error::Precondition { path: at.to_string(), source: why.into() };
-            match self.inner.head(at).await {
-                Ok(now) if now.e_tag == wanted.e_tag => options.mode = PutMode::Overwrite,
-                Ok(_) => return Err(changed("it has another version")),
-                Err(Error::NotFound { .. }) => return Err(changed("it was deleted")),
+        if let PutMode::Update(expected) = &options.mode {
+            let changed = |why: &str| Error::Precondition { path: location.to_string(), source: why.into() };
+            match self.inner.head(location).await {
+                Ok(now) if now.e_tag == expected.e_tag => options.mode = PutMode::Overwrite,
+                Ok(_) => return Err(changed("the object has another version")),
+                Err(Error::NotFound { .. }) => return Err(changed("the object was deleted")),
                 Err(error) => return Err(error),
             }
         }
-        self.inner.put_opts(at, payload, options).await
+        self.inner.put_opts(location, payload, options).await
     }
 
     async fn put_multipart_opts(
         &self,
-        at: &Path,
+        location: &Path,
         options: PutMultipartOptions,
     ) -> Result<Box<dyn MultipartUpload>> {
-        self.inner.put_multipart_opts(at, options).await
+        self.inner.put_multipart_opts(location, options).await
     }
 
-    async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
-        self.inner.get_opts(at, options).await
+    async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
+        self.inner.get_opts(location, options).await
     }
 
-    fn delete_stream(&self, at: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
-        self.inner.delete_stream(at)
+    fn delete_stream(&self, location: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        self.inner.delete_stream(location)
     }
 
-    /// In the order of the keys, as S3 lists them.
+    /// Lists in the order of the keys, as S3 does.
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
         let listing = self.inner.list(prefix);
         let sorted = async move {
@@ -129,7 +134,8 @@ mod tests {
                 let (bucket, slot) = (open(), slot.clone());
                 tokio::spawn(async move {
                     let side = side_record(&snapshot(n, Epoch(1)));
-                    let recorded = crate::snapshot::record(&bucket, &slot, &side, None).await.unwrap();
+                    let recorded =
+                        crate::snapshot::write_side_record(&bucket, &slot, &side, None).await.unwrap();
                     pointer_io::advance(&bucket, &slot, &recorded).await
                 })
             })
@@ -139,7 +145,7 @@ mod tests {
             moved += u64::from(writer.await.unwrap().is_ok());
         }
         let pointer = pointer_io::read(&open(), &slot).await.unwrap().unwrap().value;
-        assert_eq!(pointer.seq, 1 + moved, "each successful writer increments seq once");
+        assert_eq!(pointer.seq, 1 + moved, "not every successful writer incremented seq once");
         assert!(moved > 0);
     }
 }

@@ -15,7 +15,7 @@ use svc_machine::name::{IdpUserId, ImageVersion, Slot};
 
 pub const FORMAT: u32 = 1;
 
-/// Maximum attempts of a write with concurrent writers.
+/// Maximum attempts of a write if other writers interfere.
 const MAX_ATTEMPTS: u32 = 4;
 
 /// The content of `system/vps-meta.json` (contract, part 4).
@@ -48,10 +48,10 @@ pub enum MetaError {
 }
 
 /// Writes the metadata unless a host with a higher epoch, or another host with the same epoch, has written it. As with the
-/// pointer, a write whose response was lost is resolved by reading back.
+/// pointer, a write whose response was lost is resolved by reading the object back.
 ///
 /// # Errors
-/// [`MetaError`]; `Fenced` if a machine with a higher epoch, or another one with the same epoch, has written.
+/// [`MetaError`]; `Fenced` if a machine with a higher epoch, or another machine with the same epoch, has written it.
 pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result<(), MetaError> {
     let key = slot.vps_meta();
     let mut ambiguous_error = None;
@@ -59,12 +59,12 @@ pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result
         let now = match bucket.get_json::<VpsMeta>(&key).await {
             Ok(now) => now,
             Err(StoreError::Corrupt { .. }) => {
-                // It is unreadable and contains nothing else, so it is overwritten.
+                // The object contains nothing but metadata, so an unreadable one is overwritten.
                 let raw = bucket.get(&key, u64::MAX).await?;
                 let condition = raw.map_or(Condition::Absent, |raw| Condition::Unchanged(raw.version));
                 match bucket.put_json_if(&key, meta, condition).await {
                     Err(StoreError::Precondition { .. }) => continue,
-                    end => return Ok(end?),
+                    result => return Ok(result?),
                 }
             }
             Err(error) => return Err(ambiguous_error.unwrap_or(error).into()),
@@ -84,7 +84,7 @@ pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result
         match bucket.put_json_if(&key, meta, condition).await {
             Ok(()) => return Ok(()),
             Err(StoreError::Precondition { .. }) => {}
-            // The write may have succeeded: one more attempt finds out.
+            // The write may have succeeded: the next attempt reads the object back.
             Err(error) if error.is_transient() && ambiguous_error.is_none() => ambiguous_error = Some(error),
             Err(error) => return Err(error.into()),
         }

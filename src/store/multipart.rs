@@ -1,6 +1,6 @@
 //! Multipart uploads with ids, so that another process can abort the upload of a killed process.
 //!
-//! Owns the order of the parts. A store without upload ids (a directory, memory) has no uploads to abort.
+//! A store without upload ids (a directory, memory) has no uploads to abort.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -39,13 +39,13 @@ impl MultipartUploads {
             store: self.clone(),
             key: key.clone(),
             id,
-            started: 0,
+            started_parts: 0,
             uploaded: Arc::default(),
         };
         Ok((Box::new(upload), open))
     }
 
-    /// Aborts an upload. Succeeds if it no longer exists: it was completed or aborted.
+    /// Aborts an upload. Succeeds if the upload no longer exists because it was completed or aborted.
     pub(super) async fn abort_upload(&self, open: &OpenUpload) -> Result<()> {
         match self.0.abort_multipart(&Path::parse(&open.key)?, &open.upload_id).await {
             Err(Error::NotFound { .. }) => Ok(()),
@@ -60,15 +60,15 @@ struct UploadInProgress {
     store: MultipartUploads,
     key: Path,
     id: MultipartId,
-    started: usize,
+    started_parts: usize,
     uploaded: Arc<Mutex<BTreeMap<usize, PartId>>>,
 }
 
 #[async_trait]
 impl MultipartUpload for UploadInProgress {
     fn put_part(&mut self, data: PutPayload) -> UploadPart {
-        let index = self.started;
-        self.started += 1;
+        let index = self.started_parts;
+        self.started_parts += 1;
         let (store, key, id) = (self.store.clone(), self.key.clone(), self.id.clone());
         let uploaded = Arc::clone(&self.uploaded);
         Box::pin(async move {
@@ -81,8 +81,8 @@ impl MultipartUpload for UploadInProgress {
     async fn complete(&mut self) -> Result<PutResult> {
         let parts: Vec<PartId> =
             self.uploaded.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
-        if parts.len() < self.started {
-            let source = format!("{} of {} parts were uploaded", parts.len(), self.started).into();
+        if parts.len() < self.started_parts {
+            let source = format!("only {} of {} parts were uploaded", parts.len(), self.started_parts).into();
             return Err(Error::Generic { store: "multipart", source });
         }
         self.store.0.complete_multipart(&self.key, &self.id, parts).await

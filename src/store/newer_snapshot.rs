@@ -1,5 +1,5 @@
 //! Finds a machine's complete snapshot that is newer than the pointer's: the host stored it while the platform was
-//! unreachable, or holds it.
+//! unreachable, or holds it back.
 
 use std::collections::VecDeque;
 
@@ -12,23 +12,24 @@ use super::snapshot::{self, SideRecord, SnapshotUnusable};
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
-/// Maximum names to list after the latest snapshot's, and maximum records to read, from the newest on.
+/// Maximum number of names to list after the pointer's snapshot.
 const MAX_NAMES: usize = 2000;
+/// Maximum number of records to read, beginning with the newest.
 const MAX_RECORDS: usize = 8;
 
-/// The newest complete snapshot of this machine and epoch after the pointer's snapshot. Snapshots of other machines are
-/// ignored, because the credentials of a replaced one can still add some. Lists the keys after the pointer's; usually there
-/// are none.
+/// Finds the newest complete snapshot of this machine and epoch after the pointer's snapshot. Snapshots of other machines
+/// are ignored, because a replaced machine's credentials can still add some. Lists the keys after the pointer's; usually
+/// there are none.
 ///
 /// # Errors
-/// [`StoreError`]: it is unknown whether there is one.
+/// [`StoreError`]: it is unknown whether there is such a snapshot.
 pub async fn find(
     bucket: &Bucket,
     slot: &SlotPrefix,
     (machine, epoch): (MachineId, Epoch),
-    named: &SnapshotRef,
+    current: &SnapshotRef,
 ) -> Result<Option<SideRecord>, StoreError> {
-    let Some(after) = slot.snapshot(&named.key) else { return Ok(None) };
+    let Some(after) = slot.snapshot(&current.key) else { return Ok(None) };
     let prefix = slot.snapshots();
     let mut listing = bucket.raw().list_with_offset(Some(&prefix), &after).take(MAX_NAMES);
     let mut newer = VecDeque::with_capacity(MAX_RECORDS + 1);
@@ -42,7 +43,7 @@ pub async fn find(
         }
     }
     for key in newer {
-        match snapshot::by_key(bucket, slot, &key).await {
+        match snapshot::load(bucket, slot, &key).await {
             Ok(side) if side.machine_id == machine => return Ok(Some(side)),
             Ok(_) | Err(SnapshotUnusable::Absent | SnapshotUnusable::Damaged { .. }) => {}
             Err(SnapshotUnusable::Store(error)) => return Err(error),

@@ -1,5 +1,5 @@
-//! Probes whether the store honours conditional writes of concurrent writers. A store may refuse a later second writer, but
-//! accept two concurrent ones.
+//! Probes whether the store honours the conditions of concurrent writers. A store may refuse a second writer that comes
+//! later, but accept two concurrent writers.
 
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
@@ -11,12 +11,12 @@ use serde_json::json;
 
 use super::bucket::{Bucket, Condition, StoreError};
 
-/// Prefix of all probes' objects; not a valid user name.
+/// Prefix of the objects of all probes; not a valid user id.
 pub const PREFIX: &str = "system-doctor";
 /// Prefix of the objects of this process, because other processes may probe the same store at the same time.
 pub static RUN_PREFIX: LazyLock<String> = LazyLock::new(|| format!("{PREFIX}/{}", uuid::Uuid::new_v4()));
 const WRITERS: usize = 6;
-/// Rounds of each kind. A store that accepts two writers in half of the rounds passes one time in 256.
+/// Number of rounds of each kind. A store that accepts two writers in half of the rounds passes one time in 256.
 const ROUNDS: usize = 8;
 
 /// Whether one kind of conditional write has exactly one winner.
@@ -30,10 +30,10 @@ pub enum Exactness {
 }
 
 impl Exactness {
-    fn and(self, winners: usize) -> Self {
+    fn with_round(self, winners: usize) -> Self {
         match self {
             Self::Exact if winners > 1 => Self::Inexact { winners },
-            seen => seen,
+            earlier => earlier,
         }
     }
 }
@@ -54,8 +54,8 @@ impl Findings {
     pub fn refusal(&self) -> Option<String> {
         let Exactness::Inexact { winners } = self.create else { return None };
         Some(format!(
-            "the object store let {winners} of {WRITERS} writers create the same object (If-None-Match): two hosts could \
-             both move the snapshot pointer; use a store that honours this condition"
+            "the object store allowed {winners} of {WRITERS} concurrent writers to create the same object (If-None-Match): \
+             two hosts could both move the snapshot pointer; use a store that honours this condition"
         ))
     }
 
@@ -63,13 +63,15 @@ impl Findings {
     pub fn warning(&self) -> Option<String> {
         let Exactness::Inexact { winners } = self.replace else { return None };
         Some(format!(
-            "the object store let {winners} of {WRITERS} writers replace the same version of an object (If-Match); the \
-             snapshot pointer is safe, because its log only creates objects, but releases without that log are not"
+            "the object store allowed {winners} of {WRITERS} concurrent writers to replace the same version of an object \
+             (If-Match); the snapshot pointer is safe, because its log only creates objects, but releases without that log \
+             are not"
         ))
     }
 }
 
-/// Runs several rounds of concurrent writers on temporary objects. On a slow store, those that fit into the deadline.
+/// Runs several rounds of concurrent writers on temporary objects. On a slow store, runs only the rounds that end before
+/// the deadline.
 ///
 /// # Errors
 /// [`StoreError`]; `Unavailable` if the store does not finish one round within `deadline`.
@@ -77,51 +79,55 @@ pub async fn run(bucket: &Bucket, deadline: Duration) -> Result<Findings, StoreE
     run_rounds(bucket, ROUNDS, deadline).await
 }
 
-/// Like [`run`], with at most this number of rounds.
+/// Like [`run`], with at most `max_rounds` rounds.
 ///
 /// # Errors
 /// Like [`run`].
-pub async fn run_rounds(bucket: &Bucket, max: usize, deadline: Duration) -> Result<Findings, StoreError> {
+pub async fn run_rounds(
+    bucket: &Bucket,
+    max_rounds: usize,
+    deadline: Duration,
+) -> Result<Findings, StoreError> {
     let end = Instant::now() + deadline;
-    let mut seen = Findings { create: Exactness::Exact, replace: Exactness::Exact, rounds: 0 };
-    while seen.rounds < max {
+    let mut findings = Findings { create: Exactness::Exact, replace: Exactness::Exact, rounds: 0 };
+    while findings.rounds < max_rounds {
         let key = Path::from(format!("{}/{}.json", *RUN_PREFIX, uuid::Uuid::new_v4()));
-        let left = end.saturating_duration_since(Instant::now());
-        let round = bucket.within(&key, left, round(bucket, &key)).await;
-        // Best effort: a failed deletion leaves a few bytes.
+        let remaining = end.saturating_duration_since(Instant::now());
+        let round = bucket.run_with_timeout(&key, remaining, run_round(bucket, &key)).await;
+        // Best effort: a failed deletion leaves a few bytes in the store.
         if let Err(error) = bucket.raw().delete(&key).await {
-            tracing::debug!(%key, %error, "the probe's object was not deleted");
+            tracing::debug!(%key, %error, "cannot delete the probe's object");
         }
         let (created, replaced) = match round {
-            Err(_) if seen.rounds > 0 && Instant::now() >= end => break,
+            Err(_) if findings.rounds > 0 && Instant::now() >= end => break,
             round => round?,
         };
-        seen.create = seen.create.and(created);
-        seen.replace = seen.replace.and(replaced);
-        seen.rounds += 1;
+        findings.create = findings.create.with_round(created);
+        findings.replace = findings.replace.with_round(replaced);
+        findings.rounds += 1;
     }
-    Ok(seen)
+    Ok(findings)
 }
 
-/// The number of writers that created the object, and of those that replaced the same version of it.
-async fn round(bucket: &Bucket, key: &Path) -> Result<(usize, usize), StoreError> {
-    let created = winners(bucket, key, &Condition::Absent).await?;
+/// Returns the number of writers that created the object, and of those that replaced the same version of it.
+async fn run_round(bucket: &Bucket, key: &Path) -> Result<(usize, usize), StoreError> {
+    let created = count_winners(bucket, key, &Condition::Absent).await?;
     let Some(read) = bucket.get_json::<serde_json::Value>(key).await? else {
         return Err(StoreError::NotFound { key: key.to_string() });
     };
-    let replaced = winners(bucket, key, &Condition::Unchanged(read.version)).await?;
+    let replaced = count_winners(bucket, key, &Condition::Unchanged(read.version)).await?;
     Ok((created, replaced))
 }
 
-async fn winners(bucket: &Bucket, key: &Path, condition: &Condition) -> Result<usize, StoreError> {
+async fn count_winners(bucket: &Bucket, key: &Path, condition: &Condition) -> Result<usize, StoreError> {
     let writers = (0..WRITERS).map(|writer| async move {
         // Each writer writes different bytes, because a store may derive versions from the content.
         let value = json!({"writer": writer, "nonce": uuid::Uuid::new_v4()});
         bucket.put_json_if(key, &value, condition.clone()).await
     });
     let mut winners = 0;
-    for end in join_all(writers).await {
-        match end {
+    for result in join_all(writers).await {
+        match result {
             Ok(()) => winners += 1,
             Err(StoreError::Precondition { .. }) => {}
             Err(error) => return Err(error),
@@ -140,7 +146,7 @@ mod tests {
     use object_store::throttle::{ThrottleConfig, ThrottledStore};
 
     use super::*;
-    use crate::lenient::{Ignored, Lenient};
+    use crate::lenient::{IgnoredCondition, LenientStore};
 
     const DEADLINE: Duration = Duration::from_secs(10);
 
@@ -153,7 +159,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn probe_of_a_slow_store_keeps_the_rounds_that_fit() {
+    async fn probe_of_a_slow_store_returns_the_completed_rounds() {
         let config =
             ThrottleConfig { wait_put_per_call: Duration::from_millis(60), ..ThrottleConfig::default() };
         let store = Bucket::new(Arc::new(ThrottledStore::new(InMemory::new(), config)));
@@ -165,15 +171,15 @@ mod tests {
 
     #[tokio::test]
     async fn probe_refuses_a_store_that_creates_twice() {
-        let store = Bucket::new(Arc::new(Lenient::new(Ignored::Create)));
+        let store = Bucket::new(Arc::new(LenientStore::new(IgnoredCondition::Create)));
         let found = run(&store, DEADLINE).await.unwrap();
         assert!(found.refusal().unwrap().contains("If-None-Match"));
         assert_eq!(found.replace, Exactness::Exact);
     }
 
     #[tokio::test]
-    async fn probe_warns_of_a_store_that_replaces_twice() {
-        let store = Bucket::new(Arc::new(Lenient::new(Ignored::Replace)));
+    async fn probe_warns_about_a_store_that_replaces_twice() {
+        let store = Bucket::new(Arc::new(LenientStore::new(IgnoredCondition::Replace)));
         let found = run(&store, DEADLINE).await.unwrap();
         assert_eq!(found.refusal(), None);
         assert!(found.warning().unwrap().contains("If-Match"));

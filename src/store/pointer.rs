@@ -1,6 +1,6 @@
 //! `system/db/latest`: the pointer, and its changes by a fence or a new snapshot. Pure.
 //!
-//! Invariants: `seq` and `fenceEpoch` only increase, except that an impossible fence is replaced; a machine below the fence,
+//! Invariants: `seq` and `fenceEpoch` only increase, except that an implausible fence is replaced; a machine below the fence,
 //! or another machine with the fence's epoch, never moves the pointer; nothing depends on the clocks of hosts.
 
 use jiff::Timestamp;
@@ -11,7 +11,7 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
 pub const FORMAT: u32 = 1;
-/// Maximum `seq`: the largest integer that every JSON parser represents exactly.
+/// Upper bound of `seq`: every JSON parser represents smaller integers exactly.
 pub const MAX_SEQ: u64 = 1 << 53;
 /// Maximum distance of a log entry from `latest`. The protocol leaves at most one entry ahead, but a `latest` that was
 /// restored from an earlier time must still be repaired.
@@ -55,7 +55,7 @@ pub struct SnapshotRef {
     pub verified_at: Timestamp,
 }
 
-/// Whether an error message says that a snapshot pointer is not sound. Hosts report errors as messages.
+/// Whether an error message means that a snapshot pointer is not sound. Hosts report errors only as messages.
 pub fn is_unsound(error: &str) -> bool {
     error.contains(UNSOUND)
 }
@@ -85,18 +85,19 @@ pub struct Fenced {
     pub fence: Epoch,
     /// The fence's machine, if the epochs are equal.
     pub holder: Option<MachineId>,
+    /// The writer's epoch.
     pub mine: Epoch,
 }
 
 impl Fenced {
     /// Whether no machine of the slot can have had the fence's epoch.
-    pub fn is_invented(&self) -> bool {
+    pub fn is_implausible(&self) -> bool {
         self.fence > self.mine.max_plausible()
     }
 
     fn message(&self) -> String {
         let Self { fence, holder, mine } = self;
-        if self.is_invented() {
+        if self.is_implausible() {
             return format!("{UNSOUND}: no machine of the slot can have had its fence's epoch {fence}");
         }
         let by = holder.map(|machine| format!(" by machine {machine}")).unwrap_or_default();
@@ -107,7 +108,8 @@ impl Fenced {
 }
 
 impl Pointer {
-    /// The machine with the fence's epoch: the fence's machine, or the one that took the latest snapshot of that epoch.
+    /// The machine with the fence's epoch: the fence's machine, or the machine that took the latest snapshot, if this has
+    /// the same epoch.
     pub fn fence_holder(&self) -> Option<MachineId> {
         let writer = || self.snapshot.as_ref().filter(|named| named.epoch == self.fence_epoch);
         self.fence_machine_id.or_else(|| writer().map(|named| named.machine_id))
@@ -135,20 +137,20 @@ impl Pointer {
     }
 }
 
-/// The pointer with this fence; `None` if it already has it. The platform's signed fence also replaces one that is far above
-/// it: no machine ever had such an epoch, so a host must have written it.
+/// Returns the pointer with this fence; `None` if it already has this fence. The platform's signed fence also replaces a
+/// fence that is far above it: no machine ever had such an epoch, so a host must have written it.
 ///
 /// # Errors
-/// [`Fenced`] if a later machine, or another machine with the same epoch, has already fenced.
+/// [`Fenced`] if there is already a fence for a higher epoch, or for another machine with the same epoch.
 pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>, Fenced> {
     let Fence { epoch, machine, proof } = fence;
     let mut known = None;
-    let is_invented = |now: &Pointer| proof.is_some() && now.fence_epoch > epoch.max_plausible();
-    if let Some(now) = current.filter(|now| !is_invented(now)) {
+    let is_implausible = |now: &Pointer| proof.is_some() && now.fence_epoch > epoch.max_plausible();
+    if let Some(now) = current.filter(|now| !is_implausible(now)) {
         now.admit(*epoch, *machine)?;
         known = now.proof_of(*epoch, *machine);
-        let is_there = now.fence_epoch == *epoch && now.fence_machine_id == Some(*machine);
-        if is_there && (proof.is_none() || *proof == known) {
+        let is_same_fence = now.fence_epoch == *epoch && now.fence_machine_id == Some(*machine);
+        if is_same_fence && (proof.is_none() || *proof == known) {
             return Ok(None);
         }
     }
@@ -163,14 +165,15 @@ pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>
     }))
 }
 
-/// The pointer moved to `snapshot` by the machine that took it. `None` if it already names that snapshot: the response to
-/// this machine's write may have been lost, even if it was fenced since. A write fences all earlier machines.
+/// Returns the pointer moved to `snapshot` by the machine that took it; `None` if it already names that snapshot. This is
+/// not an error even if the machine has been fenced since: the response to its write may have been lost. A write fences all
+/// earlier machines.
 ///
 /// # Errors
 /// [`Fenced`] if the fence is above the snapshot's epoch, or at that epoch for another machine.
 pub fn advance(current: Option<&Pointer>, snapshot: &SnapshotRef) -> Result<Option<Pointer>, Fenced> {
     if let Some(now) = current {
-        if now.snapshot.as_ref().is_some_and(|named| named.key == snapshot.key) {
+        if now.snapshot.as_ref().is_some_and(|current| current.key == snapshot.key) {
             return Ok(None);
         }
         now.admit(snapshot.epoch, snapshot.machine_id)?;
@@ -186,8 +189,8 @@ pub fn advance(current: Option<&Pointer>, snapshot: &SnapshotRef) -> Result<Opti
     }))
 }
 
-/// Merges different values of one `seq` in the log and in `latest`: an older release wrote `latest` without claiming that
-/// `seq`. The writes were concurrent, so the higher fence and the snapshot with the higher epoch are kept.
+/// Merges different values with the same `seq` in the log and in `latest`: an older release wrote `latest` without claiming
+/// that `seq`. The writes were concurrent, so the higher fence and the snapshot with the higher epoch are kept.
 pub fn merge(claimed: &Pointer, latest: &Pointer) -> Pointer {
     let order = |pointer: &Pointer| pointer.snapshot.as_ref().map(|named| (named.epoch, named.taken_at));
     let snapshot = if order(latest) > order(claimed) { &latest.snapshot } else { &claimed.snapshot };
@@ -224,17 +227,17 @@ pub(crate) mod tests {
         }
     }
 
-    pub(crate) fn side_record(of: &SnapshotRef) -> crate::snapshot::SideRecord {
+    pub(crate) fn side_record(snapshot: &SnapshotRef) -> crate::snapshot::SideRecord {
         crate::snapshot::SideRecord {
             version: crate::snapshot::FORMAT,
-            key: of.key.clone(),
-            size_bytes: of.size_bytes,
-            sha256: of.sha256.clone(),
+            key: snapshot.key.clone(),
+            size_bytes: snapshot.size_bytes,
+            sha256: snapshot.sha256.clone(),
             pg_version: "16.14".to_owned(),
-            machine_id: of.machine_id,
-            epoch: of.epoch,
-            taken_at: of.taken_at,
-            verified_at: of.verified_at,
+            machine_id: snapshot.machine_id,
+            epoch: snapshot.epoch,
+            taken_at: snapshot.taken_at,
+            verified_at: snapshot.verified_at,
             roles: Vec::new(),
             tables: Vec::new(),
             database: None,
@@ -246,7 +249,7 @@ pub(crate) mod tests {
         MachineId(uuid::Uuid::from_u128(u128::from(n)))
     }
 
-    fn snapshot_of(n: u32, epoch: Epoch, by: MachineId) -> SnapshotRef {
+    fn snapshot_by(n: u32, epoch: Epoch, by: MachineId) -> SnapshotRef {
         SnapshotRef {
             machine_id: by,
             key: format!("system/db/snapshots/{n}-{by}-{epoch}.dump"),
@@ -259,17 +262,17 @@ pub(crate) mod tests {
         let first = fence(None, &Fence::unsigned(Epoch(1), machine(1))).unwrap().unwrap();
         assert_eq!(first.snapshot, None);
         let second = fence(Some(&first), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
-        let refused = advance(Some(&second), &snapshot_of(1, Epoch(1), machine(1))).unwrap_err();
+        let refused = advance(Some(&second), &snapshot_by(1, Epoch(1), machine(1))).unwrap_err();
         assert_eq!(refused, Fenced { fence: Epoch(2), holder: None, mine: Epoch(1) });
     }
 
     #[test]
     fn advance_after_a_lost_response_changes_nothing() {
-        let mine = snapshot_of(1, Epoch(1), machine(1));
+        let mine = snapshot_by(1, Epoch(1), machine(1));
         let written = advance(None, &mine).unwrap().unwrap();
         let fenced = fence(Some(&written), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
-        assert_eq!(advance(Some(&fenced), &mine), Ok(None), "its response may have been lost");
-        assert!(advance(Some(&fenced), &snapshot_of(2, Epoch(1), machine(1))).is_err());
+        assert_eq!(advance(Some(&fenced), &mine), Ok(None), "the response to its write may have been lost");
+        assert!(advance(Some(&fenced), &snapshot_by(2, Epoch(1), machine(1))).is_err());
     }
 
     #[test]
@@ -277,10 +280,10 @@ pub(crate) mod tests {
         let fenced = fence(None, &Fence::unsigned(Epoch(2), machine(1))).unwrap().unwrap();
         let refusal = Fenced { fence: Epoch(2), holder: Some(machine(1)), mine: Epoch(2) };
         assert_eq!(fence(Some(&fenced), &Fence::unsigned(Epoch(2), machine(2))), Err(refusal));
-        assert_eq!(advance(Some(&fenced), &snapshot_of(1, Epoch(2), machine(2))), Err(refusal));
+        assert_eq!(advance(Some(&fenced), &snapshot_by(1, Epoch(2), machine(2))), Err(refusal));
         assert!(refusal.to_string().contains(&machine(1).to_string()), "{refusal}");
         assert_eq!(fence(Some(&fenced), &Fence::unsigned(Epoch(2), machine(1))), Ok(None));
-        assert!(advance(Some(&fenced), &snapshot_of(1, Epoch(2), machine(1))).unwrap().is_some());
+        assert!(advance(Some(&fenced), &snapshot_by(1, Epoch(2), machine(1))).unwrap().is_some());
     }
 
     #[test]
@@ -288,9 +291,9 @@ pub(crate) mod tests {
         let signed = |epoch, by, proof: &str| Fence { epoch, machine: by, proof: Some(proof.to_owned()) };
         let first = fence(None, &signed(Epoch(1), machine(1), "a")).unwrap().unwrap();
         assert_eq!(fence(Some(&first), &signed(Epoch(1), machine(1), "a")), Ok(None));
-        let backed_up = advance(Some(&first), &snapshot_of(1, Epoch(1), machine(1))).unwrap().unwrap();
+        let backed_up = advance(Some(&first), &snapshot_by(1, Epoch(1), machine(1))).unwrap().unwrap();
         assert_eq!(backed_up.fence_proof.as_deref(), Some("a"));
-        let raised = advance(Some(&backed_up), &snapshot_of(2, Epoch(9), machine(1))).unwrap().unwrap();
+        let raised = advance(Some(&backed_up), &snapshot_by(2, Epoch(9), machine(1))).unwrap().unwrap();
         assert_eq!(raised.fence_proof, None, "a host cannot sign");
         let second = fence(Some(&raised), &signed(Epoch(10), machine(2), "b")).unwrap().unwrap();
         assert_eq!(second.fence_proof.as_deref(), Some("b"));
@@ -305,20 +308,20 @@ pub(crate) mod tests {
         let text = r#"{"version":1,"fenceEpoch":3,"seq":7,"snapshot":null}"#;
         let old: Pointer = serde_json::from_str(text).unwrap();
         assert_eq!(old.fence_machine_id, None);
-        assert_eq!(serde_json::to_string(&old).unwrap(), text, "absent fields are not written");
+        assert_eq!(serde_json::to_string(&old).unwrap(), text, "absent fields were written");
         let adopted = fence(Some(&old), &Fence::unsigned(Epoch(3), machine(1))).unwrap().unwrap();
         assert_eq!((adopted.fence_machine_id, adopted.seq), (Some(machine(1)), 8));
 
-        let named = Pointer { snapshot: Some(snapshot_of(1, Epoch(3), machine(1))), ..old };
+        let named = Pointer { snapshot: Some(snapshot_by(1, Epoch(3), machine(1))), ..old };
         assert!(named.admit(Epoch(3), machine(1)).is_ok());
-        assert!(named.admit(Epoch(3), machine(2)).is_err(), "the snapshot says whose epoch it is");
+        assert!(named.admit(Epoch(3), machine(2)).is_err(), "the snapshot's machine has this epoch");
     }
 
     #[test]
     fn merge_keeps_the_higher_fence_and_the_later_snapshot() {
         let base = fence(None, &Fence::unsigned(Epoch(1), machine(1))).unwrap().unwrap();
         let claimed = fence(Some(&base), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
-        let latest = advance(Some(&base), &snapshot_of(9, Epoch(1), machine(1))).unwrap().unwrap();
+        let latest = advance(Some(&base), &snapshot_by(9, Epoch(1), machine(1))).unwrap().unwrap();
         for merged in [merge(&claimed, &latest), merge(&latest, &claimed)] {
             assert_eq!((merged.fence_epoch, merged.fence_machine_id), (Epoch(2), Some(machine(2))));
             assert_eq!(merged.snapshot, latest.snapshot);
@@ -333,26 +336,26 @@ pub(crate) mod tests {
         for merged in [merge(&unsigned, &signed), merge(&signed, &unsigned)] {
             assert_eq!(merged.fence_proof.as_deref(), Some("a"));
         }
-        let others =
+        let of_other_machine =
             Pointer { fence_machine_id: Some(machine(2)), fence_proof: Some("b".into()), ..unsigned.clone() };
-        assert_eq!(merge(&unsigned, &others).fence_proof, None, "it is of another machine");
+        assert_eq!(merge(&unsigned, &of_other_machine).fence_proof, None, "the proof is for another machine");
     }
 
     #[test]
-    fn impossible_fence_is_replaced_only_by_a_signed_one() {
-        let invented = fence(None, &Fence::unsigned(Epoch(5000), machine(1))).unwrap().unwrap();
-        assert!(fence(Some(&invented), &Fence::unsigned(Epoch(3), machine(2))).is_err());
-        let platforms = Fence { epoch: Epoch(3), machine: machine(2), proof: Some("a".into()) };
-        let fenced = fence(Some(&invented), &platforms).unwrap().unwrap();
+    fn implausible_fence_is_replaced_only_by_a_signed_one() {
+        let implausible = fence(None, &Fence::unsigned(Epoch(5000), machine(1))).unwrap().unwrap();
+        assert!(fence(Some(&implausible), &Fence::unsigned(Epoch(3), machine(2))).is_err());
+        let signed = Fence { epoch: Epoch(3), machine: machine(2), proof: Some("a".into()) };
+        let fenced = fence(Some(&implausible), &signed).unwrap().unwrap();
         assert_eq!((fenced.fence_epoch, fenced.fence_machine_id), (Epoch(3), Some(machine(2))));
         assert_eq!((fenced.seq, fenced.fence_proof.as_deref()), (2, Some("a")));
         let max_plausible = fence(None, &Fence::unsigned(Epoch(1003), machine(1))).unwrap().unwrap();
-        assert!(fence(Some(&max_plausible), &platforms).is_err());
+        assert!(fence(Some(&max_plausible), &signed).is_err());
     }
 
     proptest! {
-        /// For any order of fences and snapshots, nothing decreases, no two machines have the same epoch, and the snapshot
-        /// is replaced only by another one.
+        /// For any order of fences and snapshots, neither `seq` nor the fence decreases, no two machines have the same epoch,
+        /// and the snapshot is only ever replaced by another one.
         #[test]
         fn pointer_never_moves_back(
             steps in prop::collection::vec((any::<bool>(), 1u32..6, 1u8..4, 0u32..1000), 0..60),
@@ -362,7 +365,7 @@ pub(crate) mod tests {
                 let (epoch, by) = (Epoch(epoch), machine(by));
                 let next = match is_fence {
                     true => fence(now.as_ref(), &Fence::unsigned(epoch, by)),
-                    false => advance(now.as_ref(), &snapshot_of(n, epoch, by)),
+                    false => advance(now.as_ref(), &snapshot_by(n, epoch, by)),
                 };
                 let Ok(Some(next)) = next else { continue };
                 prop_assert_eq!(next.fence_holder(), Some(by));
@@ -372,10 +375,10 @@ pub(crate) mod tests {
                     prop_assert!(old.snapshot.is_none() || next.snapshot.is_some());
                     prop_assert!(epoch >= old.fence_epoch);
                     if epoch == old.fence_epoch {
-                        prop_assert_eq!(old.fence_holder(), Some(by), "two machines hold one epoch");
+                        prop_assert_eq!(old.fence_holder(), Some(by), "two machines have the same epoch");
                     }
                     if let (Some(old), Some(next)) = (&old.snapshot, &next.snapshot) {
-                        prop_assert!(next.epoch >= old.epoch, "the snapshot of an earlier machine took its place");
+                        prop_assert!(next.epoch >= old.epoch, "an earlier machine's snapshot replaced a later one");
                     }
                 }
                 now = Some(next);

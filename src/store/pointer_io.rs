@@ -1,4 +1,4 @@
-//! Reads and writes of the pointer: claims the next `seq` in the log, then updates `system/db/latest`.
+//! Reads and writes the pointer. A write claims the next `seq` in the log, then updates `system/db/latest`.
 //!
 //! Each `seq` is claimed by creating the object `system/db/pointer-log/<seq>.json`, which contains the whole pointer and
 //! must not exist before. `latest` is written after it. So two writers never both succeed, even on a store that does not
@@ -13,11 +13,11 @@ use std::time::Duration;
 use super::bucket::{Bucket, Condition, StoreError, Version};
 use super::key::SlotPrefix;
 use super::pointer::{self, Fence, Fenced, Pointer};
-use super::pointer_log::newest_entry;
-use super::recorded::Recorded;
+use super::pointer_log::find_newest_entry;
+use super::recorded::RecordedSnapshot;
 use svc_machine::epoch::MAX_EPOCH;
 
-/// Maximum attempts of a write with concurrent writers.
+/// Maximum attempts of a write if other writers interfere.
 const MAX_ATTEMPTS: u32 = 16;
 
 /// The reason why the pointer was not moved.
@@ -41,19 +41,19 @@ pub struct PointerRead {
 #[derive(Debug, Clone)]
 struct Latest {
     seq: u64,
-    /// Whether it equals the newest log entry.
-    agrees: bool,
+    /// Whether it equals the log entry with the same `seq`, if there is one.
+    matches_log: bool,
     version: Version,
 }
 
 impl PointerRead {
-    /// Whether `system/db/latest` exists. If it was deleted, the log is not followed to a snapshot.
+    /// Whether `system/db/latest` exists. If it was deleted, no snapshot is restored from the log.
     pub fn has_latest(&self) -> bool {
         self.latest.is_some()
     }
 
     fn is_published(&self) -> bool {
-        self.latest.as_ref().is_some_and(|latest| latest.agrees && latest.seq == self.value.seq)
+        self.latest.as_ref().is_some_and(|latest| latest.matches_log && latest.seq == self.value.seq)
     }
 
     /// Whether the log has an entry that is not in `latest` yet.
@@ -75,46 +75,46 @@ impl PointerRead {
 pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRead>, StoreError> {
     let latest = bucket.get_json::<Pointer>(&slot.pointer()).await?;
     if let Some(latest) = &latest {
-        check(&slot.pointer(), &latest.value)?;
+        check_format(&slot.pointer(), &latest.value)?;
     }
     let from = latest.as_ref().map_or(0, |latest| latest.value.seq);
-    let top = newest_entry(bucket, slot, from).await?;
+    let top = find_newest_entry(bucket, slot, from).await?;
     let Some(latest) = latest else {
         let Some((seq, _)) = top else { return Ok(None) };
-        return Ok(Some(PointerRead { value: entry(bucket, slot, seq).await?, latest: None }));
+        return Ok(Some(PointerRead { value: read_entry(bucket, slot, seq).await?, latest: None }));
     };
     let seq = latest.value.seq;
-    let (value, agrees) = match top {
+    let (value, matches_log) = match top {
         None => (latest.value, true),
-        // The log has the same version: there is nothing to compare.
+        // The log entry has the same ETag, so the values are equal.
         Some((at, meta))
             if at == seq && meta.e_tag.is_some() && meta.e_tag.as_deref() == latest.version.etag() =>
         {
             (latest.value, true)
         }
         Some((at, _)) if at == seq => {
-            let claimed = entry(bucket, slot, at).await?;
-            let agrees = claimed == latest.value;
-            (if agrees { claimed } else { pointer::merge(&claimed, &latest.value) }, agrees)
+            let claimed = read_entry(bucket, slot, at).await?;
+            let matches_log = claimed == latest.value;
+            (if matches_log { claimed } else { pointer::merge(&claimed, &latest.value) }, matches_log)
         }
-        Some((at, _)) => (entry(bucket, slot, at).await?, true),
+        Some((at, _)) => (read_entry(bucket, slot, at).await?, true),
     };
-    Ok(Some(PointerRead { value, latest: Some(Latest { seq, agrees, version: latest.version }) }))
+    Ok(Some(PointerRead { value, latest: Some(Latest { seq, matches_log, version: latest.version }) }))
 }
 
-pub(super) async fn entry(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Pointer, StoreError> {
+pub(super) async fn read_entry(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Pointer, StoreError> {
     let key = slot.pointer_entry(seq);
     let found = bucket.get_json::<Pointer>(&key).await?;
     let value = found.ok_or_else(|| StoreError::NotFound { key: key.to_string() })?.value;
-    check(&key, &value)?;
+    check_format(&key, &value)?;
     if value.seq != seq {
-        let why = format!("it holds seq {}", value.seq);
+        let why = format!("it contains seq {}", value.seq);
         return Err(StoreError::Corrupt { key: key.to_string(), why });
     }
     Ok(value)
 }
 
-fn check(key: &object_store::path::Path, pointer: &Pointer) -> Result<(), StoreError> {
+fn check_format(key: &object_store::path::Path, pointer: &Pointer) -> Result<(), StoreError> {
     let why = if pointer.version != pointer::FORMAT {
         format!("format version {} is not {}", pointer.version, pointer::FORMAT)
     } else if pointer.seq >= pointer::MAX_SEQ {
@@ -136,30 +136,34 @@ pub async fn fence(bucket: &Bucket, slot: &SlotPrefix, fence: &Fence) -> Result<
 ///
 /// # Errors
 /// [`PointerError`]; `Fenced` if that machine has been replaced.
-pub async fn advance(bucket: &Bucket, slot: &SlotPrefix, snapshot: &Recorded) -> Result<(), PointerError> {
+pub async fn advance(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    snapshot: &RecordedSnapshot,
+) -> Result<(), PointerError> {
     write(bucket, slot, |now| pointer::advance(now, snapshot.named())).await
 }
 
-/// Retries of a write. One transient failure is tolerated, because the write may have succeeded: the next attempt reads the
-/// current pointer. After a second failure, the first one is reported.
+/// The retries of a write. One transient failure is tolerated, because the write may have succeeded: the next attempt reads
+/// the current pointer. After a second failure, the first one is reported.
 #[derive(Default)]
 struct RetryState {
-    rounds: u32,
+    retries: u32,
     failure: Option<StoreError>,
 }
 
 impl RetryState {
-    /// Waits after a refused write or one without a response, longer each time.
-    async fn pause(&mut self, refused: StoreError) -> Result<(), StoreError> {
+    /// Waits after a write that was refused or got no response, longer each time.
+    async fn back_off(&mut self, refused: StoreError) -> Result<(), StoreError> {
         if !matches!(refused, StoreError::Precondition { .. }) {
             if self.failure.is_some() || !refused.is_transient() {
                 return Err(self.report(refused));
             }
             self.failure = Some(refused);
         }
-        self.rounds += 1;
+        self.retries += 1;
         let jitter = u32::from(uuid::Uuid::new_v4().as_bytes()[0]) % 20;
-        tokio::time::sleep(Duration::from_millis(u64::from(10 * self.rounds + jitter))).await;
+        tokio::time::sleep(Duration::from_millis(u64::from(10 * self.retries + jitter))).await;
         Ok(())
     }
 
@@ -182,7 +186,7 @@ async fn write(
             Some(now) => publish(bucket, slot, &now.value, now.condition()).await,
             None if is_claimed => return Ok(()),
             None => {
-                let Some(next) = next(now.as_ref(), &plan)? else { return Ok(()) };
+                let Some(next) = plan_next(now.as_ref(), &plan)? else { return Ok(()) };
                 let claimed = claim(bucket, slot, &next).await;
                 is_claimed = claimed.is_ok();
                 let condition = now.as_ref().map_or(Condition::Absent, PointerRead::condition);
@@ -193,14 +197,14 @@ async fn write(
             }
         };
         if let Err(refused) = stepped {
-            retry_state.pause(refused).await?;
+            retry_state.back_off(refused).await?;
         }
     }
     Err(PointerError::Contended)
 }
 
-/// The planned pointer. A merged value is in no log entry yet, so it is written even if the plan changes nothing.
-fn next(
+/// Plans the pointer to write. A merged value is in no log entry yet, so it is written even if `plan` changes nothing.
+fn plan_next(
     now: Option<&PointerRead>,
     plan: impl Fn(Option<&Pointer>) -> Result<Option<Pointer>, Fenced>,
 ) -> Result<Option<Pointer>, Fenced> {

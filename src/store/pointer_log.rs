@@ -1,8 +1,8 @@
 //! Finds the newest entry of the pointer's log at a bounded cost.
 //!
 //! Any session of the slot can add any number of objects to the log, so it is never listed completely. If a listing does not
-//! end within a few names, single keys are probed: entries are consecutive except for a few gaps, which old releases and
-//! rebuilt pointers have left.
+//! end within a few names, single keys are probed: entries are consecutive except for a few gaps, which come from old
+//! releases and rebuilt pointers.
 //!
 //! A result that is too low is safe: a `seq` with an existing entry cannot be claimed.
 
@@ -13,37 +13,37 @@ use super::bucket::{Bucket, StoreError};
 use super::key::{self, SlotPrefix};
 use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 
-/// Maximum names to read from one listing. By protocol at most one entry is ahead of `latest`.
+/// Maximum names to read from one listing. By the protocol, at most one entry is ahead of `latest`.
 const MAX_LISTED: usize = 64;
 /// Maximum listings, for a log with gaps.
 const MAX_LISTINGS: u32 = 8;
-/// Maximum names that a rebuild skips above the `seq` that it would claim: a hundred pages of a listing, more than ten years
-/// of hourly backups.
+/// Maximum names that a rebuild skips above the `seq` that it would claim: a hundred pages of a listing, or the entries of
+/// more than ten years of hourly backups.
 const MAX_SKIPPED: usize = 100_000;
 
-/// An entry that exists.
-type Entry = (u64, ObjectMeta);
+/// The `seq` of an existing entry, and its object.
+type LogEntry = (u64, ObjectMeta);
 
-/// The highest plausible log entry, starting at `from`.
-pub(super) async fn newest_entry(
+/// Finds the highest plausible log entry, starting at `from`.
+pub(super) async fn find_newest_entry(
     bucket: &Bucket,
     slot: &SlotPrefix,
     from: u64,
-) -> Result<Option<Entry>, StoreError> {
+) -> Result<Option<LogEntry>, StoreError> {
     let limit = from.saturating_add(MAX_SEQ_AHEAD);
-    let mut newest: Option<Entry> = None;
+    let mut newest: Option<LogEntry> = None;
     for _ in 0..MAX_LISTINGS {
         let start = newest.as_ref().map_or(from, |(seq, _)| seq.saturating_add(1));
-        let (found, is_complete) = list(bucket, slot, start, limit).await?;
+        let (found, is_complete) = list_entries(bucket, slot, start, limit).await?;
         if is_complete {
             return Ok(found.or(newest));
         }
         let known = match found.or_else(|| newest.clone()) {
             Some(known) => Some(known),
-            None => probe(bucket, slot, start).await?,
+            None => head_entry(bucket, slot, start).await?,
         };
         let Some(known) = known else { return Ok(None) };
-        let top = gallop(bucket, slot, known, limit).await?;
+        let top = find_last_consecutive(bucket, slot, known, limit).await?;
         if newest.as_ref().is_some_and(|(seq, _)| *seq == top.0) {
             return Ok(Some(top));
         }
@@ -53,13 +53,13 @@ pub(super) async fn newest_entry(
     Ok(newest)
 }
 
-/// The lowest `seq`, starting at `seq`, such that a reader of a pointer with it finds no higher entry; and the last
-/// entry that was skipped. Any session of the slot can add unreadable entries at any distance, and a pointer below
-/// one of them would be unreadable as well.
+/// Finds the lowest free `seq`, starting at `seq`, such that a reader of a pointer with this `seq` finds no higher entry.
+/// Also returns the last entry that was skipped. Any session of the slot can add unreadable entries at any distance, and a
+/// pointer below one of them would be unreadable as well.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if there are too many entries to skip, or no `seq` remains.
-pub(super) async fn clear_from(
+pub(super) async fn find_clear_seq(
     bucket: &Bucket,
     slot: &SlotPrefix,
     seq: u64,
@@ -84,19 +84,19 @@ pub(super) async fn clear_from(
     if seq >= MAX_SEQ { Err(corrupt("no seq remains above its entries")) } else { Ok((seq, skipped)) }
 }
 
-/// The highest entry among the first names after `start`, and whether the listing is complete.
-async fn list(
+/// Finds the highest entry among the first names from `start` on, and whether the listing is complete.
+async fn list_entries(
     bucket: &Bucket,
     slot: &SlotPrefix,
     start: u64,
     limit: u64,
-) -> Result<(Option<Entry>, bool), StoreError> {
+) -> Result<(Option<LogEntry>, bool), StoreError> {
     let log = slot.pointer_log();
     let mut listing = match start.checked_sub(1) {
         Some(before) => bucket.raw().list_with_offset(Some(&log), &slot.pointer_entry(before)),
         None => bucket.raw().list(Some(&log)),
     };
-    let mut newest: Option<Entry> = None;
+    let mut newest: Option<LogEntry> = None;
     for _ in 0..MAX_LISTED {
         let Some(meta) = listing.try_next().await.map_err(|error| StoreError::of(&log, error))? else {
             return Ok((newest, true));
@@ -109,20 +109,25 @@ async fn list(
     Ok((newest, false))
 }
 
-/// The last of the consecutive entries that begin at `known`, by exponential and binary search.
-async fn gallop(bucket: &Bucket, slot: &SlotPrefix, known: Entry, limit: u64) -> Result<Entry, StoreError> {
+/// Finds the last of the consecutive entries that begin at `known`, by exponential and binary search.
+async fn find_last_consecutive(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    known: LogEntry,
+    limit: u64,
+) -> Result<LogEntry, StoreError> {
     let (mut newest, mut step) = (known, 1);
     let mut missing = loop {
         let at = newest.0.saturating_add(step);
         if at > limit {
             break limit.saturating_add(1);
         }
-        let Some(found) = probe(bucket, slot, at).await? else { break at };
+        let Some(found) = head_entry(bucket, slot, at).await? else { break at };
         (newest, step) = (found, step * 2);
     };
     while missing - newest.0 > 1 {
         let middle = newest.0 + (missing - newest.0) / 2;
-        match probe(bucket, slot, middle).await? {
+        match head_entry(bucket, slot, middle).await? {
             Some(found) => newest = found,
             None => missing = middle,
         }
@@ -130,7 +135,7 @@ async fn gallop(bucket: &Bucket, slot: &SlotPrefix, known: Entry, limit: u64) ->
     Ok(newest)
 }
 
-async fn probe(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Option<Entry>, StoreError> {
+async fn head_entry(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Option<LogEntry>, StoreError> {
     Ok(bucket.head(&slot.pointer_entry(seq)).await?.map(|meta| (seq, meta)))
 }
 
@@ -141,18 +146,18 @@ mod tests {
     use object_store::path::Path;
 
     use super::*;
-    use crate::lenient::{Ignored, Lenient};
+    use crate::lenient::{IgnoredCondition, LenientStore};
     use svc_machine::name::Slot;
 
     struct Log {
-        store: Arc<Lenient>,
+        store: Arc<LenientStore>,
         bucket: Bucket,
         slot: SlotPrefix,
     }
 
     impl Log {
-        async fn of(entries: impl IntoIterator<Item = u64>) -> Self {
-            let store = Arc::new(Lenient::new(Ignored::Replace));
+        async fn with_entries(entries: impl IntoIterator<Item = u64>) -> Self {
+            let store = Arc::new(LenientStore::new(IgnoredCondition::Replace));
             let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
             let log = Self { bucket: Bucket::new(store.clone()), store, slot };
             for seq in entries {
@@ -165,75 +170,75 @@ mod tests {
             self.bucket.put(key, "{}").await.unwrap();
         }
 
-        async fn newest(&self, from: u64) -> Option<u64> {
-            newest_entry(&self.bucket, &self.slot, from).await.unwrap().map(|(seq, _)| seq)
+        async fn find_newest(&self, from: u64) -> Option<u64> {
+            find_newest_entry(&self.bucket, &self.slot, from).await.unwrap().map(|(seq, _)| seq)
         }
     }
 
     #[tokio::test]
-    async fn newest_entry_is_found_from_any_start() {
-        let log = Log::of(7..=3000).await;
+    async fn newest_entry_finds_the_last_from_any_start() {
+        let log = Log::with_entries(7..=3000).await;
         for from in [0, 1, 7, 8, 2000, 2937, 2999, 3000] {
-            assert_eq!(log.newest(from).await, Some(3000), "{from}");
+            assert_eq!(log.find_newest(from).await, Some(3000), "{from}");
         }
-        assert_eq!(log.newest(3001).await, None);
-        assert_eq!(Log::of([]).await.newest(0).await, None);
+        assert_eq!(log.find_newest(3001).await, None);
+        assert_eq!(Log::with_entries([]).await.find_newest(0).await, None);
     }
 
     #[tokio::test]
-    async fn newest_entry_is_found_beyond_gaps() {
-        let log = Log::of((1..=500).chain(900..=1200).chain([1202, 1300])).await;
+    async fn newest_entry_finds_the_last_beyond_gaps() {
+        let log = Log::with_entries((1..=500).chain(900..=1200).chain([1202, 1300])).await;
         for from in [0, 1, 400, 500, 501, 1200, 1300] {
-            assert_eq!(log.newest(from).await, Some(1300), "{from}");
+            assert_eq!(log.find_newest(from).await, Some(1300), "{from}");
         }
     }
 
     #[tokio::test]
     async fn newest_entry_ignores_implausible_entries() {
-        let log = Log::of([5, 6, 7 + MAX_SEQ_AHEAD]).await;
-        assert_eq!(log.newest(6).await, Some(6));
-        assert_eq!(log.newest(7).await, Some(7 + MAX_SEQ_AHEAD));
+        let log = Log::with_entries([5, 6, 7 + MAX_SEQ_AHEAD]).await;
+        assert_eq!(log.find_newest(6).await, Some(6));
+        assert_eq!(log.find_newest(7).await, Some(7 + MAX_SEQ_AHEAD));
     }
 
     #[tokio::test]
-    async fn clear_from_skips_every_entry_that_a_reader_sees() {
+    async fn find_clear_seq_skips_every_entry_that_a_reader_finds() {
         let far = 3 * MAX_SEQ_AHEAD;
-        let log = Log::of([1, 2, 3, 600_000, 1_500_000, far]).await;
+        let log = Log::with_entries([1, 2, 3, 600_000, 1_500_000, far]).await;
         for (seq, expected) in [(1, 1_500_001), (4, 1_500_001), (600_000, 1_500_001), (1_500_001, 1_500_001)]
         {
-            let (clear, skipped) = clear_from(&log.bucket, &log.slot, seq).await.unwrap();
+            let (clear, skipped) = find_clear_seq(&log.bucket, &log.slot, seq).await.unwrap();
             assert_eq!((clear, skipped), (expected, Some(1_500_000).filter(|_| seq != expected)), "{seq}");
-            assert_eq!(log.newest(clear).await, None, "{seq}");
+            assert_eq!(log.find_newest(clear).await, None, "{seq}");
         }
-        // Outside the range of a reader.
-        let (clear, _) = clear_from(&log.bucket, &log.slot, far - MAX_SEQ_AHEAD).await.unwrap();
+        // `far` was outside the reader's range above, and is inside now.
+        let (clear, _) = find_clear_seq(&log.bucket, &log.slot, far - MAX_SEQ_AHEAD).await.unwrap();
         assert_eq!(clear, far + 1);
-        let last = Log::of([MAX_SEQ - 1]).await;
-        let refused = clear_from(&last.bucket, &last.slot, MAX_SEQ - 2).await.unwrap_err();
+        let last = Log::with_entries([MAX_SEQ - 1]).await;
+        let refused = find_clear_seq(&last.bucket, &last.slot, MAX_SEQ - 2).await.unwrap_err();
         assert!(matches!(refused, StoreError::Corrupt { .. }), "{refused}");
     }
 
     #[tokio::test]
     async fn newest_entry_skips_other_names_at_low_cost() {
-        let log = Log::of(1..=10).await;
+        let log = Log::with_entries(1..=10).await;
         let folder = log.slot.pointer_log();
         for n in 0..2000 {
-            // After all entries, and between the tenth and the one after it.
+            // Names that sort after all entries, and between entries 10 and 11.
             log.put(&folder.clone().join(format!("zz{n:07}"))).await;
             log.put(&folder.clone().join(format!("0000000000000010.json{n:07}"))).await;
         }
         for from in [0, 1, 9, 10] {
-            let before = log.store.listed();
-            assert_eq!(log.newest(from).await, Some(10), "{from}");
-            let listed = log.store.listed() - before;
+            let before = log.store.listed_count();
+            assert_eq!(log.find_newest(from).await, Some(10), "{from}");
+            let listed = log.store.listed_count() - before;
             assert!(listed <= 2 * MAX_LISTED, "{from}: {listed}");
         }
-        assert_eq!(log.newest(11).await, None);
+        assert_eq!(log.find_newest(11).await, None);
         for seq in 11..=200 {
             log.put(&log.slot.pointer_entry(seq)).await;
         }
         for from in [0, 1, 10, 11, 200] {
-            assert_eq!(log.newest(from).await, Some(200), "{from}");
+            assert_eq!(log.find_newest(from).await, Some(200), "{from}");
         }
     }
 }

@@ -15,18 +15,18 @@ use super::{epochs, pointer_io, pointer_log, snapshots};
 use svc_base::clock;
 use svc_machine::epoch::Epoch;
 
-/// Maximum bytes of an unreadable pointer to keep.
+/// Maximum bytes of an unreadable pointer to return.
 const MAX_KEPT_BYTES: u64 = 8 << 10;
-/// Maximum snapshots to check for a complete one.
+/// Maximum number of snapshots to check until a complete one is found.
 const MAX_CHECKED: usize = 64;
 
-/// The slot's current machine, as the platform records it, and the signed fence that was written before it was created.
+/// The slot's current machine, as the platform records it, with the signed fence written before its creation.
 pub type CurrentFence = Fence;
 
-/// The platform's database record of a slot.
+/// The platform's record of a slot.
 #[derive(Debug, Clone)]
 pub struct SlotRecord {
-    /// The highest epoch of all its machines.
+    /// The highest epoch of all machines of the slot.
     pub highest: Epoch,
     pub holder: Option<CurrentFence>,
 }
@@ -72,13 +72,13 @@ impl PointerState {
     }
 }
 
-/// The snapshot that a rebuild should name.
+/// The snapshot that the rebuilt pointer should name.
 #[derive(Debug, Clone, Copy)]
 pub enum RebuildTarget<'a> {
     /// The newest complete snapshot of the highest epoch; none if the slot has no snapshots.
     Newest,
     Snapshot(&'a SnapshotKey),
-    /// None, even if there are snapshots: the operator's current decision.
+    /// No snapshot, even if there are some: the operator has decided so.
     Nothing,
 }
 
@@ -88,7 +88,7 @@ pub struct Inspection {
     pub found: PointerState,
     /// Number of snapshots with a side record.
     pub snapshots: usize,
-    /// Number of unchecked snapshots, if none of the checked ones is complete.
+    /// Number of unchecked snapshots if none of the checked ones is complete, otherwise 0.
     pub unchecked: usize,
     /// `None` if no snapshot is complete.
     pub next: Option<Pointer>,
@@ -106,7 +106,7 @@ pub enum RepairError {
     Store(#[from] StoreError),
 }
 
-/// Reads the pointer, and finds the snapshot that a rebuild would name.
+/// Reads the pointer, and plans the pointer that a rebuild would write.
 ///
 /// # Errors
 /// [`RepairError`]; `Unusable` only for a requested snapshot.
@@ -114,52 +114,52 @@ pub async fn inspect(
     bucket: &Bucket,
     slot: &SlotPrefix,
     record: SlotRecord,
-    wanted: RebuildTarget<'_>,
+    target: RebuildTarget<'_>,
 ) -> Result<Inspection, RepairError> {
     let SlotRecord { highest, holder } = &record;
     let bound = highest.max_plausible();
-    let (found, condition) = pointer_state(bucket, slot, bound).await?;
-    let mut keys = snapshots::keys(bucket, slot).await?;
+    let (found, condition) = read_pointer_state(bucket, slot, bound).await?;
+    let mut keys = snapshots::list_keys(bucket, slot).await?;
     // A host can write any key: ignore epochs that no machine ever had.
     keys.retain(|key| key::epoch_of(key).is_none_or(|epoch| epoch <= bound));
-    let (candidate, unchecked) = match wanted {
-        RebuildTarget::Snapshot(key) => (Some(chosen(bucket, slot, key).await?), 0),
-        RebuildTarget::Newest => newest_complete(bucket, slot, &keys).await?,
+    let (candidate, unchecked) = match target {
+        RebuildTarget::Snapshot(key) => (Some(load_side(bucket, slot, key).await?), 0),
+        RebuildTarget::Newest => find_newest_complete(bucket, slot, &keys).await?,
         RebuildTarget::Nothing => (None, 0),
     };
-    let emptied_at = matches!(wanted, RebuildTarget::Nothing).then(clock::now_ms);
+    let emptied_at = matches!(target, RebuildTarget::Nothing).then(clock::now_ms);
     let next = if candidate.is_some() || emptied_at.is_some() || keys.is_empty() {
-        let top = top_entry(bucket, slot).await?;
-        let meta = epochs::of_metadata(bucket, slot, bound).await?;
+        let top = read_top_entry(bucket, slot).await?;
+        let meta = epochs::read_metadata_epoch(bucket, slot, bound).await?;
         let known = KnownState { found: &found, keys: &keys, top, meta, holder: holder.as_ref(), bound };
-        clear_next(bucket, slot, known, (candidate.map(|side| side.named()), emptied_at)).await?
+        plan_rebuild(bucket, slot, known, (candidate.map(|side| side.named()), emptied_at)).await?
     } else {
         None
     };
     Ok(Inspection { found, snapshots: keys.len(), unchecked, next, condition })
 }
 
-/// The pointer to write, with a `seq` above which a reader finds no entry. It respects the fence of the last skipped entry,
-/// if that is readable.
-async fn clear_next(
+/// Plans the pointer to write, with a `seq` above which a reader finds no entry. It respects the fence of the last skipped
+/// entry, if that entry is readable.
+async fn plan_rebuild(
     bucket: &Bucket,
     slot: &SlotPrefix,
     known: KnownState<'_>,
     (snapshot, emptied_at): (Option<SnapshotRef>, Option<Timestamp>),
 ) -> Result<Option<Pointer>, RepairError> {
-    let Some(next) = known.next(snapshot.clone(), emptied_at) else { return Ok(None) };
-    let cleared = pointer_log::clear_from(bucket, slot, next.seq).await;
-    let (seq, passed) = cleared.map_err(|error| match error {
+    let Some(next) = known.plan(snapshot.clone(), emptied_at) else { return Ok(None) };
+    let clear_seq = pointer_log::find_clear_seq(bucket, slot, next.seq).await;
+    let (seq, skipped) = clear_seq.map_err(|error| match error {
         StoreError::Corrupt { key, why } => RepairError::Unusable { key, why },
         error => error.into(),
     })?;
-    let Some(passed) = passed else { return Ok(Some(next)) };
-    let top = (passed, readable(bucket, slot, passed).await?.or_else(|| known.top.1.clone()));
-    let next = KnownState { top, ..known }.next(snapshot, emptied_at);
+    let Some(skipped) = skipped else { return Ok(Some(next)) };
+    let top = (skipped, try_read(bucket, slot, skipped).await?.or_else(|| known.top.1.clone()));
+    let next = KnownState { top, ..known }.plan(snapshot, emptied_at);
     Ok(next.map(|next| Pointer { seq, ..next }))
 }
 
-/// Writes the pointer of the inspection: its log entry, then `latest` in the inspected version.
+/// Writes the pointer that the inspection planned: its log entry, then `latest`, if it is unchanged.
 ///
 /// # Errors
 /// [`RepairError`]; `Changed` if the pointer has changed since the inspection.
@@ -168,15 +168,15 @@ pub async fn rebuild(
     slot: &SlotPrefix,
     inspection: &Inspection,
 ) -> Result<Pointer, RepairError> {
-    let none = || RepairError::Unusable {
+    let no_complete_snapshot = || RepairError::Unusable {
         key: slot.snapshots().to_string(),
         why: "none of its snapshots is complete".to_owned(),
     };
-    let next = inspection.next.clone().ok_or_else(none)?;
+    let next = inspection.next.clone().ok_or_else(no_complete_snapshot)?;
     let entry = slot.pointer_entry(next.seq);
     match bucket.put_json_if(&entry, &next, Condition::Absent).await {
         Ok(()) => {}
-        // After a lost response the client retries, and its own write then refuses the retry.
+        // After a lost response, the store's client retries, and its own first write causes the refusal.
         Err(StoreError::Precondition { .. }) => {
             let written = bucket.get_json::<Pointer>(&entry).await;
             if !matches!(written, Ok(Some(written)) if written.value == next) {
@@ -186,7 +186,7 @@ pub async fn rebuild(
         Err(error) => return Err(error.into()),
     }
     match bucket.put_json_if(&slot.pointer(), &next, inspection.condition.clone()).await {
-        // Another writer has copied the entry to `latest`, or `latest` was changed: reading the pointer shows which.
+        // Another writer has copied the entry to `latest`, or has changed `latest`: the read below distinguishes them.
         Ok(()) | Err(StoreError::Precondition { .. }) => {}
         Err(error) => return Err(error.into()),
     }
@@ -200,14 +200,14 @@ pub async fn rebuild(
     }
 }
 
-async fn pointer_state(
+async fn read_pointer_state(
     bucket: &Bucket,
     slot: &SlotPrefix,
     bound: Epoch,
 ) -> Result<(PointerState, Condition), StoreError> {
     let read = match pointer_io::read(bucket, slot).await {
         Err(StoreError::Corrupt { key, why }) => {
-            return unreadable(bucket, slot, format!("{key}: {why}")).await;
+            return describe_unreadable(bucket, slot, format!("{key}: {why}")).await;
         }
         read => read?,
     };
@@ -232,7 +232,7 @@ async fn pointer_state(
     Ok((found, condition))
 }
 
-async fn unreadable(
+async fn describe_unreadable(
     bucket: &Bucket,
     slot: &SlotPrefix,
     why: String,
@@ -250,8 +250,8 @@ async fn unreadable(
     Ok((PointerState::Unreadable { why, size_bytes: meta.size, start }, condition))
 }
 
-async fn chosen(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> Result<SideRecord, RepairError> {
-    match snapshot::by_key(bucket, slot, key.as_str()).await {
+async fn load_side(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> Result<SideRecord, RepairError> {
+    match snapshot::load(bucket, slot, key.as_str()).await {
         Ok(side) => Ok(side),
         Err(SnapshotUnusable::Store(error)) => Err(error.into()),
         Err(SnapshotUnusable::Damaged { key, why }) => Err(RepairError::Unusable { key, why }),
@@ -261,8 +261,8 @@ async fn chosen(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> Result
     }
 }
 
-/// The newest complete snapshot of the highest epoch that has one, or the number of unchecked snapshots.
-async fn newest_complete(
+/// Finds the newest complete snapshot of the highest epoch that has one, or returns the number of unchecked snapshots.
+async fn find_newest_complete(
     bucket: &Bucket,
     slot: &SlotPrefix,
     keys: &[String],
@@ -270,10 +270,10 @@ async fn newest_complete(
     let mut ordered: Vec<_> = keys.iter().map(|key| (key::epoch_of(key), key::taken_at(key), key)).collect();
     ordered.sort_unstable_by(|a, b| b.cmp(a));
     for (epoch, _, key) in ordered.into_iter().take(MAX_CHECKED) {
-        match snapshot::by_key(bucket, slot, key).await {
+        match snapshot::load(bucket, slot, key).await {
             Ok(side) if Some(side.epoch) == epoch => return Ok((Some(side), 0)),
-            Ok(_) => tracing::warn!(key, "a snapshot without an epoch in its key is skipped"),
-            Err(SnapshotUnusable::Damaged { why, .. }) => tracing::warn!(key, why, "the snapshot is skipped"),
+            Ok(_) => tracing::warn!(key, "skipped a snapshot without an epoch in its key"),
+            Err(SnapshotUnusable::Damaged { why, .. }) => tracing::warn!(key, why, "skipped the snapshot"),
             Err(SnapshotUnusable::Absent) => {}
             Err(SnapshotUnusable::Store(error)) => return Err(error),
         }
@@ -281,18 +281,18 @@ async fn newest_complete(
     Ok((None, keys.len().saturating_sub(MAX_CHECKED)))
 }
 
-/// The `seq` of the last log entry, and its value, or that of `latest` if it is unreadable.
-async fn top_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Pointer>), StoreError> {
-    let Some((seq, _)) = pointer_log::newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
-    let value = match readable(bucket, slot, seq).await? {
-        // It was not written by the protocol: `latest` still has the fence.
-        None => readable_latest(bucket, slot).await?,
+/// Reads the `seq` and value of the last log entry. If the entry is unreadable, the value is that of `latest`.
+async fn read_top_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Pointer>), StoreError> {
+    let Some((seq, _)) = pointer_log::find_newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
+    let value = match try_read(bucket, slot, seq).await? {
+        // The entry was not written by the protocol: `latest` still has the fence.
+        None => try_read_latest(bucket, slot).await?,
         value => value,
     };
     Ok((seq, value))
 }
 
-async fn readable_latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<Pointer>, StoreError> {
+async fn try_read_latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<Pointer>, StoreError> {
     match bucket.get_json::<Pointer>(&slot.pointer()).await {
         Ok(found) => Ok(found.map(|found| found.value).filter(|pointer| pointer.version == FORMAT)),
         Err(StoreError::Corrupt { .. }) => Ok(None),
@@ -300,8 +300,8 @@ async fn readable_latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<Po
     }
 }
 
-async fn readable(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Option<Pointer>, StoreError> {
-    match pointer_io::entry(bucket, slot, seq).await {
+async fn try_read(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Option<Pointer>, StoreError> {
+    match pointer_io::read_entry(bucket, slot, seq).await {
         Ok(pointer) => Ok(Some(pointer)),
         Err(StoreError::Corrupt { .. }) => Ok(None),
         Err(error) => Err(error),
@@ -320,12 +320,12 @@ struct KnownState<'a> {
 }
 
 impl KnownState<'_> {
-    /// `None` if the slot was never fenced: there is nothing to write.
-    fn next(&self, snapshot: Option<SnapshotRef>, emptied_at: Option<Timestamp>) -> Option<Pointer> {
+    /// Plans the next pointer; `None` if the slot was never fenced, so that there is nothing to write.
+    fn plan(&self, snapshot: Option<SnapshotRef>, emptied_at: Option<Timestamp>) -> Option<Pointer> {
         let pointers = || self.found.pointer().into_iter().chain(&self.top.1);
         let fences = pointers().map(|pointer| pointer.fence_epoch).filter(|fence| *fence <= self.bound);
         let written = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
-        let others = [epochs::of_keys(self.keys, self.bound), self.meta, written];
+        let others = [epochs::highest_in_keys(self.keys, self.bound), self.meta, written];
         let held = self.holder.map(|holder| holder.epoch);
         let fence_epoch = fences.chain(others).chain(held).max().filter(|epoch| *epoch > Epoch::NONE)?;
         let by_platform = self.holder.filter(|holder| holder.epoch == fence_epoch);
@@ -350,18 +350,18 @@ impl KnownState<'_> {
             fence_epoch,
             fence_machine_id,
             fence_proof,
-            seq: self.seq(fence_epoch) + 1,
+            seq: self.last_seq(fence_epoch) + 1,
             emptied_at,
             snapshot,
         })
     }
 
-    /// A `seq` that is at least the last one. Without a pointer it is estimated: one move per snapshot and per fence.
-    fn seq(&self, fence: Epoch) -> u64 {
-        let counted = self.keys.len() as u64 + u64::from(fence.0);
-        let seen = [self.found.pointer().map_or(counted, |pointer| pointer.seq), self.top.0];
-        let plausible = seen.into_iter().filter(|seq| *seq <= counted.saturating_add(MAX_SEQ_AHEAD));
-        plausible.max().unwrap_or(counted)
+    /// The last `seq`, or a higher one. Without a pointer it is estimated: one move per snapshot and per fence.
+    fn last_seq(&self, fence: Epoch) -> u64 {
+        let estimate = self.keys.len() as u64 + u64::from(fence.0);
+        let seen = [self.found.pointer().map_or(estimate, |pointer| pointer.seq), self.top.0];
+        let plausible = seen.into_iter().filter(|seq| *seq <= estimate.saturating_add(MAX_SEQ_AHEAD));
+        plausible.max().unwrap_or(estimate)
     }
 }
 
@@ -391,7 +391,7 @@ mod tests {
     }
 
     /// A slot with one snapshot, and a pointer with `seq` 2.
-    async fn backed_up() -> (Bucket, String) {
+    async fn slot_with_backup() -> (Bucket, String) {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
         let taken_at = "2026-11-24T03:04:05.678Z".parse().unwrap();
         let named = SnapshotRef {
@@ -401,12 +401,12 @@ mod tests {
         };
         bucket.put(&slot().snapshot(&named.key).unwrap(), "d").await.unwrap();
         pointer_io::fence(&bucket, &slot(), &record().holder.unwrap()).await.unwrap();
-        let recorded = snapshot::record(&bucket, &slot(), &side_record(&named), None).await.unwrap();
-        pointer_io::advance(&bucket, &slot(), &recorded).await.unwrap();
+        let stored = snapshot::write_side_record(&bucket, &slot(), &side_record(&named), None).await.unwrap();
+        pointer_io::advance(&bucket, &slot(), &stored).await.unwrap();
         (bucket, named.key)
     }
 
-    /// Writes what a session could forge: an object and its record.
+    /// Writes an object and a record as a session of the slot could forge them.
     async fn forge(bucket: &Bucket, name: &str, epoch: u32) {
         let (at, key) = (slot().snapshots().join(name), format!("system/db/snapshots/{name}"));
         bucket.put(&at, "d").await.unwrap();
@@ -416,8 +416,8 @@ mod tests {
         bucket.put_json(&slot().snapshots().join(format!("{name}.json")), &side).await.unwrap();
     }
 
-    async fn inspected(bucket: &Bucket, wanted: RebuildTarget<'_>) -> Inspection {
-        inspect(bucket, &slot(), record(), wanted).await.unwrap()
+    async fn inspect_target(bucket: &Bucket, target: RebuildTarget<'_>) -> Inspection {
+        inspect(bucket, &slot(), record(), target).await.unwrap()
     }
 
     #[tokio::test]
@@ -430,7 +430,7 @@ mod tests {
             (newer, Some("")),
             (json!({"version": 1, "fenceEpoch": 1, "seq": 7, "snapshot": null}), None),
         ] {
-            let (bucket, key) = backed_up().await;
+            let (bucket, key) = slot_with_backup().await;
             for at in [600_003, 1_500_003, 2_400_003, 9_000_000_000_000_000] {
                 bucket.put_json(&slot().pointer_entry(at), &junk).await.unwrap();
             }
@@ -438,7 +438,7 @@ mod tests {
                 bucket.put(&slot().pointer(), latest).await.unwrap();
             }
             assert!(pointer_io::read(&bucket, &slot()).await.is_err(), "{junk}");
-            let inspection = inspected(&bucket, RebuildTarget::Newest).await;
+            let inspection = inspect_target(&bucket, RebuildTarget::Newest).await;
             let written = rebuild(&bucket, &slot(), &inspection).await.unwrap();
             assert_eq!(written.snapshot.as_ref().map(|named| &*named.key), Some(&*key), "{junk}");
             let read = pointer_io::read(&bucket, &slot()).await.unwrap().unwrap();
@@ -453,23 +453,23 @@ mod tests {
 
     #[tokio::test]
     async fn rebuild_keeps_the_fence_despite_unreadable_entries() {
-        let (bucket, _) = backed_up().await;
-        // A machine that is missing in a restored database.
+        let (bucket, _) = slot_with_backup().await;
+        // A machine that is missing from a restored database.
         let later = Fence::unsigned(Epoch(5), MachineId(uuid::Uuid::from_u128(5)));
         pointer_io::fence(&bucket, &slot(), &later).await.unwrap();
         bucket.put(&slot().pointer_entry(600_000), "{}").await.unwrap();
-        let next = inspected(&bucket, RebuildTarget::Newest).await.next.unwrap();
+        let next = inspect_target(&bucket, RebuildTarget::Newest).await.next.unwrap();
         assert_eq!((next.fence_epoch, next.fence_machine_id), (Epoch(5), Some(later.machine)));
     }
 
     #[tokio::test]
-    async fn rebuild_ignores_snapshots_with_a_hidden_epoch() {
-        let (bucket, key) = backed_up().await;
+    async fn rebuild_ignores_snapshots_with_a_second_epoch() {
+        let (bucket, key) = slot_with_backup().await;
         for name in [format!("{TIME}-1.dumpZ-900.dump"), format!("{TIME}-900.dump-1.dump")] {
             forge(&bucket, &name, 900).await;
         }
         forge(&bucket, "2026-11-24T03-04-06.678Z-1.dump", 900).await;
-        let next = inspected(&bucket, RebuildTarget::Newest).await.next.unwrap();
+        let next = inspect_target(&bucket, RebuildTarget::Newest).await.next.unwrap();
         assert_eq!((next.fence_epoch, next.snapshot.map(|named| named.key)), (Epoch(1), Some(key)));
         let odd: SnapshotKey = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dump".parse().unwrap();
         let refused = inspect(&bucket, &slot(), record(), RebuildTarget::Snapshot(&odd)).await.unwrap_err();
@@ -478,7 +478,7 @@ mod tests {
 
     #[tokio::test]
     async fn inspect_counts_unchecked_snapshots() {
-        let (bucket, key) = backed_up().await;
+        let (bucket, key) = slot_with_backup().await;
         let forged = |n: usize| format!("2026-11-24T04-00-00.{n:03}Z-1.dump");
         for n in 0..MAX_CHECKED {
             bucket
@@ -486,9 +486,9 @@ mod tests {
                 .await
                 .unwrap();
         }
-        let inspection = inspected(&bucket, RebuildTarget::Newest).await;
+        let inspection = inspect_target(&bucket, RebuildTarget::Newest).await;
         assert_eq!((inspection.next, inspection.snapshots, inspection.unchecked), (None, MAX_CHECKED + 1, 1));
         let named: SnapshotKey = key.parse().unwrap();
-        assert!(inspected(&bucket, RebuildTarget::Snapshot(&named)).await.next.is_some());
+        assert!(inspect_target(&bucket, RebuildTarget::Snapshot(&named)).await.next.is_some());
     }
 }

@@ -1,4 +1,4 @@
-//! Failures of the store, as the platform's API reports them.
+//! Converts store errors to problems of the platform's API.
 
 use svc_http::problem::{Code, Problem, chain};
 

@@ -1,13 +1,13 @@
-//! Protection of overwritten and deleted objects by the bucket: versioning and object lock, as S3 reports them.
+//! Reads whether the bucket protects overwritten and deleted objects: versioning and object lock.
 //!
-//! Read-only: an operator enables them with the returned commands.
+//! Never changes them: an operator enables them with the returned commands.
 
 use http::{Method, StatusCode};
 
 use super::config::S3Config;
 use super::signed_request::{RequestError, SignedClient};
 
-/// The state of one setting of the bucket.
+/// The state of one of the bucket's settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Setting {
     On,
@@ -26,21 +26,23 @@ pub struct Protection {
 /// Reads both settings, with one request each.
 ///
 /// # Errors
-/// The store does not respond.
+/// If the store does not respond.
 pub async fn read(s3: &S3Config) -> Result<Protection, RequestError> {
     let client = SignedClient::new(s3)?;
     let response = client.send(Method::GET, "?versioning=", &[], b"").await?;
-    let versioning = setting(response.status, response.text.contains("<Status>Enabled</Status>"));
+    let versioning = to_setting(response.status, response.text.contains("<Status>Enabled</Status>"));
     let response = client.send(Method::GET, "?object-lock=", &[], b"").await?;
     let object_lock = match response.status {
         // ObjectLockConfigurationNotFoundError.
         StatusCode::NOT_FOUND => Setting::Off,
-        status => setting(status, response.text.contains("<ObjectLockEnabled>Enabled</ObjectLockEnabled>")),
+        status => {
+            to_setting(status, response.text.contains("<ObjectLockEnabled>Enabled</ObjectLockEnabled>"))
+        }
     };
     Ok(Protection { versioning, object_lock })
 }
 
-fn setting(status: StatusCode, is_on: bool) -> Setting {
+fn to_setting(status: StatusCode, is_on: bool) -> Setting {
     match (status, is_on) {
         (StatusCode::OK, true) => Setting::On,
         (StatusCode::OK, false) => Setting::Off,
@@ -49,17 +51,17 @@ fn setting(status: StatusCode, is_on: bool) -> Setting {
 }
 
 /// The command that enables versioning.
-pub fn enable_versioning(s3: &S3Config) -> String {
+pub fn versioning_command(s3: &S3Config) -> String {
     let change = "--versioning-configuration Status=Enabled";
-    format!("aws s3api put-bucket-versioning --bucket {} {change}{}", s3.bucket, endpoint(s3))
+    format!("aws s3api put-bucket-versioning --bucket {} {change}{}", s3.bucket, endpoint_option(s3))
 }
 
 /// The command that enables object lock, which requires versioning.
-pub fn enable_object_lock(s3: &S3Config) -> String {
+pub fn object_lock_command(s3: &S3Config) -> String {
     let change = r#"--object-lock-configuration '{"ObjectLockEnabled":"Enabled","Rule":{"DefaultRetention":{"Mode":"GOVERNANCE","Days":30}}}'"#;
-    format!("aws s3api put-object-lock-configuration --bucket {} {change}{}", s3.bucket, endpoint(s3))
+    format!("aws s3api put-object-lock-configuration --bucket {} {change}{}", s3.bucket, endpoint_option(s3))
 }
 
-fn endpoint(s3: &S3Config) -> String {
+fn endpoint_option(s3: &S3Config) -> String {
     s3.endpoint.as_ref().map(|endpoint| format!(" --endpoint-url {endpoint}")).unwrap_or_default()
 }

@@ -1,12 +1,12 @@
-//! The proof that a snapshot is complete, without which no pointer moves to it.
+//! The type that proves that a snapshot is complete. The pointer can only move to such a snapshot.
 
 use super::pointer::SnapshotRef;
 
-/// A snapshot with a complete object and a side record: only such a snapshot may be in the pointer.
+/// A snapshot with a complete object and a side record.
 #[derive(Debug, Clone)]
-pub struct Recorded(SnapshotRef);
+pub struct RecordedSnapshot(SnapshotRef);
 
-impl Recorded {
+impl RecordedSnapshot {
     pub(super) fn new(named: SnapshotRef) -> Self {
         Self(named)
     }

@@ -1,5 +1,5 @@
-//! HTTP layer below object_store: if the store refuses a request because its credentials have expired, the request is
-//! signed with new credentials and retried once.
+//! An HTTP layer below object_store: if the store refuses a request because its credentials have expired, signs it with new
+//! credentials and retries it once.
 //!
 //! A host compares the expiry with its own clock; this layer helps if that clock is wrong.
 
@@ -36,8 +36,8 @@ pub(super) struct Resigning {
 #[async_trait]
 impl HttpService for Resigning {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        let request = self.refreshed(request).await;
-        let again = request.clone();
+        let request = self.sign_with_current(request).await;
+        let retry = request.clone();
         let response = self.inner.execute(request).await?;
         if !matches!(
             response.status(),
@@ -48,22 +48,24 @@ impl HttpService for Resigning {
         let (parts, body) = response.into_parts();
         let body = body.bytes().await?;
         // The response to a HEAD has no body; with expired credentials its status is 400.
-        let suspected = again.method() == Method::HEAD && parts.status == StatusCode::BAD_REQUEST;
+        let may_be_expired = retry.method() == Method::HEAD && parts.status == StatusCode::BAD_REQUEST;
         let is_expired = || {
             let text = String::from_utf8_lossy(&body);
             EXPIRED.iter().any(|code| text.contains(code))
         };
-        if suspected || is_expired() {
-            match self.source.replacement_for(used(&again).unwrap_or_default()).await {
-                Ok(fresh) => {
-                    if let Some(signed) = self.sign(again, &fresh) {
+        if may_be_expired || is_expired() {
+            match self.source.replacement_for(access_key_of(&retry).unwrap_or_default()).await {
+                Ok(renewed) => {
+                    if let Some(signed) = self.sign(retry, &renewed) {
                         return self.inner.execute(signed).await;
                     }
                 }
                 Err(error @ CredentialError::Withdrawn) => {
                     return Err(HttpError::new(HttpErrorKind::Unknown, error));
                 }
-                Err(error) => tracing::warn!(%error, "the store rejected our credentials as expired"),
+                Err(error) => {
+                    tracing::warn!(%error, "cannot renew the credentials that the store rejected as expired")
+                }
             }
         }
         Ok(HttpResponse::from_parts(parts, HttpResponseBody::from(body)))
@@ -71,33 +73,34 @@ impl HttpService for Resigning {
 }
 
 impl Resigning {
-    /// Signs a retry with the current credentials: object_store signs a request once and retries it unchanged.
-    async fn refreshed(&self, request: HttpRequest) -> HttpRequest {
+    /// Signs a retry by object_store with the current credentials: object_store signs a request once and retries it
+    /// unchanged.
+    async fn sign_with_current(&self, request: HttpRequest) -> HttpRequest {
         match self.source.current().await {
-            Ok(held) if used(&request).is_some_and(|key| key != held.key_id) => {
-                self.sign(request.clone(), &held).unwrap_or(request)
+            Ok(current) if access_key_of(&request).is_some_and(|key| key != current.key_id) => {
+                self.sign(request.clone(), &current).unwrap_or(request)
             }
             // Without new credentials, the store's error is returned.
             _ => request,
         }
     }
 
-    /// `None` if the request was not signed by object_store.
-    fn sign(&self, mut request: HttpRequest, with: &AwsCredential) -> Option<HttpRequest> {
+    /// Replaces the signature; `None` if the request was not signed by object_store.
+    fn sign(&self, mut request: HttpRequest, credential: &AwsCredential) -> Option<HttpRequest> {
         let payload = request.headers().get(CONTENT_SHA256)?.to_str().ok()?.to_owned();
         let digest = hex::decode(&payload).ok();
         for name in [AUTHORIZATION, DATE, TOKEN] {
             request.headers_mut().remove(name);
         }
-        let signer =
-            AwsAuthorizer::new(with, "s3", &self.region).with_sign_payload(payload != "UNSIGNED-PAYLOAD");
+        let signer = AwsAuthorizer::new(credential, "s3", &self.region)
+            .with_sign_payload(payload != "UNSIGNED-PAYLOAD");
         signer.try_authorize(&mut request, digest.as_deref()).ok()?;
         Some(request)
     }
 }
 
-/// The access key that a request was signed with.
-fn used(request: &HttpRequest) -> Option<&str> {
+/// The id of the access key with which a request was signed.
+fn access_key_of(request: &HttpRequest) -> Option<&str> {
     let text = request.headers().get(AUTHORIZATION)?.to_str().ok()?;
     text.split_once("Credential=")?.1.split('/').next()
 }

@@ -1,8 +1,8 @@
-//! Server-wide facts about a role, as in a side record: attributes, settings and memberships, but no passwords.
+//! Facts about a server's roles for a side record: attributes, settings and memberships, but no passwords.
 
 use serde::{Deserialize, Serialize};
 
-/// One role of the server that a snapshot was taken of.
+/// A role of the server from which a snapshot was taken.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct RoleFacts {
@@ -14,11 +14,11 @@ pub struct RoleFacts {
     pub create_role: bool,
     pub replication: bool,
     pub bypass_rls: bool,
-    /// -1: none.
+    /// -1 means no limit.
     pub connection_limit: i32,
     /// In PostgreSQL's format; `None` for no expiry.
     pub valid_until: Option<String>,
-    /// `ALTER ROLE … SET`, for every database.
+    /// Set by `ALTER ROLE … SET`, for every database.
     pub settings: Vec<RoleSetting>,
     pub member_of: Vec<Membership>,
 }
@@ -43,7 +43,7 @@ impl Default for RoleFacts {
     }
 }
 
-/// A default setting of a role's sessions.
+/// A default setting for a role's sessions.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RoleSetting {
@@ -51,7 +51,7 @@ pub struct RoleSetting {
     pub value: String,
 }
 
-/// `GRANT role TO …`, with its options.
+/// A membership by `GRANT role TO …`, with its options.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Membership {

@@ -1,4 +1,4 @@
-//! Single signed requests to a bucket, for what the client of object_store does not send.
+//! Sends signed requests to a bucket that object_store's client cannot send.
 
 use http::{HeaderName, HeaderValue, Method, StatusCode};
 use object_store::aws::AwsAuthorizer;
@@ -12,10 +12,10 @@ use super::config::S3Config;
 pub enum RequestError {
     #[error("the bucket's URL is invalid")]
     Url,
-    #[error("the request could not be signed")]
+    #[error("cannot sign the request")]
     Sign(#[source] object_store::Error),
     #[error("the store did not respond: {0}")]
-    Silent(String),
+    NoResponse(String),
 }
 
 /// A response of the store.
@@ -25,7 +25,7 @@ pub(super) struct StoreResponse {
     pub(super) text: String,
 }
 
-/// Sends signed requests with the credentials of the settings.
+/// Sends signed requests with the credentials in the settings.
 pub(super) struct SignedClient<'a> {
     client: HttpClient,
     s3: &'a S3Config,
@@ -34,7 +34,7 @@ pub(super) struct SignedClient<'a> {
 impl<'a> SignedClient<'a> {
     pub(super) fn new(s3: &'a S3Config) -> Result<Self, RequestError> {
         let client =
-            client::build(Deadlines::CALL).map_err(|error| RequestError::Silent(error.to_string()))?;
+            client::build(Deadlines::CALL).map_err(|error| RequestError::NoResponse(error.to_string()))?;
         Ok(Self { client: HttpClient::new(client), s3 })
     }
 
@@ -62,11 +62,12 @@ impl<'a> SignedClient<'a> {
         AwsAuthorizer::new(&credential, "s3", &self.s3.region)
             .try_authorize(&mut request, None)
             .map_err(RequestError::Sign)?;
-        let silent =
-            |error: object_store::client::HttpError| RequestError::Silent(svc_http::problem::chain(&error));
-        let response = self.client.execute(request).await.map_err(silent)?;
+        let no_response = |error: object_store::client::HttpError| {
+            RequestError::NoResponse(svc_http::problem::chain(&error))
+        };
+        let response = self.client.execute(request).await.map_err(no_response)?;
         let status = response.status();
-        let body = response.into_body().bytes().await.map_err(silent)?;
+        let body = response.into_body().bytes().await.map_err(no_response)?;
         Ok(StoreResponse { status, text: String::from_utf8_lossy(&body).into_owned() })
     }
 }

@@ -1,4 +1,4 @@
-//! Side records of snapshots, and the check that the pointer's snapshot is complete.
+//! Reads and writes the side records of snapshots, and checks that snapshots are complete.
 
 use std::future::ready;
 use std::pin::pin;
@@ -12,7 +12,7 @@ use super::bucket::{Bucket, Condition, StoreError};
 use super::key::{self, SlotPrefix};
 use super::pointer::SnapshotRef;
 use super::pointer_io;
-use super::recorded::Recorded;
+use super::recorded::RecordedSnapshot;
 use super::role_facts::RoleFacts;
 use super::{bounded_list, bundle};
 use svc_base::clock;
@@ -21,11 +21,12 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
 pub const FORMAT: u32 = 1;
-/// Maximum roles in a record. Each takes far more memory than space in the object.
+/// Maximum number of roles in a record. A parsed role takes far more memory than its JSON.
 pub const MAX_ROLES: usize = 10_000;
+/// Maximum number of tables in a record.
 pub const MAX_TABLES: usize = 100_000;
 
-/// `….dump.json`, written after the dump and before the pointer names it (contract, part 4).
+/// The content of `….dump.json`, which is written after the dump and before the pointer names it (contract, part 4).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SideRecord {
@@ -45,7 +46,7 @@ pub struct SideRecord {
     pub roles: Vec<String>,
     #[serde(deserialize_with = "bounded_list::deserialize_at_most::<_, _, MAX_TABLES>")]
     pub tables: Vec<TableCount>,
-    /// Facts that are not in a dump of the database's content. Older hosts omit it.
+    /// Facts that a dump does not contain. Older hosts omit them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub database: Option<DatabaseFacts>,
     /// The identity of the database. Older hosts omit it.
@@ -71,10 +72,10 @@ pub struct DatabaseFacts {
     pub owner: Option<String>,
     /// Size on disk when the snapshot was taken.
     pub size_bytes: u64,
-    /// `None` if never granted or revoked: the defaults apply.
+    /// `None` if no privilege was ever granted or revoked: the defaults apply.
     pub grants: Option<Vec<DatabaseGrant>>,
     pub settings: Vec<DatabaseSetting>,
-    /// All roles of the server. Older hosts omit it.
+    /// All roles of the server. Older hosts omit them.
     #[serde(
         default,
         deserialize_with = "bounded_list::deserialize_optional_at_most::<_, _, MAX_ROLES>",
@@ -84,7 +85,7 @@ pub struct DatabaseFacts {
 }
 
 impl SideRecord {
-    /// The reference for the pointer.
+    /// The reference that the pointer contains.
     pub fn named(&self) -> SnapshotRef {
         SnapshotRef {
             key: self.key.clone(),
@@ -98,13 +99,13 @@ impl SideRecord {
         }
     }
 
-    /// The major version of its PostgreSQL, if valid.
+    /// The major version of the PostgreSQL server, if `pg_version` is valid.
     pub fn pg_major(&self) -> Option<u32> {
         self.pg_version.split(['.', ' ', 'b', 'r', 'd']).next()?.parse().ok()
     }
 }
 
-/// A privilege on the database; `PUBLIC` without `grantee`.
+/// A privilege on the database. Without `grantee`, it is granted to `PUBLIC`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DatabaseGrant {
@@ -113,7 +114,7 @@ pub struct DatabaseGrant {
     pub grantable: bool,
 }
 
-/// `ALTER DATABASE … SET`, or with `role`, `ALTER ROLE … IN DATABASE … SET`.
+/// A setting by `ALTER DATABASE … SET` or, with `role`, by `ALTER ROLE … IN DATABASE … SET`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DatabaseSetting {
@@ -122,30 +123,30 @@ pub struct DatabaseSetting {
     pub value: String,
 }
 
-/// Rows of one table at the snapshot's instant; `name` is `schema.table`, quoted where needed.
+/// The row count of one table in the snapshot; `name` is `schema.table`, quoted where needed.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct TableCount {
     pub name: String,
     pub rows: u64,
 }
 
-/// Writes the side record of a complete, verified object; `etag` is the object's. A side record is written only once.
+/// Writes the side record of a complete, verified object, whose ETag is `etag`. A side record is written only once.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` if the key is not a snapshot's, `Precondition` if another record has that key.
-pub async fn record(
+/// [`StoreError`]; `Corrupt` if the key is not a snapshot's, `Precondition` if the object has a different side record.
+pub async fn write_side_record(
     bucket: &Bucket,
     slot: &SlotPrefix,
     side: &SideRecord,
     etag: Option<String>,
-) -> Result<Recorded, StoreError> {
-    let no_snapshot =
-        || StoreError::Corrupt { key: side.key.clone(), why: "the key is not one of a snapshot".to_owned() };
-    let object = slot.side_record(&side.key).ok_or_else(no_snapshot)?;
+) -> Result<RecordedSnapshot, StoreError> {
+    let wrong_key =
+        || StoreError::Corrupt { key: side.key.clone(), why: "the key is not a snapshot's".to_owned() };
+    let object = slot.side_record(&side.key).ok_or_else(wrong_key)?;
     match bucket.put_json_if(&object, side, Condition::Absent).await {
         Ok(()) => {}
         Err(refused @ StoreError::Precondition { .. }) => {
-            // The response to our own write may have been lost. Another record is never replaced.
+            // The response to our own write may have been lost. A different record is never replaced.
             let found = bucket.get_json::<SideRecord>(&object).await?;
             let text = |record: &SideRecord| serde_json::to_string(record).ok();
             if found.is_none_or(|found| text(&found.value) != text(side)) {
@@ -154,27 +155,27 @@ pub async fn record(
         }
         Err(error) => return Err(error),
     }
-    Ok(Recorded::new(SnapshotRef { etag, ..side.named() }))
+    Ok(RecordedSnapshot::new(SnapshotRef { etag, ..side.named() }))
 }
 
-/// An already recorded snapshot, after a check that object and side record exist and agree in size.
+/// Loads a snapshot that has a side record, and checks that its object exists with the recorded size.
 ///
 /// # Errors
 /// [`SnapshotUnusable`]; never `Absent`.
-pub async fn recorded(
+pub async fn load_recorded(
     bucket: &Bucket,
     slot: &SlotPrefix,
     key: &str,
-) -> Result<(SideRecord, Recorded), SnapshotUnusable> {
-    let side = by_key(bucket, slot, key).await?;
+) -> Result<(SideRecord, RecordedSnapshot), SnapshotUnusable> {
+    let side = load(bucket, slot, key).await?;
     let named = side.named();
-    Ok((side, Recorded::new(named)))
+    Ok((side, RecordedSnapshot::new(named)))
 }
 
 /// The reason why there is no snapshot to restore.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotUnusable {
-    /// Confirmed: there are no snapshots, and no pointer or a tombstone; or an operator decided to start empty.
+    /// Confirmed: there are no snapshots, and no pointer or only a tombstone; or an operator decided to start empty.
     #[error("there is no snapshot")]
     Absent,
     #[error("{key} is not usable: {why}")]
@@ -183,23 +184,22 @@ pub enum SnapshotUnusable {
     Store(StoreError),
 }
 
-/// The pointer's snapshot, after a check that object and side record exist and agree in size.
-///
-/// The restore verifies its content.
+/// Loads the pointer's snapshot, and checks that its object and side record exist and match. The restore verifies the
+/// content.
 ///
 /// # Errors
-/// [`SnapshotUnusable`]; only `Absent` means that there is none. Snapshots without a pointer are `Damaged`: the pointer was lost, and
-/// starting empty would abandon them.
+/// [`SnapshotUnusable`]; only `Absent` means that there is no snapshot. Snapshots without a pointer are `Damaged`: the
+/// pointer was lost, and starting empty would abandon them.
 pub async fn latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, SnapshotUnusable> {
     match pointer_snapshot(bucket, slot).await? {
-        Ok(named) => check(bucket, slot, named).await,
+        Ok(named) => check_complete(bucket, slot, named).await,
         Err(NoSnapshot::Emptied) => Err(SnapshotUnusable::Absent),
-        Err(_) if !holds_any(bucket, slot).await.map_err(SnapshotUnusable::Store)? => {
+        Err(_) if !has_snapshots(bucket, slot).await.map_err(SnapshotUnusable::Store)? => {
             Err(SnapshotUnusable::Absent)
         }
         // The first backup may have moved the pointer since the first read.
         Err(_) => match pointer_snapshot(bucket, slot).await? {
-            Ok(named) => check(bucket, slot, named).await,
+            Ok(named) => check_complete(bucket, slot, named).await,
             Err(reason) => Err(SnapshotUnusable::Damaged {
                 key: slot.pointer().to_string(),
                 why: format!(
@@ -215,7 +215,7 @@ pub async fn latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, S
 enum NoSnapshot {
     Missing,
     Tombstone,
-    /// By an operator's decision.
+    /// An operator decided that the slot starts empty.
     Emptied,
 }
 
@@ -243,41 +243,40 @@ async fn pointer_snapshot(
     }
 }
 
-/// Whether the slot has any snapshot, with one listing request. An object without a side record does not count: its backup
-/// did not complete.
-async fn holds_any(bucket: &Bucket, slot: &SlotPrefix) -> Result<bool, StoreError> {
+/// Whether the slot has any snapshot. An object without a side record does not count: its backup did not complete.
+async fn has_snapshots(bucket: &Bucket, slot: &SlotPrefix) -> Result<bool, StoreError> {
     let prefix = slot.snapshots();
     let records =
         bucket.raw().list(Some(&prefix)).try_filter(|meta| ready(key::is_side_record(&meta.location)));
     let first = async { pin!(records).try_next().await.map_err(|error| StoreError::of(&prefix, error)) };
-    Ok(bucket.bounded(&prefix, first).await?.is_some())
+    Ok(bucket.run_with_call_timeout(&prefix, first).await?.is_some())
 }
 
-async fn check(
+async fn check_complete(
     bucket: &Bucket,
     slot: &SlotPrefix,
     named: SnapshotRef,
 ) -> Result<SnapshotRef, SnapshotUnusable> {
-    let record = by_key(bucket, slot, &named.key).await?;
+    let record = load(bucket, slot, &named.key).await?;
     if record.sha256 != named.sha256 || record.size_bytes != named.size_bytes {
         return Err(SnapshotUnusable::Damaged {
             key: named.key,
-            why: "its side record does not match".to_owned(),
+            why: "its side record does not match the pointer".to_owned(),
         });
     }
     Ok(named)
 }
 
-/// The record of the snapshot with this key, whether or not the pointer names it, after a check that its object exists with
-/// that size.
+/// Loads the record of the snapshot with this key, whether or not the pointer names it, and checks that its object exists
+/// with the recorded size.
 ///
 /// # Errors
 /// [`SnapshotUnusable`]; never `Absent`.
-pub async fn by_key(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideRecord, SnapshotUnusable> {
-    // The pointer may contain any text.
+pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideRecord, SnapshotUnusable> {
+    // The pointer may contain a key with any text.
     let damaged = |why: String| SnapshotUnusable::Damaged { key: bounded(key), why };
     let (Some(object), Some(side)) = (slot.snapshot(key), slot.side_record(key)) else {
-        return Err(damaged("the key is not one of a snapshot".to_owned()));
+        return Err(damaged("the key is not a snapshot's".to_owned()));
     };
     let meta = bucket.head(&object).await.map_err(SnapshotUnusable::Store)?;
     let Some(meta) = meta else {
@@ -290,14 +289,14 @@ pub async fn by_key(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sid
         Err(error) => return Err(SnapshotUnusable::Store(error)),
     };
     if record.version != FORMAT || record.key != key {
-        return Err(damaged("its side record does not match".to_owned()));
+        return Err(damaged("its side record has another format or key".to_owned()));
     }
-    if !key::agrees(key, record.taken_at, record.epoch) {
+    if !key::matches_record(key, record.taken_at, record.epoch) {
         return Err(damaged("its side record has another time or epoch than its key".to_owned()));
     }
-    // Downloads of the dump use it as a file name.
+    // Downloads of the dump use the digest as a file name.
     if bundle::parse_digest(&record.sha256).as_deref() != Some(&*record.sha256) {
-        return Err(damaged("its side record has no SHA-256".to_owned()));
+        return Err(damaged("its side record has no valid SHA-256".to_owned()));
     }
     if meta.size != record.size_bytes {
         return Err(damaged(format!("it has {} bytes instead of {}", meta.size, record.size_bytes)));
@@ -305,8 +304,8 @@ pub async fn by_key(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sid
     Ok(record)
 }
 
-/// The side record of a snapshot from [`latest`].
-pub async fn side_record(
+/// Reads the side record of a snapshot from [`latest`].
+pub async fn read_side_record(
     bucket: &Bucket,
     slot: &SlotPrefix,
     snapshot: &SnapshotRef,

@@ -18,32 +18,32 @@ use svc_http::client::{self, Deadlines};
 
 const VERSION: &str = "2011-06-15";
 const MAX_ATTEMPTS: u32 = 3;
-/// Deadline of one call including retries; shorter than a host waits for the platform.
+/// Deadline of one call including retries. It is shorter than a host's timeout for the platform.
 const DEADLINE: Duration = Duration::from_secs(8);
 const TIMEOUTS: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
-    whole: Some(Duration::from_secs(5)),
+    total: Some(Duration::from_secs(5)),
     idle: Duration::from_secs(5),
 };
 
-/// The reason why there is no session.
+/// The reason why STS returned no session.
 #[derive(Debug, thiserror::Error)]
 pub enum StsError {
     /// The role, its trust policy or the session policy is wrong: an operator must fix it.
     #[error("STS refused AssumeRole with {status}: {code}: {message}")]
     Refused { status: StatusCode, code: String, message: String },
     #[error("STS did not respond to AssumeRole: {0}")]
-    Silent(String),
+    NoResponse(String),
     #[error("cannot parse the response of STS to AssumeRole: {0}")]
     Unreadable(String),
-    #[error("AssumeRole could not be signed")]
+    #[error("cannot sign the AssumeRole request")]
     Sign(#[source] object_store::Error),
 }
 
 impl StsError {
     fn is_transient(&self) -> bool {
         match self {
-            Self::Silent(_) => true,
+            Self::NoResponse(_) => true,
             Self::Refused { status, code, .. } => {
                 status.is_server_error() || *status == StatusCode::TOO_MANY_REQUESTS || code == "Throttling"
             }
@@ -52,7 +52,7 @@ impl StsError {
     }
 }
 
-/// A client of STS with its credentials and role.
+/// An STS client with its credentials and role.
 #[derive(Debug)]
 pub struct Sts {
     client: HttpClient,
@@ -76,21 +76,21 @@ impl Sts {
     }
 
     /// Requests a session with this name, which the store's access log shows, and this policy.
-    pub async fn assume(
+    pub async fn assume_role(
         &self,
         name: &str,
         policy: &str,
-        life: Duration,
+        lifetime: Duration,
     ) -> Result<TemporaryCredentials, StsError> {
         let form = url::form_urlencoded::Serializer::new(String::new())
             .append_pair("Action", "AssumeRole")
             .append_pair("Version", VERSION)
             .append_pair("RoleArn", &self.role_arn)
             .append_pair("RoleSessionName", name)
-            .append_pair("DurationSeconds", &life.as_secs().to_string())
+            .append_pair("DurationSeconds", &lifetime.as_secs().to_string())
             .append_pair("Policy", policy)
             .finish();
-        let repeated = async {
+        let attempts = async {
             let mut attempt = 1;
             loop {
                 match self.try_assume(&form).await {
@@ -98,31 +98,34 @@ impl Sts {
                         tokio::time::sleep(Duration::from_millis(u64::from(200 * attempt + jitter()))).await;
                         attempt += 1;
                     }
-                    end => return end,
+                    result => return result,
                 }
             }
         };
-        let ended = tokio::time::timeout(DEADLINE, repeated).await;
-        ended.unwrap_or_else(|_| Err(StsError::Silent("no response in time".to_owned())))
+        let result = tokio::time::timeout(DEADLINE, attempts).await;
+        result.unwrap_or_else(|_| Err(StsError::NoResponse("no response in time".to_owned())))
     }
 
     async fn try_assume(&self, form: &str) -> Result<TemporaryCredentials, StsError> {
         let mut request = HttpRequest::new(form.to_owned().into());
         *request.method_mut() = Method::POST;
-        *request.uri_mut() =
-            self.endpoint.as_str().parse().map_err(|_| StsError::Silent("its URL is invalid".to_owned()))?;
+        *request.uri_mut() = self
+            .endpoint
+            .as_str()
+            .parse()
+            .map_err(|_| StsError::NoResponse("its URL is invalid".to_owned()))?;
         let headers = request.headers_mut();
-        let kind = "application/x-www-form-urlencoded; charset=utf-8";
-        headers.insert(CONTENT_TYPE, http::HeaderValue::from_static(kind));
+        let content_type = "application/x-www-form-urlencoded; charset=utf-8";
+        headers.insert(CONTENT_TYPE, http::HeaderValue::from_static(content_type));
         headers.insert(ACCEPT, http::HeaderValue::from_static("application/xml"));
         AwsAuthorizer::new(&self.caller, "sts", &self.region)
             .try_authorize(&mut request, None)
             .map_err(StsError::Sign)?;
-        let silent =
-            |error: object_store::client::HttpError| StsError::Silent(svc_http::problem::chain(&error));
-        let response = self.client.execute(request).await.map_err(silent)?;
+        let no_response =
+            |error: object_store::client::HttpError| StsError::NoResponse(svc_http::problem::chain(&error));
+        let response = self.client.execute(request).await.map_err(no_response)?;
         let status = response.status();
-        let body = response.into_body().bytes().await.map_err(silent)?;
+        let body = response.into_body().bytes().await.map_err(no_response)?;
         parse_response(status, &String::from_utf8_lossy(&body))
     }
 }
@@ -155,12 +158,12 @@ struct Session {
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct ErrorResponse {
-    error: Fault,
+    error: ErrorDetail,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Fault {
+struct ErrorDetail {
     code: String,
     #[serde(default)]
     message: String,
@@ -170,14 +173,15 @@ fn parse_response(status: StatusCode, text: &str) -> Result<TemporaryCredentials
     if !status.is_success() {
         let fault = quick_xml::de::from_str::<ErrorResponse>(text).map(|refusal| refusal.error);
         let fault = fault.or_else(|_| quick_xml::de::from_str(text));
-        let fault = fault.unwrap_or_else(|_| Fault { code: "unknown".to_owned(), message: String::new() });
+        let fault =
+            fault.unwrap_or_else(|_| ErrorDetail { code: "unknown".to_owned(), message: String::new() });
         return Err(StsError::Refused { status, code: fault.code, message: fault.message });
     }
     // An unexpected response may contain the secret: report only the parser's error.
     let response: AssumeRoleResponse =
         quick_xml::de::from_str(text).map_err(|error| StsError::Unreadable(error.to_string()))?;
     let session = response.assume_role_result.credentials;
-    // Values in an XML document may be surrounded by white space.
+    // AWS may surround the values with white space.
     Ok(TemporaryCredentials {
         access_key: session.access_key_id.trim().to_owned(),
         secret_key: session.secret_access_key.trim().to_owned().into(),
@@ -213,18 +217,18 @@ mod tests {
 </AssumeRoleResponse>"#;
 
     #[test]
-    fn parse_response_parses_the_response_of_aws() {
+    fn parse_response_accepts_the_sample_of_aws() {
         let session = parse_response(StatusCode::OK, SAMPLE).unwrap();
         assert_eq!(session.access_key, "ASIAIOSFODNN7EXAMPLE");
         let token = session.session_token.unwrap();
-        assert!(token.expose_secret().starts_with("AQoD"), "without the white space of the sample");
+        assert!(token.expose_secret().starts_with("AQoD"), "the white space was not trimmed");
         assert_eq!(session.expires_at, "2019-11-09T13:34:41Z".parse().unwrap());
     }
 
     #[test]
-    fn parse_response_parses_errors_in_both_forms() {
-        let whole = "<ErrorResponse><Error><Type>Sender</Type><Code>AccessDenied</Code><Message>no</Message></Error></ErrorResponse>";
-        for text in [whole, "<Error><Code>AccessDenied</Code><Message>no</Message></Error>"] {
+    fn parse_response_accepts_errors_in_both_forms() {
+        let wrapped = "<ErrorResponse><Error><Type>Sender</Type><Code>AccessDenied</Code><Message>no</Message></Error></ErrorResponse>";
+        for text in [wrapped, "<Error><Code>AccessDenied</Code><Message>no</Message></Error>"] {
             let error = parse_response(StatusCode::FORBIDDEN, text).unwrap_err();
             assert!(!error.is_transient() && error.to_string().contains("AccessDenied: no"), "{error}");
         }

@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use super::bucket::{Bucket, StoreError};
 use super::multipart::OpenUpload;
 
-/// Maximum parts of an upload in S3.
+/// Maximum number of parts of an upload in S3.
 const MAX_PARTS: u64 = 10_000;
 const MIB: u64 = 1 << 20;
 /// Minimum size of a part in S3, except for the last.
@@ -59,7 +59,7 @@ pub struct Upload {
     parts: PartLayout,
     filling: Vec<Bytes>,
     filled: usize,
-    begun_parts: u64,
+    started_parts: u64,
     sent_bytes: u64,
     acknowledged_bytes: u64,
     /// Each task returns the size of its part.
@@ -77,7 +77,7 @@ impl Upload {
             parts,
             filling: Vec::new(),
             filled: 0,
-            begun_parts: 0,
+            started_parts: 0,
             sent_bytes: 0,
             acknowledged_bytes: 0,
             in_flight_parts: JoinSet::new(),
@@ -85,7 +85,7 @@ impl Upload {
     }
 
     /// The handle with which another process can abort the upload, if the store supports ids.
-    pub fn open(&self) -> Option<&OpenUpload> {
+    pub fn open_upload(&self) -> Option<&OpenUpload> {
         self.open.as_ref()
     }
 
@@ -94,7 +94,7 @@ impl Upload {
         self.acknowledged_bytes
     }
 
-    /// Maximum size of the next [`Self::push`] in bytes.
+    /// The maximum number of bytes for the next [`Self::push`].
     pub fn part_space(&self) -> usize {
         self.parts.size - self.filled
     }
@@ -109,16 +109,16 @@ impl Upload {
         self.filling.push(chunk);
         if self.filled == self.parts.size {
             self.send_part()?;
-            self.wait_until(self.parts.in_flight).await?;
+            self.wait_for_parts(self.parts.in_flight).await?;
         }
         Ok(())
     }
 
     fn send_part(&mut self) -> Result<(), UploadError> {
-        if self.begun_parts == MAX_PARTS {
+        if self.started_parts == MAX_PARTS {
             return Err(UploadError::TooLong { part: self.parts.size });
         }
-        self.begun_parts += 1;
+        self.started_parts += 1;
         let size = self.filled as u64;
         self.sent_bytes += size;
         self.filled = 0;
@@ -128,10 +128,11 @@ impl Upload {
         Ok(())
     }
 
-    async fn wait_until(&mut self, max_parts: usize) -> Result<(), StoreError> {
-        while self.in_flight_parts.len() > max_parts {
+    /// Waits until at most `max_in_flight` parts are in flight.
+    async fn wait_for_parts(&mut self, max_in_flight: usize) -> Result<(), StoreError> {
+        while self.in_flight_parts.len() > max_in_flight {
             let Some(joined) = self.in_flight_parts.join_next().await else { break };
-            // A panic of the store's client is propagated.
+            // Propagate a panic of the store's client.
             let result = joined.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
             self.acknowledged_bytes += result.map_err(|error| StoreError::of(&self.key, error))?;
         }
@@ -143,11 +144,11 @@ impl Upload {
         if self.filled > 0 {
             self.send_part()?;
         }
-        Ok(self.wait_until(0).await?)
+        Ok(self.wait_for_parts(0).await?)
     }
 
-    /// Completes the upload and checks the size of the object. The check also resolves a lost response. After an error the
-    /// upload is still open, and the caller must abort it.
+    /// Completes the upload and checks the size of the object, which also resolves a lost response. After an error, the
+    /// upload may still be open, and the caller must abort it.
     pub async fn complete(&mut self) -> Result<ObjectMeta, UploadError> {
         self.flush().await?;
         let completed = self.inner.complete().await.map_err(|error| StoreError::of(&self.key, error));
@@ -163,14 +164,18 @@ impl Upload {
         }
     }
 
-    /// Aborts the upload, so that the store drops its parts. Best effort: remaining parts are invisible, and after `false`
-    /// [`Bucket::abort_upload`] can drop them later.
+    /// Aborts the upload, so that the store drops its parts, and returns whether that succeeded. Best effort: remaining
+    /// parts are invisible, and [`Bucket::abort_upload`] can drop them later.
     pub async fn abort(mut self) -> bool {
         self.in_flight_parts.shutdown().await;
         match tokio::time::timeout(ABORT_TIMEOUT, self.inner.abort()).await {
             Ok(Ok(()) | Err(object_store::Error::NotFound { .. })) => return true,
-            Ok(Err(error)) => tracing::warn!(key = %self.key, %error, "could not abort the upload"),
-            Err(_) => tracing::warn!(key = %self.key, "timeout while aborting the upload"),
+            Ok(Err(error)) => {
+                tracing::warn!(key = %self.key, %error, "cannot abort the upload; the store keeps its parts")
+            }
+            Err(_) => {
+                tracing::warn!(key = %self.key, "timeout while aborting the upload; the store may keep its parts")
+            }
         }
         false
     }
@@ -183,7 +188,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn parts_stay_within_limit_and_budget(bytes in 0u64..200_000_000_000) {
+        fn part_layout_stays_within_part_limit_and_memory_budget(bytes in 0u64..200_000_000_000) {
             let parts = PartLayout::for_max_bytes(bytes);
             prop_assert!(bytes.div_ceil(parts.size as u64) <= MAX_PARTS);
             prop_assert!(parts.size as u64 >= MIN_PART_BYTES);

@@ -10,15 +10,15 @@ svc_base::variables! {
         OBJECT_STORE_BUCKET: "name" = unset;
         /// Only the bucket's name, if `OBJECT_STORE_BUCKET` is not set.
         S3_BUCKET: "name" = unset;
-        /// URL of another S3 server.
+        /// URL of an S3 server other than AWS.
         OBJECT_STORE_ENDPOINT: "URL" = derived "AWS";
-        /// Region of the bucket.
+        /// The bucket's region.
         AWS_REGION: "text" = "auto";
-        /// Id of the access key.
+        /// The access key's id.
         AWS_ACCESS_KEY_ID: "text" = derived "**required** for `s3`";
-        /// The access key.
+        /// The secret access key.
         AWS_SECRET_ACCESS_KEY: "text" = derived "**required** for `s3`";
-        /// The session's token, with temporary credentials.
+        /// The session token of temporary credentials.
         AWS_SESSION_TOKEN: "text" = unset;
         /// On hosts, with `sts`: when the first credentials expire. Later ones come from the platform and are
         /// kept in `/var/lib/svc/store-credentials.json`.

@@ -1,7 +1,7 @@
-//! HTTP layer below object_store: completes the upload of a snapshot only if no object has its key.
+//! An HTTP layer below object_store: completes the upload of a snapshot only if no object with its key exists.
 //!
-//! object_store completes uploads without a condition. The added header is not part of the signature: S3 does not
-//! require it to be.
+//! object_store completes uploads unconditionally. The added header is not part of the signature; S3 does not require it to
+//! be.
 
 use async_trait::async_trait;
 use http::header::{HeaderValue, IF_NONE_MATCH};
@@ -27,7 +27,9 @@ impl HttpService for WriteOnce {
         if response.status() != StatusCode::NOT_IMPLEMENTED {
             return Ok(response);
         }
-        tracing::debug!("the store does not support a condition on the completion of an upload");
+        tracing::debug!(
+            "the store does not support conditional completion of uploads; completing without the condition"
+        );
         self.inner.execute(unconditional).await
     }
 }
@@ -43,8 +45,7 @@ fn completes_snapshot(request: &HttpRequest) -> bool {
 pub(super) mod tests {
     use super::*;
 
-    /// An empty request.
-    pub fn request(method: Method, uri: &str) -> HttpRequest {
+    pub fn empty_request(method: Method, uri: &str) -> HttpRequest {
         let mut request = HttpRequest::new(Vec::new().into());
         *request.method_mut() = method;
         *request.uri_mut() = uri.parse().unwrap();
@@ -52,16 +53,16 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn only_completion_of_a_snapshot_has_the_condition() {
+    fn completes_snapshot_matches_only_completions() {
         let dump = "http://store/b/user_1/primary/system/db/snapshots/x.dump";
-        assert!(completes_snapshot(&request(Method::POST, &format!("{dump}?uploadId=1"))));
+        assert!(completes_snapshot(&empty_request(Method::POST, &format!("{dump}?uploadId=1"))));
         for (method, uri) in [
             (Method::POST, format!("{dump}?uploads")),
             (Method::PUT, format!("{dump}?partNumber=1&uploadId=1")),
             (Method::DELETE, format!("{dump}?uploadId=1")),
             (Method::POST, "http://store/b/system-bundles/v1/x.tar.gz?uploadId=1".to_owned()),
         ] {
-            assert!(!completes_snapshot(&request(method.clone(), &uri)), "{method} {uri}");
+            assert!(!completes_snapshot(&empty_request(method.clone(), &uri)), "{method} {uri}");
         }
     }
 }

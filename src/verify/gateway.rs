@@ -101,7 +101,7 @@ pub async fn check_icons(host: &HostClient) -> Findings {
     let mut problems = 0;
     for path in &paths {
         if let Err(why) = check_icon(host, path).await {
-            let next = "fix the app's icon: without a stable image the shell requests it again and again";
+            let next = "fix the app's icon: without a stable image the shell requests it repeatedly";
             findings = findings.problem(format!("{path}: {why}"), next);
             problems += 1;
             if problems == MAX_PROBLEMS {

@@ -18,7 +18,7 @@ use svc_http::client::{self, Deadlines};
 
 pub const TIMEOUTS: Deadlines = Deadlines {
     connect: Duration::from_secs(5),
-    whole: Some(Duration::from_secs(20)),
+    total: Some(Duration::from_secs(20)),
     idle: Duration::from_secs(10),
 };
 /// Maximum size of a response body that an operator's command reads.
@@ -65,7 +65,7 @@ impl HostResponse {
     }
 
     /// # Errors
-    /// Why the body is not this.
+    /// The reason why the body is not JSON of this type.
     pub fn json<T: DeserializeOwned>(&self) -> Result<T, String> {
         serde_json::from_slice(&self.body).map_err(|error| error.to_string())
     }
@@ -74,11 +74,11 @@ impl HostResponse {
 impl HostClient {
     pub fn over_socket(socket: &Path) -> anyhow::Result<Self> {
         let base = Url::parse("http://gateway/")?;
-        let client = client::over_socket(TIMEOUTS, socket)?;
+        let client = client::build_for_socket(TIMEOUTS, socket)?;
         Ok(Self { client, base, credential: Credential::None, max_body_bytes: MAX_BODY_BYTES })
     }
 
-    /// A host over the platform's client, which verifies the host's key.
+    /// Connects to the host directly, with the platform's client, which verifies the host's key.
     pub fn direct(client: reqwest::Client, base: Url, credential: Credential) -> Self {
         Self { client, base, credential, max_body_bytes: MAX_PLATFORM_BODY_BYTES }
     }

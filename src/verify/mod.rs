@@ -33,7 +33,7 @@ pub async fn check_release(
         Check::new("icons", CHECK_TIMEOUT, gateway::check_icons(host)),
     ];
     findings.extend(diagnosis::run_checks(checks).await);
-    // A host's text reaches the operator's terminal.
+    // The findings contain text from the host, and are shown on the operator's terminal.
     for finding in &mut findings {
         finding.what = untrusted_text::bounded(&untrusted_text::one_line(&finding.what));
     }

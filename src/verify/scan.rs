@@ -7,12 +7,12 @@ use base64::engine::general_purpose::STANDARD_NO_PAD;
 
 /// Longer quoted strings are data, not file names.
 const MAX_NAME_BYTES: usize = 300;
-/// Maximum length of a host's name. The search for its ends stops there.
+/// Maximum length of a host name. The search for its start and end stops there.
 const MAX_HOST_BYTES: usize = 253;
 
-/// The distinct quoted names of scripts and styles in HTML or JavaScript, at most `max` of them. Takes time linear in the
-/// text, which a hostile host may have crafted.
-pub fn script_and_style_names(text: &str, max: usize) -> Vec<&str> {
+/// Finds the distinct quoted names of scripts and styles in HTML or JavaScript, at most `max` of them. Takes time linear
+/// in the text, which a hostile host may have crafted.
+pub fn find_script_and_style_names(text: &str, max: usize) -> Vec<&str> {
     let mut seen = HashSet::new();
     let parts = ['"', '\'', '`'].into_iter().flat_map(|quote| text.split(quote));
     let names = parts.filter_map(|part| {
@@ -60,7 +60,7 @@ fn find_placeholder_in_text(text: &str) -> Option<&str> {
         let window = text.floor_char_boundary(at.saturating_sub(MAX_HOST_BYTES));
         let label = text[window..at].rfind(|c: char| !is_host(c));
         let label = label.map_or(window, |end| text.ceil_char_boundary(window + end + 1));
-        // A label before it, as in `clerk.placeholder.dev`, belongs to the host.
+        // A label before the word, as in `clerk.placeholder.dev`, belongs to the host.
         let start = if before.is_some_and(is_host) { label } else { at };
         let is_url = text[..start].ends_with("//");
         let limit = text.floor_char_boundary(at + MAX_HOST_BYTES);
@@ -83,12 +83,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn script_and_style_names_finds_names_in_pages_and_chunks() {
+    fn script_and_style_names_are_found_in_pages_and_chunks() {
         let page = r#"<link rel="modulepreload" href="/assets/vendor-1.js"><script type=module src='/assets/main-2.js?v=1'>"#;
-        assert_eq!(script_and_style_names(page, 9), ["/assets/vendor-1.js", "/assets/main-2.js"]);
+        assert_eq!(find_script_and_style_names(page, 9), ["/assets/vendor-1.js", "/assets/main-2.js"]);
         let chunk = r#"import{a}from"./chunk-3.js";const m=["assets/x.js","assets/x.css"];b=()=>import(`./lazy.mjs`);"no js.js here""#;
         assert_eq!(
-            script_and_style_names(chunk, 9),
+            find_script_and_style_names(chunk, 9),
             ["./chunk-3.js", "assets/x.js", "assets/x.css", "./lazy.mjs"]
         );
     }
@@ -98,8 +98,8 @@ mod tests {
         let names: String = (0..400_000).map(|n| format!("\"{n}.js")).collect();
         let hosts = "placeholder".repeat(100_000);
         let started = std::time::Instant::now();
-        assert_eq!(script_and_style_names(&names, usize::MAX).len(), 400_000);
-        assert_eq!(script_and_style_names(&names, 10).len(), 10);
+        assert_eq!(find_script_and_style_names(&names, usize::MAX).len(), 400_000);
+        assert_eq!(find_script_and_style_names(&names, 10).len(), 10);
         assert_eq!(find_placeholder_host(&hosts), None);
         assert_eq!(find_placeholder_host(&"é.placeholder".repeat(20_000)), None);
         // A quadratic scan takes many minutes.
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn placeholder_host_finds_hosts_but_not_the_mere_word() {
+    fn find_placeholder_host_ignores_the_word_alone() {
         for text in [
             r#"fetch("https://placeholder.idp.example/v1")"#,
             r#"const host="placeholder.idp.accounts.dev";"#,
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn placeholder_host_finds_hosts_inside_keys() {
+    fn find_placeholder_host_decodes_keys() {
         let key = |form: &str, host: &str| {
             let code = base64::engine::general_purpose::STANDARD.encode(format!("{host}$"));
             format!(r#"const k="pk_{form}_{code}",other=1;"#)

@@ -15,7 +15,7 @@ const MAX_TOTAL_BYTES: usize = 96 << 20;
 const MAX_NAMES_PER_FILE: usize = 2000;
 /// Maximum distinct URLs that the files refer to, including those that are not files.
 const MAX_REFERENCES: usize = 4000;
-/// Part of every call of the legacy route, however its URL is built.
+/// Every call of the legacy route contains this, no matter how its URL is built.
 const LEGACY_API_PATH: &str = "api/canvas";
 /// The page's `meta` that declares where canvas gestures may begin.
 const GESTURES_META: &str = "svc-canvas-gestures";
@@ -49,7 +49,7 @@ pub async fn check_shell(host: &HostClient, timeout: Duration) -> Vec<Finding> {
     };
     let bytes: usize = files.iter().map(|file| file.text.len()).sum();
     let read = format!("its page and {} files, {} KiB", files.len() - 1, bytes >> 10);
-    // Megabytes of text: other tasks of this thread must not wait for it.
+    // The scan of megabytes of text must not block other tasks of this thread.
     let checks = tokio::task::spawn_blocking(move || {
         [check_placeholder(&files), check_legacy_calls(&files), check_gestures(&files)]
     });
@@ -109,7 +109,7 @@ async fn load_shell(host: &HostClient) -> Result<Vec<ShellFile>, String> {
 async fn read_names(response: HostResponse, url: &Url) -> Result<(String, Vec<String>), String> {
     let scan = tokio::task::spawn_blocking(move || {
         let text = response.text().into_owned();
-        let names = scan::script_and_style_names(&text, MAX_NAMES_PER_FILE + 1);
+        let names = scan::find_script_and_style_names(&text, MAX_NAMES_PER_FILE + 1);
         let names: Vec<_> = names.into_iter().map(str::to_owned).collect();
         (text, names)
     });
@@ -157,7 +157,7 @@ fn check_placeholder(files: &[ShellFile]) -> Findings {
             );
         }
     }
-    findings.or_ok("neither the page nor its chunks contain one")
+    findings.or_ok("neither the page nor its chunks contain a placeholder host")
 }
 
 fn check_legacy_calls(files: &[ShellFile]) -> Findings {
@@ -226,7 +226,10 @@ mod tests {
         let names: Vec<_> = (0..=MAX_REFERENCES).map(|n| format!("{n}.js")).collect();
         let queued = queue_files(&base, &base, &names[1..], false, &mut seen, &mut queue);
         assert_eq!((queued, queue.len()), (Ok(()), MAX_REFERENCES));
-        assert!(queue_files(&base, &base, &names[1..], false, &mut seen, &mut queue).is_ok(), "no new one");
+        assert!(
+            queue_files(&base, &base, &names[1..], false, &mut seen, &mut queue).is_ok(),
+            "known names do not count again"
+        );
         assert!(queue_files(&base, &base, &names, false, &mut seen, &mut queue).is_err());
         assert_eq!((seen.len(), queue.len()), (MAX_REFERENCES, MAX_REFERENCES));
     }

@@ -17,7 +17,7 @@ pub struct Alarm {
     pub since: Time,
     #[serde(default)]
     pub seen_at: Time,
-    /// The figures and cases that raised it.
+    /// The figures and cases that raised the alarm.
     #[schemars(schema_with = "any_object")]
     #[serde(default)]
     pub detail: BTreeMap<String, Value>,

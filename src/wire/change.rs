@@ -82,7 +82,7 @@ pub struct DeletedMachine {
     /// `null` if its server is not kept.
     pub undeletable_until: Option<Time>,
     pub operation_id: Option<Text<OperationId>>,
-    /// The machine that it was to replace, which was deleted with it.
+    /// The machine that this one was to replace, which was deleted together with it.
     pub also_deleted: Option<AlsoDeleted>,
 }
 
@@ -121,7 +121,7 @@ pub struct PowerChange {
     pub machine_id: Text<MachineId>,
     pub action: Text<PowerAction>,
     pub status: Text<Status>,
-    /// `null` if the server is off already.
+    /// `null` if the server was already off.
     pub operation_id: Option<Text<OperationId>>,
 }
 
@@ -134,7 +134,7 @@ pub struct Resize {
     #[serde(default)]
     pub server_type: Text<ServerType>,
     pub status: Text<Status>,
-    /// `null` if the machine has this type already.
+    /// `null` if the machine already had this type.
     pub operation_id: Option<Text<OperationId>>,
 }
 

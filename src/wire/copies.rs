@@ -47,7 +47,7 @@ pub struct Copies {
 pub struct LiveServer {
     pub machine_id: Text<MachineId>,
     pub provider_server_id: Option<String>,
-    /// When it was first missing at the provider.
+    /// When the server was first found missing at the provider.
     pub missing_since: Option<Time>,
 }
 
@@ -62,13 +62,13 @@ pub struct KeptServer {
     pub reason: Text<KeptReason>,
     /// `null` until a successor serves, or until an operator decides.
     pub until: Option<Time>,
-    /// The running operation that deletes it.
+    /// The running operation that deletes the server.
     pub deleted_by: Option<Text<OperationId>>,
     /// Changes since then exist only on this server.
     pub unsaved_since: Option<Time>,
-    /// When it was first missing at the provider.
+    /// When the server was first found missing at the provider.
     pub missing_since: Option<Time>,
-    /// When an operator abandoned its removal.
+    /// When an operator abandoned the server's removal.
     pub removal_abandoned_at: Option<Time>,
 }
 

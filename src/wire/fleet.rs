@@ -40,10 +40,10 @@ pub struct Fleet {
     pub certificates: Option<Certificates>,
     /// The open rollout.
     pub rollout: Option<RolloutSummary>,
-    /// The first operations that run for too long; `overdueOperationsTotal` counts all.
+    /// The first overdue operations; `overdueOperationsTotal` counts all.
     #[serde(default)]
     pub overdue_operations: Vec<OverdueOperation>,
-    /// Number of all operations that run for too long.
+    /// Number of all overdue operations.
     #[serde(default)]
     pub overdue_operations_total: u64,
     #[serde(default)]
@@ -80,7 +80,7 @@ pub struct Exercise {
     pub is_current: bool,
 }
 
-/// Number of machines.
+/// Numbers of machines.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -129,7 +129,7 @@ pub struct MachineNeedingAttention {
     pub operation_id: Option<Text<OperationId>>,
 }
 
-/// An operation that runs for too long.
+/// An operation that has been in progress for too long.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -169,7 +169,7 @@ pub struct Certificates {
     pub missing: u64,
     #[serde(default)]
     pub missing_handles: Vec<Text<Handle>>,
-    /// Number of the missing ones that `CUSTOMER_VPS_TLS_VERIFY_EXCEPT` exempts.
+    /// Number of machines without a trusted certificate that `CUSTOMER_VPS_TLS_VERIFY_EXCEPT` exempts.
     #[serde(default)]
     pub exempt: u64,
 }

@@ -35,11 +35,12 @@ pub struct Heartbeat {
     #[schemars(with = "u64")]
     pub epoch: Epoch,
     pub health: ComponentHealth,
-    /// Space of the owner's file system. `null` or absent if the host cannot read it. Older platforms refuse that.
+    /// Space of the owner's file system. `null` or absent if the host cannot read it; older platforms refuse such a
+    /// report.
     #[serde(default)]
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub disk: Option<Disk>,
-    /// The last run, successful or not.
+    /// The last backup, successful or not.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub last_backup: Option<LastBackup>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -58,10 +59,10 @@ pub struct Heartbeat {
     #[serde(default)]
     #[schemars(skip_serializing_if = "Vec::is_empty", schema_with = "proof_kids")]
     pub proof_kids: Vec<String>,
-    /// Absent until the host's updater has written them.
+    /// Absent until the host's updater has written the ids.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trusted_keys: Option<TrustedKeyIds>,
-    /// Absent before the host's gateway has reported it.
+    /// Absent until the host's gateway has reported the certificate.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub certificate: Option<HostCertificate>,
     /// The registration that the platform accepted; a database restored from an older copy may lack it. Absent before
@@ -98,7 +99,7 @@ pub struct TrustedKeyIds {
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
 pub struct HeartbeatResponse {
-    /// The release that the host must run; the reported one if no other is wanted.
+    /// The release that the host must run; the reported one if no other one is desired.
     #[schemars(with = "String")]
     pub desired_image_version: Option<ImageVersion>,
     /// The current epoch of the host's machine.
@@ -111,7 +112,7 @@ pub struct HeartbeatResponse {
     pub proof_keys: Option<ProofKeys>,
     /// The operation during which the host must keep its writers stopped.
     pub quiesce: Option<Text<OperationId>>,
-    /// The request id of the update to `desiredImageVersion`. Present while a rollout wants it.
+    /// The request id of the update to `desiredImageVersion`. Present while a rollout requests the update.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub desired_request_id: Option<String>,
@@ -134,13 +135,13 @@ pub struct CertificateSettings {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub host_name: Option<String>,
-    /// Without it, the host requests no certificate.
+    /// Without these settings, the host requests no certificate.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "AcmeSettings")]
     pub acme: Option<AcmeSettings>,
 }
 
-/// A certificate authority that speaks ACME (RFC 8555), whose terms of service the operator has accepted.
+/// A certificate authority with ACME (RFC 8555), whose terms of service the operator has accepted.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
@@ -183,8 +184,8 @@ pub struct ProofKey {
 }
 
 impl ComponentHealth {
-    /// Whether the components are healthy that operations wait for. The owner's settings can break code-server, so that
-    /// it must not fail a resize or a recovery.
+    /// Whether the components that operations wait for are healthy. Code-server is not among them: the owner's settings
+    /// can break it, which must not fail a resize or a recovery.
     pub fn is_ok(&self) -> bool {
         [&self.gateway, &self.database].into_iter().all(|status| status.is(ComponentStatus::Ok))
     }

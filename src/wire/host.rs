@@ -42,7 +42,7 @@ pub struct HostCertificate {
     #[serde(default)]
     #[schemars(skip_serializing_if = "std::ops::Not::not", with = "Option<bool>")]
     pub is_trusted: bool,
-    /// Why the last attempt to replace it failed.
+    /// Why the last attempt to replace the certificate failed.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     /// When the host requests the next certificate.

@@ -34,7 +34,7 @@ pub struct Machine {
     #[serde(default)]
     pub kind: Text<MachineKind>,
     pub status: Text<Status>,
-    /// Why it has failed.
+    /// Why the machine has failed.
     pub failure: Option<Failure>,
     #[serde(default)]
     pub epoch: u64,
@@ -61,16 +61,16 @@ pub struct Machine {
     pub health: Option<Health>,
     pub last_backup: Option<LastBackup>,
     pub last_update: Option<LastUpdate>,
-    /// The last checks of its snapshots.
+    /// The last checks of the machine's snapshots.
     pub checks: Option<SnapshotChecks>,
     /// Progress of its first boot; `null` before the host's first report.
     pub boot: Option<Boot>,
     pub boot_progress: Option<BootProgress>,
-    /// The first healthy heartbeat after its registration.
+    /// When the first healthy heartbeat after the registration arrived.
     pub proven_at: Option<Time>,
-    /// When its last snapshot was taken, after its writers had stopped.
+    /// When the final backup was taken, after the writers had stopped.
     pub final_backup_at: Option<Time>,
-    /// Changes since then exist only on its server.
+    /// Changes since then exist only on the machine's server.
     pub unsaved_since: Option<Time>,
     /// When an operator powered off its server.
     pub powered_off_at: Option<Time>,
@@ -144,7 +144,7 @@ pub struct DiscardedMachine {
 #[schemars(inline)]
 pub struct Failure {
     pub cause: Text<FailureCause>,
-    /// The stage of its boot.
+    /// The stage of the boot that failed.
     pub stage: Option<String>,
     pub message: Option<String>,
 }
@@ -229,7 +229,7 @@ pub struct UpgradeToken {
 }
 
 impl Machine {
-    /// The status, or `deleted` or `replaced` after it has left its slot.
+    /// The status, or `deleted` or `replaced` after the machine has left its slot.
     pub fn state_word(&self) -> &str {
         if self.deleted_at.is_some() {
             "deleted"
@@ -240,12 +240,12 @@ impl Machine {
         }
     }
 
-    /// Whether it holds its slot.
+    /// Whether the machine holds its slot.
     pub fn is_active(&self) -> bool {
         self.deleted_at.is_none() && self.replaced_by.is_none()
     }
 
-    /// When it left its slot.
+    /// When the machine left its slot.
     pub fn left_slot_at(&self) -> Option<&Time> {
         self.retired_at.as_ref().or(self.deleted_at.as_ref())
     }

@@ -10,7 +10,7 @@ words!(
     /// The state of an operation.
     OperationState {
         Running = "running",
-        /// It waits for an operator's answer to its question.
+        /// The operation waits for an operator's answer to its question.
         Waiting = "waiting",
         Succeeded = "succeeded",
         Failed = "failed",
@@ -27,7 +27,7 @@ pub struct Operation {
     #[serde(default = "unknown")]
     pub kind: String,
     pub state: Text<OperationState>,
-    /// The question that an operator must answer, while it waits.
+    /// The question that an operator must answer, while the operation waits.
     pub question: Option<Question>,
     #[serde(default = "unknown")]
     pub step: String,
@@ -42,7 +42,7 @@ pub struct Operation {
     pub ended_at: Option<Time>,
     /// The id of the request that created the operation.
     pub request_id: Option<String>,
-    /// Its newest lines, oldest first.
+    /// The newest lines, oldest first.
     #[serde(default)]
     pub log: Vec<LogLine>,
     /// The number of older log lines that are omitted.
@@ -95,7 +95,7 @@ pub struct LogLine {
 }
 
 impl Operation {
-    /// Its question, if it waits for a decision.
+    /// The question, if the operation waits for a decision.
     pub fn question(&self) -> Option<&Question> {
         self.question.as_ref().filter(|_| self.state.is(OperationState::Waiting))
     }

@@ -76,7 +76,7 @@ pub struct IssuedToken {
     pub token: String,
 }
 
-/// The caller.
+/// The caller's identity and scopes.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

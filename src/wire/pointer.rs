@@ -47,7 +47,7 @@ pub struct RebuiltPointer {
     pub pointer: Pointer,
 }
 
-/// A pointer.
+/// A snapshot pointer.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

@@ -1,4 +1,4 @@
-//! What a provision would do, cost and use, for the operator who confirms it.
+//! The effect, cost and quota of a provision, for the operator who confirms it.
 
 use std::fmt;
 use std::str::FromStr;
@@ -69,7 +69,7 @@ impl TextForm for Price {
     }
 }
 
-/// What a provision would do, cost and use. Nothing was changed.
+/// The effect, cost and quota of a provision that has not been requested.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -95,7 +95,7 @@ pub struct ProvisionQuote {
     pub server_type: Text<ServerType>,
     #[serde(default)]
     pub location: Text<Location>,
-    /// `null` if the slot has this machine already.
+    /// `null` if the slot already has this machine.
     pub image_version: Option<Text<ImageVersion>>,
     pub subscription: Option<Subscription>,
     /// `BILLING_ENFORCEMENT`.
@@ -103,19 +103,19 @@ pub struct ProvisionQuote {
     pub billing_enforced: bool,
     /// The slot's machine: a running one is returned by a provision, a failed one is replaced.
     pub existing: Option<ExistingMachine>,
-    /// Whether the provision would add a customer, whose cost and consent an operator confirms.
+    /// Whether the provision would add a customer, whose cost and consent an operator must confirm.
     #[serde(default)]
     pub adds_customer: bool,
-    /// Whether an operator confirms `monthlyCost`: the provision would add a customer, or replace a customer's machine by
-    /// one of another server type. Older platforms omit it.
+    /// Whether an operator must confirm `monthlyCost`: the provision would add a customer, or replace a customer's machine
+    /// with one of another server type. Older platforms omit it.
     #[serde(default)]
     pub needs_cost_confirmation: bool,
-    /// With value-added tax, in the most expensive of the possible locations: the text of `confirmedMonthlyCost`.
+    /// With value-added tax, in the most expensive of the possible locations: the value for `confirmedMonthlyCost`.
     /// `null` if no server would be created, or if its price cannot be read and need not be confirmed.
     pub monthly_cost: Option<Text<Price>>,
     #[serde(default)]
     pub costs: Vec<LocationCost>,
-    /// Servers in the provider's project, with those that have been ordered.
+    /// Number of servers in the provider's project, including ordered ones.
     pub servers: Option<u64>,
     /// `PROVIDER_SERVER_LIMIT`.
     pub server_limit: Option<u64>,

@@ -31,7 +31,7 @@ words!(
     RestoreFailureCode {
         /// The disk is too small for the database.
         NoSpace = "no_space",
-        /// The snapshot is of a newer PostgreSQL than the release has.
+        /// The snapshot comes from a newer PostgreSQL than the one in the release.
         NewerPostgres = "newer_postgres",
         /// The object store could not be read.
         StoreUnavailable = "store_unavailable",
@@ -44,7 +44,7 @@ impl RestoreFailureCode {
         format!("{MARKER}{self}")
     }
 
-    /// The code in a message; `None` if the message has none, as those of older hosts.
+    /// The code in a message; `None` if the message has none, like the messages of older hosts.
     pub fn find(message: &str) -> Option<Self> {
         message.split(MARKER).skip(1).find_map(|rest| {
             let end = rest.find(|c: char| !(c.is_ascii_lowercase() || c == '_')).unwrap_or(rest.len());
@@ -69,7 +69,7 @@ pub struct Registration {
     /// SHA-256 of the public key of the gateway's certificate: 64 hexadecimal digits.
     #[schemars(schema_with = "sha256")]
     pub tls_spki_sha256: String,
-    /// Milliseconds from the writing of user-data until the gateway was ready.
+    /// Milliseconds from the time when user-data was written until the gateway was ready.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot_ms: Option<u64>,
 }

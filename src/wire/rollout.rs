@@ -16,7 +16,7 @@ words!(
         Paused = "paused",
         /// The platform stopped it: too many machines failed.
         Stopped = "stopped",
-        /// By an operator.
+        /// An operator ended it.
         Aborted = "aborted",
         Succeeded = "succeeded",
     }
@@ -46,7 +46,7 @@ pub struct RolloutSummary {
     #[serde(default)]
     pub image_version: Text<ImageVersion>,
     pub state: Text<RolloutState>,
-    /// Why the platform stopped it.
+    /// Why the platform stopped the rollout.
     pub why: Option<String>,
     /// Number of machines that are updated first.
     #[serde(default)]
@@ -80,10 +80,10 @@ pub struct RolloutVerification {
     #[serde(default)]
     pub at: Time,
     pub passed: bool,
-    /// The machines.
+    /// The machines on which the release was verified.
     #[serde(default)]
     pub handles: Vec<Text<Handle>>,
-    /// The problems.
+    /// The problems that were found.
     #[serde(default)]
     pub findings: Vec<RolloutFinding>,
 }
@@ -161,10 +161,10 @@ pub struct RolloutMachine {
     pub batch: u64,
     pub state: Text<MemberState>,
     pub error: Option<String>,
-    /// When its host was requested to update.
+    /// When the update was requested from its host.
     pub asked_at: Option<Time>,
     pub ended_at: Option<Time>,
-    /// The release that it runs.
+    /// The release that the machine runs.
     #[serde(default)]
     pub image_version: Text<ImageVersion>,
 }
@@ -183,7 +183,7 @@ impl RolloutTotals {
 }
 
 impl RolloutSummary {
-    /// Whether it waits for an operator because of what the verification found.
+    /// Whether the rollout waits for an operator because the verification found a problem.
     pub fn is_halted(&self) -> bool {
         self.state.is(RolloutState::Paused) && self.verification.as_ref().is_some_and(|last| !last.passed)
     }

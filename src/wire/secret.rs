@@ -1,4 +1,4 @@
-//! Serializes secrets, whose `Debug` stays redacted.
+//! Serializes secrets in clear text, for fields whose `Debug` output stays redacted.
 
 use secrecy::{ExposeSecret, SecretString};
 use serde::Serializer;

@@ -17,7 +17,8 @@ pub struct StorageCredentials {
     pub session: StoreSession,
     #[serde(flatten)]
     pub location: StoreLocation,
-    /// Stores snapshots while the platform is unreachable. `null` if the platform grants none; older platforms omit it.
+    /// For storing snapshots while the platform is unreachable. `null` if the platform grants no such session; older
+    /// platforms omit it.
     #[serde(default)]
     pub outage: Option<StoreSession>,
 }
@@ -49,6 +50,6 @@ pub struct StoreLocation {
     /// `null` for AWS's own endpoint.
     pub endpoint: Option<String>,
     pub bucket: String,
-    /// The slot's prefix, with a slash at its end.
+    /// The slot's prefix, with a trailing slash.
     pub prefix: String,
 }

@@ -19,7 +19,7 @@ use svc_machine::state::{FailureCause, Status};
 
 /// A string that is written from a `T` and described as one.
 ///
-/// A reader accepts any string, because a writer of a newer release may use further words.
+/// A reader accepts any string, because a writer of a newer release may use other words.
 #[derive(PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Text<T> {
@@ -221,13 +221,13 @@ word_form!(FailureCause, Plan, RestoreMode, Status);
 
 /// The error for a text that is not one of the listed words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("must be {}", listed(.words))]
+#[error("must be {}", join_words(.words))]
 pub struct UnknownWord {
     pub words: &'static [&'static str],
 }
 
 /// `a, b or c`.
-fn listed(words: &[&str]) -> String {
+fn join_words(words: &[&str]) -> String {
     match words {
         [] => String::new(),
         [only] => (*only).to_owned(),

@@ -15,7 +15,7 @@ const MAX_WHOLE_AMOUNT: f64 = 9_007_199_254_740_992.0;
 #[schemars(inline)]
 pub struct UsageReport {
     /// In US dollars.
-    #[serde(serialize_with = "dollars")]
+    #[serde(serialize_with = "serialize_dollars")]
     #[schemars(with = "f64")]
     pub total_cost: f64,
     pub total_tokens_in: u64,
@@ -41,7 +41,7 @@ pub struct UsageEntry {
     #[schemars(with = "String")]
     pub user_id: Option<String>,
     /// In US dollars.
-    #[serde(serialize_with = "dollars")]
+    #[serde(serialize_with = "serialize_dollars")]
     #[schemars(with = "f64")]
     pub cost: f64,
     pub tokens_in: u64,
@@ -50,7 +50,7 @@ pub struct UsageEntry {
 }
 
 /// Writes whole amounts as integers, as the records of dispatches do.
-fn dollars<S: Serializer>(amount: &f64, out: S) -> Result<S::Ok, S::Error> {
+fn serialize_dollars<S: Serializer>(amount: &f64, out: S) -> Result<S::Ok, S::Error> {
     if amount.fract() == 0.0 && (0.0..MAX_WHOLE_AMOUNT).contains(amount) {
         #[allow(
             clippy::cast_possible_truncation,

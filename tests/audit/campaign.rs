@@ -1,10 +1,10 @@
-//! Runs random shell scripts and checks that the record holds exactly the changes that an observer finds, which is
-//! independent of the watcher.
+//! Runs random shell scripts and checks that the record has exactly the changes that an observer, independent of the
+//! watcher, finds.
 
 use anyhow::{Context, Result, ensure};
 use kit::long::Figures;
 
-use super::home::{ADA, Home, differences, recorded};
+use super::home::{ADA, Home, differences, recorded_operations};
 
 /// Generates pseudo-random scripts from a seed, reproducibly (splitmix64).
 struct ScriptGenerator(u64);
@@ -18,16 +18,16 @@ impl ScriptGenerator {
         z ^ (z >> 31)
     }
 
-    fn below(&mut self, bound: u64) -> u64 {
+    fn next_below(&mut self, bound: u64) -> u64 {
         self.next_u64() % bound
     }
 
     fn pick<'a>(&mut self, choices: &[&'a str]) -> &'a str {
-        choices[usize::try_from(self.below(choices.len() as u64)).expect("few")]
+        choices[usize::try_from(self.next_below(choices.len() as u64)).expect("an index of a slice")]
     }
 
-    fn folder(&mut self) -> String {
-        let depth = self.below(3);
+    fn pick_folder(&mut self) -> String {
+        let depth = self.next_below(3);
         let mut path = String::from(".");
         for _ in 0..depth {
             path.push('/');
@@ -36,22 +36,22 @@ impl ScriptGenerator {
         path
     }
 
-    fn file(&mut self) -> String {
-        let folder = self.folder();
+    fn pick_file(&mut self) -> String {
+        let folder = self.pick_folder();
         // Some names are also folder names, to provoke conflicts.
         let name = self.pick(&["f1", "f2", "f3", "f4", "'f 5'", "$'f\\n6'", "$'f\\xfe7'", "d1", "d2"]);
         format!("{folder}/{name}")
     }
 
-    fn unique(&mut self) -> String {
+    fn unique_text(&mut self) -> String {
         format!("{:016x}", self.next_u64())
     }
 
     /// Returns one command line. Contents never repeat, because the observer compares only contents.
-    fn step(&mut self, can_touch: bool) -> String {
-        let (f, g, d, e) = (self.file(), self.file(), self.folder(), self.folder());
-        let (n, m) = (self.unique(), self.unique());
-        match self.below(if can_touch { 34 } else { 31 }) {
+    fn next_command(&mut self, can_touch: bool) -> String {
+        let (f, g, d, e) = (self.pick_file(), self.pick_file(), self.pick_folder(), self.pick_folder());
+        let (n, m) = (self.unique_text(), self.unique_text());
+        match self.next_below(if can_touch { 34 } else { 31 }) {
             0..=3 => format!("echo {n} > {f}"),
             4 => format!("echo {n} >> {f}"),
             5 => format!("mkdir -p {d}/n{m}/x/y; echo {n} > {d}/n{m}/x/y/z"),
@@ -90,19 +90,19 @@ impl ScriptGenerator {
         }
     }
 
-    fn script(&mut self, can_touch: bool) -> String {
+    fn next_script(&mut self, can_touch: bool) -> String {
         // docs/host/audit.md lists a write through `mmap` to a file that is also touched as not recorded.
-        let is_mapping = self.below(12) == 0;
+        let is_mapping = self.next_below(12) == 0;
         let can_touch = can_touch && !is_mapping;
-        let steps = 1 + self.below(14);
-        let mut script: String = (0..steps).map(|_| format!("{}\n", self.step(can_touch))).collect();
+        let steps = 1 + self.next_below(14);
+        let mut script: String = (0..steps).map(|_| format!("{}\n", self.next_command(can_touch))).collect();
         if is_mapping {
-            let n = self.unique();
+            let n = self.unique_text();
             script.push_str(&format!(
                 "f=$(find . -path ./system -prune -o -type f -size +20c -print -quit); [ -z \"$f\" ] || python3 -c '\nimport mmap, sys\nf = open(sys.argv[1], \"r+b\"); m = mmap.mmap(f.fileno(), 0); m[:16] = b\"{n}\"' \"$f\"\n"
             ));
         }
-        if self.below(6) == 0 {
+        if self.next_below(6) == 0 {
             // Runs the script in a background process that the command waits for.
             script = format!("({script}) & wait\n");
         }
@@ -116,19 +116,22 @@ fn run_scripts(seed: u64, count: u64, failpoints: &'static str) -> Result<Figure
     let mut figures = Figures::new("audit_campaign");
     for index in 0..count {
         let mut generator = ScriptGenerator(seed.wrapping_add(index));
-        let script = generator.script(failpoints.is_empty());
-        // The files of earlier scripts are part of the cause, so a replay begins with the first one.
+        let script = generator.next_script(failpoints.is_empty());
+        // A failure also depends on the files of earlier scripts, so a replay begins with the first script.
         let context = || format!("AUDIT_SEED={seed}, script {index}:\n{script}");
-        if generator.below(8) == 0 {
+        if generator.next_below(8) == 0 {
             // Changes by the owner, which no hook reports.
-            home.shell(&format!("echo {0} > own-{0}; mkdir -p d1/own; echo {0} > f1", generator.unique()))
-                .ok();
+            home.shell(&format!(
+                "echo {0} > own-{0}; mkdir -p d1/own; echo {0} > f1",
+                generator.unique_text()
+            ))
+            .ok();
         }
         let before = home.states()?;
         let entries = home.run(ADA, &format!("{{ {script}}} 2>/dev/null")).with_context(context)?;
         let after = home.states()?;
         let expected = differences(&before, &after);
-        let actual = recorded(&entries).with_context(context)?;
+        let actual = recorded_operations(&entries).with_context(context)?;
         let expected = expected.into_iter().map(|(path, op)| (path, op.to_owned())).collect();
         ensure!(actual == expected, "{}\n{}", context(), describe_difference(&actual, &expected));
         figures.fuzz_cases += 1;
@@ -168,7 +171,7 @@ fn record_matches_random_scripts_without_file_events() -> Result<()> {
 }
 
 #[test]
-#[ignore = "minutes: for the long tests"]
+#[ignore = "takes minutes: for the long tests"]
 fn long_record_matches_a_thousand_random_scripts() -> Result<()> {
     let mut figures = run_scripts(seed()?, 1000, "")?;
     figures.fuzz_cases +=

@@ -3,12 +3,12 @@
 use anyhow::Result;
 use serde_json::json;
 
-use super::home::{ADA, BOB, Home, os, path_of, short};
+use super::home::{ADA, BOB, Home, path_of, summarize, to_os_str};
 
 #[test]
 fn command_is_recorded_by_its_net_changes() -> Result<()> {
     let home = Home::new()?;
-    let logged = |script: &str| home.run(ADA, script).map(|entries| short(&entries));
+    let logged = |script: &str| home.run(ADA, script).map(|entries| summarize(&entries));
     assert_eq!(logged("echo one > a")?, ["write a"]);
     assert_eq!(logged("cat a; grep -r one . ; ls -R")?, [""; 0]);
     assert_eq!(logged("echo two >> a")?, ["write a"]);
@@ -31,7 +31,7 @@ fn command_is_recorded_by_its_net_changes() -> Result<()> {
             "write m/s/t/f"
         ]
     );
-    // Under the folder's current name.
+    // Recorded under the folder's current name.
     assert_eq!(logged("echo y >> m/s/t/f")?, ["write m/s/t/f"]);
     assert_eq!(logged("mv m k; echo z >> k/s/t/f; mv k m")?, ["write m/s/t/f"]);
     assert_eq!(logged("mv m k; mv k m")?, [""; 0]);
@@ -49,9 +49,9 @@ fn command_is_recorded_by_its_net_changes() -> Result<()> {
 }
 
 #[test]
-fn symlink_is_recorded_itself_hard_link_under_every_name() -> Result<()> {
+fn symlink_is_recorded_once_and_hard_link_under_every_name() -> Result<()> {
     let home = Home::new()?;
-    let logged = |script: &str| home.run(ADA, script).map(|entries| short(&entries));
+    let logged = |script: &str| home.run(ADA, script).map(|entries| summarize(&entries));
     assert_eq!(
         logged("echo x > f; ln -s f l; ln -s ../out o; ln -s nowhere d")?,
         ["write d", "write f", "write l", "write o"]
@@ -73,7 +73,7 @@ fn write_through_mmap_is_recorded() -> Result<()> {
     home.shell("head -c 8192 /dev/zero > m")?;
     let script =
         "python3 -c 'import mmap; f = open(\"m\", \"r+b\"); m = mmap.mmap(f.fileno(), 0); m[0:3] = b\"abc\"'";
-    assert_eq!(short(&home.run(ADA, script)?), ["write m"]);
+    assert_eq!(summarize(&home.run(ADA, script)?), ["write m"]);
     Ok(())
 }
 
@@ -84,7 +84,7 @@ fn non_utf8_names_can_be_read_back() -> Result<()> {
         home.run(ADA, "echo x > $'a\\nb'; echo x > $'c\\\\\\xff'; mkdir $'\\xc3'; echo x > $'\\xc3/ä'")?;
     let paths: Vec<Vec<u8>> = entries.iter().map(path_of).collect::<Result<_>>()?;
     assert_eq!(paths, [b"a\nb".to_vec(), b"c\\\xff".to_vec(), b"\xc3".to_vec(), b"\xc3/\xc3\xa4".to_vec()]);
-    assert!(home.dir().join(os(&paths[3])).exists());
+    assert!(home.dir().join(to_os_str(&paths[3])).exists());
     assert_eq!((&entries[0]["escaped"], &entries[1]["escaped"]), (&json!(null), &json!(true)));
     Ok(())
 }
@@ -92,24 +92,24 @@ fn non_utf8_names_can_be_read_back() -> Result<()> {
 #[test]
 fn file_tool_is_trusted_for_paths_within_the_home() -> Result<()> {
     let home = Home::new()?;
-    let at = |below: &str| home.path(below).display().to_string();
+    let absolute = |below: &str| home.path(below).display().to_string();
     home.shell("mkdir real; ln -s real in; ln -s ../out away; ln -s real/t link; echo t > real/t; ln -s ../out/x gone")?;
     let logged = |path: &str, script: &str| -> Result<Vec<String>> {
         home.write(ADA, path, || home.shell(script))?;
-        Ok(short(&home.entries()?))
+        Ok(summarize(&home.entries()?))
     };
     assert_eq!(
-        logged(&at("home/svc/home/n/e/w"), "mkdir -p n/e; echo x > n/e/w")?,
+        logged(&absolute("home/svc/home/n/e/w"), "mkdir -p n/e; echo x > n/e/w")?,
         ["mkdir n", "mkdir n/e", "write n/e/w"]
     );
     assert_eq!(logged("n/../n/e/w", "echo y > n/e/w")?, ["write n/e/w"]);
-    assert_eq!(logged(&at("home/svc/home/in/f"), "echo x > real/f")?, ["write real/f"]);
-    assert_eq!(logged(&at("home/svc/home/link"), "echo x > link")?, ["write real/t"]);
-    assert_eq!(logged(&at("home/svc/home/link"), "rm link; echo x > link")?, ["write link"]);
+    assert_eq!(logged(&absolute("home/svc/home/in/f"), "echo x > real/f")?, ["write real/f"]);
+    assert_eq!(logged(&absolute("home/svc/home/link"), "echo x > link")?, ["write real/t"]);
+    assert_eq!(logged(&absolute("home/svc/home/link"), "rm link; echo x > link")?, ["write link"]);
     for outside in
         ["home/svc/out/f", "home/svc/home/away/f", "home/svc/home/gone", "home/svc/home/system/config.json"]
     {
-        assert_eq!(logged(&at(outside), "true")?, [""; 0], "{outside}");
+        assert_eq!(logged(&absolute(outside), "true")?, [""; 0], "{outside}");
     }
     let entry = &{
         home.write(ADA, "s", || home.shell("echo 12345 > s"))?;
@@ -150,11 +150,11 @@ fn owner_changes_are_omitted_and_concurrent_agents_both_named() -> Result<()> {
     home.end_command(BOB, &second)?;
     home.shell("echo mine >> mine")?;
     let entries = home.entries()?;
-    assert_eq!(short(&entries), ["write a", "write both", "write b"]);
-    let of = |at: usize| (entries[at]["agentName"].clone(), entries[at]["ambiguous"].clone());
-    assert_eq!(of(0), (json!("ada"), json!(null)));
-    assert_eq!(of(1), (json!("ada, bob"), json!(true)));
-    assert_eq!(of(2), (json!("bob"), json!(null)));
+    assert_eq!(summarize(&entries), ["write a", "write both", "write b"]);
+    let attribution = |at: usize| (entries[at]["agentName"].clone(), entries[at]["ambiguous"].clone());
+    assert_eq!(attribution(0), (json!("ada"), json!(null)));
+    assert_eq!(attribution(1), (json!("ada, bob"), json!(true)));
+    assert_eq!(attribution(2), (json!("bob"), json!(null)));
     assert_eq!(entries[1].get("dispatchId"), None);
 
     // A file tool is attributed by name, even while another agent's command runs.

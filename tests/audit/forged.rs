@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use svc::host::audit::protocol::{Message, SeenCalls};
 
-use super::home::{ADA, Agent, BOB, Home, short};
+use super::home::{ADA, Agent, BOB, Home, summarize};
 
 /// The id that the machine's sysusers configuration assigns.
 const OWNERS_USER: u32 = 1940;
@@ -18,8 +18,8 @@ const OWNERS_USER: u32 = 1940;
 fn new_entries(home: &Home) -> Result<(Vec<String>, Vec<Value>)> {
     let (gaps, entries): (Vec<Value>, Vec<Value>) =
         home.entries()?.into_iter().partition(|line| !line["gap"].is_null());
-    let whys = gaps.iter().filter_map(|line| line["gap"]["why"].as_str().map(str::to_owned)).collect();
-    Ok((whys, entries))
+    let reasons = gaps.iter().filter_map(|line| line["gap"]["why"].as_str().map(str::to_owned)).collect();
+    Ok((reasons, entries))
 }
 
 /// A tool reports the end of its own call through the hook.
@@ -37,7 +37,7 @@ fn tool_cannot_end_its_own_call() -> Result<()> {
     home.shell("echo hidden > hidden")?;
     home.end_command(ADA, &call)?;
     let (gaps, entries) = new_entries(&home)?;
-    assert_eq!((gaps, short(&entries)), (vec!["forged".to_owned()], vec!["write hidden".to_owned()]));
+    assert_eq!((gaps, summarize(&entries)), (vec!["forged".to_owned()], vec!["write hidden".to_owned()]));
     assert_eq!(entries[0]["dispatchId"], "ada");
     Ok(())
 }
@@ -56,7 +56,7 @@ fn tool_impersonating_the_hook_is_detected() -> Result<()> {
     Ok(())
 }
 
-/// A hook that stopped waiting too early, but whose report arrived.
+/// The hook stopped waiting before the response, but its report arrived.
 #[test]
 fn late_hook_is_counted_once() -> Result<()> {
     let home = Home::new()?;
@@ -70,14 +70,14 @@ fn late_hook_is_counted_once() -> Result<()> {
     fs::write(home.path("run/svc/hooks/audit-gaps.jsonl"), format!("{late}\n"))?;
     home.run_hook_event(ADA, "PostToolUse", "w1", write)?;
     let (gaps, entries) = new_entries(&home)?;
-    assert_eq!((gaps, short(&entries)), (vec!["unproven".to_owned()], vec!["write w".to_owned()]));
+    assert_eq!((gaps, summarize(&entries)), (vec!["unproven".to_owned()], vec!["write w".to_owned()]));
     assert_eq!(entries[0]["dispatchId"], "ada");
     Ok(())
 }
 
-/// A forged note in the file of late hooks excuses no call without a beginning.
+/// A forged line in the file of late hooks does not suppress the gap of a call without a beginning.
 #[test]
-fn planted_hook_report_suppresses_no_gap() -> Result<()> {
+fn planted_hook_report_does_not_suppress_a_gap() -> Result<()> {
     let home = Home::new()?;
     let late = json!({ "version": 1, "at": "2026-11-23T00:00:00.000Z", "why": "late", "message": {
         "version": 1, "phase": "post", "sentAt": "2026-11-23T00:00:00.000Z", "sessionId": "other",
@@ -102,19 +102,22 @@ fn agent_cannot_end_calls_of_another_agent() -> Result<()> {
     home.end_command(ADA, &call)?;
     let (gaps, entries) = new_entries(&home)?;
     assert_eq!(gaps, ["forged"; 4]);
-    assert_eq!((short(&entries), &entries[0]["agentName"]), (vec!["write seen".to_owned()], &json!("ada")));
+    assert_eq!(
+        (summarize(&entries), &entries[0]["agentName"]),
+        (vec!["write seen".to_owned()], &json!("ada"))
+    );
     Ok(())
 }
 
 #[test]
 fn dispatch_is_identified_by_dispatcher_not_environment() -> Result<()> {
     let home = Home::new()?;
-    // No dispatch was announced, but its environment names one.
+    // No dispatch was announced, but the agent's environment names one.
     let terminal = Agent("terminal");
     home.run(terminal, "true")?;
     let entries = home.run(terminal, "echo x > by-terminal")?;
     assert_eq!((&entries[0]["agentName"], entries[0].get("dispatchId")), (&json!("terminal"), None));
-    // A process of a dispatch remains in it, whichever variables it sets.
+    // A dispatch's process remains in the dispatch, regardless of the variables that it sets.
     home.with_process(ADA, |process| process.run("export SVC_DISPATCH_ID=bob SVC_AGENT_NAME=bob"))?;
     let entries = home.run(ADA, "echo x > by-ada")?;
     assert_eq!((&entries[0]["agentName"], &entries[0]["dispatchId"]), (&json!("ada"), &json!("ada")));
@@ -147,12 +150,15 @@ fn only_gateway_user_starts_and_ends_dispatches() -> Result<()> {
     }
     home.shell("echo x > still-seen")?;
     let (gaps, entries) = new_entries(&home)?;
-    assert_eq!((gaps, short(&entries)), (vec!["forged".to_owned(); 2], vec!["write still-seen".to_owned()]));
+    assert_eq!(
+        (gaps, summarize(&entries)),
+        (vec!["forged".to_owned(); 2], vec!["write still-seen".to_owned()])
+    );
     Ok(())
 }
 
 #[test]
-fn calls_reported_by_no_hook_are_recorded_as_gap() -> Result<()> {
+fn calls_missed_by_hooks_are_recorded_as_gap() -> Result<()> {
     let home = Home::new()?;
     let call = home.begin_command(ADA)?;
     home.end_command(ADA, &call)?;
@@ -166,7 +172,7 @@ fn calls_reported_by_no_hook_are_recorded_as_gap() -> Result<()> {
 
 /// Call ids are tracked per process, so one agent cannot consume the id of another.
 #[test]
-fn call_ended_by_another_process_beforehand_is_recorded() -> Result<()> {
+fn call_with_an_id_that_another_agent_ended_is_recorded() -> Result<()> {
     let home = Home::new()?;
     let of_ada = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
     home.run_hook_event(BOB, "PostToolUse", "toolu_1000", of_ada)?;
@@ -174,6 +180,6 @@ fn call_ended_by_another_process_beforehand_is_recorded() -> Result<()> {
     home.shell("echo x > seen")?;
     home.end_command(ADA, "toolu_1000")?;
     let (_, entries) = new_entries(&home)?;
-    assert_eq!(short(&entries), ["write seen"]);
+    assert_eq!(summarize(&entries), ["write seen"]);
     Ok(())
 }

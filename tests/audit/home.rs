@@ -68,7 +68,7 @@ pub struct Home {
     pub max_watches: Option<u32>,
     calls: AtomicU32,
     processes: RefCell<HashMap<Agent, AgentProcess>>,
-    /// Number of lines of the record that were read.
+    /// Number of the record's lines that `entries` has returned or skipped.
     lines_read: Cell<usize>,
 }
 
@@ -225,7 +225,7 @@ impl Home {
         self.isolated_command(env!("CARGO_BIN_EXE_svc"), args)
     }
 
-    /// In a separate user namespace, which has its own kernel limits.
+    /// If `max_watches` is set, runs the watcher in a user namespace, which has its own kernel limits.
     fn watcher_command(&self) -> Command {
         let Some(max) = self.max_watches else { return self.command(&["svc-watch"]) };
         let script = format!(
@@ -353,7 +353,12 @@ impl Home {
             if let Some(found) = self.lines()?.into_iter().find(|line| matches(line)) {
                 return Ok(found);
             }
-            ensure!(Instant::now() < deadline, "timeout: {what}: {:?}\n{}", self.lines()?, self.log());
+            ensure!(
+                Instant::now() < deadline,
+                "timeout: no line with {what}: {:?}\n{}",
+                self.lines()?,
+                self.log()
+            );
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -393,7 +398,7 @@ fn observe(root: &Path, dir: &Path, states: &mut PathStates) -> Result<()> {
     Ok(())
 }
 
-/// The difference between two observations, as the record must show it.
+/// The differences between two observations, as the record must show them.
 pub fn differences(before: &PathStates, after: &PathStates) -> BTreeMap<Vec<u8>, &'static str> {
     let mut found = BTreeMap::new();
     for path in before.keys().filter(|path| !after.contains_key(*path)) {
@@ -406,7 +411,7 @@ pub fn differences(before: &PathStates, after: &PathStates) -> BTreeMap<Vec<u8>,
 }
 
 /// The operation recorded for each path, which must appear only once.
-pub fn recorded(entries: &[Value]) -> Result<BTreeMap<Vec<u8>, String>> {
+pub fn recorded_operations(entries: &[Value]) -> Result<BTreeMap<Vec<u8>, String>> {
     let mut found = BTreeMap::new();
     for entry in entries {
         let op = entry["op"].as_str().with_context(|| format!("not an entry: {entry}"))?.to_owned();
@@ -443,11 +448,11 @@ pub fn path_of(entry: &Value) -> Result<Vec<u8>> {
 }
 
 /// `op path`, in the order of the record.
-pub fn short(entries: &[Value]) -> Vec<String> {
+pub fn summarize(entries: &[Value]) -> Vec<String> {
     let word = |entry: &Value, name: &str| entry[name].as_str().unwrap_or_default().to_owned();
     entries.iter().map(|entry| format!("{} {}", word(entry, "op"), word(entry, "path"))).collect()
 }
 
-pub fn os(bytes: &[u8]) -> &OsStr {
+pub fn to_os_str(bytes: &[u8]) -> &OsStr {
     OsStr::from_bytes(bytes)
 }

@@ -6,10 +6,10 @@ use anyhow::{Context, Result};
 use serde_json::json;
 use svc::host::audit::protocol::{Message, SeenCalls};
 
-use super::home::{ADA, BOB, Home, short};
+use super::home::{ADA, BOB, Home, summarize};
 
 /// Maximum duration of a hook without a response: its own limit plus process startup on a busy machine.
-const LIMIT: Duration = Duration::from_millis(600);
+const MAX_HOOK_DURATION: Duration = Duration::from_millis(600);
 
 #[test]
 fn hook_without_watcher_returns_and_gap_is_recorded_later() -> Result<()> {
@@ -17,7 +17,7 @@ fn hook_without_watcher_returns_and_gap_is_recorded_later() -> Result<()> {
     home.has_normal_hook_timeout = true;
     let bash = json!({ "tool_name": "Bash", "tool_input": { "command": "x" } });
     let took = home.run_hook_event(ADA, "PreToolUse", "t1", bash.clone())?;
-    assert!(took < LIMIT, "{took:?}");
+    assert!(took < MAX_HOOK_DURATION, "{took:?}");
     home.run_hook_event(ADA, "PostToolUse", "t1", bash.clone())?;
     home.has_normal_hook_timeout = false;
     home.watch()?;
@@ -30,9 +30,9 @@ fn hook_without_watcher_returns_and_gap_is_recorded_later() -> Result<()> {
     home.run_hook_event(ADA, "PostToolUse", "t2", bash.clone())?;
     home.run_hook_event(ADA, "PostToolUse", "t3", bash)?;
     home.wait_for_line("an unpaired call", |line| line["gap"]["why"] == "unpaired")?;
-    let whys: Vec<String> =
+    let reasons: Vec<String> =
         home.lines()?.iter().filter_map(|line| line["gap"]["why"].as_str().map(str::to_owned)).collect();
-    assert_eq!(whys, ["unheard", "unheard", "unpaired"]);
+    assert_eq!(reasons, ["unheard", "unheard", "unpaired"]);
     Ok(())
 }
 
@@ -46,7 +46,7 @@ fn hook_returns_when_socket_does_not_respond() -> Result<()> {
     let bash = json!({ "tool_name": "Bash", "tool_input": { "command": "x" } });
     let took = home.run_hook_event(ADA, "PreToolUse", "t1", bash)?;
     nix::sys::signal::kill(watcher, nix::sys::signal::Signal::SIGCONT)?;
-    assert!(took >= Duration::from_millis(80) && took < LIMIT, "{took:?}");
+    assert!(took >= Duration::from_millis(80) && took < MAX_HOOK_DURATION, "{took:?}");
     home.wait_for_line("a gap", |line| line["gap"]["why"] == "late")?;
     home.terminate()
 }
@@ -63,7 +63,7 @@ fn watcher_killed_during_a_call_records_a_gap_and_resumes() -> Result<()> {
     home.shell("echo own > own")?;
     let entries = home.entries()?;
     assert_eq!(entries[0]["gap"]["why"], "restarted");
-    assert_eq!(short(&entries[1..]), ["write seen"]);
+    assert_eq!(summarize(&entries[1..]), ["write seen"]);
     assert_eq!(entries[1]["agentName"], "ada");
     Ok(())
 }
@@ -73,19 +73,19 @@ fn watcher_killed_during_a_call_records_a_gap_and_resumes() -> Result<()> {
 fn watcher_killed_at_any_point_records_the_change_or_a_gap() -> Result<()> {
     for point in svc::host::audit::watcher::FAILPOINTS {
         // At the beginning of a call, and at its end.
-        for looks in 0..2 {
-            let mut home = Home::with_failpoints(&format!("{point}={looks}*off->return(kill)"))?;
+        for passes in 0..2 {
+            let mut home = Home::with_failpoints(&format!("{point}={passes}*off->return(kill)"))?;
             home.watch()?;
             let call = home.begin_command(ADA)?;
             home.shell("echo lost > lost")?;
             home.end_command(ADA, &call)?;
-            assert!(home.has_ended()?, "{point}, {looks}");
+            assert!(home.has_ended()?, "{point}, {passes}");
             home.kill()?;
             home.failpoints.clear();
             home.watch()?;
             home.run(ADA, "echo seen > seen")?;
             home.wait_for_line("the next call", |line| line["path"] == "seen")?;
-            let what = format!("the change or a gap: {point}, {looks}");
+            let what = format!("the change or a gap: {point}, {passes}");
             home.wait_for_line(&what, |line| line["path"] == "lost" || !line["gap"].is_null())?;
             home.terminate()?;
         }
@@ -115,7 +115,7 @@ fn open_call_ends_with_its_turn_session_or_process() -> Result<()> {
     home.shell("echo x > still")?;
     home.run_hook_event(ADA, "SessionEnd", "", json!({}))?;
     home.shell("echo own > after-session")?;
-    assert_eq!(short(&home.entries()?), ["write still"]);
+    assert_eq!(summarize(&home.entries()?), ["write still"]);
 
     // The agent is killed.
     home.begin_command(BOB)?;
@@ -153,7 +153,7 @@ fn background_task_is_attributed_until_the_session_ends() -> Result<()> {
     home.run_hook_event(ADA, "SessionEnd", "", json!({}))?;
     home.shell("echo own > own")?;
     let entries = home.entries()?;
-    assert_eq!(short(&entries), ["write from-background", "write either", "write late"]);
+    assert_eq!(summarize(&entries), ["write from-background", "write either", "write late"]);
     assert_eq!((&entries[0]["agentName"], &entries[1]["agentName"]), (&json!("ada"), &json!("ada, bob")));
     Ok(())
 }
@@ -172,7 +172,7 @@ fn failed_command_is_recorded_but_failed_write_is_not() -> Result<()> {
     let write = json!({ "tool_name": "Edit", "tool_input": { "file_path": "nothing" } });
     home.run_hook_event(ADA, "PreToolUse", "e", write.clone())?;
     home.run_hook_event(ADA, "PostToolUseFailure", "e", write)?;
-    assert_eq!(short(&home.entries()?), ["write done"]);
+    assert_eq!(summarize(&home.entries()?), ["write done"]);
     Ok(())
 }
 

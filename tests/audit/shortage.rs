@@ -6,18 +6,20 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::home::{ADA, Home, differences, recorded};
+use super::home::{ADA, Home, differences, recorded_operations};
 
 /// The number of events that the kernel queues for a slow reader.
-const QUEUE: &str = "/proc/sys/fs/inotify/max_queued_events";
+const QUEUE_LIMIT_FILE: &str = "/proc/sys/fs/inotify/max_queued_events";
 
 #[test]
 fn queue_overflow_is_recovered_by_a_scan() -> Result<()> {
     let home = Home::new()?;
     home.shell("mkdir -p many d/below && for f in $(seq 50); do echo $f > d/below/$f; done")?;
-    let max_events: u64 = std::fs::read_to_string(QUEUE)?.trim().parse()?;
+    let max_events: u64 = std::fs::read_to_string(QUEUE_LIMIT_FILE)?.trim().parse()?;
     if max_events > 100_000 {
-        kit::skip::record(format_args!("the kernel queues {max_events} events, too many to make here"));
+        kit::skip::record(format_args!(
+            "the kernel queues {max_events} events, too many for this test to create"
+        ));
         return Ok(());
     }
     // Creates, writes and closes each file in a watched folder.
@@ -39,19 +41,23 @@ fn queue_overflow_is_recovered_by_a_scan() -> Result<()> {
     ensure!(other.is_none(), "attributed to another actor: {other:?}");
     let expected = differences(&before, &home.states()?);
     ensure!(expected.len() as u64 > files);
-    let found = recorded(&found)?;
-    ensure!(found.len() == expected.len(), "{} and {}", found.len(), expected.len());
+    let found = recorded_operations(&found)?;
+    ensure!(found.len() == expected.len(), "{} recorded, {} expected", found.len(), expected.len());
     for (path, op) in &expected {
-        ensure!(found.get(path).map(String::as_str) == Some(op), "{}", String::from_utf8_lossy(path));
+        ensure!(
+            found.get(path).map(String::as_str) == Some(op),
+            "wrong operation: {}",
+            String::from_utf8_lossy(path)
+        );
     }
     Ok(())
 }
 
 #[test]
 fn home_beyond_the_watch_limit_is_scanned() -> Result<()> {
-    let is_possible = Command::new("unshare").args(["--user", "--map-root-user", "true"]).output();
-    if !is_possible.is_ok_and(|output| output.status.success()) {
-        kit::skip::record("no user namespace can be made here");
+    let unshare = Command::new("unshare").args(["--user", "--map-root-user", "true"]).output();
+    if !unshare.is_ok_and(|output| output.status.success()) {
+        kit::skip::record("cannot create a user namespace");
         return Ok(());
     }
     let mut home = Home::unwatched()?;
@@ -76,7 +82,7 @@ fn home_beyond_the_watch_limit_is_scanned() -> Result<()> {
             &format!("for d in 3 31 59; do echo {round} > deep/$d/new{round}; rm -f deep/$d/file; done; mkdir deep/m{round}"),
         )?;
         let expected = differences(&before, &home.states()?);
-        let found = recorded(&found)?;
+        let found = recorded_operations(&found)?;
         let found: Vec<_> = found.iter().map(|(path, op)| (path.clone(), op.as_str())).collect();
         ensure!(found == expected.into_iter().collect::<Vec<_>>(), "{found:?}");
     }

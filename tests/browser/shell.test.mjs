@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { after, before } from "node:test";
-import { app, asOwner, assertAccessible, assertOnlyOwnHosts, closeBrowser, eventually, launchBrowser, newVisitor, screenshot, stack, test, waitUntilReady } from "./support.mjs";
+import { app, requestAsOwner, assertAccessible, assertOnlyOwnHosts, closeBrowser, eventually, launchBrowser, newVisitor, screenshot, stack, test, waitUntilReady } from "./support.mjs";
 
 let chrome;
 before(async () => {
@@ -11,15 +11,15 @@ before(async () => {
 });
 after(() => closeBrowser(chrome));
 
-async function shell(options) {
+async function openShell(options) {
   const visit = await newVisitor(chrome, options);
   await visit.page.goto(app);
   await visit.page.getByRole("link", { name: "Tasks" }).waitFor();
   return visit;
 }
 
-const place = (page) => page.locator("#world").evaluate((world) => new DOMMatrix(getComputedStyle(world).transform).toFloat64Array().join());
-const scale = (page) => page.locator("#world").evaluate((world) => new DOMMatrix(getComputedStyle(world).transform).a);
+const canvasTransform = (page) => page.locator("#world").evaluate((world) => new DOMMatrix(getComputedStyle(world).transform).toFloat64Array().join());
+const canvasScale = (page) => page.locator("#world").evaluate((world) => new DOMMatrix(getComputedStyle(world).transform).a);
 
 test("a visitor without a session is redirected to the identity provider", async () => {
   const { page, context, seen } = await newVisitor(chrome, { signedIn: false });
@@ -31,7 +31,7 @@ test("a visitor without a session is redirected to the identity provider", async
 });
 
 test("the shell shows the owner and an icon per app, and contacts no other host", async () => {
-  const { page, context, seen } = await shell();
+  const { page, context, seen } = await openShell();
   await page.getByText("ada", { exact: true }).waitFor();
   await page.getByRole("link", { name: "Slot primary" }).waitFor();
   for (const name of ["notes", "tasks"]) {
@@ -58,7 +58,7 @@ test("the shell is readable in dark mode and on a small screen", async () => {
     ["shell-dark", { colorScheme: "dark" }],
     ["shell-small", { viewport: { width: 390, height: 800 }, hasTouch: true }],
   ]) {
-    const { page, context } = await shell(options);
+    const { page, context } = await openShell(options);
     await assertAccessible(page);
     await screenshot(page, name);
     await context.close();
@@ -66,7 +66,7 @@ test("the shell is readable in dark mode and on a small screen", async () => {
 });
 
 test("pointer, wheel and pinch move the canvas only from its surface", async () => {
-  const { page, context } = await shell();
+  const { page, context } = await openShell();
   const icon = await page.getByRole("link", { name: "Notes" }).boundingBox();
   const [onIcon, onSurface] = [[icon.x + icon.width / 2, icon.y + icon.height / 2], [200, 600]];
   const drag = async ([x, y]) => {
@@ -82,26 +82,26 @@ test("pointer, wheel and pinch move the canvas only from its surface", async () 
     if (control) await page.keyboard.up("Control");
     await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
   };
-  const start = await place(page);
+  const start = await canvasTransform(page);
   await drag(onIcon);
   await wheel(onIcon, false);
   await wheel(onIcon, true);
-  assert.equal(await place(page), start, "a gesture that starts on an icon does not move the canvas");
+  assert.equal(await canvasTransform(page), start, "a gesture that starts on an icon does not move the canvas");
   assert.equal(new URL(page.url()).hash, "", "a drag opens nothing");
   await wheel([page.viewportSize().width - 60, page.viewportSize().height - 35], true);
-  assert.equal(await place(page), start, "nor does a gesture on the buttons");
+  assert.equal(await canvasTransform(page), start, "a gesture on the buttons does not move the canvas");
 
   await drag(onSurface);
-  const dragged = await place(page);
+  const dragged = await canvasTransform(page);
   assert.notEqual(dragged, start);
   await wheel(onSurface, false);
-  const wheeled = await place(page);
+  const wheeled = await canvasTransform(page);
   assert.notEqual(wheeled, dragged);
-  assert.equal(await scale(page), 1);
+  assert.equal(await canvasScale(page), 1);
   await wheel(onSurface, true);
-  assert.ok((await scale(page)) > 1, "a wheel with the control key zooms");
+  assert.ok((await canvasScale(page)) > 1, "a wheel with the control key zooms");
 
-  const before = await scale(page);
+  const before = await canvasScale(page);
   const touch = await context.newCDPSession(page);
   const points = (apart) => [{ x: 300 - apart, y: 650, id: 0 }, { x: 300 + apart, y: 650, id: 1 }];
   await touch.send("Input.dispatchTouchEvent", { type: "touchStart", touchPoints: points(40) });
@@ -109,21 +109,21 @@ test("pointer, wheel and pinch move the canvas only from its surface", async () 
     await touch.send("Input.dispatchTouchEvent", { type: "touchMove", touchPoints: points(apart) });
   }
   await touch.send("Input.dispatchTouchEvent", { type: "touchEnd", touchPoints: [] });
-  await eventually("the pinch", async () => assert.ok((await scale(page)) > before * 1.2));
+  await eventually("the pinch", async () => assert.ok((await canvasScale(page)) > before * 1.2));
   await context.close();
 });
 
 test("keys move and zoom the canvas, and open and close an app", async () => {
-  const { page, context, seen } = await shell();
+  const { page, context, seen } = await openShell();
   await page.keyboard.press("Tab");
   assert.equal(await page.evaluate(() => document.activeElement.id), "surface");
-  const start = await place(page);
+  const start = await canvasTransform(page);
   await page.keyboard.press("ArrowLeft");
-  assert.notEqual(await place(page), start);
+  assert.notEqual(await canvasTransform(page), start);
   await page.keyboard.press("+");
-  assert.ok((await scale(page)) > 1);
+  assert.ok((await canvasScale(page)) > 1);
   await page.keyboard.press("0");
-  assert.equal(await place(page), start);
+  assert.equal(await canvasTransform(page), start);
 
   await page.keyboard.press("Tab");
   await page.keyboard.press("Enter");
@@ -176,25 +176,25 @@ test("an unreachable computer is reported, with a retry button", async () => {
 });
 
 test("signing out ends the session on the platform", async () => {
-  const { page, context } = await shell();
-  const answer = page.waitForResponse("**/_svc/sign-out");
+  const { page, context } = await openShell();
+  const response = page.waitForResponse("**/_svc/sign-out");
   await page.getByRole("button", { name: "Sign out" }).click();
-  assert.equal((await answer).status(), 204);
+  assert.equal((await response).status(), 204);
   await context.close();
 });
 
 test("the shell's files have ETags and caching, and no other files are served", async () => {
-  const page = await asOwner("/");
+  const page = await requestAsOwner("/");
   assert.match(page.headers["content-security-policy"], /default-src 'none'/);
   assert.equal(page.headers["cache-control"], "private, no-cache");
-  assert.equal((await asOwner("/", { "if-none-match": page.headers.etag })).status, 304);
+  assert.equal((await requestAsOwner("/", { "if-none-match": page.headers.etag })).status, 304);
   const script = /src="(\/assets\/[^"]+\.js)"/.exec(page.body)[1];
-  const head = await asOwner(script, { "accept-encoding": "gzip" }, "HEAD");
+  const head = await requestAsOwner(script, { "accept-encoding": "gzip" }, "HEAD");
   assert.deepEqual([head.status, head.body, head.headers["content-encoding"]], [200, "", "gzip"]);
   assert.match(head.headers["cache-control"], /immutable/);
-  assert.equal((await asOwner("/some/page")).body, page.body, "unknown paths return the page");
+  assert.equal((await requestAsOwner("/some/page")).body, page.body, "unknown paths return the page");
   for (const path of ["/missing.js", "/..%2f..%2fetc/passwd.txt", "/assets/%2e%2e/%2e%2e/release.json"]) {
-    const answer = await asOwner(path);
-    assert.ok([400, 404].includes(answer.status), `${path}: ${answer.status}`);
+    const response = await requestAsOwner(path);
+    assert.ok([400, 404].includes(response.status), `${path}: ${response.status}`);
   }
 });

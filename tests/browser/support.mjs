@@ -1,4 +1,4 @@
-// Chromium against the running services: signed-in pages, their requests, and their appearance.
+// Drives Chromium against the running services: opens signed-in pages, and records their requests and appearance.
 
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
@@ -26,9 +26,9 @@ export async function launchBrowser() {
 }
 
 export async function mintSession(user = stack.owner.idpUserId) {
-  const answer = await fetch(`${stack.idp.mintUrl}?sub=${user}&ttl=3600`, { signal: AbortSignal.timeout(TIMEOUT_MS) });
-  assert.equal(answer.status, 200);
-  return answer.text();
+  const response = await fetch(`${stack.idp.mintUrl}?sub=${user}&ttl=3600`, { signal: AbortSignal.timeout(TIMEOUT_MS) });
+  assert.equal(response.status, 200);
+  return response.text();
 }
 
 /** A separate browser context, signed in as the owner by default; records requests and errors. */
@@ -56,10 +56,10 @@ export async function openEditor(chrome, { file, timeoutMs }) {
   visit.context.setDefaultTimeout(timeoutMs);
   const sockets = [];
   visit.page.on("websocket", (socket) => sockets.push(socket.url()));
-  const where = file ? `?payload=${encodeURIComponent(JSON.stringify([["openFile", `vscode-remote://${new URL(code).host}${file}`]]))}` : "";
+  const query = file ? `?payload=${encodeURIComponent(JSON.stringify([["openFile", `vscode-remote://${new URL(code).host}${file}`]]))}` : "";
   await eventually("code-server behind the router", async () => {
-    const answer = await visit.page.goto(code + "/" + where);
-    assert.equal(answer.status(), 200);
+    const response = await visit.page.goto(code + "/" + query);
+    assert.equal(response.status(), 200);
   }, timeoutMs);
   await visit.page.locator(".monaco-workbench").waitFor();
   return { ...visit, sockets };
@@ -91,23 +91,23 @@ export function test(name, body) {
     } catch (error) {
       retriesLeft -= 1;
       if (retriesLeft < 0) throw error;
-      console.error(`FLAKY, or failing: ${name}\n${error.stack}`);
+      console.error(`FLAKY or failing: ${name}\n${error.stack}`);
     }
     return withTimeout(TEST_TIMEOUT_MS, body(context));
   });
 }
 
-/** Closes a browser; one that hangs is killed with this process. */
+/** Closes a browser. A browser that hangs is killed when this process ends. */
 export async function closeBrowser(chrome) {
   await withTimeout(TIMEOUT_MS, chrome?.close()).catch((error) => console.error(`closing the browser: ${error.message}`));
 }
 
 function withTimeout(ms, work) {
   let timer;
-  const late = new Promise((_, failed) => {
-    timer = setTimeout(() => failed(new Error(`timeout after ${ms} ms`)), ms);
+  const timeout = new Promise((_, reject) => {
+    timer = setTimeout(() => reject(new Error(`timeout after ${ms} ms`)), ms);
   });
-  return Promise.race([work, late]).finally(() => clearTimeout(timer));
+  return Promise.race([work, timeout]).finally(() => clearTimeout(timer));
 }
 
 /** Repeats `check` until it succeeds; after the timeout, fails with the last error. */
@@ -119,7 +119,7 @@ export async function eventually(what, check, timeoutMs = TIMEOUT_MS) {
     } catch (error) {
       if (Date.now() > deadline) throw new Error(`timeout: ${what}`, { cause: error });
     }
-    await new Promise((done) => setTimeout(done, 50));
+    await new Promise((resolve) => setTimeout(resolve, 50));
   }
 }
 
@@ -135,25 +135,25 @@ export async function waitUntilReady() {
 }
 
 /** Sends a request to the router as the owner, without a browser. */
-export async function asOwner(path, headers = {}, method = "GET") {
+export async function requestAsOwner(path, headers = {}, method = "GET") {
   return get(path, { authorization: `Bearer ${await mintSession()}`, ...headers }, method);
 }
 
 /** Sends a request without a session. */
-export async function withoutSession(path, headers = {}) {
+export async function requestWithoutSession(path, headers = {}) {
   return get(path, headers);
 }
 
 function get(path, headers, method = "GET") {
-  return new Promise((done, failed) => {
+  return new Promise((resolve, reject) => {
     const options = { method, headers: { host: stack.appHost, ...headers }, timeout: TIMEOUT_MS };
-    const sent = request(stack.routerUrl + path, options, (answer) => {
+    const outgoing = request(stack.routerUrl + path, options, (response) => {
       const parts = [];
-      answer.on("data", (part) => parts.push(part));
-      answer.on("end", () => done({ status: answer.statusCode, headers: answer.headers, body: Buffer.concat(parts).toString() }));
+      response.on("data", (part) => parts.push(part));
+      response.on("end", () => resolve({ status: response.statusCode, headers: response.headers, body: Buffer.concat(parts).toString() }));
     });
-    sent.on("timeout", () => sent.destroy(new Error(`${path}: no response`)));
-    sent.on("error", failed).end();
+    outgoing.on("timeout", () => outgoing.destroy(new Error(`${path}: no response`)));
+    outgoing.on("error", reject).end();
   });
 }
 
@@ -174,14 +174,14 @@ export function assertOnlyOwnHosts(seen) {
 export async function assertAccessible(frame) {
   const faults = await frame.evaluate(() => {
     const faults = [];
-    const shown = (element) => element.checkVisibility({ checkOpacity: false });
-    const named = (element) =>
+    const isVisible = (element) => element.checkVisibility({ checkOpacity: false });
+    const accessibleName = (element) =>
       element.getAttribute("aria-label") ||
       element.getAttribute("aria-labelledby")?.split(" ").map((id) => document.getElementById(id)?.textContent).join("") ||
       [...(element.labels ?? [])].map((label) => label.textContent).join("") ||
       element.textContent.trim();
     for (const element of document.querySelectorAll("button, a[href], input, textarea, select, iframe, [tabindex]")) {
-      if (shown(element) && !named(element)?.trim() && !element.title) faults.push(`no name: ${element.outerHTML.slice(0, 120)}`);
+      if (isVisible(element) && !accessibleName(element)?.trim() && !element.title) faults.push(`no name: ${element.outerHTML.slice(0, 120)}`);
     }
     for (const image of document.querySelectorAll("img")) {
       if (!image.hasAttribute("alt")) faults.push(`no alt: ${image.outerHTML}`);
@@ -209,11 +209,11 @@ export async function assertAccessible(frame) {
       canvas.fillRect(0, 0, 1, 1);
       return [...canvas.getImageData(0, 0, 1, 1).data];
     };
-    const light = (colour) => {
+    const luminance = (colour) => {
       const [r, g, b] = colour.map((part) => part / 255).map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
       return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
-    const ground = (element) => {
+    const background = (element) => {
       for (let at = element; at; at = at.parentElement) {
         const colour = rgba(getComputedStyle(at).backgroundColor);
         if (colour[3] === 255) return colour;
@@ -227,9 +227,9 @@ export async function assertAccessible(frame) {
       if (!walker.currentNode.textContent.trim() || !element.checkVisibility({ checkOpacity: true, checkVisibilityCSS: true })) continue;
       if (element.closest(".sr-only, noscript, script, style")) continue;
       const style = getComputedStyle(element);
-      const [back, front] = [ground(element), rgba(style.color)];
+      const [back, front] = [background(element), rgba(style.color)];
       if (!back || front[3] < 255) continue;
-      const [one, two] = [light(front.slice(0, 3)), light(back.slice(0, 3))];
+      const [one, two] = [luminance(front.slice(0, 3)), luminance(back.slice(0, 3))];
       const ratio = (Math.max(one, two) + 0.05) / (Math.min(one, two) + 0.05);
       const isLarge = parseFloat(style.fontSize) >= 24 || (parseFloat(style.fontSize) >= 18.66 && Number(style.fontWeight) >= 700);
       if (ratio < (isLarge ? 3 : 4.5)) faults.push(`contrast ${ratio.toFixed(2)}: ${walker.currentNode.textContent.trim().slice(0, 40)}`);

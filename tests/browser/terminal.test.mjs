@@ -1,10 +1,10 @@
-// Runs one command in a terminal of the real code-server, possibly on a slow machine; the lab's act `terminal` checks
+// Runs one command in a terminal of the real code-server, possibly on a slow machine; the lab's step `terminal` checks
 // the result.
 
 import { after, before, test } from "node:test";
 import { closeBrowser, launchBrowser, openEditor, openTerminal, screenshot } from "./support.mjs";
 
-// An emulated processor starts a 600 MB program.
+// code-server is a 600 MB program, and the processor may be emulated.
 const TIMEOUT_MS = 300_000;
 
 let chrome;

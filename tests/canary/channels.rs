@@ -9,8 +9,8 @@ use anyhow::{Context, Result};
 use kit::pg::PgBinaries;
 use tokio_util::sync::CancellationToken;
 
-/// Every log below the directory of the story, by its path.
-pub fn logs(dir: &Path) -> Result<BTreeMap<String, String>> {
+/// Reads every log below the story's directory, by path.
+pub fn read_logs(dir: &Path) -> Result<BTreeMap<String, String>> {
     let mut found = BTreeMap::new();
     let mut open = vec![dir.to_owned()];
     while let Some(next) = open.pop() {
@@ -39,8 +39,8 @@ fn is_log(path: &Path) -> bool {
     in_logs || name
 }
 
-/// A dump of a database as text, every column of every table.
-pub fn tables(pg: &PgBinaries, url: &str) -> Result<String> {
+/// Dumps a database as text: every column of every table.
+pub fn dump_tables(pg: &PgBinaries, url: &str) -> Result<String> {
     let config: tokio_postgres::Config = url.parse()?;
     let mut dump = pg.client("pg_dump");
     let url = url::Url::parse(url)?;
@@ -64,7 +64,7 @@ impl ProcessWatch {
         let watch = Self { seen: seen.clone(), stop: stop.clone() };
         std::thread::spawn(move || {
             while !stop.is_cancelled() {
-                let found = command_lines();
+                let found = list_command_lines();
                 seen.lock().unwrap_or_else(PoisonError::into_inner).extend(found);
                 std::thread::sleep(Duration::from_millis(15));
             }
@@ -72,7 +72,7 @@ impl ProcessWatch {
         watch
     }
 
-    pub fn seen(&self) -> BTreeSet<String> {
+    pub fn command_lines(&self) -> BTreeSet<String> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
@@ -83,7 +83,7 @@ impl Drop for ProcessWatch {
     }
 }
 
-fn command_lines() -> Vec<String> {
+fn list_command_lines() -> Vec<String> {
     let processes: Vec<(u32, PathBuf)> = std::fs::read_dir("/proc")
         .into_iter()
         .flatten()

@@ -56,9 +56,13 @@ impl Detector {
         let mut leaks = Vec::new();
         for (name, forms) in &self.forms {
             let found = forms.iter().find_map(|form| text.find(form).map(|at| (at, form.len())));
-            leaks.extend(found.map(|(at, size)| leak(name, place, text, at, size)));
+            leaks.extend(found.map(|(at, size)| describe_leak(name, place, text, at, size)));
         }
-        leaks.extend(find_shapes(text).into_iter().map(|(name, at, size)| leak(name, place, text, at, size)));
+        leaks.extend(
+            find_secret_patterns(text)
+                .into_iter()
+                .map(|(name, at, size)| describe_leak(name, place, text, at, size)),
+        );
         leaks.retain(|leak| {
             !ALLOWED.iter().any(|(secret, at, _)| leak.secret == *secret && leak.place.contains(at))
         });
@@ -67,7 +71,7 @@ impl Detector {
 }
 
 /// Finds signed JWTs, tokens of hosts, private keys, password verifiers, and URLs with a password.
-fn find_shapes(text: &str) -> Vec<(&'static str, usize, usize)> {
+fn find_secret_patterns(text: &str) -> Vec<(&'static str, usize, usize)> {
     let mut found = Vec::new();
     let is_token_char = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     for (at, _) in text.match_indices("eyJ") {
@@ -97,7 +101,7 @@ fn find_shapes(text: &str) -> Vec<(&'static str, usize, usize)> {
     found
 }
 
-fn leak(secret: &str, place: &str, text: &str, at: usize, size: usize) -> Leak {
+fn describe_leak(secret: &str, place: &str, text: &str, at: usize, size: usize) -> Leak {
     let size = size.min(text.len() - at);
     let near = |from: usize, to: usize| -> String {
         String::from_utf8_lossy(&text.as_bytes()[from..to]).replace('\n', " ")

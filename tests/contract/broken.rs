@@ -25,7 +25,7 @@ fn refusal() -> Sample {
         headers.insert(HeaderName::from_static(name), HeaderValue::from_static(value));
     }
     let body = json!({ "type": "urn:svc:problem:database_unavailable", "title": "Database unavailable",
-        "status": 503, "detail": "The database cannot take this now.", "code": "database_unavailable",
+        "status": 503, "detail": "The database is unreachable or overloaded; try again.", "code": "database_unavailable",
         "requestId": "abc" });
     Sample { path: "/vps/fleet", status: 503, headers, body }
 }

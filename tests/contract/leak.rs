@@ -1,6 +1,6 @@
-//! Text that a response must not contain: secrets, and internals behind a route.
+//! Finds text that a response must not contain: secrets and internals.
 
-/// In lower case. None of them belongs to the product's own vocabulary.
+/// Forbidden words, in lower case. None is part of the product's own vocabulary.
 const WORDS: [&str; 34] = [
     "svcu_",
     "svcr_",
@@ -38,16 +38,16 @@ const WORDS: [&str; 34] = [
     "connection refused",
 ];
 
-/// The first forbidden text that the response contains.
-pub fn find(text: &str, planted: &[String]) -> Option<String> {
+/// Returns the first forbidden text that the response contains.
+pub fn find_leak(text: &str, planted: &[String]) -> Option<String> {
     let lower = text.to_lowercase();
     let word = WORDS.iter().find(|word| lower.contains(**word)).map(|word| (*word).to_owned());
     word.or_else(|| planted.iter().find(|secret| text.contains(secret.as_str())).cloned())
-        .or_else(|| address(text))
+        .or_else(|| find_address(text))
 }
 
-/// An IPv4 address in dotted form.
-fn address(text: &str) -> Option<String> {
+/// Returns the first IPv4 address in dotted form.
+fn find_address(text: &str) -> Option<String> {
     let words = text.split(|c: char| !c.is_ascii_digit() && c != '.');
     let is_address = |word: &&str| {
         let parts: Vec<&str> = word.trim_matches('.').split('.').collect();
@@ -57,7 +57,7 @@ fn address(text: &str) -> Option<String> {
 }
 
 #[test]
-fn find_detects_internals_and_secrets() {
+fn find_leak_detects_internals_and_secrets() {
     let planted = ["hunter2".to_owned()];
     for bad in [
         "connect to 10.0.0.7:5432",
@@ -66,10 +66,10 @@ fn find_detects_internals_and_secrets() {
         "the secret is hunter2.",
         "svcu_0190_1_abcd",
     ] {
-        assert!(find(bad, &planted).is_some(), "{bad}");
+        assert!(find_leak(bad, &planted).is_some(), "{bad}");
     }
     for good in ["The machine is running; this needs failed.", "version 1.2.3", "at 2026-01-02T03:04:05.678Z"]
     {
-        assert_eq!(find(good, &planted), None);
+        assert_eq!(find_leak(good, &planted), None);
     }
 }

@@ -1,8 +1,7 @@
-//! Checks every response of a test against the description of its route: status, code, media type, schema, the
-//! headers that belong to a refusal, and that it reveals no internals.
-//!
-//! The rows of the table-driven tests come from the same descriptions, so a new route is covered without a change
-//! here; it only needs a way to provoke each code that it declares.
+//! Checks every response of a test against the description of its route: status, code, media type, schema, the headers
+//! that a refusal needs, and that it reveals no internals. The rows of the table-driven tests come from the same
+//! descriptions, so a new route is covered without a change to this module; only each code that it declares must be
+//! provoked by a test.
 
 mod broken;
 mod leak;
@@ -25,7 +24,7 @@ pub struct Contract {
     document: Value,
     operations: Vec<&'static Operation>,
     validators: Mutex<HashMap<String, Arc<Validator>>>,
-    /// Operation and code of every refusal so far.
+    /// Operation and code of every refusal that was received so far.
     seen: Mutex<BTreeSet<(&'static str, String)>>,
     planted: Mutex<Vec<String>>,
 }
@@ -45,7 +44,7 @@ pub fn platform() -> &'static Contract {
     static PLATFORM: LazyLock<Contract> = LazyLock::new(|| {
         let own = svc::platform::api::ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
         let public = svc::platform::router::ROUTES.iter().map(|own| &own.operation);
-        Contract::of(svc::platform::openapi::document(), own.chain(public).collect())
+        Contract::new(svc::platform::openapi::document(), own.chain(public).collect())
     });
     &PLATFORM
 }
@@ -53,13 +52,13 @@ pub fn platform() -> &'static Contract {
 pub fn gateway() -> &'static Contract {
     static GATEWAY: LazyLock<Contract> = LazyLock::new(|| {
         let operations = svc::host::gateway::endpoints().map(|endpoint| &endpoint.operation);
-        Contract::of(svc::host::gateway::description(), operations.collect())
+        Contract::new(svc::host::gateway::description(), operations.collect())
     });
     &GATEWAY
 }
 
 impl Contract {
-    fn of(document: Value, operations: Vec<&'static Operation>) -> Self {
+    fn new(document: Value, operations: Vec<&'static Operation>) -> Self {
         Self {
             document,
             operations,
@@ -88,11 +87,13 @@ impl Contract {
             self.check_problem(exchange);
         }
         let method = if *exchange.method == Method::HEAD { &Method::GET } else { exchange.method };
-        let here: Vec<_> = self.operations.iter().filter(|one| matches_template(one.path, path)).collect();
-        let least = here.iter().map(|one| one.path.matches('{').count()).min().unwrap_or(0);
-        let here = here.into_iter().filter(|one| one.path.matches('{').count() == least);
-        let first = here.clone().next();
-        let Some(operation) = here.clone().find(|one| one.method == *method).or(first) else {
+        let candidates: Vec<_> =
+            self.operations.iter().filter(|one| matches_template(one.path, path)).collect();
+        let fewest_parameters = candidates.iter().map(|one| one.path.matches('{').count()).min().unwrap_or(0);
+        let candidates =
+            candidates.into_iter().filter(|one| one.path.matches('{').count() == fewest_parameters);
+        let first = candidates.clone().next();
+        let Some(operation) = candidates.clone().find(|one| one.method == *method).or(first) else {
             return;
         };
         let id = operation.id;
@@ -102,8 +103,8 @@ impl Contract {
         }
         if media_type == "application/problem+json" {
             let code = serde_json::from_str::<Value>(text).unwrap()["code"].as_str().unwrap().to_owned();
-            // A method that a path does not accept is refused for every operation of that path.
-            let refused = here.filter(|_| status == 405).map(|one| one.id).chain([id]);
+            // A refusal of the method counts for every operation of the path.
+            let refused = candidates.filter(|_| status == 405).map(|one| one.id).chain([id]);
             self.seen.lock().unwrap().extend(refused.map(|id| (id, code.clone())));
         }
         let path = operation.path.replace("{*", "{");
@@ -118,7 +119,7 @@ impl Contract {
             return;
         };
         let own = kinds.get(media_type).or_else(|| kinds.get("*/*"));
-        // A file has a media type of its own.
+        // A file has its own media type.
         let is_file = kinds.contains_key("application/octet-stream");
         if own.is_none() && !is_file {
             // A browser gets a page instead of a problem, and instead of JSON from the router's own routes.
@@ -155,17 +156,18 @@ impl Contract {
         assert_eq!(headers["cache-control"], "no-store", "{}", context());
         assert_eq!(has("www-authenticate"), status == 401, "{}", context());
         assert_eq!(has("allow"), status == 405, "{}", context());
-        let again = status == 429 || (status == 503 && body["code"] != "disabled");
-        assert!(has("retry-after") || !again, "{}", context());
+        let is_retryable = status == 429 || (status == 503 && body["code"] != "disabled");
+        assert!(has("retry-after") || !is_retryable, "{}", context());
         let detail = body["detail"].as_str().unwrap();
         assert!(detail.len() > 10 && detail.is_char_boundary(1), "the detail is empty: {}", context());
         let planted = self.planted.lock().unwrap();
-        if let Some(leak) = leak::find(text, &planted) {
+        if let Some(leak) = leak::find_leak(text, &planted) {
             panic!("reveals {leak:?}: {}", context());
         }
     }
 
-    /// Checks the page that a browser gets instead of JSON: a whole document, not stored, without internals.
+    /// Checks the page that a browser gets instead of JSON: it is a complete document, must not be stored, and reveals
+    /// no internals.
     #[track_caller]
     fn check_page(&self, exchange: &Exchange<'_>) {
         let Exchange { status, headers, text, .. } = *exchange;
@@ -179,7 +181,7 @@ impl Contract {
         );
         assert!(headers.contains_key("content-security-policy"), "{}", context());
         assert!(text.starts_with("<!doctype html>") && text.trim_end().ends_with("</html>"), "{}", context());
-        if let Some(leak) = leak::find(text, &self.planted.lock().unwrap()) {
+        if let Some(leak) = leak::find_leak(text, &self.planted.lock().unwrap()) {
             panic!("reveals {leak:?}: {}", context());
         }
     }
@@ -192,7 +194,7 @@ impl Contract {
         assert!(wrong.is_empty(), "{wrong:?}\nin {what}");
     }
 
-    /// The compiled validator of a schema of this document.
+    /// Returns the compiled validator of a schema of this document.
     pub fn validator(&self, schema: &Value) -> Arc<Validator> {
         let mut known = self.validators.lock().unwrap();
         let validator = known.entry(schema.to_string()).or_insert_with(|| {
@@ -204,13 +206,13 @@ impl Contract {
         validator.clone()
     }
 
-    /// The codes that these operations declare but that no test has provoked. `excused` lists exceptions by operation
-    /// (or `*`) and code; `seldom` lists codes that only some runs provoke.
+    /// Returns the codes that these operations declare but that no test has provoked. `excused` lists exceptions by
+    /// operation (or `*`) and code; `rare` lists codes that only some runs provoke.
     pub fn unseen(
         &self,
         operations: &[&'static Operation],
         excused: &[(&str, &str)],
-        seldom: &[(&str, &str)],
+        rare: &[(&str, &str)],
     ) -> Vec<String> {
         let seen = self.seen.lock().unwrap();
         let mut unseen = Vec::new();
@@ -218,13 +220,14 @@ impl Contract {
             for code in operation.codes() {
                 let (id, code) = (operation.id, code.as_str());
                 let is_excused = excused.iter().any(|(of, what)| (*of == "*" || *of == id) && *what == code);
-                if seldom.contains(&(id, code)) {
+                if rare.contains(&(id, code)) {
                     continue;
                 }
                 match (seen.contains(&(id, code.to_owned())), is_excused) {
-                    (false, false) => unseen.push(format!("{id}: {code} was never seen")),
+                    (false, false) => unseen.push(format!("{id}: no test has provoked {code}")),
                     (true, true) if excused.contains(&(id, code)) => {
-                        unseen.push(format!("{id}: {code} was seen: remove it from the exceptions"));
+                        unseen
+                            .push(format!("{id}: a test has provoked {code}: remove it from the exceptions"));
                     }
                     _ => {}
                 }

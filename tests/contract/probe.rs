@@ -1,4 +1,5 @@
-//! Requests derived from a schema: a valid one, and variants with one value replaced by a valid or invalid one.
+//! Request bodies derived from a schema: a valid body, and variants in which one value is replaced by a valid or
+//! invalid one.
 
 use std::collections::BTreeSet;
 
@@ -14,8 +15,8 @@ pub struct Probe {
     pub body: Value,
 }
 
-/// An object of a body: a member that it does not have, and the names of its members.
-pub struct Level {
+/// A body with an unknown field in one of its objects, and the names of that object's known fields.
+pub struct UnknownField {
     pub pointer: String,
     pub known: BTreeSet<String>,
     pub body: Value,
@@ -29,8 +30,8 @@ pub fn variants(schema: &Value) -> Vec<Value> {
     }
 }
 
-/// Strings of many kinds.
-pub fn strings() -> Vec<String> {
+/// Returns sample strings of many kinds.
+pub fn sample_strings() -> Vec<String> {
     let mut all: Vec<String> = [
         "",
         " ",
@@ -67,8 +68,8 @@ pub fn strings() -> Vec<String> {
     all
 }
 
-fn pool() -> Vec<Value> {
-    let mut all: Vec<Value> = strings().into_iter().map(Value::from).collect();
+fn sample_values() -> Vec<Value> {
+    let mut all: Vec<Value> = sample_strings().into_iter().map(Value::from).collect();
     all.extend([
         Value::Null,
         json!(true),
@@ -97,18 +98,22 @@ pub fn is_valid(contract: &Contract, schema: &Value, value: &Value) -> bool {
     contract.validator(schema).is_valid(value)
 }
 
-/// A body with every member of the schema. `own` supplies the values that must have a meaning, and null for a member
-/// to omit.
+/// Returns a body with every field of the schema. `own` supplies the values that must have a meaning, and null for a
+/// field to omit.
 pub fn valid_value(contract: &Contract, schema: &Value, own: &dyn Fn(&str) -> Option<Value>) -> Value {
     let members = schema["properties"].as_object().cloned().unwrap_or_default();
-    let member = |(name, of): (String, Value)| {
-        let value = own(&name).unwrap_or_else(|| match of["properties"].is_object() {
-            true => valid_value(contract, &of, own),
+    let member = |(name, field_schema): (String, Value)| {
+        let value = own(&name).unwrap_or_else(|| match field_schema["properties"].is_object() {
+            true => valid_value(contract, &field_schema, own),
             false => {
-                let own = of["enum"].as_array().and_then(|all| all.first()).unwrap_or(&of["const"]).clone();
-                let mut all = std::iter::once(own).chain(pool()).filter(|value| !value.is_null());
-                let fit = all.find(|value| is_valid(contract, &of, value));
-                fit.unwrap_or_else(|| panic!("no value satisfies {name}: {of}"))
+                let own = field_schema["enum"]
+                    .as_array()
+                    .and_then(|all| all.first())
+                    .unwrap_or(&field_schema["const"])
+                    .clone();
+                let mut all = std::iter::once(own).chain(sample_values()).filter(|value| !value.is_null());
+                let fit = all.find(|value| is_valid(contract, &field_schema, value));
+                fit.unwrap_or_else(|| panic!("no value satisfies {name}: {field_schema}"))
             }
         });
         (name, value)
@@ -116,46 +121,46 @@ pub fn valid_value(contract: &Contract, schema: &Value, own: &dyn Fn(&str) -> Op
     members.into_iter().map(member).filter(|(_, value)| !value.is_null()).collect::<Map<_, _>>().into()
 }
 
-/// One probe for each value of a body and each replacement of the pool.
+/// Returns one probe for each value of a body and each sample value.
 pub fn probes(schema: &Value, body: &Value) -> Vec<Probe> {
     let mut all = Vec::new();
-    walk_properties(schema, "", &mut |pointer, of| {
-        for value in pool() {
+    walk_properties(schema, "", &mut |pointer, field_schema| {
+        for value in sample_values() {
             let mut body = body.clone();
-            put(&mut body, pointer, value.clone());
-            all.push(Probe { pointer: pointer.to_owned(), schema: of.clone(), value, body });
+            set_value(&mut body, pointer, value.clone());
+            all.push(Probe { pointer: pointer.to_owned(), schema: field_schema.clone(), value, body });
         }
     });
     all
 }
 
-fn put(body: &mut Value, pointer: &str, value: Value) {
+fn set_value(body: &mut Value, pointer: &str, value: Value) {
     let (outer, name) = pointer.rsplit_once('/').unwrap();
     body.pointer_mut(outer).unwrap()[name] = value;
 }
 
-/// One body for each of its objects, with an additional member in that object.
-pub fn levels(schema: &Value, body: &Value) -> Vec<Level> {
-    let mut all = vec![level(schema, "", body)];
-    walk_properties(schema, "", &mut |pointer, of| {
-        if of["properties"].is_object() {
-            all.push(level(of, pointer, body));
+/// Returns one body for each of its objects, with an unknown field in that object.
+pub fn bodies_with_unknown_fields(schema: &Value, body: &Value) -> Vec<UnknownField> {
+    let mut all = vec![add_unknown_field(schema, "", body)];
+    walk_properties(schema, "", &mut |pointer, field_schema| {
+        if field_schema["properties"].is_object() {
+            all.push(add_unknown_field(field_schema, pointer, body));
         }
     });
     all
 }
 
-fn level(schema: &Value, pointer: &str, body: &Value) -> Level {
+fn add_unknown_field(schema: &Value, pointer: &str, body: &Value) -> UnknownField {
     let mut body = body.clone();
     body.pointer_mut(pointer).unwrap()["zz"] = json!(1);
     let known = schema["properties"].as_object().into_iter().flat_map(Map::keys).cloned().collect();
-    Level { pointer: format!("{pointer}/zz"), known, body }
+    UnknownField { pointer: format!("{pointer}/zz"), known, body }
 }
 
 fn walk_properties(schema: &Value, at: &str, visit: &mut dyn FnMut(&str, &Value)) {
-    for (name, of) in schema["properties"].as_object().into_iter().flatten() {
+    for (name, field_schema) in schema["properties"].as_object().into_iter().flatten() {
         let pointer = format!("{at}/{name}");
-        visit(&pointer, of);
-        walk_properties(of, &pointer, visit);
+        visit(&pointer, field_schema);
+        walk_properties(field_schema, &pointer, visit);
     }
 }

@@ -1,6 +1,5 @@
-//! The wrong calls of a route that follow from its description, and the required response to each.
-//!
-//! A side defines how to call it and with what; its operations' descriptions are the rows.
+//! Derives wrong calls of a route from its description, and checks the response to each. A [`Side`] defines how its
+//! routes are called; the descriptions of its operations are the rows.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +9,7 @@ use serde_json::{Map, Value, json};
 use svc::http::openapi::{Operation, Parameter, ParameterLocation};
 use url::form_urlencoded;
 
-use super::probe::{is_valid, levels, probes, strings, valid_value, variants};
+use super::probe::{bodies_with_unknown_fields, is_valid, probes, sample_strings, valid_value, variants};
 use super::{Contract, Exchange};
 
 /// A response, already checked against the document.
@@ -39,9 +38,9 @@ pub trait Side {
     /// A request with a credential that the route accepts.
     fn known(&self, operation: &Operation, path: &str) -> RequestBuilder;
     fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential>;
-    /// The value of a member that must have a meaning here.
+    /// The value of a field that must have a meaning for this operation.
     fn own(&self, operation: &Operation, name: &str) -> Option<Value>;
-    /// Whether the query may contain unknown parameters, as where another site sends the browser.
+    /// Whether the query may contain unknown parameters, because another site sends the browser to the route.
     fn allows_unknown_query(&self, _: &Operation) -> bool {
         false
     }
@@ -61,13 +60,13 @@ impl Reply {
         errors.iter().map(|error| error["pointer"].as_str().unwrap().to_owned()).collect()
     }
 
-    fn names(&self, pointer: &str) -> bool {
+    fn reports(&self, pointer: &str) -> bool {
         let inside = format!("{pointer}/");
         self.pointers().iter().any(|named| named == pointer || named.starts_with(&inside))
     }
 
-    /// The accepted names, as listed in the refusal of an unknown one.
-    fn takes_instead_of(&self, pointer: &str) -> BTreeSet<String> {
+    /// The accepted names, as listed in the refusal of an unknown name.
+    fn accepted_names(&self, pointer: &str) -> BTreeSet<String> {
         let errors = self.body["errors"].as_array().cloned().unwrap_or_default();
         let error = errors.iter().find(|error| error["pointer"] == pointer);
         let error = error.unwrap_or_else(|| panic!("{pointer} is not listed: {self:?}"));
@@ -126,7 +125,7 @@ pub fn valid_call(side: &impl Side, operation: &Operation) -> RequestBuilder {
 
 pub fn valid_body(side: &impl Side, operation: &Operation, schema: &Value) -> Value {
     let mut body = valid_value(side.contract(), schema, &|name| side.own(operation, name));
-    // Of mutually exclusive members, keep the first.
+    // Keeps only the first of mutually exclusive fields.
     for other in schema["oneOf"].as_array().into_iter().flatten().skip(1) {
         for name in other["required"].as_array().into_iter().flatten() {
             body.as_object_mut().unwrap().shift_remove(name.as_str().unwrap());
@@ -137,20 +136,20 @@ pub fn valid_body(side: &impl Side, operation: &Operation, schema: &Value) -> Va
 
 /// Checks every kind of wrong call.
 pub async fn assert_refuses_wrong_calls(side: &impl Side, operation: &Operation) {
-    methods(side, operation).await;
-    sizes(side, operation).await;
-    credentials(side, operation).await;
+    check_method(side, operation).await;
+    check_size_limit(side, operation).await;
+    check_credentials(side, operation).await;
     if let Some(body) = operation.body {
-        texts(side, operation).await;
+        check_malformed_bodies(side, operation).await;
         for schema in variants(&body()) {
-            fields(side, operation, &schema).await;
+            check_fields(side, operation, &schema).await;
         }
     }
-    queries(side, operation).await;
+    check_query(side, operation).await;
 }
 
 /// The method is checked before anything else.
-async fn methods(side: &impl Side, operation: &Operation) {
+async fn check_method(side: &impl Side, operation: &Operation) {
     let large = "x".repeat(side.max_body_bytes(operation) + 1);
     let path = side.path(operation);
     let response = send(side, side.bare(operation, Method::PATCH, &path).body(large)).await;
@@ -160,7 +159,7 @@ async fn methods(side: &impl Side, operation: &Operation) {
 }
 
 /// The size is checked before the credential.
-async fn sizes(side: &impl Side, operation: &Operation) {
+async fn check_size_limit(side: &impl Side, operation: &Operation) {
     if operation.credentials.is_empty() {
         return;
     }
@@ -172,7 +171,7 @@ async fn sizes(side: &impl Side, operation: &Operation) {
 }
 
 /// The credential is checked before the body.
-async fn credentials(side: &impl Side, operation: &Operation) {
+async fn check_credentials(side: &impl Side, operation: &Operation) {
     if operation.credentials.is_empty() {
         return;
     }
@@ -184,7 +183,7 @@ async fn credentials(side: &impl Side, operation: &Operation) {
 }
 
 /// Bodies that are not a JSON object.
-async fn texts(side: &impl Side, operation: &Operation) {
+async fn check_malformed_bodies(side: &impl Side, operation: &Operation) {
     let call = || side.known(operation, &side.path(operation));
     send(side, call().body("{}")).await.assert_problem(415, "unsupported_media_type");
     for bad in ["{", "", "[]", "7", "null", "\"{}\"", "{\"a\":1}{", "\u{feff}{}", "{'a':1}", "{\"a\":NaN}"] {
@@ -193,7 +192,7 @@ async fn texts(side: &impl Side, operation: &Operation) {
     }
 }
 
-async fn fields<S: Side>(side: &S, operation: &Operation, schema: &Value) {
+async fn check_fields<S: Side>(side: &S, operation: &Operation, schema: &Value) {
     let call = |body: &Value| side.known(operation, &side.path(operation)).json(body);
     let properties = schema["properties"].as_object().unwrap();
     let constants = properties.iter().filter(|(_, of)| !of["const"].is_null());
@@ -204,20 +203,20 @@ async fn fields<S: Side>(side: &S, operation: &Operation, schema: &Value) {
         let response = send(side, call(&constants.clone().into())).await;
         response.assert_problem(400, "invalid_request");
         assert!(
-            response.names(&format!("/{name}")),
-            "{}: the absence of {name} is not reported",
+            response.reports(&format!("/{name}")),
+            "{}: the missing {name} is not reported",
             operation.id
         );
     }
     let whole = valid_body(side, operation, schema);
-    // A body sent by a host may have additional members at every level.
+    // A body sent by a host may have additional fields at every level.
     let is_extensible = schema["additionalProperties"].is_null();
-    for level in levels(schema, &whole).into_iter().filter(|_| !is_extensible) {
-        let response = send(side, call(&level.body)).await;
+    for unknown in bodies_with_unknown_fields(schema, &whole).into_iter().filter(|_| !is_extensible) {
+        let response = send(side, call(&unknown.body)).await;
         response.assert_problem(400, "invalid_request");
-        assert_eq!(response.takes_instead_of(&level.pointer), level.known, "{}", operation.id);
+        assert_eq!(response.accepted_names(&unknown.pointer), unknown.known, "{}", operation.id);
     }
-    let mut differ = Vec::new();
+    let mut differences = Vec::new();
     for mut probe in probes(schema, &whole) {
         let is_valid = is_valid(side.contract(), &probe.schema, &probe.value);
         if constants.contains_key(probe.pointer.trim_start_matches('/'))
@@ -226,22 +225,27 @@ async fn fields<S: Side>(side: &S, operation: &Operation, schema: &Value) {
             continue;
         }
         if is_valid {
-            // Another error is always present, so that the request has no effect.
+            // Adds another error, so that the request has no effect.
             probe.body["zz"] = json!(1);
         }
         let response = send(side, call(&probe.body)).await;
-        if response.status != 400 || response.names(&probe.pointer) == is_valid {
+        if response.status != 400 || response.reports(&probe.pointer) == is_valid {
             let value = probe.value.to_string().chars().take(80).collect::<String>();
             let at = probe.pointer;
             let named = response.pointers();
-            differ
+            differences
                 .push(format!("{at} = {value}: valid by {} is {is_valid}; reported {named:?}", probe.schema));
         }
     }
-    assert!(differ.is_empty(), "{} differs from its description:\n{}", operation.id, differ.join("\n"));
+    assert!(
+        differences.is_empty(),
+        "{} differs from its description:\n{}",
+        operation.id,
+        differences.join("\n")
+    );
 }
 
-async fn queries(side: &impl Side, operation: &Operation) {
+async fn check_query(side: &impl Side, operation: &Operation) {
     let of_query = |one: &&Parameter| {
         matches!(one.location, ParameterLocation::Query | ParameterLocation::RequiredQuery)
     };
@@ -255,23 +259,23 @@ async fn queries(side: &impl Side, operation: &Operation) {
     };
     let response = send(side, request_with(&[("zz", "1")])).await;
     response.assert_problem(400, "invalid_request");
-    let others = side.allows_unknown_query(operation);
-    if others {
-        assert!(!response.names("?zz"), "{response:?}");
+    let allows_unknown = side.allows_unknown_query(operation);
+    if allows_unknown {
+        assert!(!response.reports("?zz"), "{response:?}");
     } else {
         let declared: BTreeSet<String> = parameters.iter().map(|one| one.name.to_owned()).collect();
-        assert_eq!(response.takes_instead_of("?zz"), declared, "{}", operation.id);
+        assert_eq!(response.accepted_names("?zz"), declared, "{}", operation.id);
     }
-    let mut differ = Vec::new();
+    let mut differences = Vec::new();
     for Parameter { name, location, schema, .. } in parameters {
         let schema = schema();
         assert_eq!(
-            response.names(&format!("?{name}")),
+            response.reports(&format!("?{name}")),
             *location == ParameterLocation::RequiredQuery,
             "{name}: {response:?}"
         );
         send(side, request_with(&[(name, "1"), (name, "1")])).await.assert_problem(400, "invalid_request");
-        for text in strings() {
+        for text in sample_strings() {
             let value = match schema["type"].as_str() {
                 Some("integer") => text.parse::<u64>().map_or(json!(text), Value::from),
                 Some("boolean") => text.parse::<bool>().map_or(json!(text), Value::from),
@@ -279,12 +283,17 @@ async fn queries(side: &impl Side, operation: &Operation) {
             };
             let is_valid = is_valid(side.contract(), &schema, &value);
             let response = send(side, request_with(&[(name, &text), ("zz", "1")])).await;
-            let refused = response.status == 400 && response.names(&format!("?{name}"));
-            if refused == is_valid || (response.status != 400 && !others) {
+            let refused = response.status == 400 && response.reports(&format!("?{name}"));
+            if refused == is_valid || (response.status != 400 && !allows_unknown) {
                 let text = text.chars().take(80).collect::<String>();
-                differ.push(format!("?{name}={text:?}: valid by {schema} is {is_valid}"));
+                differences.push(format!("?{name}={text:?}: valid by {schema} is {is_valid}"));
             }
         }
     }
-    assert!(differ.is_empty(), "{} differs from its description:\n{}", operation.id, differ.join("\n"));
+    assert!(
+        differences.is_empty(),
+        "{} differs from its description:\n{}",
+        operation.id,
+        differences.join("\n")
+    );
 }

@@ -1,5 +1,5 @@
-//! `svcctl` against a real platform when data is at risk: its output about copies, the questions of operations, and
-//! every way to undo. The provider simulator only records servers; the tests play their hosts.
+//! `svcctl` against a real platform when data is at risk: its output about copies, the questions of operations, and the
+//! ways to undo changes. The provider simulator only records servers; the tests simulate their hosts.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -19,6 +19,7 @@ use crate::platform::stack::{BUCKET, Guest, Process, SECRET, Stack, heartbeat_of
 const USER: &str = "user_1";
 const HANDLE: &str = "h-user-1";
 
+/// An operator's `svcctl`, with a platform whose hosts the test simulates.
 struct Operator {
     stack: Stack,
     process: Process,
@@ -40,12 +41,12 @@ impl Operator {
         Self { stack, process, epochs: Mutex::default() }
     }
 
-    /// Runs `svcctl` while hosts respond, and returns both of its output streams. It must exit with `code`.
+    /// Runs `svcctl` while the hosts send heartbeats, and returns both of its output streams. It must exit with `code`.
     async fn run(&self, code: i32, args: &[&str]) -> String {
         let env = [("PLATFORM_PUBLIC_URL", self.process.base.as_str()), ("PLATFORM_SECRET", SECRET)];
         let output = tokio::select! {
             output = svcctl(args, &env) => output,
-            () = self.run_hosts() => unreachable!("the hosts never stop"),
+            () = self.run_hosts() => unreachable!("the simulated hosts never stop"),
         };
         let text =
             format!("{}{}", String::from_utf8_lossy(&output.stderr), String::from_utf8_lossy(&output.stdout));
@@ -75,11 +76,11 @@ impl Operator {
         if matches!(record["status"].as_str(), Some("provisioning" | "recovering")) {
             self.stack.register(&self.process, guest).await;
         }
-        let mut beat = heartbeat_of(guest);
+        let mut heartbeat = heartbeat_of(guest);
         if let Some(epoch) = self.epochs.lock().unwrap().get(&guest.machine) {
-            beat["epoch"] = epoch.clone();
+            heartbeat["epoch"] = epoch.clone();
         }
-        if let Some(response) = self.stack.try_send_heartbeat(&self.process.base, guest, &beat).await {
+        if let Some(response) = self.stack.try_send_heartbeat(&self.process.base, guest, &heartbeat).await {
             let epoch = response["epoch"].clone();
             if epoch.is_u64() {
                 self.epochs.lock().unwrap().insert(guest.machine.clone(), epoch);
@@ -87,7 +88,7 @@ impl Operator {
         }
     }
 
-    /// Starts a machine; no host responds at its address.
+    /// Starts a machine without a host that responds at its address.
     async fn start_machine(&self) -> Guest {
         self.stack.start_machine(&self.process, USER).await
     }
@@ -117,10 +118,11 @@ impl Operator {
 
     async fn wait_for_server_deletion(&self, machine: &str) {
         let is_deleted = || async { (!self.has_server(machine)).then_some(()) };
-        self.stack.eventually("its server is deleted", is_deleted).await;
+        self.stack.eventually("the server is deleted", is_deleted).await;
     }
 }
 
+/// A running host, which stops when this is dropped.
 struct FakeHost(CancellationToken);
 
 impl Drop for FakeHost {
@@ -192,7 +194,7 @@ async fn delete_of_silent_host_can_be_undone_and_discarded() {
     operator.run(0, &["discard", HANDLE, "--accept-loss", "--yes"]).await;
     operator.wait_for_server_deletion(id).await;
     let output = operator.run(65, &["undelete", id]).await;
-    assert_contains(&output, &["invalid_state", "Its server is deleted", "next: "]);
+    assert_contains(&output, &["invalid_state", "The machine's server has been deleted", "next: "]);
     assert_contains(
         &operator.run(65, &["undelete", HANDLE]).await,
         &["h-user-1 has no kept server", "next: "],
@@ -219,14 +221,14 @@ async fn recovery_without_backup_waits_and_abandon_keeps_machine() {
     let status = operator.run(0, &["status", HANDLE]).await;
     assert_contains(
         &status,
-        &["recover  waiting  at last_backup", "question: ", "--accept-loss`: it goes ahead", "kept server"],
+        &["recover  waiting  at last_backup", "question: ", "--accept-loss`: it continues", "kept server"],
     );
     assert_contains(&operator.run(0, &["fleet"]).await, &["operation_waiting", "svcctl operation show "]);
     let machine = operator.json(&["status", HANDLE]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
     let output = operator.run(75, &["operation", "continue", &operation, "--wait=60"]).await;
     assert_contains(&output, &["the recovery waits for your decision", "the final backup is retried"]);
-    // With `--json`, the question is part of the failure, and the exit code says that the operation has not ended.
+    // With `--json`, the question is part of the failure, and the exit code shows that the operation has not ended.
     let output = operator.run(75, &["--json", "operation", &operation, "--wait=5"]).await;
     let failure: Value = serde_json::from_str(output.lines().last().unwrap()).unwrap();
     assert_eq!(failure["exit"], 75, "{failure}");
@@ -251,8 +253,8 @@ async fn recovery_without_backup_waits_and_abandon_keeps_machine() {
     assert!(!output.contains("svcctl recover"), "{output}");
 }
 
-/// Loses the server of a machine after an outage session stored a snapshot that is newer than the pointer's. Returns
-/// the machine and the key of that snapshot.
+/// Loses a machine's server after an outage session has stored a snapshot that is newer than the one that the pointer
+/// names. Returns the machine and the newer snapshot's key.
 async fn lose_server_after_outage(operator: &Operator) -> (Guest, String) {
     let guest = operator.start_machine().await;
     let (old, new) = ("2026-01-02T03:45:03.000Z", "2026-01-02T04:00:15.000Z");
@@ -264,7 +266,7 @@ async fn lose_server_after_outage(operator: &Operator) -> (Guest, String) {
     let has_failed = || async {
         (operator.stack.status(&operator.process, &guest.machine).await == "failed").then_some(())
     };
-    operator.stack.eventually("it fails", has_failed).await;
+    operator.stack.eventually("the machine fails", has_failed).await;
     (guest, "system/db/snapshots/2026-01-02T04-00-15.000Z-1.dump".to_owned())
 }
 

@@ -1,14 +1,14 @@
-//! The requests of an operator's decisions, and the output of a wait for questions and boot progress.
+//! The requests that an operator's decisions send, and the output of `--wait` for questions and boot progress.
 
 use super::*;
 
 #[tokio::test]
 async fn options_and_decisions_reach_the_platform() {
     let sent = async |args: &[&str], replies: Vec<Reply>| {
-        let platform = Platform::start(replies).await;
+        let platform = FakePlatform::start(replies).await;
         let output = platform.svcctl(args).await;
         assert!(output.status.success(), "{args:?}: {}", stderr(&output));
-        let last = platform.seen().pop().unwrap();
+        let last = platform.requests().pop().unwrap();
         assert!(last.header("idempotency-key").is_some(), "{args:?}");
         let body = serde_json::from_str(&last.body).unwrap_or(Value::Null);
         (last.line, body)
@@ -87,7 +87,7 @@ async fn accept_resolves_slot_to_its_machine() {
     let mut waiting = operation("recover", "waiting", &[]);
     waiting["question"] = json!({"code": "last_backup_held_back", "detail": "Held back."});
     let page = |machine: Value| Reply::Json(200, json!({"machines": [machine], "nextCursor": null}));
-    let platform = Platform::start([
+    let platform = FakePlatform::start([
         page(record("recovering", None)),
         Reply::Json(200, record("recovering", Some(waiting.clone()))),
         Reply::Json(202, json!({"machineId": OLD, "requestedAt": "2026-01-01T00:00:00.000Z"})),
@@ -97,23 +97,26 @@ async fn accept_resolves_slot_to_its_machine() {
     assert!(output.status.success(), "{}", stderr(&output));
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(text.contains(&format!("the host of machine {OLD}")), "{text}");
-    assert!(text.contains(&format!("`svcctl operation continue {OPERATION}` goes ahead")), "{text}");
-    let lines: Vec<_> = platform.seen().into_iter().map(|request| request.line).collect();
+    assert!(text.contains(&format!("`svcctl operation continue {OPERATION}` uses it")), "{text}");
+    let lines: Vec<_> = platform.requests().into_iter().map(|request| request.line).collect();
     assert_eq!(lines[0], "GET /vps?idpUserId=user_1&slot=second HTTP/1.1");
     assert_eq!(lines[2], format!("POST /vps/{MACHINE}/backup-accept HTTP/1.1"));
 
-    // While a deletion asks, no machine is active.
+    // While a deletion waits for a decision, the slot has no active machine.
     let mut deleted = record("running", Some(waiting));
     deleted["deletedAt"] = "2026-01-01T00:00:00.000Z".into();
     deleted["copies"] = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": [
         {"machineId": MACHINE, "providerServerId": "1", "reason": "deleted", "until": null, "unsavedSince": null}]});
-    let whole = || Reply::Json(200, deleted.clone());
+    let detail = || Reply::Json(200, deleted.clone());
     let none = Reply::Json(200, json!({"machines": [], "nextCursor": null}));
-    let replies = [none, page(deleted.clone()), whole(), whole(), accepted()];
-    let platform = Platform::start(replies).await;
+    let replies = [none, page(deleted.clone()), detail(), detail(), accepted()];
+    let platform = FakePlatform::start(replies).await;
     let output = platform.svcctl(&["backup", "accept", "ada", "--yes"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
-    assert_eq!(platform.seen().pop().unwrap().line, format!("POST /vps/{MACHINE}/backup-accept HTTP/1.1"));
+    assert_eq!(
+        platform.requests().pop().unwrap().line,
+        format!("POST /vps/{MACHINE}/backup-accept HTTP/1.1")
+    );
 }
 
 #[tokio::test]
@@ -125,7 +128,7 @@ async fn undelete_names_a_server_that_is_being_deleted() {
          "unsavedSince": null}]});
     let none = || Reply::Json(200, json!({"machines": [], "nextCursor": null}));
     let page = Reply::Json(200, json!({"machines": [deleted.clone()], "nextCursor": null}));
-    let platform = Platform::start([page, Reply::Json(200, deleted), none()]).await;
+    let platform = FakePlatform::start([page, Reply::Json(200, deleted), none()]).await;
     let output = platform.svcctl(&["undelete", "ada"]).await;
     assert_eq!(output.status.code(), Some(65));
     let text = stderr(&output);
@@ -143,34 +146,34 @@ async fn abandon_warns_that_it_switches_the_machine_on() {
     let mut old = record("running", None);
     old["machineId"] = OLD.into();
     old["replacedBy"] = MACHINE.into();
-    for (powered_off_at, is_said) in [(json!("2026-01-01T00:00:00.000Z"), true), (Value::Null, false)] {
+    for (powered_off_at, has_note) in [(json!("2026-01-01T00:00:00.000Z"), true), (Value::Null, false)] {
         old["poweredOffAt"] = powered_off_at;
         let replies = [recovery(), Reply::Json(200, new.clone()), Reply::Json(200, old.clone()), recovery()];
-        let platform = Platform::start(replies).await;
+        let platform = FakePlatform::start(replies).await;
         let output = platform.svcctl(&["operation", "abandon", OPERATION]).await;
         assert!(output.status.success(), "{}", stderr(&output));
         let note = format!("`svcctl power off {OLD}` powers it off again");
-        assert_eq!(stderr(&output).contains(&note), is_said, "{}", stderr(&output));
+        assert_eq!(stderr(&output).contains(&note), has_note, "{}", stderr(&output));
     }
 }
 
-/// The platform files the removal shortly after the request, so svcctl looks up its id.
+/// The platform creates the removal's operation shortly after the request, so `svcctl` polls for its id.
 #[tokio::test]
 async fn discard_names_server_and_operation() {
     let mut replaced = record("running", None);
     replaced["replacedBy"] = OPERATION.into();
     replaced["providerServerId"] = "4711".into();
-    let mut filed = replaced.clone();
-    filed["operations"] =
+    let mut with_removal = replaced.clone();
+    with_removal["operations"] =
         json!([operation("remove_server", "running", &[]), operation("remove_server", "cancelled", &[])]);
     let mut again = replaced.clone();
     again["operationId"] = OPERATION.into();
     again["alreadyOrdered"] = true.into();
-    for (response, looks, note) in
-        [(replaced.clone(), vec![replaced.clone(), filed], false), (again, vec![], true)]
+    for (response, polls, has_note) in
+        [(replaced.clone(), vec![replaced.clone(), with_removal], false), (again, vec![], true)]
     {
-        let replies = [replaced.clone(), response].into_iter().chain(looks);
-        let platform = Platform::start(replies.map(|reply| Reply::Json(200, reply))).await;
+        let replies = [replaced.clone(), response].into_iter().chain(polls);
+        let platform = FakePlatform::start(replies.map(|reply| Reply::Json(200, reply))).await;
         let output = platform.svcctl(&["discard", MACHINE, "--yes"]).await;
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(output.status.success(), "{}", stderr(&output));
@@ -181,7 +184,7 @@ async fn discard_names_server_and_operation() {
         ] {
             assert!(text.contains(part), "{part}: {text}");
         }
-        assert_eq!(text.contains("was already requested; nothing was changed"), note, "{text}");
+        assert_eq!(text.contains("was already requested; nothing was changed"), has_note, "{text}");
     }
 }
 
@@ -195,12 +198,12 @@ async fn power_off_reports_progress_and_repeated_requests() {
     };
     let mut off = record("running", Some(operation("power_off", "succeeded", &["stop_server"])));
     off["poweredOffAt"] = "2026-01-01T00:00:00.000Z".into();
-    let mut going = off.clone();
-    going["operations"] = json!([operation("power_off", "running", &[])]);
-    let platform = Platform::start([
+    let mut running = off.clone();
+    running["operations"] = json!([operation("power_off", "running", &[])]);
+    let platform = FakePlatform::start([
         Reply::Json(200, record("running", None)),
         reply(json!(OPERATION)),
-        Reply::Json(200, going),
+        Reply::Json(200, running),
         Reply::Json(200, off.clone()),
     ])
     .await;
@@ -214,14 +217,14 @@ async fn power_off_reports_progress_and_repeated_requests() {
     );
     assert!(printed.ends_with(&format!("machine {MACHINE} is powered off\n")), "{printed}");
 
-    // Also for a failed machine: there is nothing to wait for.
+    // A repeated request does not wait, even if the machine has failed.
     off["status"] = "failed".into();
     let again = [Reply::Json(200, off.clone()), reply(Value::Null), Reply::Json(200, off.clone())];
-    let platform = Platform::start(again).await;
+    let platform = FakePlatform::start(again).await;
     let output = platform.svcctl(&["power", "off", MACHINE, "--yes", "--wait"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(stderr(&output), "note: it had already been powered off; nothing was changed\n");
-    let platform = Platform::start([Reply::Json(200, off), reply(Value::Null)]).await;
+    let platform = FakePlatform::start([Reply::Json(200, off), reply(Value::Null)]).await;
     let output = platform.svcctl(&["power", "off", MACHINE, "--yes"]).await;
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(
@@ -246,7 +249,7 @@ async fn undelete_reports_that_the_machine_is_being_restored() {
         }
         Reply::Json(200, machine)
     };
-    let platform = Platform::start([reply(false)]).await;
+    let platform = FakePlatform::start([reply(false)]).await;
     let output = platform.svcctl(&["undelete", MACHINE]).await;
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(
@@ -255,7 +258,7 @@ async fn undelete_reports_that_the_machine_is_being_restored() {
     );
     for again in [false, true] {
         let replies = [reply(again), at("failed", "running"), at("running", "succeeded")];
-        let platform = Platform::start(replies).await;
+        let platform = FakePlatform::start(replies).await;
         let output = platform.svcctl(&["undelete", MACHINE, "--wait"]).await;
         let printed = stderr(&output);
         assert!(output.status.success(), "{printed}");
@@ -293,19 +296,20 @@ async fn abandon_waits_for_the_machine_to_serve_again() {
         old("failed", "running"),
         old("running", "succeeded"),
     ];
-    let platform = Platform::start(replies).await;
+    let platform = FakePlatform::start(replies).await;
     let output = platform.svcctl(&["operation", "abandon", OPERATION, "--wait"]).await;
     let text = format!("{}{}", stderr(&output), String::from_utf8_lossy(&output.stdout));
     assert!(output.status.success(), "{text}");
     assert!(text.starts_with(&format!("machine {OLD} is being reinstated\n")), "{text}");
     assert!(text.contains(&format!("machine {OLD} is running\n")), "{text}");
 
-    // No machine gets the slot: the operation has ended, so there is nothing to wait for.
+    // If no machine gets the slot back, the wait ends with the operation.
     let mut alone = record("failed", Some(operation("provision", "failed", &[])));
     alone["copies"] = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": []});
     let provisioned = |state: &str| Reply::Json(200, operation("provision", state, &[]));
     let alone = || Reply::Json(200, alone.clone());
-    let platform = Platform::start([provisioned("running"), alone(), provisioned("failed"), alone()]).await;
+    let platform =
+        FakePlatform::start([provisioned("running"), alone(), provisioned("failed"), alone()]).await;
     let output = platform.svcctl(&["operation", "abandon", OPERATION, "--wait"]).await;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success() && text.starts_with("provision  failed"), "{text}{}", stderr(&output));
@@ -316,7 +320,7 @@ async fn wait_ends_with_the_question_of_a_waiting_operation() {
     let mut waiting = operation("delete", "waiting", &[]);
     waiting["question"] =
         json!({"code": "last_backup_missing", "detail": "No final backup: its disk is full."});
-    let platform = Platform::start([
+    let platform = FakePlatform::start([
         Reply::Json(200, record("running", None)),
         accepted(),
         Reply::Json(200, record("running", Some(waiting))),
@@ -348,9 +352,9 @@ async fn wait_shows_boot_progress_once_for_each_ten_percent() {
     };
     let restoring = |bytes| at("restore", bytes);
     let done = Reply::Json(200, record("running", Some(operation("recover", "succeeded", &[]))));
-    // Progress after the end of its stage prints nothing.
+    // Progress that is reported after the end of its stage is not printed.
     let polls = [restoring(50), restoring(420), restoring(440), restoring(990), at("gateway", 1000)];
-    let platform = Platform::start([accepted()].into_iter().chain(polls).chain([done])).await;
+    let platform = FakePlatform::start([accepted()].into_iter().chain(polls).chain([done])).await;
     let output = platform.svcctl(&["recover", "user_1", "--yes", "--wait"]).await;
     let text = stderr(&output);
     assert!(output.status.success(), "{text}");
@@ -365,10 +369,10 @@ async fn wait_shows_boot_progress_once_for_each_ten_percent() {
 async fn hanging_platform_is_distinguished_from_unreachable_one() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let base = format!("http://{}", listener.local_addr().unwrap());
-    let held = tokio::spawn(async move {
-        let mut held = Vec::new();
+    let server = tokio::spawn(async move {
+        let mut open_connections = Vec::new();
         while let Ok((stream, _)) = listener.accept().await {
-            held.push(stream);
+            open_connections.push(stream);
         }
     });
     let env = [("PLATFORM_PUBLIC_URL", base.as_str()), ("PLATFORM_SECRET", SECRET)];
@@ -379,10 +383,10 @@ async fn hanging_platform_is_distinguished_from_unreachable_one() {
     assert!(!text.contains("cannot be reached"), "{text}");
     assert_eq!(text.matches("still waiting: ").count(), 4, "{text}");
     assert!(text.contains("; attempt 2 of 5 in "), "{text}");
-    held.abort();
+    server.abort();
 
-    let gone = [("PLATFORM_PUBLIC_URL", "http://127.0.0.1:1"), ("PLATFORM_SECRET", SECRET)];
-    let text = stderr(&svcctl(&["list"], &gone).await);
+    let unreachable = [("PLATFORM_PUBLIC_URL", "http://127.0.0.1:1"), ("PLATFORM_SECRET", SECRET)];
+    let text = stderr(&svcctl(&["list"], &unreachable).await);
     assert!(text.contains("cannot be reached") && text.contains("Check PLATFORM_PUBLIC_URL"), "{text}");
 }
 
@@ -394,26 +398,26 @@ fn issued(name: &str) -> Reply {
 }
 
 #[tokio::test]
-async fn operator_add_overwrites_no_token_and_loses_none_silently() {
+async fn operator_add_keeps_existing_file_and_reports_lost_token() {
     let dir = tempfile::tempdir().unwrap();
-    let taken = dir.path().join("ada.token");
-    std::fs::write(&taken, "svco_ada").unwrap();
+    let existing = dir.path().join("ada.token");
+    std::fs::write(&existing, "svco_ada").unwrap();
     let missing = dir.path().join("none").join("bob.token");
-    // The name of the temporary file would be too long.
+    // The file name is so long that the temporary file cannot be created.
     let long = dir.path().join("b".repeat(240));
     let add = async |file: &std::path::Path| {
-        let platform = Platform::start([issued("bob")]).await;
+        let platform = FakePlatform::start([issued("bob")]).await;
         let file = file.to_str().unwrap().to_owned();
         let output =
             platform.svcctl(&["operator", "add", "bob", "--scope", "read", "--token-file", &file]).await;
-        (output.status.code(), stderr(&output), platform.seen().len())
+        (output.status.code(), stderr(&output), platform.requests().len())
     };
-    for (file, why) in [(&taken, "already exists"), (&missing, "does not exist")] {
+    for (file, why) in [(&existing, "already exists"), (&missing, "does not exist")] {
         let (code, printed, sent) = add(file).await;
         assert_eq!((code, sent), (Some(65), 0), "{printed}");
         assert!(printed.contains(why) && printed.contains("nothing was changed"), "{printed}");
     }
-    assert_eq!(std::fs::read_to_string(&taken).unwrap(), "svco_ada");
+    assert_eq!(std::fs::read_to_string(&existing).unwrap(), "svco_ada");
     assert!(!missing.parent().unwrap().exists());
 
     let (code, printed, sent) = add(&long).await;
@@ -424,11 +428,11 @@ async fn operator_add_overwrites_no_token_and_loses_none_silently() {
         "{printed}"
     );
 
-    let platform = Platform::start([issued("ada")]).await;
-    let file = taken.to_str().unwrap();
+    let platform = FakePlatform::start([issued("ada")]).await;
+    let file = existing.to_str().unwrap();
     let output = platform.svcctl(&["operator", "rotate", "ada", "--token-file", file]).await;
     assert!(output.status.success(), "{}", stderr(&output));
-    assert_eq!(std::fs::read_to_string(&taken).unwrap(), "svco_new\n");
+    assert_eq!(std::fs::read_to_string(&existing).unwrap(), "svco_new\n");
 }
 
 #[tokio::test]
@@ -441,8 +445,9 @@ async fn audit_follow_survives_an_outage_of_the_platform() {
         Reply::Json(200, json!({"entries": entries, "nextCursor": null}))
     };
     let lost = (0..5).map(|_| Reply::Lost);
-    let platform = Platform::start([page(&["a"])].into_iter().chain(lost).chain([page(&["b", "a"])])).await;
-    // The script ends with a 500, which is not an outage.
+    let platform =
+        FakePlatform::start([page(&["a"])].into_iter().chain(lost).chain([page(&["b", "a"])])).await;
+    // After the scripted replies, the fake platform returns 500, which does not count as an outage.
     let output = platform.svcctl(&["--json", "audit", "--follow"]).await;
     let (printed, shown) = (stderr(&output), String::from_utf8_lossy(&output.stdout).into_owned());
     assert_eq!(output.status.code(), Some(70), "{printed}");
@@ -452,15 +457,15 @@ async fn audit_follow_survives_an_outage_of_the_platform() {
 }
 
 #[tokio::test]
-async fn interrupted_wait_says_that_the_operation_continues() {
+async fn interrupted_wait_reports_that_operation_continues() {
     use std::os::unix::process::ExitStatusExt;
-    let going = || Reply::Json(200, record("recovering", Some(operation("recover", "running", &[]))));
-    let platform = Platform::start([accepted()].into_iter().chain((0..100).map(|_| going()))).await;
+    let running = || Reply::Json(200, record("recovering", Some(operation("recover", "running", &[]))));
+    let platform = FakePlatform::start([accepted()].into_iter().chain((0..100).map(|_| running()))).await;
     let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
     command.args(["svcctl", "recover", "user_1", "--yes", "--wait"]).env_clear();
     command.envs([("PLATFORM_PUBLIC_URL", platform.base.as_str()), ("PLATFORM_SECRET", SECRET)]);
     let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    while platform.seen().len() < 3 {
+    while platform.requests().len() < 3 {
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
     let pid = nix::unistd::Pid::from_raw(child.id().unwrap().cast_signed());

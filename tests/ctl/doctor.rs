@@ -1,4 +1,4 @@
-//! `svcctl doctor` against a running host and platform: the tests provoke each problem, and no secret is printed.
+//! `svcctl doctor` against a running host and platform: it must find each provoked problem, and print no secret.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -29,7 +29,7 @@ impl Report {
         all.iter().filter(move |finding| finding["check"] == check)
     }
 
-    /// Asserts a finding of this level that contains `part`. Only warnings and problems have a next step.
+    /// Asserts a finding of this level that contains `part`. Only warnings and problems must have a next step.
     #[track_caller]
     pub fn expect(&self, check: &str, level: &str, part: &str) {
         let found = self.findings_of(check).any(|finding| {
@@ -83,7 +83,7 @@ impl Fleet {
         format!("svc-{}", self.machine["machineId"].as_str().unwrap())
     }
 
-    /// The environment of someone logged in to the machine.
+    /// The environment of a shell on the machine.
     pub fn host_env(&self) -> Vec<(String, String)> {
         let listen = format!(
             "{}:{}",
@@ -113,16 +113,16 @@ impl Fleet {
         report
     }
 
-    /// Publishes a signed manifest for the bundle, by default with the digest of its archive.
+    /// Publishes a signed manifest for the bundle; the default digest is that of the bundle's archive.
     fn publish(&self, key: &SigningKey, expires_at: &str, digest: Option<String>) {
         let store = &self.stack.store;
         let object = |suffix: &str| format!("system-bundles/story-1/svc-host-bundle.tar.gz{suffix}");
-        let published = store.read(kit::story::BUCKET, &object(".sha256")).unwrap();
-        let published = String::from_utf8(published).unwrap().split_whitespace().next().unwrap().to_owned();
+        let sum = store.read(kit::story::BUCKET, &object(".sha256")).unwrap();
+        let archive_digest = String::from_utf8(sum).unwrap().split_whitespace().next().unwrap().to_owned();
         let manifest = Manifest {
             version: 1,
             image_version: "story-1".to_owned(),
-            sha256: digest.unwrap_or(published),
+            sha256: digest.unwrap_or(archive_digest),
             size_bytes: 1,
             min_version: None,
             created_at: "2026-01-01T00:00:00.000Z".to_owned(),
@@ -159,7 +159,7 @@ impl Fleet {
         self.disk.join("opt/svc/env").join(name)
     }
 
-    /// Checks the host while a file is changed or removed.
+    /// Checks the host with a file changed, or removed if `content` returns `None`, and then restores the file.
     async fn check_with(&self, path: &str, content: impl FnOnce(&str) -> Option<String>) -> Report {
         let path = self.disk.join(path);
         let before = fs::read_to_string(&path).ok();
@@ -275,19 +275,19 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     unregistered.expect("tls-key", "problem", "has not registered");
 
     let closed = fleet.check_with("opt/svc/restore-complete", |_| None).await;
-    closed.expect("gate", "problem", "shut");
+    closed.expect("gate", "problem", "closed");
     let current = fleet.disk.join("opt/svc/current");
     let target = fs::read_link(&current).unwrap();
     fs::remove_file(&current).unwrap();
     fleet.check_host().await.expect("release", "problem", "names no release");
     std::os::unix::fs::symlink(target, &current).unwrap();
-    // With systemd, a release needs its own client tools: only root can use those in the container.
+    // With systemd, a release needs its own client tools, because only root can use those in the container.
     let systemd = fleet.disk.join("run/systemd/system");
     fs::create_dir_all(&systemd).unwrap();
     fleet.check_host().await.expect("release", "problem", "no PostgreSQL client tools");
     fs::remove_dir(&systemd).unwrap();
 
-    healthy.expect("update", "ok", "none on this machine yet");
+    healthy.expect("update", "ok", "no update on this machine yet");
     let state = r#"{"version":1,"previous":null,"quarantined":[{"version":"story-2","at":"2026-01-01T00:00:00.000Z","why":"the gateway was not ready"}]}"#;
     let quarantined = fleet.check_with("var/lib/svc/update/releases.json", |_| Some(state.to_owned())).await;
     quarantined.expect("update", "warning", "release story-2 is quarantined: the gateway was not ready");
@@ -298,7 +298,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     };
     let last = "var/lib/svc/update/last.json";
     let rolled_back = fleet.check_with(last, |_| Some(outcome("rolled_back"))).await;
-    rolled_back.expect("update", "warning", "ended rolled_back at health: not ready");
+    rolled_back.expect("update", "warning", "ended rolled_back in the stage health: not ready");
     fleet.check_with(last, |_| Some(outcome("failed"))).await.expect("update", "problem", "ended failed");
 
     let static_keys =
@@ -350,7 +350,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     fleet.check_host().await.expect("backup", "ok", "0 min old");
     fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
     fleet.check_host().await.expect("gateway", "problem", "not ready");
-    // This check comes late, because a gateway or an agent that finds this file exits.
+    // This check comes near the end, because a gateway or an agent that finds this file exits.
     let replaced = fleet.check_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;
     replaced.expect("platform", "problem", "has replaced this one");
     let pid = fs::read_to_string(fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid")).unwrap();
@@ -358,10 +358,10 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).unwrap();
     let file = fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid");
     let ended = async || {
-        anyhow::ensure!(!file.exists(), "it runs");
+        anyhow::ensure!(!file.exists(), "PostgreSQL is still running");
         anyhow::Ok(())
     };
-    kit::story::eventually("the database ends", Duration::from_secs(60), ended).await.unwrap();
+    kit::story::eventually("PostgreSQL stops", Duration::from_secs(60), ended).await.unwrap();
     let stopped = fleet.check_host().await;
     stopped.expect("database", "problem", "connect to the database");
     assert_eq!(stopped.levels("release"), ["ok"], "unrelated checks are not affected: {}", stopped.text);
@@ -445,7 +445,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     wrong.expect("configuration", "problem", "APP_HOST");
     wrong.expect("database", "skipped", "the configuration is wrong");
 
-    // The same settings come from a file, which must not be world-readable.
+    // The settings can also come from a file, which must not be world-readable.
     let file = fleet.stack.dir.join("platform.env");
     let lines = fleet.stack.platform_env().iter().map(|(name, value)| svc::config::env_line(name, value));
     fs::write(&file, lines.collect::<String>()).unwrap();

@@ -1,4 +1,4 @@
-//! The confirmations of `svcctl provision`: what it shows, what it asks, and what it sends.
+//! The confirmations of `svcctl provision`: its output, its prompts and its requests.
 
 use super::terminal::{on_terminal, printed};
 use super::*;
@@ -22,16 +22,16 @@ fn quoted() -> Reply {
     Reply::Json(200, quote())
 }
 
-/// The bodies of the requests that create a machine.
-fn sent(platform: &Platform) -> Vec<Value> {
-    let seen = platform.seen();
-    let provisions = seen.iter().filter(|request| request.line == "POST /vps/provision HTTP/1.1");
+/// The bodies of the provision requests that the platform received.
+fn provision_bodies(platform: &FakePlatform) -> Vec<Value> {
+    let requests = platform.requests();
+    let provisions = requests.iter().filter(|request| request.line == "POST /vps/provision HTTP/1.1");
     provisions.map(|request| serde_json::from_str(&request.body).unwrap()).collect()
 }
 
 #[tokio::test]
-async fn cost_and_consent_are_typed_separately() {
-    let platform = Platform::start([quoted(), accepted()]).await;
+async fn cost_and_consent_are_confirmed_separately() {
+    let platform = FakePlatform::start([quoted(), accepted()]).await;
     let output = on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], "yes\nyes\n", &[]).await;
     let text = printed(&output);
     assert_eq!(output.status.code(), Some(0), "{text}");
@@ -51,16 +51,16 @@ async fn cost_and_consent_are_typed_separately() {
     assert!(!text.contains("a recovery was not exercised"), "{text}");
     let body = json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada",
                       "confirmedMonthlyCost": "10.1031 EUR", "confirmedOptIn": true});
-    assert_eq!(sent(&platform), [body]);
+    assert_eq!(provision_bodies(&platform), [body]);
 
     for typed in ["no\nyes\n", "yes\nno\n", "\n\n", "yes\nYES\n"] {
-        let platform = Platform::start([quoted()]).await;
+        let platform = FakePlatform::start([quoted()]).await;
         let output = on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], typed, &[]).await;
         assert_eq!(output.status.code(), Some(65), "{typed:?}: {}", printed(&output));
-        assert!(sent(&platform).is_empty(), "{typed:?}");
+        assert!(provision_bodies(&platform).is_empty(), "{typed:?}");
     }
-    // An option replaces its own question only.
-    let platform = Platform::start([quoted(), accepted()]).await;
+    // An option replaces only its own prompt.
+    let platform = FakePlatform::start([quoted(), accepted()]).await;
     let args = ["provision", "user_1", "--handle", "ada", "--confirm-opt-in"];
     let output = on_terminal(&platform, &args, "yes\n", &[]).await;
     assert!(
@@ -71,7 +71,7 @@ async fn cost_and_consent_are_typed_separately() {
 }
 
 #[tokio::test]
-async fn script_names_each_confirmation_and_sees_the_cost() {
+async fn provision_without_terminal_requires_each_option() {
     let provision = ["provision", "user_1", "--handle", "ada"];
     for (given, missing) in [
         (&[][..], "add --confirm-cost and --confirm-opt-in to confirm"),
@@ -79,21 +79,21 @@ async fn script_names_each_confirmation_and_sees_the_cost() {
         (&["--confirm-cost"], "add --confirm-opt-in to confirm"),
         (&["--confirm-opt-in"], "add --confirm-cost to confirm"),
     ] {
-        let platform = Platform::start([quoted()]).await;
+        let platform = FakePlatform::start([quoted()]).await;
         let output = platform.svcctl(&[&provision[..], given].concat()).await;
         assert_eq!(output.status.code(), Some(64), "{given:?}: {}", stderr(&output));
         for part in ["10.1031 EUR a month", missing] {
             assert!(stderr(&output).contains(part), "{given:?}: {}", stderr(&output));
         }
-        assert!(sent(&platform).is_empty(), "{given:?}");
+        assert!(provision_bodies(&platform).is_empty(), "{given:?}");
     }
-    let platform = Platform::start([quoted(), accepted()]).await;
+    let platform = FakePlatform::start([quoted(), accepted()]).await;
     let output = platform.svcctl(&PROVISION).await;
     assert!(output.status.success(), "{}", stderr(&output));
     for part in ["at 10.1031 EUR a month (cpx22 in nbg1)", "warning: a rollback was not exercised"] {
         assert!(stderr(&output).contains(part), "{part}: {}", stderr(&output));
     }
-    assert_eq!(sent(&platform)[0]["confirmedMonthlyCost"], "10.1031 EUR");
+    assert_eq!(provision_bodies(&platform)[0]["confirmedMonthlyCost"], "10.1031 EUR");
 }
 
 #[tokio::test]
@@ -111,12 +111,12 @@ async fn confirmed_cost_is_accepted_up_to_its_limit() {
         ("12.00", 64),
         ("cheap", 64),
     ] {
-        let platform = Platform::start([Reply::Json(200, several.clone()), accepted()]).await;
+        let platform = FakePlatform::start([Reply::Json(200, several.clone()), accepted()]).await;
         let limit_option = format!("--confirm-cost={limit}");
         let args = ["provision", "user_1", "--handle", "ada", &limit_option, "--confirm-opt-in"];
         let output = platform.svcctl(&args).await;
         assert_eq!(output.status.code(), Some(exit), "{limit}: {}", stderr(&output));
-        assert_eq!(sent(&platform).len(), usize::from(exit == 0), "{limit}");
+        assert_eq!(provision_bodies(&platform).len(), usize::from(exit == 0), "{limit}");
         if exit != 64 {
             let cost = "up to 10.1031 EUR a month (cpx22 in nbg1 or ash)";
             assert!(stderr(&output).contains(cost), "{limit}: {}", stderr(&output));
@@ -130,57 +130,61 @@ async fn machine_of_a_known_customer_needs_no_confirmation() {
     known["addsCustomer"] = json!(false);
     known["existing"] = json!({"machineId": MACHINE, "status": "running"});
     (known["monthlyCost"], known["costs"]) = (Value::Null, json!([]));
-    let platform = Platform::start([Reply::Json(200, known), accepted()]).await;
+    let platform = FakePlatform::start([Reply::Json(200, known), accepted()]).await;
     let output = platform.svcctl(&["provision", "user_1", "--handle", "ada"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
-    assert_eq!(sent(&platform), [json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada"})]);
+    assert_eq!(
+        provision_bodies(&platform),
+        [json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada"})]
+    );
 }
 
 #[tokio::test]
-async fn replacement_of_another_server_type_needs_the_cost_only() {
+async fn replacement_of_another_type_confirms_only_the_cost() {
     let mut replacement = quote();
     (replacement["addsCustomer"], replacement["needsCostConfirmation"]) = (json!(false), json!(true));
     replacement["existing"] = json!({"machineId": MACHINE, "status": "failed"});
     replacement["servers"] = json!(25);
     let replies = || [Reply::Json(200, replacement.clone()), accepted()];
     let provision = ["provision", "user_1", "--handle", "ada"];
-    let platform = Platform::start(replies()).await;
+    let platform = FakePlatform::start(replies()).await;
     let output = platform.svcctl(&provision).await;
     assert_eq!(output.status.code(), Some(64), "{}", stderr(&output));
     for part in ["one of another server type, at 10.1031 EUR a month", "add --confirm-cost to confirm"] {
         assert!(stderr(&output).contains(part), "{part}: {}", stderr(&output));
     }
-    assert!(sent(&platform).is_empty());
+    assert!(provision_bodies(&platform).is_empty());
 
-    let platform = Platform::start(replies()).await;
+    let platform = FakePlatform::start(replies()).await;
     let output = on_terminal(&platform, &provision, "yes\n", &[]).await;
     assert!(output.status.success(), "{}", printed(&output));
     assert!(printed(&output).contains("25 of 25 servers; the replacement"), "{}", printed(&output));
     let body = json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada",
                       "confirmedMonthlyCost": "10.1031 EUR"});
-    assert_eq!(sent(&platform), [body]);
+    assert_eq!(provision_bodies(&platform), [body]);
 }
 
 #[tokio::test]
-async fn refusal_of_the_quote_ends_the_command_before_any_question() {
+async fn refused_quote_ends_provision_before_any_prompt() {
     for (status, code, exit) in [
         (402, "subscription_required", 65),
         (409, "server_limit_reached", 65),
         (403, "server_type_not_allowed", 77),
     ] {
-        let platform = Platform::start([Reply::Json(status, problem(status, code, "That is why."))]).await;
+        let platform =
+            FakePlatform::start([Reply::Json(status, problem(status, code, "That is why."))]).await;
         let output =
             on_terminal(&platform, &["provision", "user_1", "--handle", "ada"], "yes\nyes\n", &[]).await;
         assert_eq!(output.status.code(), Some(exit), "{code}: {}", printed(&output));
         assert!(printed(&output).contains("That is why.") && !printed(&output).contains("Type yes"));
-        assert_eq!(platform.seen().len(), 1);
+        assert_eq!(platform.requests().len(), 1);
     }
 }
 
 #[tokio::test]
 async fn price_that_changed_after_the_prompt_is_refused() {
     let changed = Reply::Json(409, problem(409, "price_changed", "The server costs 12.00 EUR a month."));
-    let platform = Platform::start([quoted(), changed]).await;
+    let platform = FakePlatform::start([quoted(), changed]).await;
     let output = platform.svcctl(&PROVISION).await;
     assert_eq!(output.status.code(), Some(65), "{}", stderr(&output));
     for part in ["12.00 EUR", "next: run `svcctl provision` again"] {
@@ -190,14 +194,14 @@ async fn price_that_changed_after_the_prompt_is_refused() {
 
 #[tokio::test]
 async fn dry_run_shows_the_quote_and_creates_nothing() {
-    let platform = Platform::start([quoted()]).await;
+    let platform = FakePlatform::start([quoted()]).await;
     let dry = ["provision", "user_1", "--handle", "ada", "--dry-run", "--json"];
     let output = platform.svcctl(&dry).await;
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap(), quote());
-    assert_eq!(platform.seen().len(), 1);
+    assert_eq!(platform.requests().len(), 1);
 
-    let platform = Platform::start([no_quote()]).await;
+    let platform = FakePlatform::start([no_quote()]).await;
     let output = platform.svcctl(&dry).await;
     assert_eq!(output.status.code(), Some(69), "{}", stderr(&output));
     assert!(stderr(&output).contains("too old for --dry-run"), "{}", stderr(&output));

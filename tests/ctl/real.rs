@@ -1,4 +1,4 @@
-//! `svcctl` against real components: an operator's day, from the first bundle to the deletion of a machine.
+//! `svcctl` against real components, from the publication of the first bundle to the deletion of a machine.
 
 use std::path::Path;
 use std::time::Duration;
@@ -7,6 +7,7 @@ use kit::bundle;
 use kit::story::{CONFIRMED, RouterTransport, Stack};
 use serde_json::Value;
 
+/// An operator's `svcctl`, with a running stack.
 struct Operator(Stack);
 
 impl Operator {
@@ -39,7 +40,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
     let operator = Operator(Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0);
 
-    // Each refusal names the next step; following the steps leads to a running machine.
+    // Each refusal names the next step, and following these steps leads to a running machine.
     assert_contains(&operator.run(0, &["list"]).await, &["no machines"]);
     let printed = operator.run(65, &["provision", "user_1", "--handle", "ada"]).await;
     assert_contains(&printed, &["subscription_required", "next: `svcctl slot set"]);
@@ -57,7 +58,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     );
     assert_contains(&operator.run(0, &["bundle", "list"]).await, &["story-1", "MiB", &built.sha256]);
 
-    // Neither cost nor consent is assumed: without a terminal, both options are needed, and the cost is shown.
+    // Neither cost nor consent is assumed: without a terminal, both options are required, and the cost is shown.
     let printed = operator.run(64, &["provision", "user_1", "--handle", "ada", "--confirm-cost"]).await;
     assert_contains(&printed, &["10.1031 EUR a month (cpx22 in nbg1)", "add --confirm-opt-in"]);
     let printed = operator.run(0, &["provision", "user_1", "--handle", "ada", "--dry-run"]).await;
@@ -74,11 +75,11 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     assert_eq!(*confirmed, serde_json::json!({"monthlyCost": "10.1031 EUR", "optIn": true}), "{audit}");
     let stages =
         ["database", "bundle", "restore", "gateway", "register"].map(|stage| format!("boot: {stage}"));
-    let at: Vec<_> = stages
+    let positions: Vec<_> = stages
         .iter()
         .map(|stage| printed.find(stage).unwrap_or_else(|| panic!("{stage}: {printed}")))
         .collect();
-    assert!(at.is_sorted(), "{printed}");
+    assert!(positions.is_sorted(), "{printed}");
     assert_contains(
         &printed,
         &["create_server  done", "await_registration  succeeded", "status       running"],
@@ -109,7 +110,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
         &operator.run(0, &["backup", "drill", "ada", "--wait=120"]).await,
         &["drill   success", "key     system/db"],
     );
-    damaged_snapshot_fails_its_drill(&operator).await;
+    assert_drill_finds_damage(&operator).await;
 
     let printed = operator.run(77, &["resize", "ada", "cpx52", "--yes"]).await;
     assert_contains(&printed, &["server_type_not_allowed", "next: "]);
@@ -123,7 +124,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
         (&fleet["totals"]["machines"], &fleet["totals"]["byStatus"]["running"]),
         (&1.into(), &1.into())
     );
-    // Reported by the heartbeat of a real agent, which reads it from the real updater.
+    // The trusted keys come from the heartbeat of a real agent, which reads them from the real updater.
     let keys = operator.json(&["bundle", "keys"]).await;
     assert_eq!((&keys["keys"][0]["trusting"], &keys["notReporting"]), (&1.into(), &0.into()), "{keys}");
     let id = keys["keys"][0]["keyId"].as_str().unwrap();
@@ -163,7 +164,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     operator.0.stop().await;
 }
 
-/// `svcctl` shows a failed boot completely: its stage, the host's own message, and the next step.
+/// `svcctl` shows the stage of a failed boot, the host's own message, and the next step.
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_boot_shows_its_stage_and_the_host_message() {
     let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
@@ -189,7 +190,7 @@ async fn failed_boot_shows_its_stage_and_the_host_message() {
     operator.0.stop().await;
 }
 
-async fn damaged_snapshot_fails_its_drill(operator: &Operator) {
+async fn assert_drill_finds_damage(operator: &Operator) {
     let drill = operator.json(&["backup", "drill", "ada", "--wait=120"]).await;
     let object = format!("user_1/primary/{}", drill["key"].as_str().unwrap());
     let dump = operator.0.store.read(kit::story::BUCKET, &object).unwrap();
@@ -203,8 +204,8 @@ async fn damaged_snapshot_fails_its_drill(operator: &Operator) {
 
 /// Verifies and downloads a snapshot, resumes a download, and detects a damaged object.
 async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
-    let whole = ["system/db/snapshots/", "size and SHA-256 match the record"];
-    assert_contains(&operator.run(0, &["backup", "verify", "ada"]).await, &whole);
+    let intact = ["system/db/snapshots/", "size and SHA-256 match the record"];
+    assert_contains(&operator.run(0, &["backup", "verify", "ada"]).await, &intact);
     let verified = operator.json(&["backup", "verify", "ada"]).await;
     let key = verified["key"].as_str().unwrap();
     let (_, name) = key.rsplit_once('/').unwrap();
@@ -213,7 +214,7 @@ async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
 
     let file = dir.join("ada.dump");
     let into = file.to_str().unwrap();
-    // An interrupted download.
+    // The file of an interrupted download.
     let partial = dir.join("ada.dump.partial");
     std::fs::write(&partial, &dump[..dump.len() / 2]).unwrap();
     assert_contains(

@@ -1,19 +1,20 @@
-//! `svcctl verify-rollout` against a running host, on the host itself and through the router.
+//! `svcctl verify-rollout` against a running host, on the host itself and through the router; and the same checks in a
+//! rollout.
 
 use std::fs;
 use std::path::PathBuf;
 
 use super::doctor::{Fleet, Report, report};
 
-/// The shell of the machine's release, as a build produces it.
+/// The built shell in the machine's release.
 struct Shell<'a> {
     fleet: &'a Fleet,
     dir: PathBuf,
 }
 
 impl Shell<'_> {
-    /// Serves a valid shell in which the given files are replaced.
-    async fn serve(&self, instead: &[(&str, &str)]) {
+    /// Serves a valid shell with some of its files replaced.
+    async fn serve(&self, replacements: &[(&str, &str)]) {
         fs::remove_dir_all(&self.dir).ok();
         fs::create_dir_all(self.dir.join("assets")).unwrap();
         let page = "<!doctype html><meta name=\"svc-canvas-gestures\" content=\"surface\">\
@@ -25,11 +26,11 @@ impl Shell<'_> {
             ("assets/vendor.js", "export const a=\"https://idp.test\";"),
             ("assets/lazy.js", "export const b=1;"),
         ];
-        for (path, text) in good.iter().chain(instead) {
+        for (path, text) in good.iter().chain(replacements) {
             fs::write(self.dir.join(path), text).unwrap();
         }
         let (provider, server) = (&self.fleet.stack.provider, self.fleet.server());
-        // The gateway reads its files at startup. If it does not run, there is nothing to stop.
+        // `svc-shell` reads its files at startup, so it is restarted. Stopping fails if it is not running.
         provider.stop_service(&server, "svc-shell").await.ok();
         let started = provider.run_unit(&server, "svc-shell", &[]).await.unwrap();
         assert!(started.status.success(), "{}", String::from_utf8_lossy(&started.stderr));
@@ -84,19 +85,20 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     assert_eq!((here.code, outside.code), (Some(0), Some(0)));
 
     shell.serve(&[("assets/lazy.js", "fetch(\"https://placeholder-idp.invalid/v1/client\")")]).await;
-    here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js contains placeholder-idp.invalid").await;
+    expect_here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js contains placeholder-idp.invalid")
+        .await;
     let key = format!("export const k=\"{}\"", kit::bundle::apps::test_key("idp.example.com"));
     shell.serve(&[("assets/lazy.js", &key)]).await;
-    here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js contains idp.example.com").await;
+    expect_here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js contains idp.example.com").await;
     let key = format!("export const k=\"{}\"", kit::bundle::apps::test_key("idp.svc.test"));
     shell.serve(&[("assets/lazy.js", &key)]).await;
     fleet.verify_here(&[]).await.expect("placeholder-host", "ok", "neither the page nor its chunks");
     shell.serve(&[("assets/vendor.js", "fetch(new URL('api/canvas?fresh=1',base))")]).await;
-    here_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js contains api/canvas").await;
+    expect_here_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js contains api/canvas").await;
     let script = "<script src=\"/assets/main.js\"></script>";
     let windows = format!("<meta name=\"svc-canvas-gestures\" content=\"window\">{script}");
     shell.serve(&[("index.html", &windows)]).await;
-    here_and_outside(&fleet, "canvas-gestures", "window").await;
+    expect_here_and_outside(&fleet, "canvas-gestures", "window").await;
     shell.serve(&[("index.html", script)]).await;
     let unmarked = fleet.verify_here(&[]).await;
     unmarked.expect("canvas-gestures", "skipped", "verify it in a browser");
@@ -104,16 +106,16 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     assert_eq!(
         fleet.verify_here(&["--strict"]).await.code,
         Some(65),
-        "--strict: a skipped check is a failure"
+        "with --strict, a skipped check is a failure"
     );
     let styles = "<link rel=\"stylesheet\" href=\"/assets/main.css\">";
     shell.serve(&[("index.html", styles), ("assets/main.css", "p{}")]).await;
-    here_and_outside(&fleet, "shell", "the page refers to no script").await;
+    expect_here_and_outside(&fleet, "shell", "the page refers to no script").await;
     shell.serve(&[("index.html", "<script src=\"/assets/gone.js\"></script>")]).await;
-    here_and_outside(&fleet, "shell", "/assets/gone.js returned 404").await;
+    expect_here_and_outside(&fleet, "shell", "/assets/gone.js returned 404").await;
     shell.serve(&[]).await;
 
-    // The settings do not show yet what the running gateway does.
+    // The settings differ from the database that the running gateway uses.
     let settings = fleet.disk.join("opt/svc/env/host.env");
     let before = fs::read_to_string(&settings).unwrap();
     let other = svc::config::env_line("DATABASE_URL", "postgres://svc:pw@127.0.0.1:1/svc");
@@ -123,23 +125,23 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     elsewhere.expect("vps-database", "problem", "this machine's own database is on 127.0.0.1:1");
     fs::write(&settings, before).unwrap();
 
-    let stranger = fleet.verify_outside(&fleet.stack.session("user_other")).await;
-    stranger.expect("shell", "problem", "503");
+    let other_user = fleet.verify_outside(&fleet.stack.session("user_other")).await;
+    other_user.expect("shell", "problem", "503");
     let forged = fleet.verify_outside("not.a.token").await;
     forged.expect("gateway-health", "problem", "401");
 
     fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
     let stopped = fleet.verify_here(&[]).await;
     stopped.expect("gateway-health", "problem", "");
-    stopped.expect("vps-database", "problem", "does not say to which server");
+    stopped.expect("vps-database", "problem", "does not report which server");
     stopped.expect("icons", "problem", "");
     fleet.stack.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rollout_waits_for_an_operator_when_its_release_fails_the_checks() {
+async fn rollout_waits_for_operator_if_release_fails_checks() {
     let fleet = Fleet::start().await;
-    // A release without a shell.
+    // The release has no shell.
     kit::story::publish_signed(&fleet.stack, "story-2", fleet.stack.svc.clone()).await.unwrap();
     let svcctl = async |code: i32, args: &[&str]| {
         let run = fleet.stack.svcctl(args).await.unwrap();
@@ -162,7 +164,7 @@ async fn rollout_waits_for_an_operator_when_its_release_fails_the_checks() {
         &text,
         &["paused (the verification failed", "failed", "on ada", "ada: shell: the page returned 503"],
     );
-    assert!(!text.contains("icons"), "the other checks pass: {text}");
+    assert!(!text.contains("icons"), "a passed check is listed: {text}");
     contains(&svcctl(0, &["fleet"]).await, &["alarm: rollout_halted", "story-2", "svcctl deploy abort"]);
 
     let shell = Shell { fleet: &fleet, dir: fleet.disk.join("opt/svc/app/shell") };
@@ -179,7 +181,7 @@ async fn rollout_waits_for_an_operator_when_its_release_fails_the_checks() {
     fleet.stack.stop().await;
 }
 
-async fn here_and_outside(fleet: &Fleet, check: &str, part: &str) {
+async fn expect_here_and_outside(fleet: &Fleet, check: &str, part: &str) {
     fleet.verify_here(&[]).await.expect(check, "problem", part);
     fleet.verify_outside(&fleet.stack.owner()).await.expect(check, "problem", part);
 }

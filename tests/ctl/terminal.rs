@@ -1,4 +1,4 @@
-//! `svcctl` on a terminal: it asks a question and obeys the answer; it uses colours unless they are unwanted.
+//! `svcctl` on a terminal: its confirmation prompts, and when it uses colours.
 
 use std::process::Output;
 
@@ -7,28 +7,35 @@ use tokio::io::AsyncWriteExt;
 
 use super::*;
 
-/// Runs `svcctl` with a terminal as all of its standard streams; its output is `stdout`.
-pub async fn on_terminal(platform: &Platform, args: &[&str], typed: &str, env: &[(&str, &str)]) -> Output {
-    const RUN: &str = "import os, pty, sys\nsys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))";
+/// Runs `svcctl` with a terminal as its standard streams. The terminal's output is in `stdout`.
+pub async fn on_terminal(
+    platform: &FakePlatform,
+    args: &[&str],
+    typed: &str,
+    env: &[(&str, &str)],
+) -> Output {
+    const PTY_SCRIPT: &str =
+        "import os, pty, sys\nsys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))";
     let mut command = Command::new("python3");
-    command.args(["-c", RUN, env!("CARGO_BIN_EXE_svc"), "svcctl"]).args(args).env_clear();
+    command.args(["-c", PTY_SCRIPT, env!("CARGO_BIN_EXE_svc"), "svcctl"]).args(args).env_clear();
     command.env("PATH", std::env::var_os("PATH").unwrap_or_default()).env("TERM", "xterm");
     command.env("PLATFORM_PUBLIC_URL", &platform.base).env("PLATFORM_SECRET", SECRET);
     command.envs(env.iter().copied()).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.kill_on_drop(true).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
     stdin.write_all(typed.as_bytes()).await.unwrap();
-    // Kept open, because the end of the input would close the terminal.
+    // The input stays open, because its end would close the terminal.
     let output = child.wait_with_output().await.unwrap();
     drop(stdin);
     output
 }
 
-/// Asserts that the platform was read, and nothing else.
+/// Asserts that the platform received only `GET` requests, and at least one.
 #[track_caller]
-pub fn assert_only_reads(platform: &Platform) {
-    let seen = platform.seen();
-    assert!(!seen.is_empty() && seen.iter().all(|request| request.line.starts_with("GET ")), "{seen:?}");
+pub fn assert_only_reads(platform: &FakePlatform) {
+    let requests = platform.requests();
+    let are_reads = requests.iter().all(|request| request.line.starts_with("GET "));
+    assert!(!requests.is_empty() && are_reads, "{requests:?}");
 }
 
 pub fn printed(output: &Output) -> String {
@@ -36,17 +43,17 @@ pub fn printed(output: &Output) -> String {
 }
 
 #[tokio::test]
-async fn typed_confirmation_decides() {
+async fn command_runs_only_after_exact_confirmation() {
     let deleted =
         || Reply::Json(202, json!({"machineId": MACHINE, "status": "running", "operationId": OPERATION}));
-    let platform = Platform::start([Reply::Json(200, record("running", None)), deleted()]).await;
+    let platform = FakePlatform::start([Reply::Json(200, record("running", None)), deleted()]).await;
     let output = on_terminal(&platform, &["delete", MACHINE], "ada\n", &[]).await;
     assert!(printed(&output).contains("Type ada to continue"), "{}", printed(&output));
     assert_eq!(output.status.code(), Some(0), "{}", printed(&output));
-    assert!(platform.seen().iter().any(|request| request.line.starts_with("DELETE ")));
+    assert!(platform.requests().iter().any(|request| request.line.starts_with("DELETE ")));
 
     for typed in ["yes\n", "\n", "Ada\n"] {
-        let platform = Platform::start([Reply::Json(200, record("running", None))]).await;
+        let platform = FakePlatform::start([Reply::Json(200, record("running", None))]).await;
         let output = on_terminal(&platform, &["delete", MACHINE], typed, &[]).await;
         assert_eq!(output.status.code(), Some(65), "{typed:?}: {}", printed(&output));
         assert_only_reads(&platform);
@@ -58,13 +65,13 @@ async fn recovery_prompt_shows_the_age_of_the_backup() {
     let mut machine = record("running", None);
     machine["lastBackup"] = json!({"status": "success", "takenAt": "2026-01-01T00:00:00.000Z"});
     let page = || Reply::Json(200, json!({"machines": [record("running", None)], "nextCursor": null}));
-    let platform = Platform::start([page(), Reply::Json(200, machine.clone())]).await;
+    let platform = FakePlatform::start([page(), Reply::Json(200, machine.clone())]).await;
     let output = on_terminal(&platform, &["recover", "user_1"], "no\n", &[]).await;
     assert!(printed(&output).contains("2026-01-01 00:00:00 UTC"), "{}", printed(&output));
     assert_eq!(output.status.code(), Some(65));
 
     machine["copies"] = copies();
-    let platform = Platform::start([page(), Reply::Json(200, machine)]).await;
+    let platform = FakePlatform::start([page(), Reply::Json(200, machine)]).await;
     let output = on_terminal(&platform, &["recover", "user_1", "--replace-first"], "no\n", &[]).await;
     for part in
         ["9 min of changes exist only on its server", "if the new machine does not start, there is no server"]
@@ -92,7 +99,7 @@ async fn delete_prompt_names_the_loss_and_how_to_undo() {
             &["this cannot be undone", "changes that are in no snapshot are lost with its server"],
         ),
     ] {
-        let platform = Platform::start([Reply::Json(200, machine.clone())]).await;
+        let platform = FakePlatform::start([Reply::Json(200, machine.clone())]).await;
         let args: Vec<&str> = ["delete", MACHINE].iter().chain(options).copied().collect();
         let output = on_terminal(&platform, &args, "no\n", &[]).await;
         assert_eq!(output.status.code(), Some(65));
@@ -109,7 +116,7 @@ async fn delete_prompt_during_recovery_names_both_machines() {
     machine["copies"] = copies();
     machine["copies"]["kept"] = json!([
         {"machineId": OLD, "providerServerId": "1", "reason": "replaced", "until": null, "unsavedSince": null}]);
-    let platform = Platform::start([Reply::Json(200, machine)]).await;
+    let platform = FakePlatform::start([Reply::Json(200, machine)]).await;
     let output = on_terminal(&platform, &["delete", MACHINE], "no\n", &[]).await;
     assert_eq!(output.status.code(), Some(65));
     let printed_text = printed(&output);
@@ -132,7 +139,7 @@ async fn discard_prompt_names_the_data_that_would_be_lost() {
     let mut machine = record("running", None);
     machine["retiredAt"] = "2026-01-01T00:43:00.000Z".into();
     machine["unsavedSince"] = "2026-01-01T00:00:00.000Z".into();
-    let platform = Platform::start([Reply::Json(200, machine)]).await;
+    let platform = FakePlatform::start([Reply::Json(200, machine)]).await;
     let output = on_terminal(&platform, &["discard", MACHINE, "--accept-loss"], "no\n", &[]).await;
     assert_eq!(output.status.code(), Some(65));
     let printed_text = printed(&output);
@@ -152,11 +159,11 @@ async fn colours_appear_only_on_terminals_that_accept_them() {
         (&[("NO_COLOR", "")], true),
         (&[("TERM", "dumb")], false),
     ] {
-        let platform = Platform::start([page()]).await;
+        let platform = FakePlatform::start([page()]).await;
         let output = on_terminal(&platform, &["list"], "", env).await;
         assert_eq!(printed(&output).contains('\x1b'), coloured, "{env:?}: {:?}", printed(&output));
     }
-    let platform = Platform::start([page()]).await;
+    let platform = FakePlatform::start([page()]).await;
     let output = platform.svcctl(&["list"]).await;
     assert!(!printed(&output).contains('\x1b'), "{:?}", printed(&output));
 }

@@ -1,5 +1,5 @@
-//! Parsers of untrusted input, run on mutated documents: none of them panics, and none accepts a document that
-//! violates its rules.
+//! Runs parsers of untrusted input on mutated documents: no parser may panic, or accept a document that violates its
+//! rules.
 //!
 //! A [`Target`] is a parser with its rules; `cargo xtask fuzz` also runs it with libFuzzer. Valid documents are
 //! generated and then mutated, because random bytes are refused at the first check. Inputs that once violated a rule
@@ -29,7 +29,7 @@ const CASES_PER_ROUND: u32 = 400;
 type Case = (Vec<u8>, Vec<Mutation>);
 
 impl Target {
-    fn case(&self) -> impl Strategy<Value = Case> + use<> {
+    fn strategy(&self) -> impl Strategy<Value = Case> + use<> {
         let changes = prop_oneof![
             1 => Just(Vec::new()),
             4 => prop::collection::vec(any::<Mutation>(), 1..6),
@@ -47,11 +47,11 @@ impl Target {
     }
 
     /// # Errors
-    /// The smallest case that violated a rule or panicked.
-    fn play(&self, cases: u32) -> Result<(), String> {
+    /// Returns the smallest case that violated a rule or panicked.
+    fn run_cases(&self, cases: u32) -> Result<(), String> {
         let config = Config { cases, failure_persistence: None, ..Config::default() };
         let mut runner = TestRunner::new(config);
-        runner.run(&self.case(), |case| self.check(&case)).map_err(|error| match error {
+        runner.run(&self.strategy(), |case| self.check(&case)).map_err(|error| match error {
             TestError::Abort(why) => format!("{}: {why}", self.name),
             TestError::Fail(why, (valid, mutations)) => {
                 let bytes = mutate(valid, &mutations);
@@ -73,30 +73,30 @@ impl Target {
     }
 }
 
-/// User-data is parsed by cloud-init, a separate program; libFuzzer also runs the others.
+/// All targets. libFuzzer runs them all except user-data, which a separate program, cloud-init, parses.
 fn targets() -> Vec<Target> {
     parsers::targets().into_iter().chain([userdata::user_data()]).collect()
 }
 
 fn target(name: &str) -> Target {
-    targets().into_iter().find(|target| target.name == name).expect("one of the targets")
+    targets().into_iter().find(|target| target.name == name).expect("the name of a target")
 }
 
-fn short(name: &str) {
+fn run_short(name: &str) {
     let target = target(name);
-    target.play(target.cases).unwrap();
+    target.run_cases(target.cases).unwrap();
 }
 
-fn long(name: &str) -> Result<()> {
+fn run_long(name: &str) -> Result<()> {
     let target = target(name);
     let (begun, mut fuzz_cases) = (Instant::now(), 0);
-    let mut end = Ok(());
-    while begun.elapsed() < LONG_DURATION && end.is_ok() {
-        end = target.play(CASES_PER_ROUND);
+    let mut result = Ok(());
+    while begun.elapsed() < LONG_DURATION && result.is_ok() {
+        result = target.run_cases(CASES_PER_ROUND);
         fuzz_cases += u64::from(CASES_PER_ROUND);
     }
     Figures { fuzz_cases, ..Figures::new(&format!("fuzz of {name}")) }.record()?;
-    end.map_err(anyhow::Error::msg)
+    result.map_err(anyhow::Error::msg)
 }
 
 macro_rules! fuzzed {
@@ -104,17 +104,17 @@ macro_rules! fuzzed {
         $(
             #[test]
             fn $short() {
-                short($name);
+                run_short($name);
             }
 
             #[test]
             #[ignore = "long: runs for a minute"]
             fn $long() -> Result<()> {
-                long($name)
+                run_long($name)
             }
         )+
 
-        /// A target without tests would prove nothing.
+        /// A target without a test would never run.
         #[test]
         fn every_fuzz_target_runs() {
             let names: Vec<_> = targets().iter().map(|target| target.name).collect();
@@ -156,7 +156,7 @@ fuzzed! {
     mutated_user_data_is_one_document, long_mutated_user_data_is_one_document, "user-data";
 }
 
-/// The page lists the parsers with rules; a missing row would suggest a parser without any.
+/// The page lists the parsers with their rules; a missing row would suggest that a parser has none.
 #[test]
 fn every_fuzz_target_is_documented() {
     let page = include_str!("../../docs/security.md");
@@ -198,18 +198,18 @@ fn runner_detects_parsers_that_violate_their_rules() {
     fn refuses(_: &[u8]) -> Result<(), String> {
         Err("refused".to_owned())
     }
-    fn fine(_: &[u8]) -> Result<(), String> {
+    fn accepts(_: &[u8]) -> Result<(), String> {
         Ok(())
     }
-    let of =
+    let target_with =
         |check_any, check_valid| Target { name: "broken", valid: valid(), check_any, check_valid, cases: 0 };
-    of(fine, fine).play(3000).unwrap();
+    target_with(accepts, accepts).run_cases(3000).unwrap();
     for (what, target, expected) in [
-        ("a rule", of(leads_up, fine), "leads up"),
-        ("a panic", of(panics, fine), "an index out of bounds"),
-        ("a refusal", of(fine, refuses), "refused"),
+        ("a rule", target_with(leads_up, accepts), "leads up"),
+        ("a panic", target_with(panics, accepts), "an index out of bounds"),
+        ("a refusal", target_with(accepts, refuses), "refused"),
     ] {
-        let found = target.play(3000).expect_err(what);
+        let found = target.run_cases(3000).expect_err(what);
         assert!(found.contains(expected) && found.contains("tests/corpus/broken"), "{what}: {found}");
     }
 }

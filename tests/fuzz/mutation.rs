@@ -24,20 +24,20 @@ pub enum Mutation {
         at: Index,
         length: u8,
     },
-    Double {
+    Duplicate {
         at: Index,
         length: u8,
     },
-    Cut {
+    Truncate {
         at: Index,
     },
     /// Replaces a value of a JSON document; other documents do not change.
-    Value {
+    ReplaceValue {
         at: Index,
         value: Value,
     },
     /// Removes a field of a JSON document.
-    Without {
+    RemoveField {
         at: Index,
     },
 }
@@ -81,17 +81,17 @@ impl Arbitrary for Mutation {
             2 => (at(), any::<u8>()).prop_map(|(at, byte)| Self::Byte { at, byte }),
             3 => (at(), prop::sample::select(&FRAGMENTS[..])).prop_map(|(at, what)| Self::Insert { at, what }),
             1 => (at(), 1..40u8).prop_map(|(at, length)| Self::Remove { at, length }),
-            1 => (at(), 1..40u8).prop_map(|(at, length)| Self::Double { at, length }),
-            1 => at().prop_map(|at| Self::Cut { at }),
-            4 => (at(), value()).prop_map(|(at, value)| Self::Value { at, value }),
-            1 => at().prop_map(|at| Self::Without { at }),
+            1 => (at(), 1..40u8).prop_map(|(at, length)| Self::Duplicate { at, length }),
+            1 => at().prop_map(|at| Self::Truncate { at }),
+            4 => (at(), field_values()).prop_map(|(at, value)| Self::ReplaceValue { at, value }),
+            1 => at().prop_map(|at| Self::RemoveField { at }),
         ]
         .boxed()
     }
 }
 
 /// Invalid values of a field.
-fn value() -> impl Strategy<Value = Value> {
+fn field_values() -> impl Strategy<Value = Value> {
     let fixed = vec![
         json!(null),
         json!(true),
@@ -140,19 +140,19 @@ fn apply(bytes: &mut Vec<u8>, mutation: &Mutation) {
             bytes.splice(at..at, what.iter().copied());
         }
         Mutation::Remove { at, length } => drop(bytes.drain(piece(at, *length))),
-        Mutation::Double { at, length } => {
+        Mutation::Duplicate { at, length } => {
             let piece = piece(at, *length);
             let (end, more) = (piece.end, bytes[piece].to_vec());
             bytes.splice(end..end, more);
         }
-        Mutation::Cut { at } => bytes.truncate(at.index(length + 1)),
-        Mutation::Value { at, value } => change(bytes, |document, paths| {
+        Mutation::Truncate { at } => bytes.truncate(at.index(length + 1)),
+        Mutation::ReplaceValue { at, value } => edit_json(bytes, |document, paths| {
             let path = &paths[at.index(paths.len())];
             if let Some(place) = document.pointer_mut(path) {
                 *place = value.clone();
             }
         }),
-        Mutation::Without { at } => change(bytes, |document, paths| {
+        Mutation::RemoveField { at } => edit_json(bytes, |document, paths| {
             let path = &paths[at.index(paths.len())];
             let Some((parent, name)) = path.rsplit_once('/') else { return };
             if let Some(Value::Object(parent)) = document.pointer_mut(parent) {
@@ -163,24 +163,24 @@ fn apply(bytes: &mut Vec<u8>, mutation: &Mutation) {
 }
 
 /// Changes a JSON document. The closure receives the paths of all values; the root is always one.
-fn change(bytes: &mut Vec<u8>, change: impl FnOnce(&mut Value, &[String])) {
+fn edit_json(bytes: &mut Vec<u8>, change: impl FnOnce(&mut Value, &[String])) {
     let Ok(mut document) = serde_json::from_slice::<Value>(bytes) else { return };
     let mut paths = Vec::new();
-    collect(&document, String::new(), &mut paths);
+    collect_paths(&document, String::new(), &mut paths);
     change(&mut document, &paths);
     *bytes = serde_json::to_vec(&document).expect("a value is JSON");
 }
 
-fn collect(value: &Value, path: String, paths: &mut Vec<String>) {
+fn collect_paths(value: &Value, path: String, paths: &mut Vec<String>) {
     match value {
         Value::Object(fields) => {
             for (name, value) in fields {
-                collect(value, format!("{path}/{}", name.replace('~', "~0").replace('/', "~1")), paths);
+                collect_paths(value, format!("{path}/{}", name.replace('~', "~0").replace('/', "~1")), paths);
             }
         }
         Value::Array(items) => {
             for (index, value) in items.iter().enumerate() {
-                collect(value, format!("{path}/{index}"), paths);
+                collect_paths(value, format!("{path}/{index}"), paths);
             }
         }
         _ => {}

@@ -1,4 +1,4 @@
-//! User-data: whatever the names of a machine and its platform are, cloud-init parses the intended document.
+//! User-data: for any names of a machine and its platform, cloud-init parses the intended document.
 //!
 //! A case is the input of a user-data document, as JSON; the parser is cloud-init's own.
 
@@ -46,15 +46,15 @@ fn parts() -> impl Strategy<Value = Vec<u8>> {
     )
 }
 
-/// The input is refused, or cloud-init parses the intended document: the files of every machine, and nothing that a
-/// value injected.
+/// Either the input is refused, or cloud-init parses the intended document: the files of every machine, and nothing
+/// that a value injected.
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(parts) = serde_json::from_slice::<Parts>(bytes) else { return Ok(()) };
     if parts.proof_keys > 1000 || parts.bundle_keys > 1000 {
         return Ok(());
     }
-    match rendered(&parts) {
-        Ok(text) => meant(&parts, &text),
+    match render(&parts) {
+        Ok(text) => check_document(&parts, &text),
         Err(_) => Ok(()),
     }
 }
@@ -63,32 +63,32 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let parts: Parts = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let is_line = |text: &String| !text.chars().any(char::is_control);
     let lines = [&parts.session_token, &parts.issuer, &parts.bundle_sha256].into_iter().all(is_line);
-    match (lines, rendered(&parts)) {
+    match (lines, render(&parts)) {
         (true, Ok(_)) | (false, Err(_)) => Ok(()),
         (true, Err(error)) => Err(format!("refused: {error}")),
         (false, Ok(_)) => Err("a value with several lines was accepted".to_owned()),
     }
 }
 
-/// Credentials that do not change are available at once.
-fn rendered(parts: &Parts) -> Result<String, String> {
+/// Rendering completes immediately, because static credentials need no request.
+fn render(parts: &Parts) -> Result<String, String> {
     let rendered = parts.try_render().now_or_never().ok_or("rendering did not complete immediately")?;
     rendered.map_err(|error| format!("{error:#}"))
 }
 
-fn meant(parts: &Parts, text: &str) -> Result<(), String> {
+fn check_document(parts: &Parts, text: &str) -> Result<(), String> {
     if text.len() > MAX_BYTES {
         return Err(format!("{} bytes", text.len()));
     }
     let ours = document(text);
-    let read = as_cloud_init_reads(text);
+    let read = parse_with_cloud_init(text);
     if read != json!({ "read": ours }) {
         return Err(format!("cloud-init reads {read}"));
     }
-    let usual = document(&rendered(&Parts::usual())?);
-    for same in ["bootcmd", "runcmd"] {
-        if ours[same] != usual[same] {
-            return Err(format!("{same} is {}", ours[same]));
+    let usual = document(&render(&Parts::usual())?);
+    for key in ["bootcmd", "runcmd"] {
+        if ours[key] != usual[key] {
+            return Err(format!("{key} is {}", ours[key]));
         }
     }
     let files = |of: &Value| -> Vec<[Value; 3]> {
@@ -142,34 +142,34 @@ fn variables(document: &Value) -> Result<Vec<(String, String)>, String> {
 /// cloud-init's parser, reused for the thread's next case.
 struct Reader {
     child: Child,
-    to: ChildStdin,
-    from: BufReader<ChildStdout>,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
 }
 
 impl Reader {
     fn start(mut command: Command) -> Self {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("python starts");
-        let (to, from) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
-        Self { child, to, from: BufReader::new(from) }
+        let (stdin, stdout) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
+        Self { child, stdin, stdout: BufReader::new(stdout) }
     }
 
     fn read(&mut self, text: &str) -> Value {
-        writeln!(self.to, "{}", json!(text)).expect("it listens");
+        writeln!(self.stdin, "{}", json!(text)).expect("the reader accepts input");
         let mut line = String::new();
-        self.from.read_line(&mut line).expect("it responds");
+        self.stdout.read_line(&mut line).expect("the reader responds");
         serde_json::from_str(&line).expect("JSON")
     }
 }
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        // It may have exited already.
+        // The process may already have exited.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-fn as_cloud_init_reads(text: &str) -> Value {
+fn parse_with_cloud_init(text: &str) -> Value {
     thread_local! {
         static READER: RefCell<Option<Reader>> = const { RefCell::new(None) };
     }

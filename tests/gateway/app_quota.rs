@@ -8,33 +8,33 @@ use kit::pg::test_database;
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::host::{Host, Machine, send_json, unique};
+use super::host::{Host, Machine, send_json, unique_name};
 
 const CONFIG: &str = "home/svc/home/system/config.json";
 const QUERY: &str = "/api/bridge/query";
 
-/// A request from an app's own page.
-async fn by_app(host: &Host, slug: &str, body: &Value) -> Result<(StatusCode, Value)> {
+/// Sends a query as an app's own page does.
+async fn query_as_app(host: &Host, slug: &str, body: &Value) -> Result<(StatusCode, Value)> {
     let mut claims = host.machine.claims(Route::App);
     claims.app = Some(slug.to_owned());
     let proof = host.machine.signer.sign(&claims);
-    send_json(host.bare(Method::POST, QUERY).header("x-svc-proof", proof).json(body)).await
+    send_json(host.unsigned_request(Method::POST, QUERY).header("x-svc-proof", proof).json(body)).await
 }
 
 /// A row of 20 KB that does not compress.
-fn insert(slug: &str) -> Value {
+fn insert_body(slug: &str) -> Value {
     let text: String = (0..625).map(|_| uuid::Uuid::new_v4().simple().to_string()).collect();
     json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": text } })
 }
 
-/// Inserts as the app until it is refused, even after a new measurement of its size.
-async fn fill(host: &Host, slug: &str) -> Result<Value> {
+/// Inserts as the app until an insert is refused, even after the app's size has been measured again.
+async fn fill_until_refused(host: &Host, slug: &str) -> Result<Value> {
     for _ in 0..100 {
-        if by_app(host, slug, &insert(slug)).await?.0 == StatusCode::CREATED {
+        if query_as_app(host, slug, &insert_body(slug)).await?.0 == StatusCode::CREATED {
             continue;
         }
         tokio::time::sleep(Duration::from_millis(1500)).await;
-        let (status, problem) = by_app(host, slug, &insert(slug)).await?;
+        let (status, problem) = query_as_app(host, slug, &insert_body(slug)).await?;
         if status == StatusCode::INSUFFICIENT_STORAGE {
             return Ok(problem);
         }
@@ -49,21 +49,21 @@ async fn storage(host: &Host, slug: &str) -> Result<Value> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn app_at_its_quota_adds_no_rows() -> Result<()> {
+async fn app_at_its_quota_cannot_add_rows() -> Result<()> {
     let database = test_database().await?;
-    let (full, other) = (unique("full"), unique("other"));
+    let (full, other) = (unique_name("full"), unique_name("other"));
     let machine = Machine::new(&database.url())?;
     for slug in [&full, &other] {
-        machine.app(slug, &json!({ "t": { "columns": { "a": "text" } } }))?;
+        machine.add_app(slug, &json!({ "t": { "columns": { "a": "text" } } }))?;
     }
     let quota = |bytes: u64| json!({ "theme": "dark", "storage": { "apps": { &full: bytes } } }).to_string();
     machine.write(CONFIG, &quota(400_000))?;
     let host = machine.start()?;
     for slug in [&full, &other] {
-        host.until_registered(slug).await?;
+        host.wait_until_registered(slug).await?;
     }
 
-    let problem = fill(&host, &full).await?;
+    let problem = fill_until_refused(&host, &full).await?;
     assert_eq!(problem["code"], "storage_quota_reached");
     assert!(problem["detail"].as_str().context("a detail")?.contains("400000"), "{problem}");
     let shown = storage(&host, &full).await?;
@@ -73,22 +73,26 @@ async fn app_at_its_quota_adds_no_rows() -> Result<()> {
 
     let update = json!({ "action": "update", "app": full, "table": "t", "filter": { "a": { "ne": "" } }, "data": { "a": "b" },
         "maxAffected": 1000 });
-    assert_eq!(by_app(&host, &full, &update).await?.0, StatusCode::INSUFFICIENT_STORAGE);
-    let mut operation = insert(&full);
+    assert_eq!(query_as_app(&host, &full, &update).await?.0, StatusCode::INSUFFICIENT_STORAGE);
+    let mut operation = insert_body(&full);
     operation.as_object_mut().context("an object")?.remove("app");
-    let together = json!({ "action": "transaction", "app": full, "operations": [operation] });
-    assert_eq!(by_app(&host, &full, &together).await?.0, StatusCode::INSUFFICIENT_STORAGE);
+    let transaction = json!({ "action": "transaction", "app": full, "operations": [operation] });
+    assert_eq!(query_as_app(&host, &full, &transaction).await?.0, StatusCode::INSUFFICIENT_STORAGE);
     let find = json!({ "action": "count", "app": full, "table": "t" });
-    assert_eq!(by_app(&host, &full, &find).await?.0, StatusCode::OK);
-    assert_eq!(by_app(&host, &other, &insert(&other)).await?.0, StatusCode::CREATED, "another app");
-    host.data(&insert(&full)).await.context("the owner adds rows")?;
+    assert_eq!(query_as_app(&host, &full, &find).await?.0, StatusCode::OK);
+    assert_eq!(
+        query_as_app(&host, &other, &insert_body(&other)).await?.0,
+        StatusCode::CREATED,
+        "another app"
+    );
+    host.query_data(&insert_body(&full)).await.context("the owner can still add rows")?;
     let delete = json!({ "action": "delete", "app": full, "table": "t", "filter": { "a": { "ne": "" } }, "maxAffected": 1000 });
-    let (status, response) = by_app(&host, &full, &delete).await?;
+    let (status, response) = query_as_app(&host, &full, &delete).await?;
     assert_eq!(status, StatusCode::OK, "{response}");
 
     host.machine.write(CONFIG, &quota(100_000_000))?;
     assert_eq!(
-        by_app(&host, &full, &insert(&full)).await?.0,
+        query_as_app(&host, &full, &insert_body(&full)).await?.0,
         StatusCode::CREATED,
         "the owner raised the quota"
     );
@@ -96,12 +100,12 @@ async fn app_at_its_quota_adds_no_rows() -> Result<()> {
 }
 
 /// A host with one app whose quota is `bytes`, after the first measurement of its size.
-async fn with_quota(database_url: &str, slug: &str, columns: &Value, bytes: u64) -> Result<Host> {
+async fn host_with_quota(database_url: &str, slug: &str, columns: &Value, bytes: u64) -> Result<Host> {
     let machine = Machine::new(database_url)?;
-    machine.app(slug, &json!({ "t": { "columns": columns } }))?;
+    machine.add_app(slug, &json!({ "t": { "columns": columns } }))?;
     machine.write(CONFIG, &json!({ "storage": { "apps": { slug: bytes } } }).to_string())?;
     let host = machine.start()?;
-    host.until_registered(slug).await?;
+    host.wait_until_registered(slug).await?;
     let measured = async {
         while storage(&host, slug).await?["databaseBytes"].is_null() {
             tokio::time::sleep(Duration::from_millis(50)).await;
@@ -113,10 +117,10 @@ async fn with_quota(database_url: &str, slug: &str, columns: &Value, bytes: u64)
 }
 
 /// Repeats the request until the quota refuses it. This takes less time than the interval between measurements.
-async fn until_refused(host: &Host, slug: &str, body: &Value, expected: StatusCode) -> Result<()> {
+async fn repeat_until_refused(host: &Host, slug: &str, body: &Value, expected: StatusCode) -> Result<()> {
     let started = std::time::Instant::now();
     while started.elapsed() < Duration::from_secs(25) {
-        match by_app(host, slug, body).await? {
+        match query_as_app(host, slug, body).await? {
             (StatusCode::INSUFFICIENT_STORAGE, _) => return Ok(()),
             (status, response) => assert_eq!(status, expected, "{response}"),
         }
@@ -127,27 +131,31 @@ async fn until_refused(host: &Host, slug: &str, body: &Value, expected: StatusCo
 #[tokio::test(flavor = "multi_thread")]
 async fn quota_counts_transactions_that_are_rolled_back() -> Result<()> {
     let database = test_database().await?;
-    let slug = unique("failing");
-    let host = with_quota(&database.url(), &slug, &json!({ "a": "text" }), 400_000).await?;
-    let mut first = insert(&slug);
+    let slug = unique_name("failing");
+    let host = host_with_quota(&database.url(), &slug, &json!({ "a": "text" }), 400_000).await?;
+    let mut first = insert_body(&slug);
     first.as_object_mut().context("an object")?.remove("app");
     let second = json!({ "action": "delete", "table": "t", "id": uuid::Uuid::new_v4() });
     let failing = json!({ "action": "transaction", "app": slug, "operations": [first, second] });
-    until_refused(&host, &slug, &failing, StatusCode::NOT_FOUND).await?;
+    repeat_until_refused(&host, &slug, &failing, StatusCode::NOT_FOUND).await?;
     let find = json!({ "action": "count", "app": slug, "table": "t" });
-    assert_eq!(by_app(&host, &slug, &find).await?.1["data"]["count"], 0, "every transaction was rolled back");
+    assert_eq!(
+        query_as_app(&host, &slug, &find).await?.1["data"]["count"],
+        0,
+        "every transaction was rolled back"
+    );
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn quota_counts_the_rows_that_an_update_rewrites() -> Result<()> {
     let database = test_database().await?;
-    let slug = unique("rewriting");
-    let host = with_quota(&database.url(), &slug, &json!({ "n": "integer" }), 2_000_000).await?;
+    let slug = unique_name("rewriting");
+    let host = host_with_quota(&database.url(), &slug, &json!({ "n": "integer" }), 2_000_000).await?;
     let rows = vec![json!({ "n": 1 }); 500];
     let many = json!({ "action": "insertMany", "app": slug, "table": "t", "rows": rows });
-    assert_eq!(by_app(&host, &slug, &many).await?.0, StatusCode::CREATED);
+    assert_eq!(query_as_app(&host, &slug, &many).await?.0, StatusCode::CREATED);
     let update =
         json!({ "action": "update", "app": slug, "table": "t", "filter": { "n": 1 }, "data": { "n": 1 } });
-    until_refused(&host, &slug, &update, StatusCode::OK).await
+    repeat_until_refused(&host, &slug, &update, StatusCode::OK).await
 }

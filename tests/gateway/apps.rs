@@ -1,4 +1,4 @@
-//! Apps: copied, registered, changed, recovered and served.
+//! How apps are copied, registered, changed, recovered and served.
 
 use anyhow::Result;
 use kit::pg::test_database;
@@ -6,16 +6,16 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::host::{Host, Machine, host_with_app, manifest, send_json, unique};
+use super::host::{Host, Machine, host_with_app, manifest, send_json, unique_name};
 
-async fn app(host: &Host, slug: &str) -> Result<Value> {
+async fn find_app(host: &Host, slug: &str) -> Result<Value> {
     let (_, apps) = host.get("/api/apps").await?;
     let apps = apps["apps"].as_array().cloned().unwrap_or_default();
     Ok(apps.into_iter().find(|app| app["slug"] == slug).unwrap_or_default())
 }
 
-async fn columns(host: &Host, slug: &str) -> Result<Vec<String>> {
-    let data = host.data(&json!({ "action": "schemas", "app": slug })).await?;
+async fn list_columns(host: &Host, slug: &str) -> Result<Vec<String>> {
+    let data = host.query_data(&json!({ "action": "schemas", "app": slug })).await?;
     let columns = data[0]["tables"][0]["columns"].as_array().cloned().unwrap_or_default();
     Ok(columns
         .iter()
@@ -25,91 +25,96 @@ async fn columns(host: &Host, slug: &str) -> Result<Vec<String>> {
 
 #[tokio::test]
 async fn bundled_apps_are_copied_registered_and_never_overwritten() -> Result<()> {
-    let (database, slug) = (test_database().await?, unique("bundled"));
+    let (database, slug) = (test_database().await?, unique_name("bundled"));
     let machine = Machine::new(&database.url())?;
     let text = manifest(&slug, &json!({ "t": { "columns": { "a": "text" } } })).to_string();
     machine.write(&format!("opt/svc/current/app/apps/{slug}/svc.json"), &text)?;
     machine.write(&format!("opt/svc/current/app/apps/{slug}/dist/index.html"), "<h1>first</h1>")?;
     let host = machine.start()?;
-    host.until_registered(&slug).await?;
-    let noted = format!("the app {slug} 1.0.0 is registered");
-    super::dispatch::until_logged(&host, &noted).await?;
-    let page = |host: &Host| host.owner(Method::GET, &format!("/apps/{slug}/"));
+    host.wait_until_registered(&slug).await?;
+    let registered = format!("the app {slug} 1.0.0 is registered");
+    super::dispatch::wait_until_logged(&host, &registered).await?;
+    let page = |host: &Host| host.owner_request(Method::GET, &format!("/apps/{slug}/"));
     assert_eq!(page(&host).send().await?.text().await?, "<h1>first</h1>");
     host.machine.write(&format!("home/svc/home/apps/{slug}/dist/index.html"), "<h1>mine</h1>")?;
     host.machine.write(&format!("opt/svc/current/app/apps/{slug}/dist/index.html"), "<h1>second</h1>")?;
     let host = host.restart()?;
-    host.until_registered(&slug).await?;
+    host.wait_until_registered(&slug).await?;
     assert_eq!(page(&host).send().await?.text().await?, "<h1>mine</h1>", "the owner's change is kept");
     Ok(())
 }
 
 #[tokio::test]
 async fn new_version_adds_columns_and_reports_other_changes() -> Result<()> {
-    let (database, slug) = (test_database().await?, unique("grow"));
+    let (database, slug) = (test_database().await?, unique_name("grow"));
     let tables = json!({ "t": { "columns": { "a": "text", "old": "integer" } } });
     let host = host_with_app(&database, &slug, &tables).await?;
     for a in ["same", "same"] {
-        host.data(&json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": a, "old": 7 } }))
-            .await?;
+        host.query_data(
+            &json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": a, "old": 7 } }),
+        )
+        .await?;
     }
     let next = json!({
         "t": { "columns": { "a": "bigint", "b": "jsonb" }, "indexes": ["b"], "unique": ["a"] },
         "u": { "columns": { "c": "date" } }
     });
-    host.machine.app(&slug, &next)?;
-    host.until("the new table", async || Ok(app(&host, &slug).await?["tables"] == json!(["t", "u"]))).await?;
-    let shown = app(&host, &slug).await?["notDone"].to_string();
+    host.machine.add_app(&slug, &next)?;
+    host.wait_until("the new table", async || {
+        Ok(find_app(&host, &slug).await?["tables"] == json!(["t", "u"]))
+    })
+    .await?;
+    let shown = find_app(&host, &slug).await?["notDone"].to_string();
     for part in ["t.a stays text", "t.old", "unique (a)"] {
         assert!(shown.contains(part), "{part} in {shown}");
     }
     let expected = ["id uuid", "a text", "b jsonb", "created_at timestamptz", "updated_at timestamptz"];
-    assert_eq!(columns(&host, &slug).await?, expected);
+    assert_eq!(list_columns(&host, &slug).await?, expected);
     let schema = format!("app_{}", slug.replace('-', "_"));
     let admin = database.connect().await?;
     let row = admin.query_one(&format!("SELECT count(*), sum(old) FROM {schema}.t"), &[]).await?;
     assert_eq!((row.get::<_, i64>(0), row.get::<_, i64>(1)), (2, 14), "every row and column is kept");
     let inserted = json!({ "action": "insert", "app": slug, "table": "u", "data": { "c": "2026-01-01" } });
-    host.data(&inserted).await?;
+    host.query_data(&inserted).await?;
     Ok(())
 }
 
 #[tokio::test]
 async fn unknown_type_is_reported_and_other_apps_still_work() -> Result<()> {
-    let (database, good) = (test_database().await?, unique("good"));
-    let bad = unique("bad");
+    let (database, good) = (test_database().await?, unique_name("good"));
+    let bad = unique_name("bad");
     let machine = Machine::new(&database.url())?;
-    machine.app(&good, &json!({ "t": { "columns": { "a": "text" } } }))?;
-    machine.app(&bad, &json!({ "t": { "columns": { "a": "txt" } } }))?;
+    machine.add_app(&good, &json!({ "t": { "columns": { "a": "text" } } }))?;
+    machine.add_app(&bad, &json!({ "t": { "columns": { "a": "txt" } } }))?;
     machine.write("home/svc/home/apps/broken/svc.json", "{ not json")?;
     let host = machine.start()?;
-    host.until_registered(&good).await?;
-    let shown = app(&host, &bad).await?;
+    host.wait_until_registered(&good).await?;
+    let shown = find_app(&host, &bad).await?;
     assert_eq!(shown["status"], "error");
     assert!(shown["error"].as_str().unwrap_or_default().contains("\"txt\""), "{shown}");
-    assert_eq!(app(&host, "broken").await?["status"], "error");
-    host.machine.app(&bad, &json!({ "t": { "columns": { "a": "text" } } }))?;
-    host.until_registered(&bad).await
+    assert_eq!(find_app(&host, "broken").await?["status"], "error");
+    host.machine.add_app(&bad, &json!({ "t": { "columns": { "a": "text" } } }))?;
+    host.wait_until_registered(&bad).await
 }
 
 #[tokio::test]
 async fn new_app_folder_is_registered_at_run_time() -> Result<()> {
-    let (database, first) = (test_database().await?, unique("first"));
+    let (database, first) = (test_database().await?, unique_name("first"));
     let host = host_with_app(&database, &first, &json!({ "t": { "columns": {} } })).await?;
-    let later = unique("later");
-    host.machine.app(&later, &json!({ "t": { "columns": { "a": "text" } } }))?;
-    host.until_registered(&later).await
+    let later = unique_name("later");
+    host.machine.add_app(&later, &json!({ "t": { "columns": { "a": "text" } } }))?;
+    host.wait_until_registered(&later).await
 }
 
 #[tokio::test]
 async fn two_apps_never_share_a_schema() -> Result<()> {
-    let (database, slug) = (test_database().await?, unique("one"));
+    let (database, slug) = (test_database().await?, unique_name("one"));
     let machine = Machine::new(&database.url())?;
     let text = manifest(&slug, &json!({ "t": { "columns": { "a": "text" } } })).to_string();
     machine.write("home/svc/home/apps/copy/svc.json", &text)?;
     machine.write(&format!("home/svc/home/apps/{slug}/svc.json"), &text)?;
     let host = machine.start()?;
-    host.until_registered(&slug).await?;
+    host.wait_until_registered(&slug).await?;
     let (_, apps) = host.get("/api/apps").await?;
     let refused = apps["apps"].as_array().into_iter().flatten().find(|app| app["folder"] == "copy").cloned();
     assert!(refused.is_some_and(|app| app["status"] == "error"), "{apps}");
@@ -118,26 +123,27 @@ async fn two_apps_never_share_a_schema() -> Result<()> {
 
 #[tokio::test]
 async fn bridge_works_after_recovery_without_the_app_folder() -> Result<()> {
-    let (database, slug) = (test_database().await?, unique("kept"));
+    let (database, slug) = (test_database().await?, unique_name("kept"));
     let tables = json!({ "t": { "columns": { "a": "text" } } });
     let host = host_with_app(&database, &slug, &tables).await?;
-    host.data(&json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": "before" } })).await?;
+    host.query_data(&json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": "before" } }))
+        .await?;
     drop(host);
     // The state after a restore: the same data, but roles that cannot log in.
     let role = format!("app_{}", slug.replace('-', "_"));
     database.connect().await?.batch_execute(&format!("ALTER ROLE {role} NOLOGIN PASSWORD NULL")).await?;
     let host = Machine::new(&database.url())?.start()?;
-    host.until_registered(&slug).await?;
-    let found = host.data(&json!({ "action": "find", "app": slug, "table": "t" })).await?;
+    host.wait_until_registered(&slug).await?;
+    let found = host.query_data(&json!({ "action": "find", "app": slug, "table": "t" })).await?;
     assert_eq!(found[0]["a"], "before");
-    assert_eq!(app(&host, &slug).await?["folder"], Value::Null);
+    assert_eq!(find_app(&host, &slug).await?["folder"], Value::Null);
     Ok(())
 }
 
 #[tokio::test]
 async fn pages_are_sandboxed_and_stay_below_their_folder() -> Result<()> {
     let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;
-    machine.app("site", &json!({}))?;
+    machine.add_app("site", &json!({}))?;
     let file = |name: &str| format!("home/svc/home/apps/site/{name}");
     machine.write(&file("dist/index.html"), "<h1>hello</h1>")?;
     machine.write(&file("dist/app.js"), "1")?;
@@ -145,11 +151,11 @@ async fn pages_are_sandboxed_and_stay_below_their_folder() -> Result<()> {
     machine.write("home/svc/home/secret.txt", "s3cret")?;
     std::os::unix::fs::symlink("../secret.txt", machine.path(&file("dist/link.txt")))?;
     let host = machine.start()?;
-    host.until("the page", async || {
-        Ok(host.owner(Method::GET, "/apps/site/").send().await?.status() == StatusCode::OK)
+    host.wait_until("the page", async || {
+        Ok(host.owner_request(Method::GET, "/apps/site/").send().await?.status() == StatusCode::OK)
     })
     .await?;
-    let page = host.owner(Method::GET, "/apps/site/").send().await?;
+    let page = host.owner_request(Method::GET, "/apps/site/").send().await?;
     let header = |response: &reqwest::Response, name: &str| {
         response.headers().get(name).and_then(|v| v.to_str().ok()).unwrap_or_default().to_owned()
     };
@@ -157,11 +163,11 @@ async fn pages_are_sandboxed_and_stay_below_their_folder() -> Result<()> {
     assert!(policy.starts_with("sandbox") && !policy.contains("allow-same-origin"), "{policy}");
     assert_eq!(header(&page, "content-type"), "text/html; charset=utf-8");
     let tag = header(&page, "etag");
-    let again = host.owner(Method::GET, "/apps/site/").header("if-none-match", &tag).send().await?;
+    let again = host.owner_request(Method::GET, "/apps/site/").header("if-none-match", &tag).send().await?;
     assert_eq!(again.status(), StatusCode::NOT_MODIFIED);
-    let deep = host.owner(Method::GET, "/apps/site/some/route").send().await?;
+    let deep = host.owner_request(Method::GET, "/apps/site/some/route").send().await?;
     assert_eq!((deep.status(), deep.text().await?.as_str()), (StatusCode::OK, "<h1>hello</h1>"));
-    let script = host.owner(Method::GET, "/apps/site/app.js").send().await?;
+    let script = host.owner_request(Method::GET, "/apps/site/app.js").send().await?;
     assert_eq!(header(&script, "content-type"), "text/javascript; charset=utf-8");
     for path in [
         "/apps/site/link.txt",
@@ -175,14 +181,14 @@ async fn pages_are_sandboxed_and_stay_below_their_folder() -> Result<()> {
     }
     let sent = raw_get(&host, "/apps/site/../../../secret.txt")?;
     assert!(!sent.contains("s3cret"), "{sent}");
-    let bare = host.owner(Method::GET, "/apps/site").send().await?;
-    assert_eq!(header(&bare, "location"), "/apps/site/");
+    let without_slash = host.owner_request(Method::GET, "/apps/site").send().await?;
+    assert_eq!(header(&without_slash, "location"), "/apps/site/");
     Ok(())
 }
 
 /// Sends the path unchanged; a client library would normalise it.
 fn raw_get(host: &Host, path: &str) -> Result<String> {
-    host.by_socket(&format!("GET {path} HTTP/1.1\nhost: h\nconnection: close\n\n"))
+    host.send_over_socket(&format!("GET {path} HTTP/1.1\nhost: h\nconnection: close\n\n"))
 }
 
 #[tokio::test]
@@ -194,51 +200,51 @@ async fn every_app_has_an_icon() -> Result<()> {
     machine.write("home/svc/home/apps/own/icon.svg", "<svg/>")?;
     let host = machine.start()?;
     let icon = async |slug: &str| -> Result<(StatusCode, String)> {
-        let sent = host.owner(Method::GET, &format!("/icons/{slug}")).send().await?;
+        let sent = host.owner_request(Method::GET, &format!("/icons/{slug}")).send().await?;
         Ok((sent.status(), sent.text().await?))
     };
-    host.until("the app's own icon", async || Ok(icon("own").await?.1 == "<svg/>")).await?;
-    let (status, first) = icon("never-heard-of").await?;
+    host.wait_until("the app's own icon", async || Ok(icon("own").await?.1 == "<svg/>")).await?;
+    let (status, first) = icon("unknown-app").await?;
     assert!(status == StatusCode::OK && first.starts_with("<svg"), "{status} {first}");
-    assert_eq!(icon("never-heard-of").await?.1, first, "stable");
+    assert_eq!(icon("unknown-app").await?.1, first, "stable");
     assert_eq!(icon("%3Cscript%3E").await?.0, StatusCode::OK);
     Ok(())
 }
 
-/// Its tables remain, and its token would be valid for up to an hour.
+/// The tables of a removed app remain, and its token would be valid for up to an hour.
 #[tokio::test]
 async fn token_of_a_removed_app_is_refused() -> Result<()> {
-    let (database, slug) = (test_database().await?, unique("removed"));
+    let (database, slug) = (test_database().await?, unique_name("removed"));
     let host = host_with_app(&database, &slug, &json!({ "t": { "columns": { "a": "text" } } })).await?;
     let as_app = async || -> Result<StatusCode> {
         let mut claims = host.machine.claims(Route::App);
         claims.app = Some(slug.clone());
         let proof = host.machine.signer.sign(&claims);
         let body = json!({ "action": "count", "app": slug, "table": "t" });
-        let request = host.bare(Method::POST, "/api/bridge/query").json(&body);
+        let request = host.unsigned_request(Method::POST, "/api/bridge/query").json(&body);
         Ok(send_json(request.header("x-svc-proof", proof)).await?.0)
     };
     assert_eq!(as_app().await?, StatusCode::OK);
     std::fs::remove_dir_all(host.machine.path(&format!("home/svc/home/apps/{slug}")))?;
-    host.until("the token is refused", async || Ok(as_app().await? == StatusCode::FORBIDDEN)).await?;
+    host.wait_until("the token is refused", async || Ok(as_app().await? == StatusCode::FORBIDDEN)).await?;
     let count = json!({ "action": "count", "app": slug, "table": "t" });
-    assert_eq!(host.data(&count).await?["count"], 0, "the owner reads its tables");
+    assert_eq!(host.query_data(&count).await?["count"], 0, "the owner can still read the tables");
     Ok(())
 }
 
 #[tokio::test]
 async fn app_token_opens_only_its_own_pages() -> Result<()> {
     let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;
-    machine.app("site", &json!({}))?;
+    machine.add_app("site", &json!({}))?;
     machine.write("home/svc/home/apps/site/dist/index.html", "x")?;
     let host = machine.start()?;
     let as_app = async |slug: &str| -> Result<StatusCode> {
         let mut claims = host.machine.claims(Route::App);
         claims.app = Some(slug.to_owned());
         let proof = host.machine.signer.sign(&claims);
-        Ok(send_json(host.bare(Method::GET, "/apps/site/").header("x-svc-proof", proof)).await?.0)
+        Ok(send_json(host.unsigned_request(Method::GET, "/apps/site/").header("x-svc-proof", proof)).await?.0)
     };
-    host.until("its own page", async || Ok(as_app("site").await? == StatusCode::OK)).await?;
+    host.wait_until("its own page", async || Ok(as_app("site").await? == StatusCode::OK)).await?;
     assert_eq!(as_app("other").await?, StatusCode::FORBIDDEN);
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The bridge as an app's developer uses it.
+//! The bridge as an app developer uses it.
 
 use anyhow::Result;
 use kit::pg::test_database;
@@ -6,7 +6,7 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::host::{Host, Machine, send_json, unique};
+use super::host::{Host, Machine, send_json, unique_name};
 
 /// One column of every type.
 fn columns_of_every_type() -> Value {
@@ -32,12 +32,12 @@ impl App {
     }
 
     pub async fn with_env(env: &[(&str, &str)]) -> Result<Self> {
-        let (database, slug) = (test_database().await?, unique("things"));
+        let (database, slug) = (test_database().await?, unique_name("things"));
         let mut machine = Machine::new(&database.url())?;
         machine.env.extend(env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
-        machine.app(&slug, &columns_of_every_type())?;
+        machine.add_app(&slug, &columns_of_every_type())?;
         let host = machine.start()?;
-        host.until_registered(&slug).await?;
+        host.wait_until_registered(&slug).await?;
         Ok(Self { host, slug, database })
     }
 
@@ -53,12 +53,12 @@ impl App {
     }
 
     /// Sends a query that must succeed, and returns its `data`.
-    pub async fn data(&self, action: &str, more: Value) -> Result<Value> {
-        self.host.data(&self.body(action, more)).await
+    pub async fn query_data(&self, action: &str, more: Value) -> Result<Value> {
+        self.host.query_data(&self.body(action, more)).await
     }
 
     pub async fn count(&self) -> Result<i64> {
-        Ok(self.data("count", json!({})).await?["count"].as_i64().unwrap_or(-1))
+        Ok(self.query_data("count", json!({})).await?["count"].as_i64().unwrap_or(-1))
     }
 
     pub fn body(&self, action: &str, more: Value) -> Value {
@@ -70,11 +70,11 @@ impl App {
     }
 
     pub async fn insert(&self, data: Value) -> Result<Value> {
-        self.host.data(&self.body("insert", json!({ "data": data }))).await
+        self.host.query_data(&self.body("insert", json!({ "data": data }))).await
     }
 
     pub async fn titles(&self, more: Value) -> Result<Vec<String>> {
-        let rows = self.host.data(&self.body("find", more)).await?;
+        let rows = self.host.query_data(&self.body("find", more)).await?;
         Ok(rows
             .as_array()
             .into_iter()
@@ -105,8 +105,8 @@ async fn row_is_returned_as_written() -> Result<()> {
     let created = row["created_at"].as_str().unwrap_or_default();
     assert!(created.ends_with('Z') && created.len() == 24, "{created}");
     let get = app.body("get", json!({ "id": row["id"] }));
-    assert_eq!(app.host.data(&get).await?, *row, "get gives the same row");
-    let found = app.host.data(&app.body("find", json!({ "filter": { "id": row["id"] } }))).await?;
+    assert_eq!(app.host.query_data(&get).await?, *row, "`get` returns the same row");
+    let found = app.host.query_data(&app.body("find", json!({ "filter": { "id": row["id"] } }))).await?;
     assert_eq!(found, json!([row]));
     Ok(())
 }
@@ -162,7 +162,7 @@ async fn filters_match_the_right_rows() -> Result<()> {
     for (filter, expected) in cases {
         let titles = app.titles(json!({ "filter": filter })).await?.join(" ");
         assert_eq!(titles, expected, "{filter}");
-        let count = app.host.data(&app.body("count", json!({ "filter": filter }))).await?;
+        let count = app.host.query_data(&app.body("count", json!({ "filter": filter }))).await?;
         assert_eq!(count["count"], expected.split(' ').count(), "{filter}");
     }
     Ok(())
@@ -237,7 +237,7 @@ async fn schemas_list_tables_and_columns() -> Result<()> {
     assert_eq!(table["table"], "things");
     let first = json!({ "column": "id", "type": "uuid", "builtIn": true, "nullable": false });
     assert_eq!(table["columns"][0], first);
-    let by_query = app.host.data(&json!({ "action": "schemas", "app": app.slug })).await?;
+    let by_query = app.host.query_data(&json!({ "action": "schemas", "app": app.slug })).await?;
     assert_eq!(by_query, all["data"]);
     Ok(())
 }
@@ -248,7 +248,7 @@ async fn app_cannot_act_for_another_app() -> Result<()> {
     let as_app = |slug: &str, method: Method, path: &str| {
         let mut claims = app.host.machine.claims(Route::App);
         claims.app = Some(slug.to_owned());
-        app.host.bare(method, path).header("x-svc-proof", app.host.machine.signer.sign(&claims))
+        app.host.unsigned_request(method, path).header("x-svc-proof", app.host.machine.signer.sign(&claims))
     };
     let insert = app.body("insert", json!({ "data": { "title": "mine" } }));
     let (status, _) = send_json(as_app(&app.slug, Method::POST, "/api/bridge/query").json(&insert)).await?;
@@ -271,11 +271,11 @@ async fn concurrent_requests_get_their_own_responses() -> Result<()> {
     let inserts = (0..200).map(|n| {
         let body = app.body("insert", json!({ "data": { "title": format!("n{n}"), "size": n } }));
         let host = &app.host;
-        async move { anyhow::Ok((n, host.data(&body).await?)) }
+        async move { anyhow::Ok((n, host.query_data(&body).await?)) }
     });
     for (n, row) in futures_util::future::try_join_all(inserts).await? {
         assert_eq!((&row["size"], &row["title"]), (&json!(n), &json!(format!("n{n}"))));
     }
-    assert_eq!(app.host.data(&app.body("count", json!({}))).await?["count"], 200);
+    assert_eq!(app.host.query_data(&app.body("count", json!({}))).await?["count"], 200);
     Ok(())
 }

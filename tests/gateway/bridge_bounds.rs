@@ -5,10 +5,10 @@ use kit::pg::test_database;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 
-use super::host::{Host, host_with_app, unique};
+use super::host::{Host, host_with_app, unique_name};
 
 async fn count(host: &Host, app: &str) -> Result<Value> {
-    Ok(host.data(&json!({ "action": "count", "app": app, "table": "t" })).await?["count"].clone())
+    Ok(host.query_data(&json!({ "action": "count", "app": app, "table": "t" })).await?["count"].clone())
 }
 
 fn detail(problem: &Value) -> String {
@@ -17,7 +17,7 @@ fn detail(problem: &Value) -> String {
 
 #[tokio::test]
 async fn short_number_cannot_expand_the_response() -> Result<()> {
-    let (database, app) = (test_database().await?, unique("digits"));
+    let (database, app) = (test_database().await?, unique_name("digits"));
     let tables = json!({ "t": { "columns": { "n": "numeric", "j": "jsonb" } } });
     let host = host_with_app(&database, &app, &tables).await?;
     let many = |row: &Value, times: usize| json!({ "action": "insertMany", "app": app, "table": "t", "rows": vec![row.clone(); times] });
@@ -40,19 +40,19 @@ async fn short_number_cannot_expand_the_response() -> Result<()> {
     assert_eq!(status, StatusCode::BAD_REQUEST, "{problem}");
     assert!(problem.contains("send fewer rows"), "{problem}");
     assert_eq!(count(&host, &app).await?, 0);
-    let (status, made) = host.raw_query(&body("insertMany", &rows(10))).await?;
-    assert_eq!((status, made.len() / 1_000_000), (StatusCode::CREATED, 1));
+    let (status, created) = host.raw_query(&body("insertMany", &rows(10))).await?;
+    assert_eq!((status, created.len() / 1_000_000), (StatusCode::CREATED, 1));
     Ok(())
 }
 
-/// Only the owner's own SQL can create such a row.
+/// Only the owner's own SQL can create a row that large.
 #[tokio::test]
 async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
-    let (database, app) = (test_database().await?, unique("large"));
+    let (database, app) = (test_database().await?, unique_name("large"));
     let tables = json!({ "t": { "columns": { "a": "text", "b": "text", "n": "integer" } } });
     let host = host_with_app(&database, &app, &tables).await?;
     let row = host
-        .data(&json!({ "action": "insert", "app": app, "table": "t", "data": { "a": "x", "n": 7 } }))
+        .query_data(&json!({ "action": "insert", "app": app, "table": "t", "data": { "a": "x", "n": 7 } }))
         .await?;
     let schema = format!("app_{}", app.replace('-', "_"));
     let admin = database.connect().await?;
@@ -67,7 +67,7 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
         assert!(detail(&problem).contains("find it with fewer columns"), "{problem}");
     }
     let narrow = json!({ "action": "find", "app": app, "table": "t", "columns": ["id", "n"] });
-    assert_eq!(host.data(&narrow).await?[0]["n"], 7);
+    assert_eq!(host.query_data(&narrow).await?[0]["n"], 7);
     // An update that would create and return such a row is refused.
     admin.batch_execute(&set(7_900_000)).await?;
     let grow = json!({
@@ -78,8 +78,8 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
     assert_eq!(status, StatusCode::BAD_REQUEST);
     assert!(detail(&problem).contains("makes the row larger than 8 MiB"), "{problem}");
     let get = json!({ "action": "get", "app": app, "table": "t", "id": row["id"] });
-    assert_eq!(host.data(&get).await?["b"], Value::Null);
-    // Fifty of them in one transaction are not held in memory.
+    assert_eq!(host.query_data(&get).await?["b"], Value::Null);
+    // The results of fifty such operations in one transaction are not held in memory.
     let operations = vec![json!({ "action": "get", "table": "t", "id": row["id"] }); 50];
     let before = host.peak_memory()?;
     let (status, problem) =
@@ -87,6 +87,6 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
     assert_eq!((status, &problem["operation"]), (StatusCode::BAD_REQUEST, &json!(1)), "{problem}");
     assert!(detail(&problem).contains("send fewer operations"), "{problem}");
     let more = host.peak_memory()? - before;
-    assert!(more < 200 << 20, "{more} bytes");
+    assert!(more < 200 << 20, "peak memory grew by {more} bytes");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! A client that disconnects during a long statement cancels that statement and no other.
+//! The disconnect of a client during a long statement cancels that statement and no other.
 
 use std::time::Duration;
 
@@ -33,13 +33,20 @@ async fn count_sessions(app: &App, admin: &tokio_postgres::Client, state: &str) 
 /// Sends a request, waits until it runs, and disconnects.
 async fn disconnect_during(app: &App, body: &Value) -> Result<()> {
     let admin = app.database.connect().await?;
-    let request = app.host.owner(Method::POST, "/api/bridge/query").json(body);
+    let request = app.host.owner_request(Method::POST, "/api/bridge/query").json(body);
     let sent = tokio::spawn(request.send());
-    app.host.until("it runs", async || Ok(count_sessions(app, &admin, "active").await? == 1)).await?;
+    app.host
+        .wait_until("the request runs", async || Ok(count_sessions(app, &admin, "active").await? == 1))
+        .await?;
     sent.abort();
     let started = std::time::Instant::now();
-    app.host.until("it is cancelled", async || Ok(count_sessions(app, &admin, "active").await? == 0)).await?;
-    assert!(started.elapsed() < Duration::from_secs(30), "cancelled before its end");
+    app.host
+        .wait_until(
+            "the request is cancelled",
+            async || Ok(count_sessions(app, &admin, "active").await? == 0),
+        )
+        .await?;
+    assert!(started.elapsed() < Duration::from_secs(30), "the request was not cancelled before its end");
     let open = count_sessions(app, &admin, "idle in transaction%").await?;
     assert_eq!(open, 0, "no transaction remains open");
     Ok(())
@@ -67,7 +74,7 @@ async fn disconnect_cancels_the_transaction() -> Result<()> {
     }
     assert_eq!(app.count().await?, 0);
     let good = json!({ "action": "transaction", "app": app.slug, "operations": [insert(1), insert(2)] });
-    app.host.data(&good).await?;
+    app.host.query_data(&good).await?;
     assert_eq!(app.count().await?, 2);
     Ok(())
 }
@@ -77,9 +84,11 @@ async fn long_statement_does_not_block_other_requests() -> Result<()> {
     let app = app_with_slow_inserts().await?;
     app.insert(json!({ "size": 0 })).await?;
     let admin = app.database.connect().await?;
-    let request = app.host.owner(Method::POST, "/api/bridge/query");
+    let request = app.host.owner_request(Method::POST, "/api/bridge/query");
     let long = tokio::spawn(request.json(&app.body("insert", json!({ "data": { "size": -1 } }))).send());
-    app.host.until("it runs", async || Ok(count_sessions(&app, &admin, "active").await? == 1)).await?;
+    app.host
+        .wait_until("the request runs", async || Ok(count_sessions(&app, &admin, "active").await? == 1))
+        .await?;
     // The only open connection is busy for a minute, so these requests get another one.
     let others = (0..20).map(|n| app.insert(json!({ "size": n })));
     tokio::time::timeout(Duration::from_secs(20), futures_util::future::try_join_all(others)).await??;
@@ -92,7 +101,7 @@ async fn long_statement_does_not_block_other_requests() -> Result<()> {
 async fn disconnect_cancels_no_other_statement() -> Result<()> {
     let app = app_with_slow_inserts().await?;
     for round in 0..5 {
-        let builder = app.host.owner(Method::POST, "/api/bridge/query");
+        let builder = app.host.owner_request(Method::POST, "/api/bridge/query");
         let request =
             tokio::spawn(builder.json(&app.body("insert", json!({ "data": { "size": -1 } }))).send());
         let others = (0..40).map(|n| app.insert(json!({ "size": n })));
@@ -113,24 +122,24 @@ async fn disconnect_cancels_no_other_statement() -> Result<()> {
 async fn exhausted_pool_returns_503_with_retry_after() -> Result<()> {
     let app = app_with_slow_inserts().await?;
     let body = app.body("insert", json!({ "data": { "size": -1 } }));
-    let send = || tokio::spawn(app.host.owner(Method::POST, "/api/bridge/query").json(&body).send());
+    let send = || tokio::spawn(app.host.owner_request(Method::POST, "/api/bridge/query").json(&body).send());
     // More than the 16 connections of a pool accept with 8 pipelined statements each (128): the others must wait.
     let mut all: Vec<_> = (0..140).map(|_| send()).collect();
     app.host
-        .until("a request is refused", async || Ok(all.iter().any(tokio::task::JoinHandle::is_finished)))
+        .wait_until("a request is refused", async || Ok(all.iter().any(tokio::task::JoinHandle::is_finished)))
         .await?;
     let refused = all.iter().position(tokio::task::JoinHandle::is_finished).unwrap_or_default();
     let refused = all.swap_remove(refused).await??;
     assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert!(refused.headers().contains_key("retry-after"));
     assert_eq!(refused.json::<Value>().await?["code"], "database_unavailable");
-    for one in all {
-        one.abort();
+    for request in all {
+        request.abort();
     }
     app.insert(json!({ "size": 1 })).await?;
     let admin = app.database.connect().await?;
     app.host
-        .until("all are cancelled", async || Ok(count_sessions(&app, &admin, "active").await? == 0))
+        .wait_until("all are cancelled", async || Ok(count_sessions(&app, &admin, "active").await? == 0))
         .await?;
     assert_eq!(app.count().await?, 1, "cancelled while waiting for a connection");
     Ok(())

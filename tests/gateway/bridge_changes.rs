@@ -1,5 +1,4 @@
-//! The feed of changes: it reports changes of every writer in an order without gaps, and resumes where a listener
-//! stopped.
+//! The change feed: it reports changes of every writer in an order without gaps, and resumes where a listener stopped.
 
 use std::time::Duration;
 
@@ -34,7 +33,7 @@ impl Events {
     }
 
     /// The next block of lines.
-    async fn block(&mut self) -> Result<String> {
+    async fn next_block(&mut self) -> Result<String> {
         let end = tokio::time::Instant::now() + EVENT_TIMEOUT;
         loop {
             if let Some(at) = self.text.find("\n\n") {
@@ -50,7 +49,7 @@ impl Events {
 
     async fn next(&mut self) -> Result<Event> {
         loop {
-            let block = self.block().await?;
+            let block = self.next_block().await?;
             let field = |name: &str| block.lines().find_map(|line| line.strip_prefix(name));
             if let Some(id) = field("id: ") {
                 self.id = id.to_owned();
@@ -62,7 +61,7 @@ impl Events {
     }
 
     /// The entries of the next change event: table, action and count.
-    async fn entries(&mut self) -> Result<Vec<String>> {
+    async fn next_entries(&mut self) -> Result<Vec<String>> {
         let (_, data) = self.next().await?;
         let entries = data["changes"].as_array().cloned().unwrap_or_default();
         let summary = |entry: &Value| {
@@ -77,8 +76,8 @@ impl Events {
     }
 }
 
-fn listening(host: &Host, query: &str, last: Option<&str>) -> reqwest::RequestBuilder {
-    let request = host.owner(Method::GET, &format!("/api/bridge/changes{query}"));
+fn changes_request(host: &Host, query: &str, last: Option<&str>) -> reqwest::RequestBuilder {
+    let request = host.owner_request(Method::GET, &format!("/api/bridge/changes{query}"));
     match last {
         Some(last) => request.header("last-event-id", last),
         None => request,
@@ -89,7 +88,7 @@ fn listening(host: &Host, query: &str, last: Option<&str>) -> reqwest::RequestBu
 async fn changes_of_every_writer_are_reported() -> Result<()> {
     let app = App::new().await?;
     app.insert(json!({ "title": "before the first listener" })).await?;
-    let mut events = Events::open(listening(&app.host, "", None)).await?;
+    let mut events = Events::open(changes_request(&app.host, "", None)).await?;
     let row = app.insert(json!({ "title": "a" })).await?;
     let (name, data) = events.next().await?;
     assert_eq!(name, "message");
@@ -97,51 +96,56 @@ async fn changes_of_every_writer_are_reported() -> Result<()> {
     assert_eq!(data["changes"], json!([entry]), "{data}");
     assert!(events.id.starts_with("1-"), "{}", events.id);
 
-    app.data("insertMany", json!({ "rows": [{ "title": "b" }, { "title": "b" }, { "title": "c" }] })).await?;
-    assert_eq!(events.entries().await?, ["things insert 3"]);
-    app.data("update", json!({ "filter": { "title": "b" }, "data": { "size": 1 } })).await?;
-    assert_eq!(events.entries().await?, ["things update 2"]);
-    app.data("update", json!({ "filter": { "title": "none" }, "data": { "size": 1 } })).await?;
-    let on = |title: &str| json!({ "action": "insert", "table": "things", "data": { "title": title } });
-    let operations = json!([on("d"), on("e"), { "action": "delete", "table": "things", "id": row["id"] }]);
-    app.host.data(&json!({ "action": "transaction", "app": app.slug, "operations": operations })).await?;
+    app.query_data("insertMany", json!({ "rows": [{ "title": "b" }, { "title": "b" }, { "title": "c" }] }))
+        .await?;
+    assert_eq!(events.next_entries().await?, ["things insert 3"]);
+    app.query_data("update", json!({ "filter": { "title": "b" }, "data": { "size": 1 } })).await?;
+    assert_eq!(events.next_entries().await?, ["things update 2"]);
+    app.query_data("update", json!({ "filter": { "title": "none" }, "data": { "size": 1 } })).await?;
+    let insert_op =
+        |title: &str| json!({ "action": "insert", "table": "things", "data": { "title": title } });
+    let operations =
+        json!([insert_op("d"), insert_op("e"), { "action": "delete", "table": "things", "id": row["id"] }]);
+    app.host
+        .query_data(&json!({ "action": "transaction", "app": app.slug, "operations": operations }))
+        .await?;
     let whole = ["things insert 1", "things insert 1", "things delete 1"];
-    assert_eq!(events.entries().await?, whole, "one event per transaction, none without rows");
-    let failing = json!([on("x"), { "action": "get", "table": "things", "id": row["id"] }]);
+    assert_eq!(events.next_entries().await?, whole, "one event per transaction, none without rows");
+    let failing = json!([insert_op("x"), { "action": "get", "table": "things", "id": row["id"] }]);
     let body = json!({ "action": "transaction", "app": app.slug, "operations": failing });
     assert_eq!(app.host.query(&body).await?.0, StatusCode::NOT_FOUND);
 
     let admin = app.database.connect().await?;
     let table = format!("{}.things", app.schema());
     admin.batch_execute(&format!("INSERT INTO {table} (title) VALUES ('psql'), ('psql')")).await?;
-    assert_eq!(events.entries().await?, ["things insert 2"], "no event of a rolled-back change");
+    assert_eq!(events.next_entries().await?, ["things insert 2"], "no event of a rolled-back change");
     admin
         .batch_execute(&format!("INSERT INTO {table} (size) SELECT n FROM generate_series(1, 1001) n"))
         .await?;
-    assert_eq!(events.entries().await?, ["things insert ?"], "too many rows to list");
+    assert_eq!(events.next_entries().await?, ["things insert ?"], "too many rows to list");
     admin.batch_execute(&format!("TRUNCATE {table}")).await?;
-    assert_eq!(events.entries().await?, ["things truncate ?"]);
+    assert_eq!(events.next_entries().await?, ["things truncate ?"]);
     Ok(())
 }
 
 #[tokio::test]
 async fn late_commit_is_not_skipped() -> Result<()> {
     let app = App::new().await?;
-    let mut events = Events::open(listening(&app.host, "", None)).await?;
+    let mut events = Events::open(changes_request(&app.host, "", None)).await?;
     let mut admin = app.database.connect().await?;
     let slow = admin.transaction().await?;
-    // It takes its position in the order first, and commits last.
+    // This transaction gets its position in the order first, and commits last.
     let sql = format!("INSERT INTO {}.things (title) VALUES ('slow'), ('slow')", app.schema());
     slow.batch_execute(&sql).await?;
     for _ in 0..3 {
         app.insert(json!({ "title": "quick" })).await?;
     }
-    let early = tokio::time::timeout(Duration::from_millis(1500), events.entries()).await;
+    let early = tokio::time::timeout(Duration::from_millis(1500), events.next_entries()).await;
     assert!(early.is_err(), "an event waits for earlier open transactions: {early:?}");
     slow.commit().await?;
-    assert_eq!(events.entries().await?, ["things insert 2"]);
+    assert_eq!(events.next_entries().await?, ["things insert 2"]);
     for _ in 0..3 {
-        assert_eq!(events.entries().await?, ["things insert 1"]);
+        assert_eq!(events.next_entries().await?, ["things insert 1"]);
     }
     Ok(())
 }
@@ -149,27 +153,27 @@ async fn late_commit_is_not_skipped() -> Result<()> {
 #[tokio::test]
 async fn listener_resumes_where_it_stopped() -> Result<()> {
     let app = App::new().await?;
-    let mut events = Events::open(listening(&app.host, "", None)).await?;
+    let mut events = Events::open(changes_request(&app.host, "", None)).await?;
     let start = events.id.clone();
     app.insert(json!({ "title": "seen" })).await?;
-    assert_eq!(events.entries().await?, ["things insert 1"]);
+    assert_eq!(events.next_entries().await?, ["things insert 1"]);
     let last = events.id.clone();
     drop(events);
     for n in 1..=45 {
         let rows = vec![json!({ "title": "missed" }); n];
-        app.data("insertMany", json!({ "rows": rows })).await?;
+        app.query_data("insertMany", json!({ "rows": rows })).await?;
     }
-    let mut late = Events::open(listening(&app.host, "", Some(&last))).await?;
-    let mut early = Events::open(listening(&app.host, "", Some(&start))).await?;
-    assert_eq!(early.entries().await?, ["things insert 1"]);
+    let mut late = Events::open(changes_request(&app.host, "", Some(&last))).await?;
+    let mut early = Events::open(changes_request(&app.host, "", Some(&start))).await?;
+    assert_eq!(early.next_entries().await?, ["things insert 1"]);
     app.insert(json!({ "title": "now" })).await?;
     for events in [&mut late, &mut early] {
         for n in (1..=45).chain([1]) {
-            assert_eq!(events.entries().await?, [format!("things insert {n}")]);
+            assert_eq!(events.next_entries().await?, [format!("things insert {n}")]);
         }
     }
     let code = async |id: &str| -> Result<(u16, Value)> {
-        let sent = listening(&app.host, "", Some(id)).send().await?;
+        let sent = changes_request(&app.host, "", Some(id)).send().await?;
         Ok((sent.status().as_u16(), sent.json::<Value>().await?["code"].take()))
     };
     let position = last.split_once('-').map(|(_, position)| position).unwrap_or_default();
@@ -185,48 +189,50 @@ async fn listener_resumes_where_it_stopped() -> Result<()> {
 #[tokio::test]
 async fn expired_position_is_refused_as_gone() -> Result<()> {
     let app = App::with_env(&[("BRIDGE_CHANGES_KEEP_SECONDS", "1")]).await?;
-    let mut events = Events::open(listening(&app.host, "", None)).await?;
+    let mut events = Events::open(changes_request(&app.host, "", None)).await?;
     let start = events.id.clone();
     app.insert(json!({ "title": "a" })).await?;
-    events.entries().await?;
+    events.next_entries().await?;
     let admin = app.database.connect().await?;
     let kept = async || -> Result<i64> {
         Ok(admin.query_one("SELECT count(*) FROM svc.changes", &[]).await?.get(0))
     };
-    app.host.until("the outbox is empty", async || Ok(kept().await? == 0)).await?;
-    let sent = listening(&app.host, "", Some(&start)).send().await?;
+    app.host.wait_until("the outbox is empty", async || Ok(kept().await? == 0)).await?;
+    let sent = changes_request(&app.host, "", Some(&start)).send().await?;
     assert_eq!(sent.status(), StatusCode::GONE);
     let last = events.id.clone();
-    Events::open(listening(&app.host, "", Some(&last))).await?;
+    Events::open(changes_request(&app.host, "", Some(&last))).await?;
     app.insert(json!({ "title": "b" })).await?;
-    assert_eq!(events.entries().await?, ["things insert 1"], "an active listener missed nothing");
+    assert_eq!(events.next_entries().await?, ["things insert 1"], "an active listener missed nothing");
     Ok(())
 }
 
 #[tokio::test]
 async fn app_receives_only_its_own_changes_and_new_tables() -> Result<()> {
     let app = App::new().await?;
-    let other = super::host::unique("other");
-    app.host.machine.app(&other, &json!({ "t": { "columns": { "a": "text" } } }))?;
-    app.host.until_registered(&other).await?;
+    let other = super::host::unique_name("other");
+    app.host.machine.add_app(&other, &json!({ "t": { "columns": { "a": "text" } } }))?;
+    app.host.wait_until_registered(&other).await?;
     let as_app = |slug: &str, query: &str| {
         let mut claims = app.host.machine.claims(Route::App);
         claims.app = Some(slug.to_owned());
         let path = format!("/api/bridge/changes{query}");
-        app.host.bare(Method::GET, &path).header("x-svc-proof", app.host.machine.signer.sign(&claims))
+        app.host
+            .unsigned_request(Method::GET, &path)
+            .header("x-svc-proof", app.host.machine.signer.sign(&claims))
     };
     let mut own = Events::open(as_app(&other, "")).await?;
-    let mut one = Events::open(listening(&app.host, &format!("?app={other}"), None)).await?;
-    let mut all = Events::open(listening(&app.host, "", None)).await?;
+    let mut one = Events::open(changes_request(&app.host, &format!("?app={other}"), None)).await?;
+    let mut all = Events::open(changes_request(&app.host, "", None)).await?;
     app.insert(json!({ "title": "not for the other" })).await?;
     let insert =
         |table: &str| json!({ "action": "insert", "app": other, "table": table, "data": { "a": "x" } });
-    app.host.data(&insert("t")).await?;
-    assert_eq!(own.entries().await?, ["t insert 1"]);
-    assert_eq!(one.entries().await?, ["t insert 1"]);
-    assert_eq!(all.entries().await?, ["things insert 1"]);
-    assert_eq!(all.entries().await?, ["t insert 1"]);
-    // Its ids reveal nothing about other writers, and are valid only for this app.
+    app.host.query_data(&insert("t")).await?;
+    assert_eq!(own.next_entries().await?, ["t insert 1"]);
+    assert_eq!(one.next_entries().await?, ["t insert 1"]);
+    assert_eq!(all.next_entries().await?, ["things insert 1"]);
+    assert_eq!(all.next_entries().await?, ["t insert 1"]);
+    // The app's event ids reveal nothing about other writers, and are valid only for this app.
     let position = one.id.trim_start_matches("1-");
     assert!(position.parse::<u64>().is_ok() && !own.id.contains(position), "{} {}", one.id, own.id);
     let resumed = as_app(&other, "").header("last-event-id", &own.id).send().await?;
@@ -239,54 +245,54 @@ async fn app_receives_only_its_own_changes_and_new_tables() -> Result<()> {
         assert_eq!(as_app(slug, "").header("last-event-id", id).send().await?.status(), status, "{id}");
     }
     assert_eq!(as_app(&other, &format!("?app={}", app.slug)).send().await?.status(), StatusCode::FORBIDDEN);
-    assert_eq!(listening(&app.host, "?app=none", None).send().await?.status(), StatusCode::NOT_FOUND);
-    assert_eq!(listening(&app.host, "?nope=1", None).send().await?.status(), StatusCode::BAD_REQUEST);
+    assert_eq!(changes_request(&app.host, "?app=none", None).send().await?.status(), StatusCode::NOT_FOUND);
+    assert_eq!(changes_request(&app.host, "?nope=1", None).send().await?.status(), StatusCode::BAD_REQUEST);
     assert_eq!(
-        app.host.bare(Method::GET, "/api/bridge/changes").send().await?.status(),
+        app.host.unsigned_request(Method::GET, "/api/bridge/changes").send().await?.status(),
         StatusCode::UNAUTHORIZED
     );
 
     let tables = json!({ "t": { "columns": { "a": "text" } }, "late": { "columns": { "a": "text" } } });
-    app.host.machine.app(&other, &tables)?;
-    let made = async || Ok(app.host.query(&insert("late")).await?.0.is_success());
-    app.host.until("the new table is registered", made).await?;
-    assert_eq!(own.entries().await?, ["late insert 1"]);
-    assert_eq!(all.entries().await?, ["late insert 1"]);
+    app.host.machine.add_app(&other, &tables)?;
+    let is_registered = async || Ok(app.host.query(&insert("late")).await?.0.is_success());
+    app.host.wait_until("the new table is registered", is_registered).await?;
+    assert_eq!(own.next_entries().await?, ["late insert 1"]);
+    assert_eq!(all.next_entries().await?, ["late insert 1"]);
     Ok(())
 }
 
 #[tokio::test]
 async fn outbox_of_a_restored_database_is_discarded() -> Result<()> {
     let mut app = App::new().await?;
-    let mut events = Events::open(listening(&app.host, "", None)).await?;
+    let mut events = Events::open(changes_request(&app.host, "", None)).await?;
     app.insert(json!({ "title": "a" })).await?;
-    events.entries().await?;
+    events.next_entries().await?;
     let last = events.id.clone();
     drop(events);
     app.insert(json!({ "title": "of the old epoch" })).await?;
     app.host.machine.env.insert("SVC_EPOCH".into(), "2".into());
     app.host = app.host.restart()?;
-    app.host.until_registered(&app.slug).await?;
+    app.host.wait_until_registered(&app.slug).await?;
     let admin = app.database.connect().await?;
     let kept: i64 = admin.query_one("SELECT count(*) FROM svc.changes", &[]).await?.get(0);
     assert_eq!(kept, 0);
-    assert_eq!(listening(&app.host, "", Some(&last)).send().await?.status(), StatusCode::GONE);
-    let same_place = last.replacen("1-", "2-", 1);
-    let sent = listening(&app.host, "", Some(&same_place)).send().await?;
+    assert_eq!(changes_request(&app.host, "", Some(&last)).send().await?.status(), StatusCode::GONE);
+    let same_position = last.replacen("1-", "2-", 1);
+    let sent = changes_request(&app.host, "", Some(&same_position)).send().await?;
     assert_eq!(sent.status(), StatusCode::GONE, "the old position under the new epoch");
-    let mut events = Events::open(listening(&app.host, "", None)).await?;
+    let mut events = Events::open(changes_request(&app.host, "", None)).await?;
     assert!(events.id.starts_with("2-"), "{}", events.id);
     app.insert(json!({ "title": "b" })).await?;
-    assert_eq!(events.entries().await?, ["things insert 1"]);
+    assert_eq!(events.next_entries().await?, ["things insert 1"]);
     Ok(())
 }
 
 #[tokio::test]
 async fn idle_stream_has_heartbeats_and_ends_with_the_gateway() -> Result<()> {
     let mut app = App::new().await?;
-    let mut events = Events::open(listening(&app.host, "", None)).await?;
+    let mut events = Events::open(changes_request(&app.host, "", None)).await?;
     let started = std::time::Instant::now();
-    let block = events.block().await?;
+    let block = events.next_block().await?;
     assert!(block.starts_with(": heartbeat\nid: 1-") && !block.contains("data:"), "{block}");
     assert!(started.elapsed() > Duration::from_secs(10));
     app.host.terminate()?;
@@ -303,7 +309,7 @@ async fn writes_without_listeners_have_no_overhead() -> Result<()> {
         Ok(admin.query_one(sql, &[]).await?.get(0))
     };
     assert_eq!(triggers().await?, 0);
-    drop(Events::open(listening(&app.host, "", None)).await?);
+    drop(Events::open(changes_request(&app.host, "", None)).await?);
     assert_eq!(triggers().await?, 4);
     Ok(())
 }

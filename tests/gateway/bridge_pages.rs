@@ -26,7 +26,7 @@ async fn pages_in_any_order_add_up_to_whole_result() -> Result<()> {
             })
         })
         .collect();
-    app.data("insertMany", json!({ "rows": rows })).await?;
+    app.query_data("insertMany", json!({ "rows": rows })).await?;
     for column in ["id", "title", "done", "size", "big", "price", "ratio", "day", "at", "raw", "created_at"] {
         for direction in ["asc", "desc"] {
             let order = json!([{ "column": column, "direction": direction }, { "column": "size", "direction": "desc" }]);
@@ -62,7 +62,7 @@ async fn pages_in_any_order_add_up_to_whole_result() -> Result<()> {
 async fn inserts_between_pages_cause_no_gap_or_duplicate() -> Result<()> {
     let app = App::new().await?;
     let rows: Vec<Value> = (0..20).map(|n| json!({ "title": "first", "size": n / 4 })).collect();
-    app.data("insertMany", json!({ "rows": rows })).await?;
+    app.query_data("insertMany", json!({ "rows": rows })).await?;
     let (mut seen, mut after) = (Vec::new(), Value::Null);
     for round in 0.. {
         let mut find = json!({ "orderBy": ["size"], "limit": 3 });
@@ -76,7 +76,7 @@ async fn inserts_between_pages_cause_no_gap_or_duplicate() -> Result<()> {
         if after.is_null() {
             break;
         }
-        // Before all rows, among them, and after all of them.
+        // Inserts rows before all others, among them, and after them.
         for size in [-1, round % 5, 9] {
             app.insert(json!({ "title": "later", "size": size })).await?;
         }
@@ -92,7 +92,7 @@ async fn inserts_between_pages_cause_no_gap_or_duplicate() -> Result<()> {
 #[tokio::test]
 async fn cursor_is_bound_to_its_order_and_filter() -> Result<()> {
     let app = App::new().await?;
-    app.data("insertMany", json!({ "rows": vec![json!({ "title": "a", "size": 1 }); 5] })).await?;
+    app.query_data("insertMany", json!({ "rows": vec![json!({ "title": "a", "size": 1 }); 5] })).await?;
     let (_, page) = app.query("find", json!({ "filter": { "title": "a" }, "limit": 2 })).await?;
     let cursor = page["nextCursor"].clone();
     let find_with = async |params: Value| -> Result<(u16, String)> {
@@ -121,7 +121,7 @@ async fn cursor_is_bound_to_its_order_and_filter() -> Result<()> {
 #[tokio::test]
 async fn nulls_match_no_comparison() -> Result<()> {
     let app = App::new().await?;
-    app.data("insertMany", json!({ "rows": [{ "size": 1 }, { "size": 2 }, { "size": null }] })).await?;
+    app.query_data("insertMany", json!({ "rows": [{ "size": 1 }, { "size": 2 }, { "size": null }] })).await?;
     let cases = [
         (json!({ "size": { "ne": 1 } }), 1),
         (json!({ "not": { "size": 1 } }), 1),
@@ -134,7 +134,7 @@ async fn nulls_match_no_comparison() -> Result<()> {
         (json!({ "not": { "size": { "isNull": true } } }), 2),
     ];
     for (filter, count) in cases {
-        let found = app.data("count", json!({ "filter": filter })).await?;
+        let found = app.query_data("count", json!({ "filter": filter })).await?;
         assert_eq!(found["count"], count, "{filter}");
     }
     for filter in [json!({ "size": { "gt": null } }), json!({ "size": { "in": [1, null] } })] {

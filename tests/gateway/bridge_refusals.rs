@@ -8,61 +8,71 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::host::{Host, Machine, host_with_app, send_json, unique};
+use super::host::{Host, Machine, host_with_app, send_json, unique_name};
 
-async fn notes() -> Result<(Host, String, TestDatabase)> {
-    let (database, slug) = (test_database().await?, unique("notes"));
+async fn host_with_notes() -> Result<(Host, String, TestDatabase)> {
+    let (database, slug) = (test_database().await?, unique_name("notes"));
     let tables = json!({ "notes": { "columns": { "title": "text", "size": "integer", "price": "numeric" },
         "unique": ["title"] } });
     let machine = {
         let mut machine = Machine::new(&database.url())?;
         machine.env.insert("BRIDGE_STATEMENT_TIMEOUT_MS".into(), "700".into());
-        machine.app(&slug, &tables)?;
+        machine.add_app(&slug, &tables)?;
         machine
     };
     let host = machine.start()?;
-    host.until_registered(&slug).await?;
+    host.wait_until_registered(&slug).await?;
     Ok((host, slug, database))
 }
 
 #[tokio::test]
 async fn checks_run_in_order() -> Result<()> {
-    let (host, slug, _database) = notes().await?;
+    let (host, slug, _database) = host_with_notes().await?;
     let path = "/api/bridge/query";
     let code = async |request: reqwest::RequestBuilder| -> Result<(u16, String)> {
         let (status, problem) = send_json(request).await?;
         Ok((status.as_u16(), problem["code"].as_str().unwrap_or_default().to_owned()))
     };
-    let is = |status: u16, code: &str| (status, code.to_owned());
-    assert_eq!(code(host.bare(Method::GET, path)).await?, is(405, "method_not_allowed"));
+    let refusal = |status: u16, code: &str| (status, code.to_owned());
+    assert_eq!(code(host.unsigned_request(Method::GET, path)).await?, refusal(405, "method_not_allowed"));
     let large = "x".repeat(1024 * 1024 + 1);
-    assert_eq!(code(host.bare(Method::POST, path).body(large.clone())).await?, is(413, "request_too_large"));
-    assert_eq!(code(host.bare(Method::POST, path).body("{")).await?, is(401, "unauthorized"));
-    let owner = || host.owner(Method::POST, path);
+    assert_eq!(
+        code(host.unsigned_request(Method::POST, path).body(large.clone())).await?,
+        refusal(413, "request_too_large")
+    );
+    assert_eq!(
+        code(host.unsigned_request(Method::POST, path).body("{")).await?,
+        refusal(401, "unauthorized")
+    );
+    let owner = || host.owner_request(Method::POST, path);
     let stream = futures_util::stream::iter(vec![Ok::<_, std::io::Error>(large)]);
     let streamed =
         owner().header("content-type", "application/json").body(reqwest::Body::wrap_stream(stream));
-    assert_eq!(code(streamed).await?, is(413, "request_too_large"), "a chunked body without a length");
-    assert_eq!(code(owner().body("{")).await?, is(415, "unsupported_media_type"));
+    assert_eq!(code(streamed).await?, refusal(413, "request_too_large"), "a chunked body without a length");
+    assert_eq!(code(owner().body("{")).await?, refusal(415, "unsupported_media_type"));
     let json_body =
         |text: &'static str| owner().header("content-type", "application/json; charset=utf-8").body(text);
-    assert_eq!(code(json_body("{")).await?, is(400, "invalid_request"));
+    assert_eq!(code(json_body("{")).await?, refusal(400, "invalid_request"));
     let unknown = json!({ "action": "get", "app": "none", "table": "none", "id": "x", "extra": 1 });
-    assert_eq!(code(owner().json(&unknown)).await?, is(400, "invalid_request"), "schema before look-up");
+    assert_eq!(
+        code(owner().json(&unknown)).await?,
+        refusal(400, "invalid_request"),
+        "the schema is checked before the lookup"
+    );
     for (app, table) in
         [("none", "notes"), (slug.as_str(), "none"), (slug.as_str(), "pg_class"), ("../x", "notes")]
     {
         let find = json!({ "action": "find", "app": app, "table": table });
-        assert_eq!(code(owner().json(&find)).await?, is(404, "not_found"), "{app} {table}");
+        assert_eq!(code(owner().json(&find)).await?, refusal(404, "not_found"), "{app} {table}");
     }
     let absent = json!({ "action": "get", "app": slug, "table": "notes", "id": "0192d1f0-0000-7000-8000-000000000000" });
-    assert_eq!(code(owner().json(&absent)).await?, is(404, "not_found"));
+    assert_eq!(code(owner().json(&absent)).await?, refusal(404, "not_found"));
     Ok(())
 }
 
 #[tokio::test]
 async fn names_with_sql_are_rejected_or_not_found() -> Result<()> {
-    let (host, slug, database) = notes().await?;
+    let (host, slug, database) = host_with_notes().await?;
     let attack = "notes\"; DROP TABLE notes; --";
     let find = |more: Value| {
         let mut body = json!({ "action": "find", "app": slug, "table": "notes" });
@@ -90,23 +100,23 @@ async fn names_with_sql_are_rejected_or_not_found() -> Result<()> {
         assert_eq!(got.as_u16(), status, "{body}: {problem}");
     }
     let kept = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": attack } });
-    assert_eq!(host.data(&kept).await?["title"], attack, "a value may be anything");
-    let found = host.data(&find(json!({ "filter": { "title": attack } }))).await?;
+    assert_eq!(host.query_data(&kept).await?["title"], attack, "a value may be anything");
+    let found = host.query_data(&find(json!({ "filter": { "title": attack } }))).await?;
     assert_eq!(found.as_array().map(Vec::len), Some(1));
-    let still = database
+    let remaining = database
         .connect()
         .await?
         .query_one("SELECT count(*) FROM pg_class WHERE relname = 'notes'", &[])
         .await?;
-    assert_eq!(still.get::<_, i64>(0), 1);
+    assert_eq!(remaining.get::<_, i64>(0), 1);
     Ok(())
 }
 
 #[tokio::test]
 async fn database_error_response_quotes_no_value() -> Result<()> {
-    let (host, slug, database) = notes().await?;
+    let (host, slug, database) = host_with_notes().await?;
     let insert = |data: Value| json!({ "action": "insert", "app": slug, "table": "notes", "data": data });
-    host.data(&insert(json!({ "title": "s3cret-value" }))).await?;
+    host.query_data(&insert(json!({ "title": "s3cret-value" }))).await?;
     let (status, problem) = host.query(&insert(json!({ "title": "s3cret-value" }))).await?;
     assert_eq!((status, problem["code"].as_str()), (StatusCode::CONFLICT, Some("conflict")));
     assert!(problem["constraint"].is_string() && problem["retryable"] == false, "{problem}");
@@ -147,7 +157,7 @@ async fn database_error_response_quotes_no_value() -> Result<()> {
 
 #[tokio::test]
 async fn slow_statement_is_cancelled() -> Result<()> {
-    let (host, slug, database) = notes().await?;
+    let (host, slug, database) = host_with_notes().await?;
     let mut admin = database.connect().await?;
     let lock = admin.transaction().await?;
     lock.batch_execute(&format!("LOCK TABLE app_{}.notes", slug.replace('-', "_"))).await?;
@@ -155,20 +165,21 @@ async fn slow_statement_is_cancelled() -> Result<()> {
     let (status, problem) = host.query(&find).await?;
     assert_eq!((status, problem["code"].as_str()), (StatusCode::GATEWAY_TIMEOUT, Some("deadline_exceeded")));
     lock.rollback().await?;
-    assert_eq!(host.query(&find).await?.0, StatusCode::OK, "the connection still serves");
+    assert_eq!(host.query(&find).await?.0, StatusCode::OK, "the connection is still usable");
     Ok(())
 }
 
 #[tokio::test]
 async fn platform_and_anonymous_callers_cannot_use_the_bridge() -> Result<()> {
-    let (host, slug, _database) = notes().await?;
+    let (host, slug, _database) = host_with_notes().await?;
     let mut claims = host.machine.claims(Route::Internal);
     claims.method = Some("POST".into());
     claims.path = Some("/api/bridge/query".into());
     claims.jti = Some("one".into());
     let proof = host.machine.signer.sign(&claims);
     let find = json!({ "action": "find", "app": slug, "table": "notes" });
-    let sent = host.bare(Method::POST, "/api/bridge/query").header("x-svc-proof", proof).json(&find);
+    let sent =
+        host.unsigned_request(Method::POST, "/api/bridge/query").header("x-svc-proof", proof).json(&find);
     assert_eq!(sent.send().await?.status(), StatusCode::FORBIDDEN);
     Ok(())
 }
@@ -181,47 +192,50 @@ async fn bridge_reports_database_outage_and_recovers() -> Result<()> {
     server.stop().await?;
     let slug = "notes";
     let machine = Machine::new(&server.url("svc"))?;
-    machine.app(slug, &json!({ "notes": { "columns": { "title": "text" } } }))?;
+    machine.add_app(slug, &json!({ "notes": { "columns": { "title": "text" } } }))?;
     let host = machine.start()?;
     let insert = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": "x" } });
-    let away = async || -> Result<()> {
-        let sent = host.owner(Method::POST, "/api/bridge/query").json(&insert).send().await?;
+    let assert_unavailable = async || -> Result<()> {
+        let sent = host.owner_request(Method::POST, "/api/bridge/query").json(&insert).send().await?;
         assert_eq!(sent.status(), StatusCode::SERVICE_UNAVAILABLE);
         assert!(sent.headers().contains_key("retry-after"));
         let problem: Value = sent.json().await?;
         assert_eq!(problem["code"], "database_unavailable");
         Ok(())
     };
-    away().await?;
+    assert_unavailable().await?;
     server.restart().await?;
-    host.until_registered(slug).await?;
-    host.data(&insert).await?;
+    host.wait_until_registered(slug).await?;
+    host.query_data(&insert).await?;
     assert_eq!(host.get("/readyz").await?.0, StatusCode::OK);
     server.kill9().await?;
-    away().await?;
+    assert_unavailable().await?;
     assert_eq!(host.get("/readyz").await?.0, StatusCode::SERVICE_UNAVAILABLE);
     server.restart().await?;
     let find = json!({ "action": "find", "app": slug, "table": "notes" });
-    host.until("the bridge is back", async || Ok(host.query(&find).await?.0 == StatusCode::OK)).await?;
-    assert_eq!(host.data(&find).await?.as_array().map(Vec::len), Some(1));
+    host.wait_until("the bridge is available again", async || {
+        Ok(host.query(&find).await?.0 == StatusCode::OK)
+    })
+    .await?;
+    assert_eq!(host.query_data(&find).await?.as_array().map(Vec::len), Some(1));
     tokio::time::timeout(Duration::from_secs(5), server.stop()).await??;
     Ok(())
 }
 
 #[tokio::test]
 async fn data_size_is_limited_before_the_database() -> Result<()> {
-    let (host, slug, _database) = notes().await?;
+    let (host, slug, _database) = host_with_notes().await?;
     let title = "x".repeat(900 * 1024);
     let insert = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": title } });
     let (status, problem) = host.query(&insert).await?;
     assert_eq!(status, StatusCode::BAD_REQUEST, "too long for its unique index: {problem}");
     let tables = json!({ "t": { "columns": { "body": "text" } } });
-    let (database, slug) = (test_database().await?, unique("large"));
+    let (database, slug) = (test_database().await?, unique_name("large"));
     let host = host_with_app(&database, &slug, &tables).await?;
     let body = "y".repeat(900 * 1024);
     let insert = json!({ "action": "insert", "app": slug, "table": "t", "data": { "body": body } });
     for _ in 0..20 {
-        assert_eq!(host.data(&insert).await?["body"].as_str().map(str::len), Some(900 * 1024));
+        assert_eq!(host.query_data(&insert).await?["body"].as_str().map(str::len), Some(900 * 1024));
     }
     let (mut rows, mut pages, mut after) = (0, 0, Value::Null);
     loop {
@@ -237,6 +251,6 @@ async fn data_size_is_limited_before_the_database() -> Result<()> {
             break;
         }
     }
-    assert_eq!((rows, pages), (20, 2), "a page of much text ends early, and the next goes on");
+    assert_eq!((rows, pages), (20, 2), "a page ends early at the size limit, and the next one continues");
     Ok(())
 }

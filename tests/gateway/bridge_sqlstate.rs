@@ -1,4 +1,4 @@
-//! The status and code of each class of database errors; no response or log contains a value.
+//! The status and code for each class of database error; no response or log contains a value.
 
 use anyhow::Result;
 use reqwest::Method;
@@ -52,10 +52,10 @@ async fn every_sqlstate_maps_to_status_without_its_message() -> Result<()> {
         ("42P01", 500, "internal", None, false),
         ("XX000", 500, "internal", None, false),
     ];
-    for (state, status, code, retryable, waits) in cases {
+    for (state, status, code, retryable, has_retry_after) in cases {
         let body = app.body("insert", json!({ "data": { "title": state, "meta": { "v": CANARY } } }));
-        let sent = app.host.owner(Method::POST, "/api/bridge/query").json(&body).send().await?;
-        assert_eq!(sent.headers().contains_key("retry-after"), waits, "{state}");
+        let sent = app.host.owner_request(Method::POST, "/api/bridge/query").json(&body).send().await?;
+        assert_eq!(sent.headers().contains_key("retry-after"), has_retry_after, "{state}");
         assert_eq!(sent.status().as_u16(), status, "{state}");
         let text = sent.text().await?;
         let problem: Value = serde_json::from_str(&text)?;

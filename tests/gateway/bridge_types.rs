@@ -17,12 +17,12 @@ use super::bridge::App;
 /// A value as sent, and as returned.
 type Pair = (Value, Value);
 
-fn same(value: Value) -> Pair {
+fn unchanged(value: Value) -> Pair {
     (value.clone(), value)
 }
 
 fn text() -> BoxedStrategy<Pair> {
-    any::<String>().prop_map(|text| same(json!(text.replace('\0', "\u{fffd}")))).boxed()
+    any::<String>().prop_map(|text| unchanged(json!(text.replace('\0', "\u{fffd}")))).boxed()
 }
 
 fn bigint() -> BoxedStrategy<Pair> {
@@ -45,7 +45,7 @@ fn numeric() -> BoxedStrategy<Pair> {
             let part = part.map_or_else(String::new, |part| format!(".{part}"));
             let is_zero = format!("{whole}{part}").bytes().all(|byte| matches!(byte, b'0' | b'.'));
             let text = format!("{}{whole}{part}", if is_zero { "" } else { &sign });
-            same(json!(text))
+            unchanged(json!(text))
         })
         .boxed()
 }
@@ -53,16 +53,16 @@ fn numeric() -> BoxedStrategy<Pair> {
 fn double() -> BoxedStrategy<Pair> {
     let number = prop_oneof![any::<f64>(), Just(-0.0), Just(f64::MAX), Just(f64::MIN_POSITIVE), Just(5e-324)];
     let finite =
-        number.prop_filter("finite", |number| number.is_finite()).prop_map(|number| same(json!(number)));
+        number.prop_filter("finite", |number| number.is_finite()).prop_map(|number| unchanged(json!(number)));
     let other =
-        prop_oneof![Just("NaN"), Just("Infinity"), Just("-Infinity")].prop_map(|word| same(json!(word)));
+        prop_oneof![Just("NaN"), Just("Infinity"), Just("-Infinity")].prop_map(|word| unchanged(json!(word)));
     prop_oneof![8 => finite, 1 => other].boxed()
 }
 
 fn date() -> BoxedStrategy<Pair> {
     let any = (1_i16..=9999, 1_i8..=12, 1_i8..=28).prop_map(|(y, m, d)| format!("{y:04}-{m:02}-{d:02}"));
     let edge = prop_oneof![Just("0001-01-01"), Just("9999-12-31"), Just("2024-02-29"), Just("1582-10-10")];
-    prop_oneof![any, edge.prop_map(str::to_owned)].prop_map(|text| same(json!(text))).boxed()
+    prop_oneof![any, edge.prop_map(str::to_owned)].prop_map(|text| unchanged(json!(text))).boxed()
 }
 
 fn timestamptz() -> BoxedStrategy<Pair> {
@@ -104,23 +104,23 @@ fn jsonb() -> BoxedStrategy<Pair> {
             proptest::collection::btree_map("[a-z\"\\\\é]{0,5}", inner, 0..4).prop_map(|map| json!(map)),
         ]
     });
-    tree.prop_filter("not null at the top", |value| !value.is_null()).prop_map(same).boxed()
+    tree.prop_filter("not null at the top", |value| !value.is_null()).prop_map(unchanged).boxed()
 }
 
 fn columns() -> Vec<(&'static str, BoxedStrategy<Pair>)> {
     let bytes = proptest::collection::vec(any::<u8>(), 0..200);
     vec![
         ("title", text()),
-        ("done", any::<bool>().prop_map(|value| same(json!(value))).boxed()),
-        ("size", any::<i32>().prop_map(|value| same(json!(value))).boxed()),
+        ("done", any::<bool>().prop_map(|value| unchanged(json!(value))).boxed()),
+        ("size", any::<i32>().prop_map(|value| unchanged(json!(value))).boxed()),
         ("big", bigint()),
         ("price", numeric()),
         ("ratio", double()),
         ("day", date()),
         ("at", timestamptz()),
         ("meta", jsonb()),
-        ("ref", any::<u128>().prop_map(|bits| same(json!(uuid::Uuid::from_u128(bits)))).boxed()),
-        ("raw", bytes.prop_map(|bytes| same(json!(STANDARD.encode(bytes)))).boxed()),
+        ("ref", any::<u128>().prop_map(|bits| unchanged(json!(uuid::Uuid::from_u128(bits)))).boxed()),
+        ("raw", bytes.prop_map(|bytes| unchanged(json!(STANDARD.encode(bytes)))).boxed()),
     ]
 }
 
@@ -138,17 +138,17 @@ fn is_equal(a: &Value, b: &Value) -> bool {
 }
 
 /// Rows with values as text, because `serde_json` would round the last digit of a double.
-type Raw = BTreeMap<String, Box<RawValue>>;
+type RawRow = BTreeMap<String, Box<RawValue>>;
 
-async fn made(app: &App, action: &str, more: Value) -> Result<Vec<Raw>> {
-    let request = app.host.owner(Method::POST, "/api/bridge/query").json(&app.body(action, more));
+async fn run_insert(app: &App, action: &str, more: Value) -> Result<Vec<RawRow>> {
+    let request = app.host.owner_request(Method::POST, "/api/bridge/query").json(&app.body(action, more));
     let text = request.send().await?.error_for_status()?.text().await?;
     let text = text.strip_prefix("{\"data\":").and_then(|text| text.strip_suffix('}')).unwrap_or_default();
     let list = if text.starts_with('[') { text.to_owned() } else { format!("[{text}]") };
     Ok(serde_json::from_str(&list)?)
 }
 
-fn check(row: &Raw, given: &Value, expected: &serde_json::Map<String, Value>) -> Result<()> {
+fn check_row(row: &RawRow, given: &Value, expected: &serde_json::Map<String, Value>) -> Result<()> {
     for (name, value) in expected {
         let got = row[name].get();
         let is_same = match value.as_f64().filter(|_| name == "ratio") {
@@ -180,21 +180,21 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
             rows.push(Value::Object(row));
             expected.push(back);
         }
-        let all = made(&app, "insertMany", json!({ "rows": rows })).await?;
+        let all = run_insert(&app, "insertMany", json!({ "rows": rows })).await?;
         for ((row, given), expected) in all.iter().zip(&rows).zip(&expected) {
-            check(row, given, expected)?;
+            check_row(row, given, expected)?;
         }
         // One row through `insert`, with each of its values as a filter.
         let (given, back) = (&rows[0], &expected[0]);
         let id: Value = serde_json::from_str(all[0]["id"].get())?;
-        app.data("delete", json!({ "id": id })).await?;
-        let alone = made(&app, "insert", json!({ "data": given })).await?;
-        check(&alone[0], given, back)?;
+        app.query_data("delete", json!({ "id": id })).await?;
+        let alone = run_insert(&app, "insert", json!({ "data": given })).await?;
+        check_row(&alone[0], given, back)?;
         let id: Value = serde_json::from_str(alone[0]["id"].get())?;
         for name in back.keys() {
             for filter in [json!({ name: { "eq": given[name] } }), json!({ name: { "in": [given[name]] } })] {
                 let filter = json!({ "and": [{ "id": id }, filter] });
-                let found = app.data("count", json!({ "filter": filter })).await?;
+                let found = app.query_data("count", json!({ "filter": filter })).await?;
                 ensure!(found["count"] == 1, "{name} is not found by {filter}");
             }
         }
@@ -246,7 +246,7 @@ async fn every_type_enforces_its_limits() -> Result<()> {
         (json!({ "gte": "2026-01-02T03:04:06.0001Z" }), 0),
     ];
     for (bound, count) in bounds {
-        let found = app.data("count", json!({ "filter": { "at": bound } })).await?;
+        let found = app.query_data("count", json!({ "filter": { "at": bound } })).await?;
         assert_eq!(found["count"], count, "{bound}");
     }
     assert_eq!(app.insert(json!({ "meta": null })).await?["meta"], Value::Null, "SQL's NULL");
@@ -259,7 +259,7 @@ async fn json_value_keeps_its_digits_and_is_bounded() -> Result<()> {
     let send = async |meta: &str| -> Result<(u16, String)> {
         let head = json!({ "action": "insert", "app": app.slug, "table": "things" }).to_string();
         let body = format!("{},\"data\":{{\"meta\":{meta}}}}}", head.trim_end_matches('}'));
-        let request = app.host.owner(Method::POST, "/api/bridge/query");
+        let request = app.host.owner_request(Method::POST, "/api/bridge/query");
         let sent = request.header("content-type", "application/json").body(body).send().await?;
         Ok((sent.status().as_u16(), sent.text().await?))
     };
@@ -267,11 +267,11 @@ async fn json_value_keeps_its_digits_and_is_bounded() -> Result<()> {
     assert_eq!(status, 201, "{text}");
     assert!(text.contains("12345678901234567890.123456789") && text.contains("1.500"), "{text}");
     let (_, text) = send(r#"{"a": 1, "a": 2}"#).await?;
-    assert!(text.contains(r#"{"a": 2}"#), "of duplicate names the last wins, as in JavaScript: {text}");
+    assert!(text.contains(r#"{"a": 2}"#), "the last of two duplicate names wins, as in JavaScript: {text}");
     let deep = |levels: usize| format!("{}{}", "[".repeat(levels), "]".repeat(levels));
     assert_eq!(send(&deep(1000)).await?.0, 201);
     assert_eq!(send(&deep(200_000)).await?.0, 400, "deeper than PostgreSQL's stack");
     assert_eq!(send("\"\\ud800\"").await?.0, 400, "half of a surrogate pair");
-    assert_eq!(app.count().await?, 3, "the gateway still serves");
+    assert_eq!(app.count().await?, 3, "the gateway is still available");
     Ok(())
 }

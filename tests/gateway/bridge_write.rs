@@ -15,7 +15,7 @@ fn list(rows: &Value) -> &[Value] {
 async fn insert_many_returns_rows_in_request_order() -> Result<()> {
     let app = App::new().await?;
     let admin = app.database.connect().await?;
-    // The owner's own default: a row without the column gets it, a row with null does not.
+    // The owner has set a default: a row without the column gets it, a row with null does not.
     admin
         .batch_execute(&format!("ALTER TABLE {}.things ALTER COLUMN size SET DEFAULT 7", app.schema()))
         .await?;
@@ -29,17 +29,20 @@ async fn insert_many_returns_rows_in_request_order() -> Result<()> {
     ]);
     let (status, response) = app.query("insertMany", json!({ "rows": rows })).await?;
     assert_eq!(status, 201, "{response}");
-    let made: Vec<_> = list(&response["data"]).iter().map(|row| (&row["title"], &row["size"])).collect();
+    let inserted: Vec<_> = list(&response["data"]).iter().map(|row| (&row["title"], &row["size"])).collect();
     let expected = json!([["a", 1], ["b", 7], ["c", null], ["d", 7], ["e", 7]]);
     let expected: Vec<_> = list(&expected).iter().map(|pair| (&pair[0], &pair[1])).collect();
-    assert_eq!(made, expected, "{response}");
+    assert_eq!(inserted, expected, "{response}");
     assert_eq!(response["data"][0]["price"], "1.50");
     assert_eq!(response["data"][3]["big"], "9223372036854775807");
     assert_eq!(app.count().await?, 5);
 
     let thousand: Vec<Value> = (0..1000).map(|n| json!({ "title": format!("n{n}"), "size": n })).collect();
-    let made = app.data("insertMany", json!({ "rows": thousand })).await?;
-    assert!(list(&made).iter().zip(0..).all(|(row, n)| row["size"] == json!(n)), "in the request's order");
+    let inserted = app.query_data("insertMany", json!({ "rows": thousand })).await?;
+    assert!(
+        list(&inserted).iter().zip(0..).all(|(row, n)| row["size"] == json!(n)),
+        "in the request's order"
+    );
     Ok(())
 }
 
@@ -51,10 +54,10 @@ async fn insert_many_with_a_bad_row_inserts_no_row() -> Result<()> {
     let (status, problem) = app.query("insertMany", json!({ "rows": refused })).await?;
     assert_eq!(status, 400);
     let text = problem["detail"].as_str().unwrap_or_default();
-    for place in ["/rows/1/size", "/rows/2/nope", "/rows/3:"] {
-        assert!(text.contains(place), "{place} in {text}");
+    for pointer in ["/rows/1/size", "/rows/2/nope", "/rows/3:"] {
+        assert!(text.contains(pointer), "{pointer} in {text}");
     }
-    // One set of columns, then two: the second request needs a transaction of two statements.
+    // The rows of the second request have two sets of columns, so it needs a transaction of two statements.
     for rows in
         [json!([{ "ref": taken }, { "ref": taken }]), json!([{ "ref": taken }, { "ref": taken, "size": 1 }])]
     {
@@ -76,18 +79,20 @@ async fn upsert_inserts_merges_or_ignores() -> Result<()> {
         }
         more
     };
-    let made =
-        app.data("upsert", upsert(json!({ "ref": key, "title": "a", "size": 1 }), json!(null))).await?;
-    assert_eq!((&made["title"], &made["size"]), (&json!("a"), &json!(1)));
-    let merged = app.data("upsert", upsert(json!({ "ref": key, "title": "b" }), json!("merge"))).await?;
-    assert_eq!((&merged["id"], &merged["title"], &merged["size"]), (&made["id"], &json!("b"), &json!(1)));
-    let emptied = app.data("upsert", upsert(json!({ "ref": key, "title": null }), json!(null))).await?;
+    let inserted =
+        app.query_data("upsert", upsert(json!({ "ref": key, "title": "a", "size": 1 }), json!(null))).await?;
+    assert_eq!((&inserted["title"], &inserted["size"]), (&json!("a"), &json!(1)));
+    let merged =
+        app.query_data("upsert", upsert(json!({ "ref": key, "title": "b" }), json!("merge"))).await?;
+    assert_eq!((&merged["id"], &merged["title"], &merged["size"]), (&inserted["id"], &json!("b"), &json!(1)));
+    let emptied = app.query_data("upsert", upsert(json!({ "ref": key, "title": null }), json!(null))).await?;
     assert_eq!((&emptied["title"], &emptied["size"]), (&Value::Null, &json!(1)), "null is a value");
-    let left = app.data("upsert", upsert(json!({ "ref": key, "title": "c" }), json!("ignore"))).await?;
-    assert_eq!(left, emptied, "the row is unchanged");
+    let ignored =
+        app.query_data("upsert", upsert(json!({ "ref": key, "title": "c" }), json!("ignore"))).await?;
+    assert_eq!(ignored, emptied, "the row is unchanged");
     assert_eq!(app.count().await?, 1);
-    let by_id = json!({ "data": { "id": made["id"], "title": "d" }, "onConflict": ["id"] });
-    assert_eq!(app.data("upsert", by_id).await?["title"], "d");
+    let by_id = json!({ "data": { "id": inserted["id"], "title": "d" }, "onConflict": ["id"] });
+    assert_eq!(app.query_data("upsert", by_id).await?["title"], "d");
 
     for (data, key) in [
         (json!({ "title": "x" }), json!(["title"])),
@@ -110,7 +115,8 @@ async fn concurrent_upserts_of_one_key_make_one_row() -> Result<()> {
         let data = json!({ "ref": key, "size": n });
         let app = &app;
         async move {
-            app.data("upsert", json!({ "data": data, "onConflict": ["ref"], "resolution": resolution })).await
+            app.query_data("upsert", json!({ "data": data, "onConflict": ["ref"], "resolution": resolution }))
+                .await
         }
     });
     let rows = futures_util::future::try_join_all(all).await?;
@@ -127,20 +133,20 @@ async fn update_changes_only_named_columns() -> Result<()> {
         app.insert(json!({ "title": "b", "size": n })).await?;
     }
     let by_id = json!({ "id": row["id"], "data": { "title": "z", "price": null } });
-    assert_eq!(app.data("update", by_id.clone()).await?, json!({ "affected": 1 }));
-    let now = app.data("get", json!({ "id": row["id"] })).await?;
+    assert_eq!(app.query_data("update", by_id.clone()).await?, json!({ "affected": 1 }));
+    let now = app.query_data("get", json!({ "id": row["id"] })).await?;
     assert_eq!((&now["title"], &now["price"], &now["size"]), (&json!("z"), &Value::Null, &json!(1)));
     assert_eq!(now["created_at"], row["created_at"]);
     assert_ne!(now["updated_at"], row["updated_at"]);
     let mut returned = by_id;
     returned["returning"] = json!(true);
-    let data = app.data("update", returned).await?;
+    let data = app.query_data("update", returned).await?;
     assert_eq!((&data["affected"], &data["rows"][0]["title"]), (&json!(1), &json!("z")));
 
     let many = json!({ "filter": { "title": "b" }, "data": { "done": true } });
-    assert_eq!(app.data("update", many).await?, json!({ "affected": 4 }));
+    assert_eq!(app.query_data("update", many).await?, json!({ "affected": 4 }));
     let none = json!({ "filter": { "title": "none" }, "data": { "done": true } });
-    assert_eq!(app.data("update", none).await?, json!({ "affected": 0 }));
+    assert_eq!(app.query_data("update", none).await?, json!({ "affected": 0 }));
     let absent = json!({ "id": ABSENT, "data": { "done": true } });
     assert_eq!(app.query("update", absent).await?.0, 404);
     Ok(())
@@ -164,10 +170,10 @@ async fn update_beyond_its_limit_changes_nothing() -> Result<()> {
             assert_eq!(app.titles(json!({})).await?, ["b"; 5], "{action}");
             more["filter"] = json!({ "size": { "gte": 3 }, "title": "b" });
             more["maxAffected"] = json!(2);
-            let done = app.data(action, more).await?;
+            let done = app.query_data(action, more).await?;
             assert_eq!(done["affected"], 2, "{action} {done}");
             assert_eq!(done.get("rows").map(|rows| list(rows).len()), returning.then_some(2));
-            app.data("delete", json!({ "filter": { "size": { "gte": 3 } } })).await?;
+            app.query_data("delete", json!({ "filter": { "size": { "gte": 3 } } })).await?;
             for n in 3..5 {
                 app.insert(json!({ "title": "b", "size": n })).await?;
             }
@@ -183,7 +189,7 @@ async fn delete_requires_a_filter_and_removes_only_matches() -> Result<()> {
     let app = App::new().await?;
     let row = app.insert(json!({ "title": "a" })).await?;
     app.insert(json!({ "title": "b", "size": 1 })).await?;
-    let deleted = app.data("delete", json!({ "id": row["id"], "returning": true })).await?;
+    let deleted = app.query_data("delete", json!({ "id": row["id"], "returning": true })).await?;
     assert_eq!(deleted, json!({ "affected": 1, "rows": [row] }));
     assert_eq!(app.query("delete", json!({ "id": row["id"] })).await?.0, 404);
     for filter in [json!({}), json!({ "and": [{}] }), json!({ "or": [{ "title": "x" }, {}] }), Value::Null] {
@@ -196,7 +202,7 @@ async fn delete_requires_a_filter_and_removes_only_matches() -> Result<()> {
         }
     }
     assert_eq!(app.count().await?, 1);
-    assert_eq!(app.data("delete", json!({ "filter": { "size": 1 } })).await?, json!({ "affected": 1 }));
+    assert_eq!(app.query_data("delete", json!({ "filter": { "size": 1 } })).await?, json!({ "affected": 1 }));
     Ok(())
 }
 
@@ -211,7 +217,7 @@ async fn concurrent_update_rechecks_its_filter() -> Result<()> {
     let sql = format!("UPDATE {}.things SET title = 'gone' WHERE size = 0", app.schema());
     other.execute(&sql, &[]).await?;
     let change = json!({ "filter": { "title": "b" }, "data": { "done": true }, "maxAffected": 3 });
-    let waiting = app.data("update", change);
+    let waiting = app.query_data("update", change);
     let committing = async {
         tokio::time::sleep(std::time::Duration::from_millis(200)).await;
         other.commit().await

@@ -1,4 +1,4 @@
-//! The gateway's certificate: from a real ACME authority, and from an operator's file.
+//! The gateway's certificate, from a real ACME authority and from an operator's file.
 
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
@@ -22,7 +22,7 @@ use super::host::{Host, Machine};
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 const DOMAIN: &str = "hosts.example.test";
 
-/// A machine whose gateway has this port, and its name.
+/// Returns a machine whose gateway listens on this port, and the machine's host name.
 fn machine_at(port: u16, roots: &std::path::Path) -> Result<(Machine, String)> {
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.insert("GATEWAY_LISTEN".into(), format!("127.0.0.1:{port}"));
@@ -37,29 +37,30 @@ fn machine_at(port: u16, roots: &std::path::Path) -> Result<(Machine, String)> {
     Ok((machine, name))
 }
 
-fn settings(name: &str, directory: &str) -> Value {
+fn tls_settings(name: &str, directory: &str) -> Value {
     json!({"hostName": name, "acme": {"directoryUrl": directory, "contact": "mailto:ops@example.test"}})
 }
 
 /// The certificate as the gateway reports it.
-fn report(machine: &Machine) -> Value {
+fn read_report(machine: &Machine) -> Value {
     let text = std::fs::read_to_string(machine.path("var/lib/svc/certificate.json")).unwrap_or_default();
     serde_json::from_str(&text).unwrap_or_default()
 }
 
-/// Waits until the report fulfils a condition.
-async fn until_reported(host: &Host, what: &str, holds: impl Fn(&Value) -> bool) -> Result<Value> {
-    let check = async || Ok(holds(&report(&host.machine)));
-    host.until(what, check).await.with_context(|| report(&host.machine).to_string())?;
-    Ok(report(&host.machine))
+/// Waits until the report satisfies a condition.
+async fn wait_until_reported(host: &Host, what: &str, holds: impl Fn(&Value) -> bool) -> Result<Value> {
+    let check = async || Ok(holds(&read_report(&host.machine)));
+    host.wait_until(what, check).await.with_context(|| read_report(&host.machine).to_string())?;
+    Ok(read_report(&host.machine))
 }
 
-async fn until_issued(host: &Host) -> Result<Value> {
-    until_reported(host, "a certificate is issued", |seen| seen["source"] == "acme").await
+async fn wait_until_issued(host: &Host) -> Result<Value> {
+    wait_until_reported(host, "a certificate is issued", |seen| seen["source"] == "acme").await
 }
 
-/// The certificate that a client sees which knows the pin, and these roots for the name if there are any.
-async fn presented(
+/// Returns the certificate that the gateway presents. The client verifies the pin and, with `roots`, the chain and
+/// name.
+async fn presented_certificate(
     host: &Host,
     name: &str,
     roots: Option<&std::path::Path>,
@@ -71,7 +72,7 @@ async fn presented(
             from: rustls::pki_types::UnixTime::since_unix_epoch(Duration::ZERO),
         },
     };
-    let config = pinned_client_config(pin(&host.machine)?, check)?;
+    let config = pinned_client_config(read_pin(&host.machine)?, check)?;
     let stream = TcpStream::connect(host.address.parse::<SocketAddr>()?).await?;
     let name = ServerName::try_from(name.to_owned())?;
     let connected = TlsConnector::from(Arc::new(config)).connect(name, stream).await?;
@@ -79,7 +80,7 @@ async fn presented(
     Ok(certificates.first().context("a leaf")?.clone().into_owned())
 }
 
-fn pin(machine: &Machine) -> Result<SpkiPin> {
+fn read_pin(machine: &Machine) -> Result<SpkiPin> {
     let certificate = std::fs::read(machine.path("var/lib/svc/tls/cert.pem"))?;
     Ok(SpkiPin::of_certificate(&CertificateDer::from_pem_slice(&certificate)?)?)
 }
@@ -120,19 +121,22 @@ async fn authority_issues_certificate_for_registered_key() -> Result<()> {
     let pebble = Pebble::start(&Options::validating(port)).await?;
     let (machine, name) = machine_at(port, &pebble.roots())?;
     let host = machine.start()?;
-    assert!(presented(&host, &name, Some(&pebble.roots())).await.is_err(), "it is self-signed");
-    let self_signed = presented(&host, &name, None).await?;
-    let delivered = settings(&name, &pebble.directory_url());
+    assert!(
+        presented_certificate(&host, &name, Some(&pebble.roots())).await.is_err(),
+        "the certificate is self-signed"
+    );
+    let self_signed = presented_certificate(&host, &name, None).await?;
+    let delivered = tls_settings(&name, &pebble.directory_url());
     host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
-    let seen = until_issued(&host).await?;
+    let seen = wait_until_issued(&host).await?;
     assert_eq!(
         (&seen["hostName"], &seen["isTrusted"], &seen["error"]),
         (&json!(name), &json!(true), &Value::Null)
     );
-    // The process is the same, and so is the key, which the client verifies.
-    let issued = presented(&host, &name, Some(&pebble.roots())).await?;
+    // Neither the process nor the key has changed; the client verifies the key.
+    let issued = presented_certificate(&host, &name, Some(&pebble.roots())).await?;
     assert_ne!(issued, self_signed);
-    let other = presented(&host, "another.example.test", Some(&pebble.roots())).await;
+    let other = presented_certificate(&host, "another.example.test", Some(&pebble.roots())).await;
     assert!(other.unwrap_err().to_string().contains("not valid for name"), "the name is verified");
     for file in ["chain.pem", "acme-account.json"] {
         let mode =
@@ -141,9 +145,9 @@ async fn authority_issues_certificate_for_registered_key() -> Result<()> {
     }
     // A restart needs no new certificate.
     let host = host.restart()?;
-    assert_eq!(presented(&host, &name, Some(&pebble.roots())).await?, issued);
+    assert_eq!(presented_certificate(&host, &name, Some(&pebble.roots())).await?, issued);
     tokio::time::sleep(Duration::from_secs(3)).await;
-    assert_eq!(pebble.issued(), 1, "{}", host.log());
+    assert_eq!(pebble.issued_count(), 1, "{}", host.log());
     Ok(())
 }
 
@@ -155,22 +159,22 @@ async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
     let network = Proxy::start(pebble.listen())?;
     let (machine, name) = machine_at(port, &pebble.roots())?;
     let directory = format!("https://{}/dir", network.addr());
-    machine.write("var/lib/svc/tls/settings.json", &settings(&name, &directory).to_string())?;
+    machine.write("var/lib/svc/tls/settings.json", &tls_settings(&name, &directory).to_string())?;
     let host = machine.start()?;
-    let first = until_issued(&host).await?;
+    let first = wait_until_issued(&host).await?;
     network.refuse();
-    let failed = until_reported(&host, "the renewal fails", |seen| seen["error"].is_string()).await?;
-    assert_eq!(failed["expiresAt"], first["expiresAt"], "the presented certificate stays");
+    let failed = wait_until_reported(&host, "the renewal fails", |seen| seen["error"].is_string()).await?;
+    assert_eq!(failed["expiresAt"], first["expiresAt"], "the presented certificate is unchanged");
     assert!(failed["nextAttemptAt"].is_string(), "{failed}");
-    presented(&host, &name, Some(&pebble.roots())).await?;
+    presented_certificate(&host, &name, Some(&pebble.roots())).await?;
     network.heal();
-    let renewed = until_reported(&host, "it is renewed", |seen| {
+    let renewed = wait_until_reported(&host, "the certificate is renewed", |seen| {
         seen["error"].is_null() && seen["expiresAt"] != first["expiresAt"]
     });
     let renewed = renewed.await?;
     ensure!(expiry(&renewed) > expiry(&first), "{renewed}");
     // The client verifies the pin of the first key.
-    presented(&host, &name, Some(&pebble.roots())).await?;
+    presented_certificate(&host, &name, Some(&pebble.roots())).await?;
     Ok(())
 }
 
@@ -184,44 +188,47 @@ async fn another_authority_issues_another_certificate() -> Result<()> {
     std::fs::write(roots.path(), both.into_iter().collect::<std::io::Result<String>>()?)?;
     let (machine, name) = machine_at(port, roots.path())?;
     let write = |machine: &Machine, pebble: &Pebble| {
-        machine.write("var/lib/svc/tls/settings.json", &settings(&name, &pebble.directory_url()).to_string())
+        machine
+            .write("var/lib/svc/tls/settings.json", &tls_settings(&name, &pebble.directory_url()).to_string())
     };
     write(&machine, &first)?;
     let host = machine.start()?;
-    until_issued(&host).await?;
-    // Also after a restart, the machine knows which authority issued its certificate.
+    wait_until_issued(&host).await?;
+    // The machine knows which authority issued its certificate even after a restart.
     let host = host.restart()?;
-    let of_first = presented(&host, &name, Some(&first.roots())).await?;
+    let from_first = presented_certificate(&host, &name, Some(&first.roots())).await?;
     write(&host.machine, &second)?;
-    let is_of_second = async || Ok(presented(&host, &name, Some(&second.roots())).await.is_ok());
-    host.until("the second authority's certificate is presented", is_of_second).await?;
-    assert_ne!(presented(&host, &name, None).await?, of_first);
-    assert_eq!((second.issued(), &report(&host.machine)["error"]), (1, &Value::Null));
-    assert_eq!(first.issued(), 1);
+    let is_from_second =
+        async || Ok(presented_certificate(&host, &name, Some(&second.roots())).await.is_ok());
+    host.wait_until("the second authority's certificate is presented", is_from_second).await?;
+    assert_ne!(presented_certificate(&host, &name, None).await?, from_first);
+    assert_eq!((second.issued_count(), &read_report(&host.machine)["error"]), (1, &Value::Null));
+    assert_eq!(first.issued_count(), 1);
     Ok(())
 }
 
 #[tokio::test]
-async fn certificate_that_cannot_be_stored_is_presented_and_not_ordered_again() -> Result<()> {
+async fn unstorable_certificate_is_presented_and_not_ordered_again() -> Result<()> {
     let port = free_port()?;
     let pebble = Pebble::start(&Options::validating(port)).await?;
     let (machine, name) = machine_at(port, &pebble.roots())?;
-    let delivered = settings(&name, &pebble.directory_url());
+    let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
-    // No file can replace a folder that has content.
+    // A file cannot replace a folder that has content.
     machine.write("var/lib/svc/tls/chain.pem/in-the-way", "")?;
     let host = machine.start()?;
     let seen =
-        until_reported(&host, "the certificate cannot be stored", |seen| seen["error"].is_string()).await?;
+        wait_until_reported(&host, "the certificate cannot be stored", |seen| seen["error"].is_string())
+            .await?;
     assert!(seen["error"].as_str().unwrap_or_default().contains("cannot be stored"), "{seen}");
-    presented(&host, &name, Some(&pebble.roots())).await?;
+    presented_certificate(&host, &name, Some(&pebble.roots())).await?;
     tokio::time::sleep(Duration::from_secs(6)).await;
-    assert_eq!(pebble.issued(), 1, "{}", host.log());
+    assert_eq!(pebble.issued_count(), 1, "{}", host.log());
     std::fs::remove_dir_all(host.machine.path("var/lib/svc/tls/chain.pem"))?;
-    until_reported(&host, "it is stored", |seen| seen["error"].is_null()).await?;
+    wait_until_reported(&host, "the certificate is stored", |seen| seen["error"].is_null()).await?;
     let host = host.restart()?;
-    presented(&host, &name, Some(&pebble.roots())).await?;
-    assert_eq!(pebble.issued(), 1, "{}", host.log());
+    presented_certificate(&host, &name, Some(&pebble.roots())).await?;
+    assert_eq!(pebble.issued_count(), 1, "{}", host.log());
     Ok(())
 }
 
@@ -232,21 +239,21 @@ async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
     let pebble = Pebble::start(&options).await?;
     let (mut machine, name) = machine_at(port, &pebble.roots())?;
     machine.env.insert("ACME_RETRY_SECONDS".into(), "600".into());
-    let delivered = settings(&name, &pebble.directory_url());
+    let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = machine.start()?;
-    let seen = until_reported(&host, "the order is refused", |seen| seen["error"].is_string()).await?;
+    let seen = wait_until_reported(&host, "the order is refused", |seen| seen["error"].is_string()).await?;
     assert!(seen["error"].as_str().unwrap_or_default().contains("refused the order"), "{seen}");
     assert_eq!((&seen["source"], &seen["isTrusted"]), (&json!("self_signed"), &json!(false)));
     let next: Timestamp = seen["nextAttemptAt"].as_str().context("a time")?.parse()?;
-    let pause = next.duration_since(Timestamp::now()).as_secs();
-    ensure!((500..=1300).contains(&pause), "{pause} s");
-    presented(&host, &name, None).await?;
+    let delay = next.duration_since(Timestamp::now()).as_secs();
+    ensure!((500..=1300).contains(&delay), "delay of {delay} s");
+    presented_certificate(&host, &name, None).await?;
     // A restart continues the backoff.
     let orders = pebble.log().matches("new-order").count() + pebble.log().matches("/order-plz").count();
     let host = host.restart()?;
     tokio::time::sleep(Duration::from_secs(3)).await;
-    assert_eq!(report(&host.machine)["nextAttemptAt"], seen["nextAttemptAt"], "{}", host.log());
+    assert_eq!(read_report(&host.machine)["nextAttemptAt"], seen["nextAttemptAt"], "{}", host.log());
     let after = pebble.log().matches("new-order").count() + pebble.log().matches("/order-plz").count();
     assert_eq!(after, orders);
     Ok(())
@@ -257,10 +264,10 @@ async fn failed_validation_names_the_authority_reason() -> Result<()> {
     // The authority connects to another port, where nothing listens.
     let pebble = Pebble::start(&Options::validating(free_port()?)).await?;
     let (machine, name) = machine_at(free_port()?, &pebble.roots())?;
-    let delivered = settings(&name, &pebble.directory_url());
+    let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = machine.start()?;
-    let seen = until_reported(&host, "the validation fails", |seen| seen["error"].is_string()).await?;
+    let seen = wait_until_reported(&host, "the validation fails", |seen| seen["error"].is_string()).await?;
     let error = seen["error"].as_str().unwrap_or_default();
     assert!(
         error.contains(&format!("could not validate {name}")) && error.contains("Failed to connect"),
@@ -276,14 +283,15 @@ async fn account_is_bound_to_external_account() -> Result<()> {
     let external_account = Some(("kid-1".to_owned(), key.to_owned()));
     let pebble = Pebble::start(&Options { external_account, ..Options::validating(port) }).await?;
     let (machine, name) = machine_at(port, &pebble.roots())?;
-    let mut delivered = settings(&name, &pebble.directory_url());
+    let mut delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = machine.start()?;
-    let refused = until_reported(&host, "the account is refused", |seen| seen["error"].is_string()).await?;
+    let refused =
+        wait_until_reported(&host, "the account is refused", |seen| seen["error"].is_string()).await?;
     assert!(refused["error"].as_str().unwrap_or_default().contains("create an account"), "{refused}");
     delivered["acme"]["externalAccount"] = json!({"keyId": "kid-1", "hmacKey": key});
     host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
-    until_issued(&host).await?;
+    wait_until_issued(&host).await?;
     assert!(!host.log().contains(key), "the key is not logged");
     Ok(())
 }
@@ -293,23 +301,24 @@ async fn lost_account_is_replaced() -> Result<()> {
     let port = free_port()?;
     let before = Pebble::start(&Options::validating(port)).await?;
     let (machine, name) = machine_at(port, &before.roots())?;
-    machine.write("var/lib/svc/tls/settings.json", &settings(&name, &before.directory_url()).to_string())?;
+    machine
+        .write("var/lib/svc/tls/settings.json", &tls_settings(&name, &before.directory_url()).to_string())?;
     let host = machine.start()?;
-    until_issued(&host).await?;
+    wait_until_issued(&host).await?;
     let account = host.machine.path("var/lib/svc/tls/acme-account.json");
-    // The same account at an authority that does not know it.
+    // Moves the account to an authority that does not know it.
     let after = Pebble::start(&Options::validating(port)).await?;
     let stored = std::fs::read_to_string(&account)?;
     let moved = stored.replace(&before.listen().to_string(), &after.listen().to_string());
     std::fs::write(&account, moved)?;
     std::fs::copy(after.roots(), before.roots())?;
     std::fs::remove_file(host.machine.path("var/lib/svc/tls/chain.pem"))?;
-    let delivered = settings(&name, &after.directory_url());
+    let delivered = tls_settings(&name, &after.directory_url());
     host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = host.restart()?;
-    host.until("the other authority issues one", async || Ok(after.issued() == 1)).await?;
-    let replaced = async || Ok(presented(&host, &name, Some(&after.roots())).await.is_ok());
-    host.until("its certificate is presented", replaced).await?;
+    host.wait_until("the other authority issues a certificate", async || Ok(after.issued_count() == 1)).await?;
+    let replaced = async || Ok(presented_certificate(&host, &name, Some(&after.roots())).await.is_ok());
+    host.wait_until("its certificate is presented", replaced).await?;
     Ok(())
 }
 
@@ -318,17 +327,17 @@ async fn deactivated_account_is_replaced() -> Result<()> {
     let port = free_port()?;
     let pebble = Pebble::start(&Options::validating(port)).await?;
     let (machine, name) = machine_at(port, &pebble.roots())?;
-    let delivered = settings(&name, &pebble.directory_url()).to_string();
+    let delivered = tls_settings(&name, &pebble.directory_url()).to_string();
     machine.write("var/lib/svc/tls/settings.json", &delivered)?;
     let host = machine.start()?;
-    until_issued(&host).await?;
+    wait_until_issued(&host).await?;
     let account = host.machine.path("var/lib/svc/tls/acme-account.json");
     let stored: Value = serde_json::from_slice(&std::fs::read(&account)?)?;
     pebble.deactivate(&stored["credentials"]).await?;
     std::fs::remove_file(host.machine.path("var/lib/svc/tls/chain.pem"))?;
     host.machine.write("var/lib/svc/tls/settings.json", &delivered)?;
     let host = host.restart()?;
-    host.until("another account gets a certificate", async || Ok(pebble.issued() == 2)).await?;
+    host.wait_until("another account gets a certificate", async || Ok(pebble.issued_count() == 2)).await?;
     let replaced: Value = serde_json::from_slice(&std::fs::read(&account)?)?;
     assert_ne!(replaced["credentials"]["id"], stored["credentials"]["id"]);
     Ok(())
@@ -340,7 +349,7 @@ async fn validation_handshake_needs_challenge_in_progress() -> Result<()> {
     std::fs::write(pebble_roots.path(), Ca::new()?.root_pem())?;
     let (machine, name) = machine_at(free_port()?, pebble_roots.path())?;
     let host = machine.start()?;
-    let mut config = pinned_client_config(pin(&host.machine)?, ChainCheck::PinOnly)?;
+    let mut config = pinned_client_config(read_pin(&host.machine)?, ChainCheck::PinOnly)?;
     config.alpn_protocols = vec![b"acme-tls/1".to_vec()];
     let stream = TcpStream::connect(host.address.parse::<SocketAddr>()?).await?;
     let name = ServerName::try_from(name)?;
@@ -358,15 +367,15 @@ async fn certificate_file_is_reloaded_and_must_be_for_the_key() -> Result<()> {
     machine.env.insert("GATEWAY_TLS_CERT_FILE".into(), file.display().to_string());
     machine.write("var/lib/svc/tls/settings.json", &json!({"hostName": name}).to_string())?;
     let host = machine.start()?;
-    let missing = until_reported(&host, "the file is missing", |seen| seen["error"].is_string()).await?;
+    let missing = wait_until_reported(&host, "the file is missing", |seen| seen["error"].is_string()).await?;
     assert!(missing["error"].as_str().unwrap_or_default().contains("cannot be opened"), "{missing}");
 
     let key = std::fs::read_to_string(host.machine.path("var/lib/svc/tls/key.pem"))?;
     let issue = |names: &[&str], hours: i64| ca.issue_for(names, &key, SignedDuration::from_hours(hours));
     std::fs::write(&file, issue(&[&name], 24)?)?;
-    let first = until_reported(&host, "the file is used", |seen| seen["source"] == "file").await?;
+    let first = wait_until_reported(&host, "the file is used", |seen| seen["source"] == "file").await?;
     assert_eq!((&first["isTrusted"], &first["error"]), (&json!(true), &Value::Null));
-    let presented_first = presented(&host, &name, Some(&roots)).await?;
+    let presented_first = presented_certificate(&host, &name, Some(&roots)).await?;
 
     for (content, why) in [
         (ca.issue(&[&name])?.0, "another key"),
@@ -375,19 +384,19 @@ async fn certificate_file_is_reloaded_and_must_be_for_the_key() -> Result<()> {
         ("no certificate".to_owned(), "no certificate in PEM"),
     ] {
         std::fs::write(&file, content)?;
-        let refused = until_reported(&host, why, |seen| {
+        let refused = wait_until_reported(&host, why, |seen| {
             seen["error"].as_str().is_some_and(|error| error.contains(why))
         });
         let refused = refused.await?;
         assert_eq!(refused["expiresAt"], first["expiresAt"]);
-        assert_eq!(presented(&host, &name, Some(&roots)).await?, presented_first, "{why}");
+        assert_eq!(presented_certificate(&host, &name, Some(&roots)).await?, presented_first, "{why}");
     }
 
     std::fs::write(&file, issue(&[&name], 48)?)?;
-    let later = until_reported(&host, "the new file is used", |seen| {
+    let later = wait_until_reported(&host, "the new file is used", |seen| {
         seen["error"].is_null() && seen["expiresAt"] != first["expiresAt"]
     });
     later.await?;
-    assert_ne!(presented(&host, &name, Some(&roots)).await?, presented_first);
+    assert_ne!(presented_certificate(&host, &name, Some(&roots)).await?, presented_first);
     Ok(())
 }

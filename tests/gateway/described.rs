@@ -1,4 +1,5 @@
-//! The gateway against its OpenAPI document: every route gets every wrong call, and every declared code is provoked.
+//! The gateway against its OpenAPI document: every route is called in every wrong way, and every declared code is
+//! provoked.
 
 use kit::idp::{Idp, MintOptions};
 use kit::pg::{PgBinaries, PgOptions, PgServer, test_database};
@@ -9,7 +10,7 @@ use svc::http::openapi::Operation;
 use svc::http::proof::{Claims, Route};
 use svc::machine::id::MachineId;
 
-use super::host::{Host, Machine, USER, signer, unique};
+use super::host::{Host, Machine, USER, signer, unique_name};
 use crate::contract::{
     self, Contract, Reply, Side, WrongCredential, assert_refuses_wrong_calls, valid_body, valid_call,
     variants,
@@ -33,18 +34,18 @@ struct World {
 
 impl World {
     async fn start(url: &str) -> Self {
-        let (slug, idp) = (unique("notes"), Idp::start().unwrap());
+        let (slug, idp) = (unique_name("notes"), Idp::start().unwrap());
         let mut machine = Machine::new(url).unwrap();
         machine.env.extend(idp.env());
         machine.env.insert("ADMIN_TOKEN".into(), ADMIN.into());
         machine.env.insert("BRIDGE_STATEMENT_TIMEOUT_MS".into(), "700".into());
         let columns = json!({ "title": "text", "size": "integer" });
-        machine.app(&slug, &json!({ "notes": { "columns": columns, "unique": ["title"] } })).unwrap();
+        machine.add_app(&slug, &json!({ "notes": { "columns": columns, "unique": ["title"] } })).unwrap();
         machine.write(&format!("home/svc/home/apps/{slug}/dist/index.html"), "<h1>notes").unwrap();
         let host = machine.start().unwrap();
         [ADMIN, "hunter2-s3cret"].into_iter().for_each(|secret| contract::gateway().plant(secret));
         let world = Self { host, slug, idp };
-        // A finished dispatch that routes can name.
+        // Creates a finished dispatch, whose id the paths contain.
         let dispatched = world.dispatch(&json!({ "id": ROW, "prompt": "do it" })).await;
         assert_eq!(dispatched.status, 202, "{dispatched:?}");
         world
@@ -52,7 +53,7 @@ impl World {
 
     async fn with_app(url: &str) -> Self {
         let world = Self::start(url).await;
-        world.host.until_registered(&world.slug).await.unwrap();
+        world.host.wait_until_registered(&world.slug).await.unwrap();
         world
     }
 
@@ -64,7 +65,7 @@ impl World {
         operation.path.replace("{slug}", slug).replace("{*path}", "index.html").replace("{id}", ROW)
     }
 
-    /// The claims of a proof that the platform makes for this kind of caller.
+    /// The claims of the proof that the platform signs for this kind of caller.
     fn claims(&self, credential: &str, method: &Method, path: &str) -> Claims {
         let route = match credential {
             "app" => Route::App,
@@ -81,8 +82,8 @@ impl World {
         claims
     }
 
-    /// Creates an open side database that no query uses.
-    fn side(&self, status: &str) {
+    /// Writes the state of a side database that no query uses, and removes a pending request.
+    fn write_side_state(&self, status: &str) {
         let machine = &self.host.machine;
         let state = json!({ "version": 1, "status": status, "updatedAt": "2026-01-02T03:04:05.678Z", "requestId": "r",
             "key": "system/db/snapshots/x.dump", "tables": [{ "name": "app_notes.notes", "rows": 3 }] });
@@ -90,22 +91,23 @@ impl World {
         std::fs::remove_file(machine.path("var/lib/svc/requests/side")).ok();
     }
 
-    fn by(&self, credential: &str, method: &Method, path: &str) -> RequestBuilder {
+    fn request_as(&self, credential: &str, method: &Method, path: &str) -> RequestBuilder {
         if path.starts_with("/api/side-database") {
-            self.side("open");
+            self.write_side_state("open");
         }
         let proof = self.host.machine.signer.sign(&self.claims(credential, method, path));
-        let request = self.host.bare(method.clone(), path).header("x-svc-proof", proof);
+        let request = self.host.unsigned_request(method.clone(), path).header("x-svc-proof", proof);
         if credential == "admin" { request.bearer_auth(ADMIN) } else { request }
     }
 
     async fn dispatch(&self, body: &Value) -> Reply {
-        let request = self.by("owner", &Method::POST, "/api/dispatch").header("accept", "application/json");
+        let request =
+            self.request_as("owner", &Method::POST, "/api/dispatch").header("accept", "application/json");
         self.send(request.json(body)).await
     }
 
     fn query(&self, body: &Value) -> RequestBuilder {
-        self.by("owner", &Method::POST, "/api/bridge/query").json(body)
+        self.request_as("owner", &Method::POST, "/api/bridge/query").json(body)
     }
 }
 
@@ -129,52 +131,55 @@ impl Side for World {
     }
 
     fn bare(&self, _: &Operation, method: Method, path: &str) -> RequestBuilder {
-        self.host.bare(method, path)
+        self.host.unsigned_request(method, path)
     }
 
     fn known(&self, operation: &Operation, path: &str) -> RequestBuilder {
         match operation.credentials.first() {
-            Some(credential) => self.by(credential.name, &operation.method, path),
-            None => self.host.bare(operation.method.clone(), path),
+            Some(credential) => self.request_as(credential.name, &operation.method, path),
+            None => self.host.unsigned_request(operation.method.clone(), path),
         }
     }
 
     fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential> {
         let (path, method) = (self.path(operation), &operation.method);
-        let mine = operation.credentials[0].name;
+        let accepted = operation.credentials[0].name;
         let refused = |what, request| WrongCredential { what, request, status: 401, code: "unauthorized" };
         let forbidden = |what, request| WrongCredential { what, request, status: 403, code: "forbidden" };
-        let bare = || self.host.bare(method.clone(), &path);
+        let bare = || self.host.unsigned_request(method.clone(), &path);
         let signed = |change: fn(&mut Claims)| {
-            let mut claims = self.claims(mine, method, &path);
+            let mut claims = self.claims(accepted, method, &path);
             change(&mut claims);
             bare().header("x-svc-proof", self.host.machine.signer.sign(&claims))
         };
-        let forged = signer("k1").sign(&self.claims(mine, method, &path));
+        let forged = signer("k1").sign(&self.claims(accepted, method, &path));
         let mut all = vec![
-            refused("nobody", bare()),
+            refused("no credentials", bare()),
             refused("no proof", bare().header("x-svc-proof", "a.b.c")),
             refused("a forged proof", bare().header("x-svc-proof", forged)),
             refused("another machine's proof", signed(|claims| claims.aud = MachineId::new())),
             refused(
-                "an old proof",
+                "an expired proof",
                 signed(|claims| (claims.iat, claims.exp) = (claims.iat - 300, claims.exp - 300)),
             ),
-            refused("no token", bare().bearer_auth("svcu_wrong")),
+            refused("an invalid token", bare().bearer_auth("svcu_wrong")),
             refused("another scheme", bare().header("authorization", "Basic b3A6eA==")),
-            refused("the admin's token alone", bare().bearer_auth(ADMIN)),
-            refused("a bad token beside a good proof", self.known(operation, &path).bearer_auth("x.y.z")),
+            refused("only the admin's token", bare().bearer_auth(ADMIN)),
+            refused("an invalid token with a valid proof", self.known(operation, &path).bearer_auth("x.y.z")),
             forbidden("another user's proof", signed(|claims| claims.sub = "user_other".parse().unwrap())),
         ];
         let jwt = |sub: &str| bare().bearer_auth(self.idp.mint(sub, &MintOptions::default()));
         all.push(forbidden("another user's token", jwt("user_other")));
         for other in ["owner", "app", "admin", "platform"] {
             if !operation.credentials.iter().any(|one| one.name == other) {
-                all.push(forbidden(other, self.by(other, method, &path)));
+                all.push(forbidden(other, self.request_as(other, method, &path)));
             }
         }
-        if mine == "platform" {
-            all.push(forbidden("the platform, elsewhere", signed(|claims| claims.path = Some("/x".into()))));
+        if accepted == "platform" {
+            all.push(forbidden(
+                "the platform's proof for another path",
+                signed(|claims| claims.path = Some("/x".into())),
+            ));
         }
         all
     }
@@ -201,7 +206,7 @@ impl Side for World {
             "timeZone" => json!("Europe/Berlin"),
             "startDate" => json!("2026-01-02"),
             "endDate" => json!("2026-02-01"),
-            // A cursor of an earlier page, of which there is none. A snapshot is named by its key or by a time.
+            // There is no earlier page whose cursor could be valid. A snapshot is named either by a key or by a time.
             "after" | "cursor" | "key" => Value::Null,
             _ => return None,
         })
@@ -212,11 +217,11 @@ fn operations() -> impl Iterator<Item = &'static Operation> {
     endpoints().map(|endpoint| &endpoint.operation)
 }
 
-fn named(id: &str) -> &'static Operation {
+fn operation_named(id: &str) -> &'static Operation {
     operations().find(|operation| operation.id == id).unwrap()
 }
 
-async fn own_database() -> PgServer {
+async fn start_database() -> PgServer {
     let binaries = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&kit::fetch::target_dir()));
     let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
     server.create_database("svc").await.unwrap();
@@ -228,7 +233,7 @@ async fn document_is_complete_and_served_to_permitted_callers() {
     let world = World::start(UNREACHABLE_DATABASE).await;
     contract::assert_document_is_valid(contract::gateway());
     for caller in ["owner", "app", "admin"] {
-        let document = world.send(world.by(caller, &Method::GET, "/api/bridge/openapi.json")).await;
+        let document = world.send(world.request_as(caller, &Method::GET, "/api/bridge/openapi.json")).await;
         assert_eq!((document.status, &document.body), (200, &description()), "{caller}");
     }
 }
@@ -246,8 +251,8 @@ async fn valid_call_of_every_route_matches_its_description() {
     }
     let row = json!({ "action": "insert", "app": world.slug, "table": "notes", "data": { "id": ROW } });
     assert_eq!(world.send(world.query(&row)).await.status, 201);
-    for schema in variants(&named("query").body.unwrap()()) {
-        let body = valid_body(&world, named("query"), &schema);
+    for schema in variants(&operation_named("query").body.unwrap()()) {
+        let body = valid_body(&world, operation_named("query"), &schema);
         let response = world.send(world.query(&body)).await;
         assert!(response.status < 300, "{body}: {response:?}");
     }
@@ -255,29 +260,29 @@ async fn valid_call_of_every_route_matches_its_description() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_documented_error_code_is_provoked() {
-    let database = own_database().await;
+    let database = start_database().await;
     let world = World::with_app(&database.url("svc")).await;
     for operation in operations() {
         assert_refuses_wrong_calls(&world, operation).await;
     }
-    writers(&world).await;
-    names(&world).await;
-    dispatches(&world).await;
-    stored_state(&world, &database).await;
-    unverifiable(&world).await;
+    check_writers(&world).await;
+    check_names(&world).await;
+    check_dispatches(&world).await;
+    check_stored_state(&world, &database).await;
+    check_unverifiable_token(&world).await;
     database.kill9().await.unwrap();
-    without_database(&world, &["listSchemas"]).await;
-    let never = World::start(UNREACHABLE_DATABASE).await;
-    without_database(&never, &[]).await;
+    check_without_database(&world, &["listSchemas"]).await;
+    let unconnected = World::start(UNREACHABLE_DATABASE).await;
+    check_without_database(&unconnected, &[]).await;
     let all: Vec<&'static Operation> = operations().collect();
     let unseen = contract::gateway().unseen(&all, &EXCUSED, &[]);
     assert!(unseen.is_empty(), "{unseen:#?}");
 }
 
 /// Writers stopped by one operation cannot be started by another.
-async fn writers(world: &World) {
+async fn check_writers(world: &World) {
     let post = |path: &str, operation: &str| {
-        world.by("platform", &Method::POST, path).json(&json!({ "operationId": operation }))
+        world.request_as("platform", &Method::POST, path).json(&json!({ "operationId": operation }))
     };
     let (quiesce, resume) = ("/_svc/internal/quiesce", "/_svc/internal/resume");
     assert_eq!(world.send(post(quiesce, ROW)).await.status, 200);
@@ -287,28 +292,28 @@ async fn writers(world: &World) {
 }
 
 /// Paths with unknown names or invalid text.
-async fn names(world: &World) {
+async fn check_names(world: &World) {
     for operation in operations().filter(|operation| operation.path.contains("{slug}")) {
         let request = |slug: &str| world.known(operation, &world.path_of(operation, slug));
         world.send(request("%ff")).await.assert_problem(400, "invalid_request");
         if operation.id == "getIcon" {
-            assert_eq!(world.send(request("unknown")).await.status, 200, "an icon is made from any name");
+            assert_eq!(world.send(request("unknown")).await.status, 200, "an icon is generated for any name");
             continue;
         }
         for slug in ["unknown", "..%2f..", "%00", "NOTES"] {
             world.send(request(slug)).await.assert_problem(404, "not_found");
         }
-        let other = world.by("app", &Method::GET, &world.path_of(operation, "another"));
+        let other = world.request_as("app", &Method::GET, &world.path_of(operation, "another"));
         world.send(other).await.assert_problem(403, "forbidden");
     }
     for path in ["/api", "/api/x", "/api/bridge/query/x", "/_svc/internal/other"] {
-        let response = world.send(world.host.bare(Method::GET, path)).await;
+        let response = world.send(world.host.unsigned_request(Method::GET, path)).await;
         response.assert_problem(401, "unauthorized");
     }
 }
 
 /// Refusals of dispatches, with a runner that accepts commands and never responds.
-async fn dispatches(world: &World) {
+async fn check_dispatches(world: &World) {
     let _runner = world.host.machine.owner_socket("agent.sock").unwrap();
     let another = json!({ "id": ROW, "prompt": "another" });
     world.dispatch(&another).await.assert_problem(422, "idempotency_mismatch");
@@ -333,13 +338,13 @@ async fn dispatches(world: &World) {
 }
 
 /// Refusals that depend on stored state.
-async fn stored_state(world: &World, database: &PgServer) {
-    let of = |action: &str, more: Value| {
+async fn check_stored_state(world: &World, database: &PgServer) {
+    let body = |action: &str, more: Value| {
         let mut body = json!({ "action": action, "app": world.slug, "table": "notes" });
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         body
     };
-    let insert = of("insert", json!({ "data": { "title": "a-s3cret-value" } }));
+    let insert = body("insert", json!({ "data": { "title": "a-s3cret-value" } }));
     contract::gateway().plant("a-s3cret-value");
     world.send(world.query(&insert)).await;
     world.send(world.query(&insert)).await.assert_problem(409, "conflict");
@@ -347,64 +352,65 @@ async fn stored_state(world: &World, database: &PgServer) {
     world.host.machine.write("home/svc/home/system/config.json", &quota).unwrap();
     // Write admission reads settings that are at most a second old.
     tokio::time::sleep(std::time::Duration::from_millis(1100)).await;
-    let by_app = world.by("app", &Method::POST, "/api/bridge/query");
+    let by_app = world.request_as("app", &Method::POST, "/api/bridge/query");
     world.send(by_app.json(&insert)).await.assert_problem(507, "storage_quota_reached");
     for (body, status, code) in [
-        (of("get", json!({ "id": uuid::Uuid::now_v7() })), 404, "not_found"),
-        (of("find", json!({ "app": "unknown" })), 404, "not_found"),
-        (of("find", json!({ "table": "pg_class" })), 404, "not_found"),
+        (body("get", json!({ "id": uuid::Uuid::now_v7() })), 404, "not_found"),
+        (body("find", json!({ "app": "unknown" })), 404, "not_found"),
+        (body("find", json!({ "table": "pg_class" })), 404, "not_found"),
         (json!({ "action": "schemas", "app": "unknown" }), 404, "not_found"),
-        (of("find", json!({ "filter": { "passwd": "a-s3cret-value" } })), 400, "invalid_request"),
-        (of("insert", json!({ "data": { "size": "a-s3cret-value" } })), 400, "invalid_request"),
+        (body("find", json!({ "filter": { "passwd": "a-s3cret-value" } })), 400, "invalid_request"),
+        (body("insert", json!({ "data": { "size": "a-s3cret-value" } })), 400, "invalid_request"),
     ] {
         world.send(world.query(&body)).await.assert_problem(status, code);
     }
     let path = "/api/bridge/query";
-    let foreign = of("find", json!({ "app": "another" }));
-    let foreign = world.by("app", &Method::POST, path).json(&foreign);
+    let foreign = body("find", json!({ "app": "another" }));
+    let foreign = world.request_as("app", &Method::POST, path).json(&foreign);
     world.send(foreign).await.assert_problem(403, "forbidden");
     let mut unknown = world.claims("app", &Method::GET, path);
     unknown.app = Some("unknown".into());
     let unknown = world.host.machine.signer.sign(&unknown);
-    let unknown = || world.host.bare(Method::GET, "/api/bridge/schemas").header("x-svc-proof", &unknown);
+    let unknown =
+        || world.host.unsigned_request(Method::GET, "/api/bridge/schemas").header("x-svc-proof", &unknown);
     world.send(unknown()).await.assert_problem(403, "forbidden");
-    // It is installed now, but cannot be registered.
+    // The app is now installed, but cannot be registered.
     world.host.machine.write("home/svc/home/apps/unknown/svc.json", "{").unwrap();
     let is_listed = async || Ok(world.host.get("/api/apps").await?.1.to_string().contains("unknown"));
-    world.host.until("the broken app is listed", is_listed).await.unwrap();
+    world.host.wait_until("the broken app is listed", is_listed).await.unwrap();
     world.send(unknown()).await.assert_problem(404, "not_found");
     let schema = format!("app_{}", world.slug.replace('-', "_"));
     let mut admin = database.connect("svc").await.unwrap();
     let held = admin.transaction().await.unwrap();
     held.batch_execute(&format!("LOCK TABLE {schema}.notes IN ACCESS EXCLUSIVE MODE")).await.unwrap();
-    world.send(world.query(&of("find", json!({})))).await.assert_problem(504, "deadline_exceeded");
+    world.send(world.query(&body("find", json!({})))).await.assert_problem(504, "deadline_exceeded");
     held.rollback().await.unwrap();
 
-    let open = || world.by("owner", &Method::POST, "/api/side-database").json(&json!({}));
+    let open = || world.request_as("owner", &Method::POST, "/api/side-database").json(&json!({}));
     let copy = |table: &str| {
         let body = json!({ "tables": [table], "mode": "replace", "dryRun": true });
-        world.by("owner", &Method::POST, "/api/side-database/copy").json(&body)
+        world.request_as("owner", &Method::POST, "/api/side-database/copy").json(&body)
     };
-    let close = || world.by("owner", &Method::DELETE, "/api/side-database");
+    let close = || world.request_as("owner", &Method::DELETE, "/api/side-database");
     for again in [open(), copy("app_notes.notes"), close()] {
-        world.side("open");
+        world.write_side_state("open");
         assert_eq!(world.send(open()).await.status, 202);
         world.send(again).await.assert_problem(409, "invalid_state");
     }
-    let shown = world.host.bare(Method::GET, "/api/side-database");
+    let shown = world.host.unsigned_request(Method::GET, "/api/side-database");
     let proof = world.host.machine.signer.sign(&world.claims("owner", &Method::GET, "/"));
     let shown = world.send(shown.header("x-svc-proof", proof)).await;
     assert_eq!((&shown.body["pending"]["action"], &shown.body["status"]), (&"open".into(), &"open".into()));
     world.send(copy("app_notes.other")).await.assert_problem(404, "not_found");
     let both = json!({ "key": "system/db/snapshots/x.dump", "at": "2026-01-02T03:04:05Z" });
-    let both = world.by("owner", &Method::POST, "/api/side-database").json(&both);
+    let both = world.request_as("owner", &Method::POST, "/api/side-database").json(&both);
     world.send(both).await.assert_problem(400, "invalid_request");
     let copied = copy("app_notes.notes");
-    world.side("closed");
+    world.write_side_state("closed");
     world.send(copied).await.assert_problem(409, "invalid_state");
 
     let changes = |app: &str| format!("/api/bridge/changes?app={app}");
-    let listen = |caller: &str, app: &str| world.by(caller, &Method::GET, &changes(app));
+    let listen = |caller: &str, app: &str| world.request_as(caller, &Method::GET, &changes(app));
     world.send(listen("owner", "unknown")).await.assert_problem(404, "not_found");
     world.send(listen("app", "another")).await.assert_problem(403, "forbidden");
     let after = |id: &str| listen("owner", &world.slug).header("last-event-id", id);
@@ -412,13 +418,13 @@ async fn stored_state(world: &World, database: &PgServer) {
     for bad in ["x", "1", "-", "1-x", "1-1-1", "99999999999999999999999-1"] {
         world.send(after(bad)).await.assert_problem(400, "invalid_request");
     }
-    records(world).await;
+    check_records(world).await;
 }
 
-/// Unknown pages and events of records, and invalid settings.
-async fn records(world: &World) {
+/// Unknown cursors and event ids of records, and invalid settings.
+async fn check_records(world: &World) {
     for record in ["interactions", "audit", "activity", "storage", "backups"] {
-        let by = |path: &str| world.by("owner", &Method::GET, path);
+        let by = |path: &str| world.request_as("owner", &Method::GET, path);
         world.send(by(&format!("/api/{record}?cursor=1-1-1"))).await.assert_problem(410, "gone");
         let after = |id: &str| by(&format!("/api/{record}/changes")).header("last-event-id", id);
         world.send(after("1-1-1")).await.assert_problem(410, "gone");
@@ -432,7 +438,7 @@ async fn records(world: &World) {
     let config = "home/svc/home/system/config.json";
     world.host.machine.write(config, "[\"s3cret-config\"]").unwrap();
     contract::gateway().plant("s3cret-config");
-    let set = world.by("owner", &Method::PUT, "/api/limits").json(&json!({ "daily": 1 }));
+    let set = world.request_as("owner", &Method::PUT, "/api/limits").json(&json!({ "daily": 1 }));
     world.send(set).await.assert_problem(409, "conflict");
     std::fs::remove_file(world.host.machine.path(config)).unwrap();
     for wrong in [
@@ -441,13 +447,13 @@ async fn records(world: &World) {
         "groupBy=hour",
         "startDate=2026-02-02&endDate=2026-02-01",
     ] {
-        let request = world.by("owner", &Method::GET, &format!("/api/usage?{wrong}"));
+        let request = world.request_as("owner", &Method::GET, &format!("/api/usage?{wrong}"));
         world.send(request).await.assert_problem(400, "invalid_request");
     }
 }
 
-/// A token of an issuer that is unreachable.
-async fn unverifiable(world: &World) {
+/// A token whose issuer is unreachable.
+async fn check_unverifiable_token(world: &World) {
     let other = Idp::start().unwrap();
     let token = other.mint(USER, &MintOptions::default());
     let mut machine = Machine::new(UNREACHABLE_DATABASE).unwrap();
@@ -455,18 +461,19 @@ async fn unverifiable(world: &World) {
     other.down();
     let host = machine.start().unwrap();
     for operation in operations().filter(|operation| !operation.credentials.is_empty()) {
-        let request = host.bare(operation.method.clone(), &world.path(operation)).bearer_auth(&token);
+        let request =
+            host.unsigned_request(operation.method.clone(), &world.path(operation)).bearer_auth(&token);
         world.send(request).await.assert_problem(503, "unavailable");
     }
 }
 
-async fn without_database(world: &World, kept: &[&str]) {
+async fn check_without_database(world: &World, unaffected: &[&str]) {
     for operation in operations() {
         let response = world.send(valid_call(world, operation)).await;
         let needs = operation.codes().iter().any(|code| code.as_str() == "database_unavailable");
         match operation.id {
             "ready" => assert_eq!(response.status, 503),
-            id if needs && !kept.contains(&id) => response.assert_problem(503, "database_unavailable"),
+            id if needs && !unaffected.contains(&id) => response.assert_problem(503, "database_unavailable"),
             id => assert!(response.status < 400, "{id}: {response:?}"),
         }
     }

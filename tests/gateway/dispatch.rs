@@ -54,14 +54,14 @@ esac
 pub struct Runner(OwnedChild);
 
 impl Drop for Runner {
-    /// It ends its agents, as at the stop of its unit.
+    /// Stops the runner as systemd does; it ends its agents.
     fn drop(&mut self) {
         self.0.signal(Signal::SIGTERM).ok();
         self.0.wait(Duration::from_secs(20));
     }
 }
 
-pub fn runner(root: &Path) -> Result<Runner> {
+pub fn start_runner(root: &Path) -> Result<Runner> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
     let path = std::env::var_os("PATH").unwrap_or_default();
     command.args(["svc-agent", "--listen"]).env_clear().env("PATH", path).env("SVC_ROOT", root);
@@ -74,13 +74,13 @@ pub fn runner(root: &Path) -> Result<Runner> {
     let socket = root.join("run/svc/owner/agent.sock");
     let end = Instant::now() + Duration::from_secs(10);
     while !socket.exists() {
-        ensure!(Instant::now() < end, "svc-agent does not listen");
+        ensure!(Instant::now() < end, "svc-agent is not listening");
         std::thread::sleep(Duration::from_millis(10));
     }
     Ok(runner)
 }
 
-pub fn config(more: &Value) -> String {
+pub fn config_json(more: &Value) -> String {
     let mut config = json!({
         "agents": {
             "coder": { "adapter": "json-lines", "command": ["sh", "agent.sh"], "environment": { "GREETING": "hello", "LLM_KEY": "of no form" } },
@@ -93,22 +93,22 @@ pub fn config(more: &Value) -> String {
     config.to_string()
 }
 
-pub fn machine(more: &Value) -> Result<(Machine, Runner)> {
+pub fn machine_with_runner(more: &Value) -> Result<(Machine, Runner)> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.write("home/svc/home/agent.sh", AGENT)?;
-    machine.write(CONFIG, &config(more))?;
+    machine.write(CONFIG, &config_json(more))?;
     std::fs::create_dir_all(machine.path("run/svc/owner"))?;
-    let runner = runner(&machine.path(""))?;
+    let runner = start_runner(&machine.path(""))?;
     Ok((machine, runner))
 }
 
 pub async fn request_dispatch(host: &Host, body: Value) -> Result<(StatusCode, Value)> {
-    let request = host.owner(Method::POST, "/api/dispatch").header("accept", "application/json");
+    let request = host.owner_request(Method::POST, "/api/dispatch").header("accept", "application/json");
     send_json(request.json(&body)).await
 }
 
 /// The events of a finished stream.
-pub fn events(text: &str) -> Vec<(String, Value)> {
+pub fn parse_events(text: &str) -> Vec<(String, Value)> {
     let blocks = text.split("\n\n").filter(|block| block.contains("data: "));
     let member = |block: &str, name: &str| {
         block.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().to_owned()
@@ -118,17 +118,17 @@ pub fn events(text: &str) -> Vec<(String, Value)> {
     blocks.map(parsed).collect()
 }
 
-pub async fn stream(host: &Host, body: Value) -> Result<Vec<(String, Value)>> {
-    let (status, text) = send_json(host.owner(Method::POST, "/api/dispatch").json(&body)).await?;
+pub async fn stream_dispatch(host: &Host, body: Value) -> Result<Vec<(String, Value)>> {
+    let (status, text) = send_json(host.owner_request(Method::POST, "/api/dispatch").json(&body)).await?;
     ensure!(status == StatusCode::OK, "{status} {text}");
-    Ok(events(text.as_str().context("events")?))
+    Ok(parse_events(text.as_str().context("events")?))
 }
 
-pub fn kinds(events: &[(String, Value)]) -> Vec<&str> {
+pub fn event_kinds(events: &[(String, Value)]) -> Vec<&str> {
     events.iter().map(|(kind, _)| kind.as_str()).collect()
 }
 
-pub async fn until_finished(host: &Host, id: &str) -> Result<Value> {
+pub async fn wait_until_finished(host: &Host, id: &str) -> Result<Value> {
     let end = Instant::now() + Duration::from_secs(40);
     loop {
         let (_, shown) = host.get(&format!("/api/dispatch/{id}")).await?;
@@ -140,27 +140,27 @@ pub async fn until_finished(host: &Host, id: &str) -> Result<Value> {
     }
 }
 
-pub async fn until_recorded(host: &Host, id: &str) -> Result<Value> {
+pub async fn wait_until_recorded(host: &Host, id: &str) -> Result<Value> {
     let end = Instant::now() + Duration::from_secs(10);
     loop {
         let (_, page) = host.get(&format!("/api/interactions?id={id}")).await?;
         if let Some(one) = page["interactions"].get(0) {
             return Ok(one.clone());
         }
-        ensure!(Instant::now() < end, "{id} is not recorded");
+        ensure!(Instant::now() < end, "dispatch {id} was not recorded");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
-pub async fn until_logged(host: &Host, part: &str) -> Result<()> {
-    host.until(part, async || {
+pub async fn wait_until_logged(host: &Host, part: &str) -> Result<()> {
+    host.wait_until(part, async || {
         let activity = std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/activity.log"));
         Ok(activity.unwrap_or_default().contains(part))
     })
     .await
 }
 
-pub async fn until_running(host: &Host, file: &str) -> Result<i32> {
+pub async fn wait_until_running(host: &Host, file: &str) -> Result<i32> {
     let path = host.machine.path("home/svc/home").join(file);
     let end = Instant::now() + Duration::from_secs(20);
     loop {
@@ -178,11 +178,11 @@ pub fn is_alive(pid: i32) -> bool {
 
 #[tokio::test]
 async fn recorded_duration_is_the_wall_clock_time() -> Result<()> {
-    let (machine, _runner) = machine(&json!({}))?;
+    let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     let begun = Instant::now();
-    stream(&host, json!({ "prompt": "second", "id": "one" })).await?;
-    let recorded = until_recorded(&host, "one").await?;
+    stream_dispatch(&host, json!({ "prompt": "second", "id": "one" })).await?;
+    let recorded = wait_until_recorded(&host, "one").await?;
     let duration = recorded["durationMs"].as_u64().context("a duration")?;
     assert!(duration >= 1000 && u128::from(duration) <= begun.elapsed().as_millis(), "{duration}");
     Ok(())
@@ -190,17 +190,17 @@ async fn recorded_duration_is_the_wall_clock_time() -> Result<()> {
 
 #[tokio::test]
 async fn dispatch_streams_its_events_and_is_recorded() -> Result<()> {
-    let (machine, _runner) = machine(&json!({}))?;
+    let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     let body = json!({ "prompt": "ok now", "id": "one", "conversationId": "thread-1" });
-    let streamed = stream(&host, body.clone()).await?;
+    let streamed = stream_dispatch(&host, body.clone()).await?;
     assert_eq!(
-        kinds(&streamed),
+        event_kinds(&streamed),
         ["accepted", "running", "started", "text", "toolStarted", "toolEnded", "result"]
     );
     let result = &streamed[6].1;
     assert_eq!((&result["status"], &result["text"]), (&json!("success"), &json!("done: ok now")));
-    let recorded = until_recorded(&host, "one").await?;
+    let recorded = wait_until_recorded(&host, "one").await?;
     assert_eq!(result["interaction"], recorded);
     for (name, value) in [
         ("senderId", json!("user_owner")),
@@ -222,32 +222,34 @@ async fn dispatch_streams_its_events_and_is_recorded() -> Result<()> {
             .is_some_and(|shown| shown.contains("ls") && !shown.contains("sk-secret"))
     );
     // A repeated id is the same dispatch: its events are replayed, and it does not run again.
-    assert_eq!(stream(&host, body.clone()).await?, streamed);
+    assert_eq!(stream_dispatch(&host, body.clone()).await?, streamed);
     let (_, usage) = host.get("/api/usage").await?;
     assert_eq!((&usage["totalCost"], &usage["entries"][0]["dispatches"]), (&json!(0.25), &json!(1)));
     let (status, refused) = request_dispatch(&host, json!({ "prompt": "another", "id": "one" })).await?;
     assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
     // A client that received the last event must not reconnect.
-    let all = |from: &str| host.owner(Method::GET, "/api/dispatch/one/events").header("last-event-id", from);
+    let all = |from: &str| {
+        host.owner_request(Method::GET, "/api/dispatch/one/events").header("last-event-id", from)
+    };
     let (_, text) = send_json(all("")).await?;
     let last = text.as_str().and_then(|text| text.rsplit_once("id: ")?.1.lines().next()).context("an id")?;
     assert_eq!(send_json(all(last)).await?.0, StatusCode::NO_CONTENT);
-    // After a restart it is read from its record.
+    // After a restart, the dispatch is read from its record.
     let host = host.restart()?;
     let (status, again) = request_dispatch(&host, body).await?;
     assert_eq!((status.as_u16(), &again["dispatches"][0]["interaction"]), (202, &recorded));
     let (status, refused) = request_dispatch(&host, json!({ "prompt": "another", "id": "one" })).await?;
     assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
-    let (_, resumed) = send_json(host.owner(Method::GET, "/api/dispatch/one/events")).await?;
-    assert_eq!(kinds(&events(resumed.as_str().unwrap_or_default())), ["accepted", "result"]);
-    until_logged(&host, "dispatch one: coder runs for user_owner as process").await
+    let (_, resumed) = send_json(host.owner_request(Method::GET, "/api/dispatch/one/events")).await?;
+    assert_eq!(event_kinds(&parse_events(resumed.as_str().unwrap_or_default())), ["accepted", "result"]);
+    wait_until_logged(&host, "dispatch one: coder runs for user_owner as process").await
 }
 
 #[tokio::test]
 async fn agent_runs_in_the_owner_home_with_a_clean_environment() -> Result<()> {
-    let (machine, _runner) = machine(&json!({}))?;
+    let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
-    let streamed = stream(&host, json!({ "prompt": "environment", "id": "e1" })).await?;
+    let streamed = stream_dispatch(&host, json!({ "prompt": "environment", "id": "e1" })).await?;
     assert_eq!(streamed.last().map(|(_, result)| &result["status"]), Some(&json!("success")), "{streamed:?}");
     let home = host.machine.path("home/svc/home");
     let environment = std::fs::read_to_string(home.join("environment.txt"))?;
@@ -264,63 +266,63 @@ async fn agent_runs_in_the_owner_home_with_a_clean_environment() -> Result<()> {
 
 #[tokio::test]
 async fn failed_dispatch_is_recorded_without_secrets() -> Result<()> {
-    let (machine, _runner) = machine(&json!({}))?;
+    let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     for (body, name, part) in [
         (json!({ "prompt": "fail", "id": "f1" }), "ExitCode", "exit code 3"),
         (json!({ "prompt": "nothing at all", "id": "f2" }), "NoResult", "without a result"),
         (json!({ "prompt": "x", "id": "f3", "agentName": "absent" }), "NotStarted", "no-such-program"),
     ] {
-        let streamed = stream(&host, body).await?;
+        let streamed = stream_dispatch(&host, body).await?;
         let error = &streamed.last().context("a result")?.1["interaction"]["error"];
         assert_eq!(error["name"], name, "{error}");
         assert!(error["message"].as_str().is_some_and(|message| message.contains(part)), "{error}");
     }
-    let failed = until_recorded(&host, "f1").await?;
+    let failed = wait_until_recorded(&host, "f1").await?;
     let stack = failed["error"]["stack"].as_str().unwrap_or_default();
     assert!(stack.contains("no luck") && !stack.contains("hunter2") && !stack.contains("form"), "{failed}");
     drop(_runner);
-    let streamed = stream(&host, json!({ "prompt": "ok", "id": "f4" })).await?;
+    let streamed = stream_dispatch(&host, json!({ "prompt": "ok", "id": "f4" })).await?;
     assert_eq!(streamed.last().context("a result")?.1["interaction"]["error"]["name"], "NoRunner");
     Ok(())
 }
 
 #[tokio::test]
 async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
-    let (machine, _runner) = machine(&json!({}))?;
+    let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
-    // It succeeds, but leaves a process in another session.
-    let streamed = stream(&host, json!({ "prompt": "leave", "id": "l1" })).await?;
+    // The agent succeeds, but leaves a process in another session.
+    let streamed = stream_dispatch(&host, json!({ "prompt": "leave", "id": "l1" })).await?;
     assert_eq!(streamed.last().context("a result")?.1["text"], "left one");
-    assert!(!is_alive(until_running(&host, "left.pid").await?));
+    assert!(!is_alive(wait_until_running(&host, "left.pid").await?));
     // The same, with a leftover process that prints continuously.
-    let streamed = stream(&host, json!({ "prompt": "flood", "id": "l2" })).await?;
+    let streamed = stream_dispatch(&host, json!({ "prompt": "flood", "id": "l2" })).await?;
     assert_eq!(streamed.last().context("a result")?.1["text"], "flooded");
-    // It is cancelled, but ignores the signal.
+    // The agent is cancelled, but ignores the signal.
     request_dispatch(&host, json!({ "prompt": "sleep", "id": "s1" })).await?;
-    let pid = until_running(&host, "sleeping.pid").await?;
-    let (status, _) = send_json(host.owner(Method::DELETE, "/api/dispatch/s1")).await?;
+    let pid = wait_until_running(&host, "sleeping.pid").await?;
+    let (status, _) = send_json(host.owner_request(Method::DELETE, "/api/dispatch/s1")).await?;
     assert_eq!(status, StatusCode::ACCEPTED);
-    let shown = until_finished(&host, "s1").await?;
+    let shown = wait_until_finished(&host, "s1").await?;
     let interaction = &shown["dispatches"][0]["interaction"];
     assert_eq!((&interaction["error"]["name"], &interaction["cost"]), (&json!("Cancelled"), &json!(0.01)));
-    assert!(!is_alive(pid) && !is_alive(until_running(&host, "sleeper.pid").await?));
-    // It reaches its deadline.
+    assert!(!is_alive(pid) && !is_alive(wait_until_running(&host, "sleeper.pid").await?));
+    // The agent exceeds its deadline.
     std::fs::remove_file(host.machine.path("home/svc/home/sleeping.pid"))?;
     std::fs::remove_file(host.machine.path("home/svc/home/sleeper.pid"))?;
     request_dispatch(&host, json!({ "prompt": "sleep", "id": "s2", "deadlineSeconds": 1 })).await?;
-    let pid = until_running(&host, "sleeping.pid").await?;
-    let shown = until_finished(&host, "s2").await?;
+    let pid = wait_until_running(&host, "sleeping.pid").await?;
+    let shown = wait_until_finished(&host, "s2").await?;
     assert_eq!(shown["dispatches"][0]["interaction"]["error"]["name"], "DeadlineExceeded");
-    assert!(!is_alive(pid) && !is_alive(until_running(&host, "sleeper.pid").await?));
-    // The gateway is killed: the runner ends its processes, and the next gateway records the dispatch.
+    assert!(!is_alive(pid) && !is_alive(wait_until_running(&host, "sleeper.pid").await?));
+    // The gateway is killed: the runner ends the agent's processes, and the next gateway records the dispatch.
     std::fs::remove_file(host.machine.path("home/svc/home/sleeping.pid"))?;
     std::fs::remove_file(host.machine.path("home/svc/home/sleeper.pid"))?;
     request_dispatch(&host, json!({ "prompt": "sleep", "id": "s3" })).await?;
-    let pid = until_running(&host, "sleeping.pid").await?;
-    let sleeper = until_running(&host, "sleeper.pid").await?;
+    let pid = wait_until_running(&host, "sleeping.pid").await?;
+    let sleeper = wait_until_running(&host, "sleeper.pid").await?;
     let host = host.restart()?;
-    let recorded = until_recorded(&host, "s3").await?;
+    let recorded = wait_until_recorded(&host, "s3").await?;
     assert_eq!(recorded["error"]["name"], "Interrupted");
     let end = Instant::now() + Duration::from_secs(15);
     while is_alive(pid) || is_alive(sleeper) {
@@ -330,9 +332,9 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     let (_, usage) = host.get("/api/usage").await?;
     assert_eq!(usage["entries"][0]["dispatches"], 5);
     // A client that resumes with an event number of the earlier gateway still gets the end.
-    let request = host.owner(Method::GET, "/api/dispatch/s3/events").header("last-event-id", "1");
+    let request = host.owner_request(Method::GET, "/api/dispatch/s3/events").header("last-event-id", "1");
     let (_, again) = send_json(request).await?;
-    assert_eq!(kinds(&events(again.as_str().unwrap_or_default())).last(), Some(&"result"));
+    assert_eq!(event_kinds(&parse_events(again.as_str().unwrap_or_default())).last(), Some(&"result"));
     Ok(())
 }
 
@@ -341,15 +343,15 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
 async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
     let limits = json!({ "costLimits": { "daily": 1, "reservation": 0.3 },
         "dispatch": { "defaultAgent": "coder", "concurrency": 8 } });
-    let (machine, _runner) = machine(&limits)?;
+    let (machine, _runner) = machine_with_runner(&limits)?;
     let host = machine.start()?;
     for _ in 0..3 {
-        let streamed = stream(&host, json!({ "prompt": "ok" })).await?;
-        assert!(!kinds(&streamed).contains(&"warning"), "{streamed:?}");
+        let streamed = stream_dispatch(&host, json!({ "prompt": "ok" })).await?;
+        assert!(!event_kinds(&streamed).contains(&"warning"), "{streamed:?}");
     }
     // The reservation counts: 0.75 and 0.3 exceed 1.
     request_dispatch(&host, json!({ "prompt": "hold", "id": "held" })).await?;
-    let request = host.owner(Method::POST, "/api/dispatch").json(&json!({ "prompt": "ok" }));
+    let request = host.owner_request(Method::POST, "/api/dispatch").json(&json!({ "prompt": "ok" }));
     let response = request.send().await?;
     let retry: u64 = response.headers()["retry-after"].to_str()?.parse()?;
     assert_eq!((response.status().as_u16(), (1..=86_400).contains(&retry)), (429, true), "{retry}");
@@ -358,8 +360,8 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
         (&problem["code"], &problem["detail"], &problem["period"], &problem["spent"]),
         (&json!("cost_limit_reached"), &json!("Daily cost limit reached."), &json!("daily"), &json!(0.75))
     );
-    until_logged(&host, "a dispatch of user_owner was refused: Daily cost limit reached.").await?;
-    // Another user has a separate limit. A request for a free model is limited: the agent may use another one.
+    wait_until_logged(&host, "a dispatch of user_owner was refused: Daily cost limit reached.").await?;
+    // Another user has a separate limit. A request for a free model is limited, too: the agent may use another model.
     assert_eq!(
         request_dispatch(&host, json!({ "prompt": "ok", "senderId": "another", "id": "o" })).await?.0,
         StatusCode::ACCEPTED
@@ -367,23 +369,24 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
     let (status, refused) = request_dispatch(&host, json!({ "prompt": "nothing", "model": "free" })).await?;
     assert_eq!((status.as_u16(), &refused["code"]), (429, &json!("cost_limit_reached")));
     host.machine.write("home/svc/home/go", "")?;
-    let (_, held) = send_json(host.owner(Method::GET, "/api/dispatch/held/events")).await?;
-    let held = events(held.as_str().context("events")?);
+    let (_, held) = send_json(host.owner_request(Method::GET, "/api/dispatch/held/events")).await?;
+    let held = parse_events(held.as_str().context("events")?);
     let warning = held.iter().find(|(kind, _)| kind == "warning").context("a warning")?;
     assert_eq!(warning.1["period"], "daily");
-    until_logged(&host, "user_owner has spent").await?;
-    // A limit that is set now counts earlier spending, and the log says so.
-    send_json(host.owner(Method::PUT, "/api/limits").json(&json!({ "daily": 0, "monthly": 100 }))).await?;
-    let expected = "the monthly cost limit is $100.00; what was spent in its period already counts: $";
-    until_logged(&host, expected).await
+    wait_until_logged(&host, "user_owner has spent").await?;
+    // A new limit also counts earlier spending, and the log says so.
+    send_json(host.owner_request(Method::PUT, "/api/limits").json(&json!({ "daily": 0, "monthly": 100 })))
+        .await?;
+    let expected = "the monthly cost limit is $100.00; spending in the current period already counts: $";
+    wait_until_logged(&host, expected).await
 }
 
 #[tokio::test]
 async fn tokens_are_priced_by_the_model_that_ran() -> Result<()> {
-    let (machine, _runner) = machine(&json!({}))?;
+    let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     for body in [json!({ "prompt": "tokens" }), json!({ "prompt": "tokens", "model": "free" })] {
-        let streamed = stream(&host, body).await?;
+        let streamed = stream_dispatch(&host, body).await?;
         let interaction = &streamed.last().context("a result")?.1["interaction"];
         assert_eq!(interaction["cost"], json!(3), "1M × $2 + 0.1M × $10");
         assert_eq!(interaction["model"], "m-1");
@@ -395,22 +398,22 @@ async fn tokens_are_priced_by_the_model_that_ran() -> Result<()> {
 async fn cost_limit_holds_under_concurrent_dispatches() -> Result<()> {
     let limits = json!({ "costLimits": { "daily": 2, "reservation": 0.25 },
         "dispatch": { "defaultAgent": "coder", "concurrency": 64 } });
-    let (machine, _runner) = machine(&limits)?;
+    let (machine, _runner) = machine_with_runner(&limits)?;
     let host = machine.start()?;
     let requests = (0..64).map(|_| request_dispatch(&host, json!({ "prompt": "ok" })));
     let responses = futures_util::future::join_all(requests).await;
-    let mut taken = Vec::new();
+    let mut accepted_ids = Vec::new();
     for response in responses {
         let (status, body) = response?;
         match status.as_u16() {
-            202 => taken.push(body["id"].as_str().context("an id")?.to_owned()),
+            202 => accepted_ids.push(body["id"].as_str().context("an id")?.to_owned()),
             429 => assert_eq!(body["detail"], "Daily cost limit reached."),
             other => panic!("{other} {body}"),
         }
     }
-    assert_eq!(taken.len(), 8, "each reserves what it costs");
-    for id in &taken {
-        until_finished(&host, id).await?;
+    assert_eq!(accepted_ids.len(), 8, "each dispatch reserves its cost");
+    for id in &accepted_ids {
+        wait_until_finished(&host, id).await?;
     }
     let (_, limits) = host.get("/api/limits").await?;
     assert_eq!((&limits["daily"]["spent"], &limits["daily"]["reserved"]), (&json!(2), &json!(0)));

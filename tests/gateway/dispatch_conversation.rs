@@ -1,11 +1,11 @@
-//! Conversations of agents whose environment moves the state of their program.
+//! Conversations of agents whose environment moves their program's state to another directory.
 
 use anyhow::{Context, Result};
 use serde_json::json;
 
-use super::dispatch::{machine, stream};
+use super::dispatch::{machine_with_runner, stream_dispatch};
 
-/// Like Claude Code: keeps a transcript, and prints how the conversation was started.
+/// An agent like Claude Code: it keeps a transcript, and prints how the conversation was started.
 const AGENT: &str = r#"
 cat > /dev/null
 while [ $# -gt 0 ]; do
@@ -19,14 +19,14 @@ echo '{"type":"result","subtype":"success","is_error":false,"result":"'"$how"'",
 "#;
 
 #[tokio::test]
-async fn conversation_is_resumed_where_the_environment_moves_it() -> Result<()> {
+async fn conversation_is_resumed_if_environment_moves_its_state() -> Result<()> {
     let agent = |environment: serde_json::Value| json!({ "adapter": "claude-code", "command": ["sh", "claude.sh"], "environment": environment });
     let agents = json!({ "dispatch": { "defaultAgent": "plain" }, "agents": {
         "plain": agent(json!({})),
         "moved": agent(json!({ "CLAUDE_CONFIG_DIR": "state/claude" })),
         "home": agent(json!({ "HOME": "/dev/shm/no-such-home" })),
     } });
-    let (machine, _runner) = machine(&agents)?;
+    let (machine, _runner) = machine_with_runner(&agents)?;
     machine.write("home/svc/home/claude.sh", AGENT)?;
     let home = machine.path("other-home").display().to_string();
     let config = agents.to_string().replace("/dev/shm/no-such-home", &home);
@@ -35,7 +35,7 @@ async fn conversation_is_resumed_where_the_environment_moves_it() -> Result<()> 
     for name in ["plain", "moved", "home"] {
         for expected in ["--session-id", "--resume"] {
             let body = json!({ "agentName": name, "prompt": "go", "conversationId": format!("{name}-1") });
-            let streamed = stream(&host, body).await?;
+            let streamed = stream_dispatch(&host, body).await?;
             let (_, result) = streamed.last().context("a result")?;
             assert_eq!((&result["status"], &result["text"]), (&json!("success"), &json!(expected)), "{name}");
         }

@@ -12,12 +12,12 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::dispatch::{
-    CONFIG, config, events, kinds, machine, request_dispatch, stream, until_finished, until_recorded,
-    until_running,
+    CONFIG, config_json, event_kinds, machine_with_runner, parse_events, request_dispatch, stream_dispatch,
+    wait_until_finished, wait_until_recorded, wait_until_running,
 };
 use super::host::{Host, send_json};
 
-/// A fake svc-watch that passes on the phase and dispatch of each message.
+/// Starts a fake svc-watch; the receiver gets the phase and dispatch of each message.
 fn fake_watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
     std::fs::create_dir_all(socket.parent().context("a folder")?)?;
     let listener = UnixListener::bind(socket)?;
@@ -42,7 +42,8 @@ fn fake_watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
 
 #[tokio::test]
 async fn watcher_ends_dispatches_of_a_killed_gateway() -> Result<()> {
-    let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
+    let (machine, _runner) =
+        machine_with_runner(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
     let messages = fake_watcher(&machine.path("run/svc/watch/watch.sock"))?;
     let next = || messages.recv_timeout(Duration::from_secs(20)).context("a message");
     let host = machine.start()?;
@@ -56,13 +57,14 @@ async fn watcher_ends_dispatches_of_a_killed_gateway() -> Result<()> {
     let expected =
         [message("dispatchBegin", "waits"), message("dispatchEnd", "first"), message("dispatchEnd", "waits")];
     assert_eq!(seen, expected, "the queued dispatch begins exactly once");
-    until_recorded(&host, "first").await?;
+    wait_until_recorded(&host, "first").await?;
     Ok(())
 }
 
 #[tokio::test]
 async fn queue_is_fair_across_users_and_survives_restart() -> Result<()> {
-    let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
+    let (machine, _runner) =
+        machine_with_runner(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
     let host = machine.start()?;
     request_dispatch(&host, json!({ "prompt": "hold", "id": "first" })).await?;
     for (id, sender) in [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")] {
@@ -79,17 +81,17 @@ async fn queue_is_fair_across_users_and_survives_restart() -> Result<()> {
         statuses,
         [("b1", "queued"), ("a3", "queued"), ("a2", "queued"), ("a1", "queued"), ("first", "running")]
     );
-    send_json(host.owner(Method::DELETE, "/api/dispatch/a3")).await?;
+    send_json(host.owner_request(Method::DELETE, "/api/dispatch/a3")).await?;
     assert_eq!(
-        until_finished(&host, "a3").await?["dispatches"][0]["interaction"]["error"]["name"],
+        wait_until_finished(&host, "a3").await?["dispatches"][0]["interaction"]["error"]["name"],
         "Cancelled"
     );
     let host = host.restart()?;
     for id in ["a1", "b1", "a2"] {
-        assert_eq!(until_finished(&host, id).await?["status"], "success", "{id}");
-        until_recorded(&host, id).await?;
+        assert_eq!(wait_until_finished(&host, id).await?["status"], "success", "{id}");
+        wait_until_recorded(&host, id).await?;
     }
-    assert_eq!(until_recorded(&host, "first").await?["error"]["name"], "Interrupted");
+    assert_eq!(wait_until_recorded(&host, "first").await?["error"]["name"], "Interrupted");
     let (_, page) = host.get("/api/interactions?status=success").await?;
     let order: Vec<&str> = page["interactions"]
         .as_array()
@@ -99,7 +101,7 @@ async fn queue_is_fair_across_users_and_survives_restart() -> Result<()> {
         .filter_map(|one| one["id"].as_str())
         .collect();
     assert_eq!(order, ["a1", "b1", "a2"]);
-    host.until("the journal is empty", async || {
+    host.wait_until("the journal is empty", async || {
         Ok(std::fs::read_dir(host.machine.path("var/lib/svc/dispatches"))?.count() == 0)
     })
     .await
@@ -107,15 +109,19 @@ async fn queue_is_fair_across_users_and_survives_restart() -> Result<()> {
 
 #[tokio::test]
 async fn repeated_or_abandoned_request_is_one_dispatch() -> Result<()> {
-    let (machine, _runner) = machine(&json!({}))?;
+    let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
-    host.until("it is ready", async || Ok(host.get("/api/dispatch").await?.0 == StatusCode::OK)).await?;
+    host.wait_until(
+        "the gateway is ready",
+        async || Ok(host.get("/api/dispatch").await?.0 == StatusCode::OK),
+    )
+    .await?;
     // Eight concurrent requests with the same id.
     let body = || json!({ "prompt": "ok", "id": "same" });
     for response in futures_util::future::join_all((0..8).map(|_| request_dispatch(&host, body()))).await {
         assert_eq!(response?.0, StatusCode::ACCEPTED);
     }
-    until_finished(&host, "same").await?;
+    wait_until_finished(&host, "same").await?;
     // Callers that disconnect without waiting.
     for n in 0..20 {
         let body = json!({ "prompt": "ok", "id": format!("gone-{n}") }).to_string();
@@ -126,7 +132,7 @@ async fn repeated_or_abandoned_request_is_one_dispatch() -> Result<()> {
         std::thread::sleep(Duration::from_micros(300 * n));
         drop(caller);
     }
-    host.until("nobody waits", async || {
+    host.wait_until("all dispatches have succeeded", async || {
         let (_, all) = host.get("/api/dispatch").await?;
         let all = all["dispatches"].as_array().cloned().unwrap_or_default();
         Ok(all.iter().all(|one| one["status"] == "success"))
@@ -141,16 +147,16 @@ async fn repeated_or_abandoned_request_is_one_dispatch() -> Result<()> {
 
 #[tokio::test]
 async fn conversation_runs_one_agent_at_a_time() -> Result<()> {
-    let (machine, _runner) = machine(&json!({}))?;
+    let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     let body = |id: &str, prompt: &str| json!({ "id": id, "prompt": prompt, "conversationId": "c" });
     request_dispatch(&host, body("first", "hold")).await?;
     request_dispatch(&host, body("second", "ok")).await?;
     request_dispatch(&host, json!({ "id": "other", "prompt": "ok", "senderId": "other" })).await?;
-    assert_eq!(until_finished(&host, "other").await?["status"], "success");
+    assert_eq!(wait_until_finished(&host, "other").await?["status"], "success");
     assert_eq!(host.get("/api/dispatch/second").await?.1["status"], "queued");
     host.machine.write("home/svc/home/go", "")?;
-    assert_eq!(until_finished(&host, "second").await?["status"], "success");
+    assert_eq!(wait_until_finished(&host, "second").await?["status"], "success");
     Ok(())
 }
 
@@ -158,16 +164,16 @@ async fn conversation_runs_one_agent_at_a_time() -> Result<()> {
 async fn batch_never_blocks_on_its_own_queued_entries() -> Result<()> {
     let limits = json!({ "costLimits": { "daily": 1, "reservation": 0.5 },
         "dispatch": { "defaultAgent": "coder", "concurrency": 1 } });
-    let (machine, _runner) = machine(&limits)?;
+    let (machine, _runner) = machine_with_runner(&limits)?;
     let host = machine.start()?;
-    // The first reserves 0.50 and so does the single one, so the batch's second entry must wait.
+    // The batch's first entry and the single dispatch reserve 0.50 each, so the batch's second entry must wait.
     request_dispatch(&host, json!({ "id": "b", "batch": [{ "prompt": "hold" }, { "prompt": "ok" }] }))
         .await?;
     assert_eq!(request_dispatch(&host, json!({ "id": "s", "prompt": "ok" })).await?.0, StatusCode::ACCEPTED);
     host.machine.write("home/svc/home/go", "")?;
-    assert_eq!(until_finished(&host, "s").await?["status"], "success");
-    // The single one cost 0.25, so there is room now.
-    assert_eq!(until_finished(&host, "b").await?["status"], "success");
+    assert_eq!(wait_until_finished(&host, "s").await?["status"], "success");
+    // The single dispatch cost 0.25, so the limit now permits the second entry.
+    assert_eq!(wait_until_finished(&host, "b").await?["status"], "success");
     Ok(())
 }
 
@@ -178,7 +184,7 @@ async fn refused_batch_entry_stays_refused_after_a_crash() -> Result<()> {
         json!({ "costLimits": { "daily": daily, "reservation": 0.1 },
             "dispatch": { "defaultAgent": "coder", "concurrency": 2 } })
     };
-    let (machine, _runner) = machine(&limits(0.25))?;
+    let (machine, _runner) = machine_with_runner(&limits(0.25))?;
     let host = machine.start()?;
     let batch = json!([{ "prompt": "hold" }, { "prompt": "ok" }, { "prompt": "ok" }]);
     request_dispatch(&host, json!({ "id": "b", "batch": batch })).await?;
@@ -186,16 +192,16 @@ async fn refused_batch_entry_stays_refused_after_a_crash() -> Result<()> {
         let (_, shown) = host.get("/api/dispatch/b.2").await?;
         Ok::<_, anyhow::Error>(shown["dispatches"][0]["status"].clone())
     };
-    host.until("the last entry is refused", async || Ok(status(&host).await? == "refused")).await?;
-    host.machine.write(CONFIG, &config(&limits(100.0)))?;
+    host.wait_until("the last entry is refused", async || Ok(status(&host).await? == "refused")).await?;
+    host.machine.write(CONFIG, &config_json(&limits(100.0)))?;
     let host = host.restart()?;
-    assert_eq!(until_recorded(&host, "b.0").await?["error"]["name"], "Interrupted");
-    let (_, streamed) = send_json(host.owner(Method::GET, "/api/dispatch/b/events")).await?;
-    assert_eq!(kinds(&events(streamed.as_str().unwrap_or_default())).last(), Some(&"done"));
+    assert_eq!(wait_until_recorded(&host, "b.0").await?["error"]["name"], "Interrupted");
+    let (_, streamed) = send_json(host.owner_request(Method::GET, "/api/dispatch/b/events")).await?;
+    assert_eq!(event_kinds(&parse_events(streamed.as_str().unwrap_or_default())).last(), Some(&"done"));
     assert_eq!(status(&host).await?, "refused");
     let (_, page) = host.get("/api/interactions?batchId=b&limit=10").await?;
     assert_eq!(page["interactions"].as_array().map(Vec::len), Some(2), "{page}");
-    host.until("the journal is empty", async || {
+    host.wait_until("the journal is empty", async || {
         Ok(std::fs::read_dir(host.machine.path("var/lib/svc/dispatches"))?.count() == 0)
     })
     .await
@@ -203,7 +209,8 @@ async fn refused_batch_entry_stays_refused_after_a_crash() -> Result<()> {
 
 #[tokio::test]
 async fn interrupted_dispatch_on_full_disk_is_not_restarted() -> Result<()> {
-    let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
+    let (machine, _runner) =
+        machine_with_runner(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
     let dispatches = machine.path("var/lib/svc/dispatches");
     let Some(disk) = SmallDisk::mount(dispatches.clone(), 1)? else { return Ok(()) };
     let host = machine.start()?;
@@ -211,33 +218,34 @@ async fn interrupted_dispatch_on_full_disk_is_not_restarted() -> Result<()> {
     request_dispatch(&host, json!({ "prompt": "sleep", "id": "second" })).await?;
     disk.fill(0)?;
     host.machine.write("home/svc/home/go", "")?;
-    let pid = until_running(&host, "sleeping.pid").await?;
+    let pid = wait_until_running(&host, "sleeping.pid").await?;
     let host = host.restart()?;
-    let recorded = until_recorded(&host, "second").await?;
+    let recorded = wait_until_recorded(&host, "second").await?;
     assert_eq!((&recorded["error"]["name"], &recorded["status"]), (&json!("Interrupted"), &json!("error")));
     assert!(recorded["durationMs"].as_u64().is_some_and(|ms| ms < 600_000), "{recorded}");
-    until_recorded(&host, "first").await?;
+    wait_until_recorded(&host, "first").await?;
     disk.empty()?;
-    // The same machine accepts more work, and the interrupted dispatch remains so.
-    let streamed = stream(&host, json!({ "prompt": "ok", "id": "third" })).await?;
+    // The same machine accepts more dispatches, and the interrupted one is not run again.
+    let streamed = stream_dispatch(&host, json!({ "prompt": "ok", "id": "third" })).await?;
     assert_eq!(streamed.last().context("a result")?.1["status"], "success");
-    assert_eq!(until_running(&host, "sleeping.pid").await?, pid, "it ran once");
-    host.until("the journal is empty", async || Ok(std::fs::read_dir(&dispatches)?.count() == 0)).await
+    assert_eq!(wait_until_running(&host, "sleeping.pid").await?, pid, "the dispatch ran once");
+    host.wait_until("the journal is empty", async || Ok(std::fs::read_dir(&dispatches)?.count() == 0)).await
 }
 
 #[tokio::test]
 async fn batch_survives_restart_in_order() -> Result<()> {
-    let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 2 } }))?;
+    let (machine, _runner) =
+        machine_with_runner(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 2 } }))?;
     let host = machine.start()?;
     let mut batch = vec![json!({ "prompt": "ok" }); 12];
     batch[3] = json!({ "prompt": "hold" });
     request_dispatch(&host, json!({ "id": "b", "batch": batch })).await?;
-    until_recorded(&host, "b.1").await?;
+    wait_until_recorded(&host, "b.1").await?;
     let host = host.restart()?;
     host.machine.write("home/svc/home/go", "")?;
-    let (_, streamed) = send_json(host.owner(Method::GET, "/api/dispatch/b/events")).await?;
-    assert_eq!(kinds(&events(streamed.as_str().unwrap_or_default())).last(), Some(&"done"));
-    until_recorded(&host, "b.11").await?;
+    let (_, streamed) = send_json(host.owner_request(Method::GET, "/api/dispatch/b/events")).await?;
+    assert_eq!(event_kinds(&parse_events(streamed.as_str().unwrap_or_default())).last(), Some(&"done"));
+    wait_until_recorded(&host, "b.11").await?;
     for host in [host.restart()?] {
         let (_, shown) = host.get("/api/dispatch/b").await?;
         let ids: Vec<String> = shown["dispatches"]
@@ -248,18 +256,18 @@ async fn batch_survives_restart_in_order() -> Result<()> {
             .collect();
         assert_eq!(ids, (0..12).map(|n| format!("b.{n}")).collect::<Vec<_>>());
         let (_, page) = host.get("/api/interactions?batchId=b&limit=100").await?;
-        assert_eq!(page["interactions"].as_array().map(Vec::len), Some(12), "each once");
+        assert_eq!(page["interactions"].as_array().map(Vec::len), Some(12), "each entry is recorded once");
     }
     Ok(())
 }
 
 #[tokio::test]
 async fn batch_has_a_result_for_each_entry() -> Result<()> {
-    let (machine, _runner) = machine(&json!({}))?;
+    let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     let body =
         json!({ "id": "b", "batch": [{ "prompt": "ok 1" }, { "prompt": "fail" }, { "prompt": "ok 3" }] });
-    let streamed = stream(&host, body.clone()).await?;
+    let streamed = stream_dispatch(&host, body.clone()).await?;
     assert_eq!(streamed.last().map(|(kind, _)| kind.as_str()), Some("done"));
     let mut results: Vec<(u64, &str)> = streamed
         .iter()
@@ -270,7 +278,7 @@ async fn batch_has_a_result_for_each_entry() -> Result<()> {
         .collect();
     results.sort_unstable();
     assert_eq!(results, [(0, "success"), (1, "error"), (2, "success")]);
-    until_recorded(&host, "b.2").await?;
+    wait_until_recorded(&host, "b.2").await?;
     let host = host.restart()?;
     let (_, shown) = host.get("/api/dispatch/b").await?;
     assert_eq!((&shown["batch"], &shown["status"]), (&json!(true), &json!("error")));

@@ -15,7 +15,7 @@ use kit::pg::TestDatabase;
 use nix::sys::signal::Signal;
 use reqwest::{Method, RequestBuilder, StatusCode};
 use serde_json::{Value, json};
-use svc::http::client::{Deadlines, with_tls};
+use svc::http::client::{Deadlines, build_with_tls};
 use svc::http::proof::{Claims, ISSUER, ProofKeys, Route, Signer};
 use svc::http::tls::{ChainCheck, Identity, pinned_client_config};
 use svc::machine::id::MachineId;
@@ -43,7 +43,7 @@ pub struct Host {
 }
 
 /// A unique name, because roles are shared by the whole server.
-pub fn unique(name: &str) -> String {
+pub fn unique_name(name: &str) -> String {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     format!("{name}-{}-{}", std::process::id() % 10_000, COUNT.fetch_add(1, Ordering::Relaxed))
 }
@@ -56,7 +56,7 @@ impl Machine {
     pub fn new(database_url: &str) -> Result<Self> {
         let root = tempfile::tempdir()?;
         let (id, signer) = (MachineId::new(), signer("k1"));
-        let keys = ProofKeys { keys: vec![signer.public()] };
+        let keys = ProofKeys { keys: vec![signer.public_key()] };
         let pairs = [
             ("SVC_MACHINE_ID", id.to_string()),
             ("SVC_USER_ID", USER.to_owned()),
@@ -85,8 +85,8 @@ impl Machine {
         Ok(UnixListener::bind(dir.join(name))?)
     }
 
-    /// Puts an app's manifest into the owner's apps folder.
-    pub fn app(&self, slug: &str, tables: &Value) -> Result<()> {
+    /// Writes an app's manifest to the owner's apps folder.
+    pub fn add_app(&self, slug: &str, tables: &Value) -> Result<()> {
         self.write(&format!("home/svc/home/apps/{slug}/svc.json"), &manifest(slug, tables).to_string())
     }
 
@@ -108,7 +108,7 @@ impl Machine {
         }
     }
 
-    /// The gateway, not yet started.
+    /// Returns the command that runs the gateway.
     pub fn command(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
         let path = std::env::var_os("PATH").unwrap_or_default();
@@ -163,8 +163,8 @@ impl Machine {
         let tls =
             Identity::read(&self.path("var/lib/svc/tls/cert.pem"), &self.path("var/lib/svc/tls/key.pem"))?;
         let config = pinned_client_config(tls.pin()?, ChainCheck::PinOnly)?;
-        let deadlines = Deadlines { whole: Some(WAIT_TIMEOUT), idle: WAIT_TIMEOUT, ..Deadlines::CALL };
-        Ok(Host { client: with_tls(deadlines, config)?, machine: self, address, child })
+        let deadlines = Deadlines { total: Some(WAIT_TIMEOUT), idle: WAIT_TIMEOUT, ..Deadlines::CALL };
+        Ok(Host { client: build_with_tls(deadlines, config)?, machine: self, address, child })
     }
 }
 
@@ -176,15 +176,15 @@ pub fn manifest(slug: &str, tables: &Value) -> Value {
 /// A machine with its own database and one registered app.
 pub async fn host_with_app(database: &TestDatabase, slug: &str, tables: &Value) -> Result<Host> {
     let machine = Machine::new(&database.url())?;
-    machine.app(slug, tables)?;
+    machine.add_app(slug, tables)?;
     let host = machine.start()?;
-    host.until_registered(slug).await?;
+    host.wait_until_registered(slug).await?;
     Ok(host)
 }
 
 impl Host {
     /// A request without credentials.
-    pub fn bare(&self, method: Method, path: &str) -> RequestBuilder {
+    pub fn unsigned_request(&self, method: Method, path: &str) -> RequestBuilder {
         self.client.request(method, format!("https://{}{path}", self.address))
     }
 
@@ -193,21 +193,21 @@ impl Host {
     }
 
     /// A request of the owner, as the platform forwards it.
-    pub fn owner(&self, method: Method, path: &str) -> RequestBuilder {
-        self.bare(method, path).header("x-svc-proof", self.proof(Route::Shell))
+    pub fn owner_request(&self, method: Method, path: &str) -> RequestBuilder {
+        self.unsigned_request(method, path).header("x-svc-proof", self.proof(Route::Shell))
     }
 
     pub async fn get(&self, path: &str) -> Result<(StatusCode, Value)> {
-        send_json(self.owner(Method::GET, path)).await
+        send_json(self.owner_request(Method::GET, path)).await
     }
 
     pub async fn query(&self, body: &Value) -> Result<(StatusCode, Value)> {
-        send_json(self.owner(Method::POST, "/api/bridge/query").json(body)).await
+        send_json(self.owner_request(Method::POST, "/api/bridge/query").json(body)).await
     }
 
     /// Sends a query verbatim and returns the body as text, because its numbers may exceed a native type.
     pub async fn raw_query(&self, body: &str) -> Result<(StatusCode, String)> {
-        let request = self.owner(Method::POST, "/api/bridge/query").body(body.to_owned());
+        let request = self.owner_request(Method::POST, "/api/bridge/query").body(body.to_owned());
         let sent = request.header("content-type", "application/json").send().await?;
         Ok((sent.status(), sent.text().await?))
     }
@@ -220,14 +220,14 @@ impl Host {
     }
 
     /// Sends a query that must succeed, and returns its `data`.
-    pub async fn data(&self, body: &Value) -> Result<Value> {
+    pub async fn query_data(&self, body: &Value) -> Result<Value> {
         let (status, mut response) = self.query(body).await?;
         ensure!(status.is_success(), "{body}: {status} {response}");
         Ok(response["data"].take())
     }
 
-    pub async fn until_registered(&self, slug: &str) -> Result<()> {
-        self.until(&format!("app {slug}"), async || {
+    pub async fn wait_until_registered(&self, slug: &str) -> Result<()> {
+        self.wait_until(&format!("app {slug}"), async || {
             let (_, apps) = self.get("/api/apps").await?;
             let apps = apps["apps"].as_array().cloned().unwrap_or_default();
             Ok(apps.iter().any(|app| app["slug"] == slug && app["status"] == "ready"))
@@ -236,7 +236,7 @@ impl Host {
     }
 
     /// Waits for a condition.
-    pub async fn until(&self, what: &str, mut holds: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
+    pub async fn wait_until(&self, what: &str, mut holds: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
         let deadline = Instant::now() + WAIT_TIMEOUT;
         while !holds().await? {
             ensure!(Instant::now() < deadline, "timeout: {what}\n{}", self.log());
@@ -250,7 +250,7 @@ impl Host {
     }
 
     /// Sends a raw request over the trusted socket and returns the whole response.
-    pub fn by_socket(&self, request: &str) -> Result<String> {
+    pub fn send_over_socket(&self, request: &str) -> Result<String> {
         let mut stream = UnixStream::connect(self.socket())?;
         stream.set_read_timeout(Some(WAIT_TIMEOUT))?;
         stream.write_all(request.replace('\n', "\r\n").as_bytes())?;
@@ -273,7 +273,7 @@ impl Host {
 
     pub async fn wait_for_exit(&mut self) -> Result<ExitStatus> {
         let status = self.child.wait_for_exit(WAIT_TIMEOUT).await;
-        status.with_context(|| format!("timeout: the gateway still runs\n{}", self.log()))
+        status.with_context(|| format!("timeout: the gateway is still running\n{}", self.log()))
     }
 
     /// Kills the gateway and starts it again on the same machine.
@@ -289,7 +289,7 @@ pub async fn send_json(request: RequestBuilder) -> Result<(StatusCode, Value)> {
     let (method, path) = (request.method().clone(), request.url().path().to_owned());
     let is_json = request.headers().get("content-type").is_some_and(|kind| kind == "application/json");
     let sent = request.body().and_then(reqwest::Body::as_bytes).filter(|_| is_json).map(<[u8]>::to_vec);
-    let response = client.execute(request).await.context("the gateway responds")?;
+    let response = client.execute(request).await.context("no response from the gateway")?;
     let (status, headers) = (response.status(), response.headers().clone());
     let text = response.text().await?;
     contract::gateway().check(&Exchange {

@@ -1,4 +1,4 @@
-//! Authentication: who is admitted, and as whom.
+//! Authentication: which requests are admitted, and as which principal.
 
 use anyhow::Result;
 use kit::idp::{Flaw, Idp, MintOptions};
@@ -14,9 +14,9 @@ const ADMIN: &str = "admin-secret-0123456789-0123456789";
 /// No database is needed: authentication comes first.
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 
-async fn with_proof(host: &Host, claims: &Claims) -> Result<StatusCode> {
+async fn status_with_proof(host: &Host, claims: &Claims) -> Result<StatusCode> {
     let proof = host.machine.signer.sign(claims);
-    Ok(host.bare(Method::GET, "/api/backups").header("x-svc-proof", proof).send().await?.status())
+    Ok(host.unsigned_request(Method::GET, "/api/backups").header("x-svc-proof", proof).send().await?.status())
 }
 
 #[tokio::test]
@@ -25,7 +25,7 @@ async fn public_port_serves_only_health_without_proof() -> Result<()> {
     for path in
         ["/", "/api/apps", "/api/backups", "/api/bridge/schemas", "/api/canvas", "/apps/x/", "/icons/x", "/x"]
     {
-        let (status, problem) = send_json(host.bare(Method::GET, path)).await?;
+        let (status, problem) = send_json(host.unsigned_request(Method::GET, path)).await?;
         assert_eq!(
             (status, problem["code"].as_str()),
             (StatusCode::UNAUTHORIZED, Some("unauthorized")),
@@ -33,11 +33,12 @@ async fn public_port_serves_only_health_without_proof() -> Result<()> {
         );
     }
     for path in ["/api/bridge/query", "/_svc/internal/backup", "/_svc/internal/other", "/livez/"] {
-        let sent = host.bare(Method::POST, path).json(&json!({ "action": "schemas" })).send().await?;
+        let sent =
+            host.unsigned_request(Method::POST, path).json(&json!({ "action": "schemas" })).send().await?;
         assert_eq!(sent.status(), StatusCode::UNAUTHORIZED, "{path}");
     }
-    assert_eq!(host.bare(Method::GET, "/livez").send().await?.status(), StatusCode::OK);
-    let ready = host.bare(Method::GET, "/readyz").send().await?;
+    assert_eq!(host.unsigned_request(Method::GET, "/livez").send().await?.status(), StatusCode::OK);
+    let ready = host.unsigned_request(Method::GET, "/readyz").send().await?;
     assert_eq!(ready.status(), StatusCode::SERVICE_UNAVAILABLE, "without a database");
     Ok(())
 }
@@ -46,17 +47,17 @@ async fn public_port_serves_only_health_without_proof() -> Result<()> {
 async fn only_current_proof_for_machine_and_owner_is_accepted() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let good = host.machine.claims(Route::Shell);
-    assert_eq!(with_proof(&host, &good).await?, StatusCode::OK);
+    assert_eq!(status_with_proof(&host, &good).await?, StatusCode::OK);
     type Change = fn(&mut Claims);
     let cases: [(&str, StatusCode, Change); 8] = [
-        ("stale", StatusCode::UNAUTHORIZED, |c| (c.iat, c.exp) = (c.iat - 200, c.exp - 200)),
-        ("not yet", StatusCode::UNAUTHORIZED, |c| (c.iat, c.exp) = (c.iat + 200, c.exp + 200)),
-        ("long", StatusCode::UNAUTHORIZED, |c| c.exp = c.iat + 3600),
+        ("expired", StatusCode::UNAUTHORIZED, |c| (c.iat, c.exp) = (c.iat - 200, c.exp - 200)),
+        ("not yet valid", StatusCode::UNAUTHORIZED, |c| (c.iat, c.exp) = (c.iat + 200, c.exp + 200)),
+        ("too long a lifetime", StatusCode::UNAUTHORIZED, |c| c.exp = c.iat + 3600),
         ("another machine", StatusCode::UNAUTHORIZED, |c| c.aud = MachineId::new()),
         ("another issuer", StatusCode::UNAUTHORIZED, |c| c.iss = "me".into()),
         ("another user", StatusCode::FORBIDDEN, |c| c.sub = "user_other".parse().expect("a user")),
         ("route app without an app", StatusCode::UNAUTHORIZED, |c| c.route = Route::App),
-        ("internal elsewhere", StatusCode::FORBIDDEN, |c| {
+        ("an internal proof for another route", StatusCode::FORBIDDEN, |c| {
             c.route = Route::Internal;
             (c.method, c.path, c.jti) = (Some("GET".into()), Some("/api/backups".into()), Some("j".into()));
         }),
@@ -64,15 +65,17 @@ async fn only_current_proof_for_machine_and_owner_is_accepted() -> Result<()> {
     for (what, status, change) in cases {
         let mut claims = good.clone();
         change(&mut claims);
-        assert_eq!(with_proof(&host, &claims).await?, status, "{what}");
+        assert_eq!(status_with_proof(&host, &claims).await?, status, "{what}");
     }
     let forged = signer("k1").sign(&good);
     let unknown = signer("k9").sign(&good);
     for proof in [forged.as_str(), unknown.as_str(), "", "a.b.c"] {
-        let sent = host.bare(Method::GET, "/api/backups").header("x-svc-proof", proof).send().await?;
+        let sent =
+            host.unsigned_request(Method::GET, "/api/backups").header("x-svc-proof", proof).send().await?;
         assert_eq!(sent.status(), StatusCode::UNAUTHORIZED, "{proof}");
     }
-    let twice = host.owner(Method::GET, "/api/backups").header("x-svc-proof", host.proof(Route::Shell));
+    let twice =
+        host.owner_request(Method::GET, "/api/backups").header("x-svc-proof", host.proof(Route::Shell));
     assert_eq!(twice.send().await?.status(), StatusCode::UNAUTHORIZED, "two proofs");
     Ok(())
 }
@@ -81,7 +84,7 @@ async fn only_current_proof_for_machine_and_owner_is_accepted() -> Result<()> {
 async fn client_headers_cannot_set_the_owner() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let forged = host
-        .bare(Method::GET, &format!("/api/backups?userId={USER}"))
+        .unsigned_request(Method::GET, &format!("/api/backups?userId={USER}"))
         .header("x-svc-user-id", USER)
         .header("cookie", format!("svc_user_id={USER}; __session={USER}"));
     assert_eq!(forged.send().await?.status(), StatusCode::UNAUTHORIZED);
@@ -94,7 +97,7 @@ async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
     machine.env.insert("ADMIN_TOKEN".into(), ADMIN.into());
     let host = machine.start()?;
     let get = |request: &str| {
-        host.by_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{request}\n"))
+        host.send_over_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{request}\n"))
     };
     assert!(get("")?.starts_with("HTTP/1.1 200"), "the trusted socket is the owner's");
     assert!(get("x-svc-proof: a.b.c\n")?.starts_with("HTTP/1.1 401"));
@@ -104,11 +107,11 @@ async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
     assert!(
         get(&format!("authorization: Bearer {ADMIN}\nx-svc-proof: a.b.c\n"))?.starts_with("HTTP/1.1 401")
     );
-    let bad_beside_good = host.owner(Method::GET, "/api/backups").bearer_auth("nonsense");
-    assert_eq!(bad_beside_good.send().await?.status(), StatusCode::UNAUTHORIZED);
-    let admin_alone = host.bare(Method::GET, "/api/backups").bearer_auth(ADMIN);
+    let invalid_with_valid = host.owner_request(Method::GET, "/api/backups").bearer_auth("nonsense");
+    assert_eq!(invalid_with_valid.send().await?.status(), StatusCode::UNAUTHORIZED);
+    let admin_alone = host.unsigned_request(Method::GET, "/api/backups").bearer_auth(ADMIN);
     assert_eq!(admin_alone.send().await?.status(), StatusCode::UNAUTHORIZED, "neither proof nor JWT");
-    let with_proof = host.owner(Method::GET, "/api/backups").bearer_auth(ADMIN);
+    let with_proof = host.owner_request(Method::GET, "/api/backups").bearer_auth(ADMIN);
     assert_eq!(with_proof.send().await?.status(), StatusCode::OK);
     Ok(())
 }
@@ -120,10 +123,13 @@ async fn usage_requires_a_session_or_the_admin_token() -> Result<()> {
     let host = machine.start()?;
     let with_token = |host: &Host, token: &str| {
         let head = format!("authorization: Bearer {token}\nconnection: close\n");
-        host.by_socket(&format!("GET /api/usage HTTP/1.1\nhost: h\n{head}\n"))
+        host.send_over_socket(&format!("GET /api/usage HTTP/1.1\nhost: h\n{head}\n"))
     };
-    assert_eq!(host.bare(Method::GET, "/api/usage").send().await?.status(), StatusCode::UNAUTHORIZED);
-    assert_eq!(host.owner(Method::GET, "/api/usage").send().await?.status(), StatusCode::OK);
+    assert_eq!(
+        host.unsigned_request(Method::GET, "/api/usage").send().await?.status(),
+        StatusCode::UNAUTHORIZED
+    );
+    assert_eq!(host.owner_request(Method::GET, "/api/usage").send().await?.status(), StatusCode::OK);
     let by_admin = with_token(&host, ADMIN)?;
     assert!(by_admin.starts_with("HTTP/1.1 200") && by_admin.contains("totalCost"), "{by_admin}");
     assert!(with_token(&host, &ADMIN.replace("admin", "other"))?.starts_with("HTTP/1.1 401"));
@@ -139,9 +145,13 @@ async fn short_admin_token_is_refused_and_the_gateway_serves() -> Result<()> {
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.insert("ADMIN_TOKEN".into(), short.into());
     let host = machine.start()?;
-    let by_admin = host.owner(Method::GET, "/api/backups").bearer_auth(short);
+    let by_admin = host.owner_request(Method::GET, "/api/backups").bearer_auth(short);
     assert_eq!(by_admin.send().await?.status(), StatusCode::UNAUTHORIZED);
-    assert_eq!(host.owner(Method::GET, "/api/backups").send().await?.status(), StatusCode::OK, "the owner");
+    assert_eq!(
+        host.owner_request(Method::GET, "/api/backups").send().await?.status(),
+        StatusCode::OK,
+        "the owner"
+    );
     let log = host.log();
     assert!(log.contains("ADMIN_TOKEN is ignored") && !log.contains(short), "{log}");
     Ok(())
@@ -156,7 +166,7 @@ async fn platform_can_read_only_usage() -> Result<()> {
         claims.path = Some(signed.to_owned());
         claims.jti = Some(uuid::Uuid::new_v4().to_string());
         let proof = host.machine.signer.sign(&claims);
-        Ok(host.bare(method, path).header("x-svc-proof", proof).send().await?.status())
+        Ok(host.unsigned_request(method, path).header("x-svc-proof", proof).send().await?.status())
     };
     assert_eq!(send(Method::GET, "/api/usage?groupBy=user", "/api/usage").await?, StatusCode::OK);
     let elsewhere = send(Method::GET, "/api/usage", "/_svc/internal/backup").await?;
@@ -188,8 +198,8 @@ async fn trusted_socket_is_limited_to_its_user_and_group() -> Result<()> {
         claims.sub = "user_other".parse()?;
         host.machine.signer.sign(&claims)
     });
-    let sent =
-        host.by_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{another}\n"))?;
+    let sent = host
+        .send_over_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{another}\n"))?;
     assert!(sent.starts_with("HTTP/1.1 403"), "{sent}");
     Ok(())
 }
@@ -202,7 +212,7 @@ async fn issuer_token_authenticates_the_owner() -> Result<()> {
     let host = machine.start()?;
     let with = async |sub: &str, options: &MintOptions| -> Result<StatusCode> {
         let token = idp.mint(sub, options);
-        Ok(host.bare(Method::GET, "/api/backups").bearer_auth(token).send().await?.status())
+        Ok(host.unsigned_request(Method::GET, "/api/backups").bearer_auth(token).send().await?.status())
     };
     assert_eq!(with(USER, &MintOptions::default()).await?, StatusCode::OK);
     assert_eq!(with("user_other", &MintOptions::default()).await?, StatusCode::FORBIDDEN);
@@ -211,13 +221,13 @@ async fn issuer_token_authenticates_the_owner() -> Result<()> {
     let forged = MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() };
     assert_eq!(with(USER, &forged).await?, StatusCode::UNAUTHORIZED);
     let bad = idp.mint(USER, &forged);
-    let beside = host.owner(Method::GET, "/api/backups").bearer_auth(bad);
-    assert_eq!(beside.send().await?.status(), StatusCode::UNAUTHORIZED, "beside a good proof");
-    let sent = host.by_socket(&format!(
+    let beside = host.owner_request(Method::GET, "/api/backups").bearer_auth(bad);
+    assert_eq!(beside.send().await?.status(), StatusCode::UNAUTHORIZED, "with a valid proof");
+    let sent = host.send_over_socket(&format!(
         "GET /api/backups HTTP/1.1\nhost: h\nconnection: close\nauthorization: Bearer {}\n\n",
         idp.mint("user_other", &MintOptions::default())
     ))?;
-    assert!(sent.starts_with("HTTP/1.1 403"), "the token wins over the socket: {sent}");
+    assert!(sent.starts_with("HTTP/1.1 403"), "the token takes precedence over the socket: {sent}");
     Ok(())
 }
 
@@ -227,19 +237,28 @@ async fn proof_keys_are_replaced_on_rotation() -> Result<()> {
     let next = signer("k2");
     let with_next = async || -> Result<StatusCode> {
         let proof = next.sign(&host.machine.claims(Route::Shell));
-        Ok(host.bare(Method::GET, "/api/backups").header("x-svc-proof", proof).send().await?.status())
+        Ok(host
+            .unsigned_request(Method::GET, "/api/backups")
+            .header("x-svc-proof", proof)
+            .send()
+            .await?
+            .status())
     };
-    let with_old = async || with_proof(&host, &host.machine.claims(Route::Shell)).await;
+    let with_old = async || status_with_proof(&host, &host.machine.claims(Route::Shell)).await;
     assert_eq!((with_next().await?, with_old().await?), (StatusCode::UNAUTHORIZED, StatusCode::OK));
-    let keys = ProofKeys { keys: vec![next.public()] };
+    let keys = ProofKeys { keys: vec![next.public_key()] };
     host.machine.write("var/lib/svc/proof-keys.json", &serde_json::to_string(&keys)?)?;
-    host.until("the new key", async || Ok(with_next().await? == StatusCode::OK)).await?;
+    host.wait_until("the new key", async || Ok(with_next().await? == StatusCode::OK)).await?;
     assert_eq!(with_old().await?, StatusCode::UNAUTHORIZED);
     let activity = || std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/activity.log"));
-    host.until("the note", async || Ok(activity()?.contains("the platform's proof keys are now k2"))).await?;
+    host.wait_until(
+        "the log line",
+        async || Ok(activity()?.contains("the platform's proof keys are now k2")),
+    )
+    .await?;
     host.machine.write("var/lib/svc/proof-keys.json", "{ broken")?;
     tokio::time::sleep(std::time::Duration::from_millis(1200)).await;
-    assert_eq!(with_next().await?, StatusCode::OK, "the last good keys stay");
+    assert_eq!(with_next().await?, StatusCode::OK, "the last valid keys remain in use");
     Ok(())
 }
 
@@ -256,21 +275,21 @@ async fn internal_proof_is_valid_for_one_request_once() -> Result<()> {
     };
     let send = async |claims: &Claims| -> Result<StatusCode> {
         let proof = host.machine.signer.sign(claims);
-        Ok(host.bare(Method::POST, path).header("x-svc-proof", proof).send().await?.status())
+        Ok(host.unsigned_request(Method::POST, path).header("x-svc-proof", proof).send().await?.status())
     };
     let mut elsewhere = claims("1");
     elsewhere.path = Some("/_svc/internal/update".into());
     assert_eq!(send(&elsewhere).await?, StatusCode::FORBIDDEN);
-    let mut nameless = claims("1");
-    nameless.jti = None;
-    assert_eq!(send(&nameless).await?, StatusCode::UNAUTHORIZED);
+    let mut without_jti = claims("1");
+    without_jti.jti = None;
+    assert_eq!(send(&without_jti).await?, StatusCode::UNAUTHORIZED);
     let request = host.machine.path("var/lib/svc/requests/backup");
     assert!(!request.exists(), "no request was made yet");
     assert_eq!(send(&claims("1")).await?, StatusCode::ACCEPTED);
     assert!(request.exists());
-    assert_eq!(send(&claims("1")).await?, StatusCode::UNAUTHORIZED, "a second time");
+    assert_eq!(send(&claims("1")).await?, StatusCode::UNAUTHORIZED, "the proof was already used");
     assert_eq!(send(&claims("2")).await?, StatusCode::ACCEPTED);
-    let owner = host.owner(Method::POST, path).send().await?;
+    let owner = host.owner_request(Method::POST, path).send().await?;
     assert_eq!(owner.status(), StatusCode::FORBIDDEN, "the owner is not the platform");
     Ok(())
 }
@@ -295,17 +314,17 @@ async fn dev_identity_works_only_where_permitted() -> Result<()> {
         ("GATEWAY_LISTEN", "0.0.0.0:0"),
     ];
     for (name, value) in change {
-        let kept = machine.env.insert(name.into(), value.into());
+        let previous = machine.env.insert(name.into(), value.into());
         let output = machine.run_to_end()?;
         assert_eq!(output.status.code(), Some(78), "{name}={value}");
-        match kept {
-            Some(kept) => machine.env.insert(name.into(), kept),
+        match previous {
+            Some(previous) => machine.env.insert(name.into(), previous),
             None => machine.env.remove(name),
         };
     }
     let host = machine.start()?;
-    assert_eq!(host.bare(Method::GET, "/api/backups").send().await?.status(), StatusCode::OK);
-    let token = host.bare(Method::GET, "/api/backups").header("x-svc-proof", "a.b.c");
-    assert_eq!(token.send().await?.status(), StatusCode::UNAUTHORIZED, "a bad token is never ignored");
+    assert_eq!(host.unsigned_request(Method::GET, "/api/backups").send().await?.status(), StatusCode::OK);
+    let token = host.unsigned_request(Method::GET, "/api/backups").header("x-svc-proof", "a.b.c");
+    assert_eq!(token.send().await?.status(), StatusCode::UNAUTHORIZED, "an invalid token is never ignored");
     Ok(())
 }

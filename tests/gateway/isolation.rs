@@ -1,4 +1,4 @@
-//! The access of an app that could run its own SQL: only its own schema.
+//! An app's role reaches only the app's own schema, even if the app could run its own SQL.
 
 use anyhow::Result;
 use kit::pg::test_database;
@@ -6,7 +6,7 @@ use serde_json::json;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, NoTls};
 
-use super::host::{Host, Machine, unique};
+use super::host::{Host, Machine, unique_name};
 
 /// A host with two apps, and a connection with the role of the first.
 struct AppSession {
@@ -18,17 +18,18 @@ struct AppSession {
     _database: kit::pg::TestDatabase,
 }
 
-async fn app_session() -> Result<AppSession> {
+async fn open_app_session() -> Result<AppSession> {
     let database = test_database().await?;
-    let (own, other) = (unique("own"), unique("other"));
+    let (own, other) = (unique_name("own"), unique_name("other"));
     let machine = Machine::new(&database.url())?;
     for slug in [&own, &other] {
-        machine.app(slug, &json!({ "t": { "columns": { "a": "text" } } }))?;
+        machine.add_app(slug, &json!({ "t": { "columns": { "a": "text" } } }))?;
     }
     let host = machine.start()?;
     for slug in [&own, &other] {
-        host.until_registered(slug).await?;
-        host.data(&json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": slug } })).await?;
+        host.wait_until_registered(slug).await?;
+        host.query_data(&json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": slug } }))
+            .await?;
     }
     let admin = database.connect().await?;
     let schema = |slug: &str| format!("app_{}", slug.replace('-', "_"));
@@ -44,7 +45,7 @@ async fn app_session() -> Result<AppSession> {
 
 #[tokio::test]
 async fn app_role_reaches_only_its_own_schema() -> Result<()> {
-    let app_session = app_session().await?;
+    let app_session = open_app_session().await?;
     let (own, other) = (&app_session.own, &app_session.other);
     let rows = app_session.client.query(&format!("SELECT a FROM {own}.t"), &[]).await?;
     assert_eq!(rows.len(), 1, "the role can read its own table");
@@ -90,7 +91,7 @@ async fn app_role_reaches_only_its_own_schema() -> Result<()> {
 
 #[tokio::test]
 async fn reset_role_gains_no_privileges() -> Result<()> {
-    let app_session = app_session().await?;
+    let app_session = open_app_session().await?;
     let (own, other) = (&app_session.own, &app_session.other);
     for sql in [
         "RESET ROLE",
@@ -115,7 +116,7 @@ async fn reset_role_gains_no_privileges() -> Result<()> {
 
 #[tokio::test]
 async fn role_cannot_connect_to_another_database() -> Result<()> {
-    let app_session = app_session().await?;
+    let app_session = open_app_session().await?;
     let mut config: tokio_postgres::Config = app_session._database.server().url("postgres").parse()?;
     config.user(&app_session.own).password("known");
     let refused = config.connect(NoTls).await.map(|_| ()).expect_err("no CONNECT");
@@ -125,10 +126,10 @@ async fn role_cannot_connect_to_another_database() -> Result<()> {
 
 #[tokio::test]
 async fn externally_changed_password_is_reset() -> Result<()> {
-    let app_session = app_session().await?;
+    let app_session = open_app_session().await?;
     let slug = app_session.own.trim_start_matches("app_").replace('_', "-");
     let count = json!({ "action": "count", "app": slug, "table": "t" });
-    // Closes its connections, so that new ones need the password.
+    // Closes the role's connections, so that new ones need the password.
     app_session
         .admin
         .query(
@@ -136,12 +137,15 @@ async fn externally_changed_password_is_reset() -> Result<()> {
             &[&app_session.own],
         )
         .await?;
-    app_session.host.until("a login", async || Ok(app_session.host.query(&count).await?.0.is_success())).await
+    app_session
+        .host
+        .wait_until("a login", async || Ok(app_session.host.query(&count).await?.0.is_success()))
+        .await
 }
 
 #[tokio::test]
 async fn no_password_is_written_to_disk_or_log() -> Result<()> {
-    let app_session = app_session().await?;
+    let app_session = open_app_session().await?;
     let stored = app_session
         .admin
         .query_one("SELECT rolpassword FROM pg_authid WHERE rolname = $1", &[&app_session.other])

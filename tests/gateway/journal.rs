@@ -1,4 +1,4 @@
-//! The gateway's journal entries under systemd: the real protocol at the real path, with a journal of the test.
+//! The gateway's journal entries under systemd: the real protocol at the real path, where the test receives them.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -12,17 +12,17 @@ use kit::child::OwnedChild;
 
 use super::host::Machine;
 
-/// In a private mount namespace, so that the machine's own journal is unaffected.
+/// Runs a command in a private mount namespace, so that the machine's own journal is unaffected.
 const FAKE_JOURNAL_SCRIPT: &str = "mount -t tmpfs none /run && mkdir -p /run/systemd/journal && \
     touch /run/systemd/journal/socket && mount --bind \"$1\" /run/systemd/journal/socket && shift && exec \"$@\"";
 
 type Entry = BTreeMap<String, Vec<String>>;
 
 /// Parses the native protocol: `NAME=value`, or `NAME`, a length of eight bytes, and the value.
-fn entry(mut bytes: &[u8]) -> Result<Entry> {
+fn parse_entry(mut bytes: &[u8]) -> Result<Entry> {
     let mut fields = Entry::new();
     while !bytes.is_empty() {
-        let end = bytes.iter().position(|&byte| byte == b'\n').context("an open line")?;
+        let end = bytes.iter().position(|&byte| byte == b'\n').context("a line without an end")?;
         let line = std::str::from_utf8(&bytes[..end])?;
         bytes = &bytes[end + 1..];
         let (name, value) = match line.split_once('=') {
@@ -30,7 +30,7 @@ fn entry(mut bytes: &[u8]) -> Result<Entry> {
             None => {
                 let (size, rest) = bytes.split_at_checked(8).context("no length")?;
                 let size = usize::try_from(u64::from_le_bytes(size.try_into()?))?;
-                let (value, rest) = rest.split_at_checked(size).context("a short value")?;
+                let (value, rest) = rest.split_at_checked(size).context("a truncated value")?;
                 bytes = rest.strip_prefix(b"\n").context("no end of the value")?;
                 (line, String::from_utf8(value.to_vec())?)
             }
@@ -45,16 +45,16 @@ async fn journal_lines_have_machine_and_request_fields() -> Result<()> {
     svc::http::tls::install_provider();
     // Without a database, `/readyz` fails and the log has the reason.
     let machine = Machine::new("postgres://nobody:secret-word@127.0.0.1:1/none")?;
-    let place = machine.path("journal.sock");
-    let journal = UnixDatagram::bind(&place)?;
+    let socket = machine.path("journal.sock");
+    let journal = UnixDatagram::bind(&socket)?;
     journal.set_read_timeout(Some(Duration::from_millis(100)))?;
     let stderr = File::create(machine.path("stderr"))?;
     let meta = stderr.metadata()?;
 
     let gateway = machine.command();
     let mut command = Command::new("unshare");
-    // In a user namespace every user can mount; root needs none.
-    command.args(["-Urm", "sh", "-c", FAKE_JOURNAL_SCRIPT, "sh"]).arg(&place);
+    // Every user can mount in a user namespace.
+    command.args(["-Urm", "sh", "-c", FAKE_JOURNAL_SCRIPT, "sh"]).arg(&socket);
     command.arg(gateway.get_program()).args(gateway.get_args()).env_clear();
     command.envs(gateway.get_envs().filter_map(|(name, value)| Some((name, value?))));
     command.env("JOURNAL_STREAM", format!("{}:{}", meta.dev(), meta.ino())).env("RUST_LOG", "svc=debug");
@@ -65,12 +65,12 @@ async fn journal_lines_have_machine_and_request_fields() -> Result<()> {
     let mut buffer = vec![0; 1 << 16];
     let mut probe = None;
     let id = "journal-request-0001";
-    let of_request = |entry: &Entry| entry.get("SVC_REQUEST_ID").is_some_and(|ids| ids == &[id]);
+    let belongs_to_request = |entry: &Entry| entry.get("SVC_REQUEST_ID").is_some_and(|ids| ids == &[id]);
     let request_entries = loop {
         if let Ok(size) = journal.recv(&mut buffer)
             && size > 0
         {
-            entries.push(entry(&buffer[..size])?);
+            entries.push(parse_entry(&buffer[..size])?);
         }
         let listening = entries.iter().find_map(|entry: &Entry| Some(entry.get("ADDRESS")?[0].clone()));
         if let (None, Some(address)) = (&probe, listening) {
@@ -78,7 +78,7 @@ async fn journal_lines_have_machine_and_request_fields() -> Result<()> {
             let request = client.get(format!("https://{address}/readyz")).header("x-request-id", id);
             probe = Some(tokio::spawn(request.send()));
         }
-        let all: Vec<&Entry> = entries.iter().filter(|entry| of_request(entry)).collect();
+        let all: Vec<&Entry> = entries.iter().filter(|entry| belongs_to_request(entry)).collect();
         if all.iter().any(|entry| entry["MESSAGE"][0].contains("request completed")) {
             break all.into_iter().cloned().collect::<Vec<_>>();
         }
@@ -101,7 +101,7 @@ async fn journal_lines_have_machine_and_request_fields() -> Result<()> {
     let completed = request_entries
         .iter()
         .find(|entry| entry["MESSAGE"][0].contains("request completed"))
-        .context("no line")?;
+        .context("no entry of the completed request")?;
     ensure!(completed["PRIORITY"] == ["6"] && completed["STATUS"] == ["503"], "{completed:?}");
     ensure!(!format!("{entries:?}").contains("secret-word"), "a password in the journal");
     // Journal entries are not duplicated on standard error.

@@ -1,4 +1,4 @@
-//! The gateway's start and shutdown, and the services behind it.
+//! The gateway's start and shutdown, and the services that it forwards to.
 
 use std::io::{Read, Write};
 
@@ -45,7 +45,7 @@ async fn tls_key_survives_restarts() -> Result<()> {
     let first = std::fs::read(&path)?;
     let host = host.restart()?;
     assert_eq!(std::fs::read(&path)?, first);
-    assert_eq!(host.bare(Method::GET, "/livez").send().await?.status(), StatusCode::OK);
+    assert_eq!(host.unsigned_request(Method::GET, "/livez").send().await?.status(), StatusCode::OK);
     Ok(())
 }
 
@@ -77,12 +77,12 @@ async fn settings_are_read_from_env_files() -> Result<()> {
 #[tokio::test]
 async fn absent_service_is_reported_as_page_or_problem() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
-    let page = host.owner(Method::GET, "/").header("accept", "text/html").send().await?;
+    let page = host.owner_request(Method::GET, "/").header("accept", "text/html").send().await?;
     assert_eq!(page.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert!(page.headers()["content-type"].to_str()?.starts_with("text/html"));
-    let (status, problem) = send_json(host.owner(Method::GET, "/")).await?;
+    let (status, problem) = send_json(host.owner_request(Method::GET, "/")).await?;
     assert_eq!((status, problem["code"].as_str()), (StatusCode::SERVICE_UNAVAILABLE, Some("unavailable")));
-    let code = host.bare(Method::GET, "/api/apps").header("x-svc-proof", host.proof(Route::Code));
+    let code = host.unsigned_request(Method::GET, "/api/apps").header("x-svc-proof", host.proof(Route::Code));
     let (status, problem) = send_json(code).await?;
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE, "route code goes to the code server: {problem}");
     Ok(())
@@ -106,7 +106,8 @@ async fn shell_and_code_requests_lose_platform_headers() -> Result<()> {
             stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nhi")?;
             Ok(String::from_utf8_lossy(&request).to_lowercase())
         });
-        let sent = host.bare(Method::GET, path).header("x-svc-proof", host.proof(route)).send().await?;
+        let sent =
+            host.unsigned_request(Method::GET, path).header("x-svc-proof", host.proof(route)).send().await?;
         assert_eq!((sent.status(), sent.text().await?.as_str()), (StatusCode::OK, "hi"));
         let seen = serving.join().expect("the upstream ends")?;
         assert!(seen.starts_with(&format!("get {path} http/1.1")), "{seen}");
@@ -135,7 +136,7 @@ async fn websocket_is_proxied() -> Result<()> {
         stream.write_all(&frame)
     });
     let request = host
-        .bare(Method::GET, "/socket")
+        .unsigned_request(Method::GET, "/socket")
         .header("x-svc-proof", host.proof(Route::Code))
         .header("connection", "upgrade")
         .header("upgrade", "websocket");
@@ -174,17 +175,17 @@ async fn more_apps_than_connections_are_all_served() -> Result<()> {
     let machine = Machine::new(&server.url("svc"))?;
     let apps: Vec<String> = (0..9).map(|n| format!("app{n}")).collect();
     for app in &apps {
-        machine.app(app, &json!({ "t": { "columns": { "a": "integer" } } }))?;
+        machine.add_app(app, &json!({ "t": { "columns": { "a": "integer" } } }))?;
     }
     let host = machine.start()?;
     for app in &apps {
-        host.until_registered(app).await?;
+        host.wait_until_registered(app).await?;
     }
     // Nine apps share four connections: 23 less 3 for superusers and a headroom of 16.
     let requests = (0..360).map(|n| {
         let body = json!({ "action": "insert", "app": apps[n % 9], "table": "t", "data": { "a": n } });
         let host = &host;
-        async move { host.data(&body).await }
+        async move { host.query_data(&body).await }
     });
     futures_util::future::try_join_all(requests).await?;
     let held = server
@@ -196,27 +197,30 @@ async fn more_apps_than_connections_are_all_served() -> Result<()> {
     Ok(())
 }
 
-/// A server that lost its volume has an empty database, but the marker names another: the gateway refuses to serve
-/// it.
+/// A server that lost its volume has an empty database, but the marker names another database: the gateway does not
+/// serve it.
 #[tokio::test]
 async fn database_that_differs_from_the_marker_is_not_served() -> Result<()> {
-    let (database, slug) = (kit::pg::test_database().await?, super::host::unique("notes"));
+    let (database, slug) = (kit::pg::test_database().await?, super::host::unique_name("notes"));
     let machine = Machine::new(&database.url())?;
-    machine.app(&slug, &json!({ "notes": { "columns": { "title": "text" } } }))?;
+    machine.add_app(&slug, &json!({ "notes": { "columns": { "title": "text" } } }))?;
     // The marker of an earlier release has no identifier: the gateway adopts the database.
     machine.write("opt/svc/restore-complete", "{\"version\":1}")?;
     let host = machine.start()?;
-    host.until_registered(&slug).await?;
+    host.wait_until_registered(&slug).await?;
     let marker: serde_json::Value =
         serde_json::from_slice(&std::fs::read(host.machine.path("opt/svc/restore-complete"))?)?;
     let mut other = marker.clone();
     other["databaseIdentity"]["systemIdentifier"] = json!("1");
     host.machine.write("opt/svc/restore-complete", &other.to_string())?;
     let host = host.restart()?;
-    host.until("the log names the mismatch", async || Ok(host.log().contains("instead of 1"))).await?;
-    assert_eq!(host.bare(Method::GET, "/readyz").send().await?.status(), StatusCode::SERVICE_UNAVAILABLE);
+    host.wait_until("the log names the mismatch", async || Ok(host.log().contains("instead of 1"))).await?;
+    assert_eq!(
+        host.unsigned_request(Method::GET, "/readyz").send().await?.status(),
+        StatusCode::SERVICE_UNAVAILABLE
+    );
     let insert = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": "a" } });
     assert_eq!(host.query(&insert).await?.0, StatusCode::SERVICE_UNAVAILABLE);
     host.machine.write("opt/svc/restore-complete", &marker.to_string())?;
-    host.until_registered(&slug).await
+    host.wait_until_registered(&slug).await
 }

@@ -4,11 +4,11 @@ use anyhow::Result;
 use reqwest::{Method, StatusCode};
 use serde_json::json;
 
-use super::host::{Host, host_with_app, send_json, unique};
+use super::host::{Host, host_with_app, send_json, unique_name};
 use crate::exposition::Exposition;
 
 pub fn scrape(host: &Host) -> Result<Exposition> {
-    let response = host.by_socket("GET /metrics HTTP/1.0\nHost: gateway\n\n")?;
+    let response = host.send_over_socket("GET /metrics HTTP/1.0\nHost: gateway\n\n")?;
     let (head, body) = response.split_once("\r\n\r\n").unwrap_or_default();
     anyhow::ensure!(head.starts_with("HTTP/1.0 200") || head.starts_with("HTTP/1.1 200"), "{response}");
     anyhow::ensure!(head.to_lowercase().contains("content-type: text/plain; version=0.0.4"), "{head}");
@@ -18,7 +18,7 @@ pub fn scrape(host: &Host) -> Result<Exposition> {
 #[tokio::test(flavor = "multi_thread")]
 async fn metrics_are_served_only_on_the_socket() -> Result<()> {
     let database = kit::pg::test_database().await?;
-    let slug = unique("notes");
+    let slug = unique_name("notes");
     let tables = json!({"notes": {"columns": {"title": "text"}, "unique": [["title"]]}});
     let host = host_with_app(&database, &slug, &tables).await?;
     let before = scrape(&host)?;
@@ -26,8 +26,8 @@ async fn metrics_are_served_only_on_the_socket() -> Result<()> {
     let insert = json!({"action": "insert", "app": slug, "table": "notes", "data": {"title": "one"}});
     assert!(host.query(&insert).await?.0.is_success());
     assert_eq!(host.query(&insert).await?.0, StatusCode::CONFLICT);
-    assert_eq!(send_json(host.bare(Method::GET, "/api/apps")).await?.0, StatusCode::UNAUTHORIZED);
-    let forged = host.bare(Method::GET, "/api/apps").header("x-svc-proof", "a.b.c");
+    assert_eq!(send_json(host.unsigned_request(Method::GET, "/api/apps")).await?.0, StatusCode::UNAUTHORIZED);
+    let forged = host.unsigned_request(Method::GET, "/api/apps").header("x-svc-proof", "a.b.c");
     assert_eq!(send_json(forged).await?.0, StatusCode::UNAUTHORIZED);
     let logs = host.machine.path("home/svc/home/system/logs");
     std::fs::create_dir_all(&logs)?;
@@ -55,16 +55,16 @@ async fn metrics_are_served_only_on_the_socket() -> Result<()> {
     assert_eq!(after.get("svc_backup_last_success_timestamp_seconds"), Some(1_767_323_045.0));
     assert!(after.get("svc_database_pool_connections{state=\"open\"}").is_some_and(|open| open >= 1.0));
 
-    // The location of the database is a metric, too.
-    let by_socket = host.by_socket("GET /readyz HTTP/1.0\nHost: gateway\n\n")?;
+    // The database's location is likewise shown only on the socket.
+    let by_socket = host.send_over_socket("GET /readyz HTTP/1.0\nHost: gateway\n\n")?;
     let url = reqwest::Url::parse(&database.url())?;
     let server = format!("\"server\":\"127.0.0.1:{}\"", url.port().unwrap_or_default());
     assert!(by_socket.contains(&server), "{by_socket}");
-    let (status, ready) = send_json(host.bare(Method::GET, "/readyz")).await?;
+    let (status, ready) = send_json(host.unsigned_request(Method::GET, "/readyz")).await?;
     assert_eq!((status, ready.get("server")), (StatusCode::OK, None));
 
     // The public port has no such route; with the owner's proof the path belongs to the shell.
-    assert_eq!(send_json(host.bare(Method::GET, "/metrics")).await?.0, StatusCode::UNAUTHORIZED);
+    assert_eq!(send_json(host.unsigned_request(Method::GET, "/metrics")).await?.0, StatusCode::UNAUTHORIZED);
     let (status, body) = host.get("/metrics").await?;
     assert!(status != StatusCode::OK && !body.to_string().contains("svc_build_info"), "{status} {body}");
     Ok(())

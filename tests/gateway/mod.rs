@@ -11,7 +11,7 @@ mod bridge_changes;
 mod bridge_pages;
 mod bridge_refusals;
 mod bridge_sqlstate;
-mod bridge_together;
+mod bridge_transaction;
 mod bridge_types;
 mod bridge_write;
 mod certificates;

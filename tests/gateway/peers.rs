@@ -1,4 +1,4 @@
-//! The machine's own sockets: only a process's user and token decide its access.
+//! The machine's own sockets: a process's access depends only on its user and token.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -10,8 +10,8 @@ use anyhow::{Context, Result, ensure};
 use kit::pg::test_database;
 use serde_json::{Value, json};
 
-use super::dispatch::{CONFIG, UNREACHABLE_DATABASE, request_dispatch, runner, until_finished};
-use super::host::{Host, Machine, host_with_app, unique};
+use super::dispatch::{CONFIG, UNREACHABLE_DATABASE, request_dispatch, start_runner, wait_until_finished};
+use super::host::{Host, Machine, host_with_app, unique_name};
 
 /// The ids that the machine's sysusers configuration assigns.
 const OWNERS_USER: u32 = 1940;
@@ -34,7 +34,7 @@ fn host_of_two_users() -> Result<Option<Host>> {
     Ok(Some(machine.start()?))
 }
 
-/// The status of a request over the gateway's socket from a process of this user.
+/// Returns the status of a request over the gateway's socket by a process of this user.
 fn request_as(uid: u32, socket: &Path, method: &str, path: &str, body: &str) -> Result<String> {
     let mut command = Command::new("curl");
     command.args(["-sS", "--max-time", "20", "-o", "/dev/null", "-w", "%{http_code}"]);
@@ -68,25 +68,29 @@ async fn owner_process_has_read_only_access() -> Result<()> {
         assert_eq!(status_as(OWNERS_USER, method, path, body)?, "403", "{method} {path}");
         assert_eq!(status_as(ANOTHER_USER, method, path, body)?, "403", "{method} {path}");
     }
-    assert_eq!(status_as(ANOTHER_USER, "GET", "/api/usage", "")?, "403", "of the group, but another user");
-    assert_eq!(status_as(0, "PUT", "/api/limits", r#"{"daily":1000}"#)?, "200", "root is the machine");
+    assert_eq!(
+        status_as(ANOTHER_USER, "GET", "/api/usage", "")?,
+        "403",
+        "a member of the group, but another user"
+    );
+    assert_eq!(status_as(0, "PUT", "/api/limits", r#"{"daily":1000}"#)?, "200", "root acts as the machine");
     Ok(())
 }
 
 const AGENT: &str = r#"
 read -r line
-ask() {
+call() {
   curl -sS --max-time 20 -o "$1.json" -w '%{http_code}\n' --unix-socket "$SVC_BRIDGE_SOCKET" \
     -H "authorization: Bearer $2" -H 'content-type: application/json' ${3:+-d "$3"} "http://localhost$4" >>codes
 }
 find='{"action":"find","app":"APP","table":"things"}'
-ask own "$SVC_BRIDGE_TOKEN" "$(echo "$find" | sed "s/APP/$OWN_APP/")" /api/bridge/query
-ask other "$SVC_BRIDGE_TOKEN" "$(echo "$find" | sed "s/APP/$OTHER_APP/")" /api/bridge/query
-ask schemas "$SVC_BRIDGE_TOKEN" '' /api/bridge/schemas
-ask limits "$SVC_BRIDGE_TOKEN" '{"daily":1000}' /api/limits
-ask dispatch "$SVC_BRIDGE_TOKEN" '{"prompt":"x"}' /api/dispatch
-ask forged "svc_agent_0000" "$find" /api/bridge/query
-ask none "" "$find" /api/bridge/query
+call own "$SVC_BRIDGE_TOKEN" "$(echo "$find" | sed "s/APP/$OWN_APP/")" /api/bridge/query
+call other "$SVC_BRIDGE_TOKEN" "$(echo "$find" | sed "s/APP/$OTHER_APP/")" /api/bridge/query
+call schemas "$SVC_BRIDGE_TOKEN" '' /api/bridge/schemas
+call limits "$SVC_BRIDGE_TOKEN" '{"daily":1000}' /api/limits
+call dispatch "$SVC_BRIDGE_TOKEN" '{"prompt":"x"}' /api/dispatch
+call forged "svc_agent_0000" "$find" /api/bridge/query
+call none "" "$find" /api/bridge/query
 printf '%s' "$SVC_BRIDGE_TOKEN" >token
 echo "{\"type\":\"text\",\"text\":\"my token is $SVC_BRIDGE_TOKEN\"}"
 echo '{"type":"result","status":"success"}'
@@ -94,29 +98,29 @@ echo '{"type":"result","status":"success"}'
 
 #[tokio::test]
 async fn agent_uses_bridge_of_its_apps_while_running() -> Result<()> {
-    let (database, notes, diary) = (test_database().await?, unique("notes"), unique("diary"));
+    let (database, notes, diary) = (test_database().await?, unique_name("notes"), unique_name("diary"));
     let things = json!({ "things": { "columns": { "title": "text" } } });
     let host = host_with_app(&database, &notes, &things).await?;
-    host.machine.app(&diary, &things)?;
-    host.until_registered(&diary).await?;
+    host.machine.add_app(&diary, &things)?;
+    host.wait_until_registered(&diary).await?;
     host.machine.write("home/svc/home/agent.sh", AGENT)?;
     let agent = json!({ "adapter": "json-lines", "command": ["sh", "agent.sh"], "apps": [notes],
         "environment": { "OWN_APP": notes, "OTHER_APP": diary } });
     host.machine.write(CONFIG, &json!({ "agents": { "coder": agent } }).to_string())?;
     fs::create_dir_all(host.machine.path("run/svc/owner"))?;
-    let _runner = runner(&host.machine.path(""))?;
+    let _runner = start_runner(&host.machine.path(""))?;
     host.query(
         &json!({ "action": "insert", "app": notes, "table": "things", "data": { "title": "of notes" } }),
     )
     .await?;
     // The settings are checked every second.
-    host.until("the agent", async || {
+    host.wait_until("the agent", async || {
         let (_, accepted) =
             request_dispatch(&host, json!({ "id": "d1", "prompt": "x", "agentName": "coder" })).await?;
         Ok(accepted["id"] == "d1")
     })
     .await?;
-    let shown = until_finished(&host, "d1").await?;
+    let shown = wait_until_finished(&host, "d1").await?;
     let home = host.machine.path("home/svc/home");
     let codes = fs::read_to_string(home.join("codes"))?;
     assert_eq!(
@@ -127,9 +131,13 @@ async fn agent_uses_bridge_of_its_apps_while_running() -> Result<()> {
     let read = |name: &str| -> Result<Value> { Ok(serde_json::from_slice(&fs::read(home.join(name))?)?) };
     assert_eq!(read("own.json")?["data"][0]["title"], "of notes");
     let schemas = read("schemas.json")?;
-    assert_eq!(schemas["data"].as_array().map(Vec::len), Some(1), "it sees its own apps: {schemas}");
+    assert_eq!(
+        schemas["data"].as_array().map(Vec::len),
+        Some(1),
+        "the agent sees only its own apps: {schemas}"
+    );
     assert!(read("other.json")?["detail"].to_string().contains(&format!("only the tables of {notes}.")));
-    // The dispatch is over, its token is invalid, and its output does not contain the token.
+    // The dispatch's output does not contain its token, which is invalid after the dispatch.
     let token = fs::read_to_string(home.join("token"))?;
     assert!(token.len() > 40 && !shown.to_string().contains(&token), "{shown}");
     let socket = host.machine.path("run/svc/bridge/bridge.sock");

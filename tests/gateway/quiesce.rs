@@ -1,4 +1,4 @@
-//! Writers are stopped before a final backup. They start again by call or by heartbeat, but not by a restart.
+//! Writers are stopped before a final backup. They resume after a call or a heartbeat, but not after a restart.
 
 use anyhow::Result;
 use http::StatusCode;
@@ -10,34 +10,44 @@ use svc::host::system::quiesce::Quiesce;
 use svc::http::proof::Route;
 use svc::machine::id::OperationId;
 
-use super::dispatch::{machine, request_dispatch, until_finished, until_recorded};
-use super::host::{Host, host_with_app, send_json, unique};
+use super::dispatch::{machine_with_runner, request_dispatch, wait_until_finished, wait_until_recorded};
+use super::host::{Host, host_with_app, send_json, unique_name};
 
-/// A request from the platform to the gateway.
-async fn by_platform(host: &Host, method: Method, path: &str, body: Value) -> Result<(StatusCode, Value)> {
+/// Sends a request to the gateway as the platform does.
+async fn send_as_platform(
+    host: &Host,
+    method: Method,
+    path: &str,
+    body: Value,
+) -> Result<(StatusCode, Value)> {
     let mut claims = host.machine.claims(Route::Internal);
     claims.method = Some(method.to_string());
     claims.path = Some(path.into());
     claims.jti = Some(uuid::Uuid::now_v7().to_string());
-    let request = host.bare(method, path).header("x-svc-proof", host.machine.signer.sign(&claims));
+    let request =
+        host.unsigned_request(method, path).header("x-svc-proof", host.machine.signer.sign(&claims));
     send_json(if body.is_null() { request } else { request.json(&body) }).await
 }
 
 async fn quiesce(host: &Host, operation: OperationId) -> Result<Value> {
     let path = "/_svc/internal/quiesce";
-    let (status, state) = by_platform(host, Method::POST, path, json!({ "operationId": operation })).await?;
+    let (status, state) =
+        send_as_platform(host, Method::POST, path, json!({ "operationId": operation })).await?;
     assert_eq!((status, &state["operationId"]), (StatusCode::OK, &json!(operation)), "{state}");
     Ok(state)
 }
 
 async fn resume(host: &Host, operation: OperationId) -> Result<StatusCode> {
     let path = "/_svc/internal/resume";
-    Ok(by_platform(host, Method::POST, path, json!({ "operationId": operation })).await?.0)
+    Ok(send_as_platform(host, Method::POST, path, json!({ "operationId": operation })).await?.0)
 }
 
-async fn until_quiesced(host: &Host, operation: OperationId) -> Result<()> {
-    host.until("no writer remains", async || Ok(!quiesce(host, operation).await?["quiescedAt"].is_null()))
-        .await
+async fn wait_until_quiesced(host: &Host, operation: OperationId) -> Result<()> {
+    host.wait_until(
+        "no writer remains",
+        async || Ok(!quiesce(host, operation).await?["quiescedAt"].is_null()),
+    )
+    .await
 }
 
 fn insert(slug: &str) -> Value {
@@ -46,22 +56,26 @@ fn insert(slug: &str) -> Value {
 
 #[tokio::test]
 async fn quiesce_refuses_inserts_until_it_is_resumed() -> Result<()> {
-    let (database, slug) = (test_database().await?, unique("notes"));
+    let (database, slug) = (test_database().await?, unique_name("notes"));
     let host =
         host_with_app(&database, &slug, &json!({ "notes": { "columns": { "title": "text" } } })).await?;
     let operation = OperationId::new();
-    until_quiesced(&host, operation).await?;
-    let refused = host.owner(Method::POST, "/api/bridge/query").json(&insert(&slug)).send().await?;
+    wait_until_quiesced(&host, operation).await?;
+    let refused = host.owner_request(Method::POST, "/api/bridge/query").json(&insert(&slug)).send().await?;
     assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(refused.headers()["content-type"], "application/problem+json");
     assert!(refused.headers().contains_key("retry-after"));
     let since = quiesce(&host, operation).await?["quiescedAt"].clone();
     // A power cut changes neither the state nor its start time.
     let host = host.restart()?;
-    host.until_registered(&slug).await?;
+    host.wait_until_registered(&slug).await?;
     assert_eq!(host.query(&insert(&slug)).await?.0, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(quiesce(&host, operation).await?["quiescedAt"], since);
-    assert_eq!(resume(&host, OperationId::new()).await?, StatusCode::CONFLICT, "another operation's");
+    assert_eq!(
+        resume(&host, OperationId::new()).await?,
+        StatusCode::CONFLICT,
+        "the operation is another one"
+    );
     assert_eq!(host.query(&insert(&slug)).await?.0, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(resume(&host, operation).await?, StatusCode::OK);
     assert_eq!(resume(&host, operation).await?, StatusCode::OK, "resuming is idempotent");
@@ -69,10 +83,10 @@ async fn quiesce_refuses_inserts_until_it_is_resumed() -> Result<()> {
     Ok(())
 }
 
-/// A statement whose client disconnected may still commit, so the machine is quiet only after its end.
+/// A statement whose client disconnected may still commit, so the machine is quiesced only after it has ended.
 #[tokio::test]
 async fn quiesce_waits_for_statements_that_still_run() -> Result<()> {
-    let (database, slug) = (test_database().await?, unique("notes"));
+    let (database, slug) = (test_database().await?, unique_name("notes"));
     let host =
         host_with_app(&database, &slug, &json!({ "notes": { "columns": { "title": "text" } } })).await?;
     let mut admin = database.connect().await?;
@@ -84,7 +98,7 @@ async fn quiesce_waits_for_statements_that_still_run() -> Result<()> {
     let inserting = host.query(&body);
     let operation = OperationId::new();
     let stopping = async {
-        host.until("the insert waits", async || {
+        host.wait_until("the insert waits", async || {
             let waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
             Ok(watching.query_one(waiting, &[]).await?.get::<_, i64>(0) == 1)
         })
@@ -96,25 +110,25 @@ async fn quiesce_waits_for_statements_that_still_run() -> Result<()> {
     let (inserted, stopped) = tokio::join!(inserting, stopping);
     stopped?;
     assert_eq!(inserted?.0, StatusCode::CREATED, "an admitted insert completes");
-    until_quiesced(&host, operation).await
+    wait_until_quiesced(&host, operation).await
 }
 
 #[tokio::test]
 async fn quiesce_ends_and_records_running_dispatches() -> Result<()> {
-    let (machine, _runner) = machine(&json!({}))?;
+    let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     let (status, running) = request_dispatch(&host, json!({ "prompt": "hold it" })).await?;
     assert_eq!(status, StatusCode::ACCEPTED, "{running}");
     let id = running["id"].as_str().unwrap_or_default().to_owned();
-    host.until("it runs", async || {
+    host.wait_until("the dispatch runs", async || {
         Ok(host.get(&format!("/api/dispatch/{id}")).await?.1["status"] == "running")
     })
     .await?;
     let operation = OperationId::new();
     let first = quiesce(&host, operation).await?;
     assert_eq!((&first["quiescedAt"], &first["runningDispatches"]), (&Value::Null, &json!(1)));
-    until_quiesced(&host, operation).await?;
-    let ended = until_finished(&host, &id).await?;
+    wait_until_quiesced(&host, operation).await?;
+    let ended = wait_until_finished(&host, &id).await?;
     assert_eq!(ended["status"], "error");
     let (_, page) = host.get("/api/interactions").await?;
     let entry = &page["interactions"][0];
@@ -125,7 +139,7 @@ async fn quiesce_ends_and_records_running_dispatches() -> Result<()> {
     assert_eq!((status, &problem["code"]), (StatusCode::SERVICE_UNAVAILABLE, &json!("unavailable")));
     assert_eq!(resume(&host, operation).await?, StatusCode::OK);
     let (_, again) = request_dispatch(&host, json!({ "prompt": "ok now" })).await?;
-    let again = until_finished(&host, again["id"].as_str().unwrap_or_default()).await?;
+    let again = wait_until_finished(&host, again["id"].as_str().unwrap_or_default()).await?;
     assert_eq!(again["status"], "success", "{again}");
     Ok(())
 }
@@ -134,7 +148,8 @@ async fn quiesce_ends_and_records_running_dispatches() -> Result<()> {
 /// resume.
 #[tokio::test]
 async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
-    let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
+    let (machine, _runner) =
+        machine_with_runner(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
     let host = machine.start()?;
     request_dispatch(&host, json!({ "prompt": "hold it", "id": "runs" })).await?;
     for id in ["first", "second"] {
@@ -146,13 +161,15 @@ async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
     let status = async |host: &Host, id: &str| -> Result<Value> {
         Ok(host.get(&format!("/api/dispatch/{id}")).await?.1["status"].clone())
     };
-    host.until("the first runs", async || Ok(status(&host, "runs").await? == "running")).await?;
+    host.wait_until("the first runs", async || Ok(status(&host, "runs").await? == "running")).await?;
     let operation = OperationId::new();
-    until_quiesced(&host, operation).await?;
-    assert_eq!(until_recorded(&host, "runs").await?["error"]["name"], "Interrupted");
+    wait_until_quiesced(&host, operation).await?;
+    assert_eq!(wait_until_recorded(&host, "runs").await?["error"]["name"], "Interrupted");
     let host = host.restart()?;
-    host.until("the queued dispatch is restored", async || Ok(status(&host, "second").await? == "queued"))
-        .await?;
+    host.wait_until("the queued dispatch is restored", async || {
+        Ok(status(&host, "second").await? == "queued")
+    })
+    .await?;
     // By now the dispatcher has tried several times to start the queued dispatch.
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     for id in ["first", "second"] {
@@ -167,8 +184,8 @@ async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
 
     assert_eq!(resume(&host, operation).await?, StatusCode::OK);
     for id in ["first", "second"] {
-        assert_eq!(until_finished(&host, id).await?["status"], "success", "{id}");
-        until_recorded(&host, id).await?;
+        assert_eq!(wait_until_finished(&host, id).await?["status"], "success", "{id}");
+        wait_until_recorded(&host, id).await?;
     }
     let (_, page) = host.get("/api/interactions?status=success").await?;
     let order: Vec<&str> = page["interactions"]
@@ -185,16 +202,16 @@ async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
 /// The sync agent removes the file when the platform no longer names the operation.
 #[tokio::test]
 async fn writers_resume_when_the_file_is_removed() -> Result<()> {
-    let (machine, _runner) = machine(&json!({}))?;
+    let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     let operation = OperationId::new();
-    until_quiesced(&host, operation).await?;
+    wait_until_quiesced(&host, operation).await?;
     assert_eq!(request_dispatch(&host, json!({ "prompt": "ok" })).await?.0, StatusCode::SERVICE_UNAVAILABLE);
     let layout = svc::host::system::layout::Layout::new(host.machine.path(""));
-    assert!(!quiesce::resume(&layout, OperationId::new()).await?, "another operation's");
+    assert!(!quiesce::resume(&layout, OperationId::new()).await?, "the operation is another one");
     assert!(Quiesce::read(&layout)?.is_some());
     assert!(quiesce::resume(&layout, operation).await?);
-    host.until("dispatches are accepted", async || {
+    host.wait_until("dispatches are accepted", async || {
         Ok(request_dispatch(&host, json!({ "prompt": "ok" })).await?.0 == StatusCode::ACCEPTED)
     })
     .await
@@ -202,10 +219,10 @@ async fn writers_resume_when_the_file_is_removed() -> Result<()> {
 
 #[tokio::test]
 async fn backup_is_reported_during_and_after_its_run() -> Result<()> {
-    let (machine, _runner) = machine(&json!({}))?;
+    let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     let show = async || -> Result<Value> {
-        Ok(by_platform(&host, Method::GET, "/_svc/internal/backup", Value::Null).await?.1)
+        Ok(send_as_platform(&host, Method::GET, "/_svc/internal/backup", Value::Null).await?.1)
     };
     assert_eq!(show().await?, json!({ "running": false }));
     let progress = json!({ "version": 1, "beganAt": "2026-01-02T03:04:05.000Z", "stage": "dump",

@@ -1,4 +1,4 @@
-//! The kernel's records as the owner reads them: pages, streams, usage, limits, and the same in a terminal.
+//! A machine's records as the owner reads them: pages, streams, usage and limits, over HTTP and in a terminal.
 
 use std::time::Duration;
 
@@ -98,7 +98,7 @@ async fn usage_equals_interactions_and_outlives_them() -> Result<()> {
     let today = get(&host, &format!("/api/usage?startDate={day}&endDate={day}")).await?;
     assert_eq!((&today["totalCost"], &today["entries"][0]["dispatches"]), (&json!(1), &json!(10)));
 
-    // In a terminal, while the gateway runs.
+    // The same report in a terminal, while the gateway runs.
     let shown = host.machine.command().args(["usage", "--by", "user"]).output()?;
     let shown = String::from_utf8(shown.stdout)?;
     assert!(shown.contains("telegram:7") && shown.contains("$1.00") && shown.contains("$2.00"), "{shown}");
@@ -121,7 +121,7 @@ async fn usage_equals_interactions_and_outlives_them() -> Result<()> {
 }
 
 #[tokio::test]
-async fn start_and_stop_of_the_gateway_are_noted() -> Result<()> {
+async fn start_and_stop_of_the_gateway_are_logged() -> Result<()> {
     let mut host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     host.terminate()?;
     assert!(host.wait_for_exit().await?.success());
@@ -139,7 +139,7 @@ async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
     let (machine, _) = machine_in_use()?;
     machine.write(CONFIG, r#"{"theme": "dark", "costLimits": {"monthly": 100}}"#)?;
     let host = machine.start()?;
-    let put = |body: Value| send_json(host.owner(Method::PUT, "/api/limits").json(&body));
+    let put = |body: Value| send_json(host.owner_request(Method::PUT, "/api/limits").json(&body));
     let shown = get(&host, "/api/limits").await?;
     assert_eq!(
         (&shown["daily"]["limit"], &shown["daily"]["remaining"], &shown["timeZone"]),
@@ -164,7 +164,7 @@ async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
     );
     assert_eq!(get(&host, "/api/limits?userId=nobody").await?["daily"]["spent"], json!(0));
     // The audit also contains the gateway's own changes.
-    host.until("the audit", async || {
+    host.wait_until("the audit", async || {
         let audit = get(&host, "/api/audit?path=system/config.json&actor=svc-gateway").await?;
         Ok(audit["entries"]
             .as_array()
@@ -197,7 +197,7 @@ async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
         let (status, body) = put(wrong).await?;
         assert_eq!((status.as_u16(), &body["code"]), (400, &json!("invalid_request")));
     }
-    host.until("the limits are logged in activity.log", async || {
+    host.wait_until("the limits are logged in activity.log", async || {
         let activity = get(&host, "/api/activity?contains=limit&limit=100").await?;
         let activity = activity["lines"].to_string();
         Ok(["daily cost limit is $0.60", "daily cost limit is $0.50"]
@@ -207,7 +207,7 @@ async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
     .await
 }
 
-/// Every line of the stream once, across a rotation; after a disconnect it resumes.
+/// The stream has every line once, also across a rotation, and resumes after a disconnect.
 #[tokio::test]
 async fn record_stream_follows_rotation_and_resumes() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
@@ -239,7 +239,7 @@ async fn record_stream_follows_rotation_and_resumes() -> Result<()> {
         let event = events.next().await?;
         assert!(event.contains(&format!("\"a/{n}\"")), "{event}");
     }
-    // The same in a terminal.
+    // The same lines in a terminal.
     let shown = host.machine.command().args(["logs", "audit", "-n", "3"]).output()?;
     let shown = String::from_utf8(shown.stdout)?;
     let paths: Vec<_> =
@@ -255,7 +255,8 @@ struct Events {
 
 impl Events {
     async fn open(host: &Host, path: &str, after: Option<&str>) -> Result<Self> {
-        let request = host.owner(Method::GET, path).header("last-event-id", after.unwrap_or_default());
+        let request =
+            host.owner_request(Method::GET, path).header("last-event-id", after.unwrap_or_default());
         let response = request.send().await?;
         ensure!(response.status() == 200, "{}", response.status());
         Ok(Self { body: response.bytes_stream().boxed(), text: String::new() })

@@ -1,5 +1,5 @@
-//! The kernel's records on a full disk, in files of another owner, and after files disappear: the gateway keeps
-//! serving, reports the problem, and resumes its records when it can.
+//! A machine's records on a full disk, in files that cannot be written, and after files disappear: the gateway keeps
+//! serving, reports the problem, and resumes its records when possible.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -18,7 +18,8 @@ const LOGS: &str = "home/svc/home/system/logs";
 
 /// Changes a limit, which logs a line: `the daily cost limit is $n.00`.
 async fn set_limit(host: &Host, n: u32) -> Result<()> {
-    let (status, body) = send_json(host.owner(Method::PUT, "/api/limits").json(&json!({"daily": n}))).await?;
+    let (status, body) =
+        send_json(host.owner_request(Method::PUT, "/api/limits").json(&json!({"daily": n}))).await?;
     ensure!(status == 200, "{status} {body}");
     Ok(())
 }
@@ -28,13 +29,13 @@ fn is_logged(logs: &Path, n: u32) -> bool {
     String::from_utf8_lossy(&text).contains(&format!("the daily cost limit is ${n}.00;"))
 }
 
-async fn until_limit_logged(host: &Host, n: u32) -> Result<()> {
+async fn wait_until_limit_logged(host: &Host, n: u32) -> Result<()> {
     let logs = host.machine.path(LOGS);
-    host.until(&format!("the log line of {n}"), async || Ok(is_logged(&logs, n))).await
+    host.wait_until(&format!("the log line of {n}"), async || Ok(is_logged(&logs, n))).await
 }
 
-async fn until_stuck(host: &Host, stuck: f64) -> Result<()> {
-    host.until("the metric svc_records_stuck", async || {
+async fn wait_until_stuck(host: &Host, stuck: f64) -> Result<()> {
+    host.wait_until("the metric svc_records_stuck", async || {
         Ok(scrape(host)?.get("svc_records_stuck") == Some(stuck))
     })
     .await
@@ -55,21 +56,24 @@ async fn full_disk_is_reported_and_records_resume() -> Result<()> {
     let Some(disk) = SmallDisk::mount(logs.clone(), 1)? else { return Ok(()) };
     let mut host = machine.start()?;
     set_limit(&host, 1).await?;
-    until_limit_logged(&host, 1).await?;
-    until_stuck(&host, 0.0).await?;
-    // A torn line of another program fills the disk to the last byte.
+    wait_until_limit_logged(&host, 1).await?;
+    wait_until_stuck(&host, 0.0).await?;
+    // Another program fills the disk to the last byte.
     fs::remove_file(logs.join("activity.log"))?;
     disk.fill(0)?;
     set_limit(&host, 2).await?;
-    until_stuck(&host, 1.0).await?;
-    ensure!(scrape(&host)?.get("svc_records_waiting_bytes").is_some_and(|bytes| bytes > 0.0), "they wait");
+    wait_until_stuck(&host, 1.0).await?;
+    ensure!(
+        scrape(&host)?.get("svc_records_waiting_bytes").is_some_and(|bytes| bytes > 0.0),
+        "records are waiting"
+    );
     ensure!(host.log().contains("records cannot be written"), "{}", host.log());
     set_limit(&host, 3).await?;
     assert_serves(&host).await?;
     disk.empty()?;
-    until_limit_logged(&host, 2).await?;
-    until_limit_logged(&host, 3).await?;
-    until_stuck(&host, 0.0).await?;
+    wait_until_limit_logged(&host, 2).await?;
+    wait_until_limit_logged(&host, 3).await?;
+    wait_until_stuck(&host, 0.0).await?;
     ensure!(host.log().contains("records are written again"), "{}", host.log());
     let text = fs::read_to_string(logs.join("activity.log"))?;
     ensure!(text.lines().all(|line| line.starts_with("20")), "each line is whole: {text}");
@@ -89,27 +93,28 @@ async fn records_continue_after_rename_delete_or_truncate() -> Result<()> {
     let logs = host.machine.path(LOGS);
     let current = logs.join("activity.log");
     set_limit(&host, 1).await?;
-    until_limit_logged(&host, 1).await?;
+    wait_until_limit_logged(&host, 1).await?;
     fs::rename(&current, logs.join("activity-2026-11-21.log"))?;
     set_limit(&host, 2).await?;
-    until_limit_logged(&host, 2).await?;
+    wait_until_limit_logged(&host, 2).await?;
     fs::remove_file(&current)?;
     set_limit(&host, 3).await?;
-    until_limit_logged(&host, 3).await?;
+    wait_until_limit_logged(&host, 3).await?;
     fs::File::options().write(true).open(&current)?.set_len(10)?;
     set_limit(&host, 4).await?;
-    until_limit_logged(&host, 4).await?;
+    wait_until_limit_logged(&host, 4).await?;
     let text = fs::read_to_string(&current)?;
     let last = text.lines().last().context("a line")?;
-    ensure!(last.contains("$4.00") && last.starts_with("20"), "it is a separate line: {text}");
+    ensure!(last.contains("$4.00") && last.starts_with("20"), "the new line is a separate line: {text}");
     fs::remove_dir_all(&logs)?;
     set_limit(&host, 5).await?;
-    until_limit_logged(&host, 5).await?;
+    wait_until_limit_logged(&host, 5).await?;
     ensure!(!fs::read_to_string(&current)?.contains("$4.00"), "deleted lines are not restored");
     assert_serves(&host).await
 }
 
-/// Files that the gateway must not write: on a machine it is not root, and it never follows a link.
+/// The gateway never follows a link, and on a machine it cannot write to directories without permission: it is not
+/// root.
 #[tokio::test]
 async fn unwritable_record_is_reported_and_retried() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
@@ -120,21 +125,21 @@ async fn unwritable_record_is_reported_and_retried() -> Result<()> {
     std::os::unix::fs::symlink(&theirs, logs.join("activity.log"))?;
     let host = machine.start()?;
     set_limit(&host, 1).await?;
-    until_stuck(&host, 1.0).await?;
+    wait_until_stuck(&host, 1.0).await?;
     assert_serves(&host).await?;
     ensure!(fs::read_to_string(&theirs)? == "theirs\n", "the target of the link is unchanged");
     fs::remove_file(logs.join("activity.log"))?;
-    until_limit_logged(&host, 1).await?;
-    until_stuck(&host, 0.0).await?;
+    wait_until_limit_logged(&host, 1).await?;
+    wait_until_stuck(&host, 0.0).await?;
     if nix::unistd::geteuid().is_root() {
         kit::skip::record("root can write to a directory without permission");
     } else {
         fs::set_permissions(&logs, fs::Permissions::from_mode(0o500))?;
         fs::remove_file(logs.join("activity.log")).ok();
         set_limit(&host, 2).await?;
-        until_stuck(&host, 1.0).await?;
+        wait_until_stuck(&host, 1.0).await?;
         fs::set_permissions(&logs, fs::Permissions::from_mode(0o700))?;
-        until_limit_logged(&host, 2).await?;
+        wait_until_limit_logged(&host, 2).await?;
     }
     let (_, shown): (_, Value) = host.get("/api/activity?contains=limit").await?;
     ensure!(shown["lines"].as_array().is_some_and(|lines| !lines.is_empty()), "{shown}");

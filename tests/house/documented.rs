@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{File, at};
+use super::{File, violation_at};
 
 /// Every crate that a workspace member depends on has one row in `docs/dependencies.md`, and every row belongs to
 /// such a crate.
@@ -16,7 +16,7 @@ pub fn unexplained_dependencies(files: &[File]) -> Vec<String> {
             }
             let name = line.split(['.', ' ', '=']).next().unwrap_or_default();
             if is_list && name.starts_with(|c: char| c.is_ascii_lowercase()) {
-                named.entry(name).or_insert_with(|| at(&file.path, number + 1, name));
+                named.entry(name).or_insert_with(|| violation_at(&file.path, number + 1, name));
             }
         }
     }
@@ -58,7 +58,7 @@ pub fn unknown_tests(files: &[File]) -> Vec<String> {
         for (number, line) in file.text.lines().enumerate() {
             let names = line.split('`').skip(1).step_by(2).filter(|text| is_name(text));
             for name in names.filter(|name| !is_test(files, name)) {
-                found.push(at(&file.path, number + 1, format!("no such test: {name}")));
+                found.push(violation_at(&file.path, number + 1, format!("no such test: {name}")));
             }
         }
     }
@@ -71,7 +71,7 @@ pub fn unknown_names(files: &[File]) -> Vec<String> {
     for page in files.iter().filter(|file| file.path.starts_with("docs/")) {
         for (number, line) in page.text.lines().enumerate() {
             let (mut source, mut is_in_parentheses) = (None, false);
-            // Text outside and inside of quotes, in turn.
+            // Alternating text outside and inside of backticks.
             let parts: Vec<&str> = line.split('`').collect();
             for pair in parts.chunks_exact(2) {
                 let (before, quoted) = (pair[0], pair[1]);
@@ -81,7 +81,11 @@ pub fn unknown_names(files: &[File]) -> Vec<String> {
                 } else if !is_in_parentheses {
                     source = None;
                 } else if let Some(file) = source.filter(|file| !has_word(&file.text, quoted)) {
-                    found.push(at(&page.path, number + 1, format!("{} has no {quoted}", file.path)));
+                    found.push(violation_at(
+                        &page.path,
+                        number + 1,
+                        format!("{} has no {quoted}", file.path),
+                    ));
                 }
             }
         }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{File, at, source};
+use super::{File, source, violation_at};
 
 /// The modules of `src/host`, each with the modules that it may import.
 const HOST_MODULES: [(&str, &[&str]); 11] = [
@@ -19,7 +19,7 @@ const HOST_MODULES: [(&str, &[&str]); 11] = [
     ("update", &["snapshots", "system"]),
 ];
 
-/// Folders below `src/host` that are an applet each; no other module imports them.
+/// Folders below `src/host`, each of which is an applet; no other module imports them.
 const APPLETS: [&[&str]; 12] = [
     &["agents", "runner"],
     &["audit", "hook"],
@@ -35,13 +35,13 @@ const APPLETS: [&[&str]; 12] = [
     &["update"],
 ];
 
-/// All services of the gateway; only its start and its router know it.
+/// The module with all services of the gateway; only the gateway's start and its router may import it.
 const GATEWAY_STATE: [&str; 2] = ["gateway", "state"];
 
 /// Modules that the updater shares with the programs that request an update or report its progress.
 const UPDATE_FILES: [&str; 2] = ["protocol", "trusted_keys"];
 
-/// The packages of the product, each with those that it may depend on.
+/// The packages of the product, each with the packages that it may depend on.
 const PACKAGES: [(&str, &[&str]); 10] = [
     ("base", &["machine"]),
     ("ctl", &["base", "http", "machine", "store", "verify", "wire"]),
@@ -62,46 +62,51 @@ pub fn forbidden_dependencies(files: &[File]) -> Vec<String> {
         let package = file.path.strip_prefix("src/").and_then(|path| path.strip_suffix("/Cargo.toml"));
         let Some(package) = package else { continue };
         let Some((_, allowed)) = PACKAGES.iter().find(|(name, _)| *name == package) else {
-            found.push(at(&file.path, 1, "the package has no line in the table of packages"));
+            found.push(violation_at(&file.path, 1, "the package is missing from the table PACKAGES"));
             continue;
         };
         for (number, line) in file.text.lines().enumerate() {
             let dependency = line.split(['.', ' ', '=']).next().and_then(|key| key.strip_prefix("svc-"));
             if let Some(dependency) = dependency.filter(|name| !allowed.contains(name)) {
-                found.push(at(&file.path, number + 1, format!("{package} must not depend on {dependency}")));
+                found.push(violation_at(
+                    &file.path,
+                    number + 1,
+                    format!("{package} must not depend on {dependency}"),
+                ));
             }
         }
     }
     found
 }
 
-/// Packages without the lints of the workspace, of which `unsafe_code = "forbid"` is one.
-pub fn without_lints(files: &[File]) -> Vec<String> {
+/// Packages without the lints of the workspace, such as `unsafe_code = "forbid"`.
+pub fn packages_without_lints(files: &[File]) -> Vec<String> {
     let manifests = files.iter().filter(|file| file.path.ends_with("Cargo.toml"));
     manifests
         .filter(|file| {
             file.text.contains("[package]") && !file.text.contains("\n[lints]\nworkspace = true\n")
         })
-        .map(|file| at(&file.path, 1, "the package does not have the lints of the workspace"))
+        .map(|file| violation_at(&file.path, 1, "the package does not inherit the lints of the workspace"))
         .collect()
 }
 
 /// The reason why an import is forbidden, if it is.
-fn refusal(from: &[String], to: &[String]) -> Option<&'static str> {
+fn forbidden_reason(from: &[String], to: &[String]) -> Option<&'static str> {
     let is_host = |path: &[String]| path.first().is_some_and(|folder| folder == "host");
-    if is_host(from) && is_host(to) { host(&from[1..], &to[1..]) } else { None }
+    if is_host(from) && is_host(to) { host_reason(&from[1..], &to[1..]) } else { None }
 }
 
-fn host(from: &[String], to: &[String]) -> Option<&'static str> {
-    let (Some(here), Some(there)) = (from.first(), to.first()) else { return None };
-    let room = |name: &String| HOST_MODULES.iter().find(|(room, _)| room == name);
-    let Some((_, allowed)) = room(here) else {
-        return Some("this module of the host is missing from the table");
+fn host_reason(from: &[String], to: &[String]) -> Option<&'static str> {
+    let (Some(from_module), Some(to_module)) = (from.first(), to.first()) else { return None };
+    let entry = |name: &String| HOST_MODULES.iter().find(|(module, _)| module == name);
+    let Some((_, allowed)) = entry(from_module) else {
+        return Some("this module of the host is missing from the table HOST_MODULES");
     };
-    if here != there && room(there).is_some() && !allowed.contains(&there.as_str()) {
-        return Some("this module of the host must not import that one");
+    if from_module != to_module && entry(to_module).is_some() && !allowed.contains(&to_module.as_str()) {
+        return Some("HOST_MODULES does not permit this import");
     }
-    let is_shared = there == "update" && to.get(1).is_some_and(|file| UPDATE_FILES.contains(&file.as_str()));
+    let is_shared =
+        to_module == "update" && to.get(1).is_some_and(|file| UPDATE_FILES.contains(&file.as_str()));
     let is_in = |path: &[String], applet: &[&str]| {
         path.len() >= applet.len() && path.iter().zip(applet).all(|(a, b)| a == b)
     };
@@ -110,47 +115,50 @@ fn host(from: &[String], to: &[String]) -> Option<&'static str> {
     let is_declared =
         foreign.is_some_and(|applet| from.len() < applet.len() && is_in(from, &applet[..from.len()]));
     if foreign.is_some() && !is_shared && !is_declared {
-        return Some("one applet never imports another's folder");
+        return Some("an applet must not import another applet's folder");
     }
     let is_assembly = from == ["gateway"] || from == ["gateway", "router"] || is_in(from, &GATEWAY_STATE);
-    (is_in(to, &GATEWAY_STATE) && !is_assembly).then_some("a handler takes its own services, not all of them")
+    (is_in(to, &GATEWAY_STATE) && !is_assembly)
+        .then_some("a handler must take only the services that it needs")
 }
 
-pub fn broken(files: &[File]) -> Vec<String> {
+pub fn forbidden_imports(files: &[File]) -> Vec<String> {
     let mut found = Vec::new();
     for file in files {
-        let Some(module) = source::module(&file.path) else { continue };
-        for named in source::named(&module, &source::tokens(&source::code(&file.text))) {
-            if let Some(why) = refusal(&module, &named.path) {
-                found.push(at(&file.path, named.line, format!("{}: {why}", named.path.join("::"))));
+        let Some(module) = source::module_path(&file.path) else { continue };
+        for named in source::named_paths(&module, &source::tokenize(&source::blank_literals(&file.text))) {
+            if let Some(why) = forbidden_reason(&module, &named.path) {
+                found.push(violation_at(&file.path, named.line, format!("{}: {why}", named.path.join("::"))));
             }
         }
     }
     found
 }
 
-/// Imports that form a circle of modules directly below a package, without those of tests.
-pub fn circles(files: &[File]) -> Vec<String> {
+/// Imports that form a cycle of modules directly below a package; imports in tests are not counted.
+pub fn import_cycles(files: &[File]) -> Vec<String> {
     // The imports of each module: the imported module, and the first place that names it.
     let mut imports: BTreeMap<[String; 2], BTreeMap<[String; 2], String>> = BTreeMap::new();
     let tests = source::test_modules(files);
     for file in files {
-        let Some(module) = source::module(&file.path) else { continue };
+        let Some(module) = source::module_path(&file.path) else { continue };
         let [package, name, ..] = module.as_slice() else { continue };
         if tests.iter().any(|test| module.starts_with(test)) {
             continue;
         }
         let from = imports.entry([package.clone(), name.clone()]).or_default();
-        for named in
-            source::named(&module, &source::without_tests(&source::tokens(&source::code(&file.text))).0)
-        {
-            let [there, other, ..] = named.path.as_slice() else { continue };
-            if there == package && other != name {
-                from.entry([there.clone(), other.clone()]).or_insert_with(|| at(&file.path, named.line, ""));
+        for named in source::named_paths(
+            &module,
+            &source::without_tests(&source::tokenize(&source::blank_literals(&file.text))).0,
+        ) {
+            let [to_module, other, ..] = named.path.as_slice() else { continue };
+            if to_module == package && other != name {
+                from.entry([to_module.clone(), other.clone()])
+                    .or_insert_with(|| violation_at(&file.path, named.line, ""));
             }
         }
     }
-    // A module that imports none of the others, or that none of them imports, is in no circle.
+    // A module that imports none of the others, or that none of them imports, is not part of a cycle.
     loop {
         let before = imports.len();
         let names: BTreeSet<_> = imports.keys().cloned().collect();
@@ -162,7 +170,7 @@ pub fn circles(files: &[File]) -> Vec<String> {
         }
     }
     let found = imports.iter().flat_map(|([_, from], others)| {
-        others.iter().map(move |([_, to], place)| format!("{place}{from} imports {to} in a circle"))
+        others.iter().map(move |([_, to], place)| format!("{place}{from} imports {to} in a cycle"))
     });
     found.collect()
 }
@@ -172,7 +180,7 @@ mod tests {
     use super::*;
 
     fn is_broken(path: &str, text: &str) -> bool {
-        !broken(&[File::sample(path, text)]).is_empty()
+        !forbidden_imports(&[File::sample(path, text)]).is_empty()
     }
 
     #[test]
@@ -185,7 +193,7 @@ mod tests {
             ("src/host/link/sync/mod.rs", "use crate::update::journal;"),
             ("src/host/link/sync/mod.rs", "use crate::{agents, system};"),
             ("src/host/system/layout.rs", "fn f() { crate::gateway::state::new() }"),
-            ("src/host/new_room/mod.rs", "use crate::system::layout;"),
+            ("src/host/new_module/mod.rs", "use crate::system::layout;"),
             ("src/host/gateway/apps/list.rs", "use crate::gateway::state::Gateway;"),
             ("src/host/gateway/writers.rs", "use super::state::Services;"),
         ] {
@@ -236,23 +244,23 @@ mod tests {
                 let names: Vec<_> = left.iter().map(|(name, _)| *name).collect();
                 let before = left.len();
                 left.retain(|(_, imports)| imports.iter().any(|import| names.contains(import)));
-                assert!(left.len() < before, "a circle among {names:?}");
+                assert!(left.len() < before, "a cycle among {names:?}");
             }
         }
     }
 
     #[test]
     fn module_cycle_is_detected() {
-        let circle = [
+        let cycle = [
             File::sample("src/ctl/a.rs", "use crate::b::B;"),
             File::sample("src/ctl/b/mod.rs", "use super::c;"),
             File::sample("src/ctl/c.rs", "use super::a::A;"),
             File::sample("src/ctl/d.rs", "use super::e;"),
             File::sample("src/ctl/e.rs", "#[cfg(test)]\nmod tests { use crate::d; }"),
         ];
-        let found = circles(&circle);
+        let found = import_cycles(&cycle);
         assert_eq!(found.len(), 3, "{found:?}");
         assert!(found[0].starts_with("src/ctl/a.rs:1: a imports b"), "{found:?}");
-        assert_eq!(circles(&circle[1..]).len(), 0);
+        assert_eq!(import_cycles(&cycle[1..]).len(), 0);
     }
 }

@@ -17,13 +17,13 @@ impl File {
 }
 
 /// The position of a violation: `src/store/key.rs:12: why`.
-pub fn at(path: &str, line: usize, why: impl std::fmt::Display) -> String {
+pub fn violation_at(path: &str, line: usize, why: impl std::fmt::Display) -> String {
     format!("{path}:{line}: {why}")
 }
 
 /// Generated or downloaded folders.
-const SKIPPED: [&str; 4] = [".git", "target", "node_modules", "dist"];
-const TEXTS: [&str; 19] = [
+const SKIPPED_FOLDERS: [&str; 4] = [".git", "target", "node_modules", "dist"];
+const TEXT_EXTENSIONS: [&str; 19] = [
     "rs", "toml", "md", "sql", "sh", "py", "js", "mjs", "ts", "json", "html", "css", "yaml", "yml",
     "service", "timer", "path", "conf", "txt",
 ];
@@ -31,7 +31,11 @@ const TEXTS: [&str; 19] = [
 /// The root of the repository.
 pub fn root() -> PathBuf {
     let is_root = |folder: &&Path| folder.join("src/main.rs").exists();
-    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().find(is_root).expect("below the root").to_owned()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .ancestors()
+        .find(is_root)
+        .expect("the repository has src/main.rs")
+        .to_owned()
 }
 
 /// All text files of the project.
@@ -48,7 +52,7 @@ fn walk(folder: &Path, prefix: &str, found: &mut Vec<File>) {
         let name = entry.file_name().into_string().expect("names are UTF-8");
         let path = format!("{prefix}{name}");
         let kind = entry.file_type().expect("read the file type");
-        if kind.is_dir() && !SKIPPED.contains(&name.as_str()) {
+        if kind.is_dir() && !SKIPPED_FOLDERS.contains(&name.as_str()) {
             walk(&entry.path(), &format!("{path}/"), found);
         } else if kind.is_file() && is_text(&path) {
             let text = fs::read_to_string(entry.path()).unwrap_or_else(|error| panic!("{path}: {error}"));
@@ -58,5 +62,6 @@ fn walk(folder: &Path, prefix: &str, found: &mut Vec<File>) {
 }
 
 fn is_text(path: &str) -> bool {
-    path == ".ci/run" || Path::new(path).extension().is_some_and(|end| TEXTS.iter().any(|text| end == *text))
+    path == ".ci/run"
+        || Path::new(path).extension().is_some_and(|end| TEXT_EXTENSIONS.iter().any(|text| end == *text))
 }

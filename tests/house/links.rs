@@ -3,19 +3,19 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use super::{File, at};
+use super::{File, violation_at};
 
 /// Broken links, and pages of the book that its summary does not list.
-pub fn broken(files: &[File]) -> Vec<String> {
+pub fn broken_links(files: &[File]) -> Vec<String> {
     let mut found = Vec::new();
     for page in files.iter().filter(|file| is_page(&file.path)) {
         for (number, target) in links(&page.text) {
             if let Some(why) = broken_target(files, page, &target) {
-                found.push(at(&page.path, number, format!("{target}: {why}")));
+                found.push(violation_at(&page.path, number, format!("{target}: {why}")));
             }
         }
     }
-    found.extend(unlisted(files));
+    found.extend(unlisted_pages(files));
     found
 }
 
@@ -37,7 +37,8 @@ const FOLDERS: [&str; 10] = [
     "xtask/",
 ];
 
-/// Paths in backticks that do not exist. Patterns and `{a,b}` are left out, and the changelog is history.
+/// Paths in backticks that do not exist. Patterns and `{a,b}` are skipped, and so is the changelog, which names earlier
+/// paths.
 pub fn unknown_paths(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<String> {
     let is_path = |text: &&str| {
         FOLDERS.iter().any(|folder| text.starts_with(folder))
@@ -48,7 +49,7 @@ pub fn unknown_paths(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<Strin
     for page in files.iter().filter(|file| is_page(&file.path) && file.path != "CHANGELOG.md") {
         for (number, line) in page.text.lines().enumerate() {
             for path in line.split('`').skip(1).step_by(2).filter(is_path).filter(|path| !exists(path)) {
-                found.push(at(&page.path, number + 1, format!("there is no {path}")));
+                found.push(violation_at(&page.path, number + 1, format!("there is no {path}")));
             }
         }
     }
@@ -116,7 +117,7 @@ fn anchors(text: &str) -> Vec<String> {
 }
 
 /// Pages below `docs` that `docs/SUMMARY.md` does not link to.
-fn unlisted(files: &[File]) -> Vec<String> {
+fn unlisted_pages(files: &[File]) -> Vec<String> {
     const SUMMARY: &str = "docs/SUMMARY.md";
     let Some(summary) = files.iter().find(|file| file.path == SUMMARY) else { return Vec::new() };
     let listed: Vec<_> = links(&summary.text).iter().map(|(_, target)| resolve(SUMMARY, target)).collect();
@@ -129,25 +130,25 @@ fn unlisted(files: &[File]) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn broken_links(text: &str) -> usize {
+    fn count_broken_links(text: &str) -> usize {
         let other = File::sample("docs/b/other.md", "# Other\n\n## Rotate `KEY_A`: how\n");
         let summary = File::sample("docs/SUMMARY.md", "[a](a.md) [b](b/other.md)");
-        broken(&[File::sample("docs/a.md", text), other, summary]).len()
+        broken_links(&[File::sample("docs/a.md", text), other, summary]).len()
     }
 
     #[test]
     fn broken_link_is_detected() {
-        assert_eq!(broken_links("[x](b/missing.md)"), 1);
-        assert_eq!(broken_links("[x](../b/other.md)"), 1);
-        assert_eq!(broken_links("[x](b/other.md#missing)"), 1);
-        assert_eq!(broken_links("# A\n\n[x](#b)"), 1);
+        assert_eq!(count_broken_links("[x](b/missing.md)"), 1);
+        assert_eq!(count_broken_links("[x](../b/other.md)"), 1);
+        assert_eq!(count_broken_links("[x](b/other.md#missing)"), 1);
+        assert_eq!(count_broken_links("# A\n\n[x](#b)"), 1);
     }
 
     #[test]
     fn valid_link_and_code_pass() {
-        assert_eq!(broken_links("[x](b/other.md#rotate-key_a-how) and [y](https://example.com/z)"), 0);
-        assert_eq!(broken_links("# A\n\n[x](#a), [folder](b)"), 0);
-        assert_eq!(broken_links("`[x](missing.md)`\n```\n[x](missing.md)\n```"), 0);
+        assert_eq!(count_broken_links("[x](b/other.md#rotate-key_a-how) and [y](https://example.com/z)"), 0);
+        assert_eq!(count_broken_links("# A\n\n[x](#a), [folder](b)"), 0);
+        assert_eq!(count_broken_links("`[x](missing.md)`\n```\n[x](missing.md)\n```"), 0);
     }
 
     #[test]
@@ -161,6 +162,6 @@ mod tests {
     fn unlisted_page_is_detected() {
         let page = File::sample("docs/c.md", "# C");
         let summary = File::sample("docs/SUMMARY.md", "# Summary");
-        assert_eq!(broken(&[page, summary]).len(), 1);
+        assert_eq!(broken_links(&[page, summary]).len(), 1);
     }
 }

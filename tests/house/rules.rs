@@ -1,6 +1,6 @@
 //! Content that no file may have, and content that every file must have.
 
-use super::{File, at, source};
+use super::{File, source, violation_at};
 
 const MAX_LINES: usize = 500;
 
@@ -8,55 +8,61 @@ fn is_rust(path: &str) -> bool {
     path.ends_with(".rs")
 }
 
-fn is_ours(path: &str) -> bool {
+fn is_project_source(path: &str) -> bool {
     is_rust(path) && ["src/", "xtask/", "tests/"].iter().any(|place| path.starts_with(place))
 }
 
-pub fn unwraps(files: &[File]) -> Vec<String> {
+pub fn find_unwraps(files: &[File]) -> Vec<String> {
     let tests = source::test_modules(files);
     let mut found = Vec::new();
     for file in files {
-        let Some(module) = source::module(&file.path) else { continue };
+        let Some(module) = source::module_path(&file.path) else { continue };
         if tests.iter().any(|test| module.starts_with(test)) {
             continue;
         }
-        let (tokens, _) = source::without_tests(&source::tokens(&source::code(&file.text)));
+        let (tokens, _) = source::without_tests(&source::tokenize(&source::blank_literals(&file.text)));
         for call in tokens.windows(4) {
             if call.iter().map(|token| token.text.as_str()).eq([".", "unwrap", "(", ")"]) {
-                found.push(at(&file.path, call[0].line, "unwrap() outside tests"));
+                found.push(violation_at(&file.path, call[0].line, "unwrap() outside tests"));
             }
         }
     }
     found
 }
 
-/// Words that promise later work. They are concatenated here so that this file does not contain them.
-pub fn left_to_do(file: &File) -> Vec<String> {
+/// Markers of later work. They are concatenated here so that this file does not contain them.
+pub fn todo_markers(file: &File) -> Vec<String> {
     let words = [concat!("TO", "DO"), concat!("FIX", "ME")];
     let calls = [concat!("to", "do!"), concat!("unimplemen", "ted!")];
     let mut found = Vec::new();
     for (number, line) in file.text.lines().enumerate() {
         let has_promise = line.split(|c: char| !c.is_alphanumeric()).any(|word| words.contains(&word));
         if has_promise || (is_rust(&file.path) && calls.iter().any(|call| line.contains(call))) {
-            found.push(at(&file.path, number + 1, "promises later work"));
+            found.push(violation_at(&file.path, number + 1, "has a marker of later work"));
         }
     }
     found
 }
 
-pub fn unopened(file: &File) -> Option<String> {
-    let says = file.text.starts_with("//! ") || file.text.lines().count() <= 1;
-    (is_ours(&file.path) && !says)
-        .then(|| at(&file.path, 1, "does not open with `//!`: what it owns, and which invariant it keeps"))
+pub fn missing_header(file: &File) -> Option<String> {
+    let has_header = file.text.starts_with("//! ") || file.text.lines().count() <= 1;
+    (is_project_source(&file.path) && !has_header).then(|| {
+        violation_at(
+            &file.path,
+            1,
+            "does not begin with `//!`: describe what the file owns and which invariant it keeps",
+        )
+    })
 }
 
-pub fn too_long(file: &File) -> Option<String> {
+pub fn exceeds_line_limit(file: &File) -> Option<String> {
     let lines = file.text.lines().count();
     (is_rust(&file.path) && lines > MAX_LINES)
-        .then(|| at(&file.path, lines, format!("{lines} lines, more than {MAX_LINES}")))
+        .then(|| violation_at(&file.path, lines, format!("{lines} lines, more than {MAX_LINES}")))
 }
 
-/// Migrations `V<number>__name.sql` whose numbers are not 1, 2, 3 and so on: two branches may have used the same.
+/// Migrations `V<number>__name.sql` whose numbers are not 1, 2, 3 and so on, for example because two branches used the
+/// same number.
 pub fn misnumbered_migrations(files: &[File]) -> Vec<String> {
     let number = |file: &File| -> Option<u32> {
         file.path.strip_prefix("migrations/V")?.split_once("__")?.0.parse().ok()
@@ -66,7 +72,9 @@ pub fn misnumbered_migrations(files: &[File]) -> Vec<String> {
     let expected = numbered.iter().zip(1..);
     let wrong = expected.filter(|((number, _), expected)| number != expected);
     wrong
-        .map(|((_, path), expected)| at(path, 1, format!("the migration's number must be {expected}")))
+        .map(|((_, path), expected)| {
+            violation_at(path, 1, format!("the migration's number must be {expected}"))
+        })
         .collect()
 }
 
@@ -83,7 +91,7 @@ pub fn build_machine_paths(file: &File) -> Vec<String> {
                     line[start + place.len()..].starts_with(|c: char| c.is_ascii_alphanumeric());
                 let is_the_products = line[start..].starts_with("/home/svc");
                 if is_absolute && names_something && !is_the_products {
-                    found.push(at(&file.path, number + 1, "names a path of the build machine"));
+                    found.push(violation_at(&file.path, number + 1, "names a path of the build machine"));
                 }
             }
         }
@@ -93,7 +101,7 @@ pub fn build_machine_paths(file: &File) -> Vec<String> {
 
 /// xtask, the kit and its programs drive the public CLI, HTTP and signals, so their manifests must not depend on the
 /// product's package.
-pub fn links_to_the_product(file: &File) -> Vec<String> {
+pub fn product_dependencies(file: &File) -> Vec<String> {
     const MANIFESTS: [&str; 5] = [
         "xtask/Cargo.toml",
         "tests/bench/Cargo.toml",
@@ -114,12 +122,16 @@ pub fn links_to_the_product(file: &File) -> Vec<String> {
     lines
         .filter(|(_, line)| names_it(line) || header(line))
         .map(|(number, _)| {
-            at(&file.path, number + 1, "depends on the product, which it must drive from outside")
+            violation_at(
+                &file.path,
+                number + 1,
+                "depends on the product, but may use only its public interfaces",
+            )
         })
         .collect()
 }
 
-const TOP: [&str; 15] = [
+const TOP_FOLDERS: [&str; 15] = [
     ".cargo",
     ".ci",
     ".config",
@@ -136,7 +148,7 @@ const TOP: [&str; 15] = [
     "tests",
     "xtask",
 ];
-const SOURCES: [&str; 10] =
+const SOURCE_FOLDERS: [&str; 10] =
     ["base", "ctl", "host", "http", "machine", "platform", "provider", "store", "verify", "wire"];
 
 pub fn unplanned_folders(files: &[File]) -> Vec<String> {
@@ -146,11 +158,11 @@ pub fn unplanned_folders(files: &[File]) -> Vec<String> {
         parts.pop();
         let planned = match parts.as_slice() {
             [] | ["src"] => true,
-            ["src", folder, ..] => SOURCES.contains(folder),
-            [folder, ..] => TOP.contains(folder),
+            ["src", folder, ..] => SOURCE_FOLDERS.contains(folder),
+            [folder, ..] => TOP_FOLDERS.contains(folder),
         };
         if !planned {
-            found.push(at(&file.path, 1, "is in an unplanned folder"));
+            found.push(violation_at(&file.path, 1, "is in a folder that the list of folders does not have"));
         }
     }
     found
@@ -163,7 +175,7 @@ mod tests {
     #[test]
     fn unwrap_is_detected_only_outside_tests() {
         let bad = "fn a() { b().unwrap(); }";
-        let lines = |files: &[File]| unwraps(files).len();
+        let lines = |files: &[File]| find_unwraps(files).len();
         assert_eq!(lines(&[File::sample("src/a.rs", bad)]), 1);
         assert_eq!(lines(&[File::sample("src/a.rs", "fn a() {\n b()\n  .unwrap\n ( ) }")]), 1);
         assert_eq!(
@@ -197,23 +209,23 @@ mod tests {
     #[test]
     fn todo_marker_is_detected() {
         for bad in [concat!("// TO", "DO: x"), concat!("# FIX", "ME"), concat!("fn a() { to", "do!() }")] {
-            assert_eq!(left_to_do(&File::sample("src/a.rs", bad)).len(), 1, "{bad}");
+            assert_eq!(todo_markers(&File::sample("src/a.rs", bad)).len(), 1, "{bad}");
         }
-        assert!(left_to_do(&File::sample("src/a.rs", "// methodology\nfn mastodon() {}")).is_empty());
+        assert!(todo_markers(&File::sample("src/a.rs", "// methodology\nfn mastodon() {}")).is_empty());
     }
 
     #[test]
     fn file_without_header_is_detected() {
-        assert!(unopened(&File::sample("src/a.rs", "use b;\n//! late")).is_some());
-        assert!(unopened(&File::sample("xtask/src/main.rs", "fn main() {\n}")).is_some());
-        assert!(unopened(&File::sample("src/a.rs", "//! Owns a.\n")).is_none());
-        assert!(unopened(&File::sample("README.md", "svc")).is_none());
+        assert!(missing_header(&File::sample("src/a.rs", "use b;\n//! late")).is_some());
+        assert!(missing_header(&File::sample("xtask/src/main.rs", "fn main() {\n}")).is_some());
+        assert!(missing_header(&File::sample("src/a.rs", "//! Owns a.\n")).is_none());
+        assert!(missing_header(&File::sample("README.md", "svc")).is_none());
     }
 
     #[test]
     fn long_file_is_detected() {
-        assert!(too_long(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES + 1))).is_some());
-        assert!(too_long(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES))).is_none());
+        assert!(exceeds_line_limit(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES + 1))).is_some());
+        assert!(exceeds_line_limit(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES))).is_none());
     }
 
     #[test]
@@ -243,11 +255,11 @@ mod tests {
             "[dev-dependencies.svc]",
             "product = { path = \"..\", package = \"svc\" }",
         ] {
-            assert_eq!(links_to_the_product(&File::sample("xtask/Cargo.toml", bad)).len(), 1, "{bad}");
+            assert_eq!(product_dependencies(&File::sample("xtask/Cargo.toml", bad)).len(), 1, "{bad}");
         }
-        assert!(links_to_the_product(&File::sample("Cargo.toml", "name = \"svc\"")).is_empty());
+        assert!(product_dependencies(&File::sample("Cargo.toml", "name = \"svc\"")).is_empty());
         let good = "kit = { path = \"../tests/kit\" }\nbench = \"1\"";
-        assert!(links_to_the_product(&File::sample("xtask/Cargo.toml", good)).is_empty());
+        assert!(product_dependencies(&File::sample("xtask/Cargo.toml", good)).is_empty());
     }
 
     #[test]

@@ -3,20 +3,22 @@
 use super::File;
 
 /// The code with comments and the contents of literals blanked; line numbers do not change.
-pub fn code(text: &str) -> String {
+pub fn blank_literals(text: &str) -> String {
     let chars: Vec<char> = text.chars().collect();
     let mut out = String::with_capacity(text.len());
     let mut at = 0;
     while at < chars.len() {
         let end = match (chars[at], chars.get(at + 1)) {
-            ('/', Some('/')) => find(&chars, at, '\n'),
-            ('/', Some('*')) => block_comment(&chars, at),
-            ('"', _) => string(&chars, at),
-            ('r' | 'b' | 'c', _) if at == 0 || !is_word(chars[at - 1]) => match prefixed(&chars, at) {
-                Some(end) => end,
-                None => at,
-            },
-            ('\'', _) => character(&chars, at),
+            ('/', Some('/')) => find_char(&chars, at, '\n'),
+            ('/', Some('*')) => end_of_block_comment(&chars, at),
+            ('"', _) => end_of_string(&chars, at),
+            ('r' | 'b' | 'c', _) if at == 0 || !is_word(chars[at - 1]) => {
+                match end_of_prefixed_literal(&chars, at) {
+                    Some(end) => end,
+                    None => at,
+                }
+            }
+            ('\'', _) => end_of_char_literal(&chars, at),
             _ => at,
         };
         if end == at {
@@ -34,11 +36,11 @@ fn is_word(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-fn find(chars: &[char], from: usize, wanted: char) -> usize {
+fn find_char(chars: &[char], from: usize, wanted: char) -> usize {
     (from..chars.len()).find(|&at| chars[at] == wanted).unwrap_or(chars.len())
 }
 
-fn block_comment(chars: &[char], from: usize) -> usize {
+fn end_of_block_comment(chars: &[char], from: usize) -> usize {
     let mut depth = 0;
     let mut at = from;
     while at < chars.len() {
@@ -54,7 +56,7 @@ fn block_comment(chars: &[char], from: usize) -> usize {
     chars.len()
 }
 
-fn string(chars: &[char], from: usize) -> usize {
+fn end_of_string(chars: &[char], from: usize) -> usize {
     let mut at = from + 1;
     while at < chars.len() && chars[at] != '"' {
         at += if chars[at] == '\\' { 2 } else { 1 };
@@ -63,7 +65,7 @@ fn string(chars: &[char], from: usize) -> usize {
 }
 
 /// The end of a literal with a prefix (`r"`, `br#"`, `b"`, `c"`), if one starts here.
-fn prefixed(chars: &[char], from: usize) -> Option<usize> {
+fn end_of_prefixed_literal(chars: &[char], from: usize) -> Option<usize> {
     let letters = chars[from..].iter().take(2).take_while(|c| "rbc".contains(**c)).count();
     let raw = chars[from..from + letters].contains(&'r');
     let hashes = chars[from + letters..].iter().take_while(|c| **c == '#').count();
@@ -72,7 +74,7 @@ fn prefixed(chars: &[char], from: usize) -> Option<usize> {
         return None;
     }
     if !raw {
-        return Some(string(chars, quote));
+        return Some(end_of_string(chars, quote));
     }
     let mut at = quote + 1;
     while at < chars.len() {
@@ -85,9 +87,9 @@ fn prefixed(chars: &[char], from: usize) -> Option<usize> {
 }
 
 /// The end of a character literal, or `from` if the quote starts a lifetime.
-fn character(chars: &[char], from: usize) -> usize {
+fn end_of_char_literal(chars: &[char], from: usize) -> usize {
     match (chars.get(from + 1), chars.get(from + 2)) {
-        (Some('\\'), Some(_)) => find(chars, from + 3, '\'') + 1,
+        (Some('\\'), Some(_)) => find_char(chars, from + 3, '\'') + 1,
         (Some(_), Some('\'')) => from + 3,
         _ => from,
     }
@@ -100,7 +102,7 @@ pub struct Token {
 }
 
 /// Identifiers, `::`, and single punctuation characters.
-pub fn tokens(code: &str) -> Vec<Token> {
+pub fn tokenize(code: &str) -> Vec<Token> {
     let mut found: Vec<Token> = Vec::new();
     for (number, line) in code.lines().enumerate() {
         let chars: Vec<char> = line.chars().collect();
@@ -168,7 +170,7 @@ fn is_test_attribute(tokens: &[Token], at: usize) -> bool {
 }
 
 /// The module path of a file in `src`, below the crate.
-pub fn module(path: &str) -> Option<Vec<String>> {
+pub fn module_path(path: &str) -> Option<Vec<String>> {
     let inner = path.strip_prefix("src/")?.strip_suffix(".rs")?;
     let mut names: Vec<String> = inner.split('/').map(str::to_owned).collect();
     if matches!(inner, "main" | "lib") || names.last().is_some_and(|name| name == "mod") {
@@ -181,8 +183,8 @@ pub fn module(path: &str) -> Option<Vec<String>> {
 pub fn test_modules(files: &[File]) -> Vec<Vec<String>> {
     let mut found = Vec::new();
     for file in files {
-        let Some(parent) = module(&file.path) else { continue };
-        for name in without_tests(&tokens(&code(&file.text))).1 {
+        let Some(parent) = module_path(&file.path) else { continue };
+        for name in without_tests(&tokenize(&blank_literals(&file.text))).1 {
             found.push(parent.iter().cloned().chain([name]).collect());
         }
         found.extend(test_paths(file));
@@ -196,7 +198,7 @@ fn test_paths(file: &File) -> Vec<Vec<String>> {
     let lines: Vec<&str> = file.text.lines().map(str::trim).collect();
     let pairs = lines.windows(2).filter(|pair| pair[0] == "#[cfg(test)]");
     let names = pairs.filter_map(|pair| pair[1].strip_prefix("#[path = \"")?.strip_suffix("\"]"));
-    names.filter_map(|name| module(&format!("{folder}/{name}"))).collect()
+    names.filter_map(|name| module_path(&format!("{folder}/{name}"))).collect()
 }
 
 /// A path in the code, from the crate root, and its line.
@@ -207,7 +209,7 @@ pub struct NamedPath {
 }
 
 /// Every path below `crate` in a file, by `crate::` or `super::`, with the groups of `use` expanded.
-pub fn named(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
+pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
     let mut found = Vec::new();
     // The modules open at a point of the file, each with the depth of its brace.
     let mut inline: Vec<(usize, String)> = Vec::new();
@@ -263,7 +265,7 @@ fn expand_use_tree(tokens: &[Token], mut at: usize, prefix: &[String], found: &m
                 at += 1;
                 while at < tokens.len() && tokens[at].text != "}" {
                     at = expand_use_tree(tokens, at, &path, found);
-                    // The rest of this branch is `as` and a name.
+                    // Skips `as` and a name.
                     while at < tokens.len() && !matches!(tokens[at].text.as_str(), "," | "}") {
                         at += 1;
                     }
@@ -288,13 +290,16 @@ mod tests {
 
     fn paths(module: &[&str], text: &str) -> Vec<String> {
         let module: Vec<String> = module.iter().map(|name| (*name).to_owned()).collect();
-        named(&module, &tokens(&code(text))).iter().map(|named| named.path.join("::")).collect()
+        named_paths(&module, &tokenize(&blank_literals(text)))
+            .iter()
+            .map(|named| named.path.join("::"))
+            .collect()
     }
 
     #[test]
     fn comments_and_literals_are_blanked() {
         let text = "a // crate::b\n/* x /* y */ crate::c */ \"crate::d\" r#\"crate::\"e\"# b'\\'' '\"' d('a, \"\\\"f\")";
-        let code = code(text);
+        let code = blank_literals(text);
         assert!(!code.contains("crate") && !code.contains('f'), "{code}");
         assert!(code.starts_with("a ") && code.contains("d('a, "), "{code}");
         assert_eq!(code.lines().count(), text.lines().count());
@@ -323,7 +328,7 @@ mod tests {
     #[test]
     fn tests_are_separated_from_code() {
         let text = "a\n#[cfg(test)]\nmod tests { fn x() { b } }\nc\n#[cfg(test)]\npub mod far;\n#[cfg(all(test, unix))]\n#[x]\nfn d([e; 3]) {}\nf";
-        let (kept, modules) = without_tests(&tokens(&code(text)));
+        let (kept, modules) = without_tests(&tokenize(&blank_literals(text)));
         assert_eq!(kept.iter().map(|token| token.text.as_str()).collect::<Vec<_>>(), ["a", "c", "f"]);
         assert_eq!(modules, ["far"]);
         assert_eq!(kept[2].line, 10);

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{File, at, documented};
+use super::{File, documented, violation_at};
 
 const PAGE: &str = "docs/specification.md";
 
@@ -215,8 +215,8 @@ const ITEMS: [&str; 199] = [
 const UNTESTABLE: [&str; 4] =
     ["1.5 other exclusions", "9.2", "Not restored / process state", "1.3 integrations"];
 
-/// Finds rows without code or a test (of an item of `UNTESTABLE`: without a reason), and items without exactly one row.
-pub fn untraced(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<String> {
+/// Finds rows without code or a test, rows of `UNTESTABLE` items without a reason, and items without exactly one row.
+pub fn untraced_items(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<String> {
     let page = files.iter().find(|file| file.path == PAGE).map_or("", |file| &file.text);
     let mut found = Vec::new();
     let mut rows = BTreeMap::new();
@@ -228,22 +228,26 @@ pub fn untraced(files: &[File], exists: impl Fn(&str) -> bool) -> Vec<String> {
         let cells: Vec<&str> = row.trim_end().trim_end_matches('|').split(" | ").collect();
         if UNTESTABLE.contains(&item) {
             if !matches!(cells.as_slice(), [_, reason] if !reason.trim().is_empty()) {
-                found.push(at(PAGE, number + 1, format!("{item} needs a sentence and a reason")));
+                found.push(violation_at(PAGE, number + 1, format!("{item} needs a sentence and a reason")));
             }
             continue;
         }
         let [_, code, tests] = cells.as_slice() else {
-            found.push(at(PAGE, number + 1, format!("{item} needs a sentence, code and a test")));
+            found.push(violation_at(PAGE, number + 1, format!("{item} needs a sentence, code and a test")));
             continue;
         };
         if !quoted(code).any(|text| text.contains('/') && exists(text)) {
-            found.push(at(PAGE, number + 1, format!("{item} names no code file that exists")));
+            found.push(violation_at(PAGE, number + 1, format!("{item} names no code file that exists")));
         }
         let is_test =
             |text: &str| documented::is_test(files, text) || (text.ends_with(".test.mjs") && exists(text));
         let (named, missing): (Vec<_>, Vec<_>) = quoted(tests).partition(|text| is_test(text));
         if named.is_empty() || !missing.is_empty() {
-            found.push(at(PAGE, number + 1, format!("{item} needs tests that exist, not {missing:?}")));
+            found.push(violation_at(
+                PAGE,
+                number + 1,
+                format!("{item} needs tests that exist, not {missing:?}"),
+            ));
         }
     }
     for item in ITEMS.into_iter().chain(UNTESTABLE) {
@@ -273,7 +277,7 @@ mod tests {
         violations_of(replacement, &format!("| **{}** Words | Reason |", UNTESTABLE[0]))
     }
 
-    /// Also the row of the first item without a test is replaced.
+    /// Like [`violations`], but also replaces the row of the first untestable item.
     fn violations_of(replacement: &str, untestable: &str) -> Vec<String> {
         let row = |item: &str| format!("| **{item}** Words | `src/a.rs` (`f`) | {TEST} |\n");
         let reason = |item: &str| format!("| **{item}** Words | Reason |\n");
@@ -284,7 +288,7 @@ mod tests {
             &format!("| sentence | code | test |\n|---|---|---|\n{replacement}\n{untestable}\n{rest}"),
         );
         let test = File::sample("tests/a/b.rs", "fn c_d() {}");
-        untraced(&[page, test], |path| path == "src/a.rs" || path == "tests/browser/x.test.mjs")
+        untraced_items(&[page, test], |path| path == "src/a.rs" || path == "tests/browser/x.test.mjs")
     }
 
     #[test]

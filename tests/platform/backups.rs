@@ -3,14 +3,14 @@
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::internal_host::host;
+use super::internal_host::start_host;
 use super::stack::{BUCKET, DIGEST, Stack, heartbeat_of};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn backup_is_requested_from_the_host_with_a_proof() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let host = host(&stack, &process).await;
+    let host = start_host(&stack, &process).await;
     let path = format!("/vps/{}/backup", host.guest.machine);
     let response = stack.post(&process, &path, &json!({})).await;
     assert_eq!(
@@ -19,13 +19,16 @@ async fn backup_is_requested_from_the_host_with_a_proof() {
         "{response:?}"
     );
     assert!(response.body["requestedAt"].as_str().unwrap().ends_with('Z'));
-    let seen = host.seen.lock().unwrap().clone();
-    assert_eq!(seen.len(), 1);
-    assert_eq!((seen[0].route, seen[0].path.as_deref()), (Route::Internal, Some("/_svc/internal/backup")));
+    let proofs = host.proofs.lock().unwrap().clone();
+    assert_eq!(proofs.len(), 1);
+    assert_eq!(
+        (proofs[0].route, proofs[0].path.as_deref()),
+        (Route::Internal, Some("/_svc/internal/backup"))
+    );
 
     let drill = stack.post(&process, &format!("/vps/{}/drill", host.guest.machine), &json!({})).await;
     assert_eq!(drill.status, 202, "{drill:?}");
-    let last_path = host.seen.lock().unwrap().last().unwrap().path.clone();
+    let last_path = host.proofs.lock().unwrap().last().unwrap().path.clone();
     assert_eq!(last_path.as_deref(), Some("/_svc/internal/drill"));
 
     stack.post(&process, &path, &json!({"now": true})).await.assert_problem(400, "invalid_request");
@@ -40,7 +43,7 @@ async fn backup_is_requested_from_the_host_with_a_proof() {
     stack.post(&process, &path, &json!({})).await.assert_problem(404, "machine_not_found");
     let client = stack.database.connect().await.unwrap();
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'backup'", &[]).await.unwrap();
-    assert_eq!(audit.len(), 1, "only the requests to the host");
+    assert_eq!(audit.len(), 1, "only accepted requests to the host are audited");
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'drill'", &[]).await.unwrap();
     assert_eq!(audit.len(), 1);
 }
@@ -49,7 +52,7 @@ async fn backup_is_requested_from_the_host_with_a_proof() {
 async fn held_snapshot_is_shown_and_accepted() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let host = host(&stack, &process).await;
+    let host = start_host(&stack, &process).await;
     let machine = format!("/vps/{}", host.guest.machine);
     let held =
         json!([{"code": "snapshot_held", "detail": "public.notes has 2 rows, the latest snapshot 400"}]);
@@ -62,7 +65,7 @@ async fn held_snapshot_is_shown_and_accepted() {
 
     let accepted = stack.post(&process, &format!("{machine}/backup-accept"), &json!({})).await;
     assert_eq!(accepted.status, 202, "{accepted:?}");
-    assert_eq!(host.calls("POST", "/_svc/internal/backup-accept"), 1);
+    assert_eq!(host.call_count("POST", "/_svc/internal/backup-accept"), 1);
     let client = stack.database.connect().await.unwrap();
     let sql = "SELECT actor, target, before #>> '{attention,0,code}' FROM operator_audit WHERE action = 'backup.accept'";
     let audit = client.query(sql, &[]).await.unwrap();
@@ -70,14 +73,14 @@ async fn held_snapshot_is_shown_and_accepted() {
     let row: (String, String, String) = (audit[0].get(0), audit[0].get(1), audit[0].get(2));
     assert_eq!(row, ("operator".to_owned(), host.guest.machine.clone(), "snapshot_held".to_owned()));
 
-    // The next heartbeat without it clears it.
+    // A heartbeat without the item clears it.
     stack.send_heartbeat(&process, &host.guest, &heartbeat_of(&host.guest)).await;
     assert_eq!(stack.get(&process, &machine).await.body["attention"], json!([]));
     beat["attention"] = json!([{"code": "Not A Code", "detail": "d"}]);
     stack.send_heartbeat(&process, &host.guest, &beat).await.assert_problem(400, "invalid_request");
 }
 
-fn key(hour: usize) -> String {
+fn snapshot_key(hour: usize) -> String {
     format!("system/db/snapshots/2026-01-02T{hour:02}-00-00.000Z-1.dump")
 }
 
@@ -94,24 +97,24 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
     let latest = latest.strip_prefix("user_1/primary/").unwrap();
     for hour in 4..9 {
         let at = format!("2026-01-02T{hour:02}:00:00.000Z");
-        let side = json!({"version": 1, "key": key(hour), "sizeBytes": hour, "sha256": DIGEST, "pgVersion": "16",
+        let side = json!({"version": 1, "key": snapshot_key(hour), "sizeBytes": hour, "sha256": DIGEST, "pgVersion": "16",
             "machineId": guest.machine, "epoch": 1, "takenAt": at, "verifiedAt": at, "roles": [], "tables": []});
-        stack.store.write(BUCKET, &format!("user_1/primary/{}", key(hour)), "dump");
-        stack.store.write(BUCKET, &format!("user_1/primary/{}.json", key(hour)), side.to_string());
+        stack.store.write(BUCKET, &format!("user_1/primary/{}", snapshot_key(hour)), "dump");
+        stack.store.write(BUCKET, &format!("user_1/primary/{}.json", snapshot_key(hour)), side.to_string());
     }
-    // One was not verified completely, one is unreadable, one belongs to another slot.
-    stack.store.write(BUCKET, &format!("user_1/primary/{}", key(20)), "dump");
-    stack.store.write(BUCKET, &format!("user_1/primary/{}.json", key(21)), "{torn");
-    stack.store.write(BUCKET, &format!("user_1/other/{}.json", key(22)), "{}");
+    // The first was not completely verified, the second is unreadable, and the third belongs to another slot.
+    stack.store.write(BUCKET, &format!("user_1/primary/{}", snapshot_key(20)), "dump");
+    stack.store.write(BUCKET, &format!("user_1/primary/{}.json", snapshot_key(21)), "{torn");
+    stack.store.write(BUCKET, &format!("user_1/other/{}.json", snapshot_key(22)), "{}");
 
     let all = stack.get(&process, &path).await.body;
     let keys: Vec<&str> =
-        all["backups"].as_array().unwrap().iter().map(|one| one["key"].as_str().unwrap()).collect();
-    let wanted: Vec<String> = (4..9).rev().map(key).chain([latest.to_owned()]).collect();
-    assert_eq!(keys, wanted);
+        all["backups"].as_array().unwrap().iter().map(|backup| backup["key"].as_str().unwrap()).collect();
+    let expected: Vec<String> = (4..9).rev().map(snapshot_key).chain([latest.to_owned()]).collect();
+    assert_eq!(keys, expected);
     assert_eq!((&all["latest"], &all["nextCursor"]), (&json!(latest), &Value::Null));
     let flags: Vec<bool> =
-        all["backups"].as_array().unwrap().iter().map(|one| one["latest"] == true).collect();
+        all["backups"].as_array().unwrap().iter().map(|backup| backup["latest"] == true).collect();
     assert_eq!(flags, [false, false, false, false, false, true]);
     let first = &all["backups"][0];
     assert_eq!(
@@ -124,12 +127,16 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
     loop {
         let page = stack.get(&process, &format!("{path}?limit=4{cursor}")).await.body;
         paged.extend(
-            page["backups"].as_array().unwrap().iter().map(|one| one["key"].as_str().unwrap().to_owned()),
+            page["backups"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|backup| backup["key"].as_str().unwrap().to_owned()),
         );
         let Some(next) = page["nextCursor"].as_str() else { break };
         cursor = format!("&cursor={next}");
     }
-    assert_eq!(paged, wanted);
+    assert_eq!(paged, expected);
 
     let refused = stack.get(&process, &format!("{path}?cursor=xyz")).await;
     refused.assert_problem(400, "invalid_request");
@@ -160,9 +167,9 @@ async fn latest_snapshot_is_shown_without_listing_all() {
         stack.store.write(BUCKET, &format!("user_1/primary/system/db/snapshots/old-{n:04}.dump.json"), "{}");
     }
     let listings = || {
-        let seen = stack.store.requests();
-        let of_snapshots = |query: &str| query.contains("list-type=2") && query.contains("snapshots");
-        seen.iter().filter(|request| of_snapshots(&request.query)).count()
+        let requests = stack.store.requests();
+        let lists_snapshots = |query: &str| query.contains("list-type=2") && query.contains("snapshots");
+        requests.iter().filter(|request| lists_snapshots(&request.query)).count()
     };
     let path = format!("/vps/{}/backups", guest.machine);
     stack.store.clear_requests();
@@ -175,7 +182,7 @@ async fn latest_snapshot_is_shown_without_listing_all() {
     assert_eq!((listed["backups"].as_array().unwrap().len(), &listed["nextCursor"]), (1, &Value::Null));
     assert_eq!(listings(), 0);
 
-    let metrics = async || {
+    let count_listings = async || {
         let text = stack.get(&process, "/metrics").await.text;
         let line = text.lines().find(|line| {
             line.starts_with("svc_store_calls_total{")
@@ -184,12 +191,12 @@ async fn latest_snapshot_is_shown_without_listing_all() {
         });
         line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).unwrap_or_default()
     };
-    let before = metrics().await;
+    let before = count_listings().await;
     stack.store.clear_requests();
     assert_eq!(stack.get(&process, &format!("{path}?limit=5")).await.status, 200);
     let listed = listings();
     assert!(listed >= 1, "{listed}");
-    assert!(metrics().await >= before + listed as f64, "each listing is counted");
+    assert!(count_listings().await >= before + listed as f64, "each listing is counted");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -214,7 +221,7 @@ async fn snapshot_with_future_time_is_ignored() {
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
     let client = stack.database.connect().await.unwrap();
-    let counted = || async {
+    let stored_time = || async {
         let row = client.query_one("SELECT backup_taken_at FROM user_machines", &[]).await.unwrap();
         row.get::<_, Option<jiff::Timestamp>>(0).map(svc::clock::rfc3339_ms)
     };
@@ -225,25 +232,25 @@ async fn snapshot_with_future_time_is_ignored() {
     };
     let (future, past) = ("2099-01-02T03:04:05.678Z", "2026-01-02T03:04:05.678Z");
     assert_eq!(stack.send_heartbeat(&process, &guest, &beat(future)).await.status, 200);
-    assert_eq!(counted().await, None);
+    assert_eq!(stored_time().await, None);
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
-    assert_eq!(record["lastBackup"]["takenAt"], future, "it is still shown");
-    assert!(stack.log().contains("ignored a snapshot dated in the future"));
+    assert_eq!(record["lastBackup"]["takenAt"], future, "the ignored snapshot is still shown");
+    assert!(stack.log().contains("ignored a snapshot that is dated in the future"));
     stack.send_heartbeat(&process, &guest, &beat(past)).await;
-    assert_eq!(counted().await.as_deref(), Some(past));
+    assert_eq!(stored_time().await.as_deref(), Some(past));
     stack.send_heartbeat(&process, &guest, &beat(future)).await;
-    assert_eq!(counted().await.as_deref(), Some(past));
-    // A small difference is clock skew.
+    assert_eq!(stored_time().await.as_deref(), Some(past));
+    // A small difference is accepted as clock skew.
     let soon = svc::clock::rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(2));
     stack.send_heartbeat(&process, &guest, &beat(&soon)).await;
-    assert_eq!(counted().await, Some(soon));
-    // A snapshot that counted before this check is replaced.
+    assert_eq!(stored_time().await, Some(soon));
+    // A future time that was stored before this check existed is replaced.
     client
         .execute("UPDATE user_machines SET backup_taken_at = now() + interval '9 years'", &[])
         .await
         .unwrap();
     stack.send_heartbeat(&process, &guest, &beat(past)).await;
-    assert_eq!(counted().await.as_deref(), Some(past));
+    assert_eq!(stored_time().await.as_deref(), Some(past));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -251,15 +258,14 @@ async fn reported_texts_are_bounded_and_printable() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    let (evil, clean) = ("\u{1b}[2J\u{202e}x\nö", "\u{FFFD}[2J\u{FFFD}x\nö");
+    let (hostile, clean) = ("\u{1b}[2J\u{202e}x\nö", "\u{FFFD}[2J\u{FFFD}x\nö");
     let mut beat = heartbeat_of(&guest);
     let at = "2026-01-02T03:04:05.678Z";
-    beat["lastBackup"] = json!({"status": "error", "key": evil, "error": "é".repeat(3000)});
+    beat["lastBackup"] = json!({"status": "error", "key": hostile, "error": "é".repeat(3000)});
     beat["lastUpdate"] =
-        json!({"version": "v1", "outcome": "failed", "stage": evil, "error": evil, "at": at});
-    beat["checks"] =
-        json!({"verify": {"status": "error", "at": at, "key": evil, "damaged": [evil], "error": evil}});
-    beat["attention"] = json!([{"code": "full", "detail": format!("{evil}{}", "y".repeat(3000))}]);
+        json!({"version": "v1", "outcome": "failed", "stage": hostile, "error": hostile, "at": at});
+    beat["checks"] = json!({"verify": {"status": "error", "at": at, "key": hostile, "damaged": [hostile], "error": hostile}});
+    beat["attention"] = json!([{"code": "full", "detail": format!("{hostile}{}", "y".repeat(3000))}]);
     let response = stack.send_heartbeat(&process, &guest, &beat).await;
     assert_eq!(response.status, 200, "{response:?}");
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
@@ -282,7 +288,7 @@ async fn reported_texts_are_bounded_and_printable() {
     let path = format!("/vps/{}/boot-failure", booting.machine);
     let report =
         stack.request(&process, reqwest::Method::POST, &path).bearer_auth(&booting.registration_token);
-    let message = format!("{evil}{}", "y".repeat(3000));
+    let message = format!("{hostile}{}", "y".repeat(3000));
     let report = stack.send(report.json(&json!({"stage": "restore", "message": message}))).await;
     assert_eq!(report.status, 202, "{report:?}");
     let failure = stack.get(&process, &format!("/vps/{}", booting.machine)).await.body["failure"].clone();

@@ -44,7 +44,8 @@ async fn boot_stages_appear_in_order_in_the_record() {
     assert_eq!(record().await.body["boot"]["stages"].as_array().unwrap().len(), 20);
 }
 
-/// A process killed during the create has not recorded the server, so a registered machine would be unreachable.
+/// A process that was killed during the create request has not recorded the server, so a registered machine would be
+/// unreachable.
 #[tokio::test(flavor = "multi_thread")]
 async fn host_cannot_register_before_its_server_is_recorded() {
     let stack = Stack::start().await;

@@ -6,7 +6,11 @@ use super::stack::{Process, SECRET, Stack};
 
 const PATH: &str = "/system-bundles/v1/svc-host-bundle.tar.gz";
 
-fn get(stack: &Stack, process: &Process, headers: &[(&'static str, &str)]) -> reqwest::RequestBuilder {
+fn bundle_request(
+    stack: &Stack,
+    process: &Process,
+    headers: &[(&'static str, &str)],
+) -> reqwest::RequestBuilder {
     let request = stack.request(process, Method::GET, PATH).bearer_auth(SECRET);
     headers.iter().fold(request, |request, (name, value)| request.header(*name, *value))
 }
@@ -15,22 +19,24 @@ fn get(stack: &Stack, process: &Process, headers: &[(&'static str, &str)]) -> re
 async fn bundle_is_served_in_full_and_in_ranges() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let whole = stack.send(get(&stack, &process, &[])).await;
+    let whole = stack.send(bundle_request(&stack, &process, &[])).await;
     assert_eq!((whole.status, whole.text.as_str()), (200, "0123456789"));
     let etag = whole.headers["etag"].to_str().unwrap().to_owned();
     assert_eq!(whole.headers["accept-ranges"], "bytes");
 
-    let part = stack.send(get(&stack, &process, &[("range", "bytes=4-"), ("if-range", &etag)])).await;
+    let part =
+        stack.send(bundle_request(&stack, &process, &[("range", "bytes=4-"), ("if-range", &etag)])).await;
     assert_eq!((part.status, part.text.as_str()), (206, "456789"));
     assert_eq!(part.headers["content-range"], "bytes 4-9/10");
-    let changed =
-        stack.send(get(&stack, &process, &[("range", "bytes=4-"), ("if-range", "\"other\"")])).await;
+    let changed = stack
+        .send(bundle_request(&stack, &process, &[("range", "bytes=4-"), ("if-range", "\"other\"")]))
+        .await;
     assert_eq!((changed.status, changed.text.as_str()), (200, "0123456789"));
     stack
-        .send(get(&stack, &process, &[("range", "bytes=10-")]))
+        .send(bundle_request(&stack, &process, &[("range", "bytes=10-")]))
         .await
         .assert_problem(416, "range_not_satisfiable");
-    assert_eq!(stack.send(get(&stack, &process, &[("if-none-match", &etag)])).await.status, 304);
+    assert_eq!(stack.send(bundle_request(&stack, &process, &[("if-none-match", &etag)])).await.status, 304);
 
     let head = stack.request(&process, Method::HEAD, PATH).bearer_auth(SECRET);
     let head = stack.send(head).await;

@@ -21,8 +21,8 @@ async fn request_is_checked_in_the_documented_order() {
     // The size comes before the credential, whether declared or not.
     stack.send(post("/vps/provision").body(large())).await.assert_problem(413, "request_too_large");
     let parts = futures_util::stream::iter((0..70).map(|_| Ok::<_, std::io::Error>("x".repeat(1000))));
-    let unstated = post("/vps/provision").body(reqwest::Body::wrap_stream(parts));
-    stack.send(unstated).await.assert_problem(413, "request_too_large");
+    let undeclared = post("/vps/provision").body(reqwest::Body::wrap_stream(parts));
+    stack.send(undeclared).await.assert_problem(413, "request_too_large");
     // The credential comes before the body and the id.
     for path in ["/vps/provision", "/vps/recover", "/vps/x/heartbeat"] {
         stack.send(post(path).body("{")).await.assert_problem(401, "unauthorized");
@@ -33,7 +33,7 @@ async fn request_is_checked_in_the_documented_order() {
     let response = stack.send(bare).await;
     response.assert_problem(401, "unauthorized");
     assert_eq!(response.headers["www-authenticate"], "Bearer");
-    // JSON, then the schema, with every error at once.
+    // JSON comes before the schema, whose errors are reported together.
     let body =
         post("/vps/provision").bearer_auth(SECRET).header("content-type", "application/json").body("{");
     stack.send(body).await.assert_problem(400, "invalid_request");

@@ -1,5 +1,5 @@
-//! Certificates of machines, from provisioning to verification: a real gateway, and a real authority that validates its
-//! name through the router.
+//! Certificates of machines, from provisioning to verification, with a real gateway and a real authority that validates
+//! the gateway's name through the router.
 
 use http::StatusCode;
 use kit::ca::Ca;
@@ -21,8 +21,8 @@ struct Installation {
 }
 
 impl Installation {
-    /// A platform whose router terminates TLS on this port and trusts these roots.
-    async fn new(router_port: u16, directory: &str, roots: &std::path::Path) -> Self {
+    /// Prepares a platform whose router terminates TLS on this port and trusts these roots.
+    async fn start(router_port: u16, directory: &str, roots: &std::path::Path) -> Self {
         let (stack, dir) = (Stack::start().await, tempfile::tempdir().unwrap());
         let (certificate, key) = Ca::new().unwrap().issue(&["app.test", "code.test"]).unwrap();
         let path = |name: &str| dir.path().join(name).display().to_string();
@@ -42,13 +42,13 @@ impl Installation {
         Self { stack, settings, dir }
     }
 
-    fn start(&self, more: &[(&str, &str)]) -> Process {
+    fn start_platform(&self, more: &[(&str, &str)]) -> Process {
         let own = self.settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
         self.stack.start_platform_with(&own.chain(more.iter().copied()).collect::<Vec<_>>())
     }
 
-    /// A registered machine whose gateway has the settings of its user-data.
-    async fn machine(&self, process: &Process, user: &str, roots: &std::path::Path) -> (Guest, Host) {
+    /// Starts a registered machine whose gateway has the settings of its user-data.
+    async fn start_machine(&self, process: &Process, user: &str, roots: &std::path::Path) -> (Guest, Host) {
         let stack = &self.stack;
         let provisioned = stack.provision(process, user).await;
         let id = provisioned["machineId"].as_str().unwrap().to_owned();
@@ -75,16 +75,16 @@ impl Installation {
         let record =
             json!({"machineId": id, "sent": body.to_string(), "registeredAt": "2026-11-21T11:05:00.000Z"});
         host.machine.write("var/lib/svc/register.json", &record.to_string()).unwrap();
-        let named = || async { certificate(&host)["hostName"].is_string().then_some(()) };
-        stack.eventually("the gateway knows its name", named).await;
+        let named = || async { reported_certificate(&host)["hostName"].is_string().then_some(()) };
+        stack.eventually("the gateway reports its name", named).await;
         self.send_heartbeat(process, &guest, &host).await;
         (guest, host)
     }
 
-    /// A heartbeat with the certificate that the gateway reports. Stores the response as the sync agent does.
+    /// Sends a heartbeat with the certificate that the gateway reports. Stores the response as the sync agent does.
     async fn send_heartbeat(&self, process: &Process, guest: &Guest, host: &Host) -> Value {
         let mut body = heartbeat_of(guest);
-        body["certificate"] = certificate(host);
+        body["certificate"] = reported_certificate(host);
         let sent = self.stack.send_heartbeat(process, guest, &body).await;
         assert_eq!(sent.status, 200, "{sent:?}");
         host.machine.write("var/lib/svc/proof-keys.json", &sent.body["proofKeys"].to_string()).unwrap();
@@ -93,64 +93,68 @@ impl Installation {
         sent.body
     }
 
-    async fn until_trusted(&self, host: &Host) {
-        let trusted = || async { (certificate(host)["isTrusted"] == true).then_some(()) };
+    async fn wait_until_trusted(&self, host: &Host) {
+        let trusted = || async { (reported_certificate(host)["isTrusted"] == true).then_some(()) };
         self.stack.eventually("the certificate is trusted", trusted).await;
     }
 
-    /// Whether the platform's own calls reach the host.
-    async fn is_reached(&self, process: &Process, id: &str) -> bool {
+    /// Whether the platform can call the host.
+    async fn can_reach_host(&self, process: &Process, id: &str) -> bool {
         let response = self.stack.get(process, &format!("/vps/{id}/usage")).await;
         response.status == StatusCode::OK
     }
 }
 
-fn certificate(host: &Host) -> Value {
+fn reported_certificate(host: &Host) -> Value {
     let text = std::fs::read_to_string(host.machine.path("var/lib/svc/certificate.json"));
     serde_json::from_str(&text.unwrap_or_default()).unwrap_or_default()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn authority_validates_machine_through_router_and_platform_verifies_chain() {
+async fn machine_is_validated_through_router_and_its_chain_verified() {
     let port = free_port().unwrap();
     let pebble = Pebble::start(&Options::validating(port)).await.unwrap();
-    let installation = Installation::new(port, &pebble.directory_url(), &pebble.roots()).await;
+    let installation = Installation::start(port, &pebble.directory_url(), &pebble.roots()).await;
     let stack = &installation.stack;
-    let mut process = installation.start(&[]);
-    let (guest, host) = installation.machine(&process, "user_1", &pebble.roots()).await;
+    let mut process = installation.start_platform(&[]);
+    let (guest, host) = installation.start_machine(&process, "user_1", &pebble.roots()).await;
     let id = guest.machine.clone();
-    installation.until_trusted(&host).await;
-    assert_eq!(certificate(&host)["hostName"], json!(format!("{id}.{DOMAIN}")));
-    assert!(stack.log().contains("validation passed through"), "the router is the only way to the name");
+    installation.wait_until_trusted(&host).await;
+    assert_eq!(reported_certificate(&host)["hostName"], json!(format!("{id}.{DOMAIN}")));
+    assert!(
+        stack.log().contains("validation passed through"),
+        "the authority reaches the name only through the router"
+    );
 
     let response = installation.send_heartbeat(&process, &guest, &host).await;
     let delivered = &response["certificate"];
     assert_eq!(delivered["hostName"], json!(format!("{id}.{DOMAIN}")));
     assert_eq!(delivered["acme"]["contact"], "mailto:ops@example.test");
     let fleet = stack.get(&process, "/vps/fleet").await.body;
-    let seen = &fleet["certificates"];
+    let shown_certificates = &fleet["certificates"];
     assert_eq!(
-        (&seen["isRequired"], &seen["trusted"], &seen["missing"]),
+        (&shown_certificates["isRequired"], &shown_certificates["trusted"], &shown_certificates["missing"]),
         (&json!(false), &json!(1), &json!(0))
     );
     let shown = stack.get(&process, &format!("/vps/{id}")).await.body;
     assert_eq!(shown["certificate"]["source"], "acme");
-    let served = || async { installation.is_reached(&process, &id).await.then_some(()) };
+    let served = || async { installation.can_reach_host(&process, &id).await.then_some(()) };
     stack.eventually("the host has the keys", served).await;
 
-    // On, and off again: each process serves at once.
+    // With the verification on, off, and on again, each process can call the host immediately.
     for verify in ["true", "false", "true"] {
         process.kill();
-        process = installation.start(&[("CUSTOMER_VPS_TLS_VERIFY", verify)]);
-        assert!(installation.is_reached(&process, &id).await, "verify={verify}: {}", stack.log());
+        process = installation.start_platform(&[("CUSTOMER_VPS_TLS_VERIFY", verify)]);
+        assert!(installation.can_reach_host(&process, &id).await, "verify={verify}: {}", stack.log());
     }
 
-    // A platform without the authority's root does not reach it.
+    // A platform that does not trust the authority's root refuses to call the host.
     process.kill();
     let other = installation.dir.path().join("other.pem");
     std::fs::write(&other, Ca::new().unwrap().root_pem()).unwrap();
     let other = other.display().to_string();
-    let distrusting = installation.start(&[("CUSTOMER_VPS_TLS_VERIFY", "true"), ("SSL_CERT_FILE", &other)]);
+    let distrusting =
+        installation.start_platform(&[("CUSTOMER_VPS_TLS_VERIFY", "true"), ("SSL_CERT_FILE", &other)]);
     let refused = stack.get(&distrusting, &format!("/vps/{id}/usage")).await;
     refused.assert_problem(502, "host_unreachable");
 }
@@ -159,33 +163,33 @@ async fn authority_validates_machine_through_router_and_platform_verifies_chain(
 async fn missing_certificate_is_named_before_and_after_verification() {
     let (roots, port) = (tempfile::NamedTempFile::new().unwrap(), free_port().unwrap());
     std::fs::write(roots.path(), Ca::new().unwrap().root_pem()).unwrap();
-    // No authority listens there.
+    // No authority listens at this address.
     let directory = format!("https://127.0.0.1:{}/dir", free_port().unwrap());
-    let installation = Installation::new(port, &directory, roots.path()).await;
+    let installation = Installation::start(port, &directory, roots.path()).await;
     let stack = &installation.stack;
-    let mut process = installation.start(&[]);
-    let (guest, host) = installation.machine(&process, "user_1", roots.path()).await;
-    let failed = || async { certificate(&host)["error"].is_string().then_some(()) };
+    let mut process = installation.start_platform(&[]);
+    let (guest, host) = installation.start_machine(&process, "user_1", roots.path()).await;
+    let failed = || async { reported_certificate(&host)["error"].is_string().then_some(()) };
     stack.eventually("the request fails", failed).await;
     installation.send_heartbeat(&process, &guest, &host).await;
     let reasons = |fleet: &Value| fleet["attention"][0]["reasons"].clone();
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!(fleet["certificates"]["missingHandles"], json!(["h-user-1"]));
     assert_eq!(reasons(&fleet), Value::Null, "the certificate is not required yet");
-    assert!(installation.is_reached(&process, &guest.machine).await);
+    assert!(installation.can_reach_host(&process, &guest.machine).await);
 
     process.kill();
-    process = installation.start(&[("CUSTOMER_VPS_TLS_VERIFY", "true")]);
-    let warned = "CUSTOMER_VPS_TLS_VERIFY is on, and machines have no trusted certificate";
+    process = installation.start_platform(&[("CUSTOMER_VPS_TLS_VERIFY", "true")]);
+    let warned = "CUSTOMER_VPS_TLS_VERIFY is on, but machines have no trusted certificate";
     assert!(stack.log().contains(warned), "{}", stack.log());
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!(reasons(&fleet), json!(["certificate_missing"]));
-    assert!(!installation.is_reached(&process, &guest.machine).await);
+    assert!(!installation.can_reach_host(&process, &guest.machine).await);
 
     process.kill();
     let except = [("CUSTOMER_VPS_TLS_VERIFY", "true"), ("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", &*guest.machine)];
-    process = installation.start(&except);
-    assert!(installation.is_reached(&process, &guest.machine).await, "the operator exempts it");
+    process = installation.start_platform(&except);
+    assert!(installation.can_reach_host(&process, &guest.machine).await, "the machine is exempt");
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!((reasons(&fleet), &fleet["certificates"]["exempt"]), (Value::Null, &json!(1)));
 }
@@ -201,9 +205,9 @@ async fn passthrough_serves_only_validations_of_known_machines() {
 
     let (roots, port) = (tempfile::NamedTempFile::new().unwrap(), free_port().unwrap());
     std::fs::write(roots.path(), Ca::new().unwrap().root_pem()).unwrap();
-    let installation = Installation::new(port, "https://127.0.0.1:1/dir", roots.path()).await;
-    let process = installation.start(&[]);
-    let (guest, _host) = installation.machine(&process, "user_1", roots.path()).await;
+    let installation = Installation::start(port, "https://127.0.0.1:1/dir", roots.path()).await;
+    let process = installation.start_platform(&[]);
+    let (guest, _host) = installation.start_machine(&process, "user_1", roots.path()).await;
     installation.stack.wait_for_routes(&process).await;
     let path = |name: &str| installation.dir.path().join(name);
     let router = Identity::read(&path("router.pem"), &path("router.key")).unwrap().pin().unwrap();
@@ -211,18 +215,18 @@ async fn passthrough_serves_only_validations_of_known_machines() {
     let other = format!("{}.{DOMAIN}", svc::machine::id::MachineId::new());
     let connect = async |name: &str, protocols: &[&str]| {
         let mut config = pinned_client_config(router, ChainCheck::PinOnly).unwrap();
-        config.alpn_protocols = protocols.iter().map(|one| one.as_bytes().to_vec()).collect();
+        config.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
         let stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
         let name = ServerName::try_from(name.to_owned()).unwrap();
         TlsConnector::from(Arc::new(config)).connect(name, stream).await
     };
-    // The router's own key is presented for everything but a validation.
+    // The router presents its own key for every connection except a validation.
     for (name, protocols) in
         [(&*name, &["http/1.1"][..]), (&*name, &[]), (&*name, &["http/1.1", "acme-tls/1"]), ("app.test", &[])]
     {
         connect(name, protocols).await.unwrap_or_else(|error| panic!("{name} {protocols:?}: {error}"));
     }
-    // The machine refuses it: no validation is in progress.
+    // The machine refuses the connection, because no validation is in progress.
     assert!(connect(&name, &["acme-tls/1"]).await.is_err());
     let stack = &installation.stack;
     let passed = format!("validation passed through name={name}");

@@ -6,8 +6,8 @@ use serde_json::json;
 
 use super::stack::{Stack, heartbeat_of};
 
-/// Files an operation of a later release for a machine.
-async fn file(stack: &Stack, machine: &str, kind: &str, step: &str) -> String {
+/// Inserts an operation of a later release.
+async fn create_operation(stack: &Stack, machine: &str, kind: &str, step: &str) -> String {
     let client = stack.database.connect().await.unwrap();
     let id = uuid::Uuid::now_v7();
     let machine: uuid::Uuid = machine.parse().unwrap();
@@ -17,8 +17,8 @@ async fn file(stack: &Stack, machine: &str, kind: &str, step: &str) -> String {
     id.to_string()
 }
 
-/// A value that changes with every write of the row.
-async fn version(stack: &Stack, operation: &str) -> String {
+/// Returns a value that changes with every write of the operation's row.
+async fn row_version(stack: &Stack, operation: &str) -> String {
     let client = stack.database.connect().await.unwrap();
     let id: uuid::Uuid = operation.parse().unwrap();
     let sql =
@@ -31,12 +31,12 @@ async fn unknown_operations_are_not_touched() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("OPERATION_DEADLINE_SECONDS", "1")]);
     let guest = stack.start_machine(&process, "user_1").await;
-    let kind = file(&stack, &guest.machine, "translocate", "fence").await;
-    let step = file(&stack, &guest.machine, "provision", "measure_server").await;
-    let (kind_before, step_before) = (version(&stack, &kind).await, version(&stack, &step).await);
+    let kind = create_operation(&stack, &guest.machine, "translocate", "fence").await;
+    let step = create_operation(&stack, &guest.machine, "provision", "measure_server").await;
+    let (kind_before, step_before) = (row_version(&stack, &kind).await, row_version(&stack, &step).await);
     tokio::time::sleep(Duration::from_secs(3)).await;
-    assert_eq!(version(&stack, &kind).await, kind_before, "claimed or ended");
-    assert_eq!(version(&stack, &step).await, step_before, "claimed or ended");
+    assert_eq!(row_version(&stack, &kind).await, kind_before, "the operation was claimed or ended");
+    assert_eq!(row_version(&stack, &step).await, step_before, "the operation was claimed or ended");
     assert_eq!(stack.status(&process, &guest.machine).await, "running");
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!(fleet["alarms"][0]["alarm"], "unknown_operations", "{fleet}");
@@ -76,7 +76,7 @@ async fn unknown_fields_of_hosts_are_ignored() {
     body["disk"]["later"] = json!(null);
     let response = stack.send_heartbeat(&process, &guest, &body).await;
     assert_eq!(response.status, 200, "{response:?}");
-    // An operator's request comes from a person: an unknown field is an error.
+    // In an operator's request, an unknown field is an error: it may be a mistyped one.
     let mut body = super::stack::provision_body("user_1");
     body["later"] = json!(1);
     stack.post(&process, "/vps/provision", &body).await.assert_problem(400, "invalid_request");

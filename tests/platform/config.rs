@@ -1,4 +1,4 @@
-//! Startup: every error of the configuration is reported at once, with exit code 78.
+//! Startup: all errors of the configuration are reported together, with exit code 78.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -49,7 +49,7 @@ async fn shared_store_credentials_log_a_warning() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn host_domain_within_the_site_of_the_app_host_is_warned_of() {
+async fn host_domain_in_the_same_site_as_app_host_logs_a_warning() {
     let stack = Stack::start().await;
     let hosts = [("APP_HOST", "app.example.com"), ("CODE_HOST", "code.example.org:8443")];
     let sign_in = ("IDP_SIGN_IN_URL", "https://Login.Example.com/sign-in");
@@ -74,14 +74,13 @@ async fn host_domain_within_the_site_of_the_app_host_is_warned_of() {
         (1, &json!("configuration"), &json!("warning"))
     );
     let (what, next) = (found[0]["what"].as_str().unwrap(), found[0]["next"].as_str().unwrap());
-    let named =
-        "HOST_DOMAIN (hosts.example.com) is of the same site (example.com) as APP_HOST and IDP_SIGN_IN_URL:";
+    let named = "HOST_DOMAIN (hosts.example.com) belongs to the same site (example.com) as APP_HOST and IDP_SIGN_IN_URL:";
     assert!(what.starts_with(named) && next.contains("certificates.md"), "{found:?}");
     drop(stack.start_platform_with(&with("hosts.example.com")));
     assert!(stack.log().contains(named), "{}", stack.log());
 }
 
-/// As in the container: the service and its health check, which has no arguments, share one file.
+/// As in the container, the service and its health check, which has no arguments, share one file.
 #[tokio::test(flavor = "multi_thread")]
 async fn service_and_probe_read_settings_from_the_named_file() {
     let stack = Stack::start().await;
@@ -105,21 +104,21 @@ async fn service_and_probe_read_settings_from_the_named_file() {
     command.env_clear().env("PLATFORM_ENV_FILE", path("platform.env"));
     let process = stack.start_process(command);
     assert_eq!(process.base, format!("https://{listen}"));
-    let probed = || {
+    let run_probe = || {
         let mut probe = Command::new(env!("CARGO_BIN_EXE_svc"));
         probe.args(["svc-platform", "probe"]).env_clear().env("PLATFORM_ENV_FILE", path("platform.env"));
         probe.output().unwrap()
     };
-    // It is ready once its routes are loaded.
-    let mut ready = probed();
+    // The service is ready once its routes are loaded.
+    let mut ready = run_probe();
     for _ in 0..100 {
         if ready.status.success() {
             break;
         }
         tokio::time::sleep(std::time::Duration::from_millis(100)).await;
-        ready = probed();
+        ready = run_probe();
     }
     assert!(ready.status.success(), "{}", String::from_utf8_lossy(&ready.stderr));
     drop(process);
-    assert_eq!(probed().status.code(), Some(69));
+    assert_eq!(run_probe().status.code(), Some(69));
 }

@@ -1,4 +1,4 @@
-//! The confirmations before a customer is added: the cost that was shown, and the customer's consent.
+//! The confirmations that are required before a customer is added: the quoted cost and the customer's consent.
 
 use futures_util::future::join_all;
 use reqwest::Method;
@@ -8,18 +8,18 @@ use super::stack::{ApiResponse, Process, SECRET, Stack, provision_body};
 
 const QUOTE: &str = "/vps/provision/quote";
 const PROVISION: &str = "/vps/provision";
-/// A cpx22 with its address in a European location of the simulator, with tax.
+/// The cost of a cpx22 with its address in a European location of the simulator, including tax.
 const COST: &str = "10.1031 EUR";
 
-fn confirmed(user: &str, cost: &str) -> Value {
+fn confirmed_body(user: &str, cost: &str) -> Value {
     let mut body = provision_body(user);
     body["confirmedMonthlyCost"] = json!(cost);
     body["confirmedOptIn"] = json!(true);
     body
 }
 
-/// The confirmations in the audit rows of provisions, with their actors.
-async fn audited(stack: &Stack) -> Vec<(String, Value)> {
+/// Lists the confirmations in the audit rows of provisions, with their actors.
+async fn audited_confirmations(stack: &Stack) -> Vec<(String, Value)> {
     let client = stack.database.connect().await.unwrap();
     let sql =
         "SELECT actor, (after->'confirmed')::text FROM operator_audit WHERE action = 'provision' ORDER BY at";
@@ -27,7 +27,7 @@ async fn audited(stack: &Stack) -> Vec<(String, Value)> {
     rows.iter().map(|row| (row.get(0), serde_json::from_str(row.get(1)).unwrap())).collect()
 }
 
-async fn machines(stack: &Stack, process: &Process) -> usize {
+async fn count_machines(stack: &Stack, process: &Process) -> usize {
     stack.get(process, "/vps").await.body["machines"].as_array().unwrap().len()
 }
 
@@ -58,17 +58,14 @@ async fn quote_shows_cost_quota_and_environment_and_changes_nothing() {
         {"location": "ash", "server": "11.4002 EUR", "publicIpv4": "0.714 EUR", "total": "12.1142 EUR", "totalNet": "10.18 EUR"},
     ]);
     assert_eq!(quote["costs"], locations);
-    assert_eq!(
-        quote["monthlyCost"], "12.1142 EUR",
-        "capacity may be left only in the most expensive location"
-    );
+    assert_eq!(quote["monthlyCost"], "12.1142 EUR", "only the most expensive location may have capacity");
 
-    assert_eq!(machines(&stack, &process).await, 0);
-    assert!(stack.provider.creations().is_empty() && audited(&stack).await.is_empty());
+    assert_eq!(count_machines(&stack, &process).await, 0);
+    assert!(stack.provider.creations().is_empty() && audited_confirmations(&stack).await.is_empty());
     let calls = stack.provider.calls();
     assert!(calls.iter().all(|call| call.method == "GET"), "{calls:?}");
 
-    // What a provision would refuse is refused before anything is confirmed.
+    // A request that a provision would refuse is refused by the quote, before anything is confirmed.
     stack.post(&process, QUOTE, &provision_body("user_2")).await.assert_problem(402, "subscription_required");
     body["serverType"] = json!("cpx42");
     stack.post(&process, QUOTE, &body).await.assert_problem(403, "server_type_not_allowed");
@@ -83,28 +80,28 @@ async fn new_customer_needs_both_confirmations_if_they_are_required() {
     let process = stack.start_platform_with(&[("PROVISION_CONFIRMATION", "true")]);
     stack.subscribe(&process, "user_1").await;
     let post = async |body: &Value| stack.post(&process, PROVISION, body).await;
-    let refuses = async |response: ApiResponse, missing: Value| {
+    let assert_refused = async |response: ApiResponse, missing: Value| {
         response.assert_problem(428, "confirmation_required");
         assert_eq!(response.body["missing"], missing);
-        assert_eq!(machines(&stack, &process).await, 0);
+        assert_eq!(count_machines(&stack, &process).await, 0);
     };
     let plain = provision_body("user_1");
-    refuses(post(&plain).await, json!(["confirmedMonthlyCost", "confirmedOptIn"])).await;
-    let mut body = confirmed("user_1", COST);
+    assert_refused(post(&plain).await, json!(["confirmedMonthlyCost", "confirmedOptIn"])).await;
+    let mut body = confirmed_body("user_1", COST);
     body["confirmedOptIn"] = json!(false);
-    refuses(post(&body).await, json!(["confirmedOptIn"])).await;
-    body = confirmed("user_1", COST);
+    assert_refused(post(&body).await, json!(["confirmedOptIn"])).await;
+    body = confirmed_body("user_1", COST);
     body.as_object_mut().unwrap().remove("confirmedMonthlyCost");
-    refuses(post(&body).await, json!(["confirmedMonthlyCost"])).await;
-    // A preview is no customer.
+    assert_refused(post(&body).await, json!(["confirmedMonthlyCost"])).await;
+    // A preview does not need confirmations, because it is not a customer's.
     let preview = json!({"idpUserId": "user_2", "handle": "bob", "kind": "preview"});
     assert_eq!(post(&preview).await.status, 202);
 
-    let first = post(&confirmed("user_1", COST)).await;
+    let first = post(&confirmed_body("user_1", COST)).await;
     assert_eq!(first.status, 202, "{first:?}");
     let recorded = json!({"monthlyCost": COST, "optIn": true});
-    assert_eq!(audited(&stack).await.pop(), Some(("operator".to_owned(), recorded)));
-    // The customer was added: a repeat returns the machine, and a replacement needs no second consent.
+    assert_eq!(audited_confirmations(&stack).await.pop(), Some(("operator".to_owned(), recorded)));
+    // The customer has been added: a repeated request returns the machine, and a replacement needs no second consent.
     let again = post(&plain).await;
     assert_eq!((again.status, &again.body["machineId"]), (200, &first.body["machineId"]));
     let path = format!("/vps/{}/fail", first.body["machineId"].as_str().unwrap());
@@ -113,12 +110,12 @@ async fn new_customer_needs_both_confirmations_if_they_are_required() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn replacement_of_another_server_type_needs_its_cost_confirmed() {
+async fn replacement_with_another_server_type_requires_confirmed_cost() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PROVISION_CONFIRMATION", "true")]);
     stack.subscribe(&process, "user_1").await;
     let post = async |path: &str, body: &Value| stack.post(&process, path, body).await;
-    let first = post(PROVISION, &confirmed("user_1", COST)).await;
+    let first = post(PROVISION, &confirmed_body("user_1", COST)).await;
     let path = format!("/vps/{}/fail", first.body["machineId"].as_str().unwrap());
     assert_eq!(post(&path, &json!({"reason": "test"})).await.status, 200);
 
@@ -137,38 +134,38 @@ async fn replacement_of_another_server_type_needs_its_cost_confirmed() {
     let refused = post(PROVISION, &larger).await;
     refused.assert_problem(409, "price_changed");
     assert_eq!(refused.body["monthlyCost"], cost);
-    assert_eq!(machines(&stack, &process).await, 1);
+    assert_eq!(count_machines(&stack, &process).await, 1);
     larger["confirmedMonthlyCost"] = cost.clone();
     assert_eq!(post(PROVISION, &larger).await.status, 202);
     let recorded = json!({"monthlyCost": cost, "optIn": false});
-    assert_eq!(audited(&stack).await.pop(), Some(("operator".to_owned(), recorded)));
+    assert_eq!(audited_confirmations(&stack).await.pop(), Some(("operator".to_owned(), recorded)));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn price_that_changed_since_it_was_shown_is_refused() {
+async fn cost_that_changed_since_the_quote_is_refused() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
     stack.provider.set_price_percent(110);
-    let refused = stack.post(&process, PROVISION, &confirmed("user_1", COST)).await;
+    let refused = stack.post(&process, PROVISION, &confirmed_body("user_1", COST)).await;
     refused.assert_problem(409, "price_changed");
     assert_eq!(refused.body["monthlyCost"], "11.0432 EUR");
-    assert_eq!(machines(&stack, &process).await, 0);
+    assert_eq!(count_machines(&stack, &process).await, 0);
     assert!(stack.provider.creations().is_empty());
 
     let request = stack.request(&process, Method::POST, PROVISION).bearer_auth(SECRET);
-    let request = request.header("idempotency-key", "key-1").json(&confirmed("user_1", "11.0432 EUR"));
+    let request = request.header("idempotency-key", "key-1").json(&confirmed_body("user_1", "11.0432 EUR"));
     let repeat = request.try_clone().unwrap();
     let first = stack.send(request).await;
     assert_eq!(first.status, 202, "{first:?}");
-    // A repeat of the same request gets the first response, even if the price has changed.
+    // A repetition of the same request gets the first response, even if the price has changed.
     stack.provider.set_price_percent(120);
     let again = stack.send(repeat).await;
     assert_eq!((again.status, again.body), (202, first.body));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn quotes_share_reads_of_the_provider_and_a_provision_reads_again() {
+async fn quotes_share_provider_reads_but_provision_reads_again() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "5")]);
     stack.subscribe(&process, "user_1").await;
@@ -199,12 +196,12 @@ async fn quotes_share_reads_of_the_provider_and_a_provision_reads_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn confirmations_are_optional_by_default_and_their_absence_is_recorded() {
+async fn missing_confirmations_are_accepted_and_recorded_by_default() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.provision(&process, "user_1").await;
     let nothing = json!({"monthlyCost": null, "optIn": false});
-    assert_eq!(audited(&stack).await, [("operator".to_owned(), nothing)]);
+    assert_eq!(audited_confirmations(&stack).await, [("operator".to_owned(), nothing)]);
     assert_eq!(stack.provider.call_count("GET", "/pricing"), 0);
 }
 
@@ -216,13 +213,13 @@ async fn cost_cannot_be_confirmed_while_prices_are_unknown() {
     stack.subscribe(&process, "user_1").await;
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "GET", "/pricing", down));
-    let refused = stack.post(&process, PROVISION, &confirmed("user_1", COST)).await;
+    let refused = stack.post(&process, PROVISION, &confirmed_body("user_1", COST)).await;
     refused.assert_problem(503, "unavailable");
     assert!(refused.headers.contains_key("retry-after"));
     stack.post(&process, QUOTE, &provision_body("user_1")).await.assert_problem(503, "unavailable");
-    assert_eq!(machines(&stack, &process).await, 0);
+    assert_eq!(count_machines(&stack, &process).await, 0);
     stack.provider.clear_faults();
-    assert_eq!(stack.post(&process, PROVISION, &confirmed("user_1", COST)).await.status, 202);
+    assert_eq!(stack.post(&process, PROVISION, &confirmed_body("user_1", COST)).await.status, 202);
 }
 
 #[tokio::test(flavor = "multi_thread")]

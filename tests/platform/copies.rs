@@ -7,16 +7,16 @@ use super::stack::{BUCKET, Guest, Process, Stack, heartbeat_of};
 
 const TAKEN_AT: &str = "2026-01-02T03:04:05.678Z";
 
-async fn copies(stack: &Stack, process: &Process, machine: &str) -> Value {
+async fn fetch_copies(stack: &Stack, process: &Process, machine: &str) -> Value {
     stack.get(process, &format!("/vps/{machine}")).await.body["copies"].clone()
 }
 
-fn server(guest: &Guest) -> String {
+fn server_name(guest: &Guest) -> String {
     format!("svc-{}", guest.machine)
 }
 
-/// A machine with a snapshot, and its successor, which has served; the old server is kept.
-async fn recovered(stack: &Stack, process: &Process) -> (Guest, Guest) {
+/// Starts a machine with a snapshot, and its successor, which has served. The old server is kept.
+async fn start_recovered(stack: &Stack, process: &Process) -> (Guest, Guest) {
     let old = stack.start_machine(process, "user_1").await;
     stack.snapshot("user_1");
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
@@ -32,22 +32,22 @@ async fn recovered(stack: &Stack, process: &Process) -> (Guest, Guest) {
 async fn kept_server_that_the_provider_lost_is_shown_as_missing() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "600")]);
-    let (old, new) = recovered(&stack, &process).await;
-    let kept = copies(&stack, &process, &new.machine).await["kept"][0].clone();
+    let (old, new) = start_recovered(&stack, &process).await;
+    let kept = fetch_copies(&stack, &process, &new.machine).await["kept"][0].clone();
     assert_eq!((&kept["machineId"], &kept["missingSince"]), (&json!(old.machine), &Value::Null), "{kept}");
 
     let is_missing = |expected: bool| {
         let (stack, process, machine) = (&stack, &process, &new.machine);
         async move {
-            let kept = copies(stack, process, machine).await["kept"][0].clone();
+            let kept = fetch_copies(stack, process, machine).await["kept"][0].clone();
             (kept["missingSince"].is_string() == expected).then_some(kept)
         }
     };
-    stack.provider.hide_servers(&[server(&old)]);
+    stack.provider.hide_servers(&[server_name(&old)]);
     stack.eventually("the server is missing", || is_missing(true)).await;
     stack.provider.hide_servers(&[]);
     stack.eventually("the server is back", || is_missing(false)).await;
-    stack.provider.vanish_server(&server(&old)).await.unwrap();
+    stack.provider.vanish_server(&server_name(&old)).await.unwrap();
     stack.eventually("the server is lost", || is_missing(true)).await;
     assert_eq!(stack.status(&process, &new.machine).await, "running");
 }
@@ -58,23 +58,23 @@ async fn machine_without_server_is_not_a_live_copy() {
     let process = stack.start_platform();
     let (gone, failed) =
         (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
-    stack.provider.vanish_server(&server(&gone)).await.unwrap();
+    stack.provider.vanish_server(&server_name(&gone)).await.unwrap();
     let is_failed = || async { (stack.status(&process, &gone.machine).await == "failed").then_some(()) };
-    stack.eventually("it fails", is_failed).await;
-    let known = copies(&stack, &process, &gone.machine).await;
+    stack.eventually("the machine fails", is_failed).await;
+    let known = fetch_copies(&stack, &process, &gone.machine).await;
     assert_eq!((&known["live"], &known["exposedSeconds"]), (&Value::Null, &Value::Null), "{known}");
 
     // No other check covers a machine that an operator took out of service.
     let path = format!("/vps/{}/fail", failed.machine);
     stack.post(&process, &path, &json!({"reason": "test"})).await;
-    let live = copies(&stack, &process, &failed.machine).await["live"].clone();
+    let live = fetch_copies(&stack, &process, &failed.machine).await["live"].clone();
     assert_eq!((&live["machineId"], &live["missingSince"]), (&json!(failed.machine), &Value::Null));
-    stack.provider.vanish_server(&server(&failed)).await.unwrap();
+    stack.provider.vanish_server(&server_name(&failed)).await.unwrap();
     let is_missing = || async {
-        let live = copies(&stack, &process, &failed.machine).await["live"].clone();
+        let live = fetch_copies(&stack, &process, &failed.machine).await["live"].clone();
         live["missingSince"].is_string().then_some(())
     };
-    stack.eventually("its server is missing", is_missing).await;
+    stack.eventually("the server is missing", is_missing).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -82,12 +82,12 @@ async fn newest_snapshot_is_read_from_the_store() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    let known = copies(&stack, &process, &guest.machine).await;
+    let known = fetch_copies(&stack, &process, &guest.machine).await;
     assert_eq!((&known["newestSnapshot"], &known["snapshotProblem"]), (&Value::Null, &Value::Null));
 
-    // No heartbeat has reported it.
+    // No heartbeat has reported this snapshot.
     stack.snapshot_by("user_1", &guest.machine, TAKEN_AT);
-    let known = copies(&stack, &process, &guest.machine).await;
+    let known = fetch_copies(&stack, &process, &guest.machine).await;
     let newest = &known["newestSnapshot"];
     assert_eq!((&newest["takenAt"], &newest["machineId"]), (&json!(TAKEN_AT), &json!(guest.machine)));
     assert_eq!((&newest["source"], &known["newestSnapshotAt"]), (&json!("store"), &json!(TAKEN_AT)));
@@ -95,17 +95,17 @@ async fn newest_snapshot_is_read_from_the_store() {
     let exposed = known["exposedSeconds"].as_u64().unwrap();
     assert!(exposed > 86_400, "the exposure counts from that snapshot: {known}");
 
-    // A later heartbeat does not make an older snapshot newer, as after a rebuild of the pointer.
+    // The pointer decides, even if a heartbeat has reported a later time, as after a rebuild of the pointer.
     let mut beat = heartbeat_of(&guest);
     let reported = "2026-03-02T03:04:05.678Z";
     beat["lastBackup"] = json!({"status": "success", "takenAt": reported, "key": "x", "sizeBytes": 4});
     stack.send_heartbeat(&process, &guest, &beat).await;
-    assert_eq!(copies(&stack, &process, &guest.machine).await["newestSnapshotAt"], TAKEN_AT);
+    assert_eq!(fetch_copies(&stack, &process, &guest.machine).await["newestSnapshotAt"], TAKEN_AT);
 
-    // Damaged or unreadable: the reported snapshot is shown with its problem.
+    // If the snapshot is damaged or the store is unreadable, the reported snapshot is shown with the problem.
     let object = stack.snapshot_at("user_1", TAKEN_AT);
     stack.store.remove(BUCKET, &object);
-    let known = copies(&stack, &process, &guest.machine).await;
+    let known = fetch_copies(&stack, &process, &guest.machine).await;
     assert_eq!(
         (&known["newestSnapshot"]["source"], &known["newestSnapshotAt"]),
         (&json!("reported"), &json!(reported))
@@ -114,7 +114,7 @@ async fn newest_snapshot_is_read_from_the_store() {
     let stalled =
         stack.store.fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
     let started = std::time::Instant::now();
-    let known = copies(&stack, &process, &guest.machine).await;
+    let known = fetch_copies(&stack, &process, &guest.machine).await;
     assert!(started.elapsed() < std::time::Duration::from_secs(5), "{:?}", started.elapsed());
     assert!(stalled.hits() > 0);
     assert_eq!(known["snapshotProblem"], "the object store does not respond", "{known}");
@@ -126,13 +126,13 @@ async fn newer_unpublished_snapshot_is_shown() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    // As written by a host that could not advance the pointer.
+    // The snapshot of a host that could not advance the pointer.
     let later = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     stack.snapshot_by("user_1", &guest.machine, &later);
-    let known = copies(&stack, &process, &guest.machine).await;
+    let known = fetch_copies(&stack, &process, &guest.machine).await;
     assert_eq!((&known["newestSnapshotAt"], &known["newerSnapshot"]), (&json!(later), &Value::Null));
     stack.snapshot_by("user_1", &guest.machine, TAKEN_AT);
-    let known = copies(&stack, &process, &guest.machine).await;
+    let known = fetch_copies(&stack, &process, &guest.machine).await;
     assert_eq!(known["newestSnapshotAt"], TAKEN_AT, "{known}");
     let newer = &known["newerSnapshot"];
     assert_eq!((&newer["takenAt"], &newer["machineId"]), (&json!(later), &json!(guest.machine)), "{known}");
@@ -141,12 +141,12 @@ async fn newer_unpublished_snapshot_is_shown() {
     let still_later = jiff::Timestamp::now().checked_add(jiff::SignedDuration::from_hours(1)).unwrap();
     stack.snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &svc::clock::rfc3339_ms(still_later));
     stack.snapshot_by("user_1", &guest.machine, TAKEN_AT);
-    assert_eq!(copies(&stack, &process, &guest.machine).await["newerSnapshot"]["key"], own.as_str());
+    assert_eq!(fetch_copies(&stack, &process, &guest.machine).await["newerSnapshot"]["key"], own.as_str());
     stack.store.remove(BUCKET, &format!("user_1/primary/{own}"));
-    assert_eq!(copies(&stack, &process, &guest.machine).await["newerSnapshot"], Value::Null);
+    assert_eq!(fetch_copies(&stack, &process, &guest.machine).await["newerSnapshot"], Value::Null);
     stack.snapshot_by("user_1", &guest.machine, &later);
     stack.snapshot_by("user_1", &guest.machine, TAKEN_AT);
-    let known = copies(&stack, &process, &guest.machine).await;
+    let known = fetch_copies(&stack, &process, &guest.machine).await;
     let newer = &known["newerSnapshot"];
     let recovery = json!({"idpUserId": "user_1", "snapshotKey": newer["key"], "acceptLoss": true});
     assert_eq!(stack.post(&process, "/vps/recover", &recovery).await.status, 202);
@@ -160,10 +160,10 @@ async fn snapshot_of_another_machine_does_not_reduce_exposure() {
     let mut beat = heartbeat_of(&guest);
     beat["lastBackup"] = json!({"status": "success", "takenAt": TAKEN_AT, "key": "x", "sizeBytes": 4});
     stack.send_heartbeat(&process, &guest, &beat).await;
-    // As of a machine that is missing from the database.
+    // The snapshot of a machine that is missing from the database.
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     stack.snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now);
-    let known = copies(&stack, &process, &guest.machine).await;
+    let known = fetch_copies(&stack, &process, &guest.machine).await;
     assert_eq!(known["newestSnapshotAt"], now);
     assert!(known["exposedSeconds"].as_u64().unwrap() > 86_400, "{known}");
 }
@@ -172,27 +172,27 @@ async fn snapshot_of_another_machine_does_not_reduce_exposure() {
 async fn abandoned_removal_is_kept_until_an_operator_discards_it() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "600")]);
-    let (old, new) = recovered(&stack, &process).await;
+    let (old, new) = start_recovered(&stack, &process).await;
     let client = stack.database.connect().await.unwrap();
     let sql = "UPDATE user_machines SET removal_abandoned_at = now() WHERE machine_id = $1";
     let id: uuid::Uuid = old.machine.parse().unwrap();
     client.execute(sql, &[&id]).await.unwrap();
-    let kept = copies(&stack, &process, &new.machine).await["kept"][0].clone();
+    let kept = fetch_copies(&stack, &process, &new.machine).await["kept"][0].clone();
     assert!(kept["until"].is_null() && kept["removalAbandonedAt"].is_string(), "{kept}");
     let path = format!("/vps/{}/discard", old.machine);
     let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!(response.status, 202, "{response:?}");
-    let gone = || async { stack.provider.server_by_name(&server(&old)).is_none().then_some(()) };
-    stack.eventually("it is deleted", gone).await;
+    let gone = || async { stack.provider.server_by_name(&server_name(&old)).is_none().then_some(()) };
+    stack.eventually("the old server is deleted", gone).await;
 
-    // Nothing remains to discard, and a machine in its slot is not a kept one.
-    let over = || async {
+    // A deleted server cannot be discarded, and neither can the server of a machine in its slot.
+    let is_refused = || async {
         let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
         (response.status == 409).then_some(response)
     };
-    let over = stack.eventually("its server is deleted", over).await;
-    assert_eq!(over.body["machineStatus"], "server_deleted", "{over:?}");
-    assert!(over.body["detail"].as_str().unwrap().contains("already been deleted"), "{over:?}");
+    let refused = stack.eventually("the deletion is recorded", is_refused).await;
+    assert_eq!(refused.body["machineStatus"], "server_deleted", "{refused:?}");
+    assert!(refused.body["detail"].as_str().unwrap().contains("already been deleted"), "{refused:?}");
     let path = format!("/vps/{}/discard", new.machine);
     let refused = stack.post(&process, &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
@@ -200,7 +200,7 @@ async fn abandoned_removal_is_kept_until_an_operator_discards_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn hanging_store_is_503_before_the_client_timeout() {
+async fn hanging_store_returns_503_before_the_client_timeout() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;

@@ -5,7 +5,7 @@ use serde_json::json;
 
 use super::stack::Stack;
 
-async fn provisioned_despite(fault: Fault) -> Stack {
+async fn provision_despite(fault: Fault) -> Stack {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.provider.fault(FaultRule::once("POST", "/servers", fault.clone()));
@@ -19,31 +19,31 @@ async fn provisioned_despite(fault: Fault) -> Stack {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn create_with_a_lost_reply_is_adopted() {
-    let stack = provisioned_despite(Fault::LostReplyAfterCommit).await;
+async fn server_is_adopted_after_a_lost_create_response() {
+    let stack = provision_despite(Fault::LostReplyAfterCommit).await;
     assert_eq!(stack.provider.call_count("POST", "/servers"), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn late_create_is_adopted() {
-    provisioned_despite(Fault::SlowReply { ms: 12_000 }).await;
+async fn server_is_adopted_after_a_late_create_response() {
+    provision_despite(Fault::SlowReply { ms: 12_000 }).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn create_without_effect_is_retried_under_the_same_name() {
-    let stack = provisioned_despite(Fault::Timeout).await;
+    let stack = provision_despite(Fault::Timeout).await;
     assert_eq!(stack.provider.call_count("POST", "/servers"), 2);
-    provisioned_despite(Fault::LostRequest).await;
+    provision_despite(Fault::LostRequest).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn overloaded_provider_is_retried() {
-    provisioned_despite(Fault::Status { status: 503, code: "unavailable".into(), reset_in_seconds: None })
+async fn create_is_retried_while_the_provider_is_overloaded() {
+    provision_despite(Fault::Status { status: 503, code: "unavailable".into(), reset_in_seconds: None })
         .await;
-    provisioned_despite(Fault::Status { status: 409, code: "conflict".into(), reset_in_seconds: None }).await;
+    provision_despite(Fault::Status { status: 409, code: "conflict".into(), reset_in_seconds: None }).await;
 }
 
-/// No host registers: the old machine must get its slot back long before the registration deadline.
+/// The host cannot register, so the old machine must get its slot back long before the registration deadline.
 #[tokio::test(flavor = "multi_thread")]
 async fn unstartable_server_ends_the_recovery() {
     let stack = Stack::start().await;
@@ -62,12 +62,12 @@ async fn unstartable_server_ends_the_recovery() {
     );
     let new = stack.get(&process, &format!("/vps/{}", recovery["machineId"].as_str().unwrap())).await.body;
     let message = new["failure"]["message"].as_str().unwrap_or_default();
-    assert!(message.starts_with("the provider could not start its server"), "{new}");
-    let back = || async {
+    assert!(message.starts_with("the provider could not start the machine's server"), "{new}");
+    let has_returned = || async {
         let record = stack.get(&process, &format!("/vps/{}", old.machine)).await.body;
         record["replacedBy"].is_null().then_some(())
     };
-    stack.eventually("the old machine has its slot back", back).await;
+    stack.eventually("the old machine has its slot back", has_returned).await;
     let gone = || async { (stack.provider.servers().len() == 1).then_some(()) };
     stack.eventually("the server that did not start is deleted", gone).await;
     stack.assert_only_server(&old.machine);
@@ -79,8 +79,8 @@ async fn refused_create_fails_the_machine_and_keeps_the_snapshot() {
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
-    let secret_words = "unsupported_error";
-    let refusal = Fault::Status { status: 422, code: secret_words.into(), reset_in_seconds: None };
+    let provider_code = "unsupported_error";
+    let refusal = Fault::Status { status: 422, code: provider_code.into(), reset_in_seconds: None };
     // The first of these calls requests the shutdown of the old server.
     stack.provider.fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", refusal) });
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
@@ -93,7 +93,7 @@ async fn refused_create_fails_the_machine_and_keeps_the_snapshot() {
     let record = stack.get(&process, &format!("/vps/{}", first["machineId"].as_str().unwrap())).await;
     assert_eq!(record.body["status"], "failed");
     assert_eq!(record.body["failure"]["cause"], "provider_refused");
-    assert!(!record.text.contains(secret_words), "the provider's message is not shown: {}", record.text);
+    assert!(!record.text.contains(provider_code), "the provider's error is not shown: {}", record.text);
     assert!(!stack.pointer("user_1")["snapshot"].is_null());
     stack.assert_only_server(&old.machine);
 
@@ -128,7 +128,7 @@ fn without_capacity(code: &str) -> Fault {
     Fault::Status { status: 412, code: code.into(), reset_in_seconds: None }
 }
 
-fn locations_logged(operation: &serde_json::Value) -> Vec<String> {
+fn logged_locations(operation: &serde_json::Value) -> Vec<String> {
     let lines = operation["log"].as_array().unwrap().iter().filter(|line| line["outcome"] == "location");
     lines.map(|line| line["detail"].as_str().unwrap().to_owned()).collect()
 }
@@ -143,10 +143,10 @@ async fn server_is_created_in_next_location_with_capacity() {
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
     assert_eq!(
-        locations_logged(&operation),
+        logged_locations(&operation),
         [
-            "location nbg1 has no capacity for server type cpx22 (resource_unavailable): hel1 is tried now",
-            "location hel1 has no capacity for server type cpx22 (placement_error): fsn1 is tried now"
+            "location nbg1 has no capacity for server type cpx22 (resource_unavailable): trying hel1 next",
+            "location hel1 has no capacity for server type cpx22 (placement_error): trying fsn1 next"
         ]
     );
     assert_eq!(stack.provider.servers()[0].location, "fsn1");
@@ -173,10 +173,10 @@ async fn locations_are_retried_while_none_has_capacity() {
     assert_eq!(provisioned.status, 202, "{provisioned:?}");
     let operation = stack.wait_until_ended(&process, provisioned.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    let lines = locations_logged(&operation);
+    let lines = logged_locations(&operation);
     assert_eq!(lines.len(), 3, "{operation}");
     assert!(
-        lines[1].ends_with("(resource_unavailable), nor does any other location; hel1 is next"),
+        lines[1].ends_with("(resource_unavailable), and neither does any other location; hel1 is next"),
         "{lines:?}"
     );
     assert_eq!(stack.provider.servers()[0].location, "fsn1");
@@ -184,7 +184,7 @@ async fn locations_are_retried_while_none_has_capacity() {
     let retries: Vec<&str> = retries.map(|line| line["detail"].as_str().unwrap()).collect();
     assert_eq!(retries.len(), 2, "{operation}");
     assert!(retries[0].contains("location fsn1 has no capacity for server type cpx22"), "{retries:?}");
-    assert!(retries[0].ends_with("hel1 is next; it is tried again within 1 s"), "{retries:?}");
+    assert!(retries[0].ends_with("hel1 is next; retrying within 1 s"), "{retries:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -197,7 +197,7 @@ async fn single_location_without_capacity_is_named_with_its_type() {
     let retry = operation["log"].as_array().unwrap().iter().find(|line| line["outcome"] == "retry").unwrap();
     assert_eq!(
         retry["detail"],
-        "location nbg1 has no capacity for server type cpx22 (resource_unavailable); it is tried again within 1 s"
+        "location nbg1 has no capacity for server type cpx22 (resource_unavailable); retrying within 1 s"
     );
 }
 

@@ -46,15 +46,15 @@ fn open_store(response: &ApiResponse) -> Bucket {
         ("AWS_SECRET_ACCESS_KEY", text("secretAccessKey")),
         ("AWS_SESSION_TOKEN", text("sessionToken")),
     ];
-    open(vars.iter().map(|(name, value)| (*name, value.as_str())))
+    open_with_vars(vars.iter().map(|(name, value)| (*name, value.as_str())))
 }
 
-fn open<'a>(vars: impl IntoIterator<Item = (&'a str, &'a str)>) -> Bucket {
+fn open_with_vars<'a>(vars: impl IntoIterator<Item = (&'a str, &'a str)>) -> Bucket {
     StoreConfig::read(&mut Env::from_pairs(vars)).unwrap().open().unwrap()
 }
 
-/// The `r2.env` of a server's user-data.
-fn store_env(guest: &Guest) -> BTreeMap<String, String> {
+/// Parses the `r2.env` of a server's user-data.
+fn parse_store_env(guest: &Guest) -> BTreeMap<String, String> {
     let config: Value =
         serde_json::from_str(guest.user_data.strip_prefix("#cloud-config\n").unwrap()).unwrap();
     let files = config["write_files"].as_array().unwrap();
@@ -62,7 +62,7 @@ fn store_env(guest: &Guest) -> BTreeMap<String, String> {
     parse_env_file(file["content"].as_str().unwrap()).unwrap().into_iter().collect()
 }
 
-fn sessions_of(stack: &Stack, machine: &str) -> Vec<SessionInfo> {
+fn list_sessions(stack: &Stack, machine: &str) -> Vec<SessionInfo> {
     let name = format!("svc-{machine}");
     stack.store.sessions().into_iter().filter(|session| session.name == name).collect()
 }
@@ -118,8 +118,8 @@ async fn host_credentials_reach_only_their_own_slot() {
     let foreign =
         ["user_2/primary", "user_1/primary2", "user_1/second", "user_1", "system-bundles/v1", "user_10"];
 
-    let env = store_env(&guest);
-    let initial = open(env.iter().map(|(name, value)| (name.as_str(), value.as_str())));
+    let env = parse_store_env(&guest);
+    let initial = open_with_vars(env.iter().map(|(name, value)| (name.as_str(), value.as_str())));
     assert_confined(&stack, &initial, "user_1/primary", &foreign).await;
     let response = request_credentials(&stack, &process, &guest).await;
     assert_eq!(response.body["prefix"], "user_1/primary/");
@@ -136,8 +136,8 @@ async fn host_credentials_reach_only_their_own_slot() {
             "the platform's own credentials are not disclosed"
         );
     }
-    assert_eq!(sessions_of(&stack, &guest.machine).len(), 2);
-    for session in sessions_of(&stack, &guest.machine) {
+    assert_eq!(list_sessions(&stack, &guest.machine).len(), 2);
+    for session in list_sessions(&stack, &guest.machine) {
         assert_eq!(session.requested_lifetime, Duration::from_secs(900), "{session:?}");
     }
     for secret in [&env["AWS_SECRET_ACCESS_KEY"], &env["AWS_SESSION_TOKEN"]] {
@@ -207,7 +207,7 @@ async fn missing_object_in_own_slot_is_reported_as_missing() {
     }
     assert!(bucket.head(&Path::from("user_1/primary/system/db/latest")).await.unwrap().is_some());
     let foreign = Path::from("user_2/primary/system/db/latest");
-    let error = bucket.get(&foreign, 10).await.expect_err("another slot reveals nothing");
+    let error = bucket.get(&foreign, 10).await.expect_err("a read in another slot must be denied");
     assert!(matches!(error, StoreError::Denied { .. }), "{error:?}");
 }
 
@@ -304,9 +304,9 @@ async fn static_mode_returns_the_platform_credentials() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("STORE_HOST_CREDENTIALS", "static")]);
     let guest = stack.start_machine(&process, "user_1").await;
-    let env = store_env(&guest);
+    let env = parse_store_env(&guest);
     assert_eq!(env["AWS_SECRET_ACCESS_KEY"], stack.store.secret_key());
-    assert!(!env.contains_key("AWS_CREDENTIAL_EXPIRATION"), "they do not expire");
+    assert!(!env.contains_key("AWS_CREDENTIAL_EXPIRATION"), "static credentials do not expire");
     let response = request_credentials(&stack, &process, &guest).await;
     assert_eq!(response.body["secretAccessKey"], stack.store.secret_key(), "for hosts created under sts");
     assert!(stack.store.sessions().is_empty());
@@ -316,19 +316,19 @@ async fn static_mode_returns_the_platform_credentials() {
 async fn machine_in_its_final_backup_still_gets_credentials() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "30")]);
-    let old = super::internal_host::host(&stack, &process).await;
+    let old = super::internal_host::start_host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    let is_requested = || async { (!old.seen.lock().unwrap().is_empty()).then_some(()) };
+    let is_requested = || async { (!old.proofs.lock().unwrap().is_empty()).then_some(()) };
     stack.eventually("the backup is requested", is_requested).await;
     let response = request_credentials(&stack, &process, &old.guest).await;
     open_store(&response).put(&Path::from("user_1/primary/system/db/snapshots/x.dump"), "x").await.unwrap();
-    let session = sessions_of(&stack, &old.guest.machine)
+    let session = list_sessions(&stack, &old.guest.machine)
         .into_iter()
         .find(|session| session.access_key == response.body["accessKeyId"]);
     assert_eq!(session.unwrap().requested_lifetime, Duration::from_secs(900), "the minimum that STS allows");
     assert_eq!(response.body["outage"], Value::Null, "no outage session");
-    let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    let is_requested = || async { (old.call_count("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("a backup is requested", is_requested).await;
     old.store_backup(&stack, "user_1");
     stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
@@ -353,7 +353,7 @@ async fn host_credentials_cannot_overwrite_a_snapshot() {
         upload.complete().await
     };
     upload(b"dump").await.unwrap();
-    let recorded = snapshot::record(&bucket, &slot, &side, None).await.unwrap();
+    let recorded = snapshot::write_side_record(&bucket, &slot, &side, None).await.unwrap();
     pointer_io::advance(&bucket, &slot, &recorded).await.unwrap();
     assert_eq!(snapshot::latest(&bucket, &slot).await.unwrap().key, side.key);
 

@@ -1,4 +1,4 @@
-//! Delete: the machine leaves its slot at once and its server later; objects and record remain.
+//! Deletion: the machine leaves its slot immediately, its server is deleted later, and its objects and record remain.
 
 use kit::s3::{Fault, Rule};
 use serde_json::json;
@@ -49,7 +49,7 @@ async fn deletion_names_the_newest_stored_or_reported_snapshot() {
     let mut beat = heartbeat_of(&guest);
     beat["lastBackup"] = json!({"status": "success", "takenAt": reported, "key": "x", "sizeBytes": 4});
     stack.send_heartbeat(&process, &guest, &beat).await;
-    // Later than the last heartbeat.
+    // This snapshot is later than the one in the last heartbeat.
     stack.snapshot_by("user_1", &guest.machine, taken_at);
     let newest = async || {
         let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
@@ -75,7 +75,7 @@ async fn deletion_reports_that_it_waits_for_the_store() {
         let operation = stack.get(&process, &path).await.body;
         (operation["errorCode"] == "store_unavailable").then_some(operation)
     };
-    let operation = stack.eventually("it waits for the store", waits).await;
+    let operation = stack.eventually("the deletion waits for the store", waits).await;
     let last = operation["log"].as_array().unwrap().last().unwrap();
     assert_eq!((&last["step"], &last["outcome"]), (&json!("last_backup"), &json!("retry")), "{operation}");
     assert!(last["detail"].as_str().unwrap().contains("the object store is unavailable"), "{operation}");
@@ -111,7 +111,7 @@ async fn deletion_after_an_interrupted_recovery_leaves_no_server() {
     let operation = stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded");
     stack.assert_no_server();
-    let cut =
+    let interrupted =
         stack.get(&process, &format!("/vps/operations/{}", recovery["operationId"].as_str().unwrap())).await;
-    assert_eq!(cut.body["state"], "cancelled");
+    assert_eq!(interrupted.body["state"], "cancelled");
 }

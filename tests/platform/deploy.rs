@@ -1,4 +1,4 @@
-//! Rollouts over real rows; the tests send the hosts' heartbeats.
+//! Rollouts on a real database. The tests send the hosts' heartbeats.
 
 use kit::bundle::{Manifest, SigningKey};
 use serde_json::{Value, json};
@@ -9,16 +9,16 @@ use super::stack::{BUCKET, DIGEST, Guest, Process, Stack, heartbeat_of};
 
 pub const NEXT: &str = "v2";
 
-fn key() -> SigningKey {
+fn signing_key() -> SigningKey {
     SigningKey::from_pem(include_bytes!("../kit/src/bundle/ed25519-test-only.txt")).unwrap()
 }
 
-/// `BUNDLE_PUBLIC_KEYS` of these platforms.
+/// The value of `BUNDLE_PUBLIC_KEYS` in these tests.
 pub fn public_key() -> String {
-    key().public_key_base64()
+    signing_key().public_key_base64()
 }
 
-/// A bundle with a signed manifest that the hosts of [`public_key`] accept.
+/// Publishes a bundle whose signed manifest is accepted by hosts that trust [`public_key`].
 pub fn publish_signed(stack: &Stack, version: &str) {
     publish(stack, version, "2126-01-02T03:04:05.000Z");
 }
@@ -43,7 +43,7 @@ fn publish(stack: &Stack, version: &str, expires_at: &str) {
     };
     put("", content);
     put(".json", &manifest);
-    put(".json.sig", &key().signature_line(manifest.as_bytes()));
+    put(".json.sig", &signing_key().signature_line(manifest.as_bytes()));
     put(".sha256", &format!("{sha256}  svc-host-bundle.tar.gz\n"));
 }
 
@@ -54,7 +54,7 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    pub async fn of(machines: usize, more: &[(&str, &str)]) -> Self {
+    pub async fn start(machines: usize, more: &[(&str, &str)]) -> Self {
         let stack = Stack::start().await;
         publish_signed(&stack, NEXT);
         let keys = public_key();
@@ -73,7 +73,7 @@ impl Fleet {
         Self { stack, process, guests }
     }
 
-    /// Starts a rollout without a verification, which hosts that the test plays cannot pass.
+    /// Starts a rollout without verification, which the simulated hosts could not pass.
     pub async fn deploy(&self, more: &Value) -> Value {
         let mut body = json!({"imageVersion": NEXT, "verify": false});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -89,8 +89,8 @@ impl Fleet {
         self.stack.send_heartbeat(&self.process, guest, &beat).await;
     }
 
-    /// The release that the host is asked to run.
-    async fn desired(&self, guest: usize) -> Value {
+    /// Returns the release that the platform requests from the host.
+    async fn fetch_desired(&self, guest: usize) -> Value {
         let guest = &self.guests[guest];
         self.stack.send_heartbeat(&self.process, guest, &heartbeat_of(guest)).await.body["desiredImageVersion"].clone()
     }
@@ -98,7 +98,7 @@ impl Fleet {
     pub async fn wait_until_requested(&self, guest: usize) {
         self.stack
             .eventually("the update is requested", || async {
-                (self.desired(guest).await == NEXT).then_some(())
+                (self.fetch_desired(guest).await == NEXT).then_some(())
             })
             .await;
     }
@@ -112,81 +112,81 @@ impl Fleet {
         self.stack.send_heartbeat(&self.process, guest, &beat).await;
     }
 
-    async fn rollout_state(&self, rollout: &Value) -> Value {
+    async fn fetch_rollout(&self, rollout: &Value) -> Value {
         let path = format!("/vps/deploy/{}", rollout["rolloutId"].as_str().unwrap());
         self.stack.get(&self.process, &path).await.body
     }
 
-    pub async fn until_state(&self, rollout: &Value, state: &str) -> Value {
+    pub async fn wait_for_state(&self, rollout: &Value, state: &str) -> Value {
         self.stack
             .eventually(state, || async {
-                let now = self.rollout_state(rollout).await;
+                let now = self.fetch_rollout(rollout).await;
                 (now["state"] == state).then_some(now)
             })
             .await
     }
 
-    pub async fn post_action(&self, rollout: &Value, word: &str) -> super::stack::ApiResponse {
-        let path = format!("/vps/deploy/{}/{word}", rollout["rolloutId"].as_str().unwrap());
+    pub async fn post_action(&self, rollout: &Value, action: &str) -> super::stack::ApiResponse {
+        let path = format!("/vps/deploy/{}/{action}", rollout["rolloutId"].as_str().unwrap());
         self.stack.post(&self.process, &path, &json!({})).await
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rollout_updates_the_canary_then_batches() {
-    let fleet = Fleet::of(4, &[]).await;
+    let fleet = Fleet::start(4, &[]).await;
     let rollout = fleet.deploy(&json!({"canary": 1, "batchSize": 2})).await;
     assert_eq!(rollout["totals"]["waiting"], 4);
     fleet.wait_until_requested(0).await;
     for other in 1..4 {
-        assert_eq!(fleet.desired(other).await, "v1", "only the canary gets the request");
+        assert_eq!(fleet.fetch_desired(other).await, "v1", "only the canary gets the request");
     }
-    // A host that is still applying does not count, whatever version it reports.
+    // A host that is still applying the update does not count as updated, regardless of the version that it reports.
     let mut beat = heartbeat_of(&fleet.guests[0]);
     (beat["imageVersion"], beat["updating"]) = (json!(NEXT), json!(true));
     fleet.stack.send_heartbeat(&fleet.process, &fleet.guests[0], &beat).await;
     tokio::time::sleep(std::time::Duration::from_millis(600)).await;
-    assert_eq!(fleet.rollout_state(&rollout).await["totals"]["updated"], 0);
+    assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["updated"], 0);
     fleet.report(0, NEXT, "updated").await;
     fleet.wait_until_requested(1).await;
     fleet.wait_until_requested(2).await;
-    assert_eq!(fleet.desired(3).await, "v1", "its batch is next");
+    assert_eq!(fleet.fetch_desired(3).await, "v1", "the machine is in the next batch");
     fleet.report(1, NEXT, "updated").await;
-    // A machine that disappears in the meantime delays no other.
+    // A machine that fails in the meantime does not delay the others.
     fleet
         .stack
         .post(&fleet.process, &format!("/vps/{}/fail", fleet.guests[2].machine), &json!({"reason": "r"}))
         .await;
-    // Any process can continue it.
+    // Any process can continue the rollout.
     let another = fleet.stack.start_platform_with(&[("BUNDLE_PUBLIC_KEYS", &public_key())]);
     fleet.wait_until_requested(3).await;
     fleet.report(3, NEXT, "updated").await;
-    let ended = fleet.until_state(&rollout, "succeeded").await;
+    let ended = fleet.wait_for_state(&rollout, "succeeded").await;
     assert_eq!(ended["totals"], json!({"waiting": 0, "asked": 0, "updated": 3, "failed": 0, "skipped": 1}));
     let record = fleet.stack.get(&another, &format!("/vps/{}", fleet.guests[1].machine)).await.body;
     assert_eq!(
         (&record["imageVersion"], &record["lastUpdate"]["outcome"]),
         (&json!(NEXT), &json!("updated"))
     );
-    // A machine that already runs it gets no request.
+    // A machine that already runs the release gets no request.
     let again = fleet.deploy(&json!({"handles": [record["handle"]]})).await;
-    let ended = fleet.until_state(&again, "succeeded").await;
+    let ended = fleet.wait_for_state(&again, "succeeded").await;
     assert_eq!(ended["machines"][0]["askedAt"], Value::Null);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rollout_stops_on_rollback_and_on_silence() {
-    let fleet = Fleet::of(4, &[("ROLLOUT_SILENCE_SECONDS", "3")]).await;
+    let fleet = Fleet::start(4, &[("ROLLOUT_SILENCE_SECONDS", "3")]).await;
     let rollout = fleet.deploy(&json!({"canary": 1, "batchSize": 1})).await;
     fleet.wait_until_requested(0).await;
     fleet.report(0, "v1", "rolled_back").await;
-    let stopped = fleet.until_state(&rollout, "stopped").await;
+    let stopped = fleet.wait_for_state(&rollout, "stopped").await;
     assert_eq!(stopped["why"], "the canary failed");
     assert_eq!(stopped["totals"], json!({"waiting": 3, "asked": 0, "updated": 0, "failed": 1, "skipped": 0}));
-    assert_eq!(fleet.desired(1).await, "v1");
-    let seen = fleet.stack.get(&fleet.process, "/vps/fleet").await.body;
-    let reasons = &seen["attention"].as_array().unwrap()[0]["reasons"];
-    assert!(reasons.as_array().unwrap().contains(&json!("update_rolled_back")), "{seen}");
+    assert_eq!(fleet.fetch_desired(1).await, "v1");
+    let shown = fleet.stack.get(&fleet.process, "/vps/fleet").await.body;
+    let reasons = &shown["attention"].as_array().unwrap()[0]["reasons"];
+    assert!(reasons.as_array().unwrap().contains(&json!("update_rolled_back")), "{shown}");
     assert_eq!(fleet.post_action(&rollout, "resume").await.status, 409);
 
     // A report for an earlier rollout does not count for this one.
@@ -196,8 +196,8 @@ async fn rollout_stops_on_rollback_and_on_silence() {
     fleet.report(1, NEXT, "updated").await;
     let silent = fleet
         .stack
-        .eventually("silence ends", || async {
-            let now = fleet.rollout_state(&rollout).await;
+        .eventually("the silent host has failed", || async {
+            let now = fleet.fetch_rollout(&rollout).await;
             (now["totals"]["failed"] == 1).then_some(now)
         })
         .await;
@@ -207,55 +207,55 @@ async fn rollout_stops_on_rollback_and_on_silence() {
     );
     fleet.wait_until_requested(2).await;
     fleet.report(2, "v1", "failed").await;
-    let stopped = fleet.until_state(&rollout, "stopped").await;
+    let stopped = fleet.wait_for_state(&rollout, "stopped").await;
     assert_eq!(stopped["why"], "2 machines failed");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn applying_host_counts_as_silent_only_after_its_deadline() {
-    let fleet = Fleet::of(1, &[("ROLLOUT_SILENCE_SECONDS", "2")]).await;
+    let fleet = Fleet::start(1, &[("ROLLOUT_SILENCE_SECONDS", "2")]).await;
     let rollout = fleet.deploy(&json!({})).await;
     fleet.wait_until_requested(0).await;
     let started = std::time::Instant::now();
-    let at_it = async || {
+    let report_and_fetch = async || {
         fleet.report_applying(0).await;
         tokio::time::sleep(std::time::Duration::from_millis(300)).await;
-        fleet.rollout_state(&rollout).await
+        fleet.fetch_rollout(&rollout).await
     };
     while started.elapsed().as_secs() < 5 {
-        assert_eq!(at_it().await["totals"]["asked"], 1, "after {:?}", started.elapsed());
+        assert_eq!(report_and_fetch().await["totals"]["asked"], 1, "after {:?}", started.elapsed());
     }
-    // Finished but not yet healthy: its last report still counts.
+    // The host has finished but is not healthy yet: its last report still counts.
     let mut beat = heartbeat_of(&fleet.guests[0]);
     beat["health"]["gateway"] = json!("failing");
     fleet.stack.send_heartbeat(&fleet.process, &fleet.guests[0], &beat).await;
     tokio::time::sleep(std::time::Duration::from_millis(1000)).await;
-    assert_eq!(fleet.rollout_state(&rollout).await["totals"]["asked"], 1);
-    while fleet.rollout_state(&rollout).await["totals"]["failed"] == 0 {
+    assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["asked"], 1);
+    while fleet.fetch_rollout(&rollout).await["totals"]["failed"] == 0 {
         assert!(started.elapsed().as_secs() < 30, "a host could apply forever");
-        at_it().await;
+        report_and_fetch().await;
     }
     assert!(started.elapsed().as_secs() >= 11, "after {:?}", started.elapsed());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn paused_rollout_suspends_deadlines() {
-    let fleet = Fleet::of(1, &[("ROLLOUT_SILENCE_SECONDS", "3")]).await;
+    let fleet = Fleet::start(1, &[("ROLLOUT_SILENCE_SECONDS", "3")]).await;
     let rollout = fleet.deploy(&json!({})).await;
     fleet.wait_until_requested(0).await;
     assert_eq!(fleet.post_action(&rollout, "pause").await.body["state"], "paused");
     tokio::time::sleep(std::time::Duration::from_secs(4)).await;
-    assert_eq!(fleet.rollout_state(&rollout).await["totals"]["asked"], 1);
+    assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["asked"], 1);
     assert_eq!(fleet.post_action(&rollout, "resume").await.body["state"], "running");
     tokio::time::sleep(std::time::Duration::from_millis(1500)).await;
-    assert_eq!(fleet.rollout_state(&rollout).await["totals"]["asked"], 1, "the pause was counted");
-    let stopped = fleet.until_state(&rollout, "stopped").await;
+    assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["asked"], 1, "the pause does not count");
+    let stopped = fleet.wait_for_state(&rollout, "stopped").await;
     assert_eq!(stopped["why"], "the canary failed");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn host_receives_the_id_of_the_update_request() {
-    let fleet = Fleet::of(1, &[]).await;
+    let fleet = Fleet::start(1, &[]).await;
     let idle =
         fleet.stack.send_heartbeat(&fleet.process, &fleet.guests[0], &heartbeat_of(&fleet.guests[0])).await;
     assert_eq!(idle.body["desiredRequestId"], Value::Null);
@@ -276,8 +276,8 @@ async fn host_receives_the_id_of_the_update_request() {
         fleet.report(0, "v1", "failed").await;
         fleet
             .stack
-            .eventually("its end", || async {
-                (fleet.rollout_state(&rollout).await["totals"]["failed"] == 1).then_some(())
+            .eventually("the request ends", || async {
+                (fleet.fetch_rollout(&rollout).await["totals"]["failed"] == 1).then_some(())
             })
             .await;
         fleet.report(0, "v1", "refused").await;
@@ -286,22 +286,22 @@ async fn host_receives_the_id_of_the_update_request() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rollout_can_be_paused_resumed_and_aborted() {
-    let fleet = Fleet::of(2, &[]).await;
+    let fleet = Fleet::start(2, &[]).await;
     let rollout = fleet.deploy(&json!({})).await;
     fleet.wait_until_requested(0).await;
     assert_eq!(fleet.post_action(&rollout, "pause").await.body["state"], "paused");
-    assert_eq!(fleet.desired(0).await, "v1", "a paused rollout sends no request");
+    assert_eq!(fleet.fetch_desired(0).await, "v1", "a paused rollout sends no request");
     fleet.report(0, NEXT, "updated").await;
     fleet
         .stack
         .eventually("the outstanding request ends", || async {
-            (fleet.rollout_state(&rollout).await["totals"]["updated"] == 1).then_some(())
+            (fleet.fetch_rollout(&rollout).await["totals"]["updated"] == 1).then_some(())
         })
         .await;
-    assert_eq!(fleet.rollout_state(&rollout).await["totals"]["waiting"], 1);
-    let seen = fleet.stack.get(&fleet.process, "/vps/fleet").await.body;
+    assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["waiting"], 1);
+    let shown = fleet.stack.get(&fleet.process, "/vps/fleet").await.body;
     assert_eq!(
-        (&seen["rollout"]["rolloutId"], &seen["rollout"]["state"], &seen["rollout"]["totals"]["waiting"]),
+        (&shown["rollout"]["rolloutId"], &shown["rollout"]["state"], &shown["rollout"]["totals"]["waiting"]),
         (&rollout["rolloutId"], &json!("paused"), &json!(1))
     );
     let other = fleet.stack.post(&fleet.process, "/vps/deploy", &json!({"imageVersion": NEXT})).await;
@@ -312,7 +312,7 @@ async fn rollout_can_be_paused_resumed_and_aborted() {
     assert_eq!((aborted.status, &aborted.body["state"]), (200, &json!("aborted")));
     assert_eq!(fleet.post_action(&rollout, "abort").await.status, 200);
     assert_eq!(fleet.post_action(&rollout, "pause").await.status, 409);
-    assert_eq!(fleet.desired(1).await, "v1");
+    assert_eq!(fleet.fetch_desired(1).await, "v1");
     assert_eq!(fleet.stack.get(&fleet.process, "/vps/fleet").await.body["rollout"], Value::Null);
     let client = fleet.stack.database.connect().await.unwrap();
     let rows = client
@@ -325,7 +325,7 @@ async fn rollout_can_be_paused_resumed_and_aborted() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn newest_rollouts_are_listed() {
-    let fleet = Fleet::of(1, &[]).await;
+    let fleet = Fleet::start(1, &[]).await;
     let list = || async {
         let response = fleet.stack.get(&fleet.process, "/vps/deploy").await;
         assert_eq!(response.status, 200, "{response:?}");
@@ -341,7 +341,7 @@ async fn newest_rollouts_are_listed() {
     let open = fleet.deploy(&json!({})).await;
     ids.insert(0, open["rolloutId"].clone());
     let listed = list().await;
-    assert_eq!(listed.iter().map(|one| one["rolloutId"].clone()).collect::<Vec<_>>(), ids[..20]);
+    assert_eq!(listed.iter().map(|rollout| rollout["rolloutId"].clone()).collect::<Vec<_>>(), ids[..20]);
     assert_eq!((&listed[0]["state"], &listed[1]["state"]), (&json!("running"), &json!("aborted")));
     assert_eq!(listed[1]["totals"].as_object().unwrap().values().filter_map(Value::as_u64).sum::<u64>(), 1);
     assert_eq!(listed[0].get("machines"), None);
@@ -349,7 +349,7 @@ async fn newest_rollouts_are_listed() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rollout_refuses_bundles_that_hosts_would_refuse() {
-    let fleet = Fleet::of(1, &[]).await;
+    let fleet = Fleet::start(1, &[]).await;
     let deploy = async |body: Value| fleet.stack.post(&fleet.process, "/vps/deploy", &body).await;
     deploy(json!({"imageVersion": "v9"})).await.assert_problem(404, "bundle_not_found");
     let unsigned = deploy(json!({"imageVersion": "v1"})).await;
@@ -378,7 +378,7 @@ async fn rollout_refuses_bundles_that_hosts_would_refuse() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rollout_reports_a_switched_off_machine() {
-    let fleet = Fleet::of(1, &[]).await;
+    let fleet = Fleet::start(1, &[]).await;
     let (stack, process, guest) = (&fleet.stack, &fleet.process, &fleet.guests[0]);
     let client = stack.database.connect().await.unwrap();
     let id: uuid::Uuid = guest.machine.parse().unwrap();
@@ -398,26 +398,26 @@ async fn rollout_reports_a_switched_off_machine() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn failed_verification_pauses_the_rollout_until_an_operator_decides() {
-    let fleet = Fleet::of(2, &[]).await;
+async fn failed_verification_pauses_rollout_until_operator_decides() {
+    let fleet = Fleet::start(2, &[]).await;
     let alarms = async || fleet.stack.get(&fleet.process, "/vps/fleet").await.body["alarms"].clone();
     let rollout = fleet.deploy(&json!({"canary": 1, "verify": true})).await;
     assert_eq!((&rollout["verify"], &rollout["verification"]), (&json!(true), &Value::Null));
     fleet.wait_until_requested(0).await;
-    // No host listens at its address.
+    // No host listens at the machine's address.
     fleet.report(0, NEXT, "updated").await;
-    let paused = fleet.until_state(&rollout, "paused").await;
+    let paused = fleet.wait_for_state(&rollout, "paused").await;
     let why = paused["why"].as_str().unwrap();
     assert!(why.starts_with("the verification failed: h-user-0: shell: "), "{why}");
     let verification = &paused["verification"];
     assert_eq!((&verification["passed"], &verification["handles"]), (&json!(false), &json!(["h-user-0"])));
     let checks: Vec<_> =
-        verification["findings"].as_array().unwrap().iter().map(|one| &one["check"]).collect();
+        verification["findings"].as_array().unwrap().iter().map(|finding| &finding["check"]).collect();
     assert_eq!(checks, ["shell", "gateway-health", "bridge-schemas", "legacy-route", "icons"]);
     let alarm = &alarms().await[0];
     assert_eq!((&alarm["alarm"], &alarm["detail"]["finding"]), (&json!("rollout_halted"), &paused["why"]));
     assert!(alarm["next"].as_str().unwrap().contains("svcctl deploy resume"), "{alarm}");
-    assert_eq!(fleet.desired(1).await, "v1", "the release was not verified");
+    assert_eq!(fleet.fetch_desired(1).await, "v1", "the release was not verified");
     let client = fleet.stack.database.connect().await.unwrap();
     let sql = "SELECT count(*) FROM operator_audit WHERE action = 'deploy.halted' AND target = $1";
     let id = rollout["rolloutId"].as_str().unwrap();
@@ -425,21 +425,21 @@ async fn failed_verification_pauses_the_rollout_until_an_operator_decides() {
     // A pause keeps the reason.
     assert_eq!(fleet.post_action(&rollout, "pause").await.body["why"], paused["why"]);
 
-    // It verifies again; the cause has not been corrected.
+    // The rollout verifies again, and fails again, because the cause has not been corrected.
     let resumed = fleet.post_action(&rollout, "resume").await.body;
     assert_eq!((&resumed["state"], &resumed["verification"]), (&json!("running"), &Value::Null));
     assert_eq!(alarms().await, json!([]));
-    let again = fleet.until_state(&rollout, "paused").await;
+    let again = fleet.wait_for_state(&rollout, "paused").await;
     assert!(again["verification"]["at"].as_str() > verification["at"].as_str(), "{again}");
-    assert_eq!(fleet.desired(1).await, "v1");
+    assert_eq!(fleet.fetch_desired(1).await, "v1");
     assert_eq!(fleet.post_action(&rollout, "abort").await.body["state"], "aborted");
     assert_eq!(alarms().await, json!([]));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn verification_of_a_killed_process_is_taken_over() {
-    let mut fleet = Fleet::of(1, &[]).await;
-    // A host that accepts connections and never responds, so that the verification lasts.
+    let mut fleet = Fleet::start(1, &[]).await;
+    // A host that accepts connections but never responds, so that the verification takes long.
     let server = fleet.stack.provider.servers().remove(0);
     let silent = TcpListener::bind((server.ipv4, fleet.stack.provider.https_port())).await.unwrap();
     let rollout = fleet.deploy(&json!({"canary": 1, "verify": true})).await;
@@ -460,7 +460,7 @@ async fn verification_of_a_killed_process_is_taken_over() {
     client.execute(sql, &[]).await.unwrap();
     let keys = public_key();
     fleet.process = fleet.stack.start_platform_with(&[("BUNDLE_PUBLIC_KEYS", keys.as_str())]);
-    let paused = fleet.until_state(&rollout, "paused").await;
+    let paused = fleet.wait_for_state(&rollout, "paused").await;
     assert!(
         paused["why"].as_str().unwrap().starts_with("the verification failed: h-user-0: shell: "),
         "{paused}"
@@ -468,21 +468,21 @@ async fn verification_of_a_killed_process_is_taken_over() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn verification_counts_only_machines_that_run_the_release_now() {
-    let fleet = Fleet::of(3, &[]).await;
+async fn verification_covers_only_machines_that_run_the_release() {
+    let fleet = Fleet::start(3, &[]).await;
     let rollout = fleet.deploy(&json!({"canary": 2, "verify": true})).await;
     fleet.wait_until_requested(0).await;
     fleet.wait_until_requested(1).await;
     fleet.report(0, NEXT, "updated").await;
     fleet.report(1, NEXT, "updated").await;
-    let paused = fleet.until_state(&rollout, "paused").await;
+    let paused = fleet.wait_for_state(&rollout, "paused").await;
     assert_eq!(paused["verification"]["handles"], json!(["h-user-0", "h-user-1"]));
-    // One is rolled back: the other one is verified.
+    // One machine is rolled back, so only the other one is verified.
     fleet.report(0, "v1", "rolled_back").await;
     assert_eq!(fleet.post_action(&rollout, "resume").await.status, 200);
-    let paused = fleet.until_state(&rollout, "paused").await;
+    let paused = fleet.wait_for_state(&rollout, "paused").await;
     assert_eq!(paused["verification"]["handles"], json!(["h-user-1"]), "{paused}");
-    // The other one is switched off: nothing can be verified, so nothing has passed.
+    // The other machine is switched off, so no machine can be verified, and the verification fails.
     let client = fleet.stack.database.connect().await.unwrap();
     let id: uuid::Uuid = fleet.guests[1].machine.parse().unwrap();
     client
@@ -490,10 +490,10 @@ async fn verification_counts_only_machines_that_run_the_release_now() {
         .await
         .unwrap();
     assert_eq!(fleet.post_action(&rollout, "resume").await.status, 200);
-    let paused = fleet.until_state(&rollout, "paused").await;
+    let paused = fleet.wait_for_state(&rollout, "paused").await;
     let verification = &paused["verification"];
     assert_eq!((&verification["passed"], &verification["handles"]), (&json!(false), &json!([])), "{paused}");
     let why = paused["why"].as_str().unwrap();
-    assert!(why.contains("none of the first machines runs v2 any more"), "{why}");
-    assert_eq!(fleet.desired(2).await, "v1", "the release was not verified");
+    assert!(why.contains("none of the first machines still runs v2"), "{why}");
+    assert_eq!(fleet.fetch_desired(2).await, "v1", "the release was not verified");
 }

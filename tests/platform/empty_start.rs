@@ -3,26 +3,26 @@
 
 use serde_json::{Value, json};
 
-use super::internal_host::host;
+use super::internal_host::start_host;
 use super::stack::{Process, Stack, provision_body};
 
-fn allowing_empty() -> Value {
+fn body_allowing_empty() -> Value {
     let mut body = provision_body("user_1");
     body["allowEmpty"] = json!(true);
     body
 }
 
-/// Asserts a refusal that mentions these texts.
-async fn refused(stack: &Stack, process: &Process, named: &[&str]) {
+/// Asserts that a provision is refused with a message that contains these parts.
+async fn assert_refused(stack: &Stack, process: &Process, parts: &[&str]) {
     let response = stack.post(process, "/vps/provision", &provision_body("user_1")).await;
     response.assert_problem(409, "snapshot_unusable");
     let detail = response.body["detail"].as_str().unwrap();
-    for part in named.iter().chain(&["--allow-empty"]) {
+    for part in parts.iter().chain(&["--allow-empty"]) {
         assert!(detail.contains(part), "{part}: {detail}");
     }
 }
 
-async fn fail(stack: &Stack, process: &Process, machine: &str) {
+async fn fail_machine(stack: &Stack, process: &Process, machine: &str) {
     let path = format!("/vps/{machine}/fail");
     assert_eq!(stack.post(process, &path, &json!({"reason": "r"})).await.status, 200);
 }
@@ -32,11 +32,11 @@ async fn failed_machine_that_served_needs_consent_to_start_empty() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
-    fail(&stack, &process, &old.machine).await;
-    refused(&stack, &process, &[&format!("svcctl resume {}", old.machine)]).await;
+    fail_machine(&stack, &process, &old.machine).await;
+    assert_refused(&stack, &process, &[&format!("svcctl resume {}", old.machine)]).await;
     assert_eq!(stack.status(&process, &old.machine).await, "failed");
 
-    let provisioned = stack.post(&process, "/vps/provision", &allowing_empty()).await;
+    let provisioned = stack.post(&process, "/vps/provision", &body_allowing_empty()).await;
     assert_eq!(provisioned.status, 202, "{provisioned:?}");
     let client = stack.database.connect().await.unwrap();
     let sql = "SELECT after FROM operator_audit WHERE action = 'provision' ORDER BY at DESC LIMIT 1";
@@ -49,7 +49,7 @@ async fn failed_machine_that_never_served_starts_empty_again() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let provisioned = stack.provision(&process, "user_1").await;
-    fail(&stack, &process, provisioned["machineId"].as_str().unwrap()).await;
+    fail_machine(&stack, &process, provisioned["machineId"].as_str().unwrap()).await;
     let again = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
     assert_eq!(again.status, 202, "{again:?}");
 }
@@ -62,8 +62,8 @@ async fn slot_of_an_unsaved_deleted_machine_does_not_start_empty() {
     let deleted = stack.delete(&process, &format!("/vps/{}", old.machine)).await.body;
     stack.wait_until_ended(&process, deleted["operationId"].as_str().unwrap()).await;
     let record = stack.get(&process, &format!("/vps/{}", old.machine)).await.body;
-    assert!(record["unsavedSince"].is_string(), "its host could not be reached: {record}");
-    refused(&stack, &process, &[&format!("svcctl undelete {}", old.machine)]).await;
+    assert!(record["unsavedSince"].is_string(), "the host could not be reached: {record}");
+    assert_refused(&stack, &process, &[&format!("svcctl undelete {}", old.machine)]).await;
     assert_eq!(stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await.status, 202);
 }
 
@@ -83,7 +83,7 @@ async fn slot_is_not_provisioned_during_a_deletion_backup() {
     let stack = Stack::start().await;
     let process =
         stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "3"), ("DELETE_GRACE_SECONDS", "60")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
     let deleted = stack.delete(&process, &format!("/vps/{}", old.guest.machine)).await.body;
     let operation = deleted["operationId"].as_str().unwrap();
@@ -95,10 +95,10 @@ async fn slot_is_not_provisioned_during_a_deletion_backup() {
     let path = format!("/vps/operations/{operation}");
     let waiting = || async { (stack.get(&process, &path).await.body["state"] == "waiting").then_some(()) };
     stack.eventually("the deletion waits", waiting).await;
-    let response = stack.post(&process, "/vps/provision", &allowing_empty()).await;
+    let response = stack.post(&process, "/vps/provision", &body_allowing_empty()).await;
     response.assert_problem(409, "invalid_state");
     assert!(response.body["detail"].as_str().unwrap().contains("operator's decision"), "{response:?}");
-    // Both decisions are still open: no machine holds the slot.
+    // The operator can still decide either way: no machine holds the slot.
     assert_eq!(stack.post(&process, &format!("{path}/abandon"), &json!({})).await.status, 200);
     assert_eq!(stack.status(&process, &old.guest.machine).await, "running");
 }

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::stack::{Process, SECRET, Stack, provision_body};
 
-async fn exercises(stack: &Stack, process: &Process) -> Value {
+async fn fetch_exercises(stack: &Stack, process: &Process) -> Value {
     stack.get(process, "/vps/fleet").await.body["exercises"].clone()
 }
 
@@ -23,40 +23,40 @@ async fn recovery_and_rollback_on_a_test_slot_are_exercises() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let never = json!({"lastAt": null, "machineId": null, "isCurrent": false});
-    assert_eq!(exercises(&stack, &process).await, json!({"recovery": never, "rollback": never}));
+    assert_eq!(fetch_exercises(&stack, &process).await, json!({"recovery": never, "rollback": never}));
 
     stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let recovered = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
     let ended = stack.wait_until_ended(&process, recovered.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
-    assert_eq!(exercises(&stack, &process).await["recovery"], never, "user_1 is a customer");
+    assert_eq!(fetch_exercises(&stack, &process).await["recovery"], never, "user_1 is a customer");
 
     assert_eq!(set_slot(&stack, &process, json!({"test": true})).await["test"], true);
     // The billing system does not name the field.
     assert_eq!(set_slot(&stack, &process, json!({})).await["test"], true);
-    let seen = exercises(&stack, &process).await;
-    assert_eq!((&seen["recovery"]["isCurrent"], &seen["rollback"]), (&json!(true), &never), "{seen}");
+    let shown = fetch_exercises(&stack, &process).await;
+    assert_eq!((&shown["recovery"]["isCurrent"], &shown["rollback"]), (&json!(true), &never), "{shown}");
     let machine = &recovered.body["machineId"];
     let path = format!("/vps/{}/fail", machine.as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({"reason": "an exercise"})).await.status, 200);
-    let seen = exercises(&stack, &process).await;
-    assert_eq!((&seen["rollback"]["isCurrent"], &seen["rollback"]["machineId"]), (&json!(true), machine));
+    let shown = fetch_exercises(&stack, &process).await;
+    assert_eq!((&shown["rollback"]["isCurrent"], &shown["rollback"]["machineId"]), (&json!(true), machine));
     let client = stack.database.connect().await.unwrap();
     client.batch_execute("DELETE FROM operator_audit WHERE action = 'fail'").await.unwrap();
-    assert_eq!(exercises(&stack, &process).await["rollback"], never);
+    assert_eq!(fetch_exercises(&stack, &process).await["rollback"], never);
 
-    // A deletion counts once its server is gone.
+    // A deletion counts after the machine's server has been deleted.
     let down = || Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers/", down()));
     stack.provider.fault(FaultRule::times(1000, "POST", "/actions/", down()));
     let deleted = stack.delete(&process, &format!("/vps/{}", machine.as_str().unwrap())).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
-    assert_eq!(exercises(&stack, &process).await["rollback"], never);
+    assert_eq!(fetch_exercises(&stack, &process).await["rollback"], never);
     stack.provider.clear_faults();
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
-    let seen = exercises(&stack, &process).await;
-    assert_eq!((&seen["rollback"]["isCurrent"], &seen["rollback"]["machineId"]), (&json!(true), machine));
+    let shown = fetch_exercises(&stack, &process).await;
+    assert_eq!((&shown["rollback"]["isCurrent"], &shown["rollback"]["machineId"]), (&json!(true), machine));
 
     let old = "UPDATE operations SET ended_at = now() - interval '1 day' * (CASE kind WHEN 'recover' THEN 91 ELSE 89 END)";
     client.batch_execute(old).await.unwrap();
@@ -65,5 +65,5 @@ async fn recovery_and_rollback_on_a_test_slot_are_exercises() {
     let current = |name: &str| quote["exercises"][name]["isCurrent"].clone();
     assert_eq!((current("recovery"), current("rollback")), (json!(false), json!(true)), "{quote}");
     assert_eq!(set_slot(&stack, &process, json!({"test": false})).await["test"], false);
-    assert_eq!(exercises(&stack, &process).await["rollback"], never);
+    assert_eq!(fetch_exercises(&stack, &process).await["rollback"], never);
 }

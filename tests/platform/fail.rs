@@ -1,4 +1,4 @@
-//! POST `/vps/:id/fail`: takes a machine out of `running` or out of a stuck operation, and the calls that may follow.
+//! POST `/vps/:id/fail`: ends a machine's service or a stuck operation; and the calls that may follow.
 
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -17,7 +17,7 @@ async fn fail_takes_a_machine_out_of_service_and_keeps_its_server() {
     assert_eq!((&response.body["status"], &response.body["failure"]), (&json!("failed"), &failure));
     assert_eq!(response.body["machineId"], guest.machine);
     stack.assert_only_server(&guest.machine);
-    // A repetition changes nothing, not even the reason; its host does not bring it back either.
+    // A repetition changes nothing, not even the reason, and a heartbeat does not return the machine to service.
     let again = stack.post(&process, &path, &json!({"reason": "again"})).await;
     assert_eq!((again.status, &again.body["failure"]), (200, &failure));
     stack.send_heartbeat(&process, &guest, &super::stack::heartbeat_of(&guest)).await;
@@ -72,7 +72,11 @@ async fn failed_slot_is_provisioned_with_another_server() {
     assert_eq!(ended["state"], "succeeded", "{ended}");
     stack.assert_only_server(machine);
     let new = stack.wait_for_guest(&process, machine).await;
-    assert_eq!((new.restore_mode.as_str(), new.epoch.as_str()), ("required", "2"), "its data is restored");
+    assert_eq!(
+        (new.restore_mode.as_str(), new.epoch.as_str()),
+        ("required", "2"),
+        "the slot's data is restored"
+    );
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
     let old = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert_eq!((&old["replacedBy"], old["retiredAt"].is_null()), (&json!(machine), false));

@@ -17,22 +17,22 @@ async fn fleet_counts_machines_and_lists_problems() {
     let empty = fleet().await.body;
     assert_eq!((&empty["totals"]["machines"], &empty["attention"]), (&json!(0), &json!([])));
 
-    let well = stack.start_machine(&process, "user_1").await;
-    let mut beat = heartbeat_of(&well);
+    let healthy = stack.start_machine(&process, "user_1").await;
+    let mut beat = heartbeat_of(&healthy);
     let key = "system/db/snapshots/x.dump";
     let taken = jiff::Timestamp::now() - jiff::SignedDuration::from_secs(100);
     beat["lastBackup"] =
         json!({"status": "success", "key": key, "takenAt": taken.to_string(), "sizeBytes": 1});
-    stack.send_heartbeat(&process, &well, &beat).await;
-    // A later failed run does not remove the last successful one.
-    let ill = stack.start_machine(&process, "user_2").await;
-    let mut beat = heartbeat_of(&ill);
+    stack.send_heartbeat(&process, &healthy, &beat).await;
+    // A later failed backup does not remove the last successful one.
+    let unhealthy = stack.start_machine(&process, "user_2").await;
+    let mut beat = heartbeat_of(&unhealthy);
     beat["health"]["database"] = json!("failing");
     beat["lastBackup"] =
         json!({"status": "success", "key": key, "takenAt": taken.to_string(), "sizeBytes": 1});
-    stack.send_heartbeat(&process, &ill, &beat).await;
+    stack.send_heartbeat(&process, &unhealthy, &beat).await;
     beat["lastBackup"] = json!({"status": "error", "error": "disk full"});
-    stack.send_heartbeat(&process, &ill, &beat).await;
+    stack.send_heartbeat(&process, &unhealthy, &beat).await;
     let silent = stack.start_machine(&process, "user_3").await;
     stack.send_heartbeat(&process, &silent, &heartbeat_of(&silent)).await;
     let failed = stack.start_machine(&process, "user_4").await;
@@ -48,9 +48,9 @@ async fn fleet_counts_machines_and_lists_problems() {
     let slow = "UPDATE user_machines SET created_at = now() - interval '20 minutes' WHERE machine_id = $1";
     client.execute(slow, &[&booting.parse::<uuid::Uuid>().unwrap()]).await.unwrap();
 
-    let seen = fleet().await.body;
+    let shown = fleet().await.body;
     assert_eq!(
-        seen["totals"],
+        shown["totals"],
         json!({
             "machines": 5,
             "byStatus": {"provisioning": 1, "running": 3, "recovering": 0, "resizing": 0, "failed": 1},
@@ -58,16 +58,16 @@ async fn fleet_counts_machines_and_lists_problems() {
             "byHealth": {"healthy": 1, "unhealthy": 1, "silent": 1, "unknown": 2},
         })
     );
-    let age = seen["backups"]["maxAgeSeconds"].as_u64().unwrap();
-    assert!((100..160).contains(&age), "{seen}");
-    assert_eq!(seen["backups"]["never"], 2, "{seen}");
-    assert_eq!(reasons(&seen, &well.machine), Value::Null, "{seen}");
-    assert_eq!(reasons(&seen, &ill.machine), json!(["database_failing", "backup_failing"]));
-    assert_eq!(reasons(&seen, &silent.machine), json!(["heartbeat_silent", "backup_overdue"]));
-    assert_eq!(reasons(&seen, &failed.machine), json!(["failed:operator"]));
-    assert_eq!(reasons(&seen, booting), json!(["boot_slow"]));
-    assert_eq!(seen["attentionTotal"], 4);
-    assert!(seen["asOf"].as_str().unwrap().ends_with('Z'));
+    let age = shown["backups"]["maxAgeSeconds"].as_u64().unwrap();
+    assert!((100..160).contains(&age), "{shown}");
+    assert_eq!(shown["backups"]["never"], 2, "{shown}");
+    assert_eq!(reasons(&shown, &healthy.machine), Value::Null, "{shown}");
+    assert_eq!(reasons(&shown, &unhealthy.machine), json!(["database_failing", "backup_failing"]));
+    assert_eq!(reasons(&shown, &silent.machine), json!(["heartbeat_silent", "backup_overdue"]));
+    assert_eq!(reasons(&shown, &failed.machine), json!(["failed:operator"]));
+    assert_eq!(reasons(&shown, booting), json!(["boot_slow"]));
+    assert_eq!(shown["attentionTotal"], 4);
+    assert!(shown["asOf"].as_str().unwrap().ends_with('Z'));
 
     stack.get(&process, "/vps/fleet?x=1").await.assert_problem(400, "invalid_request");
     let anonymous = stack.request(&process, reqwest::Method::GET, "/vps/fleet");
@@ -100,7 +100,7 @@ async fn heartbeat_without_a_disk_is_accepted_and_shown() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    let disk = async |disk: Option<Value>| {
+    let report_disk = async |disk: Option<Value>| {
         let mut beat = heartbeat_of(&guest);
         match disk {
             Some(disk) => beat["disk"] = disk,
@@ -113,11 +113,11 @@ async fn heartbeat_without_a_disk_is_accepted_and_shown() {
         (shown["health"]["disk"].clone(), reasons(&fleet, &guest.machine))
     };
     let measured = json!({"totalBytes": 10, "freeBytes": 5});
-    assert_eq!(disk(Some(measured.clone())).await, (measured.clone(), Value::Null));
+    assert_eq!(report_disk(Some(measured.clone())).await, (measured.clone(), Value::Null));
     let unknown = (Value::Null, json!(["disk_unknown"]));
-    assert_eq!(disk(Some(Value::Null)).await, unknown);
-    assert_eq!(disk(None).await, unknown);
-    assert_eq!(disk(Some(measured.clone())).await, (measured, Value::Null));
+    assert_eq!(report_disk(Some(Value::Null)).await, unknown);
+    assert_eq!(report_disk(None).await, unknown);
+    assert_eq!(report_disk(Some(measured.clone())).await, (measured, Value::Null));
 }
 
 /// An operator drops a release key once every host trusts the next one.
@@ -136,38 +136,38 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
     for line in [configured.as_str(), "SVC_BUNDLE_KEYS_SEQUENCE=\\\"1\\\""] {
         assert!(user_data.contains(line), "{line} is not in the user-data of a new machine");
     }
-    let one = stack.start_machine(&process, "user_2").await;
+    let outdated = stack.start_machine(&process, "user_2").await;
     let trusting = |guest: &Guest, sequence: u64, ids: Value| {
         let mut beat = heartbeat_of(guest);
         beat["trustedKeys"] = json!({"sequence": sequence, "ids": ids});
         beat
     };
-    for (guest, sequence, ids) in [(&both, 1, json!([old, new])), (&one, 0, json!([old]))] {
+    for (guest, sequence, ids) in [(&both, 1, json!([old, new])), (&outdated, 0, json!([old]))] {
         assert_eq!(stack.send_heartbeat(&process, guest, &trusting(guest, sequence, ids)).await.status, 200);
     }
     // A reported value remains if a later heartbeat omits it, because an older release may run again.
     assert_eq!(stack.send_heartbeat(&process, &both, &heartbeat_of(&both)).await.status, 200);
-    let mute = stack.start_machine(&process, "user_3").await;
+    let silent = stack.start_machine(&process, "user_3").await;
 
     let handle = async |guest: &Guest| {
         stack.get(&process, &format!("/vps/{}", guest.machine)).await.body["handle"].clone()
     };
-    let (both_handle, one_handle, mute_handle) =
-        (handle(&both).await, handle(&one).await, handle(&mute).await);
-    let seen = stack.get(&process, "/vps/fleet").await.body["bundleKeys"].clone();
-    assert_eq!((&seen["notReporting"], &seen["notReportingHandles"]), (&json!(1), &json!([mute_handle])));
+    let (both_handle, outdated_handle, silent_handle) =
+        (handle(&both).await, handle(&outdated).await, handle(&silent).await);
+    let shown = stack.get(&process, "/vps/fleet").await.body["bundleKeys"].clone();
+    assert_eq!((&shown["notReporting"], &shown["notReportingHandles"]), (&json!(1), &json!([silent_handle])));
     let key =
-        |id: &str| seen["keys"].as_array().unwrap().iter().find(|key| key["keyId"] == id).cloned().unwrap();
-    assert_eq!((&key(&old)["trusting"], &key(&old)["notTrusting"]), (&json!(2), &json!(0)), "{seen}");
-    assert_eq!(key(&new)["trustingHandles"], json!([both_handle]), "{seen}");
-    assert_eq!(key(&new)["notTrustingHandles"], json!([one_handle]), "{seen}");
+        |id: &str| shown["keys"].as_array().unwrap().iter().find(|key| key["keyId"] == id).cloned().unwrap();
+    assert_eq!((&key(&old)["trusting"], &key(&old)["notTrusting"]), (&json!(2), &json!(0)), "{shown}");
+    assert_eq!(key(&new)["trustingHandles"], json!([both_handle]), "{shown}");
+    assert_eq!(key(&new)["notTrustingHandles"], json!([outdated_handle]), "{shown}");
 
     let many = vec!["0123456789abcdef"; 17];
     for wrong in [
-        trusting(&one, 1, json!(["\u{1b}[31m"])),
-        trusting(&one, 1, json!(many)),
-        trusting(&one, 1 << 40, json!([old])),
+        trusting(&outdated, 1, json!(["\u{1b}[31m"])),
+        trusting(&outdated, 1, json!(many)),
+        trusting(&outdated, 1 << 40, json!([old])),
     ] {
-        stack.send_heartbeat(&process, &one, &wrong).await.assert_problem(400, "invalid_request");
+        stack.send_heartbeat(&process, &outdated, &wrong).await.assert_problem(400, "invalid_request");
     }
 }

@@ -1,5 +1,5 @@
-//! Servers missing from a provider listing are not assumed lost at once: a host that sends heartbeats is alive, and
-//! many losses at a time raise an alarm.
+//! Servers that are missing from a provider's list are not immediately assumed to be lost: a host that sends heartbeats
+//! is alive, and many losses at a time raise an alarm.
 
 use std::time::{Duration, Instant};
 
@@ -8,19 +8,19 @@ use serde_json::{Value, json};
 
 use super::stack::{Guest, Process, Stack, heartbeat_of};
 
-async fn fleet(stack: &Stack, process: &Process) -> Value {
+async fn fetch_fleet(stack: &Stack, process: &Process) -> Value {
     stack.get(process, "/vps/fleet").await.body
 }
 
-fn alarm<'a>(fleet: &'a Value, name: &str) -> Option<&'a Value> {
+fn find_alarm<'a>(fleet: &'a Value, name: &str) -> Option<&'a Value> {
     fleet["alarms"].as_array()?.iter().find(|alarm| alarm["alarm"] == name)
 }
 
-fn names(guests: &[Guest]) -> Vec<String> {
+fn server_names(guests: &[Guest]) -> Vec<String> {
     guests.iter().map(|guest| format!("svc-{}", guest.machine)).collect()
 }
 
-async fn machines(stack: &Stack, process: &Process, count: usize) -> Vec<Guest> {
+async fn start_machines(stack: &Stack, process: &Process, count: usize) -> Vec<Guest> {
     let mut guests = Vec::new();
     for n in 0..count {
         guests.push(stack.start_machine(process, &format!("user_{n}")).await);
@@ -28,7 +28,7 @@ async fn machines(stack: &Stack, process: &Process, count: usize) -> Vec<Guest> 
     guests
 }
 
-async fn all_run(stack: &Stack, process: &Process, guests: &[Guest]) {
+async fn assert_all_running(stack: &Stack, process: &Process, guests: &[Guest]) {
     for guest in guests {
         assert_eq!(stack.status(process, &guest.machine).await, "running", "{}", stack.log());
     }
@@ -38,8 +38,8 @@ async fn all_run(stack: &Stack, process: &Process, guests: &[Guest]) {
 async fn machine_with_heartbeats_survives_a_missing_listing() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("SERVER_GONE_SILENCE_SECONDS", "5")]);
-    let guests = machines(&stack, &process, 2).await;
-    stack.provider.hide_servers(&names(&guests[..1]));
+    let guests = start_machines(&stack, &process, 2).await;
+    stack.provider.hide_servers(&server_names(&guests[..1]));
     let started = Instant::now();
     while started.elapsed() < Duration::from_secs(8) {
         for guest in &guests {
@@ -47,10 +47,10 @@ async fn machine_with_heartbeats_survives_a_missing_listing() {
         }
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
-    all_run(&stack, &process, &guests).await;
-    // Without heartbeats as well, it is lost.
+    assert_all_running(&stack, &process, &guests).await;
+    // A machine that is neither listed nor sends heartbeats is lost.
     let failed = || async { (stack.status(&process, &guests[0].machine).await == "failed").then_some(()) };
-    stack.eventually("the silent one fails", failed).await;
+    stack.eventually("the silent machine fails", failed).await;
     assert_eq!(stack.status(&process, &guests[1].machine).await, "running");
 }
 
@@ -58,43 +58,45 @@ async fn machine_with_heartbeats_survives_a_missing_listing() {
 async fn partial_listing_fails_no_machine_and_raises_an_alarm() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guests = machines(&stack, &process, 6).await;
-    stack.provider.hide_servers(&names(&guests[1..]));
-    let raised = || async { alarm(&fleet(&stack, &process).await, "servers_missing").cloned() };
-    let seen = stack.eventually("the alarm is raised", raised).await;
-    assert_eq!((&seen["detail"]["missing"], &seen["detail"]["limit"]), (&json!(5), &json!(4)), "{seen}");
-    assert!(seen["next"].as_str().unwrap().contains("svcctl alarm release servers_missing"), "{seen}");
-    // Far beyond every timeout of this configuration.
+    let guests = start_machines(&stack, &process, 6).await;
+    stack.provider.hide_servers(&server_names(&guests[1..]));
+    let raised = || async { find_alarm(&fetch_fleet(&stack, &process).await, "servers_missing").cloned() };
+    let shown = stack.eventually("the alarm is raised", raised).await;
+    assert_eq!((&shown["detail"]["missing"], &shown["detail"]["limit"]), (&json!(5), &json!(4)), "{shown}");
+    assert!(shown["next"].as_str().unwrap().contains("svcctl alarm release servers_missing"), "{shown}");
+    // Much longer than every timeout of this configuration.
     tokio::time::sleep(Duration::from_secs(8)).await;
-    all_run(&stack, &process, &guests).await;
-    // Nor one by one while the list fills.
-    stack.provider.hide_servers(&names(&guests[4..]));
+    assert_all_running(&stack, &process, &guests).await;
+    // Machines do not fail one by one either, while the list becomes complete again.
+    stack.provider.hide_servers(&server_names(&guests[4..]));
     tokio::time::sleep(Duration::from_secs(4)).await;
-    all_run(&stack, &process, &guests).await;
-    assert!(alarm(&fleet(&stack, &process).await, "servers_missing").is_some());
+    assert_all_running(&stack, &process, &guests).await;
+    assert!(find_alarm(&fetch_fleet(&stack, &process).await, "servers_missing").is_some());
     stack.provider.hide_servers(&[]);
-    let over = || async { alarm(&fleet(&stack, &process).await, "servers_missing").is_none().then_some(()) };
+    let over = || async {
+        find_alarm(&fetch_fleet(&stack, &process).await, "servers_missing").is_none().then_some(())
+    };
     stack.eventually("the alarm clears", over).await;
-    all_run(&stack, &process, &guests).await;
+    assert_all_running(&stack, &process, &guests).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn released_alarm_fails_the_lost_machines() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let guests = machines(&stack, &process, 6).await;
-    for name in names(&guests[1..]) {
+    let guests = start_machines(&stack, &process, 6).await;
+    for name in server_names(&guests[1..]) {
         stack.provider.vanish_server(&name).await.unwrap();
     }
-    let raised = || async { alarm(&fleet(&stack, &process).await, "servers_missing").cloned() };
+    let raised = || async { find_alarm(&fetch_fleet(&stack, &process).await, "servers_missing").cloned() };
     stack.eventually("the alarm is raised", raised).await;
     let path = "/vps/fleet/alarms/servers_missing/release";
     stack
         .post(&process, "/vps/fleet/alarms/nothing/release", &json!({}))
         .await
         .assert_problem(404, "not_found");
-    let informs = "/vps/fleet/alarms/database_behind_store/release";
-    let refused = stack.post(&process, informs, &json!({})).await;
+    let not_a_fuse = "/vps/fleet/alarms/database_behind_store/release";
+    let refused = stack.post(&process, not_a_fuse, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     assert!(refused.body["detail"].as_str().unwrap().contains("holds nothing back"), "{refused:?}");
     let response = stack.post(&process, path, &json!({})).await;
@@ -102,7 +104,7 @@ async fn released_alarm_fails_the_lost_machines() {
     assert!(response.body["releasedUntil"].is_string(), "{response:?}");
     for guest in &guests[1..] {
         let failed = || async { (stack.status(&process, &guest.machine).await == "failed").then_some(()) };
-        stack.eventually("it fails", failed).await;
+        stack.eventually("the lost machine fails", failed).await;
     }
     assert_eq!(stack.status(&process, &guests[0].machine).await, "running");
     let client = stack.database.connect().await.unwrap();
@@ -113,12 +115,12 @@ async fn released_alarm_fails_the_lost_machines() {
     stack.eventually("the alarm clears with its cause", over).await;
 }
 
-/// As after a restore of a database copy that is older than they are.
+/// The state after the database was restored from a copy that is older than the machines.
 #[tokio::test(flavor = "multi_thread")]
 async fn many_unknown_servers_are_kept_until_released() {
     let stack = Stack::start().await;
     let mut process = stack.start_platform();
-    let guests = machines(&stack, &process, 6).await;
+    let guests = start_machines(&stack, &process, 6).await;
     process.kill();
     let client = stack.database.connect().await.unwrap();
     let forgotten: Vec<uuid::Uuid> = guests[1..].iter().map(|guest| guest.machine.parse().unwrap()).collect();
@@ -128,13 +130,13 @@ async fn many_unknown_servers_are_kept_until_released() {
                   DELETE FROM user_machines WHERE machine_id = ANY($1)";
     client.execute(forget, &[&forgotten]).await.unwrap();
     let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "1")]);
-    let raised = || async { alarm(&fleet(&stack, &process).await, "unknown_servers").cloned() };
-    let seen = stack.eventually("the alarm is raised", raised).await;
+    let raised = || async { find_alarm(&fetch_fleet(&stack, &process).await, "unknown_servers").cloned() };
+    let shown = stack.eventually("the alarm is raised", raised).await;
     assert_eq!(
-        (&seen["detail"]["unknown"], seen["detail"]["servers"].as_array().map(Vec::len)),
+        (&shown["detail"]["unknown"], shown["detail"]["servers"].as_array().map(Vec::len)),
         (&json!(5), Some(5))
     );
-    let named = &seen["detail"]["servers"][0];
+    let named = &shown["detail"]["servers"][0];
     assert_eq!(
         (&named["epoch"], named["slot"].as_str().map(|slot| slot.ends_with("/primary"))),
         (&json!("1"), Some(true))
@@ -162,20 +164,22 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
             let fault = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
             stack.provider.fault(FaultRule::times(1000, "POST", "/servers", fault));
         };
-        // Both are accepted before the provider's refusal, which would refuse the second.
+        // Both requests are accepted before the provider refuses an order: after a refusal, the platform would refuse
+        // the second request.
         fault(423, "locked");
-        let (one, two) = (format!("{name}_1"), format!("{name}_2"));
-        let provisioned = [stack.provision(&process, &one).await, stack.provision(&process, &two).await];
+        let users = (format!("{name}_1"), format!("{name}_2"));
+        let provisioned =
+            [stack.provision(&process, &users.0).await, stack.provision(&process, &users.1).await];
         stack.provider.clear_faults();
         fault(status, code);
-        let raised = || async { alarm(&fleet(&stack, &process).await, name).cloned() };
+        let raised = || async { find_alarm(&fetch_fleet(&stack, &process).await, name).cloned() };
         stack.eventually("the alarm is raised", raised).await;
-        // Beyond the deadline of operations.
+        // Longer than the deadline of operations.
         tokio::time::sleep(Duration::from_secs(4)).await;
-        let seen = fleet(&stack, &process).await;
+        let shown = fetch_fleet(&stack, &process).await;
         let of_name = |alarm: &&Value| alarm["alarm"] == name;
-        assert_eq!(seen["alarms"].as_array().unwrap().iter().filter(of_name).count(), 1, "{seen}");
-        assert_eq!(seen["attention"], json!([]), "one item for all: {seen}");
+        assert_eq!(shown["alarms"].as_array().unwrap().iter().filter(of_name).count(), 1, "{shown}");
+        assert_eq!(shown["attention"], json!([]), "the alarm is the only item: {shown}");
         for provisioned in &provisioned {
             let machine = provisioned["machineId"].as_str().unwrap();
             assert_eq!(stack.status(&process, machine).await, "provisioning", "{}", stack.log());
@@ -197,15 +201,15 @@ async fn overdue_operation_of_a_deleted_machine_is_shown() {
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers", locked));
     let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
-    assert_eq!(fleet(&stack, &process).await["overdueOperations"], json!([]));
+    assert_eq!(fetch_fleet(&stack, &process).await["overdueOperations"], json!([]));
     let client = stack.database.connect().await.unwrap();
     let old = "UPDATE operations SET created_at = now() - interval '31 minutes' WHERE state = 'running'";
     assert_eq!(client.execute(old, &[]).await.unwrap(), 1);
-    let seen = fleet(&stack, &process).await;
-    let overdue = &seen["overdueOperations"][0];
-    assert_eq!(overdue["operationId"], deleted.body["operationId"], "{seen}");
-    assert_eq!((&overdue["kind"], &overdue["handle"]), (&json!("delete"), &json!("h-user-1")), "{seen}");
-    assert_eq!(seen["overdueOperationsTotal"], 1);
+    let shown = fetch_fleet(&stack, &process).await;
+    let overdue = &shown["overdueOperations"][0];
+    assert_eq!(overdue["operationId"], deleted.body["operationId"], "{shown}");
+    assert_eq!((&overdue["kind"], &overdue["handle"]), (&json!("delete"), &json!("h-user-1")), "{shown}");
+    assert_eq!(shown["overdueOperationsTotal"], 1);
     let metrics = stack.get(&process, "/metrics").await.text;
     assert!(metrics.contains("svc_operations_overdue 1"), "{metrics}");
 }

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::stack::{Process, SECRET, Stack, provision_body};
 
-fn keyed(stack: &Stack, process: &Process, body: &Value, key: &str) -> reqwest::RequestBuilder {
+fn provision_request(stack: &Stack, process: &Process, body: &Value, key: &str) -> reqwest::RequestBuilder {
     let request = stack.request(process, Method::POST, "/vps/provision").bearer_auth(SECRET);
     request.header("idempotency-key", key).json(body)
 }
@@ -17,16 +17,22 @@ async fn idempotency_key_repeats_only_the_same_request() {
     let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
     let body = provision_body("user_1");
-    let uses = (0..8).map(|_| stack.send(keyed(&stack, &process, &body, "key-1")));
-    let responses = join_all(uses).await;
+    let requests = (0..8).map(|_| stack.send(provision_request(&stack, &process, &body, "key-1")));
+    let responses = join_all(requests).await;
     for response in &responses {
         assert_eq!((response.status, &response.body), (202, &responses[0].body));
     }
     let mut other = body.clone();
     other["location"] = json!("fsn1");
-    stack.send(keyed(&stack, &process, &other, "key-1")).await.assert_problem(422, "idempotency_mismatch");
-    assert_eq!(stack.send(keyed(&stack, &process, &body, "key-2")).await.status, 200);
-    stack.send(keyed(&stack, &process, &body, &"k".repeat(300))).await.assert_problem(400, "invalid_request");
+    stack
+        .send(provision_request(&stack, &process, &other, "key-1"))
+        .await
+        .assert_problem(422, "idempotency_mismatch");
+    assert_eq!(stack.send(provision_request(&stack, &process, &body, "key-2")).await.status, 200);
+    stack
+        .send(provision_request(&stack, &process, &body, &"k".repeat(300)))
+        .await
+        .assert_problem(400, "invalid_request");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -50,7 +56,7 @@ async fn every_change_has_an_audit_row_with_request_id() {
         ("operator", "delete", guest.machine.as_str()),
     ];
     let expected: Vec<_> = expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned())).into();
-    assert_eq!(audited, expected, "a 200 that changed nothing has none");
+    assert_eq!(audited, expected, "a request that changed nothing has no audit row");
     let deletion = &rows[3];
     assert_eq!(deletion.get::<_, Value>(3)["status"], "running");
     assert!(deletion.get::<_, Value>(4)["deletedAt"].is_string());
@@ -79,9 +85,9 @@ async fn machines_are_listed_in_pages_and_filtered() {
         .await
         .body;
     assert_eq!((users(&next), &next["nextCursor"]), (vec!["user_1".to_owned()], &Value::Null));
-    let one =
+    let filtered =
         stack.get(&process, "/vps?status=provisioning&handle=h-user-2&slot=primary&deleted=false").await.body;
-    assert_eq!(users(&one), ["user_2"]);
+    assert_eq!(users(&filtered), ["user_2"]);
     for bad in ["status=off", "limit=0", "limit=x", "cursor=1", "colour=red", "deleted=maybe"] {
         let response = stack.get(&process, &format!("/vps?{bad}")).await;
         response.assert_problem(400, "invalid_request");

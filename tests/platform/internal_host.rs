@@ -1,5 +1,5 @@
-//! A fake host's internal routes, served at its machine's address with its registered key. They accept only proofs
-//! for this machine.
+//! A fake host: its internal routes are served at its machine's address, with its registered key. They accept only
+//! proofs for this machine.
 
 use std::sync::{Arc, Mutex};
 
@@ -16,17 +16,17 @@ use tokio_util::sync::CancellationToken;
 
 use super::stack::{Guest, Process, Stack, heartbeat, registration};
 
-/// The behaviour of the host.
+/// The behaviour of the fake host.
 pub struct Script {
     /// Whether its release supports quiescing.
-    pub can_stop: bool,
+    pub can_quiesce: bool,
     /// Whether its writers stop when requested.
-    pub stops: bool,
+    pub stops_writers: bool,
     /// Whether its release reports the progress of backups.
     pub reports_backups: bool,
     /// The reported number of running dispatches.
     pub dispatches: u64,
-    /// Added to that number at each call.
+    /// The number that each call adds to `dispatches`.
     pub more_dispatches: u64,
     /// The reported state of its backups.
     pub progress: Value,
@@ -35,8 +35,8 @@ pub struct Script {
 }
 
 pub struct Host {
-    /// The received proofs.
-    pub seen: Arc<Mutex<Vec<Claims>>>,
+    /// The claims of the received proofs.
+    pub proofs: Arc<Mutex<Vec<Claims>>>,
     pub guest: Guest,
     /// The keys that verify proofs; an invalid proof is refused with 401.
     pub keys: Arc<Mutex<ProofKeys>>,
@@ -45,18 +45,16 @@ pub struct Host {
 }
 
 impl Host {
-    /// The number of calls of a route.
-    pub fn calls(&self, method: &str, path: &str) -> usize {
-        let seen = self.seen.lock().unwrap();
-        let is = |claims: &&Claims| {
+    /// The number of calls to a route.
+    pub fn call_count(&self, method: &str, path: &str) -> usize {
+        let proofs = self.proofs.lock().unwrap();
+        let matches = |claims: &&Claims| {
             claims.method.as_deref() == Some(method) && claims.path.as_deref() == Some(path)
         };
-        seen.iter().filter(is).count()
+        proofs.iter().filter(matches).count()
     }
-}
 
-impl Host {
-    /// Stores a snapshot and reports it.
+    /// Stores a snapshot and reports it. Returns its time.
     pub fn store_backup(&self, stack: &Stack, user: &str) -> String {
         let at = svc::clock::rfc3339_ms(jiff::Timestamp::now());
         let key = stack.snapshot_by(user, &self.guest.machine, &at);
@@ -80,10 +78,10 @@ impl Drop for Host {
 fn respond(script: &mut Script, method: &str, path: &str) -> Response {
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     match (method, path) {
-        ("POST", "/_svc/internal/quiesce") if !script.can_stop => StatusCode::NOT_FOUND.into_response(),
+        ("POST", "/_svc/internal/quiesce") if !script.can_quiesce => StatusCode::NOT_FOUND.into_response(),
         ("POST", "/_svc/internal/quiesce") => {
             script.dispatches += script.more_dispatches;
-            let at = script.stops.then_some(&now);
+            let at = script.stops_writers.then_some(&now);
             axum::Json(json!({"operationId": null, "quiescedAt": at, "runningDispatches": script.dispatches}))
                 .into_response()
         }
@@ -97,13 +95,13 @@ fn respond(script: &mut Script, method: &str, path: &str) -> Response {
     }
 }
 
-/// A running machine of `user_1` with a responding host.
-pub async fn host(stack: &Stack, process: &Process) -> Host {
-    host_of(stack, process, "user_1").await
+/// Starts a machine of `user_1` with a fake host.
+pub async fn start_host(stack: &Stack, process: &Process) -> Host {
+    start_host_for(stack, process, "user_1").await
 }
 
-/// The same for another user.
-pub async fn host_of(stack: &Stack, process: &Process, user: &str) -> Host {
+/// Starts a machine of a user with a fake host.
+pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Host {
     let provisioned = stack.provision(process, user).await;
     let guest = stack.wait_for_guest(process, provisioned["machineId"].as_str().unwrap()).await;
     let server = stack.provider.server_by_name(&format!("svc-{}", guest.machine)).unwrap();
@@ -117,8 +115,8 @@ pub async fn host_of(stack: &Stack, process: &Process, user: &str) -> Host {
     let keys: ProofKeys = serde_json::from_value(beat.body["proofKeys"].clone()).unwrap();
     let keys = Arc::new(Mutex::new(keys));
     let script = Script {
-        can_stop: true,
-        stops: true,
+        can_quiesce: true,
+        stops_writers: true,
         reports_backups: true,
         dispatches: 0,
         more_dispatches: 0,
@@ -127,8 +125,8 @@ pub async fn host_of(stack: &Stack, process: &Process, user: &str) -> Host {
     };
     let script = Arc::new(Mutex::new(script));
     let (accepted, behaviour) = (keys.clone(), script.clone());
-    let (machine, seen) = (guest.machine.parse().unwrap(), Arc::new(Mutex::new(Vec::new())));
-    let log = seen.clone();
+    let (machine, proofs) = (guest.machine.parse().unwrap(), Arc::new(Mutex::new(Vec::new())));
+    let received = proofs.clone();
     let router = axum::Router::new().fallback(move |request: Request| async move {
         let unauthorized = || StatusCode::UNAUTHORIZED.into_response();
         let Some(proof) = request.headers().get("x-svc-proof") else { return unauthorized() };
@@ -138,12 +136,12 @@ pub async fn host_of(stack: &Stack, process: &Process, user: &str) -> Host {
         };
         assert_eq!(claims.method.as_deref(), Some(request.method().as_str()));
         assert_eq!(claims.path.as_deref(), Some(request.uri().path()));
-        log.lock().unwrap().push(claims);
+        received.lock().unwrap().push(claims);
         respond(&mut behaviour.lock().unwrap(), request.method().as_str(), request.uri().path())
     });
     let listener = TcpListener::bind((server.ipv4, stack.provider.https_port())).await.unwrap();
     let stop = CancellationToken::new();
     let tls = Some(Arc::new(identity.server_config().unwrap()));
     tokio::spawn(serve(listener, tls, router, Limits::default(), stop.clone()));
-    Host { seen, guest, keys, script, stop }
+    Host { proofs, guest, keys, script, stop }
 }

@@ -3,10 +3,10 @@
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
-use super::internal_host::host;
+use super::internal_host::start_host;
 use super::stack::{BUCKET, Guest, Process, Stack, heartbeat_of};
 
-fn body() -> Value {
+fn recovery_body() -> Value {
     json!({"idpUserId": "user_1"})
 }
 
@@ -14,7 +14,7 @@ fn id(response: &Value, name: &str) -> String {
     response[name].as_str().unwrap_or_else(|| panic!("no {name}: {response}")).to_owned()
 }
 
-fn power(stack: &Stack, machine: &str) -> Option<Power> {
+fn power_state(stack: &Stack, machine: &str) -> Option<Power> {
     stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
 }
 
@@ -24,20 +24,20 @@ async fn recover(stack: &Stack, process: &Process, body: &Value) -> Value {
     response.body
 }
 
-async fn record(stack: &Stack, process: &Process, machine: &str) -> Value {
+async fn fetch_record(stack: &Stack, process: &Process, machine: &str) -> Value {
     stack.get(process, &format!("/vps/{machine}")).await.body
 }
 
-async fn until_status(stack: &Stack, process: &Process, machine: &str, status: &str) -> Value {
-    let is = || async {
-        let found = record(stack, process, machine).await;
+async fn wait_for_status(stack: &Stack, process: &Process, machine: &str, status: &str) -> Value {
+    let has_status = || async {
+        let found = fetch_record(stack, process, machine).await;
         (found["status"] == status && found["retiredAt"].is_null()).then_some(found)
     };
-    stack.eventually(status, is).await
+    stack.eventually(status, has_status).await
 }
 
-/// Sends heartbeats of a host that adopts the epoch it receives.
-async fn beat_until_running(stack: &Stack, process: &Process, guest: &Guest) {
+/// Sends heartbeats of a host that adopts the received epoch, until the machine runs.
+async fn send_heartbeats_until_running(stack: &Stack, process: &Process, guest: &Guest) {
     let mut body = heartbeat_of(guest);
     for _ in 0..200 {
         let response = stack.send_heartbeat(process, guest, &body).await.body;
@@ -47,30 +47,30 @@ async fn beat_until_running(stack: &Stack, process: &Process, guest: &Guest) {
         }
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
-    panic!("the machine does not run again\n{}", stack.log());
+    panic!("the machine did not return to service\n{}", stack.log());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn cancelled_recovery_keeps_the_healthy_machine() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
-    let recovery = recover(&stack, &process, &body()).await;
-    let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    let recovery = recover(&stack, &process, &recovery_body()).await;
+    let is_requested = || async { (old.call_count("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("the final backup is requested", is_requested).await;
     let path = format!("/vps/{}/fail", id(&recovery, "machineId"));
     let failed = stack.post(&process, &path, &json!({"reason": "second thoughts"})).await;
     assert_eq!((failed.status, &failed.body["status"]), (200, &json!("failed")), "{failed:?}");
 
-    let back = until_status(&stack, &process, &old.guest.machine, "running").await;
+    let back = wait_for_status(&stack, &process, &old.guest.machine, "running").await;
     assert_eq!((&back["epoch"], &back["replacedBy"]), (&json!(3), &Value::Null), "{back}");
-    let opened = || async { (old.calls("POST", "/_svc/internal/resume") > 0).then_some(()) };
-    stack.eventually("its writers open", opened).await;
+    let resumed = || async { (old.call_count("POST", "/_svc/internal/resume") > 0).then_some(()) };
+    stack.eventually("the host's writers resume", resumed).await;
     let fenced = || async { (stack.pointer("user_1")["fenceEpoch"] == 3).then_some(()) };
     stack.eventually("the fence names the old machine", fenced).await;
     stack.assert_only_server(&old.guest.machine);
-    assert_eq!(power(&stack, &old.guest.machine), Some(Power::Running));
+    assert_eq!(power_state(&stack, &old.guest.machine), Some(Power::Running));
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
     assert_eq!(stack.provider.call_count("POST", "/poweroff"), 0);
     let response = stack.send_heartbeat(&process, &old.guest, &heartbeat_of(&old.guest)).await.body;
@@ -86,9 +86,9 @@ async fn failed_boot_switches_the_old_machine_on_again() {
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
-    let recovery = recover(&stack, &process, &body()).await;
+    let recovery = recover(&stack, &process, &recovery_body()).await;
     let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
-    assert_eq!(power(&stack, &old.machine), Some(Power::Off), "it is kept, and off");
+    assert_eq!(power_state(&stack, &old.machine), Some(Power::Off), "the old server is kept, switched off");
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
 
     let report =
@@ -96,20 +96,20 @@ async fn failed_boot_switches_the_old_machine_on_again() {
     let report = report.bearer_auth(&new.registration_token);
     let report = stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
     assert_eq!(report.status, 202, "{report:?}");
-    let back = until_status(&stack, &process, &old.machine, "failed").await;
+    let back = wait_for_status(&stack, &process, &old.machine, "failed").await;
     assert_eq!(back["failure"]["cause"], "reinstating", "{back}");
-    let on = || async { (power(&stack, &old.machine) == Some(Power::Running)).then_some(()) };
-    stack.eventually("its server is on", on).await;
-    beat_until_running(&stack, &process, &old).await;
-    assert_eq!(record(&stack, &process, &old.machine).await["epoch"], 3);
+    let on = || async { (power_state(&stack, &old.machine) == Some(Power::Running)).then_some(()) };
+    stack.eventually("the old server is on", on).await;
+    send_heartbeats_until_running(&stack, &process, &old).await;
+    assert_eq!(fetch_record(&stack, &process, &old.machine).await["epoch"], 3);
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 3);
-    let alone = || async { (stack.provider.servers().len() == 1).then_some(()) };
-    stack.eventually("the failed machine's server is deleted", alone).await;
+    let is_only_server = || async { (stack.provider.servers().len() == 1).then_some(()) };
+    stack.eventually("the failed machine's server is deleted", is_only_server).await;
     stack.assert_only_server(&old.machine);
     stack.register(&process, &new).await.assert_problem(401, "registration_rejected");
 
     // A second recovery backs up and keeps the older machine, not the failed one.
-    let again = recover(&stack, &process, &body()).await;
+    let again = recover(&stack, &process, &recovery_body()).await;
     assert_eq!((&again["oldMachineId"], &again["epoch"]), (&json!(old.machine), &json!(4)));
 }
 
@@ -119,10 +119,10 @@ async fn expired_registration_gives_the_slot_back() {
     let process = stack.start_platform_with(&[("REGISTRATION_TTL_SECONDS", "1")]);
     let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
-    let recovery = recover(&stack, &process, &body()).await;
-    until_status(&stack, &process, &old.machine, "failed").await;
-    beat_until_running(&stack, &process, &old).await;
-    let new = record(&stack, &process, &id(&recovery, "machineId")).await;
+    let recovery = recover(&stack, &process, &recovery_body()).await;
+    wait_for_status(&stack, &process, &old.machine, "failed").await;
+    send_heartbeats_until_running(&stack, &process, &old).await;
+    let new = fetch_record(&stack, &process, &id(&recovery, "machineId")).await;
     assert_eq!(new["failure"]["cause"], "registration_expired");
 }
 
@@ -136,14 +136,14 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
     stack.register(&process, &new).await;
     tokio::time::sleep(std::time::Duration::from_secs(4)).await;
-    assert_eq!(power(&stack, &old.machine), Some(Power::Off), "its successor has not served yet");
+    assert_eq!(power_state(&stack, &old.machine), Some(Power::Off), "the successor has not served yet");
     let refused = stack.post(&process, &format!("/vps/{}/discard", old.machine), &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     let why = refused.body["detail"].as_str().unwrap();
     for part in ["No later machine of the slot has served yet", "may hold the only copy", "--accept-loss`"] {
         assert!(why.contains(part), "{part}: {why}");
     }
-    let copies = record(&stack, &process, &new.machine).await["copies"].clone();
+    let copies = fetch_record(&stack, &process, &new.machine).await["copies"].clone();
     assert_eq!(copies["kept"][0]["machineId"], old.machine, "{copies}");
     assert_eq!(
         (&copies["live"]["machineId"], &copies["kept"][0]["until"]),
@@ -151,10 +151,10 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     );
 
     stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
-    let copies = record(&stack, &process, &new.machine).await["copies"].clone();
+    let copies = fetch_record(&stack, &process, &new.machine).await["copies"].clone();
     assert!(copies["kept"][0]["until"].is_string(), "{copies}");
-    let gone = || async { power(&stack, &old.machine).is_none().then_some(()) };
-    stack.eventually("its retention ends", gone).await;
+    let gone = || async { power_state(&stack, &old.machine).is_none().then_some(()) };
+    stack.eventually("the old server is deleted when its retention ends", gone).await;
     stack.assert_only_server(&new.machine);
 }
 
@@ -164,21 +164,25 @@ async fn unreachable_host_server_is_kept_until_loss_is_accepted() {
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
-    let recovery = recover(&stack, &process, &body()).await;
+    let recovery = recover(&stack, &process, &recovery_body()).await;
     let operation = stack.wait_until_ended(&process, &id(&recovery, "operationId")).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
     stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
-    let kept = record(&stack, &process, &old.machine).await;
+    let kept = fetch_record(&stack, &process, &old.machine).await;
     assert_eq!(kept["unsavedSince"], "2026-01-02T03:04:05.678Z", "{kept}");
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
-    assert_eq!(power(&stack, &old.machine), Some(Power::Off), "it holds data that no snapshot has");
+    assert_eq!(
+        power_state(&stack, &old.machine),
+        Some(Power::Off),
+        "the server holds data that no snapshot contains"
+    );
 
     let path = format!("/vps/{}/discard", old.machine);
     let refused = stack.post(&process, &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     assert!(refused.body["detail"].as_str().unwrap().contains("2026-01-02T03:04:05"), "{refused:?}");
-    // Its removal takes a while.
+    // The provider delays the removal.
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     let ordered = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
@@ -188,12 +192,12 @@ async fn unreachable_host_server_is_kept_until_loss_is_accepted() {
         assert_eq!((again.status, &again.body["alreadyOrdered"]), (202, &json!(true)), "{again:?}");
         again.body["operationId"].as_str().map(str::to_owned)
     };
-    let removal = stack.eventually("its removal is filed", removal).await;
+    let removal = stack.eventually("the removal is created", removal).await;
     let operation = stack.get(&process, &format!("/vps/operations/{removal}")).await.body;
     assert_eq!((&operation["kind"], &operation["machineId"]), (&json!("remove_server"), &json!(old.machine)));
     stack.provider.clear_faults();
-    let gone = || async { power(&stack, &old.machine).is_none().then_some(()) };
-    stack.eventually("it is deleted", gone).await;
+    let gone = || async { power_state(&stack, &old.machine).is_none().then_some(()) };
+    stack.eventually("the server is deleted", gone).await;
     let path = format!("/vps/{}/discard", new.machine);
     stack.post(&process, &path, &json!({"acceptLoss": true})).await.assert_problem(409, "invalid_state");
 }
@@ -226,17 +230,17 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
     let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
     stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
     let removal = || async {
-        let operations = record(&stack, &process, &old.machine).await["operations"].clone();
-        operations.as_array()?.iter().find(|it| it["kind"] == "remove_server").cloned()
+        let operations = fetch_record(&stack, &process, &old.machine).await["operations"].clone();
+        operations.as_array()?.iter().find(|operation| operation["kind"] == "remove_server").cloned()
     };
-    let removal = stack.eventually("its removal is tried", removal).await;
+    let removal = stack.eventually("the removal is attempted", removal).await;
     let path = format!("/vps/operations/{}/abandon", id(&removal, "operationId"));
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
     // A call in flight ends with the lease.
     tokio::time::sleep(std::time::Duration::from_secs(2)).await;
     stack.provider.clear_faults();
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
-    assert!(power(&stack, &old.machine).is_some(), "an operator abandoned its removal");
+    assert!(power_state(&stack, &old.machine).is_some(), "an operator abandoned the removal");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -275,14 +279,14 @@ async fn boot_progress_extends_the_registration_deadline() {
         assert_eq!(report_bytes(bytes).await.status, 204);
         tokio::time::sleep(std::time::Duration::from_secs(1)).await;
     }
-    let booting = record(&stack, &process, &guest.machine).await;
+    let booting = fetch_record(&stack, &process, &guest.machine).await;
     assert_eq!((&booting["status"], &booting["bootProgress"]["bytes"]), (&json!("provisioning"), &json!(6)));
     let stuck = || async {
         // Repeated figures are not progress.
         report_bytes(6).await;
         (stack.status(&process, &guest.machine).await == "failed").then_some(())
     };
-    stack.eventually("silence ends it", stuck).await;
+    stack.eventually("the registration expires without progress", stuck).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -310,10 +314,10 @@ async fn discard_waits_for_final_backup_of_a_deletion() {
     let stack = Stack::start().await;
     let settings = [("LAST_BACKUP_STALL_SECONDS", "60"), ("DELETE_GRACE_SECONDS", "60")];
     let process = stack.start_platform_with(&settings);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
-    let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    let is_requested = || async { (old.call_count("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("the final backup is requested", is_requested).await;
 
     let path = format!("/vps/{machine}/discard");
@@ -321,12 +325,12 @@ async fn discard_waits_for_final_backup_of_a_deletion() {
     refused.assert_problem(409, "invalid_state");
     assert_eq!(refused.body["machineStatus"], "kept", "{refused:?}");
     assert!(refused.body["detail"].as_str().unwrap().contains(&id(&deleted, "operationId")), "{refused:?}");
-    assert_eq!(power(&stack, &machine), Some(Power::Running));
+    assert_eq!(power_state(&stack, &machine), Some(Power::Running));
 
     old.store_backup(&stack, "user_1");
     let ended = stack.wait_until_ended(&process, &id(&deleted, "operationId")).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
-    assert!(record(&stack, &process, &machine).await["finalBackupAt"].is_string());
+    assert!(fetch_record(&stack, &process, &machine).await["finalBackupAt"].is_string());
 
     // Without a recorded final backup or an accepted loss, data may be unsaved.
     let client = stack.database.connect().await.unwrap();
@@ -334,8 +338,8 @@ async fn discard_waits_for_final_backup_of_a_deletion() {
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
     client.execute("UPDATE user_machines SET final_backup_at = now()", &[]).await.unwrap();
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
-    let gone = || async { power(&stack, &machine).is_none().then_some(()) };
-    stack.eventually("it is deleted", gone).await;
+    let gone = || async { power_state(&stack, &machine).is_none().then_some(()) };
+    stack.eventually("the server is deleted", gone).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -343,10 +347,10 @@ async fn discard_waits_for_successor_unless_loss_is_accepted() {
     let stack = Stack::start().await;
     let settings = [("LAST_BACKUP_STALL_SECONDS", "60"), ("PREDECESSOR_KEEP_SECONDS", "60")];
     let process = stack.start_platform_with(&settings);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
-    let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    let is_requested = || async { (old.call_count("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("the final backup is requested", is_requested).await;
     let path = format!("/vps/{}/discard", old.guest.machine);
     let refused = stack.post(&process, &path, &json!({})).await;
@@ -357,13 +361,13 @@ async fn discard_waits_for_successor_unless_loss_is_accepted() {
     drop(old);
     let ended = stack.wait_until_ended(&process, &id(&recovery, "operationId")).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
-    let kept = record(&stack, &process, &machine).await;
+    let kept = fetch_record(&stack, &process, &machine).await;
     assert_eq!((&kept["finalBackupAt"], &kept["unsavedSince"]), (&Value::Null, &Value::Null), "{kept}");
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
 }
 
-/// A machine that failed as `server_gone` although its server exists.
-async fn wrongly_gone(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
+/// Starts a machine that failed as `server_gone` although its server exists.
+async fn start_machine_wrongly_gone(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(settings);
     let old = stack.start_machine(&process, "user_1").await;
@@ -379,33 +383,33 @@ async fn wrongly_gone(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
 /// action.
 #[tokio::test(flavor = "multi_thread")]
 async fn server_wrongly_reported_gone_is_kept_by_a_recovery() {
-    let (stack, process, old) = wrongly_gone(&[]).await;
-    let recovery = recover(&stack, &process, &body()).await;
+    let (stack, process, old) = start_machine_wrongly_gone(&[]).await;
+    let recovery = recover(&stack, &process, &recovery_body()).await;
     stack.wait_until_ended(&process, &id(&recovery, "operationId")).await;
-    assert_eq!(power(&stack, &old.machine), Some(Power::Off));
-    let kept = record(&stack, &process, &old.machine).await;
+    assert_eq!(power_state(&stack, &old.machine), Some(Power::Off));
+    let kept = fetch_record(&stack, &process, &old.machine).await;
     assert_eq!((&kept["failure"]["cause"], kept["unsavedSince"].is_string()), (&json!("reinstating"), true));
-    let copies = record(&stack, &process, &id(&recovery, "machineId")).await["copies"].clone();
+    let copies = fetch_record(&stack, &process, &id(&recovery, "machineId")).await["copies"].clone();
     assert_eq!(copies["kept"][0]["machineId"], json!(old.machine), "{copies}");
     assert_eq!(copies["kept"][0]["missingSince"], Value::Null, "{copies}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_wrongly_reported_gone_survives_immediate_deletion() {
-    let (stack, process, old) = wrongly_gone(&[]).await;
+    let (stack, process, old) = start_machine_wrongly_gone(&[]).await;
     let path = format!("/vps/{}", old.machine);
     let deleted = stack.delete(&process, &format!("{path}?now=true")).await.body;
     stack.wait_until_ended(&process, &id(&deleted, "operationId")).await;
-    let kept = record(&stack, &process, &old.machine).await;
+    let kept = fetch_record(&stack, &process, &old.machine).await;
     assert!(kept["unsavedSince"].is_string(), "{kept}");
     let path = format!("{path}/discard");
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
-    assert_eq!(power(&stack, &old.machine), Some(Power::Off));
+    assert_eq!(power_state(&stack, &old.machine), Some(Power::Off));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_wrongly_reported_gone_runs_after_power_on() {
-    let (stack, process, old) = wrongly_gone(&[]).await;
+    let (stack, process, old) = start_machine_wrongly_gone(&[]).await;
     let path = format!("/vps/{}/power", old.machine);
     for action in ["off", "reboot"] {
         let refused = stack.post(&process, &path, &json!({"action": action})).await;
@@ -413,15 +417,15 @@ async fn server_wrongly_reported_gone_runs_after_power_on() {
     }
     let on = stack.post(&process, &path, &json!({"action": "on"})).await;
     assert_eq!(on.status, 202, "{on:?}");
-    beat_until_running(&stack, &process, &old).await;
+    send_heartbeats_until_running(&stack, &process, &old).await;
     stack.wait_until_ended_with_heartbeats(&process, &id(&on.body, "operationId")).await;
-    assert_eq!(record(&stack, &process, &old.machine).await["failure"], Value::Null);
+    assert_eq!(fetch_record(&stack, &process, &old.machine).await["failure"], Value::Null);
 }
 
-/// The removal checks the server a last time, and the machine can be restored.
+/// The removal looks the server up once more; then the machine can be undeleted.
 #[tokio::test(flavor = "multi_thread")]
 async fn server_found_at_its_removal_is_kept_and_undeleted() {
-    let (stack, process, old) = wrongly_gone(&[("DELETE_GRACE_SECONDS", "5")]).await;
+    let (stack, process, old) = start_machine_wrongly_gone(&[("DELETE_GRACE_SECONDS", "5")]).await;
     let name = format!("svc-{}", old.machine);
     stack.provider.hide_servers(&[name]);
     let path = format!("/vps/{}", old.machine);
@@ -429,13 +433,14 @@ async fn server_found_at_its_removal_is_kept_and_undeleted() {
     let deleted = stack.delete(&process, &path).await.body;
     stack.wait_until_ended(&process, &id(&deleted, "operationId")).await;
     stack.provider.hide_servers(&[]);
-    let kept =
-        || async { record(&stack, &process, &old.machine).await["unsavedSince"].is_string().then_some(()) };
-    stack.eventually("it is kept", kept).await;
+    let kept = || async {
+        fetch_record(&stack, &process, &old.machine).await["unsavedSince"].is_string().then_some(())
+    };
+    stack.eventually("the server is kept", kept).await;
     let code = "SELECT error_code FROM operations WHERE kind = 'remove_server'";
     let code: Option<String> = client.query_one(code, &[]).await.unwrap().get(0);
     assert_eq!(code.as_deref(), Some("server_found"));
     let back = stack.post(&process, &format!("{path}/undelete"), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");
-    beat_until_running(&stack, &process, &old).await;
+    send_heartbeats_until_running(&stack, &process, &old).await;
 }

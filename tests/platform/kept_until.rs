@@ -1,5 +1,5 @@
-//! The retention rule of servers, over every combination of its inputs: the shown time, the actual deletion, and this
-//! test's own statement of the rule agree.
+//! The retention rule of servers, over every combination of its inputs: the displayed time, the actual deletion, and
+//! this test's own statement of the rule agree.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -12,20 +12,23 @@ use svc::platform::db::kept_servers::{self, ServerRetention};
 use uuid::Uuid;
 
 const KEPT: Duration = Duration::from_secs(600);
-/// Longer ago than the retention, and a moment ago.
+/// Longer ago than the retention.
 const OLD: &str = "now() - interval '1200 seconds'";
-const FRESH: &str = "now() - interval '10 seconds'";
+/// More recent than the retention.
+const RECENT: &str = "now() - interval '10 seconds'";
 const NULL: &str = "NULL";
 
+/// When the retention of a server ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Until {
-    Over,
-    Ahead,
+enum RetentionEnd {
+    Past,
+    Future,
     Never,
 }
 
+/// How the machine left its slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Left {
+enum Departure {
     Replaced,
     Deleted,
     ReplacedThenDeleted,
@@ -33,7 +36,7 @@ enum Left {
 
 /// A later machine of the slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Later {
+enum LaterMachine {
     Absent,
     Unregistered,
     Unproven,
@@ -47,7 +50,7 @@ enum Later {
     },
     /// Proven long ago; the provider has lost its server.
     ServerLost,
-    /// The same, and deleted since.
+    /// Proven long ago; the provider has lost its server, and the machine has been deleted since.
     ServerLostThenDeleted {
         old: bool,
     },
@@ -55,43 +58,43 @@ enum Later {
     ReplacedServerGone,
 }
 
-const LATER: [Later; 12] = [
-    Later::Absent,
-    Later::Unregistered,
-    Later::Unproven,
-    Later::Proven { old: true },
-    Later::Proven { old: false },
-    Later::DeletedWithServer,
-    Later::DeletedServerGone { old: true },
-    Later::DeletedServerGone { old: false },
-    Later::ServerLost,
-    Later::ServerLostThenDeleted { old: true },
-    Later::ServerLostThenDeleted { old: false },
-    Later::ReplacedServerGone,
+const LATER_MACHINES: [LaterMachine; 12] = [
+    LaterMachine::Absent,
+    LaterMachine::Unregistered,
+    LaterMachine::Unproven,
+    LaterMachine::Proven { old: true },
+    LaterMachine::Proven { old: false },
+    LaterMachine::DeletedWithServer,
+    LaterMachine::DeletedServerGone { old: true },
+    LaterMachine::DeletedServerGone { old: false },
+    LaterMachine::ServerLost,
+    LaterMachine::ServerLostThenDeleted { old: true },
+    LaterMachine::ServerLostThenDeleted { old: false },
+    LaterMachine::ReplacedServerGone,
 ];
 
 #[derive(Debug, Clone, Copy)]
 struct Case {
-    left: Left,
-    left_long_ago: bool,
+    departure: Departure,
+    departed_long_ago: bool,
     registered: bool,
     unsaved: bool,
     discard_ordered: bool,
     abandoned: bool,
     in_progress: bool,
-    later: Later,
+    later: LaterMachine,
 }
 
 impl Case {
     fn all() -> Vec<Self> {
         let mut all = Vec::new();
-        for left in [Left::Replaced, Left::Deleted, Left::ReplacedThenDeleted] {
-            for later in LATER {
+        for departure in [Departure::Replaced, Departure::Deleted, Departure::ReplacedThenDeleted] {
+            for later in LATER_MACHINES {
                 for bits in 0..64_u32 {
                     let bit = |n: u32| bits & (1 << n) != 0;
                     all.push(Self {
-                        left,
-                        left_long_ago: bit(0),
+                        departure,
+                        departed_long_ago: bit(0),
                         registered: bit(1),
                         unsaved: bit(2),
                         discard_ordered: bit(3),
@@ -105,41 +108,41 @@ impl Case {
         all
     }
 
-    fn expected(&self) -> Until {
-        let since = |old: bool| if old { Until::Over } else { Until::Ahead };
+    fn expected(&self) -> RetentionEnd {
+        let since = |old: bool| if old { RetentionEnd::Past } else { RetentionEnd::Future };
         if self.abandoned {
-            return Until::Never;
+            return RetentionEnd::Never;
         }
         if self.discard_ordered {
-            return Until::Over;
+            return RetentionEnd::Past;
         }
         if self.unsaved {
-            return Until::Never;
+            return RetentionEnd::Never;
         }
-        let unregistered = if self.registered { Until::Never } else { since(self.left_long_ago) };
-        let left = match (self.left, self.later) {
-            (Left::Deleted | Left::ReplacedThenDeleted, _) => since(self.left_long_ago),
+        let unregistered = if self.registered { RetentionEnd::Never } else { since(self.departed_long_ago) };
+        let departure = match (self.departure, self.later) {
+            (Departure::Deleted | Departure::ReplacedThenDeleted, _) => since(self.departed_long_ago),
             (
-                Left::Replaced,
-                Later::Proven { old }
-                | Later::DeletedServerGone { old }
-                | Later::ServerLostThenDeleted { old },
+                Departure::Replaced,
+                LaterMachine::Proven { old }
+                | LaterMachine::DeletedServerGone { old }
+                | LaterMachine::ServerLostThenDeleted { old },
             ) => since(old),
-            (Left::Replaced, Later::DeletedWithServer) => Until::Over,
+            (Departure::Replaced, LaterMachine::DeletedWithServer) => RetentionEnd::Past,
             (
-                Left::Replaced,
-                Later::Absent
-                | Later::Unregistered
-                | Later::Unproven
-                | Later::ServerLost
-                | Later::ReplacedServerGone,
-            ) => Until::Never,
+                Departure::Replaced,
+                LaterMachine::Absent
+                | LaterMachine::Unregistered
+                | LaterMachine::Unproven
+                | LaterMachine::ServerLost
+                | LaterMachine::ReplacedServerGone,
+            ) => RetentionEnd::Never,
         };
-        unregistered.min(left)
+        unregistered.min(departure)
     }
 
-    fn left_at(&self) -> &'static str {
-        if self.left_long_ago { OLD } else { FRESH }
+    fn departed_at(&self) -> &'static str {
+        if self.departed_long_ago { OLD } else { RECENT }
     }
 }
 
@@ -158,23 +161,23 @@ struct Columns {
 }
 
 impl Columns {
-    fn of_case(case: &Case) -> Self {
+    fn from_case(case: &Case) -> Self {
         let when = |holds: bool, at: &'static str| if holds { at } else { NULL };
         Self {
             epoch: 1,
             registered: when(case.registered, OLD),
-            retired: when(case.left != Left::Deleted, case.left_at()),
-            deleted: when(case.left != Left::Replaced, case.left_at()),
+            retired: when(case.departure != Departure::Deleted, case.departed_at()),
+            deleted: when(case.departure != Departure::Replaced, case.departed_at()),
             server_deleted: NULL,
             proven: when(case.registered, OLD),
             unsaved: when(case.unsaved, OLD),
-            discard: when(case.discard_ordered, FRESH),
-            abandoned: when(case.abandoned, FRESH),
+            discard: when(case.discard_ordered, RECENT),
+            abandoned: when(case.abandoned, RECENT),
             failure: NULL,
         }
     }
 
-    fn of_later(later: Later) -> Option<Self> {
+    fn from_later(later: LaterMachine) -> Option<Self> {
         let running = Self {
             epoch: 2,
             registered: OLD,
@@ -187,19 +190,21 @@ impl Columns {
             abandoned: NULL,
             failure: NULL,
         };
-        let age = |old: bool| if old { OLD } else { FRESH };
+        let age = |old: bool| if old { OLD } else { RECENT };
         Some(match later {
-            Later::Absent => return None,
-            Later::Unregistered => Self { registered: NULL, proven: NULL, ..running },
-            Later::Unproven => Self { proven: NULL, ..running },
-            Later::Proven { old } => Self { proven: age(old), ..running },
-            Later::DeletedWithServer => Self { deleted: OLD, ..running },
-            Later::DeletedServerGone { old } => Self { deleted: OLD, server_deleted: age(old), ..running },
-            Later::ServerLost => Self { failure: "'server_gone'", ..running },
-            Later::ServerLostThenDeleted { old } => {
+            LaterMachine::Absent => return None,
+            LaterMachine::Unregistered => Self { registered: NULL, proven: NULL, ..running },
+            LaterMachine::Unproven => Self { proven: NULL, ..running },
+            LaterMachine::Proven { old } => Self { proven: age(old), ..running },
+            LaterMachine::DeletedWithServer => Self { deleted: OLD, ..running },
+            LaterMachine::DeletedServerGone { old } => {
+                Self { deleted: OLD, server_deleted: age(old), ..running }
+            }
+            LaterMachine::ServerLost => Self { failure: "'server_gone'", ..running },
+            LaterMachine::ServerLostThenDeleted { old } => {
                 Self { failure: "'server_gone'", deleted: age(old), ..running }
             }
-            Later::ReplacedServerGone => Self { retired: OLD, server_deleted: OLD, ..running },
+            LaterMachine::ReplacedServerGone => Self { retired: OLD, server_deleted: OLD, ..running },
         })
     }
 
@@ -235,8 +240,8 @@ async fn shown_time_and_deletion_follow_the_same_rule() {
     let mut sql = String::new();
     for (n, case) in cases.iter().enumerate() {
         let (id, slot) = (Uuid::now_v7(), format!("s{n}"));
-        sql.push_str(&Columns::of_case(case).insert(id, &slot));
-        if let Some(later) = Columns::of_later(case.later) {
+        sql.push_str(&Columns::from_case(case).insert(id, &slot));
+        if let Some(later) = Columns::from_later(case.later) {
             sql.push_str(&later.insert(Uuid::now_v7(), &slot));
         }
         if case.in_progress {
@@ -259,15 +264,15 @@ async fn shown_time_and_deletion_follow_the_same_rule() {
         let shown = kept_servers::list_of_slot(&session, &user, &slot, &retention).await.unwrap();
         let subject = shown.iter().find(|row| subjects.get(&row.machine.0) == Some(&n));
         let until = subject.map(|row| match row.until {
-            None => Until::Never,
-            Some(until) if until <= Timestamp::now() => Until::Over,
-            Some(_) => Until::Ahead,
+            None => RetentionEnd::Never,
+            Some(until) if until <= Timestamp::now() => RetentionEnd::Past,
+            Some(_) => RetentionEnd::Future,
         });
         let holds_data = case.registered || case.unsaved;
         assert_eq!(until, holds_data.then(|| case.expected()), "{case:?}");
     }
 
-    // One page at a time; a machine with an operation has no time.
+    // The machines are listed in pages; a machine with a running operation is not listed.
     let mut removable = HashSet::new();
     loop {
         let page = kept_servers::list_removable(&session, &retention).await.unwrap();
@@ -283,7 +288,7 @@ async fn shown_time_and_deletion_follow_the_same_rule() {
     }
     for (id, n) in &subjects {
         let case = cases[*n];
-        let expected = case.expected() == Until::Over && !case.in_progress;
+        let expected = case.expected() == RetentionEnd::Past && !case.in_progress;
         assert_eq!(removable.contains(id), expected, "{case:?}");
     }
 }

@@ -9,7 +9,7 @@ use svc::config::Env;
 use svc::http::proof::ProofKeys;
 use svc::platform::config::PlatformConfig;
 
-use super::internal_host::{Host, host};
+use super::internal_host::{Host, start_host};
 use super::stack::{Process, Stack, heartbeat_of};
 
 const FAST: [(&str, &str); 2] = [("PROOF_KEY_ROTATE_SECONDS", "4"), ("PROOF_KEY_OVERLAP_SECONDS", "1")];
@@ -18,11 +18,11 @@ fn kids(keys: &ProofKeys) -> Vec<String> {
     keys.keys.iter().map(|key| key.kid.clone()).collect()
 }
 
-/// A heartbeat that acknowledges the host's keys and stores the returned ones.
+/// Sends a heartbeat that acknowledges the host's keys, and stores the returned ones.
 async fn send_heartbeat(stack: &Stack, process: &Process, host: &Host) -> Vec<String> {
-    let had = kids(&host.keys.lock().unwrap());
+    let acknowledged = kids(&host.keys.lock().unwrap());
     let mut body = heartbeat_of(&host.guest);
-    body["proofKids"] = json!(had);
+    body["proofKids"] = json!(acknowledged);
     let response = stack.send_heartbeat(process, &host.guest, &body).await;
     let given: ProofKeys = serde_json::from_value(response.body["proofKeys"].clone()).unwrap();
     *host.keys.lock().unwrap() = given.clone();
@@ -32,17 +32,18 @@ async fn send_heartbeat(stack: &Stack, process: &Process, host: &Host) -> Vec<St
 #[tokio::test(flavor = "multi_thread")]
 async fn keys_rotate_without_refused_proofs() {
     let stack = Stack::start().await;
-    let (one, two) = (stack.start_platform_with(&FAST), stack.start_platform_with(&FAST));
-    let host = host(&stack, &one).await;
+    let processes = (stack.start_platform_with(&FAST), stack.start_platform_with(&FAST));
+    let host = start_host(&stack, &processes.0).await;
     let path = format!("/vps/{}/backup", host.guest.machine);
     let first = kids(&host.keys.lock().unwrap()).remove(0);
     let mut known = BTreeSet::from([first.clone()]);
     let deadline = Instant::now() + Duration::from_secs(40);
     let mut requests = 0;
-    // Three rotations; the first key is long retired. The host receives a key long after the platform created it.
+    // Until three rotations have happened and the first key is retired. The host receives a key long after the platform
+    // has created it.
     while known.len() < 4 || kids(&host.keys.lock().unwrap()).contains(&first) {
         assert!(Instant::now() < deadline, "{known:?}\n{}", stack.log());
-        let process = if requests % 2 == 0 { &one } else { &two };
+        let process = if requests % 2 == 0 { &processes.0 } else { &processes.1 };
         if requests % 15 == 0 {
             let given = send_heartbeat(&stack, process, &host).await;
             assert!((1..=3).contains(&given.len()), "{given:?}");
@@ -53,7 +54,7 @@ async fn keys_rotate_without_refused_proofs() {
         requests += 1;
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    assert_eq!(host.seen.lock().unwrap().len(), requests);
+    assert_eq!(host.proofs.lock().unwrap().len(), requests);
     let client = stack.database.connect().await.unwrap();
     let retired =
         client.query("SELECT kid FROM signing_keys WHERE retired_at IS NOT NULL", &[]).await.unwrap();
@@ -64,21 +65,21 @@ async fn keys_rotate_without_refused_proofs() {
 async fn key_stays_until_every_host_acknowledges_its_successor() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&FAST);
-    let host = host(&stack, &process).await;
+    let host = start_host(&stack, &process).await;
     let first = kids(&host.keys.lock().unwrap()).remove(0);
     let silent = stack.start_machine(&process, "user_2").await;
     let started = Instant::now();
-    let mut most = 0;
+    let mut max_keys = 0;
     while started.elapsed() < Duration::from_secs(8) {
         let given = send_heartbeat(&stack, &process, &host).await;
         assert!(given.contains(&first), "{given:?}");
-        most = most.max(given.len());
+        max_keys = max_keys.max(given.len());
         let response = stack.post(&process, &format!("/vps/{}/backup", host.guest.machine), &json!({})).await;
         assert_eq!(response.status, 202, "{response:?}");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    assert!(most >= 2, "other hosts continue with the successor");
-    // Its last user is gone, so the key is retired.
+    assert!(max_keys >= 2, "other hosts continue with the successor");
+    // The last host that needed the key has been deleted, so the key is retired.
     stack.delete(&process, &format!("/vps/{}", silent.machine)).await;
     let gone = || async { (!send_heartbeat(&stack, &process, &host).await.contains(&first)).then_some(()) };
     stack.eventually("the first key is retired", gone).await;
@@ -89,28 +90,28 @@ async fn app_key_signs_only_after_every_router_has_it() {
     let stack = Stack::start().await;
     let _process = stack.start_platform_with(&FAST);
     let client = stack.database.connect().await.unwrap();
-    let kept = || async {
+    let active_keys = || async {
         let sql =
             "SELECT kid FROM signing_keys WHERE purpose = 'app' AND retired_at IS NULL ORDER BY created_at";
         let rows = client.query(sql, &[]).await.unwrap();
         rows.iter().map(|row| row.get::<_, String>(0)).collect::<Vec<_>>()
     };
-    let several = || async { Some(kept().await).filter(|kids| kids.len() >= 2) };
-    let kids = stack.eventually("a successor", several).await;
-    let key_age = |kid: String, seconds: i32| {
+    let has_successor = || async { Some(active_keys().await).filter(|kids| kids.len() >= 2) };
+    let kids = stack.eventually("the key has a successor", has_successor).await;
+    let set_key_age = |kid: String, seconds: i32| {
         let sql = "UPDATE signing_keys SET created_at = clock_timestamp() - make_interval(secs => $2) WHERE kid = $1";
         let client = &client;
         async move { client.execute(sql, &[&kid, &f64::from(seconds)]).await.unwrap() }
     };
-    // Far from the next rotation: only the ages given here decide which key signs.
-    key_age(kids[0].clone(), 90_000).await;
-    key_age(kids[1].clone(), 5).await;
+    // The next rotation is far away: only the ages set here decide which key signs.
+    set_key_age(kids[0].clone(), 90_000).await;
+    set_key_age(kids[1].clone(), 5).await;
     let settings = stack.settings();
     let settings = settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
-    let config = PlatformConfig::read(Env::from_pairs(settings)).expect("settings");
+    let config = PlatformConfig::read(Env::from_pairs(settings)).expect("valid settings");
     let db = svc::platform::db::Db::new(&config.database, 4).unwrap();
-    let seal = svc::platform::keys::Seal::of(&config.keys);
-    let signs = |overlap: u64| {
+    let seal = svc::platform::keys::Seal::from_keys(&config.keys);
+    let signing_key = |overlap: u64| {
         let (db, seal) = (&db, &seal);
         async move {
             let set = svc::platform::keys::load(db, seal, Duration::from_secs(overlap)).await.unwrap();
@@ -118,24 +119,24 @@ async fn app_key_signs_only_after_every_router_has_it() {
             set.app.current.kid().to_owned()
         }
     };
-    assert_eq!(signs(1000).await, kids[0], "a router may lack the next key");
-    assert_ne!(signs(1).await, kids[0]);
-    assert!(kept().await.contains(&kids[0]), "its tokens may still be valid");
+    assert_eq!(signing_key(1000).await, kids[0], "a router may lack the next key");
+    assert_ne!(signing_key(1).await, kids[0]);
+    assert!(active_keys().await.contains(&kids[0]), "its tokens may still be valid");
     let gone = || async {
-        for kid in kept().await.into_iter().skip(1) {
-            key_age(kid, 50_000).await;
+        for kid in active_keys().await.into_iter().skip(1) {
+            set_key_age(kid, 50_000).await;
         }
-        (!kept().await.contains(&kids[0])).then_some(())
+        (!active_keys().await.contains(&kids[0])).then_some(())
     };
     stack.eventually("the first key is retired", gone).await;
 }
 
-/// It sends no heartbeats for longer than rotation waits, but keeps serving.
+/// The host sends no heartbeats for longer than a rotation waits, but keeps serving.
 #[tokio::test(flavor = "multi_thread")]
 async fn silent_host_delays_no_rotation_and_keeps_its_key() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[FAST[0], FAST[1], ("PROOF_KEY_SILENCE_SECONDS", "2")]);
-    let host = host(&stack, &process).await;
+    let host = start_host(&stack, &process).await;
     send_heartbeat(&stack, &process, &host).await;
     let first = kids(&host.keys.lock().unwrap()).remove(0);
     let client = stack.database.connect().await.unwrap();
@@ -144,12 +145,12 @@ async fn silent_host_delays_no_rotation_and_keeps_its_key() {
         (!client.query(sql, &[&first]).await.unwrap().is_empty()).then_some(())
     };
     stack.eventually("the silent host's key is retired", retired).await;
-    // Until the process reloads the keys it may sign with the old ones.
+    // Until the process reloads the keys, it may sign with the old ones.
     tokio::time::sleep(Duration::from_secs(2)).await;
     let path = format!("/vps/{}/backup", host.guest.machine);
     let request_backup = || async { stack.post(&process, &path, &json!({})).await.status };
     assert_eq!(request_backup().await, 202, "proofs for this host use the key that it has");
-    // Its next heartbeat delivers the new keys and removes none that still signs for it.
+    // The response to the host's next heartbeat adds the new keys and removes no key that still signs for the host.
     let given = send_heartbeat(&stack, &process, &host).await;
     assert!(given.contains(&first) && given.len() >= 2, "{given:?}");
     assert_eq!(request_backup().await, 202);

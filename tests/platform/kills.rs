@@ -1,32 +1,32 @@
-//! kill -9 at every point where a step is stored: after a restart the operation ends, with one server and no orphan.
+//! kill -9 at every fail point of a step: after a restart, the operation ends with one server and no orphan.
 
 use std::sync::Mutex;
 
 use futures_util::{StreamExt, stream};
 use kit::provider::Power;
 use serde_json::json;
-use svc::platform::operations::{OperationKind, points};
+use svc::platform::operations::{OperationKind, fail_point_names};
 
 use super::deploy::{Fleet, NEXT};
 use super::stack::{Guest, SECRET, Stack, heartbeat_of, provision_body};
 
 const MAX_CONCURRENT: usize = 3;
 
-async fn every_point<F: Future<Output = ()>>(kind: OperationKind, run: impl Fn(String) -> F) {
-    let points = points(kind);
+async fn run_for_every_fail_point<F: Future<Output = ()>>(kind: OperationKind, run: impl Fn(String) -> F) {
+    let points = fail_point_names(kind);
     assert!(points.len() > kind.steps().len());
     stream::iter(points).map(run).buffer_unordered(MAX_CONCURRENT).collect::<Vec<()>>().await;
 }
 
-fn killed_at(point: &str) -> String {
+fn kill_at(point: &str) -> String {
     format!("{point}=1*return(kill)")
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn provision_survives_a_kill_at_every_point() {
-    every_point(OperationKind::Provision, |point| async move {
+async fn provision_survives_a_kill_at_every_fail_point() {
+    run_for_every_fail_point(OperationKind::Provision, |point| async move {
         let stack = Stack::start().await;
-        let mut first = stack.start_platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_at(&point))]);
         stack.subscribe(&first, "user_1").await;
         // The kill can precede the response.
         let _ = stack.try_post(&first, "/vps/provision", &provision_body("user_1")).await;
@@ -47,14 +47,14 @@ async fn provision_survives_a_kill_at_every_point() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recover_survives_a_kill_at_every_point() {
-    every_point(OperationKind::Recover, |point| async move {
+async fn recover_survives_a_kill_at_every_fail_point() {
+    run_for_every_fail_point(OperationKind::Recover, |point| async move {
         let stack = Stack::start().await;
-        let mut calm = stack.start_platform();
-        let old = stack.start_machine(&calm, "user_1").await;
+        let mut setup = stack.start_platform();
+        let old = stack.start_machine(&setup, "user_1").await;
         stack.snapshot("user_1");
-        calm.kill();
-        let mut first = stack.start_platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        setup.kill();
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_at(&point))]);
         let body = json!({"idpUserId": "user_1", "acceptLoss": true});
         let _ = stack.try_post(&first, "/vps/recover", &body).await;
         first.wait_until_killed().await;
@@ -76,10 +76,10 @@ async fn recover_survives_a_kill_at_every_point() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn delete_survives_a_kill_at_every_point() {
-    every_point(OperationKind::Delete, |point| async move {
+async fn delete_survives_a_kill_at_every_fail_point() {
+    run_for_every_fail_point(OperationKind::Delete, |point| async move {
         let stack = Stack::start().await;
-        let mut first = stack.start_platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_at(&point))]);
         let guest = stack.start_machine(&first, "user_1").await;
         let path = format!("/vps/{}?acceptLoss=true", guest.machine);
         let request = stack.request(&first, reqwest::Method::DELETE, &path).bearer_auth(super::stack::SECRET);
@@ -97,10 +97,10 @@ async fn delete_survives_a_kill_at_every_point() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn removal_of_a_server_survives_a_kill_at_every_point() {
-    every_point(OperationKind::RemoveServer, |point| async move {
+async fn removal_of_a_server_survives_a_kill_at_every_fail_point() {
+    run_for_every_fail_point(OperationKind::RemoveServer, |point| async move {
         let stack = Stack::start().await;
-        let mut first = stack.start_platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_at(&point))]);
         let guest = stack.start_machine(&first, "user_1").await;
         let path = format!("/vps/{}?acceptLoss=true", guest.machine);
         let request = stack.request(&first, reqwest::Method::DELETE, &path).bearer_auth(SECRET);
@@ -113,10 +113,10 @@ async fn removal_of_a_server_survives_a_kill_at_every_point() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn reinstatement_survives_a_kill_at_every_point() {
-    every_point(OperationKind::Reinstate, |point| async move {
+async fn reinstatement_survives_a_kill_at_every_fail_point() {
+    run_for_every_fail_point(OperationKind::Reinstate, |point| async move {
         let stack = Stack::start().await;
-        let settings = [("FAILPOINTS", killed_at(&point)), ("DELETE_GRACE_SECONDS", "600".to_owned())];
+        let settings = [("FAILPOINTS", kill_at(&point)), ("DELETE_GRACE_SECONDS", "600".to_owned())];
         let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
         let mut first = stack.start_platform_with(&settings);
         let guest = stack.start_machine(&first, "user_1").await;
@@ -150,18 +150,18 @@ async fn reinstatement_survives_a_kill_at_every_point() {
 }
 
 /// Kills the platform at each point of a power operation; another process completes it.
-async fn survives_kills(kind: OperationKind, action: &'static str, power: Power) {
+async fn assert_survives_kills(kind: OperationKind, action: &'static str, power: Power) {
     let run = |point: String| async move {
         let stack = Stack::start().await;
-        let mut calm = stack.start_platform();
-        let guest = stack.start_machine(&calm, "user_1").await;
+        let mut setup = stack.start_platform();
+        let guest = stack.start_machine(&setup, "user_1").await;
         let path = format!("/vps/{}/power", guest.machine);
         if kind == OperationKind::PowerOn {
-            let off = stack.post(&calm, &path, &json!({"action": "off"})).await;
-            stack.wait_until_ended(&calm, off.body["operationId"].as_str().unwrap()).await;
+            let off = stack.post(&setup, &path, &json!({"action": "off"})).await;
+            stack.wait_until_ended(&setup, off.body["operationId"].as_str().unwrap()).await;
         }
-        calm.kill();
-        let mut first = stack.start_platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        setup.kill();
+        let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_at(&point))]);
         // The kill can precede the response.
         let _ = stack.try_post(&first, &path, &json!({"action": action})).await;
         first.wait_until_killed_while(|base| stack.try_send_heartbeats(base)).await;
@@ -177,34 +177,34 @@ async fn survives_kills(kind: OperationKind, action: &'static str, power: Power)
         assert_eq!(stack.provider.servers()[0].status, power, "{point}");
         stack.assert_only_server(&guest.machine);
     };
-    stream::iter(points(kind)).map(run).buffer_unordered(MAX_CONCURRENT).collect::<Vec<()>>().await;
+    stream::iter(fail_point_names(kind)).map(run).buffer_unordered(MAX_CONCURRENT).collect::<Vec<()>>().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn power_on_survives_a_kill_at_every_point() {
-    survives_kills(OperationKind::PowerOn, "on", Power::Running).await;
+async fn power_on_survives_a_kill_at_every_fail_point() {
+    assert_survives_kills(OperationKind::PowerOn, "on", Power::Running).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn power_off_survives_a_kill_at_every_point() {
-    survives_kills(OperationKind::PowerOff, "off", Power::Off).await;
+async fn power_off_survives_a_kill_at_every_fail_point() {
+    assert_survives_kills(OperationKind::PowerOff, "off", Power::Off).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn reboot_survives_a_kill_at_every_point() {
-    survives_kills(OperationKind::Reboot, "reboot", Power::Running).await;
+async fn reboot_survives_a_kill_at_every_fail_point() {
+    assert_survives_kills(OperationKind::Reboot, "reboot", Power::Running).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn resize_survives_a_kill_at_every_point() {
-    every_point(OperationKind::Resize, |point| async move {
+async fn resize_survives_a_kill_at_every_fail_point() {
+    run_for_every_fail_point(OperationKind::Resize, |point| async move {
         let stack = Stack::start().await;
-        let mut calm = stack.start_platform();
-        let guest = stack.start_machine(&calm, "user_1").await;
-        calm.kill();
-        // The power has to be cut, so that every step does something.
+        let mut setup = stack.start_platform();
+        let guest = stack.start_machine(&setup, "user_1").await;
+        setup.kill();
+        // The host ignores the shutdown, so that the power must be cut and every step has an effect.
         stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-        let settings = [("FAILPOINTS", killed_at(&point)), ("RESIZE_SHUTDOWN_SECONDS", "1".to_owned())];
+        let settings = [("FAILPOINTS", kill_at(&point)), ("RESIZE_SHUTDOWN_SECONDS", "1".to_owned())];
         let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
         let mut first = stack.start_platform_with(&settings);
         let path = format!("/vps/{}/resize", guest.machine);
@@ -233,7 +233,7 @@ async fn resize_survives_a_kill_at_every_point() {
     .await;
 }
 
-/// Hosts that install the requested release, and the order in which they did.
+/// Hosts that install the requested release, and the order in which they have installed it.
 struct UpdatingHosts<'a> {
     stack: &'a Stack,
     guests: &'a [Guest],
@@ -241,17 +241,17 @@ struct UpdatingHosts<'a> {
 }
 
 impl UpdatingHosts<'_> {
-    /// A heartbeat of each host, to a platform that may be dead.
-    async fn send_heartbeat(&self, base: String) {
-        for (at, guest) in self.guests.iter().enumerate() {
+    /// Sends a heartbeat of each host to a platform that may have been killed.
+    async fn send_heartbeats(&self, base: String) {
+        for (index, guest) in self.guests.iter().enumerate() {
             let mut body = heartbeat_of(guest);
-            if self.updated.lock().unwrap().contains(&at) {
+            if self.updated.lock().unwrap().contains(&index) {
                 body["imageVersion"] = json!(NEXT);
             }
             let Some(response) = self.stack.try_send_heartbeat(&base, guest, &body).await else { continue };
             let mut updated = self.updated.lock().unwrap();
-            if response["desiredImageVersion"] == NEXT && !updated.contains(&at) {
-                updated.push(at);
+            if response["desiredImageVersion"] == NEXT && !updated.contains(&index) {
+                updated.push(index);
             }
         }
     }
@@ -259,7 +259,7 @@ impl UpdatingHosts<'_> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rollout_survives_a_kill_at_every_point_of_every_step() {
-    // The canary is requested; it succeeds and the others are requested; they succeed.
+    // The canary gets the request; the canary succeeds and the other hosts get the request; the other hosts succeed.
     const STEPS: usize = 3;
     let mut points = Vec::new();
     for point in svc::platform::rollouts::FAILPOINTS {
@@ -267,16 +267,16 @@ async fn rollout_survives_a_kill_at_every_point_of_every_step() {
     }
     let run = |(point, nth): (&'static str, usize)| async move {
         let killed = format!("{point}={nth}*off->1*return(kill)");
-        let Fleet { stack, process: mut first, guests } = Fleet::of(3, &[("FAILPOINTS", &killed)]).await;
+        let Fleet { stack, process: mut first, guests } = Fleet::start(3, &[("FAILPOINTS", &killed)]).await;
         let body = json!({"imageVersion": NEXT, "canary": 1, "batchSize": 2, "verify": false});
         // The kill can precede the response.
         let _ = stack.try_post(&first, "/vps/deploy", &body).await;
         let hosts = UpdatingHosts { stack: &stack, guests: &guests, updated: Mutex::default() };
-        first.wait_until_killed_while(|base| hosts.send_heartbeat(base)).await;
+        first.wait_until_killed_while(|base| hosts.send_heartbeats(base)).await;
 
         let second = stack.start_platform();
         let check = || async {
-            hosts.send_heartbeat(second.base.clone()).await;
+            hosts.send_heartbeats(second.base.clone()).await;
             let list = stack.get(&second, "/vps/deploy").await.body;
             let rollout = list["rollouts"][0].clone();
             (rollout["state"] != "running").then_some(rollout)

@@ -1,5 +1,5 @@
 //! The final backup of a host that is replaced: its writers stop, and the operation waits for a later snapshot while
-//! it makes progress. If none can be made, an operator decides.
+//! the backup makes progress. If no backup can be made, an operator decides.
 
 use std::time::Duration;
 
@@ -8,13 +8,13 @@ use serde_json::{Value, json};
 use svc::clock::rfc3339_ms;
 use svc::http::proof::Route;
 
-use super::internal_host::{Host, host};
+use super::internal_host::{Host, start_host};
 use super::stack::{BUCKET, Process, Stack, heartbeat};
 
 const QUIESCE: &str = "/_svc/internal/quiesce";
 const BACKUP: &str = "/_svc/internal/backup";
-/// The accepted loss when the slot has a snapshot.
-const ACCEPTED: &str = "no final backup; the operator accepted the loss of what was written since the newest copy, which \
+/// The log line of an accepted loss, if the slot has a snapshot.
+const LOSS_ACCEPTED: &str = "no final backup; the operator accepted the loss of data written since the newest copy, which \
                         is the snapshot of 2026-01-02T03:04:05.678Z";
 
 async fn recover(stack: &Stack, process: &Process, more: Value) -> Value {
@@ -25,25 +25,25 @@ async fn recover(stack: &Stack, process: &Process, more: Value) -> Value {
     response.body
 }
 
-async fn operation(stack: &Stack, process: &Process, recovery: &Value) -> Value {
+async fn fetch_operation(stack: &Stack, process: &Process, recovery: &Value) -> Value {
     let path = format!("/vps/operations/{}", recovery["operationId"].as_str().unwrap());
     stack.get(process, &path).await.body
 }
 
 async fn wait_for_question(stack: &Stack, process: &Process, recovery: &Value) -> Value {
     let waits = || async {
-        let found = operation(stack, process, recovery).await;
+        let found = fetch_operation(stack, process, recovery).await;
         (found["state"] == "waiting").then_some(found)
     };
     stack.eventually("the operation waits", waits).await
 }
 
-async fn called(stack: &Stack, host: &Host, method: &str, path: &str) {
-    stack.eventually(path, || async { (host.calls(method, path) > 0).then_some(()) }).await;
+async fn wait_for_call(stack: &Stack, host: &Host, method: &str, path: &str) {
+    stack.eventually(path, || async { (host.call_count(method, path) > 0).then_some(()) }).await;
 }
 
-/// The log line of the step `last_backup` of a successful operation.
-async fn note(stack: &Stack, process: &Process, recovery: &Value) -> String {
+/// Waits until the operation has succeeded. Returns the log line of its step `last_backup`.
+async fn wait_for_note(stack: &Stack, process: &Process, recovery: &Value) -> String {
     let operation = stack.wait_until_ended(process, recovery["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
     let lines = operation["log"].as_array().unwrap().clone();
@@ -55,14 +55,14 @@ fn continue_path(recovery: &Value) -> String {
     format!("/vps/operations/{}/continue", recovery["operationId"].as_str().unwrap())
 }
 
-/// The audit rows of an action.
-async fn audited(stack: &Stack, action: &str) -> Vec<Value> {
+/// Lists the audit rows of an action.
+async fn list_audit(stack: &Stack, action: &str) -> Vec<Value> {
     let client = stack.database.connect().await.unwrap();
     let sql = "SELECT after FROM operator_audit WHERE action = $1 ORDER BY at";
     client.query(sql, &[&action]).await.unwrap().iter().map(|row| row.get(0)).collect()
 }
 
-fn now() -> String {
+fn now_text() -> String {
     rfc3339_ms(jiff::Timestamp::now())
 }
 
@@ -70,18 +70,18 @@ fn now() -> String {
 async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
-    called(&stack, &old, "POST", BACKUP).await;
+    wait_for_call(&stack, &old, "POST", BACKUP).await;
     let beat = || {
         let path = format!("/vps/{}/heartbeat", old.guest.machine);
         stack.request(&process, Method::POST, &path).bearer_auth(&old.guest.upgrade_token).json(&heartbeat())
     };
     let response = stack.send(beat()).await.body;
-    assert_eq!(response["superseded"], false, "it must still make its backup");
-    assert_eq!(response["quiesce"], recovery["operationId"], "its writers stay stopped");
-    assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1, "it may write the pointer");
+    assert_eq!(response["superseded"], false, "the host must still make its final backup");
+    assert_eq!(response["quiesce"], recovery["operationId"], "the host's writers stay stopped");
+    assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1, "the host may still write the pointer");
 
     // Neither a moved pointer, nor a snapshot from before the request, nor one of another machine counts.
     let mut moved = stack.pointer("user_1");
@@ -89,19 +89,22 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     stack.write_pointer("user_1", &moved);
     stack.snapshot_by("user_1", &old.guest.machine, "2026-01-02T03:04:06.678Z");
     tokio::time::sleep(Duration::from_secs(2)).await;
-    stack.snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now());
+    stack.snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now_text());
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
+    assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
 
     old.store_backup(&stack, "user_1");
-    assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
+    assert_eq!(
+        wait_for_note(&stack, &process, &recovery).await,
+        "a snapshot was taken after the writers had stopped"
+    );
     let old_record = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
     assert!(old_record["finalBackupAt"].is_string() && old_record["unsavedSince"].is_null(), "{old_record}");
-    assert_eq!(stack.send(beat()).await.body["superseded"], true, "its successor has registered");
-    let seen = old.seen.lock().unwrap().clone();
-    assert_eq!((seen[0].route, seen[0].path.as_deref()), (Route::Internal, Some(QUIESCE)));
-    assert_eq!(old.calls("POST", BACKUP), 1);
-    assert!(seen.iter().all(|claims| claims.jti.is_some()));
+    assert_eq!(stack.send(beat()).await.body["superseded"], true, "the successor has registered");
+    let proofs = old.proofs.lock().unwrap().clone();
+    assert_eq!((proofs[0].route, proofs[0].path.as_deref()), (Route::Internal, Some(QUIESCE)));
+    assert_eq!(old.call_count("POST", BACKUP), 1);
+    assert!(proofs.iter().all(|claims| claims.jti.is_some()));
 }
 
 /// With a fence at an impossible epoch, the pointer would refuse every backup of the host.
@@ -109,14 +112,14 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
 async fn invented_fence_is_replaced_before_backup_request() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
     let mut forged = stack.pointer("user_1");
     forged["fenceEpoch"] = json!(100_000);
     forged["fenceMachineId"] = json!(uuid::Uuid::now_v7());
     stack.write_pointer("user_1", &forged);
     let recovery = recover(&stack, &process, json!({})).await;
-    called(&stack, &old, "POST", BACKUP).await;
+    wait_for_call(&stack, &old, "POST", BACKUP).await;
     let pointer = stack.pointer("user_1");
     assert_eq!(
         (&pointer["fenceEpoch"], &pointer["fenceMachineId"]),
@@ -124,7 +127,10 @@ async fn invented_fence_is_replaced_before_backup_request() {
         "{pointer}"
     );
     old.store_backup(&stack, "user_1");
-    assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
+    assert_eq!(
+        wait_for_note(&stack, &process, &recovery).await,
+        "a snapshot was taken after the writers had stopped"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -132,27 +138,30 @@ async fn progressing_backup_extends_every_deadline() {
     let stack = Stack::start().await;
     let short = [("LAST_BACKUP_STALL_SECONDS", "2"), ("OPERATION_DEADLINE_SECONDS", "3")];
     let process = stack.start_platform_with(&short);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
-    called(&stack, &old, "POST", BACKUP).await;
+    wait_for_call(&stack, &old, "POST", BACKUP).await;
     for step in 1..=12 {
         let bytes = step * (2 << 20);
         old.script.lock().unwrap().progress =
             json!({"running": true, "stage": "upload", "uploadedBytes": bytes});
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
-    let found = operation(&stack, &process, &recovery).await;
+    let found = fetch_operation(&stack, &process, &recovery).await;
     assert_eq!((&found["state"], &found["step"]), (&json!("running"), &json!("last_backup")), "{found}");
     old.store_backup(&stack, "user_1");
-    assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
+    assert_eq!(
+        wait_for_note(&stack, &process, &recovery).await,
+        "a snapshot was taken after the writers had stopped"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn missing_backup_of_reachable_host_waits_for_operator() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
@@ -165,33 +174,33 @@ async fn missing_backup_of_reachable_host_waits_for_operator() {
 
     let path = continue_path(&recovery);
     stack.post(&process, &path, &json!({"acceptLoss": "no"})).await.assert_problem(400, "invalid_request");
-    // Waiting for an operator does not count as run time of the operation.
+    // The time spent waiting for an operator does not count as the operation's running time.
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE operations SET created_at = now() - interval '2 days'", &[]).await.unwrap();
     let response = stack.post(&process, &path, &json!({"acceptLoss": false})).await;
     assert_eq!((response.status, &response.body["state"]), (200, &json!("running")), "{response:?}");
     wait_for_question(&stack, &process, &recovery).await;
-    assert_eq!(old.calls("POST", BACKUP), 2, "the backup was requested again");
+    assert_eq!(old.call_count("POST", BACKUP), 2, "the backup was requested again");
     let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!((response.status, &response.body["state"]), (200, &json!("running")), "{response:?}");
-    assert_eq!(note(&stack, &process, &recovery).await, ACCEPTED);
+    assert_eq!(wait_for_note(&stack, &process, &recovery).await, LOSS_ACCEPTED);
     stack.post(&process, &path, &json!({"acceptLoss": true})).await.assert_problem(409, "invalid_state");
-    assert_eq!(audited(&stack, "operation.continue").await.len(), 2);
+    assert_eq!(list_audit(&stack, "operation.continue").await.len(), 2);
     assert_eq!(
-        audited(&stack, "last_backup.loss_accepted").await[0]["lostSince"],
+        list_audit(&stack, "last_backup.loss_accepted").await[0]["lostSince"],
         "2026-01-02T03:04:05.678Z"
     );
     let kept = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
-    assert_eq!(kept["unsavedSince"], Value::Null, "its server may be removed");
+    assert_eq!(kept["unsavedSince"], Value::Null, "the old server may be removed");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn abandoned_recovery_leaves_the_old_machine_running() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
-    old.script.lock().unwrap().stops = false;
+    old.script.lock().unwrap().stops_writers = false;
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert!(waiting["question"]["detail"].as_str().unwrap().contains("did not stop in time"), "{waiting}");
@@ -199,13 +208,13 @@ async fn abandoned_recovery_leaves_the_old_machine_running() {
     let response = stack.post(&process, &path, &json!({})).await;
     assert_eq!((response.status, &response.body["state"]), (200, &json!("failed")), "{response:?}");
     assert_eq!(stack.status(&process, &old.guest.machine).await, "running");
-    called(&stack, &old, "POST", "/_svc/internal/resume").await;
+    wait_for_call(&stack, &old, "POST", "/_svc/internal/resume").await;
     assert_eq!(stack.provider.servers().len(), 1);
     assert_eq!(stack.provider.call_count("POST", "/poweroff"), 0);
     let successor = recovery["machineId"].as_str().unwrap();
-    let given_up = stack.get(&process, &format!("/vps/{successor}")).await.body;
+    let abandoned = stack.get(&process, &format!("/vps/{successor}")).await.body;
     assert_eq!(
-        (&given_up["failure"]["cause"], &given_up["replacedBy"]),
+        (&abandoned["failure"]["cause"], &abandoned["replacedBy"]),
         (&json!("abandoned"), &json!(old.guest.machine))
     );
 }
@@ -214,7 +223,7 @@ async fn abandoned_recovery_leaves_the_old_machine_running() {
 async fn failed_backup_is_retried_before_operation_waits() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
     let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
     old.script.lock().unwrap().progress =
@@ -222,11 +231,11 @@ async fn failed_backup_is_retried_before_operation_waits() {
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert!(waiting["question"]["detail"].as_str().unwrap().contains("no space left"), "{waiting}");
-    assert_eq!(old.calls("POST", BACKUP), 3);
+    assert_eq!(old.call_count("POST", BACKUP), 3);
 }
 
-/// A host's report of a snapshot that it held back, dated an hour ahead.
-fn held_back(more: &Value) -> Value {
+/// A host's report of a held-back snapshot, dated an hour ahead.
+fn held_back_report(more: &Value) -> Value {
     let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
     let mut last = json!({"status": "error", "beganAt": late, "error": "a table is gone"});
     last.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -237,13 +246,13 @@ fn held_back(more: &Value) -> Value {
 async fn held_snapshot_waits_and_counts_after_acceptance() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
     let loss = "the table app_notes.notes with 400 rows is gone";
-    old.script.lock().unwrap().progress = held_back(&json!({"held": {"latest": "k", "loss": loss}}));
+    old.script.lock().unwrap().progress = held_back_report(&json!({"held": {"latest": "k", "loss": loss}}));
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
-    let taken_at = now();
+    let taken_at = now_text();
     assert_eq!(waiting["question"]["code"], "last_backup_held_back", "{waiting}");
     let detail = waiting["question"]["detail"].as_str().unwrap();
     let accept = format!("svcctl backup accept {}", old.guest.machine);
@@ -252,7 +261,7 @@ async fn held_snapshot_waits_and_counts_after_acceptance() {
     {
         assert!(detail.contains(part), "{part}: {detail}");
     }
-    assert_eq!(old.calls("POST", BACKUP), 1, "a second snapshot would be held back as well");
+    assert_eq!(old.call_count("POST", BACKUP), 1, "a second snapshot would be held back as well");
 
     let path = continue_path(&recovery);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
@@ -262,10 +271,10 @@ async fn held_snapshot_waits_and_counts_after_acceptance() {
     let accepted = stack.post(&process, &accept, &json!({})).await;
     assert_eq!(
         accepted.status, 202,
-        "a machine out of service must still make its final backup: {accepted:?}"
+        "a machine out of service can still accept its final backup: {accepted:?}"
     );
-    called(&stack, &old, "POST", "/_svc/internal/backup-accept").await;
-    // The current machine of the slot represents the one that it will replace.
+    wait_for_call(&stack, &old, "POST", "/_svc/internal/backup-accept").await;
+    // A request that names the slot's current machine applies to the machine that it will replace.
     let by_slot = format!("/vps/{}/backup-accept", recovery["machineId"].as_str().unwrap());
     let accepted = stack.post(&process, &by_slot, &json!({})).await;
     assert_eq!(
@@ -273,11 +282,14 @@ async fn held_snapshot_waits_and_counts_after_acceptance() {
         (202, &json!(old.guest.machine)),
         "{accepted:?}"
     );
-    assert_eq!(old.calls("POST", "/_svc/internal/backup-accept"), 2);
+    assert_eq!(old.call_count("POST", "/_svc/internal/backup-accept"), 2);
     let key = stack.snapshot_by("user_1", &old.guest.machine, &taken_at);
     old.report_backup(&key, &taken_at);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
-    assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
+    assert_eq!(
+        wait_for_note(&stack, &process, &recovery).await,
+        "a snapshot was taken after the writers had stopped"
+    );
     let saved = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
     assert_eq!(saved["finalBackupAt"], taken_at);
     stack.post(&process, &accept, &json!({})).await.assert_problem(409, "invalid_state");
@@ -288,64 +300,65 @@ async fn held_snapshot_waits_and_counts_after_acceptance() {
 async fn older_host_with_a_held_snapshot_gets_no_retries() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
     let error =
-        "the database holds 3 rows instead of 400\n  next: `svc-db-backup accept`, if nothing is missed";
-    old.script.lock().unwrap().progress = held_back(&json!({"error": error}));
+        "the database holds 3 rows instead of 400\n  next: `svc-db-backup accept`, if the loss is intended";
+    old.script.lock().unwrap().progress = held_back_report(&json!({"error": error}));
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert_eq!(waiting["question"]["code"], "last_backup_held_back", "{waiting}");
-    assert_eq!(old.calls("POST", BACKUP), 1);
+    assert_eq!(old.call_count("POST", BACKUP), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn older_host_is_backed_up_without_quiescing() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "20")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
     {
         let mut script = old.script.lock().unwrap();
-        (script.can_stop, script.reports_backups) = (false, false);
+        (script.can_quiesce, script.reports_backups) = (false, false);
     }
     let recovery = recover(&stack, &process, json!({})).await;
-    called(&stack, &old, "POST", BACKUP).await;
-    stack.snapshot_by("user_1", &old.guest.machine, &now());
-    note(&stack, &process, &recovery).await;
+    wait_for_call(&stack, &old, "POST", BACKUP).await;
+    stack.snapshot_by("user_1", &old.guest.machine, &now_text());
+    wait_for_note(&stack, &process, &recovery).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn host_with_unregistered_key_gets_no_request() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE user_machines SET tls_spki_sha256 = $1", &[&"0".repeat(64)]).await.unwrap();
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
-    let note =
-        tokio::time::timeout(Duration::from_secs(30), note(&stack, &process, &recovery)).await.unwrap();
+    let note = tokio::time::timeout(Duration::from_secs(30), wait_for_note(&stack, &process, &recovery))
+        .await
+        .unwrap();
     assert!(note.starts_with("the host cannot be reached"), "{note}");
-    assert!(old.seen.lock().unwrap().is_empty());
+    assert!(old.proofs.lock().unwrap().is_empty());
 }
 
-/// A slot whose host keeps its writers, and reports more dispatches at each call.
-async fn host_that_never_stops() -> (Stack, Process, Host) {
+/// Starts a host that does not stop its writers, and reports more dispatches at each call.
+async fn start_host_that_never_stops() -> (Stack, Process, Host) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "2")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
     {
         let mut script = old.script.lock().unwrap();
-        (script.stops, script.more_dispatches) = (false, 1);
+        (script.stops_writers, script.more_dispatches) = (false, 1);
     }
     (stack, process, old)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn growing_dispatch_count_does_not_delay_the_operation() {
-    let (stack, process, old) = host_that_never_stops().await;
+    let (stack, process, old) = start_host_that_never_stops().await;
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert!(waiting["question"]["detail"].as_str().unwrap().contains("did not stop in time"), "{waiting}");
@@ -354,10 +367,13 @@ async fn growing_dispatch_count_does_not_delay_the_operation() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn accepted_loss_limits_wait_for_host_that_never_stops() {
-    let (stack, process, _) = host_that_never_stops().await;
+    let (stack, process, _) = start_host_that_never_stops().await;
     let recovery = recover(&stack, &process, json!({"acceptLoss": true})).await;
-    assert_eq!(note(&stack, &process, &recovery).await, ACCEPTED);
-    assert_eq!(audited(&stack, "last_backup.loss_accepted").await[0]["operationId"], recovery["operationId"]);
+    assert_eq!(wait_for_note(&stack, &process, &recovery).await, LOSS_ACCEPTED);
+    assert_eq!(
+        list_audit(&stack, "last_backup.loss_accepted").await[0]["operationId"],
+        recovery["operationId"]
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -365,16 +381,16 @@ async fn endless_progress_is_bounded() {
     let stack = Stack::start().await;
     let settings = [("LAST_BACKUP_STALL_SECONDS", "2"), ("LAST_BACKUP_LIMIT_SECONDS", "5")];
     let process = stack.start_platform_with(&settings);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
-    // Too small to count as progress.
-    let counting = counts_up(&old, 1);
+    // The steps are too small to count as progress.
+    let counting = spawn_growing_progress(&old, 1);
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert!(waiting["question"]["detail"].as_str().unwrap().contains("no progress"), "{waiting}");
     counting.abort();
-    // Enough progress, but without an end.
-    let counting = counts_up(&old, 8 << 20);
+    // The steps count as progress, but the backup never ends.
+    let counting = spawn_growing_progress(&old, 8 << 20);
     assert_eq!(stack.post(&process, &continue_path(&recovery), &json!({})).await.status, 200);
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert!(waiting["question"]["detail"].as_str().unwrap().contains("has not ended within"), "{waiting}");
@@ -385,26 +401,26 @@ async fn endless_progress_is_bounded() {
 async fn loss_is_accepted_while_a_host_claims_progress() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
-    let counting = counts_up(&old, 8 << 20);
+    let counting = spawn_growing_progress(&old, 8 << 20);
     let recovery = recover(&stack, &process, json!({})).await;
-    called(&stack, &old, "POST", BACKUP).await;
+    wait_for_call(&stack, &old, "POST", BACKUP).await;
     let path = continue_path(&recovery);
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
     let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!((response.status, &response.body["state"]), (200, &json!("running")), "{response:?}");
-    assert_eq!(note(&stack, &process, &recovery).await, ACCEPTED);
+    assert_eq!(wait_for_note(&stack, &process, &recovery).await, LOSS_ACCEPTED);
     counting.abort();
 }
 
-/// The host reports this many more bytes each time.
-fn counts_up(old: &Host, by: u64) -> tokio::task::JoinHandle<()> {
+/// Makes the host report this many additional bytes every 100 ms.
+fn spawn_growing_progress(old: &Host, bytes: u64) -> tokio::task::JoinHandle<()> {
     let script = old.script.clone();
     tokio::spawn(async move {
         for n in 1.. {
             script.lock().unwrap().progress =
-                json!({"running": true, "stage": "dump", "dumpedBytes": n * by, "uploadedBytes": 0});
+                json!({"running": true, "stage": "dump", "dumpedBytes": n * bytes, "uploadedBytes": 0});
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     })
@@ -415,26 +431,26 @@ fn counts_up(old: &Host, by: u64) -> tokio::task::JoinHandle<()> {
 async fn forged_snapshot_does_not_count_as_final_backup() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
-    let earlier = now();
+    let earlier = now_text();
     old.report_backup("system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump", &earlier);
     let recovery = recover(&stack, &process, json!({})).await;
-    called(&stack, &old, "POST", BACKUP).await;
-    // Consistent, but not reported by the machine itself.
-    stack.snapshot_by("user_1", &old.guest.machine, &now());
+    wait_for_call(&stack, &old, "POST", BACKUP).await;
+    // This snapshot is consistent, but the machine itself does not report it.
+    stack.snapshot_by("user_1", &old.guest.machine, &now_text());
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
+    assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
 
-    // From the future, which would count for every later operation of the slot.
+    // A snapshot from the future would count for every later operation of the slot.
     old.script.lock().unwrap().reports_backups = false;
     stack.snapshot_by("user_1", &old.guest.machine, "9999-01-01T00:00:00.000Z");
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
+    assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
 
-    // Without an object, and with one that does not match the side record.
+    // Snapshots whose object, or whose side record, does not match.
     for broken in [".dump", ".dump.json"] {
-        let key = stack.snapshot_by("user_1", &old.guest.machine, &now());
+        let key = stack.snapshot_by("user_1", &old.guest.machine, &now_text());
         let object = format!("user_1/primary/{key}");
         match broken {
             ".dump" => stack.store.write(BUCKET, &object, "a dump of another size"),
@@ -445,18 +461,21 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
         stack.write_pointer("user_1", &pointer);
     }
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
+    assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
 
     old.script.lock().unwrap().reports_backups = true;
     old.store_backup(&stack, "user_1");
-    assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
+    assert_eq!(
+        wait_for_note(&stack, &process, &recovery).await,
+        "a snapshot was taken after the writers had stopped"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn unreadable_pointer_is_not_reported_as_no_snapshot() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
-    let _old = host(&stack, &process).await;
+    let _old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
     stack.store.write(BUCKET, "user_1/primary/system/db/latest", "no JSON");

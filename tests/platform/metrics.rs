@@ -1,4 +1,4 @@
-//! `/metrics` as a scraper reads it, before and after real work.
+//! `/metrics` as a scraper reads it, before and after operations.
 
 use reqwest::Method;
 use serde_json::json;
@@ -14,8 +14,8 @@ async fn scrape(stack: &Stack, process: &Process) -> Exposition {
 }
 
 fn assert_grew(before: &Exposition, after: &Exposition, series: &str, by: f64) {
-    let (was, is) = (before.get(series).unwrap_or(0.0), after.get(series).unwrap_or(0.0));
-    assert!(is - was >= by, "{series}: {was}, then {is}\n{:#?}", after.samples);
+    let (old, new) = (before.get(series).unwrap_or(0.0), after.get(series).unwrap_or(0.0));
+    assert!(new - old >= by, "{series}: {old}, then {new}\n{:#?}", after.samples);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -33,8 +33,8 @@ async fn metrics_count_work_and_describe_the_fleet() {
     assert_eq!(stack.send_heartbeat(&process, &guest, &beat).await.status, 200);
     stack.get(&process, "/nothing/here").await.assert_problem(404, "not_found");
     let succeeded = || async {
-        let seen = scrape(&stack, &process).await;
-        seen.get("svc_operations_total{kind=\"provision\",outcome=\"succeeded\"}").map(|_| seen)
+        let scraped = scrape(&stack, &process).await;
+        scraped.get("svc_operations_total{kind=\"provision\",outcome=\"succeeded\"}").map(|_| scraped)
     };
     let after = stack.eventually("the operation is counted", succeeded).await;
 
@@ -58,8 +58,8 @@ async fn metrics_count_work_and_describe_the_fleet() {
     assert!(after.get("svc_database_pool_connections{state=\"open\"}").is_some_and(|open| open >= 1.0));
     assert!(after.get("process_resident_memory_bytes").is_some_and(|bytes| bytes > 1e6));
     let reconciled = || async {
-        let seen = scrape(&stack, &process).await;
-        seen.get("svc_reconciler_last_success_timestamp_seconds{part=\"servers\"}")
+        let scraped = scrape(&stack, &process).await;
+        scraped.get("svc_reconciler_last_success_timestamp_seconds{part=\"servers\"}")
     };
     assert!(stack.eventually("the reconciler ran", reconciled).await > 1.7e9);
     // No label identifies a machine or a user.
@@ -76,8 +76,8 @@ async fn metrics_need_an_operator_and_survive_a_database_outage() {
     let wrong = stack.request(&process, Method::GET, "/metrics").bearer_auth(format!("{SECRET}x"));
     stack.send(wrong).await.assert_problem(401, "unauthorized");
 
-    let seen = scrape(&stack, &process).await;
-    let read = seen.get("svc_fleet_read_timestamp_seconds");
+    let before = scrape(&stack, &process).await;
+    let read_at = before.get("svc_fleet_read_timestamp_seconds");
     stack
         .database
         .connect()
@@ -91,8 +91,8 @@ async fn metrics_need_an_operator_and_survive_a_database_outage() {
     let without = Exposition::read(&without.text).unwrap();
     assert_eq!(
         without.get("svc_fleet_read_timestamp_seconds"),
-        read,
-        "the metric gives the age of the figures"
+        read_at,
+        "the metric gives the time of the last read"
     );
 }
 
@@ -104,20 +104,20 @@ async fn operation_logs_the_id_of_its_request() {
     let id = "operators-own-request-0001";
     let body = super::stack::provision_body("user_1");
     let request = stack.request(&process, Method::POST, "/vps/provision").bearer_auth(SECRET).json(&body);
-    let made = stack.send(request.header("x-request-id", id)).await;
-    assert_eq!((made.status, made.headers["x-request-id"].to_str().unwrap()), (202, id));
-    let operation = made.body["operationId"].as_str().unwrap().to_owned();
+    let provisioned = stack.send(request.header("x-request-id", id)).await;
+    assert_eq!((provisioned.status, provisioned.headers["x-request-id"].to_str().unwrap()), (202, id));
+    let operation = provisioned.body["operationId"].as_str().unwrap().to_owned();
     let ended = stack.wait_until_ended(&process, &operation).await;
     assert_eq!(ended["requestId"], id);
 
     let log = stack.log();
-    let of_steps = |step: &str| {
+    let is_logged = |step: &str| {
         log.lines().any(|line| {
             line.contains(&format!("step=\"{step}\"")) && line.contains(id) && line.contains(&operation)
         })
     };
     for step in ["fence", "create_server", "await_registration"] {
-        assert!(of_steps(step), "no line of {step} with the request's id:\n{log}");
+        assert!(is_logged(step), "no line of {step} with the request's id:\n{log}");
     }
     let client = stack.database.connect().await.unwrap();
     let audited =

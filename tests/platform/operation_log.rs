@@ -26,14 +26,14 @@ async fn month_of_retries_leaves_a_bounded_log() {
             "platform",
             |url| async move { svc::platform::db::migrate::run(&url.parse()?).await },
         );
-    let database = database.await.expect("a database");
+    let database = database.await.expect("the test database must start");
     let session = Db::new(&database.url().parse().unwrap(), 1).unwrap().session().await.unwrap();
     session.batch_execute(FILL).await.unwrap();
     let id: Uuid = session.query_one("SELECT operation_id FROM operations", &[]).await.unwrap().get(0);
     let id = OperationId(id);
     let newest = || async { operation_log::load_newest_lines(&session, id).await.unwrap() };
 
-    // Written by a release that added a line for each retry.
+    // These lines are from a release that added a line for each retry.
     let old = "INSERT INTO operation_log (operation_id, step, outcome, detail) \
                SELECT operation_id, 'last_backup', 'retry', 'silent' FROM operations, generate_series(1, 5000)";
     session.batch_execute(old).await.unwrap();
@@ -58,7 +58,7 @@ async fn month_of_retries_leaves_a_bounded_log() {
     assert_eq!((details[0], details[199]), (Some("failure 100"), Some("failure 299")));
     assert!(kept.lines.iter().all(|line| line.repeated_at.is_none()));
 
-    let age = operations::step_age(&session, id, "last_backup").await.unwrap();
+    let age = operations::load_step_age(&session, id, "last_backup").await.unwrap();
     assert!(age > Duration::from_secs(29 * 86_400), "{age:?}");
     session
         .batch_execute("SET plan_cache_mode = force_generic_plan; SET enable_seqscan = off")

@@ -16,26 +16,27 @@ use super::stack::{ApiResponse, Process, SECRET, Stack};
 const HOUR: u64 = 3600;
 
 /// Creates an operator and returns the token.
-async fn added(stack: &Stack, process: &Process, name: &str, scopes: &[&str]) -> String {
+async fn add_operator(stack: &Stack, process: &Process, name: &str, scopes: &[&str]) -> String {
     let body = json!({"name": name, "scopes": scopes});
     let response = stack.post(process, "/operators", &body).await;
     assert_eq!(response.status, 201, "{response:?}");
     response.body["token"].as_str().unwrap().to_owned()
 }
 
-async fn rotated(stack: &Stack, process: &Process, name: &str, overlap: u64) -> String {
+/// Rotates an operator's token and returns the new one.
+async fn rotate_token(stack: &Stack, process: &Process, name: &str, overlap: u64) -> String {
     let body = json!({"overlapSeconds": overlap});
     let response = stack.post(process, &format!("/operators/{name}/rotate"), &body).await;
     assert_eq!(response.status, 200, "{response:?}");
     response.body["token"].as_str().unwrap().to_owned()
 }
 
-fn by(stack: &Stack, process: &Process, token: &str, method: Method, path: &str) -> RequestBuilder {
+fn request_with(stack: &Stack, process: &Process, token: &str, method: Method, path: &str) -> RequestBuilder {
     stack.request(process, method, path).bearer_auth(token)
 }
 
-async fn who(stack: &Stack, process: &Process, token: &str) -> ApiResponse {
-    stack.send(by(stack, process, token, Method::GET, "/operators/whoami")).await
+async fn who_am_i(stack: &Stack, process: &Process, token: &str) -> ApiResponse {
+    stack.send(request_with(stack, process, token, Method::GET, "/operators/whoami")).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -45,20 +46,21 @@ async fn every_route_accepts_only_its_declared_scopes() {
     let mut tokens = Vec::new();
     for scope in Scope::ALL {
         let name = format!("only-{scope}");
-        tokens.push((scope, added(&stack, &process, &name, &[scope.as_str()]).await));
+        tokens.push((scope, add_operator(&stack, &process, &name, &[scope.as_str()]).await));
     }
-    let some = uuid::Uuid::now_v7().to_string();
+    let unknown = uuid::Uuid::now_v7().to_string();
     for endpoint in ENDPOINTS {
         let operation = &endpoint.operation;
-        let takes_operators = operation.credentials.contains(&OPERATOR);
-        assert_eq!(endpoint.access.scopes().is_some(), takes_operators, "{}", operation.id);
+        let accepts_operators = operation.credentials.contains(&OPERATOR);
+        assert_eq!(endpoint.access.scopes().is_some(), accepts_operators, "{}", operation.id);
         assert_eq!(endpoint.access == Access::Open, operation.credentials.is_empty(), "{}", operation.id);
-        let path = operation.path.replace("{id}", &some).replace("{operator}", "nobody");
+        let path = operation.path.replace("{id}", &unknown).replace("{operator}", "nobody");
         let path = path.replace("{version}", "v9").replace("{file}", "x").replace("{name}", "x");
         let path = path.replace("{alarm}", "none");
         for (scope, token) in &tokens {
-            // Without a body, so that the call has no effect.
-            let response = stack.send(by(&stack, &process, token, operation.method.clone(), &path)).await;
+            // The call has no body, so that it has no effect.
+            let response =
+                stack.send(request_with(&stack, &process, token, operation.method.clone(), &path)).await;
             let what = format!("{} with the scope {scope}: {response:?}", operation.id);
             match endpoint.access.scopes() {
                 Some(scopes) if scopes.contains(scope) => {
@@ -81,82 +83,82 @@ async fn every_route_accepts_only_its_declared_scopes() {
 #[tokio::test(flavor = "multi_thread")]
 async fn revoked_token_is_refused_by_every_process_at_once() {
     let stack = Stack::start().await;
-    let (one, two) = (stack.start_platform(), stack.start_platform());
-    let token = added(&stack, &one, "ada", &["read", "admin"]).await;
-    for process in [&one, &two] {
-        let me = who(&stack, process, &token).await;
+    let (first, second) = (stack.start_platform(), stack.start_platform());
+    let token = add_operator(&stack, &first, "ada", &["read", "admin"]).await;
+    for process in [&first, &second] {
+        let me = who_am_i(&stack, process, &token).await;
         assert_eq!((me.status, &me.body["name"]), (200, &json!("ada")), "{me:?}");
         assert_eq!(me.body["scopes"], json!(["read", "admin"]));
     }
-    let revoked = stack.post(&one, "/operators/ada/revoke", &json!({})).await;
+    let revoked = stack.post(&first, "/operators/ada/revoke", &json!({})).await;
     assert_eq!((revoked.status, &revoked.body["state"]), (200, &json!("revoked")), "{revoked:?}");
-    for process in [&two, &one] {
-        let refused = who(&stack, process, &token).await;
+    for process in [&second, &first] {
+        let refused = who_am_i(&stack, process, &token).await;
         refused.assert_problem(401, "unauthorized");
         assert!(refused.body["detail"].as_str().unwrap().contains("ada has been revoked"), "{refused:?}");
     }
-    stack.post(&one, "/operators/ada/rotate", &json!({})).await.assert_problem(409, "conflict");
+    stack.post(&first, "/operators/ada/rotate", &json!({})).await.assert_problem(409, "conflict");
     let again = json!({"name": "ada", "scopes": ["read"]});
-    stack.post(&one, "/operators", &again).await.assert_problem(409, "conflict");
+    stack.post(&first, "/operators", &again).await.assert_problem(409, "conflict");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn token_expires_with_the_overlap_after_rotation() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let first = added(&stack, &process, "ada", &["read"]).await;
-    let second = rotated(&stack, &process, "ada", HOUR).await;
+    let first = add_operator(&stack, &process, "ada", &["read"]).await;
+    let second = rotate_token(&stack, &process, "ada", HOUR).await;
     for token in [&first, &second] {
-        assert_eq!(who(&stack, &process, token).await.status, 200);
+        assert_eq!(who_am_i(&stack, &process, token).await.status, 200);
     }
-    // The token before the previous one is invalid.
-    let third = rotated(&stack, &process, "ada", HOUR).await;
-    who(&stack, &process, &first).await.assert_problem(401, "unauthorized");
-    assert_eq!(who(&stack, &process, &second).await.status, 200);
+    // After a second rotation, the first token is invalid, and the second is still valid.
+    let third = rotate_token(&stack, &process, "ada", HOUR).await;
+    who_am_i(&stack, &process, &first).await.assert_problem(401, "unauthorized");
+    assert_eq!(who_am_i(&stack, &process, &second).await.status, 200);
     let client = stack.database.connect().await.unwrap();
     client
         .execute("UPDATE operators SET previous_expires_at = now() - interval '1 second'", &[])
         .await
         .unwrap();
-    let expired = who(&stack, &process, &second).await;
+    let expired = who_am_i(&stack, &process, &second).await;
     expired.assert_problem(401, "unauthorized");
     assert!(expired.body["detail"].as_str().unwrap().contains("has expired"), "{expired:?}");
-    // Without an overlap the old token ends with the rotation.
-    let fourth = rotated(&stack, &process, "ada", 0).await;
-    who(&stack, &process, &third).await.assert_problem(401, "unauthorized");
-    assert_eq!(who(&stack, &process, &fourth).await.status, 200);
+    // Without an overlap, the old token becomes invalid with the rotation.
+    let fourth = rotate_token(&stack, &process, "ada", 0).await;
+    who_am_i(&stack, &process, &third).await.assert_problem(401, "unauthorized");
+    assert_eq!(who_am_i(&stack, &process, &fourth).await.status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn expired_or_forged_token_is_refused() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let token = added(&stack, &process, "ada", &["read"]).await;
+    let token = add_operator(&stack, &process, "ada", &["read"]).await;
     let mut forged = token.clone();
     let last = forged.pop().unwrap();
     forged.push(if last == '0' { '1' } else { '0' });
     let unknown = format!("svco_{}_{}", uuid::Uuid::now_v7().simple(), "0".repeat(64));
     for wrong in [&forged, &unknown, &token[..token.len() - 1].to_owned(), &format!("{SECRET}x")] {
-        who(&stack, &process, wrong).await.assert_problem(401, "unauthorized");
+        who_am_i(&stack, &process, wrong).await.assert_problem(401, "unauthorized");
     }
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE operators SET expires_at = now() - interval '1 second'", &[]).await.unwrap();
-    who(&stack, &process, &token).await.assert_problem(401, "unauthorized");
+    who_am_i(&stack, &process, &token).await.assert_problem(401, "unauthorized");
     let listed = stack.get(&process, "/operators").await;
     assert_eq!(listed.body["operators"][0]["state"], "expired", "{listed:?}");
     // A rotation makes an expired operator valid again.
-    let token = rotated(&stack, &process, "ada", 0).await;
-    assert_eq!(who(&stack, &process, &token).await.status, 200);
+    let token = rotate_token(&stack, &process, "ada", 0).await;
+    assert_eq!(who_am_i(&stack, &process, &token).await.status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn admin_cannot_grant_scopes_they_lack() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let admin = added(&stack, &process, "admin-only", &["admin", "read"]).await;
-    added(&stack, &process, "strong", &["operate"]).await;
+    let admin = add_operator(&stack, &process, "admin-only", &["admin", "read"]).await;
+    add_operator(&stack, &process, "strong", &["operate"]).await;
     let send = async |path: &str, body: Value| {
-        stack.send(by(&stack, &process, &admin, Method::POST, path).json(&body)).await
+        stack.send(request_with(&stack, &process, &admin, Method::POST, path).json(&body)).await
     };
     let refused = send("/operators", json!({"name": "eve", "scopes": ["read", "operate"]})).await;
     refused.assert_problem(403, "forbidden");
@@ -168,23 +170,23 @@ async fn admin_cannot_grant_scopes_they_lack() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn audit_names_the_operator_and_no_table_has_a_token() {
+async fn audit_names_the_operator_and_no_table_stores_a_token() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let first = added(&stack, &process, "ada", &["billing", "admin"]).await;
+    let first = add_operator(&stack, &process, "ada", &["billing", "admin"]).await;
     let rotate = stack.request(&process, Method::POST, "/operators/ada/rotate").bearer_auth(SECRET);
     let rotate = rotate.header("idempotency-key", "rotate-once").json(&json!({}));
     let second = stack.send(rotate).await.body["token"].as_str().unwrap().to_owned();
     let slot = json!({"idpUserId": "user_1", "plan": "max", "status": "active"});
-    let put = by(&stack, &process, &second, Method::PUT, "/vps/slots").json(&slot);
+    let put = request_with(&stack, &process, &second, Method::PUT, "/vps/slots").json(&slot);
     assert_eq!(stack.send(put.header("idempotency-key", "slot-once")).await.status, 200);
 
-    let audit = by(&stack, &process, &second, Method::GET, "/audit");
+    let audit = request_with(&stack, &process, &second, Method::GET, "/audit");
     let entries = stack.send(audit).await.body["entries"].clone();
-    let seen: Vec<_> = entries.as_array().unwrap().iter().map(|e| (&e["actor"], &e["action"])).collect();
+    let audited: Vec<_> = entries.as_array().unwrap().iter().map(|e| (&e["actor"], &e["action"])).collect();
     let (ada, secret) = (json!("ada"), json!("operator"));
     let actions = ["slot.set", "operator.rotate", "operator.add"].map(|action| json!(action));
-    assert_eq!(seen, [(&ada, &actions[0]), (&secret, &actions[1]), (&secret, &actions[2])]);
+    assert_eq!(audited, [(&ada, &actions[0]), (&secret, &actions[1]), (&secret, &actions[2])]);
     assert!(entries[1]["before"]["expiresAt"].is_string(), "{entries}");
 
     let client = stack.database.connect().await.unwrap();
@@ -209,14 +211,14 @@ async fn repeated_request_gets_the_same_token() {
         let add = stack.request(&process, Method::POST, "/operators").bearer_auth(SECRET);
         stack.send(add.header("idempotency-key", "add-ada").json(&body))
     };
-    let (one, two) = (add().await, add().await);
-    assert_eq!((one.status, &one.body), (201, &two.body), "{two:?}");
-    let ada = one.body["token"].as_str().unwrap();
-    let bob = added(&stack, &process, "bob", &["billing"]).await;
-    // The same key of two operators is two keys.
+    let (first, second) = (add().await, add().await);
+    assert_eq!((first.status, &first.body), (201, &second.body), "{second:?}");
+    let ada = first.body["token"].as_str().unwrap();
+    let bob = add_operator(&stack, &process, "bob", &["billing"]).await;
+    // Keys are separate for each operator.
     let put = |token: &str, user: &str| {
         let slot = json!({"idpUserId": user, "plan": "max", "status": "active"});
-        let put = by(&stack, &process, token, Method::PUT, "/vps/slots");
+        let put = request_with(&stack, &process, token, Method::PUT, "/vps/slots");
         stack.send(put.header("idempotency-key", "shared").json(&slot))
     };
     assert_eq!(put(ada, "user_1").await.body["idpUserId"], "user_1");
@@ -228,23 +230,23 @@ async fn repeated_request_gets_the_same_token() {
 async fn last_use_costs_one_write_for_many_requests() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let token = added(&stack, &process, "ada", &["read"]).await;
+    let token = add_operator(&stack, &process, "ada", &["read"]).await;
     let client = stack.database.connect().await.unwrap();
-    let version = async || {
+    let row_version = async || {
         let row = client.query_one("SELECT xmin::text, last_used_at IS NOT NULL FROM operators", &[]).await;
         let row = row.unwrap();
         (row.get::<_, String>(0), row.get::<_, bool>(1))
     };
-    assert!(!version().await.1);
-    assert_eq!(who(&stack, &process, &token).await.status, 200);
-    let first = version().await;
+    assert!(!row_version().await.1);
+    assert_eq!(who_am_i(&stack, &process, &token).await.status, 200);
+    let first = row_version().await;
     assert!(first.1);
-    join_all((0..20).map(|_| who(&stack, &process, &token))).await;
-    assert_eq!(version().await, first);
+    join_all((0..20).map(|_| who_am_i(&stack, &process, &token))).await;
+    assert_eq!(row_version().await, first);
     client.execute("UPDATE operators SET last_used_at = now() - interval '6 minutes'", &[]).await.unwrap();
-    let old = version().await;
-    who(&stack, &process, &token).await;
-    assert_ne!(version().await, old, "a use is recorded again after the interval");
+    let old = row_version().await;
+    who_am_i(&stack, &process, &token).await;
+    assert_ne!(row_version().await, old, "a use is recorded again after the interval");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -258,7 +260,7 @@ async fn audit_pages_hold_every_entry_once() {
         CASE n % 2 WHEN 0 THEN 'ada' ELSE 'bob' END, 'act-' || n % 3, 'target-' || n % 5, 'r' \
         FROM generate_series(0, 99) AS n";
     client.batch_execute(fill).await.unwrap();
-    let pages = async |filter: &str| {
+    let list_ids = async |filter: &str| {
         let (mut ids, mut cursor) = (Vec::new(), String::new());
         loop {
             let page = stack.get(&process, &format!("/audit?limit=7{filter}{cursor}")).await;
@@ -278,7 +280,7 @@ async fn audit_pages_hold_every_entry_once() {
         ("&since=2026-01-01T00:05:00Z&until=2026-01-01T00:06:00Z", 10),
         ("&actor=nobody", 0),
     ] {
-        let mut ids = pages(filter).await;
+        let mut ids = list_ids(filter).await;
         assert_eq!(ids.len(), count, "{filter}");
         ids.sort();
         ids.dedup();
@@ -286,7 +288,7 @@ async fn audit_pages_hold_every_entry_once() {
     }
 }
 
-/// Runs `svcctl` with a credential, or without.
+/// Runs `svcctl`, with or without a credential.
 async fn svcctl(process: &Process, secret: Option<&str>, args: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
     command.arg("svcctl").args(args).env_clear().env("PLATFORM_PUBLIC_URL", &process.base);
@@ -355,7 +357,7 @@ async fn svcctl_audit_follows_entries_that_commit_late() {
     let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
     let client = stack.database.connect().await.unwrap();
-    // It starts before all that follow, and becomes visible after them.
+    // This entry's transaction starts before the following ones, and commits after them.
     let late = "BEGIN; INSERT INTO operator_audit (audit_id, actor, action, target, request_id) \
                 VALUES (gen_random_uuid(), 'late', 'late.act', 't', 'r')";
     client.batch_execute(late).await.unwrap();
@@ -368,7 +370,8 @@ async fn svcctl_audit_follows_entries_that_commit_late() {
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let mut next = async || {
         let line = tokio::time::timeout(std::time::Duration::from_secs(30), lines.next_line()).await;
-        let line = line.expect("a line before the timeout").unwrap().expect("a line");
+        let line =
+            line.expect("a line must arrive before the timeout").unwrap().expect("the output must not end");
         serde_json::from_str::<Value>(&line).unwrap()
     };
     assert_eq!(next().await["target"], "user_1/primary");

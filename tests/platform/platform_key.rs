@@ -1,5 +1,5 @@
-//! `PLATFORM_KEY` changes while both keys are in force: with running machines, with processes of both keys, and after
-//! a kill.
+//! Changes of `PLATFORM_KEY` while both keys are in force: with running machines, with processes of both keys, and
+//! after a kill.
 
 use std::collections::BTreeMap;
 use std::process::Stdio;
@@ -16,18 +16,18 @@ use secrecy::SecretSlice;
 use serde_json::{Value, json};
 use svc::machine::id::MachineId;
 use svc::platform::key_change::mark;
-use svc::platform::keys::{Seal, SealedWith};
+use svc::platform::keys::{OpeningKey, Seal};
 use svc::platform::platform_key::KeyId;
 use svc::platform::tokens::{Generation, Purpose, TokenMint};
 use svc::store::key::SlotPrefix;
 use tokio_postgres::Client;
 
-use super::internal_host::host;
+use super::internal_host::start_host;
 use super::stack::{ApiResponse, BUCKET, Guest, Process, SECRET, Stack, heartbeat_of};
 
 const OLD: u8 = 7;
 const NEW: u8 = 8;
-/// The lease of these processes; a row four times as old is ignored.
+/// The lease of these processes. A process row four times as old is ignored.
 const LEASE: (&str, &str) = ("PLATFORM_LEASE_SECONDS", "1");
 
 fn key(byte: u8) -> SecretSlice<u8> {
@@ -42,7 +42,7 @@ fn settings(current: u8, previous: Option<u8>) -> Vec<(&'static str, String)> {
     settings
 }
 
-fn started(stack: &Stack, current: u8, previous: Option<u8>, more: &[(&str, &str)]) -> Process {
+fn start_process(stack: &Stack, current: u8, previous: Option<u8>, more: &[(&str, &str)]) -> Process {
     let settings = settings(current, previous);
     let mut all: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, value.as_str())).collect();
     all.extend(more);
@@ -55,7 +55,7 @@ async fn stop(mut process: Process) {
 }
 
 /// Starts a process that must refuse these keys, and returns its log.
-async fn refused(stack: &Stack, current: u8, previous: Option<u8>) -> String {
+async fn assert_refused(stack: &Stack, current: u8, previous: Option<u8>) -> String {
     let settings = settings(current, previous);
     let all: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, value.as_str())).collect();
     let mut command = stack.command(&all);
@@ -70,8 +70,8 @@ async fn refused(stack: &Stack, current: u8, previous: Option<u8>) -> String {
     printed
 }
 
-/// The doctor's finding about the keys.
-async fn doctor(stack: &Stack, process: &Process, current: u8, previous: Option<u8>) -> String {
+/// Runs the doctor and returns its findings about the keys.
+async fn run_doctor(stack: &Stack, process: &Process, current: u8, previous: Option<u8>) -> String {
     let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_svc"));
     command.args(["svcctl", "doctor", "platform", "--json"]).env_clear().envs(stack.settings());
     command.envs(settings(current, previous));
@@ -83,26 +83,29 @@ async fn doctor(stack: &Stack, process: &Process, current: u8, previous: Option<
     let report: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
     let all = report["findings"].as_array().unwrap().iter();
     let found: Vec<String> = all
-        .filter(|one| one["check"] == "platform-key")
-        .map(|one| format!("{}: {}\n  {}", one["level"], one["what"], one["next"]))
+        .filter(|finding| finding["check"] == "platform-key")
+        .map(|finding| format!("{}: {}\n  {}", finding["level"], finding["what"], finding["next"]))
         .collect();
     found.join("\n")
 }
 
-async fn sealed(client: &Client) -> BTreeMap<String, Vec<u8>> {
+async fn load_sealed_keys(client: &Client) -> BTreeMap<String, Vec<u8>> {
     let rows = client.query("SELECT kid, sealed FROM signing_keys", &[]).await.unwrap();
     rows.iter().map(|row| (row.get(0), row.get(1))).collect()
 }
 
-async fn is_all_sealed_with(client: &Client, byte: u8) -> bool {
+async fn are_all_sealed_with(client: &Client, byte: u8) -> bool {
     let seal = Seal::new(&key(byte));
-    sealed(client).await.iter().all(|(kid, sealed)| seal.sealed_with(kid, sealed) == SealedWith::Current)
+    load_sealed_keys(client)
+        .await
+        .iter()
+        .all(|(kid, sealed)| seal.find_opening_key(kid, sealed) == OpeningKey::Current)
 }
 
 /// Whether only the new key is still needed.
-async fn is_sole(client: &Client) -> bool {
+async fn is_new_key_sole(client: &Client) -> bool {
     let sql = "SELECT count(*) FROM platform_keys WHERE key_id = $1 AND sole_since IS NOT NULL";
-    let row = client.query_one(sql, &[&KeyId::of(&key(NEW)).as_str()]).await.unwrap();
+    let row = client.query_one(sql, &[&KeyId::from_key(&key(NEW)).as_str()]).await.unwrap();
     row.get::<_, i64>(0) == 1
 }
 
@@ -114,11 +117,11 @@ fn has_signed_fence(stack: &Stack, user: &str, byte: u8) -> bool {
     TokenMint::new(&key(byte)).has_signed_fence(&slot, pointer.fence_epoch, machine, &proof)
 }
 
-/// The id of the process that runs with this key.
-async fn running_process(stack: &Stack, byte: u8) -> String {
+/// Returns the id of the process that runs with this key.
+async fn find_running_process(stack: &Stack, byte: u8) -> String {
     let client = stack.database.connect().await.unwrap();
     let sql = "SELECT process_id::text FROM platform_processes WHERE key_id = $1";
-    client.query_one(sql, &[&KeyId::of(&key(byte)).as_str()]).await.unwrap().get(0)
+    client.query_one(sql, &[&KeyId::from_key(&key(byte)).as_str()]).await.unwrap().get(0)
 }
 
 async fn send_heartbeat(stack: &Stack, process: &Process, guest: &Guest) -> ApiResponse {
@@ -126,19 +129,19 @@ async fn send_heartbeat(stack: &Stack, process: &Process, guest: &Guest) -> ApiR
 }
 
 /// Stores the token of a response as a host does.
-fn store_next(guest: &mut Guest, response: &Value) {
+fn store_next_token(guest: &mut Guest, response: &Value) {
     if let Some(token) = response["nextToken"].as_str() {
         token.clone_into(&mut guest.upgrade_token);
     }
 }
 
 /// Sends heartbeats until only the new key is needed.
-async fn changed(stack: &Stack, process: &Process, client: &Client, guest: &mut Guest) {
+async fn complete_key_change(stack: &Stack, process: &Process, client: &Client, guest: &mut Guest) {
     let end = std::time::Instant::now() + Duration::from_secs(40);
-    while !is_sole(client).await {
+    while !is_new_key_sole(client).await {
         let response = send_heartbeat(stack, process, guest).await;
         assert_eq!(response.status, 200, "{response:?}");
-        store_next(guest, &response.body);
+        store_next_token(guest, &response.body);
         assert!(std::time::Instant::now() < end, "the change did not complete\n{}", stack.log());
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -150,7 +153,7 @@ async fn add_operator(stack: &Stack, process: &Process) -> ApiResponse {
     stack.send(request.header("idempotency-key", "add-ada")).await
 }
 
-async fn who(stack: &Stack, process: &Process, token: &str) -> u16 {
+async fn who_am_i_status(stack: &Stack, process: &Process, token: &str) -> u16 {
     stack.send(stack.request(process, Method::GET, "/operators/whoami").bearer_auth(token)).await.status
 }
 
@@ -158,21 +161,23 @@ async fn who(stack: &Stack, process: &Process, token: &str) -> u16 {
 async fn key_change_completes_with_a_running_machine() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
-    let process = started(&stack, OLD, None, &[]);
-    let host = host(&stack, &process).await;
+    let process = start_process(&stack, OLD, None, &[]);
+    let host = start_host(&stack, &process).await;
     let (mut guest, usage) = (host.guest.clone(), format!("/vps/{}/usage", host.guest.machine));
     let ada = add_operator(&stack, &process).await.body["token"].as_str().unwrap().to_owned();
-    let (before, public) =
-        (sealed(&client).await, send_heartbeat(&stack, &process, &guest).await.body["proofKeys"].clone());
+    let (before, public) = (
+        load_sealed_keys(&client).await,
+        send_heartbeat(&stack, &process, &guest).await.body["proofKeys"].clone(),
+    );
     assert!(has_signed_fence(&stack, "user_1", OLD));
-    assert!(doctor(&stack, &process, OLD, None).await.starts_with("\"ok\""));
+    assert!(run_doctor(&stack, &process, OLD, None).await.starts_with("\"ok\""));
     stop(process).await;
 
-    let process = started(&stack, NEW, Some(OLD), &[]);
-    let needed = doctor(&stack, &process, NEW, Some(OLD)).await;
+    let process = start_process(&stack, NEW, Some(OLD), &[]);
+    let needed = run_doctor(&stack, &process, NEW, Some(OLD)).await;
     assert!(needed.contains("still needed") && needed.contains("1 machine's token"), "{needed}");
     assert!(needed.contains(&guest.machine), "{needed}");
-    let early = refused(&stack, NEW, None).await;
+    let early = assert_refused(&stack, NEW, None).await;
     assert!(early.contains("PLATFORM_KEY_PREVIOUS") && early.contains(&guest.machine), "{early}");
     assert_eq!(
         add_operator(&stack, &process).await.body["token"],
@@ -180,58 +185,61 @@ async fn key_change_completes_with_a_running_machine() {
         "a repetition gets the same response"
     );
     let old_token = guest.upgrade_token.clone();
-    changed(&stack, &process, &client, &mut guest).await;
+    complete_key_change(&stack, &process, &client, &mut guest).await;
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert_eq!((&record["upgradeToken"]["generation"], old_token == guest.upgrade_token), (&json!(2), false));
-    let after = sealed(&client).await;
+    let after = load_sealed_keys(&client).await;
     assert!(before.keys().eq(after.keys()) && before.iter().all(|(kid, sealed)| after[kid] != *sealed));
-    assert!(is_all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW));
+    assert!(are_all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW));
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1);
-    let safe = doctor(&stack, &process, NEW, Some(OLD)).await;
+    let safe = run_doctor(&stack, &process, NEW, Some(OLD)).await;
     assert!(safe.contains("can be dropped"), "{safe}");
     stop(process).await;
 
-    let process = started(&stack, NEW, None, &[]);
+    let process = start_process(&stack, NEW, None, &[]);
     let response = send_heartbeat(&stack, &process, &guest).await;
     assert_eq!((response.status, &response.body["nextToken"]), (200, &Value::Null), "{response:?}");
     assert_eq!(response.body["proofKeys"], public, "hosts and sessions keep their keys");
-    let proven = host.calls("GET", "/api/usage");
+    let proven = host.call_count("GET", "/api/usage");
     stack.get(&process, &usage).await;
-    assert_eq!(host.calls("GET", "/api/usage"), proven + 1, "the host accepts the platform's proof");
-    assert_eq!(who(&stack, &process, &ada).await, 200);
+    assert_eq!(host.call_count("GET", "/api/usage"), proven + 1, "the host accepts the platform's proof");
+    assert_eq!(who_am_i_status(&stack, &process, &ada).await, 200);
     add_operator(&stack, &process).await.assert_problem(409, "conflict");
-    assert!(doctor(&stack, &process, NEW, None).await.starts_with("\"ok\""));
+    assert!(run_doctor(&stack, &process, NEW, None).await.starts_with("\"ok\""));
     stop(process).await;
-    assert!(refused(&stack, OLD, None).await.contains("PLATFORM_KEY_PREVIOUS"));
+    assert!(assert_refused(&stack, OLD, None).await.contains("PLATFORM_KEY_PREVIOUS"));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn processes_with_both_keys_do_not_conflict() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
-    stop(started(&stack, OLD, None, &[])).await;
-    let (old, new) = (started(&stack, OLD, Some(NEW), &[]), started(&stack, NEW, Some(OLD), &[]));
-    let prepared = doctor(&stack, &old, OLD, Some(NEW)).await;
+    stop(start_process(&stack, OLD, None, &[])).await;
+    let (old, new) = (start_process(&stack, OLD, Some(NEW), &[]), start_process(&stack, NEW, Some(OLD), &[]));
+    let prepared = run_doctor(&stack, &old, OLD, Some(NEW)).await;
     assert!(prepared.contains("running process"), "{prepared}");
-    let half = doctor(&stack, &new, NEW, Some(OLD)).await;
-    assert!(half.contains("restart the processes that have the other key as PLATFORM_KEY"), "{half}");
-    let process = running_process(&stack, OLD).await;
-    let started = |line: &&str| line.contains(&process) && line.contains(&old.base);
+    let incomplete = run_doctor(&stack, &new, NEW, Some(OLD)).await;
     assert!(
-        half.contains(&process) && stack.log().lines().any(|line| started(&line)),
-        "{half}\n{}",
+        incomplete.contains("restart the processes that have the other key as PLATFORM_KEY"),
+        "{incomplete}"
+    );
+    let process = find_running_process(&stack, OLD).await;
+    let is_start_line = |line: &&str| line.contains(&process) && line.contains(&old.base);
+    assert!(
+        incomplete.contains(&process) && stack.log().lines().any(|line| is_start_line(&line)),
+        "{incomplete}\n{}",
         stack.log()
     );
-    let before = sealed(&client).await;
+    let before = load_sealed_keys(&client).await;
     let mut guests = Vec::new();
-    for (user, made_by, other) in [("user_1", &old, &new), ("user_2", &new, &old)] {
-        let provisioned = stack.provision(made_by, user).await;
+    for (user, creator, other) in [("user_1", &old, &new), ("user_2", &new, &old)] {
+        let provisioned = stack.provision(creator, user).await;
         let guest = stack.wait_for_guest(other, provisioned["machineId"].as_str().unwrap()).await;
         let registered = stack.register(other, &guest).await;
         assert_eq!(registered.status, 200, "{registered:?}\n{}", stack.log());
         guests.push(guest);
     }
-    // Longer than either process would wait before it starts the change.
+    // This takes longer than either process would wait before it starts the change.
     for _ in 0..12 {
         for (guest, process) in guests.iter().flat_map(|guest| [(guest, &old), (guest, &new)]) {
             let response = send_heartbeat(&stack, process, guest).await;
@@ -239,8 +247,8 @@ async fn processes_with_both_keys_do_not_conflict() {
         }
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
-    assert_eq!(sealed(&client).await, before, "no key is resealed while both run");
-    assert!(refused(&stack, OLD, None).await.contains("PLATFORM_KEY_PREVIOUS"));
+    assert_eq!(load_sealed_keys(&client).await, before, "no key is resealed while both processes run");
+    assert!(assert_refused(&stack, OLD, None).await.contains("PLATFORM_KEY_PREVIOUS"));
 
     stop(old).await;
     let done = || async {
@@ -248,32 +256,32 @@ async fn processes_with_both_keys_do_not_conflict() {
             let response = send_heartbeat(&stack, &new, guest).await;
             assert_eq!(response.status, 200, "{response:?}");
         }
-        is_all_sealed_with(&client, NEW).await.then_some(())
+        are_all_sealed_with(&client, NEW).await.then_some(())
     };
     stack.eventually("the keys are resealed", done).await;
     let mut guest = guests[0].clone();
     let mut other = guests[1].clone();
     let response = send_heartbeat(&stack, &new, &other).await.body;
-    store_next(&mut other, &response);
+    store_next_token(&mut other, &response);
     send_heartbeat(&stack, &new, &other).await;
-    changed(&stack, &new, &client, &mut guest).await;
+    complete_key_change(&stack, &new, &client, &mut guest).await;
     assert!(has_signed_fence(&stack, "user_1", NEW) && has_signed_fence(&stack, "user_2", NEW));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn process_with_incompatible_keys_is_refused() {
     let stack = Stack::start().await;
-    let running = started(&stack, OLD, None, &[]);
-    let printed = refused(&stack, NEW, Some(OLD)).await;
+    let running = start_process(&stack, OLD, None, &[]);
+    let printed = assert_refused(&stack, NEW, Some(OLD)).await;
     assert!(printed.contains("a platform process with other keys is running"), "{printed}");
-    // Refused at startup, it began no change: the running process starts again alone.
+    // The refused process began no change, so the running process can be restarted with its own key.
     stop(running).await;
-    assert!(stack.store.remove(BUCKET, mark::MARK_PATH), "the note of the current key is in the store");
-    let printed = refused(&stack, NEW, Some(NEW + 1)).await;
+    assert!(stack.store.remove(BUCKET, mark::MARK_PATH), "the mark of the current key is in the store");
+    let printed = assert_refused(&stack, NEW, Some(NEW + 1)).await;
     assert!(printed.contains("PLATFORM_KEY and PLATFORM_KEY_PREVIOUS"), "{printed}");
-    drop(started(&stack, OLD, None, &[]));
-    // A killed process is waited for.
-    let prepared = started(&stack, NEW, Some(OLD), &[]);
+    drop(start_process(&stack, OLD, None, &[]));
+    // A new process waits until a killed process's row has expired.
+    let prepared = start_process(&stack, NEW, Some(OLD), &[]);
     assert!(stack.log().contains("waiting for platform processes with other keys to end"), "{}", stack.log());
     stop(prepared).await;
 }
@@ -281,83 +289,83 @@ async fn process_with_incompatible_keys_is_refused() {
 #[tokio::test(flavor = "multi_thread")]
 async fn prepared_key_is_reported_with_its_process_count() {
     let stack = Stack::start().await;
-    let (one, two) = (started(&stack, OLD, None, &[]), started(&stack, OLD, Some(NEW), &[]));
-    let half = doctor(&stack, &two, OLD, Some(NEW)).await;
-    assert!(half.contains("is prepared, and in force in 1 of 2 running processes"), "{half}");
-    stop(one).await;
-    let all = doctor(&stack, &two, OLD, Some(NEW)).await;
+    let (first, second) = (start_process(&stack, OLD, None, &[]), start_process(&stack, OLD, Some(NEW), &[]));
+    let partial = run_doctor(&stack, &second, OLD, Some(NEW)).await;
+    assert!(partial.contains("is prepared, and in force in 1 of 2 running processes"), "{partial}");
+    stop(first).await;
+    let all = run_doctor(&stack, &second, OLD, Some(NEW)).await;
     assert!(all.contains("in force in 1 of 1 running processes"), "{all}");
 }
 
-async fn survives_a_kill_at(point: &str) {
+async fn assert_survives_a_kill_at(point: &str) {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
-    let process = started(&stack, OLD, None, &[]);
+    let process = start_process(&stack, OLD, None, &[]);
     let guest = Arc::new(Mutex::new(stack.start_machine(&process, "user_1").await));
     stop(process).await;
     let fail = format!("{point}=return(kill)");
-    let mut process = started(&stack, NEW, Some(OLD), &[("FAILPOINTS", &fail)]);
-    let speak = |base: String| {
+    let mut process = start_process(&stack, NEW, Some(OLD), &[("FAILPOINTS", &fail)]);
+    let send_heartbeat_to = |base: String| {
         let (stack, guest) = (&stack, guest.clone());
         async move {
             let own = guest.lock().unwrap().clone();
             if let Some(response) = stack.try_send_heartbeat(&base, &own, &heartbeat_of(&own)).await {
-                store_next(&mut guest.lock().unwrap(), &response);
+                store_next_token(&mut guest.lock().unwrap(), &response);
             }
         }
     };
-    process.wait_until_killed_while(speak).await;
+    process.wait_until_killed_while(send_heartbeat_to).await;
     let mut guest = guest.lock().unwrap().clone();
 
-    // The change may be reverted, and made later.
-    let process = started(&stack, OLD, Some(NEW), &[]);
+    // The change may be reverted, and repeated later.
+    let process = start_process(&stack, OLD, Some(NEW), &[]);
     assert_eq!(send_heartbeat(&stack, &process, &guest).await.status, 200, "{point}");
     stop(process).await;
-    let process = started(&stack, NEW, Some(OLD), &[]);
-    changed(&stack, &process, &client, &mut guest).await;
+    let process = start_process(&stack, NEW, Some(OLD), &[]);
+    complete_key_change(&stack, &process, &client, &mut guest).await;
     stop(process).await;
-    let process = started(&stack, NEW, None, &[]);
+    let process = start_process(&stack, NEW, None, &[]);
     assert_eq!(send_heartbeat(&stack, &process, &guest).await.status, 200, "{point}");
-    assert!(is_all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW), "{point}");
+    assert!(are_all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW), "{point}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn change_survives_a_kill_at_every_point() {
     let mut kills = Vec::new();
     for point in svc::platform::key_change::FAILPOINTS {
-        kills.push(survives_a_kill_at(point));
+        kills.push(assert_survives_a_kill_at(point));
     }
     stream::iter(kills).buffer_unordered(3).collect::<Vec<()>>().await;
 }
 
-/// Database and settings of the day before the change are consistent; only the store is newer.
+/// The database and the settings are from before the change, so they are consistent; only the store is newer.
 #[tokio::test(flavor = "multi_thread")]
 async fn server_restored_with_its_settings_is_refused() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
     let copy = TablesCopy::new(&client).await.unwrap();
-    let process = started(&stack, OLD, None, &[]);
+    let process = start_process(&stack, OLD, None, &[]);
     let mut guest = stack.start_machine(&process, "user_1").await;
     stop(process).await;
     copy.save(&client).await.unwrap();
-    let process = started(&stack, NEW, Some(OLD), &[]);
-    changed(&stack, &process, &client, &mut guest).await;
+    let process = start_process(&stack, NEW, Some(OLD), &[]);
+    complete_key_change(&stack, &process, &client, &mut guest).await;
     stop(process).await;
-    stop(started(&stack, NEW, None, &[])).await;
+    stop(start_process(&stack, NEW, None, &[])).await;
 
     assert!(copy.restore(&client).await.unwrap());
-    let (then, now) = (KeyId::of(&key(OLD)), KeyId::of(&key(NEW)));
-    let printed = refused(&stack, OLD, None).await;
-    assert!(printed.contains(now.as_str()) && printed.contains("as PLATFORM_KEY_PREVIOUS"), "{printed}");
-    assert!(refused(&stack, OLD, Some(NEW + 1)).await.contains(now.as_str()));
-    let process = started(&stack, NEW, Some(OLD), &[]);
-    let reported = doctor(&stack, &process, OLD, None).await;
-    assert!(reported.starts_with("\"problem\"") && reported.contains(now.as_str()), "{reported}");
-    assert!(reported.contains(then.as_str()), "{reported}");
+    let (old_id, new_id) = (KeyId::from_key(&key(OLD)), KeyId::from_key(&key(NEW)));
+    let printed = assert_refused(&stack, OLD, None).await;
+    assert!(printed.contains(new_id.as_str()) && printed.contains("as PLATFORM_KEY_PREVIOUS"), "{printed}");
+    assert!(assert_refused(&stack, OLD, Some(NEW + 1)).await.contains(new_id.as_str()));
+    let process = start_process(&stack, NEW, Some(OLD), &[]);
+    let reported = run_doctor(&stack, &process, OLD, None).await;
+    assert!(reported.starts_with("\"problem\"") && reported.contains(new_id.as_str()), "{reported}");
+    assert!(reported.contains(old_id.as_str()), "{reported}");
     assert_eq!(
         send_heartbeat(&stack, &process, &guest).await.status,
         200,
-        "with both keys, its host is accepted"
+        "with both keys, the machine's host is accepted"
     );
 }
 
@@ -365,25 +373,25 @@ async fn server_restored_with_its_settings_is_refused() {
 #[tokio::test(flavor = "multi_thread")]
 async fn process_with_outdated_key_stops_once_the_store_responds() {
     let stack = Stack::start().await;
-    stop(started(&stack, NEW, None, &[])).await;
+    stop(start_process(&stack, NEW, None, &[])).await;
     let client = stack.database.connect().await.unwrap();
     client.batch_execute("TRUNCATE platform_keys; DELETE FROM signing_keys").await.unwrap();
     stack.store.fault(Rule::new(Fault::Status(503)).key("platform-key.json").always());
-    let mut process = started(&stack, OLD, None, &[]);
+    let mut process = start_process(&stack, OLD, None, &[]);
     stack.store.heal();
     let ended = tokio::time::timeout(Duration::from_secs(30), process.wait_for_exit()).await;
-    assert!(!ended.expect("the process exits").success());
-    let note = stack.store.read(BUCKET, mark::MARK_PATH).unwrap();
-    let note: Value = serde_json::from_slice(&note).unwrap();
-    assert_eq!(note["keyId"], KeyId::of(&key(NEW)).as_str(), "the note is not overwritten");
+    assert!(!ended.expect("the process must exit").success());
+    let mark = stack.store.read(BUCKET, mark::MARK_PATH).unwrap();
+    let mark: Value = serde_json::from_slice(&mark).unwrap();
+    assert_eq!(mark["keyId"], KeyId::from_key(&key(NEW)).as_str(), "the mark is not overwritten");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn wrong_previous_key_is_a_doctor_problem() {
     let stack = Stack::start().await;
-    stop(started(&stack, OLD, None, &[])).await;
-    let process = started(&stack, NEW, Some(OLD), &[]);
-    let reported = doctor(&stack, &process, NEW, Some(NEW + 1)).await;
+    stop(start_process(&stack, OLD, None, &[])).await;
+    let process = start_process(&stack, NEW, Some(OLD), &[]);
+    let reported = run_doctor(&stack, &process, NEW, Some(NEW + 1)).await;
     assert!(
         reported.starts_with("\"problem\"") && reported.contains("cannot open signing key"),
         "{reported}"
@@ -394,7 +402,7 @@ async fn wrong_previous_key_is_a_doctor_problem() {
 #[tokio::test(flavor = "multi_thread")]
 async fn host_refused_for_its_token_raises_alarm() {
     let stack = Stack::start().await;
-    let process = started(&stack, OLD, None, &[]);
+    let process = start_process(&stack, OLD, None, &[]);
     let guest = stack.start_machine(&process, "user_1").await;
     let machine: MachineId = guest.machine.parse().unwrap();
     let token = |byte: u8, generation: u32| {
@@ -402,16 +410,16 @@ async fn host_refused_for_its_token_raises_alarm() {
         let token = mint.token(machine, Purpose::Upgrade, Generation(generation));
         secrecy::ExposeSecret::expose_secret(&token).to_owned()
     };
-    let reported = || stack.log().matches("not issued with a current platform key").count();
-    let with = |upgrade_token: String| Guest { upgrade_token, ..guest.clone() };
-    // A token that the platform made itself, and that has expired.
-    client_sets_generation(&stack, 3).await;
-    assert_eq!(send_heartbeat(&stack, &process, &with(token(OLD, 2))).await.status, 401);
-    assert_eq!(reported(), 0, "{}", stack.log());
+    let report_count = || stack.log().matches("not issued with a current platform key").count();
+    let guest_with = |upgrade_token: String| Guest { upgrade_token, ..guest.clone() };
+    // An expired token that the platform itself issued is not reported.
+    set_token_generation(&stack, 3).await;
+    assert_eq!(send_heartbeat(&stack, &process, &guest_with(token(OLD, 2))).await.status, 401);
+    assert_eq!(report_count(), 0, "{}", stack.log());
     for _ in 0..60 {
-        assert_eq!(send_heartbeat(&stack, &process, &with(token(NEW, 4))).await.status, 401);
+        assert_eq!(send_heartbeat(&stack, &process, &guest_with(token(NEW, 4))).await.status, 401);
     }
-    assert!((1..=40).contains(&reported()), "{} lines", reported());
+    assert!((1..=40).contains(&report_count()), "{} lines", report_count());
     assert!(!stack.log().contains(&token(NEW, 4)));
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     let alarms = fleet["alarms"].as_array().unwrap();
@@ -420,7 +428,7 @@ async fn host_refused_for_its_token_raises_alarm() {
     assert!(alarm["detail"].to_string().contains(&guest.machine), "{alarm}");
 }
 
-async fn client_sets_generation(stack: &Stack, generation: i32) {
+async fn set_token_generation(stack: &Stack, generation: i32) {
     let client = stack.database.connect().await.unwrap();
     let sql = "UPDATE user_machines SET upgrade_token_generation = $1";
     client.execute(sql, &[&generation]).await.unwrap();

@@ -1,5 +1,5 @@
 //! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: an unusable pointer is rewritten from the existing
-//! snapshots, and nothing in it goes backwards.
+//! snapshots, and neither its fence nor its sequence number decreases.
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -12,24 +12,24 @@ const LATEST: &str = "user_1/primary/system/db/latest";
 const SHOW: &str = "/vps/slots/pointer?idpUserId=user_1";
 const REBUILD: &str = "/vps/slots/pointer/rebuild";
 
-fn body() -> Value {
+fn slot_body() -> Value {
     json!({"idpUserId": "user_1"})
 }
 
-/// A slot whose machine of epoch 2 holds the fence, with two snapshots of its predecessor; returns their keys, newest
+/// Recovers a slot: its machine of epoch 2 holds the fence. Returns the keys of its predecessor's two snapshots, newest
 /// first.
-async fn recovered_twice(stack: &Stack, process: &Process) -> [String; 2] {
+async fn recover_with_two_snapshots(stack: &Stack, process: &Process) -> [String; 2] {
     stack.start_machine(process, "user_1").await;
     let key = |path: String| path.strip_prefix("user_1/primary/").unwrap().to_owned();
     let older = key(stack.snapshot_at("user_1", "2026-01-01T00:00:00.000Z"));
     let newer = key(stack.snapshot("user_1"));
-    let response = stack.post(process, "/vps/recover", &body()).await;
+    let response = stack.post(process, "/vps/recover", &slot_body()).await;
     stack.wait_until_ended(process, response.body["operationId"].as_str().unwrap()).await;
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
     [newer, older]
 }
 
-async fn audited(stack: &Stack) -> Vec<Value> {
+async fn list_audit(stack: &Stack) -> Vec<Value> {
     let client = stack.database.connect().await.unwrap();
     let sql = "SELECT jsonb_build_object('before', before, 'after', after)::text FROM operator_audit \
                WHERE action = 'pointer.rebuild' ORDER BY audit_id";
@@ -41,7 +41,7 @@ async fn audited(stack: &Stack) -> Vec<Value> {
 async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let [newer, _] = recovered_twice(&stack, &process).await;
+    let [newer, _] = recover_with_two_snapshots(&stack, &process).await;
     let before = stack.pointer("user_1");
     stack.store.write(BUCKET, LATEST, "{not json");
 
@@ -55,20 +55,20 @@ async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
 
     let request = || {
         let request = stack.request(&process, Method::POST, REBUILD).bearer_auth(SECRET);
-        stack.send(request.header("Idempotency-Key", "rebuild-1").json(&body()))
+        stack.send(request.header("Idempotency-Key", "rebuild-1").json(&slot_body()))
     };
     let response = request().await;
     assert_eq!((response.status, &response.body["pointer"]), (200, rebuilt), "{response:?}");
     assert_eq!(request().await.body, response.body, "the same key gets the same response");
     let now = stack.pointer("user_1");
     assert_eq!((&now["snapshot"]["key"], &now["seq"]), (&json!(newer), &rebuilt["seq"]));
-    let audit = audited(&stack).await;
+    let audit = list_audit(&stack).await;
     assert_eq!(audit.len(), 1, "{audit:?}");
     assert_eq!(audit[0]["before"]["startBase64"], BASE64_STANDARD.encode("{not json"));
     assert_eq!(audit[0]["after"], *rebuilt);
 
     // Recovery is possible again, and the fence of the next machine is higher.
-    let recovered = stack.post(&process, "/vps/recover", &body()).await;
+    let recovered = stack.post(&process, "/vps/recover", &slot_body()).await;
     assert_eq!(recovered.status, 202, "{recovered:?}");
 }
 
@@ -76,18 +76,19 @@ async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
 async fn rebuild_restores_a_lost_pointer_with_its_fence() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let [newer, _] = recovered_twice(&stack, &process).await;
+    let [newer, _] = recover_with_two_snapshots(&stack, &process).await;
     let before = stack.pointer("user_1");
     stack.store.remove(BUCKET, LATEST);
-    stack.post(&process, "/vps/recover", &body()).await.assert_problem(409, "snapshot_unusable");
+    stack.post(&process, "/vps/recover", &slot_body()).await.assert_problem(409, "snapshot_unusable");
     let empty = json!({"idpUserId": "user_1", "allowEmpty": true});
     stack.post(&process, "/vps/recover", &empty).await.assert_problem(409, "snapshot_unusable");
     assert_eq!(stack.get(&process, SHOW).await.body["state"], "absent");
 
-    let response = stack.post(&process, REBUILD, &body()).await;
+    let response = stack.post(&process, REBUILD, &slot_body()).await;
     let now = stack.pointer("user_1");
     assert_eq!((response.status, &now["snapshot"]["key"]), (200, &json!(newer)), "{response:?}");
-    let fence = |of: &Value| ["fenceEpoch", "fenceMachineId", "fenceProof"].map(|field| of[field].clone());
+    let fence =
+        |pointer: &Value| ["fenceEpoch", "fenceMachineId", "fenceProof"].map(|field| pointer[field].clone());
     assert_eq!(fence(&now), fence(&before));
     assert!(now["seq"].as_u64() > before["seq"].as_u64(), "{before} {now}");
 }
@@ -114,36 +115,39 @@ async fn unknown_slot_is_not_found_and_not_written() {
     assert_eq!((shown.status, &shown.body["state"]), (200, &json!("sound")), "{shown:?}");
 }
 
-/// Otherwise the old host's final backup, which the recovery waits for, would be refused permanently.
+/// With another fence, the old host's final backup, which the recovery waits for, would be refused permanently.
 #[tokio::test(flavor = "multi_thread")]
 async fn rebuild_during_final_backup_keeps_the_old_fence() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "120")]);
     let guest = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
-    let response = stack.post(&process, "/vps/recover", &body()).await;
+    let response = stack.post(&process, "/vps/recover", &slot_body()).await;
     assert_eq!((response.status, &response.body["epoch"]), (202, &json!(2)), "{response:?}");
     stack.store.write(BUCKET, LATEST, "{not json");
-    let rebuilt = stack.post(&process, REBUILD, &body()).await;
+    let rebuilt = stack.post(&process, REBUILD, &slot_body()).await;
     assert_eq!(rebuilt.status, 200, "{rebuilt:?}");
     let pointer = &rebuilt.body["pointer"];
     assert_eq!((&pointer["fenceEpoch"], &pointer["fenceMachineId"]), (&json!(1), &json!(guest.machine)));
 }
 
-/// As by a client that repeats a slow request: the response is the same, or says that another rebuild runs.
+/// A client may repeat a slow request: it gets the same response, or learns that another rebuild is running.
 #[tokio::test(flavor = "multi_thread")]
 async fn simultaneous_rebuilds_end_in_one_pointer() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let [newer, _] = recovered_twice(&stack, &process).await;
+    let [newer, _] = recover_with_two_snapshots(&stack, &process).await;
     stack.store.write(BUCKET, LATEST, "{not json");
     let request = |key: &'static str| {
         let request = stack.request(&process, Method::POST, REBUILD).bearer_auth(SECRET);
-        stack.send(request.header("Idempotency-Key", key).json(&body()))
+        stack.send(request.header("Idempotency-Key", key).json(&slot_body()))
     };
     let responses = futures_util::future::join_all(["a", "a", "a", "b", "b"].map(request)).await;
     let statuses: Vec<u16> = responses.iter().map(|response| response.status).collect();
-    assert!(statuses.contains(&200) && statuses.iter().all(|it| matches!(it, 200 | 409)), "{responses:?}");
+    assert!(
+        statuses.contains(&200) && statuses.iter().all(|status| matches!(status, 200 | 409)),
+        "{responses:?}"
+    );
     assert_eq!(stack.pointer("user_1")["snapshot"]["key"], json!(newer));
     assert_eq!(stack.get(&process, SHOW).await.body["state"], "sound");
 }
@@ -152,13 +156,13 @@ async fn simultaneous_rebuilds_end_in_one_pointer() {
 async fn rebuild_keeps_a_valid_pointer_unless_forced() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let [newer, older] = recovered_twice(&stack, &process).await;
+    let [newer, older] = recover_with_two_snapshots(&stack, &process).await;
     let before = stack.pointer("user_1");
     assert_eq!(stack.get(&process, SHOW).await.body["state"], "sound");
-    stack.post(&process, REBUILD, &body()).await.assert_problem(409, "conflict");
+    stack.post(&process, REBUILD, &slot_body()).await.assert_problem(409, "conflict");
     let to = json!({"idpUserId": "user_1", "snapshotKey": older});
     stack.post(&process, REBUILD, &to).await.assert_problem(409, "conflict");
-    assert_eq!((stack.pointer("user_1"), audited(&stack).await.len()), (before.clone(), 0));
+    assert_eq!((stack.pointer("user_1"), list_audit(&stack).await.len()), (before.clone(), 0));
 
     let forced = json!({"idpUserId": "user_1", "snapshotKey": older, "force": true});
     assert_eq!(stack.post(&process, REBUILD, &forced).await.status, 200);
@@ -174,20 +178,20 @@ async fn rebuild_keeps_a_valid_pointer_unless_forced() {
 async fn rebuild_skips_an_incomplete_snapshot() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let [newer, older] = recovered_twice(&stack, &process).await;
+    let [newer, older] = recover_with_two_snapshots(&stack, &process).await;
     stack.store.write(BUCKET, &format!("user_1/primary/{newer}"), "du");
     let shown = stack.get(&process, SHOW).await;
     assert_eq!(
         (&shown.body["state"], &shown.body["rebuilt"]["snapshot"]["key"]),
         (&json!("unsound"), &json!(older))
     );
-    assert_eq!(stack.post(&process, REBUILD, &body()).await.status, 200);
+    assert_eq!(stack.post(&process, REBUILD, &slot_body()).await.status, 200);
     assert_eq!(stack.pointer("user_1")["snapshot"]["key"], older);
 
     stack.store.remove(BUCKET, &format!("user_1/primary/{older}"));
-    stack.post(&process, REBUILD, &body()).await.assert_problem(409, "snapshot_unusable");
+    stack.post(&process, REBUILD, &slot_body()).await.assert_problem(409, "snapshot_unusable");
     stack.store.down();
-    stack.post(&process, REBUILD, &body()).await.assert_problem(503, "store_unavailable");
+    stack.post(&process, REBUILD, &slot_body()).await.assert_problem(503, "store_unavailable");
     stack.store.up().unwrap();
 }
 
@@ -196,7 +200,7 @@ async fn rebuild_skips_an_incomplete_snapshot() {
 async fn slot_with_all_snapshots_lost_starts_empty_on_request() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let [newer, older] = recovered_twice(&stack, &process).await;
+    let [newer, older] = recover_with_two_snapshots(&stack, &process).await;
     let emptied = json!({"idpUserId": "user_1", "empty": true});
     stack.post(&process, REBUILD, &emptied).await.assert_problem(409, "conflict");
     for key in [&newer, &older] {
@@ -209,8 +213,8 @@ async fn slot_with_all_snapshots_lost_starts_empty_on_request() {
     assert_eq!(stack.post(&process, REBUILD, &emptied).await.status, 200);
     let now = stack.pointer("user_1");
     assert_eq!((&now["snapshot"], &now["fenceEpoch"]), (&Value::Null, &before["fenceEpoch"]));
-    assert_eq!(audited(&stack).await[0]["after"]["emptiedAt"], now["emptiedAt"]);
-    stack.post(&process, "/vps/recover", &body()).await.assert_problem(409, "snapshot_unusable");
+    assert_eq!(list_audit(&stack).await[0]["after"]["emptiedAt"], now["emptiedAt"]);
+    stack.post(&process, "/vps/recover", &slot_body()).await.assert_problem(409, "snapshot_unusable");
     let response = stack.post(&process, "/vps/recover", &allowed).await;
     assert_eq!(response.status, 202, "{response:?}");
     let guest = stack.wait_for_guest(&process, response.body["machineId"].as_str().unwrap()).await;
@@ -224,13 +228,14 @@ async fn rebuild_without_snapshots_restores_the_fence() {
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
     stack.store.write(BUCKET, LATEST, "{not json");
-    assert_eq!(stack.post(&process, REBUILD, &body()).await.status, 200);
+    assert_eq!(stack.post(&process, REBUILD, &slot_body()).await.status, 200);
     let now = stack.pointer("user_1");
     assert_eq!((&now["snapshot"], &now["fenceEpoch"]), (&Value::Null, &json!(1)));
     assert_eq!(now["fenceMachineId"], guest.machine);
 }
 
-/// The database is older than the store: a forgotten machine has the fence, and the next one gets a higher epoch.
+/// If the database is older than the store, a machine that it lacks may hold the fence. The next machine gets a higher
+/// epoch.
 #[tokio::test(flavor = "multi_thread")]
 async fn next_machine_epoch_exceeds_every_epoch_in_the_store() {
     let stack = Stack::start().await;
@@ -241,11 +246,11 @@ async fn next_machine_epoch_exceeds_every_epoch_in_the_store() {
         "epoch": 6, "providerServerId": null, "imageVersion": "2026.11.1", "status": "running", "publicIpv4": null,
         "heartbeatAt": "2026-01-02T03:04:05.678Z", "lastBackup": null});
     stack.store.write(BUCKET, "user_1/primary/system/vps-meta.json", meta.to_string());
-    let response = stack.post(&process, "/vps/recover", &body()).await;
+    let response = stack.post(&process, "/vps/recover", &slot_body()).await;
     assert_eq!((response.status, &response.body["epoch"]), (202, &json!(7)), "{response:?}");
 }
 
-fn entry(seq: u64) -> String {
+fn log_entry_key(seq: u64) -> String {
     format!("user_1/primary/system/db/pointer-log/{seq:016}.json")
 }
 
@@ -254,11 +259,11 @@ fn entry(seq: u64) -> String {
 async fn forged_epochs_and_entries_do_not_block_the_slot() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let [newer, _] = recovered_twice(&stack, &process).await;
+    let [newer, _] = recover_with_two_snapshots(&stack, &process).await;
     let side = r#"{"version": 1}"#;
     let key = "user_1/primary/system/db/snapshots/2027-01-01T00-00-00.000Z-2147483646.dump.json";
     stack.store.write(BUCKET, key, side);
-    let response = stack.post(&process, "/vps/recover", &body()).await;
+    let response = stack.post(&process, "/vps/recover", &slot_body()).await;
     assert_eq!((response.status, &response.body["epoch"]), (202, &json!(3)), "{response:?}");
     stack.wait_until_ended(&process, response.body["operationId"].as_str().unwrap()).await;
 
@@ -266,9 +271,9 @@ async fn forged_epochs_and_entries_do_not_block_the_slot() {
     forged["fenceEpoch"] = json!(2_147_483_646_u32);
     let seq = forged["seq"].as_u64().unwrap() + 1;
     forged["seq"] = json!(seq);
-    stack.store.write(BUCKET, &entry(seq), forged.to_string());
+    stack.store.write(BUCKET, &log_entry_key(seq), forged.to_string());
     forged["seq"] = json!(9_999_999_999_999_999_u64);
-    stack.store.write(BUCKET, &entry(9_999_999_999_999_999), forged.to_string());
+    stack.store.write(BUCKET, &log_entry_key(9_999_999_999_999_999), forged.to_string());
     let shown = stack.get(&process, SHOW).await.body;
     assert_eq!(
         (&shown["state"], &shown["rebuilt"]["snapshot"]["key"]),
@@ -276,18 +281,18 @@ async fn forged_epochs_and_entries_do_not_block_the_slot() {
         "{shown}"
     );
 
-    let rebuilt = stack.post(&process, REBUILD, &body()).await;
+    let rebuilt = stack.post(&process, REBUILD, &slot_body()).await;
     assert_eq!(rebuilt.status, 200, "{rebuilt:?}");
     assert_eq!(rebuilt.body["pointer"]["fenceEpoch"], 3);
     assert_eq!(stack.get(&process, SHOW).await.body["state"], "sound");
-    // Whatever the host writes in the meantime, a recovery succeeds, and its own fence holds.
+    // A recovery succeeds with its own fence, regardless of what the host writes in the meantime.
     let mut forged = stack.pointer("user_1");
     forged["fenceEpoch"] = json!(2_147_483_646_u32);
     forged["seq"] = json!(forged["seq"].as_u64().unwrap() + 1);
     forged.as_object_mut().unwrap().remove("fenceProof");
-    stack.store.write(BUCKET, &entry(forged["seq"].as_u64().unwrap()), forged.to_string());
+    stack.store.write(BUCKET, &log_entry_key(forged["seq"].as_u64().unwrap()), forged.to_string());
     stack.store.write(BUCKET, LATEST, forged.to_string());
-    let response = stack.post(&process, "/vps/recover", &body()).await;
+    let response = stack.post(&process, "/vps/recover", &slot_body()).await;
     assert_eq!((response.status, &response.body["epoch"]), (202, &json!(4)), "{response:?}");
     let operation = stack.wait_until_ended(&process, response.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
@@ -299,7 +304,7 @@ async fn forged_epochs_and_entries_do_not_block_the_slot() {
     );
     assert!(pointer["fenceProof"].is_string(), "{pointer}");
 
-    // A maximal `seq` in `latest` itself.
+    // `latest` itself may have the maximum `seq`, or exceed it.
     let mut last = stack.pointer("user_1");
     for seq in [(1_u64 << 53) - 1, 1 << 53] {
         last["seq"] = json!(seq);
@@ -310,19 +315,19 @@ async fn forged_epochs_and_entries_do_not_block_the_slot() {
     }
 }
 
-/// Written to the slot by a machine before its replacement: log entries that are not pointers, each further away than
-/// a reader of the previous one searches.
+/// A machine may write log entries that are not pointers before it is replaced, each further ahead than a reader of the
+/// previous one searches.
 #[tokio::test(flavor = "multi_thread")]
 async fn rebuild_removes_invalid_pointer_entries() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let [newer, _] = recovered_twice(&stack, &process).await;
+    let [newer, _] = recover_with_two_snapshots(&stack, &process).await;
     let seq = stack.pointer("user_1")["seq"].as_u64().unwrap();
     for ahead in [600_000, 1_500_000] {
-        stack.store.write(BUCKET, &entry(seq + ahead), "{}");
+        stack.store.write(BUCKET, &log_entry_key(seq + ahead), "{}");
     }
-    assert_ne!(stack.post(&process, "/vps/recover", &body()).await.status, 202);
-    let rebuilt = stack.post(&process, REBUILD, &body()).await;
+    assert_ne!(stack.post(&process, "/vps/recover", &slot_body()).await.status, 202);
+    let rebuilt = stack.post(&process, REBUILD, &slot_body()).await;
     assert_eq!(
         (rebuilt.status, &rebuilt.body["pointer"]["snapshot"]["key"]),
         (200, &json!(newer)),
@@ -330,22 +335,22 @@ async fn rebuild_removes_invalid_pointer_entries() {
     );
     let shown = stack.get(&process, SHOW).await.body;
     assert_eq!((&shown["state"], &shown["current"]["fenceEpoch"]), (&json!("sound"), &json!(2)), "{shown}");
-    let response = stack.post(&process, "/vps/recover", &body()).await;
+    let response = stack.post(&process, "/vps/recover", &slot_body()).await;
     assert_eq!((response.status, &response.body["epoch"]), (202, &json!(3)), "{response:?}");
 }
 
-/// Records of missing snapshots, newer than the existing ones.
+/// The store has side records of missing snapshots that are newer than the existing ones.
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_with_unchecked_snapshots_starts_empty_only_by_force() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let [newer, _] = recovered_twice(&stack, &process).await;
+    let [newer, _] = recover_with_two_snapshots(&stack, &process).await;
     for n in 0..65 {
         let key = format!("user_1/primary/system/db/snapshots/2027-01-01T00-00-00.{n:03}Z-1.dump.json");
         stack.store.write(BUCKET, &key, "{}");
     }
     stack.store.write(BUCKET, LATEST, "{not json");
-    let unusable = stack.post(&process, REBUILD, &body()).await;
+    let unusable = stack.post(&process, REBUILD, &slot_body()).await;
     unusable.assert_problem(409, "snapshot_unusable");
     assert!(unusable.body["detail"].as_str().unwrap().contains("were not checked"), "{unusable:?}");
     let emptied = json!({"idpUserId": "user_1", "empty": true});

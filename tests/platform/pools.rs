@@ -1,4 +1,4 @@
-//! Requests of one kind do not wait for the database connections of another.
+//! Requests of one kind do not wait for the database connections of another kind.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use kit::s3::{Fault, Rule};
 
 use super::stack::{Stack, heartbeat_of};
 
-/// More than the connections for reports, and more than one process has in total.
+/// More than a process has database connections, for reports or in total.
 const REPORTS: usize = 24;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -26,11 +26,11 @@ async fn slow_reports_do_not_delay_heartbeats() {
     let reports: Vec<_> = (0..REPORTS).map(report).collect();
     let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%fleet_alarms%'";
     let observer = stack.database.connect().await.unwrap();
-    let held = || async {
+    let are_blocked = || async {
         let count: i64 = observer.query_one(waiting, &[]).await.ok()?.get(0);
         (count >= 4).then_some(())
     };
-    stack.eventually("reports hold their connections", held).await;
+    stack.eventually("reports hold their connections", are_blocked).await;
     for _ in 0..5 {
         assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
     }
@@ -45,7 +45,7 @@ async fn slow_reports_do_not_delay_heartbeats() {
     }
 }
 
-/// More requests than connections wait for a hanging store; none of them holds a connection in the meantime.
+/// More requests than connections wait for a hanging store, and none of them holds a connection in the meantime.
 #[tokio::test(flavor = "multi_thread")]
 async fn hanging_store_blocks_no_database_connection() {
     let stack = Arc::new(Stack::start().await);

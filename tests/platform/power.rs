@@ -1,4 +1,4 @@
-//! POST `/vps/:id/power`: an operator switches a machine off and on, or restarts it. Nothing else starts a machine
+//! POST `/vps/:id/power`: an operator switches a machine off or on, or restarts it. Nothing else starts a machine
 //! that must be off.
 
 use std::time::Duration;
@@ -6,26 +6,26 @@ use std::time::Duration;
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
-use super::resize::{actions, record};
+use super::resize::{count_actions, fetch_record};
 use super::stack::{ApiResponse, Guest, Process, Stack, heartbeat_of};
 
 async fn request_power(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> ApiResponse {
     stack.post(process, &format!("/vps/{}/power", guest.machine), &json!({"action": action})).await
 }
 
-/// Requests the action, plays the host until the operation has ended, and returns the operation.
-async fn done(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> Value {
+/// Requests the action, sends the host's heartbeats until the operation has ended, and returns the operation.
+async fn run_action(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> Value {
     let accepted = request_power(stack, process, guest, action).await;
     assert_eq!((accepted.status, &accepted.body["action"]), (202, &json!(action)), "{accepted:?}");
     stack.wait_until_ended_with_heartbeats(process, accepted.body["operationId"].as_str().unwrap()).await
 }
 
-fn power(stack: &Stack) -> Power {
+fn power_state(stack: &Stack) -> Power {
     stack.provider.servers().remove(0).status
 }
 
-/// A platform with one running machine, whose host has sent a heartbeat.
-async fn setup(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
+/// Starts a platform with one running machine, whose host has sent a heartbeat.
+async fn start_with_machine(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(settings);
     let guest = stack.start_machine(&process, "user_1").await;
@@ -35,24 +35,24 @@ async fn setup(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn power_off_keeps_machine_off_until_power_on() {
-    let (stack, process, guest) = setup(&[]).await;
-    let ended = done(&stack, &process, &guest, "off").await;
+    let (stack, process, guest) = start_with_machine(&[]).await;
+    let ended = run_action(&stack, &process, &guest, "off").await;
     assert_eq!((&ended["kind"], &ended["state"]), (&json!("power_off"), &json!("succeeded")), "{ended}");
-    assert_eq!(power(&stack), Power::Off);
-    let off = record(&stack, &process, &guest).await;
+    assert_eq!(power_state(&stack), Power::Off);
+    let off = fetch_record(&stack, &process, &guest).await;
     assert_eq!((&off["status"], off["poweredOffAt"].is_string()), (&json!("running"), true), "{off}");
     let again = request_power(&stack, &process, &guest, "off").await;
     assert_eq!((again.status, &again.body["operationId"]), (200, &Value::Null), "{again:?}");
 
-    // Rounds of the reconciler, which check every server, do not change it; nor does a late heartbeat of its host.
+    // Neither the reconciler, which checks every server, nor a late heartbeat of the host changes this.
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     let before = stack.provider.call_count("GET", "/servers?label_selector");
-    let rounds =
+    let has_run =
         || async { (stack.provider.call_count("GET", "/servers?label_selector") > before + 3).then_some(()) };
-    stack.eventually("the reconciler has run", rounds).await;
-    let still = record(&stack, &process, &guest).await;
-    assert_eq!((&still["status"], &still["poweredOffAt"]), (&json!("running"), &off["poweredOffAt"]));
-    assert_eq!((power(&stack), stack.provider.creations().len()), (Power::Off, 1));
+    stack.eventually("the reconciler has run", has_run).await;
+    let unchanged = fetch_record(&stack, &process, &guest).await;
+    assert_eq!((&unchanged["status"], &unchanged["poweredOffAt"]), (&json!("running"), &off["poweredOffAt"]));
+    assert_eq!((power_state(&stack), stack.provider.creations().len()), (Power::Off, 1));
     for (path, body) in [("resize", json!({"serverType": "cpx32"})), ("power", json!({"action": "reboot"}))] {
         let refused = stack.post(&process, &format!("/vps/{}/{path}", guest.machine), &body).await;
         refused.assert_problem(409, "invalid_state");
@@ -68,11 +68,11 @@ async fn power_off_keeps_machine_off_until_power_on() {
     let provisioned = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
     assert_eq!((provisioned.status, &provisioned.body["machineId"]), (200, &json!(guest.machine)));
 
-    let ended = done(&stack, &process, &guest, "on").await;
+    let ended = run_action(&stack, &process, &guest, "on").await;
     assert_eq!((&ended["kind"], &ended["state"]), (&json!("power_on"), &json!("succeeded")), "{ended}");
-    let on = record(&stack, &process, &guest).await;
+    let on = fetch_record(&stack, &process, &guest).await;
     assert_eq!(
-        (&on["status"], &on["poweredOffAt"], power(&stack)),
+        (&on["status"], &on["poweredOffAt"], power_state(&stack)),
         (&json!("running"), &Value::Null, Power::Running)
     );
     let client = stack.database.connect().await.unwrap();
@@ -90,29 +90,29 @@ async fn power_off_keeps_machine_off_until_power_on() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn power_off_cuts_the_power_of_an_unresponsive_host() {
-    let (stack, process, guest) = setup(&[("RESIZE_SHUTDOWN_SECONDS", "1")]).await;
+    let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "1")]).await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-    let ended = done(&stack, &process, &guest, "off").await;
+    let ended = run_action(&stack, &process, &guest, "off").await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
-    assert_eq!((actions(&stack, "shutdown"), actions(&stack, "poweroff")), (1, 1));
-    assert_eq!(power(&stack), Power::Off);
+    assert_eq!((count_actions(&stack, "shutdown"), count_actions(&stack, "poweroff")), (1, 1));
+    assert_eq!(power_state(&stack), Power::Off);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
-    let (stack, process, guest) = setup(&[("RESIZE_SHUTDOWN_SECONDS", "3600")]).await;
+    let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "3600")]).await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     request_power(&stack, &process, &guest, "off").await;
-    let is_ordered = || async { (actions(&stack, "shutdown") == 1).then_some(()) };
-    stack.eventually("the host is asked to shut down", is_ordered).await;
+    let is_ordered = || async { (count_actions(&stack, "shutdown") == 1).then_some(()) };
+    stack.eventually("a shutdown is requested", is_ordered).await;
     let client = stack.database.connect().await.unwrap();
-    let age = |interval: &'static str| {
+    let age_step = |interval: &'static str| {
         let sql =
             format!("UPDATE operation_log SET at = at - interval '{interval}' WHERE step = 'stop_server'");
         let client = &client;
         async move { client.execute(&sql, &[]).await.unwrap() }
     };
-    age("1 minute").await;
+    age_step("1 minute").await;
     let path = format!("/servers/{}", stack.provider.servers().remove(0).id);
     let before = stack.provider.call_count("GET", &path);
     tokio::time::sleep(Duration::from_secs(7)).await;
@@ -121,27 +121,27 @@ async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
 
     // The shutdown is overdue, and cutting the power fails.
     stack.provider.fault(FaultRule::times(100, "POST", "/actions/poweroff", Fault::ActionError));
-    age("1 hour").await;
-    let cut = || async { (actions(&stack, "poweroff") >= 1).then_some(()) };
-    stack.eventually("the power is cut", cut).await;
+    age_step("1 hour").await;
+    let is_cut = || async { (count_actions(&stack, "poweroff") >= 1).then_some(()) };
+    stack.eventually("the power is cut", is_cut).await;
     tokio::time::sleep(Duration::from_secs(6)).await;
-    assert_eq!(actions(&stack, "poweroff"), 1, "the cut was ordered at every check");
+    assert_eq!(count_actions(&stack, "poweroff"), 1, "the cut was ordered at every check");
     stack.provider.clear_faults();
-    age("1 minute").await;
-    let off = || async { (power(&stack) == Power::Off).then_some(()) };
+    age_step("1 minute").await;
+    let off = || async { (power_state(&stack) == Power::Off).then_some(()) };
     stack.eventually("the power is cut again after a while", off).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_switched_on_at_provider_is_detected_by_heartbeat() {
-    let (stack, process, guest) = setup(&[]).await;
-    done(&stack, &process, &guest, "off").await;
+    let (stack, process, guest) = start_with_machine(&[]).await;
+    run_action(&stack, &process, &guest, "off").await;
     stack.provider.switch_on(&format!("svc-{}", guest.machine)).unwrap();
     let found = || async {
         stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
-        record(&stack, &process, &guest).await["poweredOffAt"].is_null().then_some(())
+        fetch_record(&stack, &process, &guest).await["poweredOffAt"].is_null().then_some(())
     };
-    stack.eventually("its heartbeat shows it", found).await;
+    stack.eventually("the heartbeat reveals the power-on", found).await;
     let client = stack.database.connect().await.unwrap();
     let audit =
         client.query("SELECT actor FROM operator_audit WHERE action = 'power.found_on'", &[]).await.unwrap();
@@ -150,10 +150,10 @@ async fn machine_switched_on_at_provider_is_detected_by_heartbeat() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
-    let (stack, process, guest) = setup(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
-    let ended = done(&stack, &process, &guest, "reboot").await;
+    let (stack, process, guest) = start_with_machine(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+    let ended = run_action(&stack, &process, &guest, "reboot").await;
     assert_eq!((&ended["kind"], &ended["state"]), (&json!("reboot"), &json!("succeeded")), "{ended}");
-    assert_eq!((actions(&stack, "reboot"), power(&stack)), (1, Power::Running));
+    assert_eq!((count_actions(&stack, "reboot"), power_state(&stack)), (1, Power::Running));
 
     // A failing call is retried.
     stack.provider.fault(FaultRule::once("POST", "/actions/reboot", Fault::LostRequest));
@@ -171,29 +171,29 @@ async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
     };
     let ended = stack.eventually("the reboot fails", ended).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("host_silent")), "{ended}");
-    assert_eq!(record(&stack, &process, &guest).await["status"], "running");
+    assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "running");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_machine_is_switched_on_and_resumed() {
-    let (stack, process, guest) = setup(&[]).await;
+    let (stack, process, guest) = start_with_machine(&[]).await;
     let machine = format!("/vps/{}", guest.machine);
-    done(&stack, &process, &guest, "off").await;
+    run_action(&stack, &process, &guest, "off").await;
     stack.post(&process, &format!("{machine}/fail"), &json!({"reason": "r"})).await;
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE user_machines SET heartbeat_at = now() - interval '1 hour'", &[]).await.unwrap();
     let refused = stack.post(&process, &format!("{machine}/resume"), &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     assert!(refused.body["detail"].as_str().unwrap().contains("svcctl power on"), "{refused:?}");
-    assert_eq!(done(&stack, &process, &guest, "on").await["state"], "succeeded");
+    assert_eq!(run_action(&stack, &process, &guest, "on").await["state"], "succeeded");
     let resumed = stack.post(&process, &format!("{machine}/resume"), &json!({})).await;
     assert_eq!((resumed.status, &resumed.body["status"]), (200, &json!("running")), "{resumed:?}");
 }
 
-/// Its host cannot make a final backup: an operator accepts the loss, or switches it on first.
+/// The host cannot make a final backup, so an operator must accept the loss or switch the machine on first.
 #[tokio::test(flavor = "multi_thread")]
 async fn switched_off_machine_is_replaced_only_with_accepted_loss() {
-    let (stack, process, guest) = setup(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;
+    let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;
     stack.snapshot("user_1");
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let off = request_power(&stack, &process, &guest, "off").await;
@@ -202,21 +202,21 @@ async fn switched_off_machine_is_replaced_only_with_accepted_loss() {
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         stack.post(&process, "/vps/recover", &body).await
     };
-    let refused = async || {
+    let assert_refused = async || {
         let response = recover(json!({})).await;
         response.assert_problem(409, "invalid_state");
         assert!(response.body["detail"].as_str().unwrap().contains("svcctl power on"), "{response:?}");
         assert!(response.body["poweredOffAt"].is_string(), "{response:?}");
     };
-    refused().await;
+    assert_refused().await;
     let path = format!("/vps/operations/{}", off.body["operationId"].as_str().unwrap());
     assert_eq!(stack.get(&process, &path).await.body["state"], "running", "the operation is not cancelled");
-    // Its power is cut.
+    // The operation ends when the power has been cut.
     stack.wait_until_ended(&process, off.body["operationId"].as_str().unwrap()).await;
-    refused().await;
+    assert_refused().await;
 
     stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "r"})).await;
-    refused().await;
+    assert_refused().await;
     let again = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
     again.assert_problem(409, "invalid_state");
     let accepted = recover(json!({"acceptLoss": true})).await;
@@ -225,7 +225,7 @@ async fn switched_off_machine_is_replaced_only_with_accepted_loss() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_that_left_its_slot_is_not_switched() {
-    let (stack, process, guest) = setup(&[("DELETE_GRACE_SECONDS", "600")]).await;
+    let (stack, process, guest) = start_with_machine(&[("DELETE_GRACE_SECONDS", "600")]).await;
     stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
     request_power(&stack, &process, &guest, "on").await.assert_problem(404, "machine_not_found");
 }
@@ -233,15 +233,15 @@ async fn machine_that_left_its_slot_is_not_switched() {
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeats_of_a_switched_off_machine_cost_few_calls() {
     let (stack, process, guest) =
-        setup(&[("SERVER_CHECK_SECONDS", "600"), ("RECONCILE_SECONDS", "600")]).await;
-    done(&stack, &process, &guest, "off").await;
+        start_with_machine(&[("SERVER_CHECK_SECONDS", "600"), ("RECONCILE_SECONDS", "600")]).await;
+    run_action(&stack, &process, &guest, "off").await;
     let lookups = || stack.provider.call_count("GET", "/servers/");
     let before = lookups();
     for _ in 0..20 {
         stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     }
     assert!(lookups() <= before + 1, "{} lookups", lookups() - before);
-    // A heartbeat of another epoch does not concern the machine that is off.
+    // A heartbeat of another epoch says nothing about the machine that is switched off.
     let process = stack.start_platform_with(&[("SERVER_CHECK_SECONDS", "0"), ("RECONCILE_SECONDS", "600")]);
     let before = lookups();
     let mut late = heartbeat_of(&guest);

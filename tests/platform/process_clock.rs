@@ -8,26 +8,29 @@ use super::stack::Stack;
 async fn clock_skew_from_database_is_reported() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let agrees = stack.get(&process, "/readyz/control").await;
-    assert_eq!((agrees.status, &agrees.body["clock"]), (200, &json!("ok")), "{agrees:?}");
-    assert!(agrees.body["clockSkewMs"].as_i64().unwrap().abs() < 2000, "{agrees:?}");
+    let in_sync = stack.get(&process, "/readyz/control").await;
+    assert_eq!((in_sync.status, &in_sync.body["clock"]), (200, &json!("ok")), "{in_sync:?}");
+    assert!(in_sync.body["clockSkewMs"].as_i64().unwrap().abs() < 2000, "{in_sync:?}");
     drop(process);
 
     // Every new session sees a database clock that is off by a minute.
     let client = stack.database.connect().await.unwrap();
-    let skewed = "CREATE SCHEMA skewed; \
+    let skew_clock = "CREATE SCHEMA skewed; \
          CREATE FUNCTION skewed.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE \
              AS $$ SELECT pg_catalog.clock_timestamp() + interval '1 minute' $$; \
          DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET search_path = public, skewed, pg_catalog', \
              current_database()); END $$";
-    client.batch_execute(skewed).await.unwrap();
+    client.batch_execute(skew_clock).await.unwrap();
     let process = stack.start_platform();
-    let differs = stack.get(&process, "/readyz/control").await;
-    assert_eq!((differs.status, &differs.body["clock"]), (503, &json!("failing")), "{differs:?}");
-    let skew = differs.body["clockSkewMs"].as_i64().unwrap();
-    assert!((-61_000..=-58_000).contains(&skew), "{differs:?}");
+    let skewed = stack.get(&process, "/readyz/control").await;
+    assert_eq!((skewed.status, &skewed.body["clock"]), (503, &json!("failing")), "{skewed:?}");
+    let skew = skewed.body["clockSkewMs"].as_i64().unwrap();
+    assert!((-61_000..=-58_000).contains(&skew), "{skewed:?}");
     let metrics = stack.get(&process, "/metrics").await.text;
-    let line = metrics.lines().find(|line| line.starts_with("svc_clock_skew_seconds ")).expect("the gauge");
+    let line = metrics
+        .lines()
+        .find(|line| line.starts_with("svc_clock_skew_seconds "))
+        .expect("the gauge must exist");
     assert!(line.contains("-60") || line.contains("-59"), "{line}");
     assert!(stack.log().contains("differs from the database's"), "{}", stack.log());
 }

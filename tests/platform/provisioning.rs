@@ -8,7 +8,7 @@ use svc::config::parse_env_file;
 
 use super::stack::{BUCKET, DIGEST, SECRET, Stack, provision_body};
 
-async fn slot(stack: &Stack, process: &super::stack::Process, body: Value) {
+async fn set_slot(stack: &Stack, process: &super::stack::Process, body: Value) {
     let request = stack.request(process, Method::PUT, "/vps/slots").bearer_auth(SECRET).json(&body);
     assert_eq!(stack.send(request).await.status, 200);
 }
@@ -22,7 +22,7 @@ async fn provisioning_requires_subscription_and_matching_plan() {
         async move { stack.post(process, "/vps/provision", &body).await }
     };
     provision(provision_body("user_1")).await.assert_problem(402, "subscription_required");
-    slot(
+    set_slot(
         &stack,
         &process,
         json!({"idpUserId": "user_1", "slot": "second", "plan": "max", "status": "active"}),
@@ -30,9 +30,9 @@ async fn provisioning_requires_subscription_and_matching_plan() {
     .await;
     provision(provision_body("user_1")).await.assert_problem(402, "subscription_required");
     let ended = json!({"idpUserId": "user_1", "plan": "builder", "status": "active", "currentPeriodEnd": "2020-01-01T00:00:00Z"});
-    slot(&stack, &process, ended).await;
+    set_slot(&stack, &process, ended).await;
     provision(provision_body("user_1")).await.assert_problem(402, "subscription_required");
-    slot(&stack, &process, json!({"idpUserId": "user_1", "plan": "builder", "status": "active"})).await;
+    set_slot(&stack, &process, json!({"idpUserId": "user_1", "plan": "builder", "status": "active"})).await;
     let mut large = provision_body("user_1");
     large["serverType"] = json!("cpx52");
     provision(large).await.assert_problem(403, "server_type_not_allowed");
@@ -47,7 +47,7 @@ async fn provisioning_requires_subscription_and_matching_plan() {
     assert_eq!(first.status, 202, "{first:?}");
     let again = provision(provision_body("user_1")).await;
     assert_eq!((again.status, &again.body["machineId"]), (200, &first.body["machineId"]));
-    slot(&stack, &process, json!({"idpUserId": "user_2", "plan": "starter", "status": "active"})).await;
+    set_slot(&stack, &process, json!({"idpUserId": "user_2", "plan": "starter", "status": "active"})).await;
     let taken = json!({"idpUserId": "user_2", "handle": "h-user-1"});
     provision(taken).await.assert_problem(409, "handle_taken");
 }
@@ -98,8 +98,8 @@ async fn new_server_gets_its_identity_and_restore_mode() {
     }
 }
 
-/// The server type and the settings of root that the server of a new machine gets.
-async fn new_server(settings: &[(&str, &str)]) -> (String, BTreeMap<String, String>) {
+/// Provisions a machine. Returns its server's type and the variables of its `update.env`.
+async fn provision_server(settings: &[(&str, &str)]) -> (String, BTreeMap<String, String>) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(settings);
     let provisioned = stack.provision(&process, "user_1").await;
@@ -116,13 +116,13 @@ async fn new_server(settings: &[(&str, &str)]) -> (String, BTreeMap<String, Stri
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn default_server_type_is_that_of_the_setting() {
-    let (server_type, _) = new_server(&[("PROVIDER_SERVER_TYPE", "cpx32")]).await;
+async fn setting_determines_the_default_server_type() {
+    let (server_type, _) = provision_server(&[("PROVIDER_SERVER_TYPE", "cpx32")]).await;
     assert_eq!(server_type, "cpx32");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn bundle_url_settings_reach_the_host_and_only_the_platform_gets_tokens() {
+async fn bundle_url_reaches_host_and_only_platform_gets_tokens() {
     let exact = ("SVC_HOST_BUNDLE_URL", "https://mirror.example/exact.tar.gz");
     let base = ("SVC_HOST_BUNDLE_BASE_URL", "https://mirror.example/base/");
     let own = ("SVC_HOST_BUNDLE_BASE_URL", "http://platform.example/other");
@@ -133,7 +133,7 @@ async fn bundle_url_settings_reach_the_host_and_only_the_platform_gets_tokens() 
         (vec![own], below("http://platform.example/other"), true),
         (vec![], below("http://platform.example"), true),
     ] {
-        let (_, variables) = new_server(&settings).await;
+        let (_, variables) = provision_server(&settings).await;
         assert_eq!(variables["SVC_HOST_BUNDLE_URL"], url);
         assert_eq!(variables.contains_key("SVC_HOST_BUNDLE_WITH_TOKEN"), is_own, "{url}");
     }
@@ -144,7 +144,7 @@ async fn slot_with_a_snapshot_never_starts_empty() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.snapshot("user_1");
-    // Of a machine that the database does not know, below the first epoch that it assigns.
+    // The snapshot is of a machine that the database does not record, below the first epoch that the database assigns.
     let mut pointer = stack.pointer("user_1");
     (pointer["fenceEpoch"], pointer["snapshot"]["epoch"]) = (json!(0), json!(0));
     stack.write_pointer("user_1", &pointer);
@@ -184,10 +184,10 @@ async fn previews_need_no_subscription_and_are_limited() {
     let client = stack.database.connect().await.unwrap();
     let age = "UPDATE user_machines SET preview_expires_at = preview_expires_at - interval '1 hour'";
     assert_eq!(client.execute(age, &[]).await.unwrap(), 2);
-    let gone = || async {
-        let left = stack.get(&process, "/vps?idpUserId=user_1").await.body;
-        (left["machines"] == json!([]) && stack.provider.servers().is_empty()).then_some(())
+    let have_ended = || async {
+        let listed = stack.get(&process, "/vps?idpUserId=user_1").await.body;
+        (listed["machines"] == json!([]) && stack.provider.servers().is_empty()).then_some(())
     };
-    stack.eventually("the previews end", gone).await;
+    stack.eventually("the previews end", have_ended).await;
     assert!(stack.store.objects(BUCKET, "user_1/").len() >= 2, "objects are kept");
 }

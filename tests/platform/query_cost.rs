@@ -12,9 +12,11 @@ use uuid::Uuid;
 const ACTIVE: i64 = 2_000;
 /// Number of active machines that are booting.
 const BOOTING: i64 = 300;
-/// Machines that ended long ago, and those whose servers may still exist.
+/// Number of machines that ended long ago.
 const ENDED: i64 = 20_000;
+/// Number of ended machines whose servers may still exist.
 const KEPT: i64 = 500;
+/// Number of running operations.
 const RUNNING: i64 = 400;
 /// Maximum rows read by a statement that returns a few rows.
 const MAX_ROWS_READ: i64 = 60;
@@ -29,18 +31,18 @@ impl Fleet {
         let database = test_database_from("platform", |url| async move {
             svc::platform::db::migrate::run(&url.parse()?).await
         });
-        let database = database.await.expect("a database");
-        let db = Db::new(&database.url().parse().expect("its address"), 1).expect("a pool");
-        let session = db.session().await.expect("a connection");
-        session.batch_execute(&fill()).await.expect("many rows");
+        let database = database.await.expect("the test database must start");
+        let db = Db::new(&database.url().parse().expect("a valid URL"), 1).expect("a pool of one connection");
+        let session = db.session().await.expect("the database must accept a connection");
+        session.batch_execute(&fill_sql()).await.expect("the rows must be inserted");
         session.batch_execute("VACUUM ANALYZE user_machines, operations, handles").await.unwrap();
-        // As after a statement has been prepared for long.
+        // PostgreSQL switches to generic plans after a prepared statement has run several times.
         session.batch_execute("SET plan_cache_mode = force_generic_plan").await.unwrap();
         Self { session, _database: database }
     }
 
-    /// Rows of a table read so far, by sequential or index scans.
-    async fn rows_read(&self, table: &str) -> i64 {
+    /// The number of rows of a table that sequential and index scans have read so far.
+    async fn count_rows_read(&self, table: &str) -> i64 {
         self.session.query_one("SELECT pg_stat_force_next_flush()", &[]).await.unwrap();
         self.session.batch_execute("SELECT pg_stat_clear_snapshot()").await.unwrap();
         let sql = "SELECT (seq_tup_read + (SELECT coalesce(sum(idx_tup_read), 0) FROM pg_stat_user_indexes i \
@@ -48,13 +50,14 @@ impl Fleet {
         self.session.query_one(sql, &[&table]).await.unwrap().get(0)
     }
 
-    async fn machine(&self, which: &str) -> MachineId {
-        let sql = format!("SELECT machine_id FROM user_machines WHERE {which} ORDER BY machine_id LIMIT 1");
+    async fn find_machine(&self, condition: &str) -> MachineId {
+        let sql =
+            format!("SELECT machine_id FROM user_machines WHERE {condition} ORDER BY machine_id LIMIT 1");
         MachineId(self.session.query_one(&sql, &[]).await.unwrap().get(0))
     }
 }
 
-fn fill() -> String {
+fn fill_sql() -> String {
     let columns = "machine_id, idp_user_id, slot, handle, kind, status, epoch, restore_mode, server_type, location, \
                    image_version, bundle_sha256, https_port, registration_token_hash, upgrade_token_hash, \
                    provider_server_id, registration_expires_at, preview_expires_at, backup_taken_at, \
@@ -94,11 +97,12 @@ fn fill() -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn fleet_reads_running_operations_and_backups_once() {
     let fleet = Fleet::start().await;
-    let (operations, read) = (fleet.rows_read("operations").await, fleet.rows_read("user_machines").await);
+    let (operations, read) =
+        (fleet.count_rows_read("operations").await, fleet.count_rows_read("user_machines").await);
     let found = fleet::list_active_machines(&fleet.session).await.unwrap();
     let ended = ended_machines::list_needing_attention(&fleet.session).await.unwrap();
-    let operations = fleet.rows_read("operations").await - operations;
-    let read = fleet.rows_read("user_machines").await - read;
+    let operations = fleet.count_rows_read("operations").await - operations;
+    let read = fleet.count_rows_read("user_machines").await - read;
     assert!(operations <= 3 * RUNNING, "{operations} rows of operations read");
     assert!(read <= 2 * (ACTIVE + ENDED), "{read} rows of machines read");
     let (half, quarter) = (usize::try_from(RUNNING / 2).unwrap(), usize::try_from(RUNNING / 4).unwrap());
@@ -111,31 +115,31 @@ async fn fleet_reads_running_operations_and_backups_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rare_rows_are_read_by_an_index() {
+async fn rare_rows_are_read_through_an_index() {
     let fleet = Fleet::start().await;
     let session = &fleet.session;
-    let before = fleet.rows_read("user_machines").await;
+    let before = fleet.count_rows_read("user_machines").await;
     assert_eq!(machines::list_expired_registrations(session).await.unwrap().len(), 2);
-    let expired = fleet.rows_read("user_machines").await;
+    let expired = fleet.count_rows_read("user_machines").await;
     assert!(expired - before <= MAX_ROWS_READ, "{} rows read for expired registrations", expired - before);
 
     assert_eq!(machines::list_expired_previews(session).await.unwrap().len(), 2);
-    let previews = fleet.rows_read("user_machines").await;
+    let previews = fleet.count_rows_read("user_machines").await;
     assert!(previews - expired <= MAX_ROWS_READ, "{} rows read for expired previews", previews - expired);
 
     let listed: Vec<i64> = (1..=ACTIVE).collect();
     servers::record_seen(session, &listed).await.unwrap();
-    let seen = fleet.rows_read("user_machines").await;
-    assert!(seen - previews <= MAX_ROWS_READ, "{} rows read for servers that are there", seen - previews);
+    let recorded = fleet.count_rows_read("user_machines").await;
+    assert!(recorded - previews <= MAX_ROWS_READ, "{} rows read for listed servers", recorded - previews);
     assert_eq!(
-        fleet.machine("server_missing_since IS NOT NULL").await,
-        fleet.machine(&format!("provider_server_id = {ACTIVE} + 7")).await
+        fleet.find_machine("server_missing_since IS NOT NULL").await,
+        fleet.find_machine(&format!("provider_server_id = {ACTIVE} + 7")).await
     );
 
-    let successor = fleet.machine("provider_server_id = 2").await;
-    let before = fleet.rows_read("user_machines").await;
+    let successor = fleet.find_machine("provider_server_id = 2").await;
+    let before = fleet.count_rows_read("user_machines").await;
     assert!(machines::find_predecessor(session, successor).await.unwrap().is_some());
-    let replaced = fleet.rows_read("user_machines").await;
+    let replaced = fleet.count_rows_read("user_machines").await;
     assert!(replaced - before <= MAX_ROWS_READ, "{} rows read for the replaced machine", replaced - before);
 }
 
@@ -143,11 +147,11 @@ async fn rare_rows_are_read_by_an_index() {
 async fn list_by_handle_reads_the_machines_of_its_user() {
     let fleet = Fleet::start().await;
     let handle = |text: &str| Some(text.parse::<Handle>().unwrap());
-    let before = fleet.rows_read("user_machines").await;
+    let before = fleet.count_rows_read("user_machines").await;
     let filter = MachineFilter { handle: handle("user-7"), ..MachineFilter::default() };
     let found = machines::list(&fleet.session, &filter, 50).await.unwrap();
     assert_eq!(found.iter().map(|row| row.handle.as_str()).collect::<Vec<_>>(), ["user-7"]);
-    let read = fleet.rows_read("user_machines").await - before;
+    let read = fleet.count_rows_read("user_machines").await - before;
     assert!(read <= MAX_ROWS_READ, "{read} rows read");
     let below = MachineFilter {
         handle: handle("user-7"),
@@ -169,7 +173,7 @@ async fn router_poll_digest_uses_an_index_only_scan() {
     assert!(plan.join("\n").contains("Index Only Scan using user_machines_routed"), "{plan:#?}");
 }
 
-/// An index on a column that heartbeats write would make each of them update every index.
+/// With an index on a column that heartbeats write, each heartbeat would update every index.
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeats_stay_heap_only_updates() {
     let fleet = Fleet::start().await;

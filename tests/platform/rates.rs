@@ -1,23 +1,29 @@
-//! Rate limits of the control API: wrong tokens of an address, and requests of one operator or host.
+//! Rate limits of the control API: for wrong tokens from an address, and for requests by one operator or host.
 
 use reqwest::Method;
 use serde_json::json;
 
 use super::stack::{ApiResponse, Process, SECRET, Stack, heartbeat_of};
 
-async fn fleet(stack: &Stack, process: &Process, token: &str) -> ApiResponse {
+async fn get_fleet(stack: &Stack, process: &Process, token: &str) -> ApiResponse {
     stack.send(stack.request(process, Method::GET, "/vps/fleet").bearer_auth(token)).await
 }
 
-/// More than a burst.
+/// More requests than a burst allows.
 const MANY: u32 = 40;
-/// Less than a burst: refused only if earlier requests count. Not one, because a slow machine earns the next.
+/// Fewer requests than a burst allows, so that one is refused only if earlier requests count. More than one, because on
+/// a slow machine the limit may permit another request in the meantime.
 const FEW: u32 = 5;
 
-/// The first rate-limited response of a series of at most `count` requests.
-async fn limited(stack: &Stack, process: &Process, count: u32, token: impl Fn(u32) -> String) -> ApiResponse {
+/// Sends at most `count` requests, and returns the first rate-limited response.
+async fn send_until_limited(
+    stack: &Stack,
+    process: &Process,
+    count: u32,
+    token: impl Fn(u32) -> String,
+) -> ApiResponse {
     for number in 0..count {
-        let response = fleet(stack, process, &token(number)).await;
+        let response = get_fleet(stack, process, &token(number)).await;
         if response.status == 429 {
             return response;
         }
@@ -31,18 +37,18 @@ async fn wrong_tokens_of_an_address_are_limited() {
     let settings = [("PLATFORM_ADDRESS_CHECKS_PER_SECOND", "1")];
     let process = stack.start_platform_with(&settings);
     let guest = stack.start_machine(&process, "user_1").await;
-    assert_eq!(fleet(&stack, &process, SECRET).await.status, 200);
+    assert_eq!(get_fleet(&stack, &process, SECRET).await.status, 200);
     assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
 
     let well_formed = |number: u32| format!("svco_{number:032x}_{}", "0".repeat(64));
-    limited(&stack, &process, MANY, well_formed).await.assert_problem(429, "rate_limited");
+    send_until_limited(&stack, &process, MANY, well_formed).await.assert_problem(429, "rate_limited");
     for token in ["wrong", "svcu_wrong"] {
-        let refused = limited(&stack, &process, FEW, |_| token.to_owned()).await;
+        let refused = send_until_limited(&stack, &process, FEW, |_| token.to_owned()).await;
         refused.assert_problem(429, "rate_limited");
     }
 
     // Tokens that the process has accepted are not limited.
-    assert_eq!(fleet(&stack, &process, SECRET).await.status, 200);
+    assert_eq!(get_fleet(&stack, &process, SECRET).await.status, 200);
     assert_eq!(stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await.status, 200);
 }
 
@@ -53,7 +59,7 @@ async fn clients_of_a_trusted_proxy_have_no_address_limit() {
         [("PLATFORM_ADDRESS_CHECKS_PER_SECOND", "1"), ("PLATFORM_TRUSTED_PROXIES", "127.0.0.1, ::1")];
     let process = stack.start_platform_with(&settings);
     for number in 0..MANY {
-        fleet(&stack, &process, &format!("wrong-{number}")).await.assert_problem(401, "unauthorized");
+        get_fleet(&stack, &process, &format!("wrong-{number}")).await.assert_problem(401, "unauthorized");
     }
 }
 
@@ -66,11 +72,11 @@ async fn operator_rate_limit_does_not_affect_others() {
     let ada = added.body["token"].as_str().unwrap();
 
     let process = stack.start_platform_with(&[("PLATFORM_OPERATOR_REQUESTS_PER_SECOND", "1")]);
-    let refused = limited(&stack, &process, MANY, |_| ada.to_owned()).await;
+    let refused = send_until_limited(&stack, &process, MANY, |_| ada.to_owned()).await;
     refused.assert_problem(429, "rate_limited");
     assert!(refused.body["detail"].as_str().unwrap().contains("ada"), "{refused:?}");
     assert!(refused.headers.contains_key("retry-after"), "{refused:?}");
-    assert_eq!(fleet(&stack, &process, SECRET).await.status, 200);
+    assert_eq!(get_fleet(&stack, &process, SECRET).await.status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -88,7 +94,7 @@ async fn host_rate_limit_does_not_affect_others() {
         }
         assert_eq!(response.status, 200, "{response:?}");
     }
-    let refused = refused.expect("a refusal");
+    let refused = refused.expect("a request must be refused");
     refused.assert_problem(429, "rate_limited");
     assert!(refused.headers.contains_key("retry-after"), "{refused:?}");
     assert_eq!(stack.send_heartbeat(&process, &other, &heartbeat_of(&other)).await.status, 200);

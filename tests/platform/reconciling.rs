@@ -1,4 +1,4 @@
-//! The reconciler with a provider's real state: vanished servers, orphans, stuck operations, retried deletions.
+//! The reconciler against the provider's actual state: vanished servers, orphans, stuck operations, retried deletions.
 
 use std::time::Duration;
 
@@ -19,12 +19,14 @@ async fn assert_fails_with(stack: &Stack, process: &Process, guest: &Guest, caus
 /// Waits until the platform has listed the provider's servers this many more times.
 async fn wait_for_listings(stack: &Stack, more: usize) {
     let listings = || stack.provider.call_count("GET", "label_selector=svc-machine&");
-    let wanted = listings() + more;
-    stack.eventually("the reconciler lists servers", || async { (listings() >= wanted).then_some(()) }).await;
+    let expected = listings() + more;
+    stack
+        .eventually("the reconciler lists servers", || async { (listings() >= expected).then_some(()) })
+        .await;
 }
 
-/// A server that anyone with the project's token could have created.
-async fn foreign(stack: &Stack, name: &str, labels: &Value) -> i64 {
+/// Creates a server as any client with the project's token could.
+async fn create_foreign_server(stack: &Stack, name: &str, labels: &Value) -> i64 {
     let body = json!({"name": name, "server_type": "cpx22", "image": "debian-12", "location": "nbg1", "labels": labels,
         "start_after_create": true, "public_net": {"enable_ipv4": true, "enable_ipv6": true}});
     let request = reqwest::Client::new().post(format!("{}/servers", stack.provider.base_url()));
@@ -33,7 +35,7 @@ async fn foreign(stack: &Stack, name: &str, labels: &Value) -> i64 {
     response.json::<Value>().await.unwrap()["server"]["id"].as_i64().unwrap()
 }
 
-async fn installation(stack: &Stack) -> String {
+async fn installation_id(stack: &Stack) -> String {
     let client = stack.database.connect().await.unwrap();
     let row = client.query_one("SELECT installation_id::text FROM installation", &[]).await.unwrap();
     row.get(0)
@@ -50,14 +52,14 @@ async fn vanished_server_fails_its_machine_without_replacement() {
     wait_for_listings(&stack, 2).await;
     assert_eq!(stack.status(&process, &other.machine).await, "running");
     assert_eq!(stack.provider.creations().len(), 2);
-    // Its host may still run somewhere, but that does not restore the machine.
+    // The machine's host may still be running somewhere, but its heartbeat does not return the machine to service.
     stack.send_heartbeat(&process, &guest, &super::stack::heartbeat_of(&guest)).await;
     assert_eq!(stack.status(&process, &guest.machine).await, "failed");
     let client = stack.database.connect().await.unwrap();
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'server.gone'", &[]).await.unwrap();
     assert_eq!(audit.len(), 1);
 
-    // It served without leaving a snapshot, so only an operator can let its slot start empty.
+    // The machine served but left no snapshot, so only an operator can let its slot start empty.
     let mut body = provision_body("user_1");
     stack.post(&process, "/vps/provision", &body).await.assert_problem(409, "snapshot_unusable");
     body["allowEmpty"] = json!(true);
@@ -72,7 +74,7 @@ async fn outage_or_removed_label_is_not_a_vanished_server() {
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
     let client = stack.database.connect().await.unwrap();
-    let missing = || async {
+    let count_missing = || async {
         let sql = "SELECT count(*) FROM user_machines WHERE server_missing_since IS NOT NULL";
         client.query_one(sql, &[]).await.unwrap().get::<_, i64>(0)
     };
@@ -81,15 +83,15 @@ async fn outage_or_removed_label_is_not_a_vanished_server() {
     let over = || async { stack.provider.pending_faults().is_empty().then_some(()) };
     stack.eventually("the outage is over", over).await;
     wait_for_listings(&stack, 2).await;
-    assert_eq!((stack.status(&process, &guest.machine).await, missing().await), (json!("running"), 0));
+    assert_eq!((stack.status(&process, &guest.machine).await, count_missing().await), (json!("running"), 0));
 
-    // Missing from a listing, but found by id.
+    // The server was missing from a list, but a lookup by id finds it.
     client
         .execute("UPDATE user_machines SET server_missing_since = now() - interval '1 hour'", &[])
         .await
         .unwrap();
     wait_for_listings(&stack, 2).await;
-    assert_eq!((stack.status(&process, &guest.machine).await, missing().await), (json!("running"), 0));
+    assert_eq!((stack.status(&process, &guest.machine).await, count_missing().await), (json!("running"), 0));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -108,8 +110,10 @@ async fn token_of_another_project_fails_no_machine() {
     let is_logged = || async { stack.log().contains("another project").then_some(()) };
     stack.eventually("the problem is reported", is_logged).await;
     let listings = || other.call_count("GET", "label_selector=svc-machine&");
-    let wanted = listings() + 3;
-    stack.eventually("more looks", || async { (listings() >= wanted).then_some(()) }).await;
+    let expected = listings() + 3;
+    stack
+        .eventually("the servers are listed again", || async { (listings() >= expected).then_some(()) })
+        .await;
     for guest in &guests {
         assert_eq!(stack.status(&process, &guest.machine).await, "running");
     }
@@ -120,21 +124,25 @@ async fn orphan_servers_of_the_platform_are_deleted() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "2")]);
     let guest = stack.start_machine(&process, "user_1").await;
-    let ours = installation(&stack).await;
+    let ours = installation_id(&stack).await;
     let server = stack.provider.servers().remove(0);
     assert_eq!(server.labels["svc-installation"], ours);
 
     let unknown = uuid::Uuid::now_v7().to_string();
-    foreign(&stack, "orphan", &json!({"svc-machine": unknown, "svc-installation": ours})).await;
-    foreign(&stack, "damaged", &json!({"svc-machine": "what", "svc-installation": ours})).await;
+    create_foreign_server(&stack, "orphan", &json!({"svc-machine": unknown, "svc-installation": ours})).await;
+    create_foreign_server(&stack, "damaged", &json!({"svc-machine": "what", "svc-installation": ours})).await;
     let elsewhere = uuid::Uuid::now_v7().to_string();
-    foreign(&stack, "theirs", &json!({"svc-machine": unknown, "svc-installation": elsewhere})).await;
-    foreign(&stack, "older", &json!({"svc-machine": unknown})).await;
-    foreign(&stack, "unrelated", &json!({})).await;
+    create_foreign_server(&stack, "theirs", &json!({"svc-machine": unknown, "svc-installation": elsewhere}))
+        .await;
+    create_foreign_server(&stack, "older", &json!({"svc-machine": unknown})).await;
+    create_foreign_server(&stack, "unrelated", &json!({})).await;
     wait_for_listings(&stack, 1).await;
     tokio::time::sleep(Duration::from_secs(3)).await;
     wait_for_listings(&stack, 2).await;
-    assert!(stack.provider.server_by_name("orphan").is_some(), "only after an operator releases it");
+    assert!(
+        stack.provider.server_by_name("orphan").is_some(),
+        "the orphan is deleted only after an operator has released it"
+    );
     // A server that cannot be deleted does not block the others.
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     let first = stack.provider.server_by_name("orphan").unwrap().id;
@@ -142,10 +150,10 @@ async fn orphan_servers_of_the_platform_are_deleted() {
     let release = "/vps/fleet/alarms/unknown_servers/release";
     assert_eq!(stack.post(&process, release, &json!({})).await.status, 200);
     let gone = || async { stack.provider.server_by_name("damaged").is_none().then_some(()) };
-    stack.eventually("the other one is deleted", gone).await;
+    stack.eventually("the other orphan is deleted", gone).await;
     stack.provider.clear_faults();
     let gone = || async { stack.provider.server_by_name("orphan").is_none().then_some(()) };
-    stack.eventually("the first one is deleted", gone).await;
+    stack.eventually("the first orphan is deleted", gone).await;
     wait_for_listings(&stack, 3).await;
     let mut names: Vec<_> = stack.provider.servers().into_iter().map(|server| server.name).collect();
     names.sort();
@@ -156,48 +164,52 @@ async fn orphan_servers_of_the_platform_are_deleted() {
     assert_eq!(stack.status(&process, &guest.machine).await, "running");
 }
 
-async fn unknown_servers(stack: &Stack, process: &Process) -> Option<Value> {
+async fn find_unknown_servers_alarm(stack: &Stack, process: &Process) -> Option<Value> {
     let fleet = stack.get(process, "/vps/fleet").await.body;
     fleet["alarms"].as_array()?.iter().find(|alarm| alarm["alarm"] == "unknown_servers").cloned()
 }
 
-/// However long the grace is, an operator does not have to release it again.
+/// An operator does not have to release a server again, even if its grace period is longer than the release.
 #[tokio::test(flavor = "multi_thread")]
 async fn released_server_is_deleted_after_its_grace() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "6")]);
-    let labels = json!({"svc-machine": uuid::Uuid::now_v7().to_string(), "svc-installation": installation(&stack).await});
-    foreign(&stack, "known", &labels).await;
-    let raised = stack.eventually("the alarm is raised", || unknown_servers(&stack, &process)).await;
+    let labels = json!({"svc-machine": uuid::Uuid::now_v7().to_string(), "svc-installation": installation_id(&stack).await});
+    create_foreign_server(&stack, "known", &labels).await;
+    let raised =
+        stack.eventually("the alarm is raised", || find_unknown_servers_alarm(&stack, &process)).await;
     assert!(raised["next"].as_str().unwrap().contains("svcctl alarm release unknown_servers"), "{raised}");
     let released = stack.post(&process, "/vps/fleet/alarms/unknown_servers/release", &json!({})).await.body;
-    let seen = unknown_servers(&stack, &process).await.unwrap();
-    for alarm in [&released, &seen] {
+    let shown = find_unknown_servers_alarm(&stack, &process).await.unwrap();
+    for alarm in [&released, &shown] {
         assert!(alarm["releasedUntil"].is_string(), "{alarm}");
         let next = alarm["next"].as_str().unwrap();
         assert!(next.contains("is deleted") && !next.contains("neither they nor any kept"), "{alarm}");
     }
-    // As if the grace were longer than any release in time.
+    // End the release early, as if the grace period were longer than it.
     let client = stack.database.connect().await.unwrap();
     let past = "UPDATE fleet_alarms SET released_until = now() - interval '1 second'";
     client.execute(past, &[]).await.unwrap();
-    foreign(&stack, "later", &labels).await;
+    create_foreign_server(&stack, "later", &labels).await;
     let is_held = || async {
-        let alarm = unknown_servers(&stack, &process).await?;
+        let alarm = find_unknown_servers_alarm(&stack, &process).await?;
         (alarm["detail"]["unknown"] == 2 && alarm["releasedUntil"].is_null()).then_some(alarm)
     };
-    let alarm = stack.eventually("the later one is held back", is_held).await;
+    let alarm = stack.eventually("the later server is held back", is_held).await;
     assert_eq!(alarm["detail"]["released"], 1, "{alarm}");
     assert!(alarm["next"].as_str().unwrap().contains("1 of them were released before"), "{alarm}");
-    assert!(stack.provider.server_by_name("known").is_some(), "only after its grace");
+    assert!(
+        stack.provider.server_by_name("known").is_some(),
+        "the released server is deleted only after its grace period"
+    );
     let gone = || async { stack.provider.server_by_name("known").is_none().then_some(()) };
-    stack.eventually("the released one is deleted", gone).await;
+    stack.eventually("the released server is deleted", gone).await;
     tokio::time::sleep(Duration::from_secs(7)).await;
-    assert!(stack.provider.server_by_name("later").is_some(), "it was not released");
+    assert!(stack.provider.server_by_name("later").is_some(), "the later server was not released");
 }
 
-/// A machine that was deleted for good, and whose server may be removed.
-async fn deleted_for_good(stack: &Stack, process: &Process) {
+/// Deletes a machine whose server may then be removed.
+async fn delete_machine_without_retention(stack: &Stack, process: &Process) {
     let guest = stack.start_machine(process, "user_1").await;
     let deleted = stack.delete(process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     stack.wait_until_ended(process, deleted.body["operationId"].as_str().unwrap()).await;
@@ -215,14 +227,14 @@ async fn kept_server_stays_while_the_inventory_fails() {
     let process = stack.start_platform();
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "GET", "label_selector=svc-machine&", down));
-    deleted_for_good(&stack, &process).await;
+    delete_machine_without_retention(&stack, &process).await;
     wait_for_listings(&stack, 3).await;
     assert_eq!(stack.provider.servers().len(), 1, "{}", stack.log());
     stack.provider.clear_faults();
     wait_for_server_deletion(&stack).await;
 }
 
-/// The other process's inventory may have started only now, and find a server that this database has forgotten.
+/// The other process's inventory may still be running, and may find a server that this database lacks.
 #[tokio::test(flavor = "multi_thread")]
 async fn kept_server_stays_while_another_process_takes_inventory() {
     let stack = Stack::start().await;
@@ -231,7 +243,7 @@ async fn kept_server_stays_while_another_process_takes_inventory() {
     let taken = "INSERT INTO task_turns (task, last_at) VALUES ('servers', now() + interval '1 hour') \
                  ON CONFLICT (task) DO UPDATE SET last_at = excluded.last_at";
     client.execute(taken, &[]).await.unwrap();
-    deleted_for_good(&stack, &process).await;
+    delete_machine_without_retention(&stack, &process).await;
     tokio::time::sleep(Duration::from_secs(4)).await;
     assert_eq!(stack.provider.servers().len(), 1, "{}", stack.log());
     client.execute("UPDATE task_turns SET last_at = now() - interval '1 hour'", &[]).await.unwrap();
@@ -246,12 +258,13 @@ async fn late_server_of_an_ended_machine_is_deleted() {
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     stack.assert_no_server();
-    // Like a create that was assumed lost.
+    // The state after a create request was assumed to be lost.
     let client = stack.database.connect().await.unwrap();
     let sql =
         "UPDATE user_machines SET server_deleted_at = now() - interval '1 minute', provider_server_id = NULL";
     client.execute(sql, &[]).await.unwrap();
-    foreign(&stack, &format!("svc-{}", guest.machine), &json!({"svc-machine": guest.machine})).await;
+    create_foreign_server(&stack, &format!("svc-{}", guest.machine), &json!({"svc-machine": guest.machine}))
+        .await;
     let gone = || async { stack.provider.servers().is_empty().then_some(()) };
     stack.eventually("the late server is deleted", gone).await;
 }
@@ -259,12 +272,12 @@ async fn late_server_of_an_ended_machine_is_deleted() {
 #[tokio::test(flavor = "multi_thread")]
 async fn stuck_operation_is_ended_and_its_machine_fails() {
     let stack = Stack::start().await;
-    // Every process that takes the step dies in it, so none notices that it never ends.
-    let mut dying =
+    // Every process that runs the step is killed in it, so no process notices that the step never ends.
+    let mut killed =
         stack.start_platform_with(&[("FAILPOINTS", "operations.provision.fence.before=return(kill)")]);
-    stack.subscribe(&dying, "user_1").await;
-    let _ = stack.try_post(&dying, "/vps/provision", &provision_body("user_1")).await;
-    dying.wait_until_killed().await;
+    stack.subscribe(&killed, "user_1").await;
+    let _ = stack.try_post(&killed, "/vps/provision", &provision_body("user_1")).await;
+    killed.wait_until_killed().await;
     let settings = [
         ("FAILPOINTS", "operations.provision.fence.before=return(error)"),
         ("OPERATION_DEADLINE_SECONDS", "3"),
@@ -307,14 +320,14 @@ async fn server_listing_rate_is_independent_of_process_count() {
     let started = std::time::Instant::now();
     let before = stack.provider.call_count("GET", "label_selector=svc-machine&");
     wait_for_listings(&stack, 5).await;
-    let made = stack.provider.call_count("GET", "label_selector=svc-machine&") - before;
-    // One per second; three independent processes would have made three.
+    let listed = stack.provider.call_count("GET", "label_selector=svc-machine&") - before;
+    // The processes together list the servers once per second; three independent processes would do so three times.
     let max = 2.0 + started.elapsed().as_secs_f64() * 1.5;
-    assert!((made as f64) <= max, "{made} in {:?}", started.elapsed());
+    assert!((listed as f64) <= max, "{listed} listings in {:?}", started.elapsed());
 }
 
-/// The number of lines of the log with this text.
-fn logged(stack: &Stack, text: &str) -> usize {
+/// The number of log lines that contain this text.
+fn count_log_lines(stack: &Stack, text: &str) -> usize {
     stack.log().lines().filter(|line| line.contains(text)).count()
 }
 
@@ -324,18 +337,19 @@ async fn unstorable_outcome_is_retried_with_backoff() {
     let process = stack.start_platform();
     let provisioned = stack.provision(&process, "user_1").await;
     let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
-    // Its retries are exhausted, and a machine that cannot be read cannot be marked failed either.
+    // The operation's retries are exhausted, but a machine that cannot be read cannot be marked as failed either.
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE user_machines SET public_ipv4 = 'nowhere'", &[]).await.unwrap();
-    let is_left = || async {
+    let is_skipped = || async {
         client.execute("UPDATE operation_log SET at = at - interval '2 hours'", &[]).await.unwrap();
-        (logged(&stack, "cannot store the outcome of a step") > 0).then_some(())
+        (count_log_lines(&stack, "cannot store the outcome of a step") > 0).then_some(())
     };
-    stack.eventually("the operation is skipped", is_left).await;
+    stack.eventually("the operation is skipped", is_skipped).await;
     tokio::time::sleep(Duration::from_secs(8)).await;
-    let left = logged(&stack, "cannot store the outcome of a step");
-    assert!(left <= 5, "{left} times");
-    let again = || async { (logged(&stack, "cannot store the outcome of a step") > 1).then_some(()) };
+    let failures = count_log_lines(&stack, "cannot store the outcome of a step");
+    assert!(failures <= 5, "{failures} failures without backoff");
+    let again =
+        || async { (count_log_lines(&stack, "cannot store the outcome of a step") > 1).then_some(()) };
     stack.eventually("the operation is retried", again).await;
     client.execute("UPDATE user_machines SET public_ipv4 = NULL", &[]).await.unwrap();
     assert_eq!(stack.register(&process, &guest).await.status, 200);
@@ -344,37 +358,37 @@ async fn unstorable_outcome_is_retried_with_backoff() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unreadable_machine_does_not_stop_the_reconciler_for_others() {
+async fn unreadable_machine_does_not_stop_the_reconciler() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let mut made = Vec::new();
+    let mut machines = Vec::new();
     for user in ["user_1", "user_2", "user_3"] {
         let machine = stack.provision(&process, user).await["machineId"].as_str().unwrap().to_owned();
         stack.wait_for_guest(&process, &machine).await;
-        made.push(machine);
+        machines.push(machine);
     }
     let client = stack.database.connect().await.unwrap();
     let sql = "UPDATE user_machines SET registration_expires_at = now(), \
                public_ipv4 = CASE WHEN idp_user_id = 'user_3' THEN public_ipv4 ELSE 'nowhere' END";
     client.execute(sql, &[]).await.unwrap();
-    // Its own operation would handle it as well.
+    // The machine's own operation would also expire the registration, so it is postponed.
     client.execute("UPDATE operations SET due_at = 'infinity'", &[]).await.unwrap();
-    let failed = || async { (stack.status(&process, &made[2]).await == "failed").then_some(()) };
+    let failed = || async { (stack.status(&process, &machines[2]).await == "failed").then_some(()) };
     stack.eventually("the readable machine fails", failed).await;
     let is_logged = || async {
-        let is_named = made[..2].iter().all(|id| {
+        let is_named = machines[..2].iter().all(|id| {
             stack
                 .log()
                 .lines()
                 .any(|line| line.contains("the reconciler skipped an item") && line.contains(id.as_str()))
         });
-        (is_named && logged(&stack, "a part of the reconciler failed") > 0).then_some(())
+        (is_named && count_log_lines(&stack, "a part of the reconciler failed") > 0).then_some(())
     };
     stack.eventually("the failed rows are named", is_logged).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unreadable_preview_does_not_stop_the_reconciler_for_others() {
+async fn unreadable_preview_does_not_stop_the_reconciler() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let (first, second) =
@@ -409,11 +423,11 @@ async fn inventory_matches_listed_servers_in_one_statement() {
         CREATE TRIGGER count_match AFTER UPDATE OF server_deleted_at ON user_machines
             FOR EACH STATEMENT EXECUTE FUNCTION count_match()";
     client.batch_execute(count).await.unwrap();
-    let listed = || stack.provider.call_count("GET", "/servers?label_selector");
-    let before = listed();
-    let rounds = || async { (listed() >= before + 4).then_some(()) };
-    stack.eventually("the servers are listed a few times", rounds).await;
-    let rounds = i64::try_from(listed() - before).unwrap();
+    let listings = || stack.provider.call_count("GET", "/servers?label_selector");
+    let before = listings();
+    let are_listed = || async { (listings() >= before + 4).then_some(()) };
+    stack.eventually("the servers are listed several times", are_listed).await;
+    let listings = i64::try_from(listings() - before).unwrap();
     let statements: i64 = client.query_one("SELECT count(*) FROM matches", &[]).await.unwrap().get(0);
-    assert!((1..=rounds + 1).contains(&statements), "{statements} statements in {rounds} rounds");
+    assert!((1..=listings + 1).contains(&statements), "{statements} statements for {listings} listings");
 }

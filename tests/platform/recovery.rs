@@ -1,11 +1,11 @@
-//! Recover: nothing changes without a usable snapshot; a repeated request gets the same response.
+//! Recovery: nothing changes without a usable snapshot, and a repeated request gets the same response.
 
 use reqwest::Method;
 use serde_json::json;
 
 use super::stack::{BUCKET, SECRET, Stack};
 
-fn body() -> serde_json::Value {
+fn recovery_body() -> serde_json::Value {
     json!({"idpUserId": "user_1"})
 }
 
@@ -14,11 +14,11 @@ async fn recovery_without_a_usable_snapshot_changes_nothing() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    let refused = |what: &'static str| {
+    let assert_refused = |what: &'static str| {
         let (stack, process, guest) = (&stack, &process, &guest);
         async move {
             let calls = stack.provider.calls().len();
-            let response = stack.post(process, "/vps/recover", &body()).await;
+            let response = stack.post(process, "/vps/recover", &recovery_body()).await;
             assert!(response.status == 409, "{what}: {response:?}");
             response.assert_problem(409, "snapshot_unusable");
             assert_eq!(stack.status(process, &guest.machine).await, "running", "{what}");
@@ -27,19 +27,19 @@ async fn recovery_without_a_usable_snapshot_changes_nothing() {
             stack.assert_only_server(&guest.machine);
         }
     };
-    refused("a tombstone").await;
+    assert_refused("a tombstone").await;
     stack.store.remove(BUCKET, "user_1/primary/system/db/latest");
-    refused("no pointer").await;
+    assert_refused("no pointer").await;
     stack.store.write(BUCKET, "user_1/primary/system/db/latest", "{not json");
-    refused("an unreadable pointer").await;
+    assert_refused("an unreadable pointer").await;
     let dump = stack.snapshot("user_1");
     stack.store.write(BUCKET, &dump, "dum");
-    refused("a truncated object").await;
+    assert_refused("a truncated object").await;
     stack.store.remove(BUCKET, &dump);
-    refused("a missing object").await;
+    assert_refused("a missing object").await;
     stack.snapshot("user_1");
     stack.store.remove(BUCKET, &format!("{dump}.json"));
-    refused("no side record").await;
+    assert_refused("no side record").await;
     stack.snapshot("user_1");
     let other = json!({"idpUserId": "user_1", "snapshotKey": "system/db/snapshots/other.dump"});
     stack.post(&process, "/vps/recover", &other).await.assert_problem(409, "snapshot_unusable");
@@ -48,7 +48,7 @@ async fn recovery_without_a_usable_snapshot_changes_nothing() {
     stack.post(&process, "/vps/recover", &outside).await.assert_problem(400, "invalid_request");
 
     stack.store.down();
-    stack.post(&process, "/vps/recover", &body()).await.assert_problem(503, "store_unavailable");
+    stack.post(&process, "/vps/recover", &recovery_body()).await.assert_problem(503, "store_unavailable");
     let empty = json!({"idpUserId": "user_1", "allowEmpty": true});
     stack.post(&process, "/vps/recover", &empty).await.assert_problem(503, "store_unavailable");
     stack.store.up().unwrap();
@@ -65,7 +65,7 @@ async fn recovery_starts_from_the_requested_snapshot() {
     let (_, key) = earlier.split_once("primary/").unwrap();
     stack.snapshot("user_1");
     assert_ne!(stack.pointer("user_1")["snapshot"]["key"], key);
-    // The pointer may name an unusable snapshot; the request selects another.
+    // The pointer may name an unusable snapshot, because the request names another one.
     let latest = format!("user_1/primary/{}", stack.pointer("user_1")["snapshot"]["key"].as_str().unwrap());
     stack.store.remove(BUCKET, &latest);
     let body = json!({"idpUserId": "user_1", "snapshotKey": key});
@@ -89,9 +89,9 @@ async fn recovery_replaces_the_machine_and_is_idempotent() {
     let first = stack.post(&process, "/vps/recover", &accepting).await;
     assert_eq!((first.status, &first.body["status"]), (202, &json!("recovering")), "{first:?}");
     assert_eq!(first.body["oldMachineId"], old.machine);
-    // Once in progress, it no longer needs the store.
+    // A recovery in progress does not need the store for a repeated request.
     stack.store.down();
-    let again = stack.post(&process, "/vps/recover", &body()).await;
+    let again = stack.post(&process, "/vps/recover", &recovery_body()).await;
     assert_eq!((again.status, again.body), (202, first.body.clone()));
     stack.store.up().unwrap();
 
@@ -149,7 +149,7 @@ async fn recovery_in_progress_refuses_other_options() {
         ("location", json!("hel1"), "the location"),
         ("fallbackLocations", json!(["fsn1"]), "the fallback locations"),
         ("imageVersion", json!("v0"), "the image version"),
-        ("replaceFirst", json!(true), "replace first"),
+        ("replaceFirst", json!(true), "replaceFirst"),
     ] {
         let refused =
             stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", member: value})).await;
@@ -160,7 +160,7 @@ async fn recovery_in_progress_refuses_other_options() {
     }
 }
 
-/// It has data but no copy of it, so an empty start is refused.
+/// The machine has data that is not saved anywhere else, so a start without a snapshot is refused.
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_that_was_never_backed_up_is_backed_up_first() {
     let stack = Stack::start().await;
@@ -194,9 +194,10 @@ async fn waiting_caller_gets_the_final_state() {
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
-    let request = stack.request(&process, Method::POST, "/vps/recover").bearer_auth(SECRET).json(&body());
+    let request =
+        stack.request(&process, Method::POST, "/vps/recover").bearer_auth(SECRET).json(&recovery_body());
     let waiting = stack.send(request.header("prefer", "wait=30"));
-    let hosts = async {
+    let register_host = async {
         let found = stack.eventually("the new server", || async {
             stack.provider.servers().into_iter().find(|server| server.labels["svc-epoch"] == "2")
         });
@@ -204,7 +205,7 @@ async fn waiting_caller_gets_the_final_state() {
         let guest = stack.wait_for_guest(&process, name.strip_prefix("svc-").unwrap()).await;
         stack.register(&process, &guest).await
     };
-    let (response, registered) = tokio::join!(waiting, hosts);
+    let (response, registered) = tokio::join!(waiting, register_host);
     assert_eq!(registered.status, 200);
     assert_eq!((response.status, &response.body["status"]), (202, &json!("running")), "{response:?}");
     assert_eq!(response.headers["preference-applied"], "wait=30");

@@ -1,4 +1,4 @@
-//! Registration: one use of one token, by its own machine, within its deadline.
+//! Registration: a token is used once, by its own machine, before its deadline.
 
 use futures_util::future::join_all;
 use reqwest::Method;
@@ -13,8 +13,8 @@ async fn only_one_of_fifty_concurrent_registrations_succeeds() {
     let provisioned = stack.provision(&process, "user_1").await;
     let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let bodies: Vec<_> = (0..50).map(|n| registration(&guest.machine, n)).collect();
-    let uses = bodies.iter().map(|body| stack.register_as(&process, &guest.registration_token, body));
-    let responses = join_all(uses).await;
+    let requests = bodies.iter().map(|body| stack.register_as(&process, &guest.registration_token, body));
+    let responses = join_all(requests).await;
     let accepted: Vec<_> = (0..50).filter(|n| responses[*n].status == 200).collect();
     assert_eq!(accepted.len(), 1, "{responses:?}");
     for response in responses.iter().filter(|response| response.status != 200) {
@@ -33,17 +33,17 @@ async fn wrong_or_foreign_registration_token_is_rejected() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let provisioned = stack.provision(&process, "user_1").await;
-    let one = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
+    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let provisioned = stack.provision(&process, "user_2").await;
     let other = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
-    let body = registration(&one.machine, 1);
-    let forged = one.registration_token.replace(char::is_numeric, "0");
-    for token in [&other.registration_token, &one.upgrade_token, &forged, "svcr_x", SECRET] {
+    let body = registration(&guest.machine, 1);
+    let forged = guest.registration_token.replace(char::is_numeric, "0");
+    for token in [&other.registration_token, &guest.upgrade_token, &forged, "svcr_x", SECRET] {
         stack.register_as(&process, token, &body).await.assert_problem(401, "registration_rejected");
     }
     let bare = stack.request(&process, Method::POST, "/vps/register").json(&body);
     stack.send(bare).await.assert_problem(401, "registration_rejected");
-    assert_eq!(stack.register(&process, &one).await.status, 200);
+    assert_eq!(stack.register(&process, &guest).await.status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -60,7 +60,7 @@ async fn unregistered_host_fails_its_machine_after_timeout() {
     assert_eq!(record["failure"]["cause"], "registration_expired");
     assert_eq!(record["operations"][0]["state"], "failed");
 
-    // Requested again, the slot gets another machine, and the first server is deleted.
+    // After another request, the slot gets a new machine, and the first server is deleted.
     let second = stack.provision(&process, "user_1").await;
     assert_eq!(second["epoch"], 2);
     let next = second["machineId"].as_str().unwrap();
@@ -90,26 +90,26 @@ async fn reported_boot_failure_prevents_registration() {
 async fn heartbeat_needs_its_token_and_reports_replacement() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let (one, other) =
+    let (guest, other) =
         (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
     let beat = |token: &str| {
-        let path = format!("/vps/{}/heartbeat", one.machine);
+        let path = format!("/vps/{}/heartbeat", guest.machine);
         stack.request(&process, Method::POST, &path).bearer_auth(token).json(&heartbeat())
     };
     stack.send(beat(&other.upgrade_token)).await.assert_problem(403, "forbidden");
-    stack.send(beat(&one.registration_token)).await.assert_problem(401, "unauthorized");
-    let response = stack.send(beat(&one.upgrade_token)).await;
+    stack.send(beat(&guest.registration_token)).await.assert_problem(401, "unauthorized");
+    let response = stack.send(beat(&guest.upgrade_token)).await;
     assert_eq!(response.body["superseded"], false, "{response:?}");
     assert_eq!(response.body["desiredImageVersion"], "v1");
-    assert!(one.user_data.contains(response.body["proofKeys"]["keys"][0]["kid"].as_str().unwrap()));
-    let record = stack.get(&process, &format!("/vps/{}", one.machine)).await.body;
+    assert!(guest.user_data.contains(response.body["proofKeys"]["keys"][0]["kid"].as_str().unwrap()));
+    let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert!(record["heartbeatAt"].is_string() && record["health"]["gateway"] == "ok", "{record}");
 
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
-    assert_eq!(stack.send(beat(&one.upgrade_token)).await.body["superseded"], true);
+    assert_eq!(stack.send(beat(&guest.upgrade_token)).await.body["superseded"], true);
     let bundle = "/system-bundles/v1/svc-host-bundle.tar.gz.sha256";
-    let bundle = stack.request(&process, Method::GET, bundle).bearer_auth(&one.upgrade_token);
+    let bundle = stack.request(&process, Method::GET, bundle).bearer_auth(&guest.upgrade_token);
     stack.send(bundle).await.assert_problem(403, "superseded");
 }

@@ -1,21 +1,21 @@
-//! The machine that gets a slot back, and the end of a removal that an operator abandoned.
+//! Which machine gets a slot back, and how a removal that an operator abandoned ends.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
 use super::stack::{Guest, Process, Stack, heartbeat_of};
 
-fn power(stack: &Stack, machine: &str) -> Option<Power> {
+fn power_state(stack: &Stack, machine: &str) -> Option<Power> {
     stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
 }
 
-async fn until_gone(stack: &Stack, machine: &str) {
+async fn wait_until_deleted(stack: &Stack, machine: &str) {
     stack
-        .eventually("its server is deleted", || async { power(stack, machine).is_none().then_some(()) })
+        .eventually("the server is deleted", || async { power_state(stack, machine).is_none().then_some(()) })
         .await;
 }
 
-async fn record(stack: &Stack, process: &Process, machine: &str) -> Value {
+async fn fetch_record(stack: &Stack, process: &Process, machine: &str) -> Value {
     stack.get(process, &format!("/vps/{machine}")).await.body
 }
 
@@ -26,8 +26,9 @@ async fn recover(stack: &Stack, process: &Process) -> Guest {
     stack.wait_for_guest(process, response.body["machineId"].as_str().unwrap()).await
 }
 
-/// A slot whose second machine has lost its server and whose third one is booting.
-async fn third_machine(stack: &Stack, process: &Process, second_has: &str) -> (Guest, Guest) {
+/// Prepares a slot whose second machine has lost its server and whose third machine is booting. Returns the first and
+/// the third machine. `second_columns`: SQL that sets further columns of the second.
+async fn start_third_machine(stack: &Stack, process: &Process, second_columns: &str) -> (Guest, Guest) {
     let first = stack.start_machine(process, "user_1").await;
     stack.snapshot("user_1");
     let second = recover(stack, process).await;
@@ -35,7 +36,7 @@ async fn third_machine(stack: &Stack, process: &Process, second_has: &str) -> (G
     stack.provider.vanish_server(&format!("svc-{}", second.machine)).await.unwrap();
     let client = stack.database.connect().await.unwrap();
     let lost = format!(
-        "UPDATE user_machines SET status = 'failed', failure_cause = 'server_gone'{second_has} \
+        "UPDATE user_machines SET status = 'failed', failure_cause = 'server_gone'{second_columns} \
          WHERE machine_id = '{}'",
         second.machine
     );
@@ -54,25 +55,29 @@ async fn fail_boot(stack: &Stack, process: &Process, guest: &Guest) {
 async fn slot_skips_a_lost_machine_without_snapshot() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
-    let (first, third) = third_machine(&stack, &process, "").await;
+    let (first, third) = start_third_machine(&stack, &process, "").await;
     fail_boot(&stack, &process, &third).await;
-    let on = || async { (power(&stack, &first.machine) == Some(Power::Running)).then_some(()) };
+    let on = || async { (power_state(&stack, &first.machine) == Some(Power::Running)).then_some(()) };
     stack.eventually("the first machine is on again", on).await;
-    let back = record(&stack, &process, &first.machine).await;
+    let back = fetch_record(&stack, &process, &first.machine).await;
     assert_eq!((&back["epoch"], &back["retiredAt"]), (&json!(4), &Value::Null), "{back}");
-    assert_eq!(record(&stack, &process, &third.machine).await["replacedBy"], first.machine);
+    assert_eq!(fetch_record(&stack, &process, &third.machine).await["replacedBy"], first.machine);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_is_never_reinstated_before_a_snapshot() {
+async fn machine_with_data_older_than_a_snapshot_is_not_reinstated() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
-    let (first, third) = third_machine(&stack, &process, ", backup_taken_at = now()").await;
+    let (first, third) = start_third_machine(&stack, &process, ", backup_taken_at = now()").await;
     fail_boot(&stack, &process, &third).await;
     let failed = || async { (stack.status(&process, &third.machine).await == "failed").then_some(()) };
     stack.eventually("the third machine fails", failed).await;
-    assert_eq!(record(&stack, &process, &third.machine).await["replacedBy"], Value::Null);
-    assert_eq!(power(&stack, &first.machine), Some(Power::Off), "its data is older than the snapshot");
+    assert_eq!(fetch_record(&stack, &process, &third.machine).await["replacedBy"], Value::Null);
+    assert_eq!(
+        power_state(&stack, &first.machine),
+        Some(Power::Off),
+        "the first machine's data is older than the snapshot"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -84,31 +89,34 @@ async fn immediate_deletion_keeps_the_other_servers() {
     let new = recover(&stack, &process).await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", new.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
-    until_gone(&stack, &new.machine).await;
+    wait_until_deleted(&stack, &new.machine).await;
     let off = || async {
-        let old = record(&stack, &process, &old.machine).await;
+        let old = fetch_record(&stack, &process, &old.machine).await;
         let operations = old["operations"].as_array()?.clone();
-        operations.iter().any(|it| it["kind"] == "delete" && it["state"] == "succeeded").then_some(())
+        operations
+            .iter()
+            .any(|operation| operation["kind"] == "delete" && operation["state"] == "succeeded")
+            .then_some(())
     };
     stack.eventually("the deletion of the machine that served ends", off).await;
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
-    assert_eq!(power(&stack, &old.machine), Some(Power::Off));
+    assert_eq!(power_state(&stack, &old.machine), Some(Power::Off));
     let back = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");
 }
 
-/// A deleted machine whose server removal was abandoned by an operator.
-async fn abandoned_removal(stack: &Stack, process: &Process) -> Guest {
+/// Deletes a machine and abandons the removal of its server.
+async fn abandon_removal(stack: &Stack, process: &Process) -> Guest {
     let old = stack.start_machine(process, "user_1").await;
     stack.snapshot("user_1");
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     stack.delete(process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;
     let removal = || async {
-        let operations = record(stack, process, &old.machine).await["operations"].clone();
-        operations.as_array()?.iter().find(|it| it["kind"] == "remove_server").cloned()
+        let operations = fetch_record(stack, process, &old.machine).await["operations"].clone();
+        operations.as_array()?.iter().find(|operation| operation["kind"] == "remove_server").cloned()
     };
-    let removal = stack.eventually("its removal is tried", removal).await;
+    let removal = stack.eventually("the removal is attempted", removal).await;
     let path = format!("/vps/operations/{}/abandon", removal["operationId"].as_str().unwrap());
     assert_eq!(stack.post(process, &path, &json!({})).await.status, 200);
     let fleet = stack.get(process, "/vps/fleet").await.body;
@@ -123,10 +131,10 @@ async fn abandoned_removal(stack: &Stack, process: &Process) -> Guest {
 async fn discard_ends_an_abandoned_removal() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let old = abandoned_removal(&stack, &process).await;
+    let old = abandon_removal(&stack, &process).await;
     let discarded = stack.post(&process, &format!("/vps/{}/discard", old.machine), &json!({})).await;
     assert_eq!(discarded.status, 202, "{discarded:?}");
-    until_gone(&stack, &old.machine).await;
+    wait_until_deleted(&stack, &old.machine).await;
     let settled = || async {
         let fleet = stack.get(&process, "/vps/fleet").await.body;
         (fleet["attentionTotal"] == 0).then_some(())
@@ -138,19 +146,19 @@ async fn discard_ends_an_abandoned_removal() {
 async fn undelete_ends_an_abandoned_removal() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let old = abandoned_removal(&stack, &process).await;
+    let old = abandon_removal(&stack, &process).await;
     let back = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");
     let mut beat = heartbeat_of(&old);
     beat["epoch"] = json!(2);
     let runs = || async {
-        if power(&stack, &old.machine) == Some(Power::Running) {
+        if power_state(&stack, &old.machine) == Some(Power::Running) {
             stack.send_heartbeat(&process, &old, &beat).await;
         }
         (stack.status(&process, &old.machine).await == "running").then_some(())
     };
-    stack.eventually("it runs again", runs).await;
-    // Deleted again, its server is removed like any other.
+    stack.eventually("the machine runs again", runs).await;
+    // After another deletion, the server is removed as usual.
     stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;
-    until_gone(&stack, &old.machine).await;
+    wait_until_deleted(&stack, &old.machine).await;
 }

@@ -1,4 +1,4 @@
-//! The release of a new machine is that of its slot, not that of the process.
+//! A new machine gets the release of its slot, not the default release of the platform process.
 
 use serde_json::json;
 
@@ -30,7 +30,7 @@ async fn recovery_keeps_the_release_of_the_slot() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_installs_the_release_that_the_host_was_rolled_back_to() {
+async fn recovery_installs_the_release_after_a_host_rollback() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
@@ -42,15 +42,15 @@ async fn recovery_installs_the_release_that_the_host_was_rolled_back_to() {
         stack.send_heartbeat(&process, &guest, &beat).await;
     };
     let client = stack.database.connect().await.unwrap();
-    let release = async || {
+    let slot_release = async || {
         let sql = "SELECT image_version FROM slot_releases WHERE idp_user_id = 'user_1'";
         client.query_one(sql, &[]).await.unwrap().get::<_, String>(0)
     };
     report("v2", "ok", false).await;
-    assert_eq!(release().await, "v2");
+    assert_eq!(slot_release().await, "v2");
     report("v3", "failing", false).await;
     report("v3", "ok", true).await;
-    assert_eq!(release().await, "v2", "v3 has not worked yet");
+    assert_eq!(slot_release().await, "v2", "v3 has not worked yet");
     report("v1", "ok", false).await;
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;

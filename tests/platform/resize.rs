@@ -1,4 +1,4 @@
-//! Resize: the refusals before any change, and the change itself, on the same server and disk.
+//! Resizes: the refusals before any change, and the change itself, which keeps the server and its disk.
 
 use kit::provider::{Fault, FaultRule, Power};
 use reqwest::Method;
@@ -11,26 +11,26 @@ pub async fn resize(stack: &Stack, process: &Process, machine: &str, to: &str) -
 }
 
 /// Resizes to `cpx32` while the host reconnects, and returns the operation.
-pub async fn resized(stack: &Stack, process: &Process, guest: &Guest) -> Value {
+pub async fn resize_until_ended(stack: &Stack, process: &Process, guest: &Guest) -> Value {
     let response = resize(stack, process, &guest.machine, "cpx32").await;
     assert_eq!(response.status, 202, "{response:?}");
     stack.wait_until_ended_with_heartbeats(process, response.body["operationId"].as_str().unwrap()).await
 }
 
-pub async fn record(stack: &Stack, process: &Process, guest: &Guest) -> Value {
+pub async fn fetch_record(stack: &Stack, process: &Process, guest: &Guest) -> Value {
     stack.get(process, &format!("/vps/{}", guest.machine)).await.body
 }
 
-pub fn actions(stack: &Stack, name: &str) -> usize {
+pub fn count_actions(stack: &Stack, name: &str) -> usize {
     stack.provider.call_count("POST", &format!("/actions/{name}"))
 }
 
-/// Waits until the platform has polled the server a few more times.
+/// Waits until the platform has polled the server three more times.
 async fn wait_for_polls(stack: &Stack) {
     let path = format!("/servers/{}", stack.provider.servers().remove(0).id);
-    let wanted = stack.provider.call_count("GET", &path) + 3;
-    let looked = || async { (stack.provider.call_count("GET", &path) >= wanted).then_some(()) };
-    stack.eventually("the server is polled", looked).await;
+    let expected = stack.provider.call_count("GET", &path) + 3;
+    let is_polled = || async { (stack.provider.call_count("GET", &path) >= expected).then_some(()) };
+    stack.eventually("the server is polled", is_polled).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -43,9 +43,9 @@ async fn resize_changes_only_the_type() {
     let response = resize(&stack, &process, &guest.machine, "cpx32").await;
     assert_eq!(response.status, 202, "{response:?}");
     let operation = response.body["operationId"].as_str().unwrap().to_owned();
-    let shape = json!({"machineId": guest.machine, "serverType": "cpx32", "status": "resizing",
+    let expected = json!({"machineId": guest.machine, "serverType": "cpx32", "status": "resizing",
         "operationId": operation});
-    assert_eq!(response.body, shape);
+    assert_eq!(response.body, expected);
     // A heartbeat from before the power-on does not count.
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     let on = || async {
@@ -57,19 +57,19 @@ async fn resize_changes_only_the_type() {
         let found = stack.get(&process, &format!("/vps/operations/{operation}")).await.body;
         (found["step"] == "await_health").then_some(())
     };
-    stack.eventually("it waits for the host", waits).await;
+    stack.eventually("the resize waits for the host", waits).await;
     wait_for_polls(&stack).await;
     assert_eq!(
-        record(&stack, &process, &guest).await["status"],
+        fetch_record(&stack, &process, &guest).await["status"],
         "resizing",
-        "its last heartbeat is from before the power-on"
+        "the last heartbeat is from before the power-on"
     );
-    let mut ill = heartbeat_of(&guest);
-    ill["health"]["database"] = json!("failing");
-    stack.send_heartbeat(&process, &guest, &ill).await;
+    let mut unhealthy = heartbeat_of(&guest);
+    unhealthy["health"]["database"] = json!("failing");
+    stack.send_heartbeat(&process, &guest, &unhealthy).await;
     wait_for_polls(&stack).await;
     assert_eq!(
-        record(&stack, &process, &guest).await["status"],
+        fetch_record(&stack, &process, &guest).await["status"],
         "resizing",
         "the host is back, but unhealthy"
     );
@@ -81,14 +81,14 @@ async fn resize_changes_only_the_type() {
         ended["log"].as_array().unwrap().iter().filter(|line| line["outcome"] == "begun").collect();
     let steps: Vec<_> = begun.iter().map(|line| line["step"].as_str().unwrap()).collect();
     assert_eq!(steps, ["shut_down", "power_off", "change_type", "power_on", "await_health"]);
-    let now = record(&stack, &process, &guest).await;
+    let now = fetch_record(&stack, &process, &guest).await;
     assert_eq!((&now["status"], &now["serverType"]), (&json!("running"), &json!("cpx32")));
     let after = stack.provider.servers().remove(0);
     assert_eq!((after.id, after.disk_gb, after.server_type.as_str()), (before.id, before.disk_gb, "cpx32"));
     assert_eq!(stack.provider.creations().len(), 1);
     // The host shut down on request, so its power was never cut.
     assert_eq!(
-        ["shutdown", "poweroff", "change_type", "poweron"].map(|name| actions(&stack, name)),
+        ["shutdown", "poweroff", "change_type", "poweron"].map(|name| count_actions(&stack, name)),
         [1, 0, 1, 1]
     );
 
@@ -103,19 +103,19 @@ async fn resize_to_the_current_type_changes_nothing() {
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
     let same = resize(&stack, &process, &guest.machine, "cpx22").await;
-    let shape =
+    let expected =
         json!({"machineId": guest.machine, "serverType": "cpx22", "status": "running", "operationId": null});
-    assert_eq!((same.status, same.body), (200, shape));
-    assert_eq!(actions(&stack, ""), 0);
+    assert_eq!((same.status, same.body), (200, expected));
+    assert_eq!(count_actions(&stack, ""), 0);
 
-    let keyed = |to: &str| {
+    let request_with_key = |to: &str| {
         let request = stack.request(&process, Method::POST, &format!("/vps/{}/resize", guest.machine));
         request.bearer_auth(SECRET).header("idempotency-key", "k").json(&json!({"serverType": to}))
     };
-    let first = stack.send(keyed("cpx32")).await;
-    let again = stack.send(keyed("cpx32")).await;
+    let first = stack.send(request_with_key("cpx32")).await;
+    let again = stack.send(request_with_key("cpx32")).await;
     assert_eq!((first.status, &first.body), (again.status, &again.body));
-    stack.send(keyed("cpx52")).await.assert_problem(422, "idempotency_mismatch");
+    stack.send(request_with_key("cpx52")).await.assert_problem(422, "idempotency_mismatch");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -124,51 +124,55 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
     let path = format!("/vps/{}/resize", guest.machine);
-    let no = |response: ApiResponse, status: u16, code: &'static str| {
+    let assert_refused = |response: ApiResponse, status: u16, code: &'static str| {
         response.assert_problem(status, code);
         let text = response.text.to_lowercase();
         assert!(
             !text.contains("scripted") && !text.contains("hetzner") && !text.contains("action"),
             "{text}"
         );
-        assert_eq!(actions(&stack, ""), 0, "{code}");
+        assert_eq!(count_actions(&stack, ""), 0, "{code}");
     };
     let none = stack.request(&process, Method::POST, &path).json(&json!({"serverType": "cpx32"}));
-    no(stack.send(none).await, 401, "unauthorized");
+    assert_refused(stack.send(none).await, 401, "unauthorized");
     let own = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
-    no(stack.send(own.json(&json!({"serverType": "cpx32"}))).await, 401, "unauthorized");
-    no(resize(&stack, &process, "not-a-uuid", "cpx32").await, 400, "invalid_request");
-    no(stack.post(&process, &path, &json!({})).await, 400, "invalid_request");
-    no(stack.post(&process, &path, &json!({"serverType": "cpx32", "x": 1})).await, 400, "invalid_request");
-    no(stack.post(&process, &path, &json!({"serverType": 32})).await, 400, "invalid_request");
+    assert_refused(stack.send(own.json(&json!({"serverType": "cpx32"}))).await, 401, "unauthorized");
+    assert_refused(resize(&stack, &process, "not-a-uuid", "cpx32").await, 400, "invalid_request");
+    assert_refused(stack.post(&process, &path, &json!({})).await, 400, "invalid_request");
+    assert_refused(
+        stack.post(&process, &path, &json!({"serverType": "cpx32", "x": 1})).await,
+        400,
+        "invalid_request",
+    );
+    assert_refused(stack.post(&process, &path, &json!({"serverType": 32})).await, 400, "invalid_request");
     let unknown = uuid::Uuid::now_v7().to_string();
-    no(resize(&stack, &process, &unknown, "cpx32").await, 404, "machine_not_found");
-    no(resize(&stack, &process, &guest.machine, "cpx99").await, 403, "server_type_not_allowed");
-    // Offered by the provider, but not part of any plan.
-    no(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");
+    assert_refused(resize(&stack, &process, &unknown, "cpx32").await, 404, "machine_not_found");
+    assert_refused(resize(&stack, &process, &guest.machine, "cpx99").await, 403, "server_type_not_allowed");
+    // The provider offers this type, but no plan includes it.
+    assert_refused(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");
 
     let slot = |plan: &str, status: &str| json!({"idpUserId": "user_1", "plan": plan, "status": status});
     let set =
         |body: Value| stack.request(&process, Method::PUT, "/vps/slots").bearer_auth(SECRET).json(&body);
     assert_eq!(stack.send(set(slot("starter", "active"))).await.status, 200);
-    no(resize(&stack, &process, &guest.machine, "cpx32").await, 403, "server_type_not_allowed");
+    assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 403, "server_type_not_allowed");
     assert_eq!(stack.send(set(slot("max", "inactive"))).await.status, 200);
-    no(resize(&stack, &process, &guest.machine, "cpx32").await, 402, "subscription_required");
-    // Without enforcement only the server's own disk limits the types.
+    assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 402, "subscription_required");
+    // Without billing enforcement, only the size of the server's disk limits the types.
     let free = stack.start_platform_with(&[("BILLING_ENFORCEMENT", "false")]);
-    no(resize(&stack, &free, &guest.machine, "cpx12").await, 409, "disk_would_shrink");
-    let strange = resize(&stack, &free, &guest.machine, "cpx99").await;
-    assert_eq!(strange.body["errors"][0]["pointer"], "/serverType", "{strange:?}");
-    no(strange, 400, "invalid_request");
+    assert_refused(resize(&stack, &free, &guest.machine, "cpx12").await, 409, "disk_would_shrink");
+    let unknown_type = resize(&stack, &free, &guest.machine, "cpx99").await;
+    assert_eq!(unknown_type.body["errors"][0]["pointer"], "/serverType", "{unknown_type:?}");
+    assert_refused(unknown_type, 400, "invalid_request");
     assert_eq!(stack.send(set(slot("max", "active"))).await.status, 200);
 
     let broken = || Fault::Status { status: 500, code: "server_error".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(9, "GET", "/server_types", broken()));
-    no(resize(&stack, &process, &guest.machine, "cpx32").await, 502, "provisioning_error");
-    // A type outside the plan is refused without a call of the provider.
-    no(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");
+    assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 502, "provisioning_error");
+    // A type outside the plan is refused without a call to the provider.
+    assert_refused(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");
     stack.provider.clear_faults();
-    assert_eq!(record(&stack, &process, &guest).await["status"], "running");
+    assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "running");
 
     let provisioned = stack.provision(&process, "user_2").await;
     let booting = provisioned["machineId"].as_str().unwrap();
@@ -177,9 +181,9 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
         (&refused.body["machineStatus"], &refused.body["allowed"]),
         (&json!("provisioning"), &json!(["running"]))
     );
-    no(refused, 409, "invalid_state");
+    assert_refused(refused, 409, "invalid_state");
     stack.delete(&process, &format!("/vps/{booting}")).await;
-    no(resize(&stack, &process, booting, "cpx32").await, 404, "machine_not_found");
+    assert_refused(resize(&stack, &process, booting, "cpx32").await, 404, "machine_not_found");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -192,8 +196,8 @@ async fn resize_requires_a_provider_server_id() {
     let refused = resize(&stack, &process, &guest.machine, "cpx32").await;
     refused.assert_problem(409, "invalid_state");
     assert!(refused.body["detail"].as_str().unwrap().contains("no server"), "{refused:?}");
-    assert_eq!(actions(&stack, ""), 0);
-    assert_eq!(record(&stack, &process, &guest).await["serverType"], "cpx22");
+    assert_eq!(count_actions(&stack, ""), 0);
+    assert_eq!(fetch_record(&stack, &process, &guest).await["serverType"], "cpx22");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -201,14 +205,14 @@ async fn resize_down_checks_the_actual_disk_size() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    assert_eq!(resized(&stack, &process, &guest).await["state"], "succeeded");
-    // Its type would have 160 GB; the disk still has 80, so it fits.
+    assert_eq!(resize_until_ended(&stack, &process, &guest).await["state"], "succeeded");
+    // The disk of the current type would have 160 GB, but the actual disk still has 80 GB, so the smaller type fits.
     let back = resize(&stack, &process, &guest.machine, "cpx22").await;
     assert_eq!(back.status, 202, "{back:?}");
     let ended =
         stack.wait_until_ended_with_heartbeats(&process, back.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
-    assert_eq!(record(&stack, &process, &guest).await["serverType"], "cpx22");
+    assert_eq!(fetch_record(&stack, &process, &guest).await["serverType"], "cpx22");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -220,14 +224,14 @@ async fn waiting_caller_gets_the_final_type() {
     let request = stack.request(&process, Method::POST, &format!("/vps/{}/resize", guest.machine));
     let request =
         request.bearer_auth(SECRET).header("prefer", "wait=30").json(&json!({"serverType": "cpx32"}));
-    let beats = async {
+    let send_heartbeats = async {
         loop {
             stack.try_send_heartbeats(process.base.clone()).await;
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         }
     };
     let response =
-        tokio::select! { response = stack.send(request) => response, () = beats => unreachable!() };
+        tokio::select! { response = stack.send(request) => response, () = send_heartbeats => unreachable!() };
     assert_eq!(
         (&response.body["status"], &response.body["serverType"]),
         (&json!("running"), &json!("cpx22"))

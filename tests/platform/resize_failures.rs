@@ -1,48 +1,48 @@
-//! Failed resizes: in every case the server is switched on again, and the row has its actual type.
+//! Failed resizes: in every case, the server is switched on again, and the machine's record has the actual type.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
-use super::resize::{actions, record, resize, resized};
+use super::resize::{count_actions, fetch_record, resize, resize_until_ended};
 use super::stack::{Guest, Process, Stack, heartbeat_of};
 
-fn refusing(status: u16) -> Fault {
+fn refusal(status: u16) -> Fault {
     Fault::Status { status, code: "server_error".to_owned(), reset_in_seconds: None }
 }
 
-fn server(stack: &Stack) -> (Power, String) {
+fn server_state(stack: &Stack) -> (Power, String) {
     let server = stack.provider.servers().remove(0);
     (server.status, server.server_type)
 }
 
-/// The change did not happen, and the machine runs as before.
+/// Asserts that the type has not changed and that the machine runs as before.
 async fn assert_reverted(stack: &Stack, process: &Process, guest: &Guest, operation: &Value) {
     assert_eq!(
         (&operation["state"], &operation["errorCode"]),
         (&json!("failed"), &json!("resize")),
         "{operation}"
     );
-    let now = record(stack, process, guest).await;
+    let now = fetch_record(stack, process, guest).await;
     assert_eq!((&now["status"], &now["serverType"]), (&json!("running"), &json!("cpx22")), "{}", stack.log());
     assert_eq!(now["failure"], Value::Null);
-    assert_eq!(server(stack), (Power::Running, "cpx22".to_owned()));
+    assert_eq!(server_state(stack), (Power::Running, "cpx22".to_owned()));
     assert_eq!(stack.provider.creations().len(), 1);
 }
 
 async fn assert_changed(stack: &Stack, process: &Process, guest: &Guest, operation: &Value) {
     assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
-    let now = record(stack, process, guest).await;
+    let now = fetch_record(stack, process, guest).await;
     assert_eq!((&now["status"], &now["serverType"]), (&json!("running"), &json!("cpx32")));
-    assert_eq!(server(stack), (Power::Running, "cpx32".to_owned()));
+    assert_eq!(server_state(stack), (Power::Running, "cpx32".to_owned()));
     assert_eq!(stack.provider.creations().len(), 1);
 }
 
-/// A platform with one running machine.
-async fn setup() -> (Stack, Process, Guest) {
-    setup_with(&[]).await
+/// Starts a platform with one running machine.
+async fn start_with_machine() -> (Stack, Process, Guest) {
+    start_with_settings(&[]).await
 }
 
-async fn setup_with(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
+async fn start_with_settings(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(settings);
     let guest = stack.start_machine(&process, "user_1").await;
@@ -51,37 +51,37 @@ async fn setup_with(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn host_that_ignores_shutdown_is_powered_off() {
-    let (stack, process, guest) = setup().await;
+    let (stack, process, guest) = start_with_machine().await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-    let ended = resized(&stack, &process, &guest).await;
+    let ended = resize_until_ended(&stack, &process, &guest).await;
     assert_changed(&stack, &process, &guest, &ended).await;
-    assert_eq!((actions(&stack, "shutdown"), actions(&stack, "poweroff")), (1, 1));
+    assert_eq!((count_actions(&stack, "shutdown"), count_actions(&stack, "poweroff")), (1, 1));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn lost_replies_are_resolved_by_the_server_state() {
+async fn lost_responses_are_resolved_by_the_server_state() {
     for lost in ["shutdown", "change_type", "poweron"] {
-        let (stack, process, guest) = setup().await;
+        let (stack, process, guest) = start_with_machine().await;
         stack.provider.fault(FaultRule::once("POST", lost, Fault::LostReplyAfterCommit));
-        let ended = resized(&stack, &process, &guest).await;
+        let ended = resize_until_ended(&stack, &process, &guest).await;
         assert_changed(&stack, &process, &guest, &ended).await;
         assert!(stack.provider.pending_faults().is_empty(), "{lost}");
-        assert_eq!(actions(&stack, "change_type"), 1, "{lost}");
+        assert_eq!(count_actions(&stack, "change_type"), 1, "{lost}");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn transient_failures_are_retried() {
     for (step, fault) in [
-        ("shutdown", refusing(503)),
-        ("change_type", refusing(500)),
+        ("shutdown", refusal(503)),
+        ("change_type", refusal(500)),
         ("change_type", Fault::LostRequest),
-        ("poweron", refusing(502)),
+        ("poweron", refusal(502)),
         ("poweron", Fault::ActionError),
     ] {
-        let (stack, process, guest) = setup().await;
+        let (stack, process, guest) = start_with_machine().await;
         stack.provider.fault(FaultRule::times(2, "POST", step, fault.clone()));
-        let ended = resized(&stack, &process, &guest).await;
+        let ended = resize_until_ended(&stack, &process, &guest).await;
         assert_changed(&stack, &process, &guest, &ended).await;
         assert!(stack.provider.pending_faults().is_empty(), "{step} {fault:?}");
     }
@@ -90,16 +90,17 @@ async fn transient_failures_are_retried() {
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_change_keeps_the_old_type_running() {
     let invalid = Fault::Status { status: 422, code: "invalid_input".to_owned(), reset_in_seconds: None };
-    for (fault, why) in
-        [(Fault::ActionError, "the provider's type change failed"), (invalid, "the provider refused")]
-    {
-        let (stack, process, guest) = setup().await;
+    for (fault, why) in [
+        (Fault::ActionError, "the provider's type change failed"),
+        (invalid, "the provider refused the request"),
+    ] {
+        let (stack, process, guest) = start_with_machine().await;
         stack.provider.fault(FaultRule::once("POST", "change_type", fault));
-        let ended = resized(&stack, &process, &guest).await;
+        let ended = resize_until_ended(&stack, &process, &guest).await;
         assert_reverted(&stack, &process, &guest, &ended).await;
         let lines = ended["log"].as_array().unwrap();
-        let given_up = lines.iter().find(|line| line["outcome"] == "given_up").unwrap();
-        assert_eq!((&given_up["step"], given_up["detail"].as_str()), (&json!("change_type"), Some(why)));
+        let abandoned = lines.iter().find(|line| line["outcome"] == "given_up").unwrap();
+        assert_eq!((&abandoned["step"], abandoned["detail"].as_str()), (&json!("change_type"), Some(why)));
     }
 }
 
@@ -107,35 +108,35 @@ async fn failed_change_keeps_the_old_type_running() {
 async fn resize_fails_when_the_provider_never_completes() {
     for step in ["poweroff", "change_type"] {
         let settings = [("RESIZE_SHUTDOWN_SECONDS", "1"), ("RESIZE_CHANGE_SECONDS", "2")];
-        let (stack, process, guest) = setup_with(&settings).await;
+        let (stack, process, guest) = start_with_settings(&settings).await;
         stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-        stack.provider.fault(FaultRule::times(1000, "POST", step, refusing(503)));
-        let ended = resized(&stack, &process, &guest).await;
+        stack.provider.fault(FaultRule::times(1000, "POST", step, refusal(503)));
+        let ended = resize_until_ended(&stack, &process, &guest).await;
         assert_reverted(&stack, &process, &guest, &ended).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
-    let (stack, process, guest) = setup_with(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
-    stack.provider.fault(FaultRule::times(1000, "POST", "poweron", refusing(503)));
-    let ended = resized(&stack, &process, &guest).await;
+    let (stack, process, guest) = start_with_settings(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+    stack.provider.fault(FaultRule::times(1000, "POST", "poweron", refusal(503)));
+    let ended = resize_until_ended(&stack, &process, &guest).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("resize")), "{ended}");
-    let now = record(&stack, &process, &guest).await;
+    let now = fetch_record(&stack, &process, &guest).await;
     assert_eq!((&now["status"], &now["failure"]["cause"]), (&json!("failed"), &json!("resize")));
     assert_eq!(now["failure"]["stage"], "power_on");
 
-    // An unhealthy heartbeat or one of another epoch does not reinstate it.
-    let mut ill = heartbeat_of(&guest);
-    ill["health"]["gateway"] = json!("failing");
-    stack.send_heartbeat(&process, &guest, &ill).await;
+    // An unhealthy heartbeat, or one of another epoch, does not return the machine to service.
+    let mut unhealthy = heartbeat_of(&guest);
+    unhealthy["health"]["gateway"] = json!("failing");
+    stack.send_heartbeat(&process, &guest, &unhealthy).await;
     let mut other = heartbeat_of(&guest);
     other["epoch"] = json!(7);
     stack.send_heartbeat(&process, &guest, &other).await;
-    assert_eq!(record(&stack, &process, &guest).await["status"], "failed");
-    // Nor does a heartbeat in flight when the power was cut.
+    assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "failed");
+    // Neither does a heartbeat that was in flight when the power was cut.
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
-    assert_eq!(record(&stack, &process, &guest).await["status"], "failed");
+    assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "failed");
     stack.provider.clear_faults();
     let id = stack.provider.servers().remove(0).id;
     let on =
@@ -143,14 +144,14 @@ async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
     assert!(on.bearer_auth(stack.provider.token()).send().await.unwrap().status().is_success());
     stack.provider.wait_for_power(&format!("svc-{}", guest.machine), Power::Running).await.unwrap();
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
-    let now = record(&stack, &process, &guest).await;
+    let now = fetch_record(&stack, &process, &guest).await;
     assert_eq!((&now["status"], &now["failure"]), (&json!("running"), &Value::Null));
     assert_eq!(now["serverType"], "cpx32", "the type that the provider reports");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_fails_without_a_later_heartbeat() {
-    let (stack, process, guest) = setup_with(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+    let (stack, process, guest) = start_with_settings(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
     let response = resize(&stack, &process, &guest.machine, "cpx32").await;
     let path = format!("/vps/operations/{}", response.body["operationId"].as_str().unwrap());
     let ended = || async {
@@ -159,14 +160,14 @@ async fn resize_fails_without_a_later_heartbeat() {
     };
     let ended = stack.eventually("the operation ends", ended).await;
     assert_eq!(ended["state"], "failed", "{ended}");
-    let failure = record(&stack, &process, &guest).await["failure"].clone();
+    let failure = fetch_record(&stack, &process, &guest).await["failure"].clone();
     assert_eq!((&failure["cause"], &failure["stage"]), (&json!("resize"), &json!("await_health")));
-    assert_eq!(server(&stack), (Power::Running, "cpx32".to_owned()));
+    assert_eq!(server_state(&stack), (Power::Running, "cpx32".to_owned()));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_that_vanishes_during_a_resize_fails_as_gone() {
-    let (stack, process, guest) = setup().await;
+    let (stack, process, guest) = start_with_machine().await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let response = resize(&stack, &process, &guest.machine, "cpx32").await;
     stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
@@ -174,14 +175,14 @@ async fn server_that_vanishes_during_a_resize_fails_as_gone() {
         .wait_until_ended_with_heartbeats(&process, response.body["operationId"].as_str().unwrap())
         .await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("server_gone")), "{ended}");
-    let now = record(&stack, &process, &guest).await;
+    let now = fetch_record(&stack, &process, &guest).await;
     assert_eq!((&now["status"], &now["failure"]["cause"]), (&json!("failed"), &json!("server_gone")));
     assert_eq!(stack.provider.creations().len(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn fail_delete_and_recover_end_an_open_resize() {
-    let (stack, process, guest) = setup_with(&[("RESIZE_SHUTDOWN_SECONDS", "3")]).await;
+    let (stack, process, guest) = start_with_settings(&[("RESIZE_SHUTDOWN_SECONDS", "3")]).await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let operation = resize(&stack, &process, &guest.machine, "cpx32").await.body["operationId"].clone();
     let reason = json!({"reason": "it hangs"});
@@ -205,52 +206,52 @@ async fn fail_delete_and_recover_end_an_open_resize() {
         stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_3", "acceptLoss": true})).await.body;
     let ended = stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
-    let two = || async { (stack.provider.servers().len() == 2).then_some(()) };
-    stack.eventually("the failed machine of user_1 and the new one remain", two).await;
+    let two_remain = || async { (stack.provider.servers().len() == 2).then_some(()) };
+    stack.eventually("the failed machine of user_1 and the new one remain", two_remain).await;
     let new = format!("svc-{}", recovery["machineId"].as_str().unwrap());
     assert!(stack.provider.server_by_name(&new).is_some());
 }
 
-/// A resize that has switched the server off and is stuck.
-async fn stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest, String) {
+/// Starts a resize that is stuck after it has switched the server off.
+async fn start_stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest, String) {
     let mut settings = settings.to_vec();
     settings.push(("RESIZE_SHUTDOWN_SECONDS", "1"));
-    let (stack, process, guest) = setup_with(&settings).await;
-    stack.provider.fault(FaultRule::times(1000, "POST", "change_type", refusing(503)));
+    let (stack, process, guest) = start_with_settings(&settings).await;
+    stack.provider.fault(FaultRule::times(1000, "POST", "change_type", refusal(503)));
     let accepted = resize(&stack, &process, &guest.machine, "cpx32").await;
     let operation = accepted.body["operationId"].as_str().unwrap().to_owned();
     let path = format!("/vps/operations/{operation}");
     let is_off = || async {
         let found = stack.get(&process, &path).await.body;
-        (found["step"] == "change_type" && server(&stack).0 == Power::Off).then_some(())
+        (found["step"] == "change_type" && server_state(&stack).0 == Power::Off).then_some(())
     };
     stack.eventually("the server is off", is_off).await;
     (stack, process, guest, operation)
 }
 
-/// Plays the host until its server is on and the machine has no open operation, and returns its operations.
-async fn settled(stack: &Stack, process: &Process, guest: &Guest) -> Value {
+/// Sends the host's heartbeats until the server is on and the machine has no open operation. Returns its operations.
+async fn wait_until_settled(stack: &Stack, process: &Process, guest: &Guest) -> Value {
     let check = || async {
-        if server(stack).0 == Power::Running {
+        if server_state(stack).0 == Power::Running {
             stack.send_heartbeat(process, guest, &heartbeat_of(guest)).await;
         }
-        let operations = record(stack, process, guest).await["operations"].clone();
+        let operations = fetch_record(stack, process, guest).await["operations"].clone();
         let ended = operations.as_array()?.iter().all(|operation| operation["state"] != "running");
-        (ended && server(stack).0 == Power::Running).then_some(operations)
+        (ended && server_state(stack).0 == Power::Running).then_some(operations)
     };
     stack.eventually("the server is on", check).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_cancelled_by_fail_switches_server_on() {
-    let (stack, process, guest, _) = stuck_resize(&[]).await;
+    let (stack, process, guest, _) = start_stuck_resize(&[]).await;
     let path = format!("/vps/{}/fail", guest.machine);
     assert_eq!(stack.post(&process, &path, &json!({"reason": "stuck"})).await.status, 200);
-    let operations = settled(&stack, &process, &guest).await;
+    let operations = wait_until_settled(&stack, &process, &guest).await;
     let state_of = |n: usize| (operations[n]["kind"].clone(), operations[n]["state"].clone());
     assert_eq!(state_of(0), (json!("power_on"), json!("succeeded")), "{operations}");
     assert_eq!(state_of(1), (json!("resize"), json!("cancelled")), "{operations}");
-    assert_eq!(record(&stack, &process, &guest).await["status"], "failed");
+    assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "failed");
     let resumed = stack.post(&process, &format!("/vps/{}/resume", guest.machine), &json!({})).await;
     assert_eq!((resumed.status, &resumed.body["serverType"]), (200, &json!("cpx22")), "{resumed:?}");
 }
@@ -258,37 +259,37 @@ async fn resize_cancelled_by_fail_switches_server_on() {
 #[tokio::test(flavor = "multi_thread")]
 async fn overdue_resize_switches_server_on() {
     let settings = [("RESIZE_CHANGE_SECONDS", "600"), ("OPERATION_LIMIT_SECONDS", "4")];
-    let (stack, process, guest, operation) = stuck_resize(&settings).await;
+    let (stack, process, guest, operation) = start_stuck_resize(&settings).await;
     let path = format!("/vps/operations/{operation}");
     let hung = || async { (stack.get(&process, &path).await.body["state"] == "failed").then_some(()) };
     stack.eventually("the reconciler ends the operation", hung).await;
-    settled(&stack, &process, &guest).await;
+    wait_until_settled(&stack, &process, &guest).await;
     let runs = || async {
         stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
-        (record(&stack, &process, &guest).await["status"] == "running").then_some(())
+        (fetch_record(&stack, &process, &guest).await["status"] == "running").then_some(())
     };
     stack.eventually("a heartbeat reinstates the machine", runs).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_cancelled_by_delete_and_undone_switches_server_on() {
-    let (stack, process, guest, _) = stuck_resize(&[("DELETE_GRACE_SECONDS", "600")]).await;
+    let (stack, process, guest, _) = start_stuck_resize(&[("DELETE_GRACE_SECONDS", "600")]).await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     let path = format!("/vps/{}/undelete", guest.machine);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
-    let is_on = || async { (server(&stack).0 == Power::Running).then_some(()) };
+    let is_on = || async { (server_state(&stack).0 == Power::Running).then_some(()) };
     stack.eventually("the server is on", is_on).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_cancelled_by_abandoned_recovery_switches_server_on() {
-    let (stack, process, _guest, _) = stuck_resize(&[("LAST_BACKUP_DEADLINE_SECONDS", "600")]).await;
+    let (stack, process, _guest, _) = start_stuck_resize(&[("LAST_BACKUP_DEADLINE_SECONDS", "600")]).await;
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
     assert_eq!(recovery.status, 202, "{recovery:?}");
     let path = format!("/vps/operations/{}/abandon", recovery.body["operationId"].as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
-    let is_on = || async { (server(&stack).0 == Power::Running).then_some(()) };
+    let is_on = || async { (server_state(&stack).0 == Power::Running).then_some(()) };
     stack.eventually("the server is on", is_on).await;
 }

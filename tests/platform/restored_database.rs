@@ -1,5 +1,5 @@
-//! The platform's database is restored from an older copy: its open operations have been decided since, as the store
-//! shows.
+//! The platform's database is restored from an older copy. The operations that are open in the copy have ended since
+//! then, as the store shows.
 
 use kit::pg::copy::TablesCopy;
 use kit::provider::Power;
@@ -8,13 +8,13 @@ use reqwest::Method;
 use serde_json::{Value, json};
 use tokio_postgres::Client;
 
-use super::internal_host::{Host, host};
+use super::internal_host::{Host, start_host};
 use super::stack::{Guest, Process, SECRET, Stack, heartbeat_of, provision_body, registration};
 
 const BACKUP: &str = "/_svc/internal/backup";
 
-/// A stack whose database can be reset to a saved copy.
-pub(super) struct Restorable {
+/// A platform whose database can be reset to a saved copy.
+pub(super) struct RestorablePlatform {
     pub stack: Stack,
     pub process: Option<Process>,
     client: Client,
@@ -22,7 +22,7 @@ pub(super) struct Restorable {
     pub settings: Vec<(&'static str, &'static str)>,
 }
 
-impl Restorable {
+impl RestorablePlatform {
     pub async fn start(settings: &[(&'static str, &'static str)]) -> Self {
         let stack = Stack::start().await;
         let client = stack.database.connect().await.unwrap();
@@ -50,21 +50,21 @@ impl Restorable {
         self.process = Some(self.stack.start_platform_with(&settings));
     }
 
-    pub async fn record(&self, machine: &str) -> Value {
+    pub async fn fetch_record(&self, machine: &str) -> Value {
         self.stack.get(self.process(), &format!("/vps/{machine}")).await.body
     }
 
-    pub fn power(&self, machine: &str) -> Option<Power> {
+    pub fn power_state(&self, machine: &str) -> Option<Power> {
         self.stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
     }
 
-    pub async fn until_status(&self, machine: &str, status: &str) -> Value {
-        let is = || async {
-            let found = self.record(machine).await;
+    pub async fn wait_for_status(&self, machine: &str, status: &str) -> Value {
+        let has_status = || async {
+            let found = self.fetch_record(machine).await;
             (found["status"] == status && found["retiredAt"].is_null() && found["deletedAt"].is_null())
                 .then_some(found)
         };
-        self.stack.eventually(status, is).await
+        self.stack.eventually(status, has_status).await
     }
 
     pub async fn abandon(&self, operation: &str) {
@@ -74,7 +74,7 @@ impl Restorable {
     }
 
     /// Waits until a deletion needs a decision because the database is older than the store.
-    pub async fn until_asking(&self, operation: &str) {
+    pub async fn wait_for_question(&self, operation: &str) {
         let waiting = || async {
             let found = self.stack.get(self.process(), operation).await.body;
             (!found["question"].is_null()).then_some(found)
@@ -83,35 +83,35 @@ impl Restorable {
         assert_eq!(waiting["question"]["code"], "database_behind_store", "{waiting}");
     }
 
-    pub async fn until_backup_requested(&self, host: &Host) {
-        let is_requested = || async { (host.calls("POST", BACKUP) > 0).then_some(()) };
+    pub async fn wait_for_backup_request(&self, host: &Host) {
+        let is_requested = || async { (host.call_count("POST", BACKUP) > 0).then_some(()) };
         self.stack.eventually("the final backup is requested", is_requested).await;
     }
 
-    pub async fn until_fenced_at(&self, epoch: u64) {
+    pub async fn wait_for_fence(&self, epoch: u64) {
         let fenced = || async { (self.stack.pointer("user_1")["fenceEpoch"] == epoch).then_some(()) };
-        self.stack.eventually("the fence", fenced).await;
+        self.stack.eventually("the fence has the epoch", fenced).await;
     }
 
-    pub async fn send_heartbeat(&self, guest: &Guest, epoch: u64, more: Value) -> Value {
+    pub async fn send_heartbeat(&self, guest: &Guest, epoch: u64, registration: Value) -> Value {
         let mut beat = heartbeat_of(guest);
         beat["epoch"] = json!(epoch);
-        if !more.is_null() {
-            beat["registration"] = more;
+        if !registration.is_null() {
+            beat["registration"] = registration;
         }
         self.stack.send_heartbeat(self.process(), guest, &beat).await.body
     }
 
     /// Sends heartbeats under this epoch until the machine runs.
-    pub async fn beat_until_running(&self, guest: &Guest, epoch: u64) {
+    pub async fn send_heartbeats_until_running(&self, guest: &Guest, epoch: u64) {
         let runs = || async {
             self.send_heartbeat(guest, epoch, Value::Null).await;
             (self.stack.status(self.process(), &guest.machine).await == "running").then_some(())
         };
-        self.stack.eventually("it runs", runs).await;
+        self.stack.eventually("the machine runs", runs).await;
     }
 
-    pub async fn until_in_fleet(&self, what: &str) {
+    pub async fn wait_until_fleet_shows(&self, what: &str) {
         let shown = || async {
             let fleet = self.stack.get(self.process(), "/vps/fleet").await.body.to_string();
             fleet.contains(what).then_some(())
@@ -126,317 +126,342 @@ pub(super) fn id(response: &Value, name: &str) -> String {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn recovery_abandoned_after_the_copy_changes_nothing() {
-    let mut it = Restorable::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
-    let old = host(&it.stack, it.process()).await;
+    let mut platform = RestorablePlatform::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
+    let old = start_host(&platform.stack, platform.process()).await;
     let machine = old.guest.machine.clone();
-    it.stack.snapshot("user_1");
-    let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    it.until_backup_requested(&old).await;
-    it.save().await;
-    it.abandon(&format!("/vps/operations/{}", id(&recovery, "operationId"))).await;
-    it.until_fenced_at(3).await;
-    it.until_status(&machine, "running").await;
-    it.send_heartbeat(&old.guest, 3, Value::Null).await;
+    platform.stack.snapshot("user_1");
+    let recovery =
+        platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    platform.wait_for_backup_request(&old).await;
+    platform.save().await;
+    platform.abandon(&format!("/vps/operations/{}", id(&recovery, "operationId"))).await;
+    platform.wait_for_fence(3).await;
+    platform.wait_for_status(&machine, "running").await;
+    platform.send_heartbeat(&old.guest, 3, Value::Null).await;
 
-    it.restore(&[]).await;
-    // The copy's operation would request a final backup at once.
-    old.store_backup(&it.stack, "user_1");
-    let back = it.until_status(&machine, "running").await;
+    platform.restore(&[]).await;
+    // The copy's operation would immediately request a final backup.
+    old.store_backup(&platform.stack, "user_1");
+    let back = platform.wait_for_status(&machine, "running").await;
     assert_eq!(back["epoch"], 3, "{back}");
-    let failed = it.record(&id(&recovery, "machineId")).await;
+    let failed = platform.fetch_record(&id(&recovery, "machineId")).await;
     assert_eq!(failed["failure"]["cause"], "fenced", "{failed}");
     assert!(failed["failure"]["message"].as_str().unwrap().contains("older than the store"), "{failed}");
-    assert_eq!(it.power(&machine), Some(Power::Running));
+    assert_eq!(platform.power_state(&machine), Some(Power::Running));
     for path in ["/shutdown", "/poweroff"] {
-        assert_eq!(it.stack.provider.call_count("POST", path), 0, "{path}");
+        assert_eq!(platform.stack.provider.call_count("POST", path), 0, "{path}");
     }
-    it.stack.assert_only_server(&machine);
-    it.until_in_fleet("database_behind_store").await;
+    platform.stack.assert_only_server(&machine);
+    platform.wait_until_fleet_shows("database_behind_store").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn registration_of_a_recovery_failed_since_is_refused() {
-    let mut it = Restorable::start(&[]).await;
-    let old = it.stack.start_machine(it.process(), "user_1").await;
-    it.stack.snapshot("user_1");
-    let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    let new = it.stack.wait_for_guest(it.process(), &id(&recovery, "machineId")).await;
-    it.save().await;
+    let mut platform = RestorablePlatform::start(&[]).await;
+    let old = platform.stack.start_machine(platform.process(), "user_1").await;
+    platform.stack.snapshot("user_1");
+    let recovery =
+        platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    let new = platform.stack.wait_for_guest(platform.process(), &id(&recovery, "machineId")).await;
+    platform.save().await;
     let path = format!("/vps/{}/boot-failure", new.machine);
-    let report = it.stack.request(it.process(), Method::POST, &path).bearer_auth(&new.registration_token);
-    let report = it.stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
+    let report =
+        platform.stack.request(platform.process(), Method::POST, &path).bearer_auth(&new.registration_token);
+    let report = platform.stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
     assert_eq!(report.status, 202, "{report:?}");
-    it.until_fenced_at(3).await;
-    it.restore(&[]).await;
-    let refused = it.stack.register(it.process(), &new).await;
+    platform.wait_for_fence(3).await;
+    platform.restore(&[]).await;
+    let refused = platform.stack.register(platform.process(), &new).await;
     assert!(matches!(refused.status, 401 | 409), "{refused:?}");
-    it.until_status(&old.machine, "failed").await;
-    assert_eq!(it.record(&old.machine).await["failure"]["cause"], "reinstating");
-    it.until_fenced_at(3).await;
-    it.beat_until_running(&old, 3).await;
+    platform.wait_for_status(&old.machine, "failed").await;
+    assert_eq!(platform.fetch_record(&old.machine).await["failure"]["cause"], "reinstating");
+    platform.wait_for_fence(3).await;
+    platform.send_heartbeats_until_running(&old, 3).await;
 }
 
-/// A deletion that was undone after the copy and waits for a decision under the restored copy; returns the path of its operation.
-async fn undone_deletion(query: &str) -> (Restorable, Host, String) {
-    let mut it = Restorable::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
-    let old = host(&it.stack, it.process()).await;
+/// Starts a deletion that is undone after the copy was saved, and waits for a decision after the copy was restored.
+/// Returns the path of its operation.
+async fn start_undone_deletion(query: &str) -> (RestorablePlatform, Host, String) {
+    let mut platform = RestorablePlatform::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
+    let old = start_host(&platform.stack, platform.process()).await;
     let machine = old.guest.machine.clone();
-    let deleted = it.stack.delete(it.process(), &format!("/vps/{machine}{query}")).await.body;
-    it.until_backup_requested(&old).await;
-    it.save().await;
-    let undone = it.stack.post(it.process(), &format!("/vps/{machine}/undelete"), &json!({})).await;
+    let deleted = platform.stack.delete(platform.process(), &format!("/vps/{machine}{query}")).await.body;
+    platform.wait_for_backup_request(&old).await;
+    platform.save().await;
+    let undone =
+        platform.stack.post(platform.process(), &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!(undone.status, 202, "{undone:?}");
-    it.until_fenced_at(2).await;
-    it.restore(&[]).await;
+    platform.wait_for_fence(2).await;
+    platform.restore(&[]).await;
     let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
-    it.until_asking(&operation).await;
-    (it, old, operation)
+    platform.wait_for_question(&operation).await;
+    (platform, old, operation)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_undone_after_the_copy_waits_for_operator() {
-    let (it, old, operation) = undone_deletion("").await;
+    let (platform, old, operation) = start_undone_deletion("").await;
     let machine = old.guest.machine.clone();
-    assert_eq!(it.power(&machine), Some(Power::Running));
+    assert_eq!(platform.power_state(&machine), Some(Power::Running));
     // A host that the fence in the store names is not reported as superseded.
-    assert_eq!(it.send_heartbeat(&old.guest, 2, Value::Null).await["superseded"], false);
-    it.abandon(&operation).await;
-    it.beat_until_running(&old.guest, 2).await;
+    assert_eq!(platform.send_heartbeat(&old.guest, 2, Value::Null).await["superseded"], false);
+    platform.abandon(&operation).await;
+    platform.send_heartbeats_until_running(&old.guest, 2).await;
 }
 
-/// An operator's acceptance from before the copy concerned an earlier state.
+/// A loss that an operator accepted before the copy was saved concerned an earlier state.
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_undone_after_the_copy_continues_when_confirmed() {
-    let (it, old, operation) = undone_deletion("?acceptLoss=true").await;
+    let (platform, old, operation) = start_undone_deletion("?acceptLoss=true").await;
     let machine = old.guest.machine.clone();
     // A new check is not a confirmation.
-    assert_eq!(it.stack.post(it.process(), &format!("{operation}/continue"), &json!({})).await.status, 200);
-    it.until_asking(&operation).await;
-    let accepted =
-        it.stack.post(it.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true})).await;
+    assert_eq!(
+        platform.stack.post(platform.process(), &format!("{operation}/continue"), &json!({})).await.status,
+        200
+    );
+    platform.wait_for_question(&operation).await;
+    let accepted = platform
+        .stack
+        .post(platform.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true}))
+        .await;
     assert_eq!(accepted.status, 200, "{accepted:?}");
     let off = || async {
-        old.store_backup(&it.stack, "user_1");
-        (it.power(&machine) == Some(Power::Off)).then_some(())
+        old.store_backup(&platform.stack, "user_1");
+        (platform.power_state(&machine) == Some(Power::Off)).then_some(())
     };
-    it.stack.eventually("its server is off", off).await;
-    assert_eq!(it.record(&machine).await["epoch"], 2);
+    platform.stack.eventually("the server is off", off).await;
+    assert_eq!(platform.fetch_record(&machine).await["epoch"], 2);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_of_a_deletion_undone_after_the_copy_is_kept() {
-    let mut it = Restorable::start(&[("DELETE_GRACE_SECONDS", "60")]).await;
-    let old = it.stack.start_machine(it.process(), "user_1").await;
-    it.stack.snapshot("user_1");
-    let deleted = it.stack.delete(it.process(), &format!("/vps/{}", old.machine)).await.body;
-    it.stack.wait_until_ended(it.process(), &id(&deleted, "operationId")).await;
-    // As after its final backup.
-    it.client.execute("UPDATE user_machines SET unsaved_since = NULL", &[]).await.unwrap();
-    it.save().await;
-    let undone = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
+    let mut platform = RestorablePlatform::start(&[("DELETE_GRACE_SECONDS", "60")]).await;
+    let old = platform.stack.start_machine(platform.process(), "user_1").await;
+    platform.stack.snapshot("user_1");
+    let deleted = platform.stack.delete(platform.process(), &format!("/vps/{}", old.machine)).await.body;
+    platform.stack.wait_until_ended(platform.process(), &id(&deleted, "operationId")).await;
+    // The state after a final backup.
+    platform.client.execute("UPDATE user_machines SET unsaved_since = NULL", &[]).await.unwrap();
+    platform.save().await;
+    let undone =
+        platform.stack.post(platform.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!(undone.status, 202, "{undone:?}");
-    it.until_fenced_at(2).await;
+    platform.wait_for_fence(2).await;
 
-    it.restore(&[("DELETE_GRACE_SECONDS", "0")]).await;
-    it.until_in_fleet("database_behind_store").await;
-    it.until_in_fleet("unsaved_changes").await;
-    assert!(it.power(&old.machine).is_some());
-    assert_eq!(it.stack.provider.call_count("DELETE", "/servers/"), 0);
+    platform.restore(&[("DELETE_GRACE_SECONDS", "0")]).await;
+    platform.wait_until_fleet_shows("database_behind_store").await;
+    platform.wait_until_fleet_shows("unsaved_changes").await;
+    assert!(platform.power_state(&old.machine).is_some());
+    assert_eq!(platform.stack.provider.call_count("DELETE", "/servers/"), 0);
     // While the store is unreadable, the host is not reported as superseded.
-    it.stack.store.fault(Rule::new(Fault::Status(503)).key("latest").always());
-    assert_eq!(it.send_heartbeat(&old, 2, Value::Null).await["superseded"], false);
-    it.stack.store.heal();
-    let back = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
+    platform.stack.store.fault(Rule::new(Fault::Status(503)).key("latest").always());
+    assert_eq!(platform.send_heartbeat(&old, 2, Value::Null).await["superseded"], false);
+    platform.stack.store.heal();
+    let back =
+        platform.stack.post(platform.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!((back.status, &back.body["epoch"]), (202, &json!(2)), "{back:?}");
-    it.beat_until_running(&old, 2).await;
+    platform.send_heartbeats_until_running(&old, 2).await;
 }
 
 /// The discard was ordered before the machine got its slot back.
 #[tokio::test(flavor = "multi_thread")]
 async fn discard_from_before_the_copy_must_be_repeated() {
-    let mut it = Restorable::start(&[("DELETE_GRACE_SECONDS", "60")]).await;
-    let old = it.stack.start_machine(it.process(), "user_1").await;
-    it.stack.snapshot("user_1");
-    let deleted = it.stack.delete(it.process(), &format!("/vps/{}", old.machine)).await.body;
-    it.stack.wait_until_ended(it.process(), &id(&deleted, "operationId")).await;
-    it.save().await;
-    let undone = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
+    let mut platform = RestorablePlatform::start(&[("DELETE_GRACE_SECONDS", "60")]).await;
+    let old = platform.stack.start_machine(platform.process(), "user_1").await;
+    platform.stack.snapshot("user_1");
+    let deleted = platform.stack.delete(platform.process(), &format!("/vps/{}", old.machine)).await.body;
+    platform.stack.wait_until_ended(platform.process(), &id(&deleted, "operationId")).await;
+    platform.save().await;
+    let undone =
+        platform.stack.post(platform.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!(undone.status, 202, "{undone:?}");
-    it.until_fenced_at(2).await;
+    platform.wait_for_fence(2).await;
     let ordered = "UPDATE saved.user_machines SET discard_ordered_at = now(), unsaved_since = NULL";
-    it.client.execute(ordered, &[]).await.unwrap();
+    platform.client.execute(ordered, &[]).await.unwrap();
 
-    it.restore(&[]).await;
-    it.until_in_fleet("database_behind_store").await;
-    it.until_in_fleet("unsaved_changes").await;
-    assert!(it.power(&old.machine).is_some());
-    let discarded = it
+    platform.restore(&[]).await;
+    platform.wait_until_fleet_shows("database_behind_store").await;
+    platform.wait_until_fleet_shows("unsaved_changes").await;
+    assert!(platform.power_state(&old.machine).is_some());
+    let discarded = platform
         .stack
-        .post(it.process(), &format!("/vps/{}/discard", old.machine), &json!({"acceptLoss": true}))
+        .post(platform.process(), &format!("/vps/{}/discard", old.machine), &json!({"acceptLoss": true}))
         .await;
     assert_eq!(discarded.status, 202, "{discarded:?}");
-    it.stack.assert_no_server();
+    platform.stack.assert_no_server();
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_adopts_the_later_signed_epoch() {
-    let mut it = Restorable::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
-    let old = host(&it.stack, it.process()).await;
-    it.stack.snapshot("user_1");
-    it.save().await;
-    let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    it.until_backup_requested(&old).await;
-    it.abandon(&format!("/vps/operations/{}", id(&recovery, "operationId"))).await;
-    it.until_fenced_at(3).await;
+    let mut platform = RestorablePlatform::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
+    let old = start_host(&platform.stack, platform.process()).await;
+    platform.stack.snapshot("user_1");
+    platform.save().await;
+    let recovery =
+        platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    platform.wait_for_backup_request(&old).await;
+    platform.abandon(&format!("/vps/operations/{}", id(&recovery, "operationId"))).await;
+    platform.wait_for_fence(3).await;
 
-    it.restore(&[]).await;
-    // An invented epoch of a host is not trusted.
-    assert_eq!(it.send_heartbeat(&old.guest, 7, Value::Null).await["epoch"], 1);
-    it.send_heartbeat(&old.guest, 3, Value::Null).await;
-    assert_eq!(it.record(&old.guest.machine).await["epoch"], 3);
+    platform.restore(&[]).await;
+    // An epoch that a host invented is not trusted.
+    assert_eq!(platform.send_heartbeat(&old.guest, 7, Value::Null).await["epoch"], 1);
+    platform.send_heartbeat(&old.guest, 3, Value::Null).await;
+    assert_eq!(platform.fetch_record(&old.guest.machine).await["epoch"], 3);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeat_repeats_a_forgotten_registration() {
-    let mut it = Restorable::start(&[]).await;
-    let provisioned = it.stack.provision(it.process(), "user_1").await;
-    let guest = it.stack.wait_for_guest(it.process(), &id(&provisioned, "machineId")).await;
-    it.save().await;
-    assert_eq!(it.stack.register(it.process(), &guest).await.status, 200);
-    it.restore(&[]).await;
-    assert_eq!(it.stack.status(it.process(), &guest.machine).await, "provisioning");
-    it.send_heartbeat(&guest, 1, registration(&guest.machine, 1)).await;
-    let runs = it.record(&guest.machine).await;
+    let mut platform = RestorablePlatform::start(&[]).await;
+    let provisioned = platform.stack.provision(platform.process(), "user_1").await;
+    let guest = platform.stack.wait_for_guest(platform.process(), &id(&provisioned, "machineId")).await;
+    platform.save().await;
+    assert_eq!(platform.stack.register(platform.process(), &guest).await.status, 200);
+    platform.restore(&[]).await;
+    assert_eq!(platform.stack.status(platform.process(), &guest.machine).await, "provisioning");
+    platform.send_heartbeat(&guest, 1, registration(&guest.machine, 1)).await;
+    let runs = platform.fetch_record(&guest.machine).await;
     assert_eq!(runs["status"], "running", "{runs}");
-    let operation = it.stack.wait_until_ended(it.process(), &id(&provisioned, "operationId")).await;
+    let operation =
+        platform.stack.wait_until_ended(platform.process(), &id(&provisioned, "operationId")).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn registration_of_another_machine_is_ignored() {
-    let it = Restorable::start(&[("DELETE_GRACE_SECONDS", "0"), ("SERVER_GONE_SILENCE_SECONDS", "1")]).await;
-    let provisioned = it.stack.provision(it.process(), "user_1").await;
-    let guest = it.stack.wait_for_guest(it.process(), &id(&provisioned, "machineId")).await;
+    let platform =
+        RestorablePlatform::start(&[("DELETE_GRACE_SECONDS", "0"), ("SERVER_GONE_SILENCE_SECONDS", "1")])
+            .await;
+    let provisioned = platform.stack.provision(platform.process(), "user_1").await;
+    let guest = platform.stack.wait_for_guest(platform.process(), &id(&provisioned, "machineId")).await;
     let other = registration("00000000-0000-7000-8000-000000000000", 1);
-    it.send_heartbeat(&guest, 1, other).await;
-    assert_eq!(it.record(&guest.machine).await["status"], "provisioning");
-    it.stack.delete(it.process(), &format!("/vps/{}", guest.machine)).await;
-    it.stack.assert_no_server();
+    platform.send_heartbeat(&guest, 1, other).await;
+    assert_eq!(platform.fetch_record(&guest.machine).await["status"], "provisioning");
+    platform.stack.delete(platform.process(), &format!("/vps/{}", guest.machine)).await;
+    platform.stack.assert_no_server();
 }
 
-/// If it can no longer be registered, its data is not deleted with it.
+/// The host can no longer be registered, but its data must not be deleted with its machine.
 #[tokio::test(flavor = "multi_thread")]
 async fn serving_host_of_a_failed_machine_is_kept() {
-    let mut it = Restorable::start(&[("PREDECESSOR_KEEP_SECONDS", "0"), ("DELETE_GRACE_SECONDS", "0")]).await;
-    let provisioned = it.stack.provision(it.process(), "user_1").await;
-    let guest = it.stack.wait_for_guest(it.process(), &id(&provisioned, "machineId")).await;
-    it.client
+    let mut platform =
+        RestorablePlatform::start(&[("PREDECESSOR_KEEP_SECONDS", "0"), ("DELETE_GRACE_SECONDS", "0")]).await;
+    let provisioned = platform.stack.provision(platform.process(), "user_1").await;
+    let guest = platform.stack.wait_for_guest(platform.process(), &id(&provisioned, "machineId")).await;
+    platform
+        .client
         .execute("UPDATE user_machines SET status = 'failed', failure_cause = 'operator'", &[])
         .await
         .unwrap();
-    it.save().await;
-    it.restore(&[]).await;
-    it.send_heartbeat(&guest, 1, registration(&guest.machine, 1)).await;
-    let response = it.stack.delete(it.process(), &format!("/vps/{}", guest.machine)).await;
-    it.stack.wait_until_ended(it.process(), &id(&response.body, "operationId")).await;
+    platform.save().await;
+    platform.restore(&[]).await;
+    platform.send_heartbeat(&guest, 1, registration(&guest.machine, 1)).await;
+    let response = platform.stack.delete(platform.process(), &format!("/vps/{}", guest.machine)).await;
+    platform.stack.wait_until_ended(platform.process(), &id(&response.body, "operationId")).await;
     tokio::time::sleep(std::time::Duration::from_secs(4)).await;
-    assert!(it.power(&guest.machine).is_some(), "{}", it.stack.log());
-    it.until_in_fleet("unsaved_changes").await;
+    assert!(platform.power_state(&guest.machine).is_some(), "{}", platform.stack.log());
+    platform.wait_until_fleet_shows("unsaved_changes").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_of_a_forgotten_machine_requires_an_accepted_loss() {
-    let mut it = Restorable::start(&[]).await;
-    it.stack.start_machine(it.process(), "user_1").await;
-    it.stack.snapshot("user_1");
-    it.save().await;
+    let mut platform = RestorablePlatform::start(&[]).await;
+    platform.stack.start_machine(platform.process(), "user_1").await;
+    platform.stack.snapshot("user_1");
+    platform.save().await;
     let body = json!({"idpUserId": "user_1"});
-    let recovery = it.stack.post(it.process(), "/vps/recover", &body).await.body;
+    let recovery = platform.stack.post(platform.process(), "/vps/recover", &body).await.body;
     let forgotten = id(&recovery, "machineId");
-    it.stack.wait_until_ended(it.process(), &id(&recovery, "operationId")).await;
-    it.restore(&[]).await;
-    let refused = it.stack.post(it.process(), "/vps/recover", &body).await;
+    platform.stack.wait_until_ended(platform.process(), &id(&recovery, "operationId")).await;
+    platform.restore(&[]).await;
+    let refused = platform.stack.post(platform.process(), "/vps/recover", &body).await;
     refused.assert_problem(409, "invalid_state");
     assert!(refused.body["detail"].as_str().unwrap().contains(&forgotten), "{refused:?}");
-    let taken = it
+    let taken = platform
         .stack
-        .post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1", "acceptLoss": true}))
+        .post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1", "acceptLoss": true}))
         .await;
     assert_eq!((taken.status, &taken.body["epoch"]), (202, &json!(3)), "{taken:?}");
-    assert!(it.power(&forgotten).is_some());
-    it.until_fenced_at(3).await;
+    assert!(platform.power_state(&forgotten).is_some());
+    platform.wait_for_fence(3).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_of_a_forgotten_machine_starts_empty_only_on_request() {
-    let mut it = Restorable::start(&[]).await;
-    it.stack.subscribe(it.process(), "user_1").await;
-    it.save().await;
-    let forgotten = it.stack.start_machine(it.process(), "user_1").await;
-    it.restore(&[]).await;
+    let mut platform = RestorablePlatform::start(&[]).await;
+    platform.stack.subscribe(platform.process(), "user_1").await;
+    platform.save().await;
+    let forgotten = platform.stack.start_machine(platform.process(), "user_1").await;
+    platform.restore(&[]).await;
     let mut body = provision_body("user_1");
     for accepted in [json!(false), json!(true)] {
         body["acceptLoss"] = accepted;
-        it.stack.post(it.process(), "/vps/provision", &body).await.assert_problem(409, "invalid_state");
+        platform
+            .stack
+            .post(platform.process(), "/vps/provision", &body)
+            .await
+            .assert_problem(409, "invalid_state");
     }
     body["allowEmpty"] = json!(true);
-    let provisioned = it.stack.post(it.process(), "/vps/provision", &body).await;
+    let provisioned = platform.stack.post(platform.process(), "/vps/provision", &body).await;
     assert_eq!((provisioned.status, &provisioned.body["epoch"]), (202, &json!(2)), "{provisioned:?}");
-    assert!(it.power(&forgotten.machine).is_some());
+    assert!(platform.power_state(&forgotten.machine).is_some());
 }
 
-/// The copy still has the deletion, but not the machine that was created after it.
+/// The copy contains the deletion, but not the machine that was created after the deletion.
 #[tokio::test(flavor = "multi_thread")]
 async fn undelete_is_refused_if_a_later_machine_holds_the_slot() {
-    let mut it = Restorable::start(&[("DELETE_GRACE_SECONDS", "600")]).await;
-    let old = it.stack.start_machine(it.process(), "user_1").await;
-    it.stack.snapshot("user_1");
-    let deleted = it.stack.delete(it.process(), &format!("/vps/{}", old.machine)).await.body;
-    it.stack.wait_until_ended(it.process(), &id(&deleted, "operationId")).await;
-    it.save().await;
-    let provisioned = it.stack.post(it.process(), "/vps/provision", &provision_body("user_1")).await;
+    let mut platform = RestorablePlatform::start(&[("DELETE_GRACE_SECONDS", "600")]).await;
+    let old = platform.stack.start_machine(platform.process(), "user_1").await;
+    platform.stack.snapshot("user_1");
+    let deleted = platform.stack.delete(platform.process(), &format!("/vps/{}", old.machine)).await.body;
+    platform.stack.wait_until_ended(platform.process(), &id(&deleted, "operationId")).await;
+    platform.save().await;
+    let provisioned =
+        platform.stack.post(platform.process(), "/vps/provision", &provision_body("user_1")).await;
     assert_eq!(provisioned.status, 202, "{provisioned:?}");
-    it.until_fenced_at(2).await;
-    it.restore(&[]).await;
+    platform.wait_for_fence(2).await;
+    platform.restore(&[]).await;
     let path = format!("/vps/{}/undelete", old.machine);
-    let refused = it.stack.post(it.process(), &path, &json!({})).await;
+    let refused = platform.stack.post(platform.process(), &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     let detail = refused.body["detail"].as_str().unwrap();
     assert!(
         detail.contains(&id(&provisioned.body, "machineId")) && detail.contains("svcctl provision"),
         "{detail}"
     );
-    assert!(it.record(&old.machine).await["deletedAt"].is_string());
+    assert!(platform.fetch_record(&old.machine).await["deletedAt"].is_string());
 }
 
-/// The copy still has the machine that was replaced since.
+/// The copy contains the machine that has been replaced since.
 #[tokio::test(flavor = "multi_thread")]
 async fn replaced_machine_is_neither_switched_on_nor_resized() {
-    let mut it = Restorable::start(&[]).await;
-    let old = it.stack.start_machine(it.process(), "user_1").await;
-    it.stack.snapshot("user_1");
-    it.save().await;
-    let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    it.stack.wait_until_ended(it.process(), &id(&recovery, "operationId")).await;
-    assert_eq!(it.power(&old.machine), Some(Power::Off));
-    it.restore(&[]).await;
+    let mut platform = RestorablePlatform::start(&[]).await;
+    let old = platform.stack.start_machine(platform.process(), "user_1").await;
+    platform.stack.snapshot("user_1");
+    platform.save().await;
+    let recovery =
+        platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    platform.stack.wait_until_ended(platform.process(), &id(&recovery, "operationId")).await;
+    assert_eq!(platform.power_state(&old.machine), Some(Power::Off));
+    platform.restore(&[]).await;
     let path = format!("/vps/{}/power", old.machine);
-    let on = it.stack.post(it.process(), &path, &json!({"action": "on"})).await;
+    let on = platform.stack.post(platform.process(), &path, &json!({"action": "on"})).await;
     assert_eq!(on.status, 202, "{on:?}");
-    let operation = it.stack.wait_until_ended(it.process(), &id(&on.body, "operationId")).await;
+    let operation = platform.stack.wait_until_ended(platform.process(), &id(&on.body, "operationId")).await;
     assert_eq!(
         (&operation["state"], &operation["errorCode"]),
         (&json!("failed"), &json!("database_behind_store"))
     );
-    assert_eq!(it.power(&old.machine), Some(Power::Off));
+    assert_eq!(platform.power_state(&old.machine), Some(Power::Off));
     let (path, to) = (format!("/vps/{}/resize", old.machine), json!({"serverType": "cpx32"}));
-    let refused = it.stack.post(it.process(), &path, &to).await;
+    let refused = platform.stack.post(platform.process(), &path, &to).await;
     refused.assert_problem(409, "invalid_state");
     let holder = id(&recovery, "machineId");
     assert!(refused.body["detail"].as_str().unwrap().contains(&holder), "{refused:?}");
 }
 
-/// It was parsed as epoch 0, which no machine has.
+/// An earlier release parsed such an epoch as 0, which no machine has.
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeat_with_an_impossible_epoch_is_refused() {
     let stack = Stack::start().await;

@@ -1,4 +1,4 @@
-//! Resume: returning from `failed` without another machine.
+//! Resume: a failed machine returns to service without a replacement.
 
 use serde_json::{Value, json};
 

@@ -6,7 +6,7 @@ use super::stack::Stack;
 async fn expired_rows_are_deleted_and_live_ones_kept() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
-    // More than one batch of sessions.
+    // The sessions fill more than one batch.
     let fill = "INSERT INTO sessions (token_hash, host, idp_user_id, expires_at) \
         SELECT decode(lpad(to_hex(n), 64, '0'), 'hex'), 'app', 'user_1', now() - interval '2 hours' \
         FROM generate_series(1, 2500) AS n; \
@@ -39,16 +39,16 @@ async fn expired_rows_are_deleted_and_live_ones_kept() {
     let sql = "INSERT INTO operation_log (operation_id, step, outcome) VALUES ($1, 'delete_server', 'done')";
     client.execute(sql, &[&old]).await.unwrap();
 
-    let left = || async {
+    let only_live_remain = || async {
         let sql = "SELECT (SELECT count(*) FROM sessions), (SELECT count(*) FROM session_codes), \
             (SELECT count(*) FROM operator_audit WHERE action IN ('old', 'kept')), \
             (SELECT count(*) FROM idempotency_keys WHERE key IN ('old', 'kept')), \
             (SELECT count(*) FROM operations), (SELECT count(*) FROM operators)";
         let row = client.query_one(sql, &[]).await.unwrap();
-        let left: Vec<i64> = (0..6).map(|column| row.get(column)).collect();
-        (left == [2, 1, 1, 1, 1, 3]).then_some(())
+        let counts: Vec<i64> = (0..6).map(|column| row.get(column)).collect();
+        (counts == [2, 1, 1, 1, 1, 3]).then_some(())
     };
-    stack.eventually("expired rows are deleted", left).await;
+    stack.eventually("expired rows are deleted", only_live_remain).await;
     let metrics = stack.get(&process, "/metrics").await.text;
     assert!(metrics.contains("svc_retention_deleted_total{table=\"sessions\"} 2500"), "{metrics}");
     assert!(metrics.contains("svc_retention_deleted_total{table=\"operations\"} 1"), "{metrics}");

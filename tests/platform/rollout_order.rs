@@ -1,4 +1,4 @@
-//! Which machines a rollout updates, and which first.
+//! The machines that a rollout updates, and their order.
 
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -12,8 +12,8 @@ pub async fn set_test_slot(stack: &Stack, process: &Process, user: &str, is_test
     assert_eq!(stack.send(request).await.status, 200);
 }
 
-/// The handles of a rollout's machines by batch.
-fn handles(rollout: &Value) -> Vec<String> {
+/// The handles of a rollout's machines, in the order of the batches.
+fn handles_by_batch(rollout: &Value) -> Vec<String> {
     let machines = rollout["machines"].as_array().unwrap().iter();
     let mut found: Vec<_> = machines
         .map(|machine| (machine["batch"].as_u64().unwrap(), machine["handle"].as_str().unwrap().to_owned()))
@@ -24,55 +24,55 @@ fn handles(rollout: &Value) -> Vec<String> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn test_slots_are_updated_first_and_others_in_random_order() {
-    let fleet = Fleet::of(4, &[]).await;
+    let fleet = Fleet::start(4, &[]).await;
     for user in ["user_0", "user_1", "user_3"] {
         set_test_slot(&fleet.stack, &fleet.process, user, false).await;
     }
-    let mut seconds = Vec::new();
+    let mut second_handles = Vec::new();
     for _ in 0..60 {
         let rollout = fleet.deploy(&json!({"canary": 1, "batchSize": 1})).await;
         assert_eq!(fleet.post_action(&rollout, "abort").await.status, 200);
-        let order = handles(&rollout);
+        let order = handles_by_batch(&rollout);
         assert_eq!(order[0], "h-user-2", "the test slot is the canary: {order:?}");
-        seconds.push(order[1].clone());
+        second_handles.push(order[1].clone());
     }
-    seconds.sort();
-    seconds.dedup();
-    assert_eq!(seconds, ["h-user-0", "h-user-1", "h-user-3"]);
+    second_handles.sort();
+    second_handles.dedup();
+    assert_eq!(second_handles, ["h-user-0", "h-user-1", "h-user-3"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn excepted_machine_does_not_stop_a_rollout() {
-    let fleet = Fleet::of(3, &[]).await;
+async fn excluded_machine_does_not_stop_a_rollout() {
+    let fleet = Fleet::start(3, &[]).await;
     let stopped = fleet.deploy(&json!({"batchSize": 1})).await;
     fleet.wait_until_requested(0).await;
     fleet.report(0, "v1", "rolled_back").await;
-    fleet.until_state(&stopped, "stopped").await;
+    fleet.wait_for_state(&stopped, "stopped").await;
 
     let rollout = fleet.deploy(&json!({"batchSize": 1, "except": ["h-user-0"]})).await;
-    assert_eq!(handles(&rollout), ["h-user-1", "h-user-2"]);
+    assert_eq!(handles_by_batch(&rollout), ["h-user-1", "h-user-2"]);
     for guest in [1, 2] {
         fleet.wait_until_requested(guest).await;
         fleet.report(guest, NEXT, "updated").await;
     }
-    fleet.until_state(&rollout, "succeeded").await;
+    fleet.wait_for_state(&rollout, "succeeded").await;
     let client = fleet.stack.database.connect().await.unwrap();
     let sql = "SELECT (after->'except')::text FROM operator_audit WHERE action = 'deploy' ORDER BY at";
     let audited: Vec<String> = client.query(sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
     assert_eq!(audited, ["[]", "[\"h-user-0\"]"]);
 
-    let refuse = async |more: Value| {
+    let start = async |more: Value| {
         let mut body = json!({"imageVersion": NEXT});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         fleet.stack.post(&fleet.process, "/vps/deploy", &body).await
     };
-    let unknown = refuse(json!({"except": ["h-user-0", "nobody"]})).await;
+    let unknown = start(json!({"except": ["h-user-0", "nobody"]})).await;
     unknown.assert_problem(404, "machine_not_found");
     assert!(unknown.body["detail"].as_str().unwrap().contains("nobody"), "{unknown:?}");
-    let both = refuse(json!({"handles": ["h-user-1"], "except": ["h-user-1"]})).await;
+    let both = start(json!({"handles": ["h-user-1"], "except": ["h-user-1"]})).await;
     both.assert_problem(400, "invalid_request");
     assert_eq!(both.body["errors"][0]["pointer"], "/except");
     for wrong in [json!([]), json!(["A B"]), json!("h-user-1")] {
-        refuse(json!({"except": wrong})).await.assert_problem(400, "invalid_request");
+        start(json!({"except": wrong})).await.assert_problem(400, "invalid_request");
     }
 }

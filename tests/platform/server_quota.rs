@@ -1,4 +1,4 @@
-//! The provider's quota of servers: a provision that would exceed it is refused before anything is created.
+//! The provider's server quota: a provision that would exceed it is refused before anything is created.
 
 use futures_util::future::join_all;
 use kit::provider::SimulatorOptions;
@@ -8,7 +8,7 @@ use super::stack::{Process, Stack, provision_body};
 
 const PROVISION: &str = "/vps/provision";
 
-async fn machines(stack: &Stack, process: &Process) -> usize {
+async fn count_machines(stack: &Stack, process: &Process) -> usize {
     stack.get(process, "/vps").await.body["machines"].as_array().unwrap().len()
 }
 
@@ -21,7 +21,7 @@ async fn provision_beyond_the_declared_limit_creates_nothing() {
         stack.subscribe(&process, user).await;
     }
     let guest = stack.start_machine(&process, "user_1").await;
-    // Orders of other users that are made at the same time count, too.
+    // Concurrent orders by other users count, too.
     let bodies: Vec<Value> = users[1..].iter().map(|user| provision_body(user)).collect();
     let responses = join_all(bodies.iter().map(|body| stack.post(&process, PROVISION, body))).await;
     let accepted = responses.iter().filter(|response| response.status == 202).count();
@@ -30,7 +30,7 @@ async fn provision_beyond_the_declared_limit_creates_nothing() {
         refused.assert_problem(409, "server_limit_reached");
         assert_eq!((&refused.body["servers"], &refused.body["serverLimit"]), (&json!(3), &json!(3)));
     }
-    assert_eq!(machines(&stack, &process).await, 3);
+    assert_eq!(count_machines(&stack, &process).await, 3);
     // The slot's machine is still returned.
     let again = stack.post(&process, PROVISION, &provision_body("user_1")).await;
     assert_eq!((again.status, again.body["machineId"].as_str()), (200, Some(guest.machine.as_str())));
@@ -69,7 +69,7 @@ async fn repeated_replacement_beyond_the_limit_is_refused() {
     fail(&first.machine).await;
     let second = stack.post(&process, PROVISION, &replacement("user_1")).await;
     assert_eq!(second.status, 202, "{second:?}");
-    // Its failure gives the slot back to the first machine, but its own server exists.
+    // When the second machine fails, the first one gets its slot back, but the second one's server still exists.
     let second = second.body["machineId"].as_str().unwrap();
     stack.wait_for_guest(&process, second).await;
     fail(second).await;
@@ -86,11 +86,11 @@ async fn repeated_replacement_beyond_the_limit_is_refused() {
     }
     assert_eq!(stack.provider.servers().len(), 3);
 
-    // Another slot has its own replacement.
+    // Another slot may also have one replacement beyond the limit.
     fail(&other.machine).await;
     let replaced = stack.post(&process, PROVISION, &replacement("user_2")).await;
     assert_eq!(replaced.status, 202, "{replaced:?}");
-    // The place of a discarded server is free again.
+    // After a server is discarded, another replacement fits.
     let path = format!("/vps/{second}/discard");
     let discarded = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!(discarded.status, 202, "{discarded:?}");
@@ -102,8 +102,10 @@ async fn repeated_replacement_beyond_the_limit_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn refusal_of_the_provider_closes_provisioning_until_an_order_is_accepted() {
-    let stack = Stack::start_on(|_| SimulatorOptions { server_limit: 1, ..SimulatorOptions::record() }).await;
+async fn provider_refusal_blocks_provisioning_until_accepted_order() {
+    let stack =
+        Stack::start_with_provider(|_| SimulatorOptions { server_limit: 1, ..SimulatorOptions::record() })
+            .await;
     let process = stack.start_platform();
     let first = stack.start_machine(&process, "user_1").await;
     let second = stack.provision(&process, "user_2").await;
@@ -119,7 +121,7 @@ async fn refusal_of_the_provider_closes_provisioning_until_an_order_is_accepted(
             .await
             .assert_problem(409, "server_limit_reached");
     }
-    assert_eq!(machines(&stack, &process).await, 2);
+    assert_eq!(count_machines(&stack, &process).await, 2);
 
     // The waiting order gets the place of a deleted server.
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", first.machine)).await;

@@ -1,4 +1,4 @@
-//! Several platform processes on one database, and the death of one.
+//! Several platform processes on one database, one of which is killed or paused.
 
 use futures_util::future::join_all;
 use nix::sys::signal::{Signal, kill};
@@ -11,28 +11,30 @@ use super::stack::{Stack, heartbeat};
 #[tokio::test(flavor = "multi_thread")]
 async fn two_processes_share_keys_and_work_and_survive_a_kill() {
     let stack = Stack::start().await;
-    let (mut one, two) = (stack.start_platform(), stack.start_platform());
+    let (mut first_process, second_process) = (stack.start_platform(), stack.start_platform());
     let users: Vec<String> = (0..8).map(|n| format!("user_{n}")).collect();
-    // Each process handles one request: one machine each.
+    // Each user's requests go to both processes, and get the same machine.
     let requests = users.iter().map(|user| async {
-        let first = stack.provision(&one, user).await;
-        let again = stack.post(&two, "/vps/provision", &super::stack::provision_body(user)).await;
+        let first = stack.provision(&first_process, user).await;
+        let again = stack.post(&second_process, "/vps/provision", &super::stack::provision_body(user)).await;
         assert_eq!(again.body["machineId"], first["machineId"], "{again:?}");
         first
     });
-    let made = join_all(requests).await;
-    one.kill();
-    let ended = made.iter().map(|made| stack.wait_until_ended(&two, made["operationId"].as_str().unwrap()));
+    let provisioned = join_all(requests).await;
+    first_process.kill();
+    let ended = provisioned
+        .iter()
+        .map(|accepted| stack.wait_until_ended(&second_process, accepted["operationId"].as_str().unwrap()));
     for operation in join_all(ended).await {
         assert_eq!(operation["state"], "succeeded", "{operation}");
     }
     assert_eq!(stack.provider.creations().len(), users.len());
     assert_eq!(stack.provider.servers().len(), users.len());
 
-    let three = stack.start_platform();
-    let guest = stack.wait_for_guest(&two, made[0]["machineId"].as_str().unwrap()).await;
+    let third_process = stack.start_platform();
+    let guest = stack.wait_for_guest(&second_process, provisioned[0]["machineId"].as_str().unwrap()).await;
     let mut keys = Vec::new();
-    for process in [&two, &three] {
+    for process in [&second_process, &third_process] {
         let beat = stack.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
         let beat = stack.send(beat.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;
         keys.push(beat.body["proofKeys"].clone());
@@ -53,7 +55,7 @@ async fn processes_starting_on_an_empty_database_agree() {
     });
     for process in &processes {
         let ready = || async { (stack.get(process, "/readyz").await.status == 200).then_some(()) };
-        stack.eventually("its routes are loaded", ready).await;
+        stack.eventually("the routes are loaded", ready).await;
     }
     let client = empty.connect().await.unwrap();
     let keys = client.query("SELECT purpose FROM signing_keys ORDER BY purpose", &[]).await.unwrap();
@@ -85,8 +87,8 @@ async fn termination_completes_requests_and_releases_leases() {
     assert_eq!(response.status, 202, "{response:?}");
     assert!(process.wait_for_exit().await.success(), "{}", stack.log());
     let client = stack.database.connect().await.unwrap();
-    let held = client.query("SELECT 1 FROM operations WHERE lease_until IS NOT NULL", &[]).await.unwrap();
-    assert!(held.is_empty());
+    let leased = client.query("SELECT 1 FROM operations WHERE lease_until IS NOT NULL", &[]).await.unwrap();
+    assert!(leased.is_empty());
 
     let next = stack.start_platform();
     let operation = stack.wait_until_ended(&next, response.body["operationId"].as_str().unwrap()).await;
@@ -96,14 +98,14 @@ async fn termination_completes_requests_and_releases_leases() {
 #[tokio::test(flavor = "multi_thread")]
 async fn process_paused_beyond_its_lease_writes_nothing() {
     let stack = Stack::start().await;
-    let sleeper = stack.start_platform();
-    let pid = Pid::from_raw(i32::try_from(sleeper.pid()).unwrap());
+    let paused = stack.start_platform();
+    let pid = Pid::from_raw(i32::try_from(paused.pid()).unwrap());
     stack.provider.fault(kit::provider::FaultRule::once(
         "POST",
         "/servers",
         kit::provider::Fault::SlowReply { ms: 1500 },
     ));
-    let provisioned = stack.provision(&sleeper, "user_1").await;
+    let provisioned = stack.provision(&paused, "user_1").await;
     let created = || async { (!stack.provider.servers().is_empty()).then_some(()) };
     stack.eventually("the create is in flight", created).await;
     kill(pid, Signal::SIGSTOP).unwrap();
@@ -113,17 +115,17 @@ async fn process_paused_beyond_its_lease_writes_nothing() {
     let path = format!("/vps/{}", provisioned["machineId"].as_str().unwrap());
     let record = || async {
         let mut record = stack.get(&other, &path).await.body;
-        // The possible loss grows by the second.
+        // These fields change with time.
         record["copies"] = serde_json::Value::Null;
         record["heartbeatAt"] = serde_json::Value::Null;
         record
     };
     let before = record().await;
     kill(pid, Signal::SIGCONT).unwrap();
-    // After its pause it serves again, and has noticed that it lost the step.
-    assert_eq!(stack.get(&sleeper, "/readyz").await.status, 200);
-    let idle = stack.provision(&sleeper, "user_2").await;
-    stack.wait_until_ended(&sleeper, idle["operationId"].as_str().unwrap()).await;
+    // After the pause, the process serves again, and has detected that it lost the lease.
+    assert_eq!(stack.get(&paused, "/readyz").await.status, 200);
+    let idle = stack.provision(&paused, "user_2").await;
+    stack.wait_until_ended(&paused, idle["operationId"].as_str().unwrap()).await;
     assert_eq!(record().await, before);
     assert_eq!(stack.provider.creations().len(), 2);
 }

@@ -1,4 +1,4 @@
-//! Hosts that accept connections but never respond: their operations delay no others.
+//! Hosts that accept connections but never respond: their operations do not delay other operations.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,27 +8,27 @@ use tokio::net::TcpListener;
 
 use super::stack::{Process, Stack, provision_body};
 
-const SILENT: usize = 200;
-/// Maximum calls of silent hosts that may be in progress when another request arrives, and end before it.
-const MAX_CALLS_BEFORE: usize = SILENT / 2;
+const SILENT_HOSTS: usize = 200;
+/// Maximum calls to silent hosts that may start between another request and its effect.
+const MAX_CALLS_BEFORE: usize = SILENT_HOSTS / 2;
 
-/// An address shared by many silent hosts, with the number of calls to it.
-async fn silent_address() -> (u16, Arc<AtomicUsize>) {
+/// Starts a listener that accepts the calls of all silent hosts. Returns its port and the number of calls.
+async fn start_silent_listener() -> (u16, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
     let calls = Arc::new(AtomicUsize::new(0));
     let count = calls.clone();
     tokio::spawn(async move {
-        let mut held = Vec::new();
+        let mut open_streams = Vec::new();
         while let Ok((stream, _)) = listener.accept().await {
             count.fetch_add(1, Ordering::Relaxed);
-            held.push(stream);
+            open_streams.push(stream);
         }
     });
     (port, calls)
 }
 
-/// Copies of the running machine, each for another user, whose deletions wait for silent hosts.
+/// Inserts copies of the running machine, each for another user, and deletes them: the deletions wait for silent hosts.
 async fn delete_silent_machines(stack: &Stack, process: &Process, port: u16) {
     let client = stack.database.connect().await.unwrap();
     let sql = "INSERT INTO user_machines SELECT (jsonb_populate_record(m, jsonb_build_object( \
@@ -37,9 +37,9 @@ async fn delete_silent_machines(stack: &Stack, process: &Process, port: u16) {
                FROM user_machines m, generate_series(1, $2::int4) i WHERE m.idp_user_id = 'user_1' \
                RETURNING machine_id";
     let params: [&(dyn tokio_postgres::types::ToSql + Sync); 2] =
-        [&i32::from(port), &i32::try_from(SILENT).unwrap()];
+        [&i32::from(port), &i32::try_from(SILENT_HOSTS).unwrap()];
     let rows = client.query(sql, &params).await.unwrap();
-    assert_eq!(rows.len(), SILENT);
+    assert_eq!(rows.len(), SILENT_HOSTS);
     for row in rows {
         let machine: uuid::Uuid = row.get(0);
         let deleted = stack.delete(process, &format!("/vps/{machine}")).await;
@@ -54,9 +54,9 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
         stack.start_platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "3600"), ("RECONCILE_SECONDS", "3600")]);
     let guest = stack.start_machine(&process, "user_1").await;
     stack.subscribe(&process, "user_2").await;
-    let (port, calls) = silent_address().await;
+    let (port, calls) = start_silent_listener().await;
     delete_silent_machines(&stack, &process, port).await;
-    let all_called = || async { (calls.load(Ordering::Relaxed) >= SILENT).then_some(()) };
+    let all_called = || async { (calls.load(Ordering::Relaxed) >= SILENT_HOSTS).then_some(()) };
     stack.eventually("the silent hosts are called", all_called).await;
 
     let before = calls.load(Ordering::Relaxed);
@@ -68,15 +68,15 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
     let during = calls.load(Ordering::Relaxed) - before;
     assert!(during < MAX_CALLS_BEFORE, "the reboot waited for {during} calls");
 
-    // Its first step is one that may call a host.
+    // The first step of a provision may call a host.
     let before = calls.load(Ordering::Relaxed);
     let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_2")).await;
     let path = format!("/vps/operations/{}", provisioned.body["operationId"].as_str().unwrap());
-    let goes_on = || async {
+    let has_continued = || async {
         let operation: Value = stack.get(&process, &path).await.body;
         (operation["step"] != "last_backup").then_some(())
     };
-    stack.eventually("the provision continues", goes_on).await;
+    stack.eventually("the provision continues", has_continued).await;
     let during = calls.load(Ordering::Relaxed) - before;
     assert!(during < MAX_CALLS_BEFORE, "the provision waited for {during} calls");
 }

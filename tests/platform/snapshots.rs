@@ -1,4 +1,4 @@
-//! Snapshots and pointers as hosts write them to the store.
+//! Writes snapshots and pointers to the store as hosts do.
 
 use serde_json::{Value, json};
 
@@ -10,12 +10,12 @@ impl Stack {
         self.snapshot_at(user, "2026-01-02T03:04:05.678Z")
     }
 
-    /// The same, taken at this time.
+    /// Stores a complete snapshot that was taken at this time, with a pointer to it.
     pub fn snapshot_at(&self, user: &str, at: &str) -> String {
-        self.snapshot_of(user, at, &uuid::Uuid::nil().to_string(), 1)
+        self.write_snapshot(user, at, &uuid::Uuid::nil().to_string(), 1)
     }
 
-    fn snapshot_of(&self, user: &str, at: &str, machine: &str, epoch: u64) -> String {
+    fn write_snapshot(&self, user: &str, at: &str, machine: &str, epoch: u64) -> String {
         let key = format!("system/db/snapshots/{}-{epoch}.dump", at.replace(':', "-"));
         let named = json!({"key": key, "sizeBytes": 4, "sha256": DIGEST, "etag": null, "machineId": machine,
             "epoch": epoch, "takenAt": at, "verifiedAt": at});
@@ -30,29 +30,29 @@ impl Stack {
         format!("{prefix}/{key}")
     }
 
-    /// A complete snapshot of a database of this size.
+    /// Stores a complete snapshot of a database of this size, with a pointer to it.
     pub fn snapshot_of_size(&self, user: &str, bytes: u64) {
         let object = self.snapshot(user);
-        let side = self.store.read(BUCKET, &format!("{object}.json")).expect("a side record");
-        let mut side: Value = serde_json::from_slice(&side).expect("JSON");
+        let side = self.store.read(BUCKET, &format!("{object}.json")).expect("the side record must exist");
+        let mut side: Value = serde_json::from_slice(&side).expect("the side record must be JSON");
         side["database"] = json!({"owner": null, "sizeBytes": bytes, "grants": null, "settings": []});
         self.store.write(BUCKET, &format!("{object}.json"), side.to_string());
     }
 
-    /// A snapshot that this machine took at this time, under the current fence; returns its key.
+    /// Stores a snapshot that this machine took at this time, under the current fence. Returns its key.
     pub fn snapshot_by(&self, user: &str, machine: &str, at: &str) -> String {
         let fence = self.pointer(user);
         let epoch = fence["fenceEpoch"].as_u64().unwrap_or(1);
-        let object = self.snapshot_of(user, at, machine, epoch);
+        let object = self.write_snapshot(user, at, machine, epoch);
         let mut pointer = self.pointer(user);
         for name in ["fenceEpoch", "fenceMachineId", "fenceProof"] {
             pointer[name] = fence[name].clone();
         }
         self.write_pointer(user, &pointer);
-        object.split_once("/primary/").expect("the slot's").1.to_owned()
+        object.split_once("/primary/").expect("a key of the slot").1.to_owned()
     }
 
-    /// From the pointer's log, which remains when the pointer is lost.
+    /// Finds the highest `seq` in the pointer log, which remains if the pointer is lost.
     fn highest_seq(&self, user: &str) -> u64 {
         let log = self.store.objects(BUCKET, &format!("{user}/primary/system/db/pointer-log/"));
         let seq = |key: &str| key.rsplit('/').next()?.strip_suffix(".json")?.parse::<u64>().ok();
@@ -69,6 +69,6 @@ impl Stack {
 
     pub fn pointer(&self, user: &str) -> Value {
         let text = self.store.read(BUCKET, &format!("{user}/primary/system/db/latest"));
-        text.map_or(Value::Null, |text| serde_json::from_slice(&text).expect("JSON"))
+        text.map_or(Value::Null, |text| serde_json::from_slice(&text).expect("the pointer must be JSON"))
     }
 }

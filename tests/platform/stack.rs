@@ -1,4 +1,4 @@
-//! The environment of a platform test: a database, a store, a provider, and platform processes that it may kill.
+//! The environment of a platform test: a database, a store, a provider, and platform processes that the test may kill.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -35,28 +35,29 @@ pub struct Stack {
 
 impl Stack {
     pub async fn start() -> Self {
-        Self::start_on(|_| SimulatorOptions::record()).await
+        Self::start_with_provider(|_| SimulatorOptions::record()).await
     }
 
-    /// With custom options of the provider, which may use the stack's directory.
-    pub async fn start_on(provider: impl FnOnce(&Path) -> SimulatorOptions) -> Self {
+    /// Starts the environment with custom options of the provider, which may use the environment's directory.
+    pub async fn start_with_provider(provider: impl FnOnce(&Path) -> SimulatorOptions) -> Self {
         svc::http::tls::install_provider();
         let database = test_database_from("platform", |url| async move {
             svc::platform::db::migrate::run(&url.parse()?).await
         });
-        let database = database.await.expect("a database");
-        let logs = tempfile::tempdir().expect("a directory");
-        let store = S3Server::start(logs.path()).expect("a store");
+        let database = database.await.expect("the test database must start");
+        let logs = tempfile::tempdir().expect("a temporary directory");
+        let store = S3Server::start(logs.path()).expect("the S3 server must start");
         store.create_bucket(BUCKET);
         publish(&store, "v1");
-        let provider = Simulator::start(provider(logs.path())).await.expect("a provider");
-        let patient = Deadlines { whole: Some(Duration::from_secs(70)), ..Deadlines::CALL };
-        let patient = Deadlines { idle: Duration::from_secs(70), ..patient };
-        let client = client::build(patient).expect("a client");
+        let provider =
+            Simulator::start(provider(logs.path())).await.expect("the provider simulator must start");
+        let deadlines = Deadlines { total: Some(Duration::from_secs(70)), ..Deadlines::CALL };
+        let deadlines = Deadlines { idle: Duration::from_secs(70), ..deadlines };
+        let client = client::build(deadlines).expect("a valid client configuration");
         Self { database, store, provider, client, logs }
     }
 
-    /// The whole configuration, with short times.
+    /// The complete configuration of a platform process, with short intervals and timeouts.
     pub fn settings(&self) -> Vec<(String, String)> {
         let mut settings = self.store.env(BUCKET);
         settings.extend(self.store.sts_env());
@@ -101,15 +102,15 @@ impl Stack {
         self.start_platform_with(&[])
     }
 
-    /// A platform process with additional or changed settings.
+    /// Starts a platform process with additional or changed settings.
     pub fn start_platform_with(&self, more: &[(&str, &str)]) -> Process {
         self.start_process(self.command(more))
     }
 
     pub fn start_process(&self, mut command: Command) -> Process {
         command.stdout(Stdio::piped());
-        let mut child = OwnedChild::spawn(&mut command).expect("the platform starts");
-        let mut lines = BufReader::new(child.take_stdout().expect("piped")).lines();
+        let mut child = OwnedChild::spawn(&mut command).expect("the platform must start");
+        let mut lines = BufReader::new(child.take_stdout().expect("the output must be piped")).lines();
         let base = lines
             .by_ref()
             .map_while(Result::ok)
@@ -126,8 +127,11 @@ impl Stack {
 
     pub fn command(&self, more: &[(&str, &str)]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
-        let log =
-            File::options().create(true).append(true).open(self.logs.path().join("log")).expect("a log");
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(self.logs.path().join("log"))
+            .expect("the log must be writable");
         command.arg("svc-platform").env_clear().envs(self.settings()).envs(more.iter().copied());
         command.stdin(Stdio::null()).stderr(log);
         command
@@ -161,7 +165,7 @@ impl Stack {
 
     pub async fn send(&self, request: reqwest::RequestBuilder) -> ApiResponse {
         let (client, request) = request.build_split();
-        let request = request.expect("a request");
+        let request = request.expect("a valid request");
         let (method, path) = (request.method().clone(), request.url().path().to_owned());
         let is_json = request.headers().get("content-type").is_some_and(|kind| kind == "application/json");
         let sent = request.body().and_then(reqwest::Body::as_bytes).filter(|_| is_json).map(<[u8]>::to_vec);
@@ -192,23 +196,33 @@ impl Stack {
         response.body
     }
 
-    /// A running machine, registered as its host would.
+    /// Starts a machine and registers it as its host would.
     pub async fn start_machine(&self, process: &Process, user: &str) -> Guest {
         let provisioned = self.provision(process, user).await;
-        let guest = self.wait_for_guest(process, provisioned["machineId"].as_str().expect("an id")).await;
+        let guest = self
+            .wait_for_guest(
+                process,
+                provisioned["machineId"].as_str().expect("the response must name the machine"),
+            )
+            .await;
         let response = self.register(process, &guest).await;
         assert_eq!(response.status, 200, "{response:?}\n{}", self.log());
         guest
     }
 
-    /// The machine's server, once the platform has recorded it.
+    /// Waits until the platform has recorded the machine's server. Returns the server's host.
     pub async fn wait_for_guest(&self, process: &Process, machine: &str) -> Guest {
-        let noted = || async {
+        let is_recorded = || async {
             let record = self.get(process, &format!("/vps/{machine}")).await;
             (!record.body["providerServerId"].is_null()).then_some(())
         };
-        self.eventually("the server is recorded", noted).await;
-        Guest::from_server(&self.provider.server_by_name(&format!("svc-{machine}")).expect("a server"))
+        self.eventually("the server is recorded", is_recorded).await;
+        Guest::from_server(
+            &self
+                .provider
+                .server_by_name(&format!("svc-{machine}"))
+                .expect("the provider must have the server"),
+        )
     }
 
     pub async fn register(&self, process: &Process, guest: &Guest) -> ApiResponse {
@@ -219,7 +233,8 @@ impl Stack {
         self.send(self.request(process, Method::POST, "/vps/register").bearer_auth(token).json(body)).await
     }
 
-    /// Plays the hosts of all servers until the operation has ended, and returns the operation.
+    /// Registers the hosts of all running servers, and sends their heartbeats, until the operation has ended. Returns
+    /// the operation.
     pub async fn wait_until_ended(&self, process: &Process, operation: &str) -> Value {
         let path = format!("/vps/operations/{operation}");
         let check = || async {
@@ -238,14 +253,13 @@ impl Stack {
         self.eventually("the operation ends", check).await
     }
 
-    /// A heartbeat as this machine's host sends it.
+    /// Sends a heartbeat as this machine's host does.
     pub async fn send_heartbeat(&self, process: &Process, guest: &Guest, body: &Value) -> ApiResponse {
         let request = self.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
         self.send(request.bearer_auth(&guest.upgrade_token).json(body)).await
     }
 
-    /// Plays the hosts of all servers that are switched on, as running hosts, until the operation has ended, and
-    /// returns the operation.
+    /// Sends heartbeats of the hosts of all running servers until the operation has ended. Returns the operation.
     pub async fn wait_until_ended_with_heartbeats(&self, process: &Process, operation: &str) -> Value {
         let path = format!("/vps/operations/{operation}");
         let check = || async {
@@ -262,7 +276,7 @@ impl Stack {
         self.eventually("the operation ends", check).await
     }
 
-    /// Heartbeats of every server that is switched on, to a platform that may be dead.
+    /// Sends a heartbeat of every running server to a platform that may have been killed.
     pub async fn try_send_heartbeats(&self, base: String) {
         for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
             let guest = Guest::from_server(server);
@@ -270,13 +284,13 @@ impl Stack {
         }
     }
 
-    /// The response of a platform that may be dead, if there is one.
+    /// Sends a heartbeat to a platform that may have been killed. Returns the response, if there is one.
     pub async fn try_send_heartbeat(&self, base: &str, guest: &Guest, body: &Value) -> Option<Value> {
         let request = self.client.post(format!("{base}/vps/{}/heartbeat", guest.machine));
         request.bearer_auth(&guest.upgrade_token).json(body).send().await.ok()?.json().await.ok()
     }
 
-    /// Waits until the process has loaded its first routes.
+    /// Waits until the process has loaded its routes.
     pub async fn wait_for_routes(&self, process: &Process) {
         let ready = || async { (self.get(process, "/readyz").await.status == 200).then_some(()) };
         self.eventually("routes are loaded", ready).await;
@@ -286,6 +300,7 @@ impl Stack {
         self.get(process, &format!("/vps/{machine}")).await.body["status"].clone()
     }
 
+    /// Polls until the check returns a value.
     pub async fn eventually<T, F: Future<Output = Option<T>>>(
         &self,
         what: &str,
@@ -301,24 +316,24 @@ impl Stack {
         }
     }
 
-    /// Asserts that only this machine's server remains; servers of earlier machines are deleted shortly.
+    /// Asserts that soon only this machine's server remains: servers of earlier machines may still have to be deleted.
     pub fn assert_only_server(&self, machine: &str) {
         self.assert_servers(&[format!("svc-{machine}")]);
     }
 
-    /// Asserts that no server remains, after a short wait.
+    /// Asserts that soon no server remains.
     pub fn assert_no_server(&self) {
         self.assert_servers(&[]);
     }
 
-    fn assert_servers(&self, wanted: &[String]) {
+    fn assert_servers(&self, expected: &[String]) {
         let end = Instant::now() + Duration::from_secs(15);
         loop {
             let names: Vec<_> = self.provider.servers().into_iter().map(|server| server.name).collect();
-            if names == wanted {
+            if names == expected {
                 return;
             }
-            assert!(Instant::now() < end, "{names:?} instead of {wanted:?}\n{}", self.log());
+            assert!(Instant::now() < end, "{names:?} instead of {expected:?}\n{}", self.log());
             std::thread::sleep(Duration::from_millis(50));
         }
     }
@@ -345,14 +360,14 @@ pub fn heartbeat() -> Value {
         "disk": {"totalBytes": 10, "freeBytes": 5}, "proofKids": []})
 }
 
-/// A heartbeat of a healthy host, with its own epoch.
+/// The body of a healthy host's heartbeat, with the host's own epoch.
 pub fn heartbeat_of(guest: &Guest) -> Value {
     let mut body = heartbeat();
-    body["epoch"] = json!(guest.epoch.parse::<u32>().expect("an epoch"));
+    body["epoch"] = json!(guest.epoch.parse::<u32>().expect("the epoch must be a number"));
     body
 }
 
-/// A server's host, as configured by its user-data.
+/// A server's host, as the user-data configures it.
 #[derive(Debug, Clone)]
 pub struct Guest {
     pub machine: String,
@@ -367,24 +382,28 @@ pub struct Guest {
 
 impl Guest {
     pub fn from_server(server: &ServerView) -> Self {
-        let config: Value =
-            serde_json::from_str(server.user_data.strip_prefix("#cloud-config\n").expect("cloud-config"))
-                .expect("JSON");
+        let config: Value = serde_json::from_str(
+            server.user_data.strip_prefix("#cloud-config\n").expect("a cloud-config header"),
+        )
+        .expect("the user-data must be JSON");
         let mut found = BTreeMap::new();
-        let files = config["write_files"].as_array().expect("files");
+        let files = config["write_files"].as_array().expect("the user-data must list files");
         for file in
             files.iter().filter(|file| file["path"].as_str().is_some_and(|path| path.ends_with(".env")))
         {
             assert_eq!(file["permissions"], "0600");
-            found.extend(parse_env_file(file["content"].as_str().expect("text")).expect("an env file"));
+            found.extend(
+                parse_env_file(file["content"].as_str().expect("the file must have content"))
+                    .expect("a valid env file"),
+            );
         }
-        let take = |name: &str| found.get(name).cloned().unwrap_or_default();
+        let variable = |name: &str| found.get(name).cloned().unwrap_or_default();
         Self {
-            machine: take("SVC_MACHINE_ID"),
-            registration_token: take("REGISTRATION_TOKEN"),
-            upgrade_token: take("UPGRADE_TOKEN"),
-            restore_mode: take("SVC_RESTORE_MODE"),
-            epoch: take("SVC_EPOCH"),
+            machine: variable("SVC_MACHINE_ID"),
+            registration_token: variable("REGISTRATION_TOKEN"),
+            upgrade_token: variable("UPGRADE_TOKEN"),
+            restore_mode: variable("SVC_RESTORE_MODE"),
+            epoch: variable("SVC_EPOCH"),
             user_data: server.user_data.clone(),
             settings: found,
         }
@@ -407,7 +426,7 @@ pub struct ApiResponse {
 impl ApiResponse {
     async fn read(response: reqwest::Response) -> anyhow::Result<Self> {
         let (status, headers) = (response.status().as_u16(), response.headers().clone());
-        let text = response.text().await.context("the body")?;
+        let text = response.text().await.context("read the response body")?;
         let body = serde_json::from_str(&text).unwrap_or_default();
         Ok(Self { status, headers, text, body })
     }
@@ -421,7 +440,10 @@ impl ApiResponse {
         for member in ["type", "title", "detail", "requestId"] {
             assert!(self.body[member].is_string(), "{member}: {self:?}");
         }
-        assert_eq!(self.headers["x-request-id"], self.body["requestId"].as_str().expect("text"));
+        assert_eq!(
+            self.headers["x-request-id"],
+            self.body["requestId"].as_str().expect("the request id must be a string")
+        );
     }
 }
 
@@ -442,7 +464,7 @@ impl Process {
 
     /// Waits until the process has exited.
     pub async fn wait_for_exit(&mut self) -> ExitStatus {
-        self.child.wait_for_exit(WAIT_TIMEOUT).await.expect("the platform still runs")
+        self.child.wait_for_exit(WAIT_TIMEOUT).await.expect("the platform must exit in time")
     }
 
     /// Waits until the process was killed at its fail point.
@@ -451,15 +473,15 @@ impl Process {
         assert_eq!(status.signal(), Some(9), "{status}");
     }
 
-    /// [`Self::wait_until_killed`] at a point that is reached only while hosts send requests.
+    /// [`Self::wait_until_killed`], for a fail point that is reached only while hosts send requests.
     pub async fn wait_until_killed_while<F: Future<Output = ()>>(
         &mut self,
-        mut speak: impl FnMut(String) -> F,
+        mut send: impl FnMut(String) -> F,
     ) {
         let deadline = Instant::now() + WAIT_TIMEOUT;
         while self.child.status().is_none() {
-            assert!(Instant::now() < deadline, "the platform still runs");
-            speak(self.base.clone()).await;
+            assert!(Instant::now() < deadline, "the platform did not reach its fail point");
+            send(self.base.clone()).await;
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         self.wait_until_killed().await;

@@ -1,4 +1,4 @@
-//! Statements on many rows, and statements that must change nothing.
+//! SQL statements on many rows, and statements that must not change anything.
 
 use deadpool_postgres::Object;
 use kit::pg::{TestDatabase, test_database_from};
@@ -12,7 +12,7 @@ use svc::platform::keys::Seal;
 
 use super::stack::Stack;
 
-async fn database() -> (TestDatabase, Object) {
+async fn start_database() -> (TestDatabase, Object) {
     let database =
         test_database_from(
             "platform",
@@ -26,7 +26,7 @@ async fn database() -> (TestDatabase, Object) {
 
 #[tokio::test]
 async fn set_release_for_machine_keeps_time_without_change() {
-    let (_database, session) = database().await;
+    let (_database, session) = start_database().await;
     let machine = MachineId::new();
     let insert = format!(
         "INSERT INTO handles VALUES ('ada', 'user_1'); \
@@ -52,12 +52,12 @@ async fn set_release_for_machine_keeps_time_without_change() {
 
 #[tokio::test]
 async fn key_need_counts_every_signing_key() {
-    let (_database, session) = database().await;
+    let (_database, session) = start_database().await;
     let keys = "INSERT INTO signing_keys (kid, purpose, public_key, sealed) \
                 SELECT 'proof-' || n, 'proof', 'x', '\\x00' FROM generate_series(1, 10050) n";
     session.batch_execute(keys).await.unwrap();
     let seal = Seal::new(&SecretSlice::from(vec![7_u8; 32]));
-    let need = KeyNeed::of_signing_keys(&session, &seal).await.unwrap();
+    let need = KeyNeed::find_for_signing_keys(&session, &seal).await.unwrap();
     assert!(need.to_string().starts_with("10050 sealed signing keys ("), "{need}");
 }
 
@@ -69,7 +69,7 @@ async fn subscriptions_are_listed_in_pages() {
     let fill = "INSERT INTO slots (idp_user_id, slot, plan, status) \
                 SELECT 'user_' || n % 3, 's' || n, 'max', 'active' FROM generate_series(1, 1003) n";
     client.batch_execute(fill).await.unwrap();
-    let named = |page: &Value| -> Vec<String> {
+    let slot_names = |page: &Value| -> Vec<String> {
         let slots = page["slots"].as_array().unwrap().iter();
         slots
             .map(|slot| format!("{}/{}", slot["idpUserId"].as_str().unwrap(), slot["slot"].as_str().unwrap()))
@@ -77,16 +77,19 @@ async fn subscriptions_are_listed_in_pages() {
     };
     let first = stack.get(&process, "/vps/slots").await.body;
     let cursor = first["nextCursor"].as_str().unwrap();
-    let mut all = named(&first);
+    let mut all = slot_names(&first);
     assert_eq!((all.len(), cursor), (1000, all.last().unwrap().as_str()));
     let cursor: String = url::form_urlencoded::byte_serialize(cursor.as_bytes()).collect();
     let second = stack.get(&process, &format!("/vps/slots?cursor={cursor}")).await.body;
     assert!(second["nextCursor"].is_null(), "{second}");
-    all.extend(named(&second));
+    all.extend(slot_names(&second));
     all.sort_unstable();
     all.dedup();
     assert_eq!(all.len(), 1003);
     let of_user = stack.get(&process, "/vps/slots?idpUserId=user_1&cursor=user_1%2Fs1").await.body;
-    assert!(named(&of_user).iter().all(|name| name.starts_with("user_1/")) && named(&of_user).len() == 334);
+    assert!(
+        slot_names(&of_user).iter().all(|name| name.starts_with("user_1/"))
+            && slot_names(&of_user).len() == 334
+    );
     assert_eq!(stack.get(&process, "/vps/slots?cursor=x").await.status, 400);
 }

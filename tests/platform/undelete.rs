@@ -1,38 +1,38 @@
-//! Delete makes a final backup and keeps the server for a grace period, in which it can be undone. Provisioning over a
-//! failed machine and the end of a preview do the same.
+//! A deletion takes a final backup and keeps the server for a grace period, during which it can be undone. A provision
+//! that replaces a failed machine, and the end of a preview, also take a backup and keep the server.
 
 use std::time::Duration;
 
 use kit::provider::Power;
 use serde_json::{Value, json};
 
-use super::internal_host::{Host, host};
+use super::internal_host::{Host, start_host};
 use super::stack::{Process, Stack, heartbeat_of, provision_body};
 
 const BACKUP: &str = "/_svc/internal/backup";
 
-fn power(stack: &Stack, machine: &str) -> Option<Power> {
+fn power_state(stack: &Stack, machine: &str) -> Option<Power> {
     stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
 }
 
-async fn record(stack: &Stack, process: &Process, machine: &str) -> Value {
+async fn fetch_record(stack: &Stack, process: &Process, machine: &str) -> Value {
     stack.get(process, &format!("/vps/{machine}")).await.body
 }
 
-/// Waits for the request and responds with a snapshot.
-async fn store_backup(stack: &Stack, old: &Host) {
+/// Waits until the final backup is requested, and stores it.
+async fn store_requested_backup(stack: &Stack, old: &Host) {
     stack
-        .eventually("a backup is requested", || async { (old.calls("POST", BACKUP) > 0).then_some(()) })
+        .eventually("a backup is requested", || async { (old.call_count("POST", BACKUP) > 0).then_some(()) })
         .await;
     old.store_backup(stack, "user_1");
 }
 
-async fn until_off(stack: &Stack, machine: &str) {
-    let off = || async { (power(stack, machine) == Some(Power::Off)).then_some(()) };
+async fn wait_until_off(stack: &Stack, machine: &str) {
+    let off = || async { (power_state(stack, machine) == Some(Power::Off)).then_some(()) };
     stack.eventually("the server is off", off).await;
 }
 
-async fn until_ended(stack: &Stack, process: &Process, id: &Value) -> Value {
+async fn wait_until_ended(stack: &Stack, process: &Process, id: &Value) -> Value {
     let path = format!("/vps/operations/{}", id.as_str().unwrap());
     let ended = || async {
         let found = stack.get(process, &path).await.body;
@@ -45,7 +45,7 @@ async fn until_ended(stack: &Stack, process: &Process, id: &Value) -> Value {
 async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
@@ -53,11 +53,11 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
         deleted.body["undeletableUntil"].is_string() && deleted.body["kind"] == "customer",
         "{deleted:?}"
     );
-    store_backup(&stack, &old).await;
-    let operation = until_ended(&stack, &process, &deleted.body["operationId"]).await;
+    store_requested_backup(&stack, &old).await;
+    let operation = wait_until_ended(&stack, &process, &deleted.body["operationId"]).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    until_off(&stack, &machine).await;
-    let kept = record(&stack, &process, &machine).await;
+    wait_until_off(&stack, &machine).await;
+    let kept = fetch_record(&stack, &process, &machine).await;
     assert!(kept["finalBackupAt"].is_string(), "{kept}");
     assert_eq!(kept["copies"]["kept"][0]["reason"], "deleted");
 
@@ -66,13 +66,13 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
     let mut beat = heartbeat_of(&old.guest);
     beat["epoch"] = json!(2);
     let runs = || async {
-        if power(&stack, &machine) == Some(Power::Running) {
+        if power_state(&stack, &machine) == Some(Power::Running) {
             stack.send_heartbeat(&process, &old.guest, &beat).await;
         }
         (stack.status(&process, &machine).await == "running").then_some(())
     };
-    stack.eventually("it runs again", runs).await;
-    assert_eq!(record(&stack, &process, &machine).await["deletedAt"], Value::Null);
+    stack.eventually("the machine runs again", runs).await;
+    assert_eq!(fetch_record(&stack, &process, &machine).await["deletedAt"], Value::Null);
     let again = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!((again.status, &again.body["alreadyUndone"]), (202, &json!(true)), "{again:?}");
     assert_eq!(
@@ -99,23 +99,23 @@ async fn undelete_of_an_active_machine_is_refused() {
 async fn deletion_without_backup_waits_and_can_be_abandoned() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
-    let waiting = until_ended(&stack, &process, &deleted["operationId"]).await;
+    let waiting = wait_until_ended(&stack, &process, &deleted["operationId"]).await;
     assert_eq!(
         (&waiting["state"], &waiting["question"]["code"]),
         (&json!("waiting"), &json!("last_backup_missing"))
     );
     let path = format!("/vps/operations/{}/abandon", deleted["operationId"].as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
-    assert_eq!(stack.status(&process, &machine).await, "running", "it was never switched off");
+    assert_eq!(stack.status(&process, &machine).await, "running", "the machine was never switched off");
     stack.assert_only_server(&machine);
 
-    // While it waits for a decision, its server exists, but is not a kept one.
+    // While the deletion waits for a decision, the server exists, but has no end of retention.
     let now = stack.delete(&process, &format!("/vps/{machine}?now=true")).await.body;
-    until_ended(&stack, &process, &now["operationId"]).await;
-    let copies = record(&stack, &process, &machine).await["copies"].clone();
+    wait_until_ended(&stack, &process, &now["operationId"]).await;
+    let copies = fetch_record(&stack, &process, &machine).await["copies"].clone();
     assert_eq!(
         (&copies["kept"][0]["deletedBy"], &copies["kept"][0]["until"]),
         (&now["operationId"], &Value::Null),
@@ -126,10 +126,10 @@ async fn deletion_without_backup_waits_and_can_be_abandoned() {
 
     let deleted = stack.delete(&process, &format!("/vps/{machine}?acceptLoss=true&now=true")).await.body;
     assert_eq!(deleted["undeletableUntil"], Value::Null);
-    let operation = until_ended(&stack, &process, &deleted["operationId"]).await;
+    let operation = wait_until_ended(&stack, &process, &deleted["operationId"]).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    let gone = || async { power(&stack, &machine).is_none().then_some(()) };
-    stack.eventually("its server is deleted at once", gone).await;
+    let gone = || async { power_state(&stack, &machine).is_none().then_some(()) };
+    stack.eventually("the server is deleted without a grace period", gone).await;
     stack
         .post(&process, &format!("/vps/{machine}/undelete"), &json!({}))
         .await
@@ -141,17 +141,17 @@ async fn grace_counts_from_the_power_off() {
     let stack = Stack::start().await;
     let process =
         stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1"), ("DELETE_GRACE_SECONDS", "6")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
-    until_ended(&stack, &process, &deleted["operationId"]).await;
+    wait_until_ended(&stack, &process, &deleted["operationId"]).await;
     tokio::time::sleep(Duration::from_secs(7)).await;
     let path = format!("/vps/operations/{}/continue", deleted["operationId"].as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({"acceptLoss": true})).await.status, 200);
-    until_off(&stack, &machine).await;
-    until_ended(&stack, &process, &deleted["operationId"]).await;
+    wait_until_off(&stack, &machine).await;
+    wait_until_ended(&stack, &process, &deleted["operationId"]).await;
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert!(power(&stack, &machine).is_some(), "it can still be undeleted");
+    assert!(power_state(&stack, &machine).is_some(), "the machine can still be undeleted");
     let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");
 }
@@ -160,28 +160,32 @@ async fn grace_counts_from_the_power_off() {
 async fn provision_over_a_failed_machine_backs_it_up_first() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     stack.snapshot("user_1");
     stack.post(&process, &format!("/vps/{}/fail", old.guest.machine), &json!({"reason": "r"})).await;
     let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
     assert_eq!((provisioned.status, &provisioned.body["kind"]), (202, &json!("customer")), "{provisioned:?}");
-    store_backup(&stack, &old).await;
+    store_requested_backup(&stack, &old).await;
     let operation = stack.wait_until_ended(&process, provisioned.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    assert_eq!(power(&stack, &old.guest.machine), Some(Power::Off), "kept until its successor has served");
+    assert_eq!(
+        power_state(&stack, &old.guest.machine),
+        Some(Power::Off),
+        "the server is kept until the successor has served"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn expired_preview_is_backed_up_and_kept() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
-    let old = host(&stack, &process).await;
+    let old = start_host(&stack, &process).await;
     let client = stack.database.connect().await.unwrap();
     let sql = "UPDATE user_machines SET kind = 'preview', preview_expires_at = now()";
     client.execute(sql, &[]).await.unwrap();
-    store_backup(&stack, &old).await;
-    until_off(&stack, &old.guest.machine).await;
-    assert!(record(&stack, &process, &old.guest.machine).await["deletedAt"].is_string());
+    store_requested_backup(&stack, &old).await;
+    wait_until_off(&stack, &old.guest.machine).await;
+    assert!(fetch_record(&stack, &process, &old.guest.machine).await["deletedAt"].is_string());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -210,9 +214,9 @@ async fn deletion_during_recovery_keeps_the_serving_machine() {
     assert!(also["undeletableUntil"].is_string() && also["operationId"].is_string(), "{deleted}");
     assert_ne!(also["operationId"], deleted["operationId"]);
     let again = stack.delete(&process, &format!("/vps/{}", new.machine)).await.body;
-    assert_eq!(&again["alsoDeleted"], also, "asked again");
-    let alone = || async { (stack.provider.servers().len() == 1).then_some(()) };
-    stack.eventually("the new machine's server is deleted", alone).await;
+    assert_eq!(&again["alsoDeleted"], also, "a repeated request gets the same response");
+    let is_only_server = || async { (stack.provider.servers().len() == 1).then_some(()) };
+    stack.eventually("the new machine's server is deleted", is_only_server).await;
     stack.assert_only_server(&old.machine);
     let back = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");

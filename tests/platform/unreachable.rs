@@ -1,4 +1,5 @@
-//! An unreachable database or store: 503 with a specific code, readiness names it, and the platform recovers.
+//! An unreachable database or store: requests get 503 with a specific code, readiness names the outage, and the
+//! platform recovers.
 
 use kit::pg::{PgBinaries, PgOptions, PgServer};
 
@@ -21,7 +22,7 @@ async fn database_outage_is_reported_and_recovered() {
         (503, &"failing".into(), &"ok".into())
     );
     assert_eq!(stack.get(&process, "/livez").await.status, 200);
-    // Its routes are still served, so no load balancer removes it.
+    // The routes are still served, so no load balancer removes the process.
     let stale = || async { (stack.get(&process, "/readyz").await.body["routes"] == "stale").then_some(()) };
     stack.eventually("the routes are stale", stale).await;
     let routing = stack.get(&process, "/readyz").await;
@@ -29,8 +30,8 @@ async fn database_outage_is_reported_and_recovered() {
     assert!(stack.get(&process, "/metrics").await.text.contains("svc_router_routes_age_seconds "));
     assert!(stack.log().contains("serving stale routes"));
     server.restart().await.unwrap();
-    let back = || async { (stack.get(&process, "/readyz/control").await.status == 200).then_some(()) };
-    stack.eventually("ready again", back).await;
+    let is_ready = || async { (stack.get(&process, "/readyz/control").await.status == 200).then_some(()) };
+    stack.eventually("the process is ready again", is_ready).await;
     let provisioned = stack.provision(&process, "user_1").await;
     assert_eq!(
         stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await["state"],

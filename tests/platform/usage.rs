@@ -1,4 +1,5 @@
-//! Usage of a machine for operators: read from its host, under the scope `billing`, with an audit row for each read.
+//! Usage of a machine for operators: it is read from the machine's host, requires the scope `billing`, and each read
+//! has an audit row.
 
 use http::StatusCode;
 use jiff::Timestamp;
@@ -6,26 +7,32 @@ use reqwest::Method;
 use serde_json::{Value, json};
 use svc::http::tls::Identity;
 
-use super::internal_host::host;
+use super::internal_host::start_host;
 use super::stack::{ApiResponse, Process, Stack, heartbeat_of, registration};
 use crate::gateway::host::Machine;
 
-/// No database: usage is read from files.
+/// The gateway needs no database, because usage is read from files.
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 
-/// The token of a new operator with this scope.
-async fn operator(stack: &Stack, process: &Process, name: &str, scope: &str) -> String {
+/// Adds an operator with this scope. Returns the token.
+async fn add_operator(stack: &Stack, process: &Process, name: &str, scope: &str) -> String {
     let response = stack.post(process, "/operators", &json!({"name": name, "scopes": [scope]})).await;
     response.body["token"].as_str().unwrap().to_owned()
 }
 
-async fn read(stack: &Stack, process: &Process, token: &str, machine: &str, query: &str) -> ApiResponse {
+async fn read_usage(
+    stack: &Stack,
+    process: &Process,
+    token: &str,
+    machine: &str,
+    query: &str,
+) -> ApiResponse {
     let request = stack.request(process, Method::GET, &format!("/vps/{machine}/usage{query}"));
     stack.send(request.bearer_auth(token)).await
 }
 
-/// The audit rows of usage reads, newest first.
-async fn audited(stack: &Stack, process: &Process) -> Vec<Value> {
+/// Lists the audit rows of usage reads, newest first.
+async fn list_audit(stack: &Stack, process: &Process) -> Vec<Value> {
     let page = stack.get(process, "/audit?action=usage.read").await;
     page.body["entries"].as_array().unwrap().clone()
 }
@@ -34,7 +41,7 @@ async fn audited(stack: &Stack, process: &Process) -> Vec<Value> {
 async fn billing_operator_reads_usage_from_host() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let ada = operator(&stack, &process, "ada", "billing").await;
+    let ada = add_operator(&stack, &process, "ada", "billing").await;
     let provisioned = stack.provision(&process, "user_1").await;
     let id = provisioned["machineId"].as_str().unwrap().to_owned();
     let guest = stack.wait_for_guest(&process, &id).await;
@@ -62,29 +69,30 @@ async fn billing_operator_reads_usage_from_host() {
     assert_eq!(stack.register_as(&process, &guest.registration_token, &body).await.status, 200);
 
     // The host does not have the platform's keys yet.
-    let unproven = read(&stack, &process, &ada, &id, "").await;
+    let unproven = read_usage(&stack, &process, &ada, &id, "").await;
     unproven.assert_problem(502, "host_refused");
     assert!(unproven.body["detail"].as_str().unwrap().contains("its clock"), "{unproven:?}");
     let beat = stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     gateway.machine.write("var/lib/svc/proof-keys.json", &beat.body["proofKeys"].to_string()).unwrap();
     let query = format!("?groupBy=user&startDate={today}&endDate={today}");
     let served = || async {
-        let response = read(&stack, &process, &ada, &id, &query).await;
+        let response = read_usage(&stack, &process, &ada, &id, &query).await;
         (response.status == 200).then_some(response)
     };
     let response = stack.eventually("the host has the keys", served).await;
     assert_eq!(response.headers["cache-control"], "no-store");
     assert_eq!((&response.body["totalCost"], &response.body["totalDispatches"]), (&json!(0.75), &json!(2)));
-    let users: Vec<_> = response.body["entries"].as_array().unwrap().iter().map(|it| &it["userId"]).collect();
+    let users: Vec<_> =
+        response.body["entries"].as_array().unwrap().iter().map(|entry| &entry["userId"]).collect();
     assert_eq!(users, [&json!("telegram:7"), &json!("user_1")]);
-    let one = read(&stack, &process, &ada, &id, "?userId=telegram:7").await;
+    let filtered = read_usage(&stack, &process, &ada, &id, "?userId=telegram:7").await;
     assert_eq!(
-        (one.status, &one.body["totalCost"]),
+        (filtered.status, &filtered.body["totalCost"]),
         (200, &json!(0.25)),
-        "the query reaches the host: {one:?}"
+        "the query reaches the host: {filtered:?}"
     );
 
-    let rows = audited(&stack, &process).await;
+    let rows = list_audit(&stack, &process).await;
     let newest = &rows[0];
     assert_eq!((&newest["actor"], &newest["target"]), (&json!("ada"), &json!(id)));
     assert_eq!(newest["after"], json!({"userId": "telegram:7", "groupBy": "day", "outcome": "read"}));
@@ -97,21 +105,21 @@ async fn billing_operator_reads_usage_from_host() {
 async fn usage_without_the_billing_scope_is_forbidden() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let host = host(&stack, &process).await;
+    let host = start_host(&stack, &process).await;
     for scope in ["read", "operate", "metrics", "admin"] {
-        let token = operator(&stack, &process, &format!("only-{scope}"), scope).await;
-        read(&stack, &process, &token, &host.guest.machine, "").await.assert_problem(403, "forbidden");
+        let token = add_operator(&stack, &process, &format!("only-{scope}"), scope).await;
+        read_usage(&stack, &process, &token, &host.guest.machine, "").await.assert_problem(403, "forbidden");
     }
-    assert_eq!(host.calls("GET", "/api/usage"), 0);
-    assert!(audited(&stack, &process).await.is_empty());
+    assert_eq!(host.call_count("GET", "/api/usage"), 0);
+    assert!(list_audit(&stack, &process).await.is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn each_failure_of_the_host_is_named_and_audited() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let ada = operator(&stack, &process, "ada", "billing").await;
-    let host = host(&stack, &process).await;
+    let ada = add_operator(&stack, &process, "ada", "billing").await;
+    let host = start_host(&stack, &process).await;
     let machine = &host.guest.machine;
     let large = format!(r#"{{"entries": [], "x": "{}"}}"#, "x".repeat(1 << 20));
     for (status, body, refused, code, detail) in [
@@ -124,41 +132,41 @@ async fn each_failure_of_the_host_is_named_and_audited() {
         (200, &large, 502, "host_answer_invalid", "larger than 1048576 bytes"),
     ] {
         host.script.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());
-        let response = read(&stack, &process, &ada, machine, "?startDate=2026-11-01").await;
+        let response = read_usage(&stack, &process, &ada, machine, "?startDate=2026-11-01").await;
         response.assert_problem(refused, code);
         assert!(response.body["detail"].as_str().unwrap().contains(detail), "{response:?}");
-        let row = &audited(&stack, &process).await[0];
+        let row = &list_audit(&stack, &process).await[0];
         assert_eq!((&row["actor"], &row["target"]), (&json!("ada"), &json!(machine)));
         let after = json!({"startDate": "2026-11-01", "groupBy": "day", "outcome": code});
         assert_eq!(row["after"], after);
     }
-    let wrong = read(&stack, &process, &ada, machine, "?startDate=2026-11-02&endDate=2026-11-01").await;
+    let wrong = read_usage(&stack, &process, &ada, machine, "?startDate=2026-11-02&endDate=2026-11-01").await;
     wrong.assert_problem(400, "invalid_request");
-    assert_eq!(host.calls("GET", "/api/usage"), 7, "an invalid query reaches no host");
+    assert_eq!(host.call_count("GET", "/api/usage"), 7, "an invalid query reaches no host");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_out_of_service_has_no_usage() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let ada = operator(&stack, &process, "ada", "billing").await;
+    let ada = add_operator(&stack, &process, "ada", "billing").await;
     let unknown = uuid::Uuid::now_v7().to_string();
-    read(&stack, &process, &ada, &unknown, "").await.assert_problem(404, "machine_not_found");
+    read_usage(&stack, &process, &ada, &unknown, "").await.assert_problem(404, "machine_not_found");
     let guest = stack.start_machine(&process, "user_1").await;
-    read(&stack, &process, &ada, &guest.machine, "").await.assert_problem(502, "host_unreachable");
+    read_usage(&stack, &process, &ada, &guest.machine, "").await.assert_problem(502, "host_unreachable");
     stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "x"})).await;
-    let failed = read(&stack, &process, &ada, &guest.machine, "").await;
+    let failed = read_usage(&stack, &process, &ada, &guest.machine, "").await;
     failed.assert_problem(409, "invalid_state");
     assert_eq!(failed.body["machineStatus"], "failed");
     stack.delete(&process, &format!("/vps/{}?now=true&acceptLoss=true", guest.machine)).await;
     let gone = || async {
-        let response = read(&stack, &process, &ada, &guest.machine, "").await;
+        let response = read_usage(&stack, &process, &ada, &guest.machine, "").await;
         (response.status == 404).then_some(response)
     };
-    let gone = stack.eventually("it is deleted", gone).await;
+    let gone = stack.eventually("the deletion is recorded", gone).await;
     gone.assert_problem(404, "machine_not_found");
     assert!(gone.body["detail"].as_str().unwrap().contains("has been deleted"), "{gone:?}");
-    let first = audited(&stack, &process).await.pop().unwrap();
+    let first = list_audit(&stack, &process).await.pop().unwrap();
     assert_eq!(
         (&first["target"], &first["after"]["outcome"]),
         (&json!(unknown), &json!("machine_not_found"))

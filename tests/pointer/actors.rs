@@ -1,5 +1,5 @@
-//! The writers of the pointer: hosts after each backup, platforms before each new machine. They run the product's
-//! code, except the faulty ones, which each break one rule.
+//! The writers of the pointer: hosts after each backup, platforms before each new machine. They run the product's code,
+//! except that each faulty writer breaks one rule.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -13,13 +13,13 @@ use svc::store::bucket::Condition;
 use svc::store::key::{SlotPrefix, snapshot_key};
 use svc::store::pointer::{FORMAT, Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError, PointerRead};
-use svc::store::recorded::Recorded;
+use svc::store::recorded::RecordedSnapshot;
 use svc::store::snapshot::{self, SideRecord, SnapshotUnusable};
 use tokio::sync::watch;
 
 use super::history::History;
 
-/// Maximum attempts of a call that the store failed.
+/// Maximum number of attempts at a call while the store fails.
 const MAX_ATTEMPTS: u32 = 12;
 
 /// The rule that a faulty actor breaks.
@@ -41,7 +41,7 @@ pub fn slot() -> SlotPrefix {
     SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary())
 }
 
-/// State that is known outside the store.
+/// State outside the store.
 pub struct ExternalState {
     /// The highest fenced epoch that a platform has observed.
     pub fenced: watch::Sender<u32>,
@@ -79,13 +79,13 @@ pub fn side_record(epoch: Epoch, at: Timestamp) -> SideRecord {
 }
 
 /// A platform that prepares the machine of `epoch`. It retries until that fence or a later one is written.
-pub async fn platform(
+pub async fn run_platform(
     bucket: Bucket,
-    outside: Arc<ExternalState>,
+    external: Arc<ExternalState>,
     epoch: u32,
     broken_rule: Option<BrokenRule>,
 ) {
-    let _ = outside.fenced.subscribe().wait_for(|fenced| *fenced + 1 >= epoch).await;
+    let _ = external.fenced.subscribe().wait_for(|fenced| *fenced + 1 >= epoch).await;
     for _ in 0..MAX_ATTEMPTS {
         let end = match broken_rule {
             Some(BrokenRule::Lowering | BrokenRule::Tombstone) => {
@@ -95,7 +95,7 @@ pub async fn platform(
         };
         match end {
             Ok(()) => {
-                outside.fenced.send_if_modified(|fenced| {
+                external.fenced.send_if_modified(|fenced| {
                     let later = epoch > *fenced;
                     *fenced = epoch.max(*fenced);
                     later
@@ -109,21 +109,21 @@ pub async fn platform(
 }
 
 /// The machine of `epoch`. It starts once its fence is written and makes the given number of backups.
-pub async fn host(
+pub async fn run_host(
     bucket: Bucket,
-    outside: Arc<ExternalState>,
+    external: Arc<ExternalState>,
     history: impl Fn(&mut dyn FnMut(&mut History)),
     (epoch, backups): (u32, u32),
     broken_rule: Option<BrokenRule>,
 ) {
-    let _ = outside.fenced.subscribe().wait_for(|fenced| *fenced >= epoch).await;
-    let mine = Epoch(epoch);
+    let _ = external.fenced.subscribe().wait_for(|fenced| *fenced >= epoch).await;
+    let own_epoch = Epoch(epoch);
     for _ in 0..backups {
-        let seconds = outside.clock.fetch_add(1, Relaxed);
+        let seconds = external.clock.fetch_add(1, Relaxed);
         let at = Timestamp::UNIX_EPOCH + SignedDuration::from_secs(i64::from(seconds));
-        let side = side_record(mine, at);
+        let side = side_record(own_epoch, at);
         let Ok(pointer) = pointer_io::read(&bucket, &slot()).await else { continue };
-        let fenced = pointer.is_some_and(|pointer| pointer.value.admit(mine, machine(epoch)).is_err());
+        let fenced = pointer.is_some_and(|pointer| pointer.value.admit(own_epoch, machine(epoch)).is_err());
         if fenced && broken_rule != Some(BrokenRule::Fence) {
             return;
         }
@@ -133,7 +133,7 @@ pub async fn host(
         }
         let end = match broken_rule {
             Some(BrokenRule::Fence | BrokenRule::Order) => faulty_advance(&bucket, &side, broken_rule).await,
-            _ => match snapshot::record(&bucket, &slot(), &side, None).await {
+            _ => match snapshot::write_side_record(&bucket, &slot(), &side, None).await {
                 Ok(recorded) => pointer_io::advance(&bucket, &slot(), &recorded).await,
                 Err(error) => Err(error.into()),
             },
@@ -149,8 +149,12 @@ pub async fn host(
     }
 }
 
-/// The last step of a backup whose dump and side record are stored.
-pub async fn advance(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History)), recorded: Recorded) {
+/// Performs the last step of a backup whose dump and side record are stored.
+pub async fn run_advance(
+    bucket: Bucket,
+    history: impl Fn(&mut dyn FnMut(&mut History)),
+    recorded: RecordedSnapshot,
+) {
     for _ in 0..MAX_ATTEMPTS {
         match pointer_io::advance(&bucket, &slot(), &recorded).await {
             Ok(()) => return history(&mut |history| history.record_success(&recorded.named().key)),
@@ -162,7 +166,7 @@ pub async fn advance(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut Histor
 
 /// Reads the latest snapshot as a recovery does. It must see every earlier claim, and every published snapshot must
 /// be usable.
-pub async fn reader(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History)), reads: u32) {
+pub async fn run_reader(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History)), reads: u32) {
     for _ in 0..reads {
         let (mut seq, mut named) = (0, false);
         history(&mut |history| (seq, named) = (history.seq(), history.names_snapshot()));
@@ -205,7 +209,7 @@ async fn faulty_fence(
     write(bucket, now, &next).await
 }
 
-/// Writes in the product's order: the log entry, then `latest`.
+/// Writes in the same order as the product: the log entry, then `latest`.
 async fn write(bucket: &Bucket, now: Option<PointerRead>, next: &Pointer) -> Result<(), PointerError> {
     bucket.put_json_if(&slot().pointer_entry(next.seq), next, Condition::Absent).await?;
     let condition = now.map_or(Condition::Absent, |now| now.condition());
@@ -229,11 +233,11 @@ async fn faulty_advance(
         emptied_at: None,
     };
     if broken_rule == Some(BrokenRule::Fence) {
-        snapshot::record(bucket, &slot(), side, None).await?;
+        snapshot::write_side_record(bucket, &slot(), side, None).await?;
     }
     write(bucket, now, &next).await?;
     if broken_rule == Some(BrokenRule::Order) {
-        snapshot::record(bucket, &slot(), side, None).await?;
+        snapshot::write_side_record(bucket, &slot(), side, None).await?;
     }
     Ok(())
 }

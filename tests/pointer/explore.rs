@@ -1,4 +1,4 @@
-//! Runs of several actors on one staged store, each in a different order and with different faults.
+//! Runs several actors on one scheduled store many times, in different orders and with different faults.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use kit::long::Figures;
 use svc::machine::epoch::Epoch;
-use svc::store::recorded::Recorded;
+use svc::store::recorded::RecordedSnapshot;
 use svc::store::{Bucket, snapshot};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -15,20 +15,20 @@ use tokio::task::JoinHandle;
 use super::actors::{self, BrokenRule, ExternalState, slot};
 use super::history::{History, Violation};
 use super::schedule::{Choices, Exhaustive, Seeded};
-use super::staged::{Call, Conditions, Fate, Server, Staged, Turn};
+use super::scheduled_store::{Call, CallOutcome, Conditions, ScheduledStore, Server, Turn};
 
 /// Longer than any retry delay of a writer. The clock does not advance while an actor can run.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
 
 /// The actors of a run, and its budget of faults.
 #[derive(Debug, Clone)]
-struct Scene {
+struct Scenario {
     roles: Vec<Role>,
     broken_rule: Option<BrokenRule>,
     conditions: Conditions,
     faults: u32,
     crashes: u32,
-    /// The weight of a successful call relative to each of its faults. A low weight would use up all faults at the
+    /// The weight of a successful call relative to each of its faults. With a low weight, all faults would occur at the
     /// start.
     success_weight: usize,
 }
@@ -42,7 +42,7 @@ enum Role {
         epoch: u32,
         backups: u32,
     },
-    /// Only the last step of a backup.
+    /// Performs only the last step of a backup.
     Advance {
         epoch: u32,
     },
@@ -51,8 +51,8 @@ enum Role {
     },
 }
 
-impl Scene {
-    /// Three generations of a slot; two platform processes write the fence of the second at once.
+impl Scenario {
+    /// Three generations of a slot; two platform processes write the fence of the second one concurrently.
     fn full() -> Self {
         let roles = vec![
             Role::Platform { epoch: 1 },
@@ -79,19 +79,19 @@ impl Scene {
     }
 }
 
-struct Stage {
-    scene: Scene,
+struct ScenarioRun {
+    scenario: Scenario,
     server: Arc<Server>,
-    outside: Arc<ExternalState>,
+    external: Arc<ExternalState>,
     /// The snapshots of [`Role::Advance`], by actor.
-    recorded: HashMap<usize, Recorded>,
+    recorded: HashMap<usize, RecordedSnapshot>,
     actors: Vec<JoinHandle<()>>,
     turns: mpsc::UnboundedReceiver<Turn>,
     waiting: Vec<Turn>,
 }
 
 /// The result of one run.
-struct Outcome {
+struct RunResult {
     violations: Vec<Violation>,
     writes: u32,
     /// Failed calls and crashed writers.
@@ -102,18 +102,18 @@ struct Outcome {
 /// A possible next event.
 #[derive(Debug, Clone, Copy)]
 enum Event {
-    Call { waiting: usize, fate: Fate },
-    Crash { waiting: usize, fate: Fate },
-    Land { late: usize },
+    Call { waiting: usize, outcome: CallOutcome },
+    Crash { waiting: usize, outcome: CallOutcome },
+    ApplyLate { late: usize },
 }
 
-fn play(scene: &Scene, choices: &mut dyn Choices) -> Outcome {
+fn run_scenario(scenario: &Scenario, choices: &mut dyn Choices) -> RunResult {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
-    runtime.unwrap().block_on(Stage::play(scene.clone(), choices))
+    runtime.unwrap().block_on(ScenarioRun::execute(scenario.clone(), choices))
 }
 
 /// Stores the dump and side record of every [`Role::Advance`] before the run starts.
-async fn store_recorded(server: &Server, roles: &[Role]) -> HashMap<usize, Recorded> {
+async fn store_recorded(server: &Server, roles: &[Role]) -> HashMap<usize, RecordedSnapshot> {
     let mut recorded = HashMap::new();
     for (actor, role) in roles.iter().enumerate() {
         let Role::Advance { epoch } = role else { continue };
@@ -121,87 +121,89 @@ async fn store_recorded(server: &Server, roles: &[Role]) -> HashMap<usize, Recor
         let side = actors::side_record(Epoch(*epoch), at);
         let record = async |bucket: Bucket| {
             bucket.put(&slot().snapshot(&side.key).unwrap(), &b"dump"[..]).await.unwrap();
-            recorded.insert(actor, snapshot::record(&bucket, &slot(), &side, None).await.unwrap());
+            recorded.insert(actor, snapshot::write_side_record(&bucket, &slot(), &side, None).await.unwrap());
         };
         server.prepare(record).await;
     }
     recorded
 }
 
-impl Stage {
-    async fn play(scene: Scene, choices: &mut dyn Choices) -> Outcome {
-        let (server, turns) = Server::new(slot(), scene.conditions);
-        let bad = scene.faults + scene.crashes;
-        let recorded = store_recorded(&server, &scene.roles).await;
-        let mut stage = Self {
+impl ScenarioRun {
+    async fn execute(scenario: Scenario, choices: &mut dyn Choices) -> RunResult {
+        let (server, turns) = Server::new(slot(), scenario.conditions);
+        let bad = scenario.faults + scenario.crashes;
+        let recorded = store_recorded(&server, &scenario.roles).await;
+        let mut run = Self {
             recorded,
-            scene,
+            scenario,
             server,
-            outside: ExternalState::new(),
+            external: ExternalState::new(),
             actors: Vec::new(),
             turns,
             waiting: Vec::new(),
         };
-        stage.actors = (0..stage.scene.roles.len()).map(|actor| stage.spawn_actor(actor)).collect();
+        run.actors = (0..run.scenario.roles.len()).map(|actor| run.spawn_actor(actor)).collect();
         let mut log = Vec::new();
         loop {
             // Every actor runs until it waits for a turn: the paused clock advances only when none can run.
             tokio::time::sleep(MAX_RETRY_DELAY).await;
-            while let Ok(turn) = stage.turns.try_recv() {
-                stage.waiting.push(turn);
+            while let Ok(turn) = run.turns.try_recv() {
+                run.waiting.push(turn);
             }
-            stage.waiting.retain(|turn| !turn.go.is_closed());
-            stage.waiting.sort_by_key(|turn| turn.actor);
-            let open = stage.open();
+            run.waiting.retain(|turn| !turn.go.is_closed());
+            run.waiting.sort_by_key(|turn| turn.actor);
+            let open = run.possible_events();
             if open.is_empty() {
                 break;
             }
             let next = open[choices.pick(open.len())];
-            log.push(stage.describe(next));
-            stage.apply(next).await;
+            log.push(run.describe(next));
+            run.apply(next).await;
         }
-        stage.actors.iter().for_each(JoinHandle::abort);
-        let history = stage.server.history.lock().unwrap();
-        let faults = bad - stage.scene.faults - stage.scene.crashes;
-        Outcome { violations: history.violations.clone(), writes: history.writes, faults, log }
+        run.actors.iter().for_each(JoinHandle::abort);
+        let history = run.server.history.lock().unwrap();
+        let faults = bad - run.scenario.faults - run.scenario.crashes;
+        RunResult { violations: history.violations.clone(), writes: history.writes, faults, log }
     }
 
     fn spawn_actor(&self, actor: usize) -> JoinHandle<()> {
-        let bucket = Bucket::new(Arc::new(Staged { actor, server: Arc::clone(&self.server) }));
-        let (outside, server) = (Arc::clone(&self.outside), Arc::clone(&self.server));
-        let history = move |tell: &mut dyn FnMut(&mut History)| tell(&mut server.history.lock().unwrap());
-        let broken_rule = self.scene.broken_rule;
-        match self.scene.roles[actor] {
-            Role::Platform { epoch } => tokio::spawn(actors::platform(bucket, outside, epoch, broken_rule)),
+        let bucket = Bucket::new(Arc::new(ScheduledStore { actor, server: Arc::clone(&self.server) }));
+        let (external, server) = (Arc::clone(&self.external), Arc::clone(&self.server));
+        let history = move |update: &mut dyn FnMut(&mut History)| update(&mut server.history.lock().unwrap());
+        let broken_rule = self.scenario.broken_rule;
+        match self.scenario.roles[actor] {
+            Role::Platform { epoch } => {
+                tokio::spawn(actors::run_platform(bucket, external, epoch, broken_rule))
+            }
             Role::Host { epoch, backups } => {
-                tokio::spawn(actors::host(bucket, outside, history, (epoch, backups), broken_rule))
+                tokio::spawn(actors::run_host(bucket, external, history, (epoch, backups), broken_rule))
             }
             Role::Advance { .. } => {
-                tokio::spawn(actors::advance(bucket, history, self.recorded[&actor].clone()))
+                tokio::spawn(actors::run_advance(bucket, history, self.recorded[&actor].clone()))
             }
-            Role::Reader { reads } => tokio::spawn(actors::reader(bucket, history, reads)),
+            Role::Reader { reads } => tokio::spawn(actors::run_reader(bucket, history, reads)),
         }
     }
 
     /// The possible events, successful calls first.
-    fn open(&self) -> Vec<Event> {
-        let good = (0..self.waiting.len()).map(|waiting| Event::Call { waiting, fate: Fate::Done });
+    fn possible_events(&self) -> Vec<Event> {
+        let good = (0..self.waiting.len()).map(|waiting| Event::Call { waiting, outcome: CallOutcome::Done });
         let mut open: Vec<Event> =
-            good.flat_map(|next| std::iter::repeat_n(next, self.scene.success_weight)).collect();
-        open.extend((0..self.server.late()).map(|late| Event::Land { late }));
+            good.flat_map(|next| std::iter::repeat_n(next, self.scenario.success_weight)).collect();
+        open.extend((0..self.server.late_count()).map(|late| Event::ApplyLate { late }));
         for (waiting, turn) in self.waiting.iter().enumerate() {
-            let fates: &[Fate] = match turn.call {
-                Call::Get => &Fate::OF_GET,
-                Call::List => &Fate::OF_LIST,
-                Call::Put => &Fate::OF_PUT,
+            let outcomes: &[CallOutcome] = match turn.call {
+                Call::Get => &CallOutcome::OF_GET,
+                Call::List => &CallOutcome::OF_LIST,
+                Call::Put => &CallOutcome::OF_PUT,
             };
-            if self.scene.faults > 0 {
-                open.extend(fates.iter().map(|&fate| Event::Call { waiting, fate }));
+            if self.scenario.faults > 0 {
+                open.extend(outcomes.iter().map(|&outcome| Event::Call { waiting, outcome }));
             }
-            if self.scene.crashes > 0 {
-                open.push(Event::Crash { waiting, fate: Fate::Lost });
+            if self.scenario.crashes > 0 {
+                open.push(Event::Crash { waiting, outcome: CallOutcome::Lost });
                 if turn.call == Call::Put {
-                    open.push(Event::Crash { waiting, fate: Fate::NoResponse });
+                    open.push(Event::Crash { waiting, outcome: CallOutcome::NoResponse });
                 }
             }
         }
@@ -212,75 +214,75 @@ impl Stage {
         match next {
             Event::Call { waiting, .. } | Event::Crash { waiting, .. } => {
                 let turn = &self.waiting[waiting];
-                format!("{:?} {:?}: {next:?}", self.scene.roles[turn.actor], turn.call)
+                format!("{:?} {:?}: {next:?}", self.scenario.roles[turn.actor], turn.call)
             }
-            Event::Land { .. } => format!("{next:?}"),
+            Event::ApplyLate { .. } => format!("{next:?}"),
         }
     }
 
     async fn apply(&mut self, next: Event) {
         match next {
-            Event::Call { waiting, fate } => {
-                self.scene.faults -= u32::from(fate != Fate::Done);
+            Event::Call { waiting, outcome } => {
+                self.scenario.faults -= u32::from(outcome != CallOutcome::Done);
                 // The waiting actor may have ended in the meantime.
-                let _ = self.waiting.remove(waiting).go.send(fate);
+                let _ = self.waiting.remove(waiting).go.send(outcome);
             }
-            Event::Crash { waiting, fate } => {
-                self.scene.crashes -= 1;
+            Event::Crash { waiting, outcome } => {
+                self.scenario.crashes -= 1;
                 let turn = self.waiting.remove(waiting);
                 let actor = turn.actor;
-                let _ = turn.go.send(fate);
-                // The call is completed before its caller dies.
+                let _ = turn.go.send(outcome);
+                // The call completes before its caller is aborted.
                 tokio::task::yield_now().await;
                 self.actors[actor].abort();
                 self.actors[actor] = self.spawn_actor(actor);
             }
-            Event::Land { late } => self.server.land(late).await,
+            Event::ApplyLate { late } => self.server.apply_late(late).await,
         }
     }
 }
 
-/// Runs seeds until one shows this violation, and returns the number of seeds.
-fn seeds_until(scene: &Scene, violation: Violation, max_seeds: u64) -> Option<u64> {
-    (0..max_seeds).find(|&seed| play(scene, &mut Seeded(seed)).violations.contains(&violation))
+/// Runs seeds until one shows this violation, and returns that seed.
+fn find_violating_seed(scenario: &Scenario, violation: Violation, max_seeds: u64) -> Option<u64> {
+    (0..max_seeds).find(|&seed| run_scenario(scenario, &mut Seeded(seed)).violations.contains(&violation))
 }
 
-fn hold(scene: &Scene, seeds: std::ops::Range<u64>) -> Figures {
+fn assert_holds(scenario: &Scenario, seeds: std::ops::Range<u64>) -> Figures {
     let (mut writes, mut faults) = (0, 0);
     for seed in seeds.clone() {
-        let shown = play(scene, &mut Seeded(seed));
+        let shown = run_scenario(scenario, &mut Seeded(seed));
         assert!(shown.violations.is_empty(), "seed {seed}: {:?}\n{}", shown.violations, shown.log.join("\n"));
         writes += u64::from(shown.writes);
         faults += u64::from(shown.faults);
     }
     let runs = seeds.end - seeds.start;
     println!("{runs} runs, {writes} writes of the pointer");
-    assert!(writes > 3 * runs, "the runs make progress: {writes} writes in {runs} runs");
+    assert!(writes > 3 * runs, "too few writes: {writes} in {runs} runs");
     Figures { faults_tried: faults, ..Figures::new("orders of the pointer's calls") }
 }
 
 #[test]
 fn pointer_invariants_hold_under_random_orders_and_faults() {
-    hold(&Scene::full(), 0..2000);
+    assert_holds(&Scenario::full(), 0..2000);
 }
 
 #[test]
 fn pointer_invariants_hold_when_if_match_never_fails() {
-    hold(&Scene { conditions: Conditions::CreateOnly, ..Scene::full() }, 0..2000);
+    assert_holds(&Scenario { conditions: Conditions::CreateOnly, ..Scenario::full() }, 0..2000);
 }
 
 #[test]
 #[ignore = "a long campaign: cargo xtask test --long"]
 fn pointer_invariants_hold_under_many_more_orders() -> anyhow::Result<()> {
-    hold(&Scene::full(), 3000..50_000).record()?;
-    hold(&Scene { conditions: Conditions::CreateOnly, ..Scene::full() }, 3000..50_000).record()
+    assert_holds(&Scenario::full(), 3000..50_000).record()?;
+    assert_holds(&Scenario { conditions: Conditions::CreateOnly, ..Scenario::full() }, 3000..50_000).record()
 }
 
-/// Runs every order of the scene's calls, with every allowed fault at every position.
-fn hold_in_every_order(scene: &Scene) -> u64 {
+/// Runs every order of the scenario's calls, with every allowed fault at every position.
+fn assert_holds_in_every_order(scenario: &Scenario) -> u64 {
     let (mut choices, mut runs) = (Exhaustive::default(), 0_u64);
     loop {
-        let shown = play(scene, &mut choices);
+        let shown = run_scenario(scenario, &mut choices);
         assert!(shown.violations.is_empty(), "{:?}\n{}", shown.violations, shown.log.join("\n"));
         runs += 1;
         if !choices.next_run() {
@@ -290,16 +292,16 @@ fn hold_in_every_order(scene: &Scene) -> u64 {
     }
 }
 
-/// The old host's last write concurrent with the successor's fence.
-fn replacement(conditions: Conditions) -> Scene {
+/// The old host's last write is concurrent with the successor's fence.
+fn replacement(conditions: Conditions) -> Scenario {
     let roles = vec![Role::Advance { epoch: 0 }, Role::Platform { epoch: 1 }];
-    Scene { roles, broken_rule: None, conditions, faults: 0, crashes: 0, success_weight: 1 }
+    Scenario { roles, broken_rule: None, conditions, faults: 0, crashes: 0, success_weight: 1 }
 }
 
 #[test]
 fn pointer_invariants_hold_in_random_replacement_orders() {
     for conditions in [Conditions::Honoured, Conditions::CreateOnly] {
-        hold_without_faults(&replacement(conditions), 0..1000);
+        assert_holds_without_faults(&replacement(conditions), 0..1000);
     }
 }
 
@@ -307,15 +309,15 @@ fn pointer_invariants_hold_in_random_replacement_orders() {
 #[ignore = "a long campaign: cargo xtask test --long"]
 fn pointer_invariants_hold_in_every_replacement_order() {
     for conditions in [Conditions::Honoured, Conditions::CreateOnly] {
-        assert!(hold_in_every_order(&replacement(conditions)) > 500);
+        assert!(assert_holds_in_every_order(&replacement(conditions)) > 500);
     }
 }
 
-fn hold_without_faults(scene: &Scene, seeds: std::ops::Range<u64>) {
+fn assert_holds_without_faults(scenario: &Scenario, seeds: std::ops::Range<u64>) {
     for seed in seeds {
-        let shown = play(scene, &mut Seeded(seed));
+        let shown = run_scenario(scenario, &mut Seeded(seed));
         assert!(shown.violations.is_empty(), "seed {seed}: {:?}\n{}", shown.violations, shown.log.join("\n"));
-        assert!(shown.writes > 0, "seed {seed} gets somewhere");
+        assert!(shown.writes > 0, "seed {seed}: no actor has written the pointer");
     }
 }
 
@@ -325,7 +327,7 @@ fn pointer_invariants_hold_with_one_fault_and_one_crash() {
     let roles =
         vec![Role::Platform { epoch: 1 }, Role::Host { epoch: 1, backups: 1 }, Role::Platform { epoch: 2 }];
     for conditions in [Conditions::Honoured, Conditions::CreateOnly] {
-        let scene = Scene {
+        let scenario = Scenario {
             roles: roles.clone(),
             broken_rule: None,
             conditions,
@@ -334,7 +336,7 @@ fn pointer_invariants_hold_with_one_fault_and_one_crash() {
             success_weight: 4,
         };
         for seed in 0..1500 {
-            let shown = play(&scene, &mut Seeded(seed));
+            let shown = run_scenario(&scenario, &mut Seeded(seed));
             assert!(
                 shown.violations.is_empty(),
                 "seed {seed}: {:?}\n{}",
@@ -347,8 +349,8 @@ fn pointer_invariants_hold_with_one_fault_and_one_crash() {
 
 #[test]
 fn store_that_ignores_conditions_is_detected() {
-    let scene = Scene { conditions: Conditions::Ignored, ..Scene::full() };
-    assert!(seeds_until(&scene, Violation::LostUpdate, 200).is_some());
+    let scenario = Scenario { conditions: Conditions::Ignored, ..Scenario::full() };
+    assert!(find_violating_seed(&scenario, Violation::LostUpdate, 200).is_some());
 }
 
 #[test]
@@ -361,7 +363,7 @@ fn every_faulty_writer_is_detected() {
         (BrokenRule::Lowering, Violation::FenceLowered),
         (BrokenRule::Tombstone, Violation::SnapshotDropped),
     ] {
-        let seeds = seeds_until(&Scene::broken_rule(broken_rule), violation, 500);
+        let seeds = find_violating_seed(&Scenario::broken_rule(broken_rule), violation, 500);
         println!("{broken_rule:?} is detected as {violation:?} by seed {seeds:?}");
         assert!(seeds.is_some(), "{broken_rule:?} is not detected as {violation:?}");
     }

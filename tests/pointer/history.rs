@@ -7,7 +7,7 @@ use svc::store::pointer::Pointer;
 /// A violated rule of the pointer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Violation {
-    /// A write undid another that it had not seen.
+    /// A write overwrote another write that it had not seen.
     LostUpdate,
     /// The fence was lowered.
     FenceLowered,
@@ -15,13 +15,13 @@ pub enum Violation {
     FencedOff,
     /// The pointer names a snapshot whose object or side record does not match.
     Unverified,
-    /// The pointer named a snapshot, and then none.
+    /// The pointer named a snapshot, but no longer names one.
     SnapshotDropped,
     /// A host saw success, but the pointer never named its snapshot.
     FalseSuccess,
     /// A snapshot was published, but a reader found no usable one.
     DamagedRead,
-    /// `latest` holds a value that no log entry claims.
+    /// `latest` contains a value that no log entry claims.
     Unclaimed,
     /// A read that started after a claim did not see it.
     StaleRead,
@@ -47,14 +47,14 @@ impl History {
     }
 
     /// Records a write of `latest`.
-    pub fn published(&mut self, new: &Pointer) {
+    pub fn record_publication(&mut self, new: &Pointer) {
         if self.claimed.get(&new.seq) != Some(new) {
             self.violations.push(Violation::Unclaimed);
         }
     }
 
-    /// Records a successful claim; `whole` says whether the object and side record of its snapshot exist.
-    pub fn claimed(&mut self, new: Pointer, whole: bool) {
+    /// Records a successful claim; `is_complete` says whether the object and side record of its snapshot exist.
+    pub fn record_claim(&mut self, new: Pointer, is_complete: bool) {
         self.writes += 1;
         let old_fence = self.now.as_ref().map(|old| old.fence_epoch);
         let old_seq = self.now.as_ref().map_or(0, |old| old.seq);
@@ -73,7 +73,7 @@ impl History {
                 if old_fence.is_some_and(|fence| named.epoch < fence) || older {
                     self.violations.push(Violation::FencedOff);
                 }
-                if !whole {
+                if !is_complete {
                     self.violations.push(Violation::Unverified);
                 }
                 self.named.insert(named.key.clone());

@@ -1,10 +1,10 @@
-//! The pointer protocol under every order of events. Old host, new hosts and platforms write one pointer; calls are
-//! lost, late, duplicated and stale; writers crash. Run in one process on a schedule, and as races against a real
-//! server.
+//! The pointer protocol under every order of events. The old host, new hosts and platforms write one pointer; calls are
+//! lost, late, duplicated and stale; writers crash. The tests run in one process on a schedule, and as races against a
+//! real server.
 
 pub mod actors;
 mod explore;
 mod history;
 mod races;
 mod schedule;
-mod staged;
+mod scheduled_store;

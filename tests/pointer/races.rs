@@ -1,4 +1,4 @@
-//! Real clients that race over HTTP against a third-party server.
+//! Real clients that race over HTTP on a third-party server.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use svc::store::config::StoreConfig;
 use svc::store::key::SlotPrefix;
 use svc::store::pointer::{Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError};
-use svc::store::recorded::Recorded;
+use svc::store::recorded::RecordedSnapshot;
 use svc::store::{Bucket, parallel_probe, snapshot};
 
 use super::actors::{machine, side_record};
@@ -22,21 +22,25 @@ use super::schedule::{Choices, Seeded};
 /// The product's configuration of a store.
 type StoreSettings = Vec<(String, String)>;
 
-fn open(pairs: &StoreSettings) -> Result<Bucket> {
+fn open_bucket(pairs: &StoreSettings) -> Result<Bucket> {
     let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
     let config = StoreConfig::read(&mut env);
     env.finish(config)?.open()
 }
 
 /// A backup of the machine of `epoch`, up to its last step.
-async fn prepare_backup(bucket: &Bucket, slot: &SlotPrefix, epoch: u32, at: i64) -> Result<Recorded> {
+async fn prepare_backup(bucket: &Bucket, slot: &SlotPrefix, epoch: u32, at: i64) -> Result<RecordedSnapshot> {
     let side = side_record(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
     bucket.put(&slot.snapshot(&side.key).context("a snapshot's key")?, &b"dump"[..]).await?;
-    Ok(snapshot::record(bucket, slot, &side, None).await?)
+    Ok(snapshot::write_side_record(bucket, slot, &side, None).await?)
 }
 
 /// Reads until cancelled, and returns the pointers in the observed order.
-async fn watch(bucket: Bucket, slot: SlotPrefix, stop: tokio_util::sync::CancellationToken) -> Vec<Pointer> {
+async fn observe_pointers(
+    bucket: Bucket,
+    slot: SlotPrefix,
+    stop: tokio_util::sync::CancellationToken,
+) -> Vec<Pointer> {
     let mut seen: Vec<Pointer> = Vec::new();
     while !stop.is_cancelled() {
         if let Ok(Some(now)) = pointer_io::read(&bucket, &slot).await
@@ -50,25 +54,25 @@ async fn watch(bucket: Bucket, slot: SlotPrefix, stop: tokio_util::sync::Cancell
 
 /// Runs old machine, platform and new machine concurrently, and returns the number of successful writes.
 async fn race(bucket: &Bucket, slot: &SlotPrefix, draw: &mut Seeded) -> Result<u64> {
-    // The starts are staggered by about the duration of a call; otherwise the same writer would always win.
-    let mut pause = || Duration::from_millis(draw.pick(40) as u64);
+    // Staggers the starts by about the duration of a call; otherwise the same writer would always win.
+    let mut delay = || Duration::from_millis(draw.pick(40) as u64);
 
     pointer_io::fence(bucket, slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
     let mut writers = tokio::task::JoinSet::new();
     for at in 0..3 {
         let recorded = prepare_backup(bucket, slot, 1, at).await?;
-        let (bucket, slot, pause) = (bucket.clone(), slot.clone(), pause());
+        let (bucket, slot, delay) = (bucket.clone(), slot.clone(), delay());
         writers.spawn(async move {
-            tokio::time::sleep(pause).await;
+            tokio::time::sleep(delay).await;
             pointer_io::advance(&bucket, &slot, &recorded).await
         });
     }
     let recorded = prepare_backup(bucket, slot, 2, 10).await?;
-    let (of_platform, on, pause) = (bucket.clone(), slot.clone(), pause());
+    let (platform_bucket, platform_slot, delay) = (bucket.clone(), slot.clone(), delay());
     writers.spawn(async move {
-        tokio::time::sleep(pause).await;
-        pointer_io::fence(&of_platform, &on, &Fence::unsigned(Epoch(2), machine(2))).await?;
-        pointer_io::advance(&of_platform, &on, &recorded).await
+        tokio::time::sleep(delay).await;
+        pointer_io::fence(&platform_bucket, &platform_slot, &Fence::unsigned(Epoch(2), machine(2))).await?;
+        pointer_io::advance(&platform_bucket, &platform_slot, &recorded).await
     });
     // The platform's task makes two writes, the fences at 1 and 2; each other task makes one.
     let mut writes = 2;
@@ -84,39 +88,39 @@ async fn race(bucket: &Bucket, slot: &SlotPrefix, draw: &mut Seeded) -> Result<u
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pointer_invariants_hold_on_moto() -> Result<()> {
-    on_moto(40).await
+    race_on_moto(40).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "a long campaign: cargo xtask test --long"]
 async fn pointer_invariants_hold_on_moto_in_thousands_of_races() -> Result<()> {
-    on_moto(2000).await
+    race_on_moto(2000).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pointer_invariants_hold_on_seaweedfs() -> Result<()> {
-    on_seaweedfs(100).await
+    race_on_seaweedfs(100).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "a long campaign: cargo xtask test --long"]
 async fn pointer_invariants_hold_on_seaweedfs_in_thousands_of_races() -> Result<()> {
-    on_seaweedfs(2000).await
+    race_on_seaweedfs(2000).await
 }
 
-async fn on_moto(count: usize) -> Result<()> {
+async fn race_on_moto(count: usize) -> Result<()> {
     svc::http::tls::install_provider();
     let moto = tokio::task::spawn_blocking(Moto::start).await??;
     moto.s3().create_bucket().await?;
-    races(&moto.s3().env(), count).await
+    run_races(&moto.s3().env(), count).await
 }
 
-async fn on_seaweedfs(count: usize) -> Result<()> {
+async fn race_on_seaweedfs(count: usize) -> Result<()> {
     let Some(seaweed) = seaweedfs().await? else { return Ok(()) };
-    races(&seaweed.s3().env(), count).await
+    run_races(&seaweed.s3().env(), count).await
 }
 
-/// A server with its bucket, or `None`, with a message, if it cannot be fetched.
+/// Starts a server with its bucket; records a skip and returns `None` if the server cannot be fetched.
 async fn seaweedfs() -> Result<Option<Seaweed>> {
     svc::http::tls::install_provider();
     if let Err(error) = tokio::task::spawn_blocking(|| kit::seaweed::fetch(&kit::fetch::target_dir())).await?
@@ -134,19 +138,19 @@ async fn seaweedfs() -> Result<Option<Seaweed>> {
 #[tokio::test(flavor = "multi_thread")]
 async fn probe_accepts_seaweedfs() -> Result<()> {
     let Some(seaweed) = seaweedfs().await? else { return Ok(()) };
-    let found = parallel_probe::run(&open(&seaweed.s3().env())?, Duration::from_secs(60)).await?;
+    let found = parallel_probe::run(&open_bucket(&seaweed.s3().env())?, Duration::from_secs(60)).await?;
     println!("If-Match of SeaweedFS: {:?}", found.replace);
     assert_eq!(found.refusal(), None);
     Ok(())
 }
 
-async fn races(settings: &StoreSettings, count: usize) -> Result<()> {
-    let bucket = open(settings)?;
+async fn run_races(settings: &StoreSettings, count: usize) -> Result<()> {
+    let bucket = open_bucket(settings)?;
     let mut refused = 0;
     for n in 0..count {
         let slot = SlotPrefix::new(&format!("user_{n}").parse()?, &Slot::primary());
         let stop = tokio_util::sync::CancellationToken::new();
-        let watcher = tokio::spawn(watch(open(settings)?, slot.clone(), stop.clone()));
+        let watcher = tokio::spawn(observe_pointers(open_bucket(settings)?, slot.clone(), stop.clone()));
         let writes =
             race(&bucket, &slot, &mut Seeded(n as u64)).await.with_context(|| format!("race {n}"))?;
         stop.cancel();
@@ -160,7 +164,7 @@ async fn races(settings: &StoreSettings, count: usize) -> Result<()> {
         let end = pointer_io::read(&bucket, &slot).await?.context("a pointer")?.value;
         let named = end.snapshot.as_ref().context("a snapshot")?;
         assert_eq!((end.fence_epoch, named.epoch), (Epoch(2), Epoch(2)), "race {n}: {end:?}");
-        assert_eq!(end.seq, writes, "race {n}: each successful writer wrote once: {end:?}");
+        assert_eq!(end.seq, writes, "race {n}: a successful writer did not write exactly once: {end:?}");
         assert_eq!(snapshot::latest(&bucket, &slot).await?.key, named.key);
         refused += 6 - writes;
     }

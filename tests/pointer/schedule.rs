@@ -1,21 +1,21 @@
-//! The choices of a run: drawn from a seed, or enumerated.
+//! The choices of a run, drawn from a seed or enumerated.
 
 /// Decides each choice of a run.
 pub trait Choices {
-    /// A number below `of`, which is not 0.
-    fn pick(&mut self, of: usize) -> usize;
+    /// Returns a number below `count`, which is not 0.
+    fn pick(&mut self, count: usize) -> usize;
 }
 
 /// SplitMix64 (Steele, Lea, Flood 2014): the same seed gives the same run.
 pub struct Seeded(pub u64);
 
 impl Choices for Seeded {
-    fn pick(&mut self, of: usize) -> usize {
+    fn pick(&mut self, count: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        usize::try_from((z ^ (z >> 31)) % of as u64).expect("below a usize")
+        usize::try_from((z ^ (z >> 31)) % count as u64).expect("a number below a usize")
     }
 }
 
@@ -23,17 +23,17 @@ impl Choices for Seeded {
 #[derive(Default)]
 pub struct Exhaustive {
     digits: Vec<(usize, usize)>,
-    at: usize,
+    position: usize,
 }
 
 impl Exhaustive {
     /// Advances to the next run; `false` after the last.
     pub fn next_run(&mut self) -> bool {
-        self.digits.truncate(self.at);
-        self.at = 0;
-        while let Some((digit, of)) = self.digits.pop() {
-            if digit + 1 < of {
-                self.digits.push((digit + 1, of));
+        self.digits.truncate(self.position);
+        self.position = 0;
+        while let Some((digit, count)) = self.digits.pop() {
+            if digit + 1 < count {
+                self.digits.push((digit + 1, count));
                 return true;
             }
         }
@@ -42,13 +42,13 @@ impl Exhaustive {
 }
 
 impl Choices for Exhaustive {
-    fn pick(&mut self, of: usize) -> usize {
-        if self.at == self.digits.len() {
-            self.digits.push((0, of));
+    fn pick(&mut self, count: usize) -> usize {
+        if self.position == self.digits.len() {
+            self.digits.push((0, count));
         }
-        let (digit, known) = self.digits[self.at];
-        assert_eq!(known, of, "a replayed run makes the same choices");
-        self.at += 1;
+        let (digit, known) = self.digits[self.position];
+        assert_eq!(known, count, "a replayed run made a different choice");
+        self.position += 1;
         digit
     }
 }

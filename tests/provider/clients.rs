@@ -1,5 +1,5 @@
-//! The simulator under the provider's own clients. `client.py` drives it with the provider's Python library; here
-//! Debian's `hcloud`, which is built on the provider's Go library, takes a server through its life.
+//! Drives the simulator with the provider's own clients: `client.py` uses the provider's Python library, and the test
+//! of Debian's `hcloud` uses the provider's Go library, on which it is built.
 
 use std::path::Path;
 use std::process::Command;
@@ -16,7 +16,7 @@ const CLIENT_TIMEOUT: Duration = Duration::from_secs(120);
 /// Runs one part of the script against the simulator.
 async fn run_script(part: &'static str, simulator: &Simulator) -> Result<()> {
     let mut python = Command::new("python3");
-    // Warnings are errors: what the library calls deprecated, the script does not use.
+    // Warnings are errors, so that the script uses nothing that the library deprecates.
     python.args(["-W", "error", SCRIPT, part]);
     python.env("PYTHONDONTWRITEBYTECODE", "1").env("NO_PROXY", "127.0.0.1");
     python.env("HCLOUD_TOKEN", simulator.token());
@@ -30,7 +30,7 @@ async fn run_script(part: &'static str, simulator: &Simulator) -> Result<()> {
 }
 
 #[tokio::test]
-async fn python_library_takes_servers_through_their_life() -> Result<()> {
+async fn python_library_takes_servers_through_their_life_cycle() -> Result<()> {
     let simulator = Simulator::start(SimulatorOptions::record()).await?;
     run_script("life", &simulator).await?;
     assert!(simulator.servers().is_empty(), "{:?}", simulator.servers());
@@ -61,7 +61,7 @@ async fn python_library_waits_until_rate_limit_has_refilled() -> Result<()> {
     Ok(())
 }
 
-/// `hcloud` with its home in a directory of its own, so that no context of this machine's user is used.
+/// `hcloud` with a separate home directory, so that it does not use the contexts of this machine's user.
 struct CommandLine<'a> {
     program: FetchedProgram,
     home: &'a Path,
@@ -84,7 +84,7 @@ impl CommandLine<'_> {
         Ok(serde_json::from_str(&self.run(&[args, &["--output", "json"]].concat()).await?)?)
     }
 
-    /// The error that the command prints.
+    /// Runs a command that must fail, and returns the error that it prints.
     async fn refusal(&self, args: &[&str]) -> Result<String> {
         let failed = self.run(args).await;
         ensure!(failed.is_err(), "hcloud {args:?} succeeded: {failed:?}");
@@ -93,8 +93,8 @@ impl CommandLine<'_> {
 }
 
 #[tokio::test]
-async fn go_command_line_takes_server_through_its_life() -> Result<()> {
-    let program = match tokio::task::spawn_blocking(kit::hcloud::command_line).await? {
+async fn go_command_line_takes_server_through_its_life_cycle() -> Result<()> {
+    let program = match tokio::task::spawn_blocking(kit::hcloud::fetch_command_line).await? {
         Ok(program) => program,
         Err(error) => {
             kit::skip::record(format_args!("Debian's hcloud-cli cannot be fetched: {error:#}"));
@@ -142,7 +142,7 @@ async fn go_command_line_takes_server_through_its_life() -> Result<()> {
     hcloud.run(&["server", "poweroff", "go-1"]).await?;
     hcloud.run(&["server", "change-type", "go-1", "cpx32", "--keep-disk"]).await?;
     hcloud.run(&["server", "poweron", "go-1"]).await?;
-    let changed = simulator.server_by_name("go-1").context("gone")?;
+    let changed = simulator.server_by_name("go-1").context("the server disappeared")?;
     assert_eq!((changed.server_type.as_str(), changed.disk_gb), ("cpx32", 80));
 
     let taken = hcloud.refusal(&order).await?;

@@ -29,7 +29,7 @@ async fn create_without_clear_response_is_ambiguous_and_not_retried() {
     ];
     for (fault, made) in unclear {
         let simulator = simulator().await;
-        let limits = CallLimits { deadline: Duration::from_millis(400), ..FAST };
+        let limits = CallLimits { deadline: Duration::from_millis(400), ..FAST_LIMITS };
         let provider = adapter_with(&simulator, simulator.token(), limits);
         simulator.fault(FaultRule::once("POST", "/servers", fault.clone()));
         let error = provider.create(&order("svc-1")).await.unwrap_err();
@@ -65,7 +65,7 @@ async fn reads_are_retried_a_bounded_number_of_times() {
 
     simulator.fault(gateway(100));
     assert_eq!(provider.find("svc-1").await.unwrap_err().kind(), ErrorKind::Transient);
-    assert_eq!(simulator.call_count("GET", "/servers"), 4 + 1 + FAST.retries);
+    assert_eq!(simulator.call_count("GET", "/servers"), 4 + 1 + FAST_LIMITS.retries);
 }
 
 #[tokio::test]
@@ -84,7 +84,7 @@ async fn rate_limited_client_and_its_clones_wait_for_the_reset() {
     };
     let (found, other) = tokio::join!(provider.find("svc-1"), other);
     found.unwrap();
-    let bound = FAST.max_rate_wait;
+    let bound = FAST_LIMITS.max_rate_wait;
     assert!(start.elapsed() >= bound && start.elapsed() < bound * 4, "{:?}", start.elapsed());
     assert!(other >= bound, "the clone called with an exhausted budget: {other:?}");
 }
@@ -104,7 +104,7 @@ async fn client_stops_when_the_rate_budget_is_exhausted() {
 #[tokio::test]
 async fn silent_provider_costs_one_deadline() {
     let simulator = simulator().await;
-    let limits = CallLimits { deadline: Duration::from_millis(300), ..FAST };
+    let limits = CallLimits { deadline: Duration::from_millis(300), ..FAST_LIMITS };
     let provider = adapter_with(&simulator, simulator.token(), limits);
     simulator.fault(FaultRule::once("GET", "/servers", Fault::Timeout));
     let start = Instant::now();
@@ -125,7 +125,7 @@ async fn unreachable_provider_is_transient_even_for_create() {
 #[tokio::test]
 async fn provider_message_is_logged_but_not_returned() {
     let simulator = simulator().await;
-    let provider = adapter_with(&simulator, "a-token-that-is-wrong", FAST);
+    let provider = adapter_with(&simulator, "a-token-that-is-wrong", FAST_LIMITS);
     let error = provider.find("svc-1").await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Account);
     assert!(!error.to_string().contains("authenticate"), "{error}");
@@ -138,7 +138,7 @@ async fn provider_message_is_logged_but_not_returned() {
 async fn change_type_without_clear_response_is_ambiguous() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
-    let id = running(&simulator, &provider, "svc-1").await.id;
+    let id = create_running_server(&simulator, &provider, "svc-1").await.id;
     power_off(&provider, id).await;
     simulator.fault(FaultRule::once("POST", "change_type", Fault::LostReplyAfterCommit));
     let error = provider.change_type(id, &server_type("cpx32")).await.unwrap_err();
@@ -150,9 +150,9 @@ async fn change_type_without_clear_response_is_ambiguous() {
 async fn failed_action_is_reported_and_has_no_effect() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
-    let id = running(&simulator, &provider, "svc-1").await.id;
+    let id = create_running_server(&simulator, &provider, "svc-1").await.id;
     simulator.fault(FaultRule::once("POST", "poweroff", Fault::ActionError));
     let action = provider.power_off(id).await.unwrap();
-    assert!(matches!(settled(&provider, action).await, ActionStatus::Error { .. }));
+    assert!(matches!(wait_for_action_status(&provider, action).await, ActionStatus::Error { .. }));
     assert_eq!(provider.get(id).await.unwrap().unwrap().status, ServerStatus::Running);
 }

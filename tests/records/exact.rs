@@ -16,7 +16,7 @@ use serde_json::Value;
 use svc::host::records::entry::{Interaction, Status};
 use svc::host::records::ledger::{GroupBy, Report, UsageQuery};
 use svc::host::records::money::Dollars;
-use svc::host::records::usage_book::{Book, FAILPOINTS};
+use svc::host::records::usage_book::{FAILPOINTS, UsageBook};
 use svc::host::records::writer::Writer;
 use svc::host::system::layout::Layout;
 
@@ -80,7 +80,7 @@ fn victim() {
     svc::failpoint::arm();
     let layout = Layout::new(dir);
     let writer = Writer::start(layout.logs()).unwrap();
-    let book = Book::open(writer.records(), layout.logs(), layout.usage_seals()).unwrap();
+    let book = UsageBook::open(writer.records(), layout.logs(), layout.usage_seals()).unwrap();
     let acknowledged = File::options().write(true).open(layout.root().join("acknowledged")).unwrap();
     println!("begun");
     std::thread::scope(|scope| {
@@ -92,7 +92,7 @@ fn victim() {
                 std::thread::sleep(DISPATCH_INTERVAL);
             }
         });
-        // Tasks that run on a timer run more often here.
+        // These tasks normally run on a timer; here they run more often.
         for turn in 0_u32.. {
             if ends.is_finished() {
                 break;
@@ -110,7 +110,7 @@ fn victim() {
     println!("done");
 }
 
-/// A directory of records, and what the test knows about it.
+/// A directory of records, and the test's observations of it.
 struct Campaign {
     layout: Layout,
     dispatches: u64,
@@ -126,7 +126,7 @@ impl Campaign {
         let dir = tempfile::tempdir()?;
         let layout = Layout::new(dir.path());
         fs::create_dir_all(layout.logs())?;
-        fs::create_dir_all(layout.usage_seals().parent().context("its directory")?)?;
+        fs::create_dir_all(layout.usage_seals().parent().context("a parent directory")?)?;
         fs::write(dir.path().join("acknowledged"), vec![0; usize::try_from(dispatches * 8)?])?;
         Ok(Self {
             layout,
@@ -139,25 +139,25 @@ impl Campaign {
     }
 
     /// The time of acknowledgement, by dispatch. Dispatches without one are omitted.
-    fn acknowledged(&self) -> Result<BTreeMap<u64, u64>> {
+    fn acknowledgements(&self) -> Result<BTreeMap<u64, u64>> {
         let times = fs::read(self.layout.root().join("acknowledged"))?;
         let times = times.chunks_exact(8).map(|time| u64::from_le_bytes(time.try_into().unwrap_or_default()));
         Ok((0..).zip(times).filter(|(_, time)| *time > 0).collect())
     }
 
-    fn next(&self) -> Result<u64> {
-        Ok(self.acknowledged()?.last_key_value().map_or(0, |(last, _)| last + 1))
+    fn next_dispatch(&self) -> Result<u64> {
+        Ok(self.acknowledgements()?.last_key_value().map_or(0, |(last, _)| last + 1))
     }
 
     fn start(&self, failpoints: &str) -> Result<OwnedChild> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["--ignored", "--exact", "--nocapture", "records::exact::victim"]);
-        command.env(DIR, self.layout.root()).env(FIRST, self.next()?.to_string());
+        command.env(DIR, self.layout.root()).env(FIRST, self.next_dispatch()?.to_string());
         command.env(LAST, self.dispatches.to_string()).env("FAILPOINTS", failpoints);
         Ok(OwnedChild::spawn(command.stdout(Stdio::piped()).stderr(Stdio::null()))?)
     }
 
-    /// Kills a process some time after its start, or during its start. Returns `false` if it had already finished.
+    /// Kills a process `wait` after its start, or during its start. Returns `false` if it had already finished.
     fn kill_after(&mut self, wait: Duration, has_started: bool) -> Result<bool> {
         let mut child = self.start("")?;
         if has_started {
@@ -173,13 +173,13 @@ impl Campaign {
         Ok(true)
     }
 
-    /// After a kill: finds the acknowledged lines that are missing, and their age.
+    /// Finds the acknowledged lines that are missing after a kill, and their age.
     fn record_losses(&mut self, killed: u64) -> Result<()> {
         self.kills += 1;
-        let (_, there) = sum::of_interactions(&self.layout.logs())?;
-        let unique: BTreeSet<u64> = there.iter().copied().collect();
-        ensure!(unique.len() == there.len(), "a line is duplicated");
-        for (n, at) in self.acknowledged()? {
+        let (_, stored) = sum::sum_interactions(&self.layout.logs())?;
+        let unique: BTreeSet<u64> = stored.iter().copied().collect();
+        ensure!(unique.len() == stored.len(), "a line is duplicated");
+        for (n, at) in self.acknowledgements()? {
             if !unique.contains(&n) && self.lost.insert(n) {
                 self.oldest_lost = self.oldest_lost.max(Duration::from_nanos(killed.saturating_sub(at)));
             }
@@ -192,36 +192,36 @@ impl Campaign {
         let mut child = self.start("")?;
         wait_for_line(&mut child, "done")?;
         let status = child.wait(Duration::from_secs(60));
-        ensure!(status.is_some_and(|status| status.success()), "the process succeeds: {status:?}");
+        ensure!(status.is_some_and(|status| status.success()), "the process failed: {status:?}");
         Ok(())
     }
 
     /// Checks that usage equals the sum of the interactions in every report.
     fn assert_exact(&self) -> Result<()> {
         let logs = self.layout.logs();
-        let (sums, there) = sum::of_interactions(&logs)?;
-        ensure!(!sums.is_empty(), "there are interactions");
+        let (sums, stored) = sum::sum_interactions(&logs)?;
+        ensure!(!sums.is_empty(), "there are no interactions");
         ensure!(
-            there.len() as u64 + self.lost.len() as u64 >= self.next()?,
-            "all other interactions are stored"
+            stored.len() as u64 + self.lost.len() as u64 >= self.next_dispatch()?,
+            "interactions are missing that were not lost in a kill"
         );
         let writer = Writer::start(logs.clone())?;
-        let book = Book::open(writer.records(), logs.clone(), self.layout.usage_seals())?;
+        let book = UsageBook::open(writer.records(), logs.clone(), self.layout.usage_seals())?;
         for (group_by, word) in [(GroupBy::Day, "day"), (GroupBy::Model, "model"), (GroupBy::User, "user")] {
-            let expected = grouped(&sums, group_by);
+            let expected = group_sums(&sums, group_by);
             let report = book.report(&UsageQuery { group_by, ..UsageQuery::default() });
             ensure!(sums_of_report(&report) == expected, "the book by {word}: {report:?}\n{expected:?}");
-            let shown = self.shown(word)?;
-            ensure!(shown == (expected, sum::all(&sums)), "the terminal by {word}: {shown:?}");
+            let shown = self.read_usage_report(word)?;
+            ensure!(shown == (expected, sum::total(&sums)), "the terminal by {word}: {shown:?}");
         }
         book.seal();
         drop((book, writer));
-        ensure!(sum::of_usage(&logs)? == sums, "usage.jsonl");
+        ensure!(sum::sum_usage(&logs)? == sums, "usage.jsonl");
         Ok(())
     }
 
     /// The report of `svc-gateway usage --json`.
-    fn shown(&self, word: &str) -> Result<(BTreeMap<String, Sum>, Sum)> {
+    fn read_usage_report(&self, word: &str) -> Result<(BTreeMap<String, Sum>, Sum)> {
         let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
         command.args(["svc-gateway", "usage", "--json", "--by", word]).env("SVC_ROOT", self.layout.root());
         let text = child::run(command, Duration::from_secs(60))?;
@@ -231,7 +231,7 @@ impl Campaign {
                 |name: &str| of[name].as_u64().map(u128::from).with_context(|| format!("{name} in {of}"));
             let [cost, tokens_in, tokens_out, dispatches] = names;
             Ok(Sum {
-                nanos: sum::nanos(&of[cost].to_string())?,
+                nanos: sum::parse_nanos(&of[cost].to_string())?,
                 tokens_in: number(tokens_in)?,
                 tokens_out: number(tokens_out)?,
                 dispatches: number(dispatches)?,
@@ -262,10 +262,10 @@ impl Campaign {
 fn wait_for_line(child: &mut OwnedChild, word: &str) -> Result<()> {
     let lines = BufReader::new(child.stdout().context("its output")?).lines();
     let mut found = lines.map_while(Result::ok).filter(|line| line.ends_with(word));
-    found.next().map(|_| ()).with_context(|| format!("it did not say {word}"))
+    found.next().map(|_| ()).with_context(|| format!("the process did not print {word}"))
 }
 
-fn grouped(sums: &BTreeMap<Key, Sum>, group_by: GroupBy) -> BTreeMap<String, Sum> {
+fn group_sums(sums: &BTreeMap<Key, Sum>, group_by: GroupBy) -> BTreeMap<String, Sum> {
     let mut groups = BTreeMap::<String, Sum>::new();
     for ((day, user, model), sum) in sums {
         let name = match group_by {
@@ -293,7 +293,7 @@ fn sums_of_report(report: &Report) -> BTreeMap<String, Sum> {
     entries.collect()
 }
 
-/// Kills the process at average intervals, then lets it finish.
+/// Kills the process after random times, then lets it finish.
 fn run_with_kills(dispatches: u64, kills: u64, seed: u64) -> Result<Campaign> {
     let mut campaign = Campaign::new(dispatches)?;
     let each = DISPATCH_INTERVAL * u32::try_from(dispatches / kills)?;
@@ -324,7 +324,7 @@ fn usage_is_exact_after_random_kills() -> Result<()> {
 
 #[test]
 fn usage_is_exact_after_kill_at_each_compaction_step() -> Result<()> {
-    // Six compactions for each step, even where the thread that compacts gets a small share of the processors.
+    // Enough dispatches for six compactions per step, even if the compacting thread gets little processor time.
     let mut campaign = Campaign::new(8_000)?;
     for point in FAILPOINTS {
         let mut child = campaign.start(&format!("{point}=5*off->return(kill)"))?;

@@ -1,4 +1,4 @@
-//! The kernel's records, written by a process that may be killed at any moment.
+//! A machine's records, written by a process that may be killed at any moment.
 
 mod exact;
 mod sum;

@@ -1,5 +1,4 @@
-//! The sum of the spending, computed independently of the product: its own parser of the lines, in 128-bit
-//! billionths.
+//! Sums the cost independently of the product: with its own parser of the lines, in 128-bit billionths of a dollar.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -28,14 +27,14 @@ impl Sum {
     }
 }
 
-pub fn all(sums: &BTreeMap<Key, Sum>) -> Sum {
+pub fn total(sums: &BTreeMap<Key, Sum>) -> Sum {
     let mut all = Sum::default();
     sums.values().for_each(|sum| all.add(sum));
     all
 }
 
 /// Sums all files of interactions by day, user and model. Also returns the number of each stored dispatch.
-pub fn of_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
+pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
     let (mut sums, mut numbers) = (BTreeMap::<Key, Sum>::new(), Vec::new());
     for entry in fs::read_dir(logs)? {
         let path = entry?.path();
@@ -45,11 +44,11 @@ pub fn of_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
             continue;
         };
         for line in fs::read_to_string(&path)?.lines() {
-            // A line torn by a kill does not count.
+            // A line that a kill truncated does not count.
             let Ok(Value::Object(entry)) = serde_json::from_str::<Value>(line) else { continue };
             let text = |name: &str| entry[name].as_str().unwrap_or_default().to_owned();
             let sum = Sum {
-                nanos: nanos(cost(line)?)?,
+                nanos: parse_nanos(cost_digits(line)?)?,
                 tokens_in: entry["tokensIn"].as_u64().context("tokensIn")?.into(),
                 tokens_out: entry["tokensOut"].as_u64().context("tokensOut")?.into(),
                 dispatches: 1,
@@ -62,13 +61,13 @@ pub fn of_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
 }
 
 /// The sums in `usage.jsonl`: the last line of each key.
-pub fn of_usage(logs: &Path) -> Result<BTreeMap<Key, Sum>> {
+pub fn sum_usage(logs: &Path) -> Result<BTreeMap<Key, Sum>> {
     let mut sums = BTreeMap::new();
     for line in fs::read_to_string(logs.join("usage.jsonl"))?.lines() {
         let entry: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
         let text = |name: &str| entry[name].as_str().unwrap_or_default().to_owned();
         let sum = Sum {
-            nanos: nanos(cost(line)?)?,
+            nanos: parse_nanos(cost_digits(line)?)?,
             tokens_in: entry["tokensIn"].as_u64().context("tokensIn")?.into(),
             tokens_out: entry["tokensOut"].as_u64().context("tokensOut")?.into(),
             dispatches: entry["dispatches"].as_u64().context("dispatches")?.into(),
@@ -80,13 +79,13 @@ pub fn of_usage(logs: &Path) -> Result<BTreeMap<Key, Sum>> {
 }
 
 /// The digits of a line's cost, as written.
-fn cost(line: &str) -> Result<&str> {
+fn cost_digits(line: &str) -> Result<&str> {
     let (_, rest) = line.split_once("\"cost\":").context("a cost")?;
     Ok(rest.split([',', '}']).next().unwrap_or_default())
 }
 
 /// Converts a decimal number of dollars to billionths, digit by digit.
-pub fn nanos(text: &str) -> Result<u128> {
+pub fn parse_nanos(text: &str) -> Result<u128> {
     let (digits, exponent) = text.split_once(['e', 'E']).unwrap_or((text, "0"));
     let (whole, part) = digits.split_once('.').unwrap_or((digits, ""));
     let shift = exponent.parse::<i32>()? + 9 - i32::try_from(part.len())?;
@@ -100,7 +99,7 @@ pub fn nanos(text: &str) -> Result<u128> {
 }
 
 #[test]
-fn nanos_reads_digits_exactly() {
+fn parse_nanos_is_exact() {
     for (text, expected) in [
         ("0", 0),
         ("3", 3_000_000_000),
@@ -109,7 +108,7 @@ fn nanos_reads_digits_exactly() {
         ("1.5e-8", 15),
         ("12.000000001", 12_000_000_001),
     ] {
-        assert_eq!(nanos(text).unwrap(), expected, "{text}");
+        assert_eq!(parse_nanos(text).unwrap(), expected, "{text}");
     }
-    assert!(nanos("1e-10").is_err() && nanos("x").is_err());
+    assert!(parse_nanos("1e-10").is_err() && parse_nanos("x").is_err());
 }

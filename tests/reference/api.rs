@@ -11,7 +11,7 @@ pub fn parts() -> [Part; 2] {
     ]
 }
 
-/// Members of an object; none if the value is not an object.
+/// The members of an object; none if the value is not an object.
 fn members(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
     value.as_object().into_iter().flat_map(Map::iter)
 }
@@ -20,13 +20,13 @@ fn text(value: &Value) -> &str {
     value.as_str().unwrap_or_default()
 }
 
-/// A text in a table or paragraph: `<` would begin an HTML element.
-fn plain(text: &str) -> String {
+/// Prepares a text for a table or paragraph, where `<` would begin an HTML element.
+fn plain_text(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ").replace('<', "&lt;")
 }
 
 struct Document {
-    /// Whose API it is; the headings of its schemas begin with it.
+    /// The side whose API this is; the headings of its schemas begin with it.
     owner: &'static str,
     document: Value,
 }
@@ -57,16 +57,16 @@ impl Document {
                 ("", _) => "`Authorization: Bearer`".to_owned(),
                 (place, name) => format!("{place} `{name}`"),
             };
-            [format!("`{name}`"), place, plain(text(&scheme["description"]))]
+            [format!("`{name}`"), place, plain_text(text(&scheme["description"]))]
         });
         table(&["credential", "sent as", "meaning"], schemes) + "\n"
     }
 
     fn operation(&self, method: &str, path: &str, operation: &Value, siblings: &Value) -> String {
-        let mut shown = format!("### `{method} {path}`\n\n{}\n\n", plain(text(&operation["summary"])));
+        let mut shown = format!("### `{method} {path}`\n\n{}\n\n", plain_text(text(&operation["summary"])));
         shown.push_str(&format!("- Credential: {}\n", credentials(&operation["security"])));
         let servers = siblings["servers"].as_array().into_iter().flatten();
-        let servers: Vec<_> = servers.map(|server| plain(text(&server["description"]))).collect();
+        let servers: Vec<_> = servers.map(|server| plain_text(text(&server["description"]))).collect();
         if !servers.is_empty() {
             shown.push_str(&format!("- Served by: {}\n", servers.join("; ")));
         }
@@ -77,7 +77,7 @@ impl Document {
                 let codes = text(&response["description"]).split(", ").map(|code| format!("`{code}`"));
                 errors.push(format!("{status} {}", codes.collect::<Vec<_>>().join(" ")));
             } else {
-                let about = plain(text(&response["description"]));
+                let about = plain_text(text(&response["description"]));
                 shown.push_str(&format!("- **{status}**: {about}{}\n", self.content(content)));
             }
         }
@@ -86,7 +86,7 @@ impl Document {
             let is_required = parameter["required"] == true && parameter["in"] != "path";
             let place = text(&parameter["in"]).to_owned() + if is_required { ", **required**" } else { "" };
             let name = format!("`{}`", text(&parameter["name"]));
-            [name, place, self.form(&parameter["schema"]), plain(text(&parameter["description"]))]
+            [name, place, self.form(&parameter["schema"]), plain_text(text(&parameter["description"]))]
         });
         let parameters: Vec<_> = parameters.collect();
         if !parameters.is_empty() {
@@ -99,7 +99,7 @@ impl Document {
         shown
     }
 
-    /// The details of a response besides its description.
+    /// The details of a response, except its description.
     fn content(&self, content: &Value) -> String {
         let types = members(content).map(|(media_type, one)| match self.form(&one["schema"]) {
             _ if media_type != "application/json" => format!("`{media_type}`"),
@@ -110,7 +110,7 @@ impl Document {
         if types.is_empty() { String::new() } else { format!(" ({})", types.join(", ")) }
     }
 
-    /// The fields of the body and of the successful responses. Equal ones are one table.
+    /// The fields of the body and of the successful responses. Equal tables are merged.
     fn inline_schemas(&self, operation: &Value) -> Vec<(Vec<String>, String)> {
         let body = ("Body".to_owned(), &operation["requestBody"]["content"]["application/json"]["schema"]);
         let responses = members(&operation["responses"]).map(|(status, response)| {
@@ -128,7 +128,7 @@ impl Document {
         found
     }
 
-    /// The table of an object's fields, with those of objects in it.
+    /// The table of an object's fields, including those of nested objects.
     fn fields(&self, schema: &Value) -> String {
         let mut rows = Vec::new();
         self.collect_fields(schema, "", &mut rows);
@@ -146,7 +146,7 @@ impl Document {
         for (name, field) in members(&schema["properties"]) {
             let is_required = required.iter().any(|one| *one == name);
             let form = self.form(field) + if is_required { ", **required**" } else { "" };
-            rows.push([format!("`{prefix}{name}`"), form, plain(text(&field["description"]))]);
+            rows.push([format!("`{prefix}{name}`"), form, plain_text(text(&field["description"]))]);
             self.collect_fields(field, &format!("{prefix}{name}."), rows);
             self.collect_fields(&field["items"], &format!("{prefix}{name}[]."), rows);
         }
@@ -162,7 +162,7 @@ impl Document {
         }
     }
 
-    /// The type of a value with its limits, in a few words.
+    /// Describes the type of a value and its limits in a few words.
     fn form(&self, schema: &Value) -> String {
         let any = |of: &Value| of.as_array().cloned().filter(|all| !all.is_empty());
         let forms =

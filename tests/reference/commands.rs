@@ -26,7 +26,8 @@ pub fn parts() -> [Part; 2] {
     [Part::new("commands svcctl", render_all(tool)), Part::new("commands programs", render_all(programs))]
 }
 
-/// The section of a command, then those of its subcommands. Global options are listed only where they are declared.
+/// Renders the section of a command, then those of its subcommands. Global options are listed only where they are
+/// declared.
 fn render(command: &Command, parent: Option<&Command>) -> String {
     let name = command
         .get_display_name()
@@ -88,7 +89,7 @@ fn row(arg: &Arg) -> [String; 3] {
     [format!("`{shown}`"), default, meaning.trim().to_owned()]
 }
 
-/// One line that ends with a full stop. `<` would begin an HTML element.
+/// Returns one line that ends with a full stop, with `<` escaped: it would begin an HTML element.
 fn sentence(text: &str) -> String {
     let mut line = escape(&text.split_whitespace().collect::<Vec<_>>().join(" "));
     if !line.is_empty() && !line.ends_with(['.', ':', '`']) {

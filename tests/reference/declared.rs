@@ -2,7 +2,7 @@
 
 use svc::applet::Exit;
 use svc::http::problem::Code;
-use svc::metrics::{ALL, Place};
+use svc::metrics::{ALL, MetricScope};
 
 use super::{Part, table};
 
@@ -13,14 +13,14 @@ pub fn metrics() -> Part {
             "Gauges" => "gauge",
             _ => "histogram",
         };
-        let place = match metric.place {
-            Place::Platform => "platform",
-            Place::Host => "host",
-            Place::Everywhere => "both",
+        let scope = match metric.scope {
+            MetricScope::Platform => "platform",
+            MetricScope::Host => "host",
+            MetricScope::Everywhere => "both",
         };
         let labels: Vec<_> = metric.labels.iter().map(|label| format!("`{label}`")).collect();
         let labels = if labels.is_empty() { "–".to_owned() } else { labels.join(", ") };
-        [format!("`{}`", metric.name), kind.to_owned(), labels, place.to_owned(), metric.help.to_owned()]
+        [format!("`{}`", metric.name), kind.to_owned(), labels, scope.to_owned(), metric.help.to_owned()]
     });
     Part::new("metrics", table(&["metric", "type", "labels", "where", "meaning"], rows))
 }

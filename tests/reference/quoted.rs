@@ -1,4 +1,4 @@
-//! Command lines of the applets in pages and messages exist, with their options.
+//! Checks that the command lines of applets that pages and messages quote exist, with their options.
 
 use kit::quoted::{self, Language};
 use svc::applets::APPLETS;
@@ -6,7 +6,8 @@ use svc::applets::APPLETS;
 use crate::assert_none;
 use crate::files::{File, files};
 
-/// Quoted command lines that do not exist, and how many were checked. History and generated packages are left out.
+/// The number of checked command lines, and the quoted ones that do not exist. The changelog describes earlier
+/// releases, so it is skipped.
 fn unknown_commands(files: &[File]) -> (usize, Vec<String>) {
     let is_quoting = |file: &&File| {
         let is_page = file.path.ends_with(".md") && file.path != "CHANGELOG.md";

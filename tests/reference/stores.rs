@@ -1,4 +1,4 @@
-//! What each object store of the kit can do, as the probe of `svcctl doctor platform` finds it.
+//! The capabilities of each of the kit's object stores, as probed by `svcctl doctor platform`.
 
 use std::time::Duration;
 
@@ -6,19 +6,19 @@ use kit::stores::StoreKind;
 use svc::config::Env;
 use svc::platform::doctor;
 use svc::platform::host_store::HostCredentials;
-use svc::store::capabilities::{Need, Probed, REPLACE_IN_PARALLEL, RaceLimits, Support};
+use svc::store::capabilities::{Need, ProbeResult, REPLACE_IN_PARALLEL, RaceLimits, Support};
 use svc::store::config::StoreConfig;
 
 use super::files::File;
 use super::{BEGIN, BEGIN_END, END, Part, table};
 
 const BUCKET: &str = "svc-test";
-const RACES: RaceLimits = RaceLimits { rounds: 8, timeout: Duration::from_secs(90) };
+const RACE_LIMITS: RaceLimits = RaceLimits { rounds: 8, timeout: Duration::from_secs(90) };
 
 const NAME: &str = "stores";
 
-/// The table as the pages have it, for the quick test, which starts no stores.
-pub fn as_written(pages: &[File]) -> Part {
+/// The table that the pages have, for the quick test, which starts no stores.
+pub fn read_current_table(pages: &[File]) -> Part {
     let marker = format!("{BEGIN}{NAME}{BEGIN_END}\n");
     let written = pages.iter().find_map(|page| {
         let after = page.path.starts_with("docs/").then(|| page.text.split_once(&marker)).flatten()?.1;
@@ -27,21 +27,21 @@ pub fn as_written(pages: &[File]) -> Part {
     Part::new(NAME, written.unwrap_or_default())
 }
 
-/// The table, or `None`, with a message, if SeaweedFS cannot be fetched on this machine.
-pub fn probed() -> Option<Part> {
+/// Probes the stores. Records a skip and returns `None` if SeaweedFS cannot be fetched on this machine.
+pub fn probe_all() -> Option<Part> {
     if let Err(error) = kit::seaweed::fetch(&kit::fetch::target_dir()) {
         kit::skip::record(format_args!("SeaweedFS cannot be fetched: {error:#}"));
         return None;
     }
     svc::http::tls::install_provider();
     let runtime = tokio::runtime::Runtime::new().expect("start a runtime");
-    let columns: Vec<Vec<Probed>> = StoreKind::ALL.map(|kind| runtime.block_on(probe(kind))).into();
-    // Whether SeaweedFS lets two writers through depends on timing: the page has counts instead.
+    let columns: Vec<Vec<ProbeResult>> = StoreKind::ALL.map(|kind| runtime.block_on(probe(kind))).into();
+    // Whether SeaweedFS accepts two concurrent writers depends on timing, so the page has counts instead.
     let rows = columns[0].iter().enumerate().map(|(row, first)| {
         let capability = first.capability;
-        let mut cells = vec![capability.name.to_owned(), need(capability.need).to_owned()];
+        let mut cells = vec![capability.name.to_owned(), need_text(capability.need).to_owned()];
         for (kind, column) in StoreKind::ALL.into_iter().zip(&columns) {
-            assert_eq!(column[row].capability, capability, "the stores have other rows");
+            assert_eq!(column[row].capability, capability, "the stores have different rows");
             let depends = (kind, capability) == (StoreKind::Seaweedfs, REPLACE_IN_PARALLEL);
             cells.push(if depends { "[measured](#races)".to_owned() } else { cell(&column[row].support) });
         }
@@ -52,7 +52,7 @@ pub fn probed() -> Option<Part> {
     Some(Part::new(NAME, table(&head, rows)))
 }
 
-async fn probe(kind: StoreKind) -> Vec<Probed> {
+async fn probe(kind: StoreKind) -> Vec<ProbeResult> {
     let dir = tempfile::tempdir().expect("a directory");
     let store = kind.start(dir.path(), BUCKET).await.expect("start a store");
     let mut pairs = store.env(BUCKET);
@@ -65,10 +65,10 @@ async fn probe(kind: StoreKind) -> Vec<Probed> {
     let config = StoreConfig::read(&mut env);
     let credentials = HostCredentials::read(&mut env, config.as_ref());
     let (config, credentials) = env.finish(config.zip(credentials)).expect("a configuration");
-    doctor::probe_store(&config, &credentials, RACES).await
+    doctor::probe_store(&config, &credentials, RACE_LIMITS).await
 }
 
-fn need(need: Need) -> &'static str {
+fn need_text(need: Need) -> &'static str {
     match need {
         Need::Required => "needs it",
         Need::Recommended => "uses it",

@@ -1,4 +1,4 @@
-//! The tables of environment variables, and the rules of their declarations.
+//! The tables of environment variables, and the rules for their declarations.
 
 use std::collections::BTreeMap;
 
@@ -36,7 +36,7 @@ pub fn parts() -> Vec<Part> {
 /// The properties that all variables share are printed once, above the table.
 fn render(sections: &[&'static Section]) -> String {
     let first = sections[0];
-    let rows = sections.iter().flat_map(|section| Row::of_section(section)).collect::<Vec<_>>();
+    let rows = sections.iter().flat_map(|section| Row::rows_of(section)).collect::<Vec<_>>();
     let has_one_source = rows.iter().all(|row| row.source == first.source);
     let has_same_readers = rows.iter().all(|row| row.readers == first.readers);
     let mut common = Vec::new();
@@ -46,7 +46,7 @@ fn render(sections: &[&'static Section]) -> String {
     }
     let cells = |Row { variable, source, readers }: &Row| {
         let mut cells =
-            vec![format!("`{}`", variable.name), variable.form.to_owned(), preset(variable.default)];
+            vec![format!("`{}`", variable.name), variable.form.to_owned(), default_text(variable.default)];
         cells.extend((!has_one_source).then(|| (*source).to_owned()));
         cells.extend((!has_same_readers).then(|| programs(readers)));
         cells.push(variable.meaning.split_whitespace().collect::<Vec<_>>().join(" "));
@@ -59,7 +59,7 @@ fn render(sections: &[&'static Section]) -> String {
     format!("{}\n\n{}", common.join(" "), table(&head, rows.iter().map(cells)))
 }
 
-/// A variable with what its section says of it.
+/// A variable, with the defaults from its section.
 struct Row {
     variable: &'static Variable,
     source: &'static str,
@@ -67,7 +67,7 @@ struct Row {
 }
 
 impl Row {
-    fn of_section(section: &'static Section) -> impl Iterator<Item = Self> {
+    fn rows_of(section: &'static Section) -> impl Iterator<Item = Self> {
         section.variables.iter().map(|variable| Self {
             variable,
             source: variable.source.unwrap_or(section.source),
@@ -76,7 +76,7 @@ impl Row {
     }
 }
 
-fn preset(default: Preset) -> String {
+fn default_text(default: Preset) -> String {
     match default {
         Preset::Required => "**required**".to_owned(),
         Preset::Unset => "–".to_owned(),
@@ -114,7 +114,7 @@ const NOT_FROM_OTHERS: [&Variable; 27] = [
     &host::SVC_BUNDLE_SHA256,
     &host::SVC_ENVIRONMENT,
     &host::SVC_HOST_BUNDLE_URL,
-    // The doctor, as root, reads what a heartbeat has delivered.
+    // As root, the doctor reads the name that a heartbeat has delivered.
     &host::SVC_HOST_NAME,
     &host::SVC_PG_BIN_DIR,
     &host::SVC_POSTGRES_IMAGE,
@@ -136,7 +136,7 @@ fn every_host_setting_is_classified_for_root() {
     let of_hosts = host::SECTIONS.iter().chain(svc::store::vars::SECTIONS);
     let wrong = of_hosts.flat_map(|section| section.variables).map(|variable| variable.name);
     let wrong = wrong.filter(|name| listed.iter().filter(|one| one == &name).count() != 1);
-    let why = "must be either in ALLOWED_FROM_OTHERS of root_settings.rs or in NOT_FROM_OTHERS here";
+    let why = "must be either in ALLOWED_FROM_OTHERS of root_settings.rs or in NOT_FROM_OTHERS of this file";
     assert_none(&wrong.map(|name| format!("{name} {why}")).collect::<Vec<_>>());
 }
 
@@ -153,23 +153,23 @@ fn every_reader_of_a_variable_exists() {
     );
 }
 
-/// Programs other than our own that read a variable from a file.
+/// Variables that programs other than our own read from a file.
 const READ_BY_UNITS: [&str; 1] = ["SVC_POSTGRES_IMAGE"];
 
 /// Declared variables that no code uses.
-fn unread(files: &[File], declared: &[&str]) -> Vec<String> {
+fn unread_variables(files: &[File], declared: &[&str]) -> Vec<String> {
     let is_code = |file: &&File| {
         file.path.starts_with("src/") && file.path.ends_with(".rs") && !file.path.ends_with("/vars.rs")
     };
     let mut used: Vec<String> = Vec::new();
     for file in files.iter().filter(is_code) {
-        let (tokens, _) = source::without_tests(&source::tokens(&source::code(&file.text)));
+        let (tokens, _) = source::without_tests(&source::tokenize(&source::blank_literals(&file.text)));
         used.extend(tokens.into_iter().map(|token| token.text));
     }
     declared
         .iter()
         .filter(|name| !used.iter().any(|used| used == **name))
-        .map(|name| format!("{name} is declared, and nothing reads it"))
+        .map(|name| format!("{name} is declared but never read"))
         .collect()
 }
 
@@ -177,22 +177,22 @@ fn unread(files: &[File], declared: &[&str]) -> Vec<String> {
 fn every_declared_variable_is_read() {
     let variables = sections().flat_map(|section| section.variables).map(|variable| variable.name);
     let declared: Vec<_> = variables.filter(|name| !READ_BY_UNITS.contains(name)).collect();
-    assert_none(&unread(&files(), &declared));
+    assert_none(&unread_variables(&files(), &declared));
 }
 
 #[test]
 fn unread_variable_is_detected() {
     let code = File::sample("src/a.rs", "env.text(&vars::SVC_A); // SVC_B\n#[cfg(test)]\nmod t { SVC_B }");
     let declaration = File::sample("src/vars.rs", "SVC_B: \"text\" = unset;");
-    assert_eq!(unread(&[code, declaration], &["SVC_A", "SVC_B"]).len(), 1);
+    assert_eq!(unread_variables(&[code, declaration], &["SVC_A", "SVC_B"]).len(), 1);
 }
 
-/// systemd sets these for its services.
+/// Variables that systemd sets for its services.
 const SET_BY_SYSTEMD: [&str; 2] = ["JOURNAL_STREAM", "NOTIFY_SOCKET"];
 
 /// Names in capitals that a file reads from the process environment without a declaration. `Env` takes only declared
 /// variables.
-fn undeclared(file: &File) -> Vec<String> {
+fn undeclared_reads(file: &File) -> Vec<String> {
     let calls = ["env::var(\"", "env::var_os(\""];
     let reads = calls.iter().flat_map(|call| file.text.split(*call).skip(1));
     let names = reads.filter_map(|rest| rest.split('"').next());
@@ -203,11 +203,11 @@ fn undeclared(file: &File) -> Vec<String> {
 #[test]
 fn no_variable_is_read_by_a_literal_name() {
     let sources = files().into_iter().filter(|file| file.path.starts_with("src/"));
-    assert_none(&sources.flat_map(|file| undeclared(&file)).collect::<Vec<_>>());
+    assert_none(&sources.flat_map(|file| undeclared_reads(&file)).collect::<Vec<_>>());
 }
 
 #[test]
 fn undeclared_variable_is_detected() {
     let text = "std::env::var_os(\"SVC_A\"); std::env::var(\"PATH\"); std::env::var(\"NOTIFY_SOCKET\")";
-    assert_eq!(undeclared(&File::sample("src/a.rs", text)).len(), 1);
+    assert_eq!(undeclared_reads(&File::sample("src/a.rs", text)).len(), 1);
 }

@@ -4,27 +4,27 @@ use anyhow::Result;
 use http::StatusCode;
 use kit::idp::{Alg, Flaw, MintOptions, OldKeys};
 
-use super::world::{APP, World, read};
+use super::world::{APP, World, send};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn valid_token_is_accepted_in_header_or_cookie() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     for alg in Alg::ALL {
         let token = world.idp.mint("user_1", &MintOptions { alg, ..MintOptions::default() });
-        assert_eq!(read(world.get(APP, "/").bearer_auth(&token)).await.status, StatusCode::OK, "{alg:?}");
+        assert_eq!(send(world.get(APP, "/").bearer_auth(&token)).await.status, StatusCode::OK, "{alg:?}");
         let cookie = format!("a=b; __session={token}");
         assert_eq!(
-            read(world.get(APP, "/").header("cookie", cookie)).await.status,
+            send(world.get(APP, "/").header("cookie", cookie)).await.status,
             StatusCode::OK,
             "{alg:?}"
         );
     }
     let azp = MintOptions { aud: None, azp: Some("svc-test".into()), ..MintOptions::default() };
     let leeway = MintOptions { ttl: -20, nbf: -60, ..MintOptions::default() };
-    let many = MintOptions { aud: Some(serde_json::json!(["x", "svc-test"])), ..MintOptions::default() };
-    for options in [azp, leeway, many] {
+    let several = MintOptions { aud: Some(serde_json::json!(["x", "svc-test"])), ..MintOptions::default() };
+    for options in [azp, leeway, several] {
         let token = world.idp.mint("user_1", &options);
-        assert_eq!(read(world.get(APP, "/").bearer_auth(token)).await.status, StatusCode::OK, "{options:?}");
+        assert_eq!(send(world.get(APP, "/").bearer_auth(token)).await.status, StatusCode::OK, "{options:?}");
     }
     Ok(())
 }
@@ -32,7 +32,7 @@ async fn valid_token_is_accepted_in_header_or_cookie() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn every_invalid_token_is_refused() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let before = machine.arrivals().len();
+    let before = machine.requests().len();
     let good = MintOptions::default;
     let mut bad = vec![
         MintOptions { ttl: -31, nbf: -90, ..good() },
@@ -43,7 +43,7 @@ async fn every_invalid_token_is_refused() -> Result<()> {
         MintOptions { aud: Some("other".into()), ..good() },
         MintOptions { aud: Some("other".into()), azp: Some("svc-test".into()), ..good() },
         MintOptions { aud: Some(serde_json::json!([])), ..good() },
-        MintOptions { kid: Some("of-nobody".into()), ..good() },
+        MintOptions { kid: Some("unknown".into()), ..good() },
     ];
     for (claim, value) in
         [("exp", serde_json::Value::Null), ("sub", serde_json::Value::Null), ("sub", "a/b".into())]
@@ -57,20 +57,20 @@ async fn every_invalid_token_is_refused() -> Result<()> {
     }
     for options in bad {
         let token = world.idp.mint("user_1", &options);
-        let by_header = read(world.get(APP, "/").bearer_auth(&token)).await;
+        let by_header = send(world.get(APP, "/").bearer_auth(&token)).await;
         assert_eq!(by_header.status, StatusCode::UNAUTHORIZED, "{options:?}");
         assert_eq!(by_header.json()["code"], "unauthorized");
-        let by_cookie = read(world.get(APP, "/").header("cookie", format!("__session={token}"))).await;
+        let by_cookie = send(world.get(APP, "/").header("cookie", format!("__session={token}"))).await;
         assert_eq!(by_cookie.status, StatusCode::UNAUTHORIZED, "{options:?}");
     }
-    for junk in ["", "a", "a.b", "a.b.c", "....", &"x".repeat(9000)] {
+    for malformed in ["", "a", "a.b", "a.b.c", "....", &"x".repeat(9000)] {
         assert_eq!(
-            read(world.get(APP, "/").bearer_auth(junk)).await.status,
+            send(world.get(APP, "/").bearer_auth(malformed)).await.status,
             StatusCode::UNAUTHORIZED,
-            "{junk}"
+            "{malformed}"
         );
     }
-    assert_eq!(machine.arrivals().len(), before, "no request reached the machine");
+    assert_eq!(machine.requests().len(), before, "a request reached the machine");
     Ok(())
 }
 
@@ -78,7 +78,7 @@ async fn every_invalid_token_is_refused() -> Result<()> {
 async fn invalid_bearer_does_not_fall_back_to_valid_cookie() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let cookie = format!("__session={}", world.token("user_1"));
-    let response = read(world.get(APP, "/").header("cookie", cookie).bearer_auth("a.b.c")).await;
+    let response = send(world.get(APP, "/").header("cookie", cookie).bearer_auth("a.b.c")).await;
     assert_eq!(response.status, StatusCode::UNAUTHORIZED);
     Ok(())
 }
@@ -86,37 +86,38 @@ async fn invalid_bearer_does_not_fall_back_to_valid_cookie() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
     let world = World::start().await?;
-    let absent = StatusCode::SERVICE_UNAVAILABLE;
+    // A caller with a valid token but no machine gets 503.
+    let accepted = StatusCode::SERVICE_UNAVAILABLE;
     let (first, again) = (world.token("user_1"), world.token("user_1"));
     assert_eq!(
-        read(world.get(APP, "/").bearer_auth(&first)).await.status,
-        absent,
-        "accepted, but without a machine"
+        send(world.get(APP, "/").bearer_auth(&first)).await.status,
+        accepted,
+        "signed with the first key"
     );
     assert_eq!(world.idp.jwks_fetches(), 1);
     world.idp.rotate(OldKeys::Withdrawn)?;
     let rotated = world.token("user_1");
     assert_eq!(
-        read(world.get(APP, "/").bearer_auth(&rotated)).await.status,
-        absent,
+        send(world.get(APP, "/").bearer_auth(&rotated)).await.status,
+        accepted,
         "signed with the new key"
     );
     assert_eq!(
-        read(world.get(APP, "/").bearer_auth(&again)).await.status,
+        send(world.get(APP, "/").bearer_auth(&again)).await.status,
         StatusCode::UNAUTHORIZED,
-        "withdrawn"
+        "signed with the withdrawn key"
     );
     // Unknown key ids cause at most one fetch in 30 s, regardless of their number.
     for kid in ["a", "b", "c"] {
         let token =
             world.idp.mint("user_1", &MintOptions { kid: Some(kid.into()), ..MintOptions::default() });
-        assert_eq!(read(world.get(APP, "/").bearer_auth(token)).await.status, StatusCode::UNAUTHORIZED);
+        assert_eq!(send(world.get(APP, "/").bearer_auth(token)).await.status, StatusCode::UNAUTHORIZED);
     }
     assert_eq!(world.idp.jwks_fetches(), 2);
     world.idp.down();
     for alg in Alg::ALL {
         let token = world.idp.mint("user_2", &MintOptions { alg, ..MintOptions::default() });
-        assert_eq!(read(world.get(APP, "/").bearer_auth(token)).await.status, absent, "{alg:?}");
+        assert_eq!(send(world.get(APP, "/").bearer_auth(token)).await.status, accepted, "{alg:?}");
     }
     Ok(())
 }
@@ -127,14 +128,14 @@ async fn missing_keys_refuse_requests_only_temporarily() -> Result<()> {
     world.idp.set_jwks_status(503);
     world.idp.rotate(OldKeys::Withdrawn)?;
     let token = world.token("user_1");
-    let response = read(world.get(APP, "/").bearer_auth(&token)).await;
+    let response = send(world.get(APP, "/").bearer_auth(&token)).await;
     assert_eq!(
         (response.status, response.json()["code"].as_str()),
         (StatusCode::SERVICE_UNAVAILABLE, Some("unavailable"))
     );
     world.idp.set_jwks_status(200);
     let started = std::time::Instant::now();
-    while read(world.get(APP, "/").bearer_auth(&token)).await.json()["machineStatus"].is_null() {
+    while send(world.get(APP, "/").bearer_auth(&token)).await.json()["machineStatus"].is_null() {
         assert!(started.elapsed().as_secs() < 10);
         tokio::time::sleep(std::time::Duration::from_millis(100)).await;
     }
@@ -144,15 +145,15 @@ async fn missing_keys_refuse_requests_only_temporarily() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn anonymous_request_is_redirected_or_gets_401() -> Result<()> {
     let world = World::start().await?;
-    let program = read(world.get(APP, "/a")).await;
+    let client = send(world.get(APP, "/a")).await;
     assert_eq!(
-        (program.status, program.json()["code"].as_str()),
+        (client.status, client.json()["code"].as_str()),
         (StatusCode::UNAUTHORIZED, Some("unauthorized"))
     );
-    let page = read(world.get(APP, "/a?b=c").header("accept", "text/html,*/*")).await;
+    let page = send(world.get(APP, "/a?b=c").header("accept", "text/html,*/*")).await;
     assert_eq!(page.status, StatusCode::FOUND);
     assert_eq!(page.location(), "https://idp.test/in?x=1&redirect_url=http%3A%2F%2Fapp.test%2Fa%3Fb%3Dc");
-    let post = read(world.post(APP, "/a").header("accept", "text/html")).await;
+    let post = send(world.post(APP, "/a").header("accept", "text/html")).await;
     assert_eq!(post.status, StatusCode::UNAUTHORIZED);
     Ok(())
 }
@@ -161,23 +162,23 @@ async fn anonymous_request_is_redirected_or_gets_401() -> Result<()> {
 async fn cross_site_requests_are_refused() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let cookie = format!("__session={}", world.token("user_1"));
-    let before = machine.arrivals().len();
+    let before = machine.requests().len();
     for origin in ["https://evil.test", "null", "https://code.test", "https://app.test.evil.test"] {
-        let unsafe_one = world.post(APP, "/").header("cookie", &cookie).header("origin", origin);
-        let response = read(unsafe_one).await;
+        let post = world.post(APP, "/").header("cookie", &cookie).header("origin", origin);
+        let response = send(post).await;
         assert_eq!(
             (response.status, response.json()["code"].as_str()),
             (StatusCode::FORBIDDEN, Some("forbidden"))
         );
         let socket = world.get(APP, "/ws").header("cookie", &cookie).header("origin", origin);
         let socket = socket.header("connection", "upgrade").header("upgrade", "websocket");
-        assert_eq!(read(socket).await.status, StatusCode::FORBIDDEN, "{origin}");
+        assert_eq!(send(socket).await.status, StatusCode::FORBIDDEN, "{origin}");
     }
-    assert_eq!(machine.arrivals().len(), before);
+    assert_eq!(machine.requests().len(), before);
     let own = world.post(APP, "/x").header("cookie", &cookie).header("origin", "https://app.test");
-    assert_eq!(read(own).await.body, "POST /x");
-    let looking = world.get(APP, "/").header("cookie", &cookie).header("origin", "https://evil.test");
-    assert_eq!(read(looking).await.status, StatusCode::OK);
+    assert_eq!(send(own).await.body, "POST /x");
+    let safe = world.get(APP, "/").header("cookie", &cookie).header("origin", "https://evil.test");
+    assert_eq!(send(safe).await.status, StatusCode::OK);
     Ok(())
 }
 
@@ -187,16 +188,16 @@ async fn router_pages_have_strict_policy_and_hsts() -> Result<()> {
         let world = World::start_with(&[("ROUTER_PUBLIC_SCHEME", scheme)], None).await?;
         let cookie = format!("__session={}", world.token("user_1"));
         let response =
-            read(world.get(APP, "/").header("accept", "text/html").header("cookie", &cookie)).await;
+            send(world.get(APP, "/").header("accept", "text/html").header("cookie", &cookie)).await;
         assert_eq!(response.status, StatusCode::SERVICE_UNAVAILABLE);
         let header = |name: &str| response.headers.get(name).and_then(|value| value.to_str().ok());
         assert_eq!(header("strict-transport-security"), hsts, "{scheme}");
         assert_eq!(header("x-content-type-options"), Some("nosniff"));
         assert_eq!(header("cross-origin-opener-policy"), Some("same-origin"));
         assert!(header("permissions-policy").is_some_and(|policy| policy.contains("camera=()")));
-        // A page of the same host over plain HTTP is another origin if this router uses HTTPS.
+        // If the router uses HTTPS, a page of the same host over plain HTTP has another origin.
         let origin = format!("http://{APP}");
-        let response = read(world.post(APP, "/x").header("cookie", &cookie).header("origin", &origin)).await;
+        let response = send(world.post(APP, "/x").header("cookie", &cookie).header("origin", &origin)).await;
         let expected =
             if scheme == "https" { StatusCode::FORBIDDEN } else { StatusCode::SERVICE_UNAVAILABLE };
         assert_eq!(response.status, expected, "{scheme}");

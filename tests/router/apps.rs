@@ -1,4 +1,4 @@
-//! Apps' pages: framed for their owner, opened only by an app token, and limited to their own app.
+//! Pages of apps: they are shown to their owner in a frame, opened only with an app token, and limited to their app.
 
 use anyhow::Result;
 use http::{Method, StatusCode};
@@ -7,36 +7,37 @@ use svc::http::proof::Route;
 use svc::machine::id::MachineId;
 
 use super::machine::TestMachine;
-use super::world::{APP, CODE, RouterResponse, World, read};
+use super::world::{APP, CODE, RouterResponse, World, send};
 
-/// A program of the owner requests an app token.
-async fn app_token(world: &World, user: &str, app: &str) -> String {
+/// Requests an app token as a program of the owner.
+async fn request_app_token(world: &World, user: &str, app: &str) -> String {
     let token_request =
         world.post(APP, "/_svc/app-token").bearer_auth(world.token(user)).json(&json!({ "app": app }));
-    let response = read(token_request).await;
+    let response = send(token_request).await;
     assert_eq!(response.status, StatusCode::OK, "{response:?}");
     response.json()["token"].as_str().expect("a token").to_owned()
 }
 
-/// The frame's settings, as its script parses them.
-fn settings(frame: &RouterResponse) -> Value {
-    let begin = frame.body.find("application/json\">").expect("settings") + "application/json\">".len();
-    let end = begin + frame.body[begin..].find("</script>").expect("an end");
-    serde_json::from_str(&frame.body[begin..end]).expect("JSON")
+/// Parses the frame's settings, as its script does.
+fn parse_settings(frame: &RouterResponse) -> Value {
+    let start = frame.body.find("application/json\">").expect("settings") + "application/json\">".len();
+    let end = start + frame.body[start..].find("</script>").expect("the end of the settings");
+    serde_json::from_str(&frame.body[start..end]).expect("JSON")
 }
 
-fn forged(world: &World, claims: &Value) -> String {
+/// Signs an app token with these claims.
+fn sign_app_token(world: &World, claims: &Value) -> String {
     format!("svca_{}", world.app_signer.sign_json(claims))
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn app_page_is_framed_and_loaded_by_token() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let before = machine.arrivals().len();
+    let before = machine.requests().len();
     let page = world.get(APP, "/apps/notes/a/b?x=1").header("accept", "text/html");
-    let frame = read(page.bearer_auth(world.token("user_1"))).await;
+    let frame = send(page.bearer_auth(world.token("user_1"))).await;
     assert_eq!(frame.status, StatusCode::OK);
-    assert_eq!(machine.arrivals().len(), before, "the router serves the frame");
+    assert_eq!(machine.requests().len(), before, "the request for the frame reached the machine");
     let policy = frame.headers["content-security-policy"].to_str()?;
     for part in [
         "default-src 'none'",
@@ -51,15 +52,15 @@ async fn app_page_is_framed_and_loaded_by_token() -> Result<()> {
         (&"no-store".parse()?, &"no-referrer".parse()?)
     );
     assert!(!frame.body.contains("allow-same-origin"), "{}", frame.body);
-    let settings = settings(&frame);
+    let settings = parse_settings(&frame);
     assert_eq!((&settings["app"], &settings["path"]), (&json!("notes"), &json!("a/b?x=1")));
 
     let inner = format!("/apps/notes/~{}/a/b?x=1", settings["token"].as_str().unwrap());
-    let response = read(world.get(APP, &inner).header("accept", "text/html")).await;
+    let response = send(world.get(APP, &inner).header("accept", "text/html")).await;
     assert_eq!((response.status, &*response.body), (StatusCode::OK, "GET /apps/notes/a/b"));
-    let arrival = machine.last();
-    assert_eq!(arrival.uri, "/apps/notes/a/b?x=1", "the token is not forwarded");
-    let claims = world.proven(&machine, &arrival.headers);
+    let received = machine.last_request();
+    assert_eq!(received.uri, "/apps/notes/a/b?x=1", "the token is not forwarded");
+    let claims = world.verify_proof(&machine, &received.headers);
     assert_eq!((claims.route, claims.app.as_deref()), (Route::App, Some("notes")));
     // Scripts and images of the owner's own pages are not documents, so they are not framed.
     assert_eq!(world.fetch("user_1", "/apps/notes/x.js").await.body, "GET /apps/notes/x.js");
@@ -69,29 +70,29 @@ async fn app_page_is_framed_and_loaded_by_token() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn opaque_origin_page_can_use_its_token() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let token = app_token(&world, "user_1", "notes").await;
+    let token = request_app_token(&world, "user_1", "notes").await;
     let preflight = world
-        .send(Method::OPTIONS, APP, "/api/bridge/query")
+        .request(Method::OPTIONS, APP, "/api/bridge/query")
         .header("origin", "null")
         .header("access-control-request-method", "POST")
         .header("access-control-request-headers", "authorization,content-type");
-    let leave = read(preflight).await;
-    assert_eq!(leave.status, StatusCode::NO_CONTENT);
-    assert_eq!(leave.headers["access-control-allow-origin"], "null");
-    assert!(leave.headers["access-control-allow-headers"].to_str()?.contains("authorization"));
-    assert!(leave.headers.get("access-control-allow-credentials").is_none());
+    let allowed = send(preflight).await;
+    assert_eq!(allowed.status, StatusCode::NO_CONTENT);
+    assert_eq!(allowed.headers["access-control-allow-origin"], "null");
+    assert!(allowed.headers["access-control-allow-headers"].to_str()?.contains("authorization"));
+    assert!(allowed.headers.get("access-control-allow-credentials").is_none());
 
     let query = world.post(APP, "/api/bridge/query").header("origin", "null").bearer_auth(&token).body("{}");
-    let response = read(query).await;
+    let response = send(query).await;
     assert_eq!((response.status, &*response.body), (StatusCode::OK, "POST /api/bridge/query"));
     assert_eq!(response.headers["access-control-allow-origin"], "null");
-    let arrival = machine.last();
-    assert!(arrival.headers.get("authorization").is_none());
-    assert_eq!(world.proven(&machine, &arrival.headers).app.as_deref(), Some("notes"));
+    let received = machine.last_request();
+    assert!(received.headers.get("authorization").is_none());
+    assert_eq!(world.verify_proof(&machine, &received.headers).app.as_deref(), Some("notes"));
 
-    // The page can read a refusal as well; other origins cannot.
+    // The page can also read a refusal; pages of other origins cannot.
     let refused = world.post(APP, "/api/bridge/query").header("origin", "null").bearer_auth("svca_x.y.z");
-    let refused = read(refused).await;
+    let refused = send(refused).await;
     assert_eq!(
         (refused.status, refused.json()["code"].as_str()),
         (StatusCode::UNAUTHORIZED, Some("unauthorized"))
@@ -99,28 +100,28 @@ async fn opaque_origin_page_can_use_its_token() -> Result<()> {
     assert_eq!(refused.headers["access-control-allow-origin"], "null");
     let elsewhere =
         world.post(APP, "/api/bridge/query").header("origin", "https://evil.test").bearer_auth(&token);
-    let elsewhere = read(elsewhere).await;
+    let elsewhere = send(elsewhere).await;
     assert_eq!(elsewhere.status, StatusCode::FORBIDDEN);
     assert!(elsewhere.headers.get("access-control-allow-origin").is_none());
-    // Cookies still grant nothing to an opaque origin.
+    // A cookie grants no access to an opaque origin.
     let cookie = format!("__session={}", world.token("user_1"));
     let by_cookie = world.post(APP, "/api/bridge/query").header("origin", "null").header("cookie", cookie);
-    assert_eq!(read(by_cookie).await.status, StatusCode::FORBIDDEN);
+    assert_eq!(send(by_cookie).await.status, StatusCode::FORBIDDEN);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn app_token_opens_only_its_app_on_its_machine() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let token = app_token(&world, "user_1", "notes").await;
-    let before = machine.arrivals().len();
-    let other_app = read(world.get(APP, &format!("/apps/tasks/~{token}/"))).await;
+    let token = request_app_token(&world, "user_1", "notes").await;
+    let before = machine.requests().len();
+    let other_app = send(world.get(APP, &format!("/apps/tasks/~{token}/"))).await;
     assert_eq!(other_app.status, StatusCode::FORBIDDEN);
-    let on_code = read(world.get(CODE, "/").bearer_auth(&token)).await;
+    let on_code = send(world.get(CODE, "/").bearer_auth(&token)).await;
     assert_eq!(on_code.status, StatusCode::UNAUTHORIZED, "an app token does not open code-server");
-    let more =
-        read(world.post(APP, "/_svc/app-token").bearer_auth(&token).json(&json!({"app": "tasks"}))).await;
-    assert_eq!(more.status, StatusCode::FORBIDDEN, "an app cannot create tokens");
+    let by_app =
+        send(world.post(APP, "/_svc/app-token").bearer_auth(&token).json(&json!({"app": "tasks"}))).await;
+    assert_eq!(by_app.status, StatusCode::FORBIDDEN, "an app cannot create tokens");
     let now = jiff::Timestamp::now().as_second();
     let claims = |change: &dyn Fn(&mut Value)| {
         let mut claims = json!({ "iss": "svc-app-token", "sub": "user_1", "aud": machine.id, "app": "notes",
@@ -137,27 +138,28 @@ async fn app_token_opens_only_its_app_on_its_machine() -> Result<()> {
         claims(&|c| c["app"] = json!("../x")),
     ];
     for claims in &bad {
-        let response = read(world.get(APP, "/apps/notes/x").bearer_auth(forged(&world, claims))).await;
+        let response =
+            send(world.get(APP, "/apps/notes/x").bearer_auth(sign_app_token(&world, claims))).await;
         assert_eq!(response.status, StatusCode::UNAUTHORIZED, "{claims}");
     }
     let as_proof = world.get(APP, "/").header("x-svc-proof", token.trim_start_matches("svca_"));
-    assert_eq!(read(as_proof).await.status, StatusCode::UNAUTHORIZED);
-    // A cookie next to a bad token does not help.
+    assert_eq!(send(as_proof).await.status, StatusCode::UNAUTHORIZED);
+    // A valid cookie does not make up for an invalid token.
     let cookie = format!("__session={}", world.token("user_1"));
     let both = world.get(APP, "/apps/notes/x").bearer_auth("svca_a.b.c").header("cookie", cookie);
-    assert_eq!(read(both).await.status, StatusCode::UNAUTHORIZED);
-    assert_eq!(machine.arrivals().len(), before, "no request reached the machine");
+    assert_eq!(send(both).await.status, StatusCode::UNAUTHORIZED);
+    assert_eq!(machine.requests().len(), before, "a request reached the machine");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn token_of_a_replaced_machine_is_refused_and_page_notified() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let token = app_token(&world, "user_1", "notes").await;
+    let token = request_app_token(&world, "user_1", "notes").await;
     world.set_status(&machine, "recovering").await?;
-    world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
+    world.wait_for_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
     let path = format!("/apps/notes/~{token}/");
-    let waiting = read(world.get(APP, &path)).await;
+    let waiting = send(world.get(APP, &path)).await;
     assert_eq!(
         (waiting.status, waiting.json()["machineStatus"].clone()),
         (StatusCode::SERVICE_UNAVAILABLE, json!("recovering"))
@@ -168,14 +170,14 @@ async fn token_of_a_replaced_machine_is_refused_and_page_notified() -> Result<()
     );
     world.sql.batch_execute(&sql).await?;
     let next = TestMachine::start().await?;
-    world.add(&next, "user_1", "primary", "running").await?;
-    world.until_status("user_1", StatusCode::OK).await;
-    let page = read(world.get(APP, &path).header("accept", "text/html")).await;
+    world.add_machine(&next, "user_1", "primary", "running").await?;
+    world.wait_for_status("user_1", StatusCode::OK).await;
+    let page = send(world.get(APP, &path).header("accept", "text/html")).await;
     assert_eq!(page.status, StatusCode::UNAUTHORIZED);
     assert!(page.body.contains("svc:app-token-ended"), "{}", page.body);
-    let fresh = app_token(&world, "user_1", "notes").await;
-    assert_eq!(read(world.get(APP, &format!("/apps/notes/~{fresh}/x"))).await.status, StatusCode::OK);
-    assert_eq!(world.proven(&next, &next.last().headers).app.as_deref(), Some("notes"));
+    let fresh = request_app_token(&world, "user_1", "notes").await;
+    assert_eq!(send(world.get(APP, &format!("/apps/notes/~{fresh}/x"))).await.status, StatusCode::OK);
+    assert_eq!(world.verify_proof(&next, &next.last_request().headers).app.as_deref(), Some("notes"));
     Ok(())
 }
 
@@ -183,10 +185,10 @@ async fn token_of_a_replaced_machine_is_refused_and_page_notified() -> Result<()
 async fn tokens_require_signed_in_owner_and_running_machine() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let token_request = |body: Value| world.post(APP, "/_svc/app-token").json(&body);
-    assert_eq!(read(token_request(json!({"app": "notes"}))).await.status, StatusCode::UNAUTHORIZED);
+    assert_eq!(send(token_request(json!({"app": "notes"}))).await.status, StatusCode::UNAUTHORIZED);
     let owner = world.token("user_1");
     for bad in [json!({}), json!({"app": "No"}), json!({"app": "notes", "x": 1}), json!([])] {
-        let response = read(token_request(bad.clone()).bearer_auth(&owner)).await;
+        let response = send(token_request(bad.clone()).bearer_auth(&owner)).await;
         assert_eq!(
             (response.status, response.json()["code"].as_str()),
             (StatusCode::BAD_REQUEST, Some("invalid_request")),
@@ -195,15 +197,15 @@ async fn tokens_require_signed_in_owner_and_running_machine() -> Result<()> {
     }
     let cookie = format!("__session={owner}");
     let foreign = token_request(json!({"app": "notes"})).header("cookie", &cookie).header("origin", "null");
-    assert_eq!(read(foreign).await.status, StatusCode::FORBIDDEN);
+    assert_eq!(send(foreign).await.status, StatusCode::FORBIDDEN);
     assert_eq!(
-        read(world.get(APP, "/_svc/app-token").bearer_auth(&owner)).await.status,
+        send(world.get(APP, "/_svc/app-token").bearer_auth(&owner)).await.status,
         StatusCode::METHOD_NOT_ALLOWED
     );
     world.set_status(&machine, "resizing").await?;
-    world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
+    world.wait_for_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
     assert_eq!(
-        read(token_request(json!({"app": "notes"})).bearer_auth(&owner)).await.status,
+        send(token_request(json!({"app": "notes"})).bearer_auth(&owner)).await.status,
         StatusCode::SERVICE_UNAVAILABLE
     );
     Ok(())
@@ -213,19 +215,19 @@ async fn tokens_require_signed_in_owner_and_running_machine() -> Result<()> {
 async fn forged_app_tokens_are_limited_by_address() -> Result<()> {
     let world = World::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
     let machine = TestMachine::start().await?;
-    world.add(&machine, "user_1", "primary", "running").await?;
-    world.until_status("user_1", StatusCode::OK).await;
-    let token = app_token(&world, "user_1", "notes").await;
+    world.add_machine(&machine, "user_1", "primary", "running").await?;
+    world.wait_for_status("user_1", StatusCode::OK).await;
+    let token = request_app_token(&world, "user_1", "notes").await;
     let mut refused = Vec::new();
     for number in 0..40 {
         let guess = world.get(APP, "/apps/notes/x").bearer_auth(format!("svca_a.b.{number}"));
-        refused.push(read(guess).await);
+        refused.push(send(guess).await);
     }
     assert_eq!(refused[0].status, StatusCode::UNAUTHORIZED, "{:?}", refused[0]);
     let limited =
         refused.iter().find(|response| response.status == StatusCode::TOO_MANY_REQUESTS).expect("a 429");
     assert!(limited.headers.contains_key("retry-after"), "{limited:?}");
-    let good = read(world.get(APP, "/apps/notes/x").bearer_auth(token)).await;
-    assert_eq!(good.status, StatusCode::OK, "a valid token is not limited by forged ones: {good:?}");
+    let good = send(world.get(APP, "/apps/notes/x").bearer_auth(token)).await;
+    assert_eq!(good.status, StatusCode::OK, "forged tokens must not limit a valid one: {good:?}");
     Ok(())
 }

@@ -6,12 +6,12 @@ use svc::http::proof::Route;
 use svc::platform::keys::SigningSet;
 
 use super::machine::TestMachine;
-use super::world::{APP, CODE, World, app_keys, read, signer};
+use super::world::{APP, CODE, World, app_keys, send, signer};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn spoofed_identity_headers_do_not_reach_the_machine() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let response = read(
+    let response = send(
         world
             .get(APP, "/a/b?c=d")
             .bearer_auth(world.token("user_1"))
@@ -28,13 +28,13 @@ async fn spoofed_identity_headers_do_not_reach_the_machine() -> Result<()> {
     )
     .await;
     assert_eq!((response.status, &*response.body), (StatusCode::OK, "GET /a/b"));
-    let arrival = machine.last();
-    assert_eq!(arrival.uri, "/a/b?c=d");
-    let claims = world.proven(&machine, &arrival.headers);
+    let received = machine.last_request();
+    assert_eq!(received.uri, "/a/b?c=d");
+    let claims = world.verify_proof(&machine, &received.headers);
     assert_eq!((claims.sub.as_str(), claims.route), ("user_1", Route::Shell));
     assert_eq!((claims.handle.as_str(), claims.slot.as_str()), ("user-1", "primary"));
     assert!(claims.exp - claims.iat <= 60);
-    let mut names: Vec<_> = arrival.headers.keys().map(http::HeaderName::as_str).collect();
+    let mut names: Vec<_> = received.headers.keys().map(http::HeaderName::as_str).collect();
     names.sort_unstable();
     assert_eq!(
         names,
@@ -50,9 +50,9 @@ async fn spoofed_identity_headers_do_not_reach_the_machine() -> Result<()> {
             "x-svc-proof"
         ]
     );
-    assert_eq!(arrival.headers["x-forwarded-for"], "127.0.0.1");
-    assert_eq!(arrival.headers["x-forwarded-host"], APP);
-    assert_eq!(arrival.headers["x-request-id"], response.headers["x-request-id"]);
+    assert_eq!(received.headers["x-forwarded-for"], "127.0.0.1");
+    assert_eq!(received.headers["x-forwarded-host"], APP);
+    assert_eq!(received.headers["x-request-id"], response.headers["x-request-id"]);
     Ok(())
 }
 
@@ -63,11 +63,11 @@ async fn connection_header_cannot_remove_the_proof() -> Result<()> {
         let token = world.token("user_1");
         let request =
             world.get(APP, "/").bearer_auth(token).header("connection", named).header("x-svc-proof", "x");
-        assert_eq!(read(request).await.status, StatusCode::OK, "{named}");
-        let arrival = machine.last();
-        world.proven(&machine, &arrival.headers);
+        assert_eq!(send(request).await.status, StatusCode::OK, "{named}");
+        let received = machine.last_request();
+        world.verify_proof(&machine, &received.headers);
         assert!(
-            arrival.headers.contains_key("x-forwarded-for") && !arrival.headers.contains_key("connection")
+            received.headers.contains_key("x-forwarded-for") && !received.headers.contains_key("connection")
         );
     }
     Ok(())
@@ -76,9 +76,9 @@ async fn connection_header_cannot_remove_the_proof() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn code_host_uses_its_own_route() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    assert_eq!(read(world.get(CODE, "/").bearer_auth(world.token("user_1"))).await.status, StatusCode::OK);
-    assert_eq!(world.proven(&machine, &machine.last().headers).route, Route::Code);
-    let response = read(world.get("other.test", "/").bearer_auth(world.token("user_1"))).await;
+    assert_eq!(send(world.get(CODE, "/").bearer_auth(world.token("user_1"))).await.status, StatusCode::OK);
+    assert_eq!(world.verify_proof(&machine, &machine.last_request().headers).route, Route::Code);
+    let response = send(world.get("other.test", "/").bearer_auth(world.token("user_1"))).await;
     assert_eq!(
         (response.status, response.json()["code"].as_str()),
         (StatusCode::NOT_FOUND, Some("not_found"))
@@ -101,12 +101,12 @@ async fn reserved_cookies_and_hop_headers_are_stripped() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn internal_paths_are_never_forwarded() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let before = machine.arrivals().len();
+    let before = machine.requests().len();
     for path in ["/_svc/internal/backup", "/_svc/", "/_svc"] {
-        let response = read(world.post(APP, path).bearer_auth(world.token("user_1"))).await;
+        let response = send(world.post(APP, path).bearer_auth(world.token("user_1"))).await;
         assert_eq!(response.status, StatusCode::NOT_FOUND, "{path}");
     }
-    assert_eq!(machine.arrivals().len(), before);
+    assert_eq!(machine.requests().len(), before);
     Ok(())
 }
 
@@ -115,11 +115,11 @@ async fn machine_with_unregistered_key_gets_no_request() -> Result<()> {
     let world = World::start().await?;
     let mut machine = TestMachine::start().await?;
     machine.pin.0[0] ^= 1;
-    world.add(&machine, "user_1", "primary", "running").await?;
-    world.until_status("user_1", StatusCode::BAD_GATEWAY).await;
+    world.add_machine(&machine, "user_1", "primary", "running").await?;
+    world.wait_for_status("user_1", StatusCode::BAD_GATEWAY).await;
     let response = world.fetch("user_1", "/").await;
     assert_eq!(response.json()["code"], "upstream_unavailable");
-    assert_eq!(machine.arrivals().len(), 0);
+    assert_eq!(machine.requests().len(), 0);
     Ok(())
 }
 
@@ -127,19 +127,19 @@ async fn machine_with_unregistered_key_gets_no_request() -> Result<()> {
 async fn unreachable_machine_is_reported_as_page_or_problem() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     drop(machine);
-    // It exits a moment later.
-    world.until_status("user_1", StatusCode::BAD_GATEWAY).await;
+    // The machine stops a moment after it is dropped.
+    world.wait_for_status("user_1", StatusCode::BAD_GATEWAY).await;
     let response = world.fetch("user_1", "/").await;
     assert_eq!(response.status, StatusCode::BAD_GATEWAY);
     assert_eq!(response.headers["content-type"], "application/problem+json");
     let page = world.get(APP, "/").bearer_auth(world.token("user_1")).header("accept", "text/html");
-    let page = read(page).await;
+    let page = send(page).await;
     assert_eq!(
         (page.status, &page.headers["cache-control"]),
         (StatusCode::BAD_GATEWAY, &"no-store".parse()?)
     );
     assert!(
-        page.body.contains("does not respond") && page.body.contains("http-equiv=\"refresh\""),
+        page.body.contains("is not responding") && page.body.contains("http-equiv=\"refresh\""),
         "{page:?}"
     );
     Ok(())
@@ -149,7 +149,7 @@ async fn unreachable_machine_is_reported_as_page_or_problem() -> Result<()> {
 async fn new_proof_key_signs_after_machine_acknowledges_it() -> Result<()> {
     let (mut world, machine) = World::with_machine("user_1").await?;
     let (old, new) = (signer("old"), signer("new"));
-    world.keys.keys = vec![new.public()];
+    world.keys.keys = vec![new.public_key()];
     let public = world.keys.clone();
     let app = app_keys().1;
     world
@@ -159,7 +159,7 @@ async fn new_proof_key_signs_after_machine_acknowledges_it() -> Result<()> {
     let started = std::time::Instant::now();
     loop {
         world.fetch("user_1", "/").await;
-        let proof = machine.last().headers["x-svc-proof"].clone();
+        let proof = machine.last_request().headers["x-svc-proof"].clone();
         if world.keys.verify(proof.to_str()?, machine.id, jiff::Timestamp::now()).is_ok() {
             return Ok(());
         }

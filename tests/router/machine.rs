@@ -1,4 +1,4 @@
-//! A fake machine for the router: HTTPS with a self-signed key; it records every request.
+//! A fake machine for the router: an HTTPS server with a self-signed certificate that records every request.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex};
@@ -20,17 +20,17 @@ use tokio_tungstenite::tungstenite::protocol::Role;
 use tokio_util::sync::CancellationToken;
 
 #[derive(Clone, Debug)]
-pub struct Arrival {
+pub struct ReceivedRequest {
     pub uri: String,
     pub headers: HeaderMap,
 }
 
-/// Stops responding when dropped.
+/// A fake machine, which stops when it is dropped.
 pub struct TestMachine {
     pub id: MachineId,
     pub addr: SocketAddr,
     pub pin: SpkiPin,
-    arrivals: Arc<Mutex<Vec<Arrival>>>,
+    requests: Arc<Mutex<Vec<ReceivedRequest>>>,
     stop: CancellationToken,
 }
 
@@ -39,29 +39,29 @@ impl TestMachine {
         Self::start_as(MachineId::new(), &self_signed(&["127.0.0.1".to_owned()])?).await
     }
 
-    /// With this id, certificate and key.
+    /// Starts a machine with this id, certificate and key.
     pub async fn start_as(id: MachineId, identity: &Identity) -> Result<Self> {
         let pin = identity.pin()?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let (addr, stop) = (listener.local_addr()?, CancellationToken::new());
-        let arrivals = Arc::<Mutex<Vec<Arrival>>>::default();
-        let app = axum::Router::new().fallback(respond).with_state(Arc::clone(&arrivals));
+        let requests = Arc::<Mutex<Vec<ReceivedRequest>>>::default();
+        let app = axum::Router::new().fallback(respond).with_state(Arc::clone(&requests));
         let tls = Some(Arc::new(identity.server_config()?));
         let limits = Limits { drain: std::time::Duration::ZERO, ..Limits::default() };
         tokio::spawn(serve(listener, tls, app, limits, stop.clone()));
-        Ok(Self { id, addr, pin, arrivals, stop })
+        Ok(Self { id, addr, pin, requests, stop })
     }
 
     pub fn ip(&self) -> IpAddr {
         self.addr.ip()
     }
 
-    pub fn arrivals(&self) -> Vec<Arrival> {
-        self.arrivals.lock().unwrap().clone()
+    pub fn requests(&self) -> Vec<ReceivedRequest> {
+        self.requests.lock().unwrap().clone()
     }
 
-    pub fn last(&self) -> Arrival {
-        self.arrivals().pop().expect("something arrived")
+    pub fn last_request(&self) -> ReceivedRequest {
+        self.requests().pop().expect("the machine has received no request")
     }
 }
 
@@ -71,10 +71,10 @@ impl Drop for TestMachine {
     }
 }
 
-async fn respond(State(arrivals): State<Arc<Mutex<Vec<Arrival>>>>, mut request: Request) -> Response {
+async fn respond(State(requests): State<Arc<Mutex<Vec<ReceivedRequest>>>>, mut request: Request) -> Response {
     let (uri, headers) = (request.uri().to_string(), request.headers().clone());
     let path = request.uri().path().to_owned();
-    arrivals.lock().unwrap().push(Arrival { uri, headers });
+    requests.lock().unwrap().push(ReceivedRequest { uri, headers });
     match &*path {
         "/echo" => Response::new(request.into_body()),
         "/ws" => websocket(&mut request),

@@ -1,4 +1,5 @@
-//! The router between browsers and machines: real PostgreSQL, a real issuer, and real TLS to recording machines.
+//! The router between browsers and machines, with a real PostgreSQL, a test identity provider, and TLS to fake machines
+//! that record their requests.
 
 mod access;
 mod apps;

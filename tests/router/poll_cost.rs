@@ -10,8 +10,8 @@ use super::world::World;
 
 const OLD_SESSIONS: i64 = 100_000;
 
-/// The rows read by sequential scans so far, and the index scans so far.
-async fn scans(sql: &Client, table: &str) -> Result<(i64, i64)> {
+/// Number of rows that sequential scans of the table have read, and number of its index scans.
+async fn scan_counts(sql: &Client, table: &str) -> Result<(i64, i64)> {
     let query = "SELECT seq_tup_read, coalesce(idx_scan, 0) FROM pg_stat_user_tables WHERE relname = $1";
     sql.batch_execute("SELECT pg_stat_clear_snapshot()").await?;
     let row = sql.query_one(query, &[&table]).await?;
@@ -19,7 +19,7 @@ async fn scans(sql: &Client, table: &str) -> Result<(i64, i64)> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn poll_of_sessions_uses_the_index_at_100_000_rows() -> Result<()> {
+async fn poll_of_sessions_uses_index() -> Result<()> {
     let world = World::start().await?;
     let fill = format!(
         "INSERT INTO sessions (token_hash, host, idp_user_id, expires_at, changed_at) \
@@ -28,11 +28,11 @@ async fn poll_of_sessions_uses_the_index_at_100_000_rows() -> Result<()> {
          ANALYZE sessions"
     );
     world.sql.batch_execute(&fill).await?;
-    let (read_before, indexed_before) = scans(&world.sql, "sessions").await?;
+    let (read_before, indexed_before) = scan_counts(&world.sql, "sessions").await?;
     // A backend publishes its statistics at most once a second.
     let started = Instant::now();
     loop {
-        let (read, indexed) = scans(&world.sql, "sessions").await?;
+        let (read, indexed) = scan_counts(&world.sql, "sessions").await?;
         assert!(read - read_before < OLD_SESSIONS, "the poll reads the whole table");
         if indexed - indexed_before >= 4 {
             break;
@@ -44,7 +44,7 @@ async fn poll_of_sessions_uses_the_index_at_100_000_rows() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn poll_of_machines_reads_no_retired_ones() -> Result<()> {
+async fn poll_does_not_read_former_machines() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let retired = 20_000;
     let fill = format!(
@@ -55,26 +55,26 @@ async fn poll_of_machines_reads_no_retired_ones() -> Result<()> {
          FROM generate_series(1, {retired}) AS n; ANALYZE user_machines"
     );
     world.sql.batch_execute(&fill).await?;
-    // The prepared plan is replaced after ANALYZE; earlier runs do not count.
+    // Counting starts after a pause, because the prepared plan is replaced only after ANALYZE.
     tokio::time::sleep(Duration::from_millis(2500)).await;
-    let (before, _) = scans(&world.sql, "user_machines").await?;
+    let (before, _) = scan_counts(&world.sql, "user_machines").await?;
     tokio::time::sleep(Duration::from_millis(3000)).await;
-    let (after, _) = scans(&world.sql, "user_machines").await?;
+    let (after, _) = scan_counts(&world.sql, "user_machines").await?;
     assert!(after - before < retired, "{} rows read by sequential scans", after - before);
     world.set_status(&machine, "failed").await?;
-    world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
+    world.wait_for_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn acknowledged_key_changes_no_route() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let number = || async {
+    let change_seq = || async {
         let sql = "SELECT change_seq FROM user_machines WHERE idp_user_id = 'user_1'";
         anyhow::Ok(world.sql.query_one(sql, &[]).await?.get::<_, i64>(0))
     };
-    let before = number().await?;
+    let before = change_seq().await?;
     world.sql.batch_execute("UPDATE user_machines SET proof_kids = '{k1,k2}'").await?;
-    assert_eq!(number().await?, before, "every router would reload every route");
+    assert_eq!(change_seq().await?, before, "every router would reload every route");
     Ok(())
 }

@@ -13,27 +13,27 @@ use svc::http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-struct Plain(SocketAddr);
+struct PlainDialer(SocketAddr);
 
 #[async_trait]
-impl Dial for Plain {
+impl Dial for PlainDialer {
     async fn dial(&self) -> std::io::Result<Box<dyn Io>> {
         Ok(Box::new(TcpStream::connect(self.0).await?))
     }
 }
 
-/// The upstream's behaviour for the nth request of a connection.
+/// How the upstream handles a request.
 #[derive(Clone, Copy)]
 enum Behavior {
-    RouterResponse,
+    Respond,
     /// Closes the connection after reading the request.
-    Hang,
+    Disconnect,
     /// Reads the request and never responds.
     Silent,
-    /// Responds, then closes.
-    Last,
-    /// Breaks off in the middle of the body.
-    Torn,
+    /// Responds, then closes the connection.
+    RespondAndClose,
+    /// Closes the connection in the middle of the response body.
+    Truncate,
 }
 
 struct Upstream {
@@ -43,8 +43,8 @@ struct Upstream {
 }
 
 impl Upstream {
-    /// `play` returns the behaviour by (connection, request on it), both from 0.
-    async fn start(play: fn(usize, usize) -> Behavior) -> Result<Self> {
+    /// `behavior` gets the numbers of the connection and of the request on it; both start at 0.
+    async fn start(behavior: fn(usize, usize) -> Behavior) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let addr = listener.local_addr()?;
         let (connections, requests) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
@@ -52,7 +52,9 @@ impl Upstream {
         tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
                 let connection = counts.0.fetch_add(1, Ordering::SeqCst);
-                tokio::spawn(serve(stream, Arc::clone(&counts.1), move |request| play(connection, request)));
+                tokio::spawn(serve(stream, Arc::clone(&counts.1), move |request| {
+                    behavior(connection, request)
+                }));
             }
         });
         Ok(Self { addr, connections, requests })
@@ -63,7 +65,7 @@ impl Upstream {
     }
 
     fn proxy_with(&self, limits: ProxyLimits) -> Proxy {
-        Proxy::new(Plain(self.addr), limits)
+        Proxy::new(PlainDialer(self.addr), limits)
     }
 
     fn counts(&self) -> (usize, usize) {
@@ -71,7 +73,7 @@ impl Upstream {
     }
 }
 
-async fn serve(mut stream: TcpStream, requests: Arc<AtomicUsize>, play: impl Fn(usize) -> Behavior) {
+async fn serve(mut stream: TcpStream, requests: Arc<AtomicUsize>, behavior: impl Fn(usize) -> Behavior) {
     for index in 0.. {
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {
@@ -81,16 +83,19 @@ async fn serve(mut stream: TcpStream, requests: Arc<AtomicUsize>, play: impl Fn(
             }
         }
         requests.fetch_add(1, Ordering::SeqCst);
-        let response: &[u8] = match play(index) {
-            Behavior::RouterResponse | Behavior::Last => b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok",
-            Behavior::Torn => b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nok",
-            Behavior::Hang => return,
+        let response: &[u8] = match behavior(index) {
+            Behavior::Respond | Behavior::RespondAndClose => {
+                b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+            }
+            Behavior::Truncate => b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nok",
+            Behavior::Disconnect => return,
             Behavior::Silent => {
                 std::future::pending::<()>().await;
                 return;
             }
         };
-        if stream.write_all(response).await.is_err() || matches!(play(index), Behavior::Last | Behavior::Torn)
+        if stream.write_all(response).await.is_err()
+            || matches!(behavior(index), Behavior::RespondAndClose | Behavior::Truncate)
         {
             return;
         }
@@ -110,7 +115,7 @@ async fn exchange(proxy: &Proxy, method: Method) -> Result<StatusCode, ProxyErro
 
 #[tokio::test]
 async fn connection_is_reused_for_many_requests() -> Result<()> {
-    let upstream = Upstream::start(|_, _| Behavior::RouterResponse).await?;
+    let upstream = Upstream::start(|_, _| Behavior::Respond).await?;
     let proxy = upstream.proxy();
     for _ in 0..10 {
         assert_eq!(exchange(&proxy, Method::GET).await?, StatusCode::OK);
@@ -122,11 +127,11 @@ async fn connection_is_reused_for_many_requests() -> Result<()> {
 
 #[tokio::test]
 async fn closed_idle_connection_is_not_reused() -> Result<()> {
-    let upstream = Upstream::start(|_, _| Behavior::Last).await?;
+    let upstream = Upstream::start(|_, _| Behavior::RespondAndClose).await?;
     let proxy = upstream.proxy();
     for _ in 0..3 {
         assert_eq!(exchange(&proxy, Method::POST).await?, StatusCode::OK);
-        // Waits until the close has arrived here.
+        // Wait until the proxy has received the close.
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     assert_eq!(upstream.counts(), (3, 3));
@@ -136,7 +141,7 @@ async fn closed_idle_connection_is_not_reused() -> Result<()> {
 #[tokio::test]
 async fn broken_idle_connection_is_replaced_for_safe_requests() -> Result<()> {
     let upstream = Upstream::start(|connection, request| {
-        if (connection, request) == (0, 1) { Behavior::Hang } else { Behavior::RouterResponse }
+        if (connection, request) == (0, 1) { Behavior::Disconnect } else { Behavior::Respond }
     });
     let upstream = upstream.await?;
     let proxy = upstream.proxy();
@@ -145,7 +150,7 @@ async fn broken_idle_connection_is_replaced_for_safe_requests() -> Result<()> {
     assert_eq!(upstream.counts(), (2, 3));
 
     let upstream =
-        Upstream::start(|_, request| if request == 1 { Behavior::Hang } else { Behavior::RouterResponse })
+        Upstream::start(|_, request| if request == 1 { Behavior::Disconnect } else { Behavior::Respond })
             .await?;
     let proxy = upstream.proxy();
     exchange(&proxy, Method::GET).await?;
@@ -157,7 +162,7 @@ async fn broken_idle_connection_is_replaced_for_safe_requests() -> Result<()> {
 
 #[tokio::test]
 async fn broken_new_connection_is_not_retried() -> Result<()> {
-    let upstream = Upstream::start(|_, _| Behavior::Hang).await?;
+    let upstream = Upstream::start(|_, _| Behavior::Disconnect).await?;
     assert!(matches!(exchange(&upstream.proxy(), Method::GET).await, Err(ProxyError::Exchange(_))));
     assert_eq!(upstream.counts(), (1, 1));
     Ok(())
@@ -165,10 +170,9 @@ async fn broken_new_connection_is_not_retried() -> Result<()> {
 
 #[tokio::test]
 async fn truncated_body_fails_and_closes_its_connection() -> Result<()> {
-    let upstream = Upstream::start(
-        |connection, _| if connection == 0 { Behavior::Torn } else { Behavior::RouterResponse },
-    )
-    .await?;
+    let upstream =
+        Upstream::start(|connection, _| if connection == 0 { Behavior::Truncate } else { Behavior::Respond })
+            .await?;
     let proxy = upstream.proxy();
     let response = proxy.forward(request(Method::GET)).await?;
     assert!(to_bytes(response.into_body(), 100).await.is_err());
@@ -187,13 +191,13 @@ async fn timeouts_and_limits_are_enforced() -> Result<()> {
     assert!(matches!(one, Err(ProxyError::HeadTimeout)), "{one:?}");
     assert!(matches!(two, Err(ProxyError::Full)), "{two:?}");
     let again = proxy.forward(request(Method::GET)).await;
-    assert!(matches!(again, Err(ProxyError::HeadTimeout)), "the connection slot is free again: {again:?}");
+    assert!(matches!(again, Err(ProxyError::HeadTimeout)), "the connection still counts: {again:?}");
     Ok(())
 }
 
 #[tokio::test]
 async fn idle_connection_is_closed_after_its_timeout() -> Result<()> {
-    let upstream = Upstream::start(|_, _| Behavior::RouterResponse).await?;
+    let upstream = Upstream::start(|_, _| Behavior::Respond).await?;
     let limits = ProxyLimits { idle: Duration::from_millis(40), ..ProxyLimits::default() };
     let proxy = upstream.proxy_with(limits);
     exchange(&proxy, Method::GET).await?;

@@ -1,4 +1,5 @@
-//! The platform's own sessions: opened after the provider's token, handed over to the code host, revoked, per slot.
+//! The platform's own sessions: how they are opened with the provider's token, handed over to the code host and revoked,
+//! and how they store the chosen slot.
 
 use std::time::{Duration, Instant};
 
@@ -7,27 +8,27 @@ use http::StatusCode;
 use reqwest::RequestBuilder;
 
 use super::machine::TestMachine;
-use super::world::{APP, CODE, ROUTE_UPDATE_TIMEOUT, RouterResponse, World, read};
+use super::world::{APP, CODE, ROUTE_UPDATE_TIMEOUT, RouterResponse, World, send};
 
 async fn with_cookie(world: &World, host: &str, path: &str, cookie: &str) -> RouterResponse {
-    read(world.get(host, path).header("cookie", cookie)).await
+    send(world.get(host, path).header("cookie", cookie)).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn page_visit_opens_session_that_outlives_the_token() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let cookie = format!("__session={}", world.token("user_1"));
-    let page = read(world.get(APP, "/").header("accept", "text/html").header("cookie", &cookie)).await;
+    let page = send(world.get(APP, "/").header("accept", "text/html").header("cookie", &cookie)).await;
     let line = page.headers["set-cookie"].to_str()?;
     for part in ["svc_session=", "HttpOnly", "Secure", "SameSite=Lax", "Path=/", "Max-Age=43200"] {
         assert!(line.contains(part), "{line}");
     }
-    let program = read(world.get(APP, "/").header("cookie", &cookie)).await;
-    assert_eq!(program.cookie("svc_session"), None, "a program gets no session");
+    let other_client = send(world.get(APP, "/").header("cookie", &cookie)).await;
+    assert_eq!(other_client.cookie("svc_session"), None, "a client that wants no page gets no session");
     let own = format!("svc_session={}", page.cookie("svc_session").unwrap());
     assert_eq!(with_cookie(&world, APP, "/", &own).await.status, StatusCode::OK);
-    assert_eq!(world.proven(&machine, &machine.last().headers).sub.as_str(), "user_1");
-    // Only a hash is stored.
+    assert_eq!(world.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
+    // The database contains only a hash of the cookie.
     let row = world.sql.query_one("SELECT token_hash FROM sessions", &[]).await?;
     assert!(!String::from_utf8_lossy(row.get::<_, &[u8]>(0)).contains(&own[12..]));
     // The other host uses a different cookie.
@@ -43,7 +44,7 @@ async fn page_visit_opens_session_that_outlives_the_token() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn revocation_by_another_process_is_enforced() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let cookie = world.session(APP, "user_1").await;
+    let cookie = world.open_session(APP, "user_1").await;
     assert_eq!(with_cookie(&world, APP, "/", &cookie).await.status, StatusCode::OK);
     world.sql.batch_execute("UPDATE sessions SET revoked_at = now()").await?;
     let started = Instant::now();
@@ -57,9 +58,9 @@ async fn revocation_by_another_process_is_enforced() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn sign_out_ends_all_sessions_of_the_user() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let (one, two) = (world.session(APP, "user_1").await, world.session(CODE, "user_1").await);
-    let other = world.session(APP, "user_2").await;
-    let response = read(world.post(APP, "/_svc/sign-out").header("cookie", &one)).await;
+    let (one, two) = (world.open_session(APP, "user_1").await, world.open_session(CODE, "user_1").await);
+    let other = world.open_session(APP, "user_2").await;
+    let response = send(world.post(APP, "/_svc/sign-out").header("cookie", &one)).await;
     assert_eq!(
         (response.status, response.cookie("svc_session").as_deref()),
         (StatusCode::NO_CONTENT, Some(""))
@@ -77,7 +78,7 @@ async fn sign_out_ends_all_sessions_of_the_user() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn expired_session_is_refused() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let cookie = world.session(APP, "user_1").await;
+    let cookie = world.open_session(APP, "user_1").await;
     world.sql.batch_execute("UPDATE sessions SET expires_at = now()").await?;
     let started = Instant::now();
     while with_cookie(&world, APP, "/", &cookie).await.status != StatusCode::UNAUTHORIZED {
@@ -87,13 +88,14 @@ async fn expired_session_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// A browser with a session of `user_1`, in which the provider has signed in `user_2`.
-async fn disputed(world: &World) -> (String, String) {
-    let session = world.session(APP, "user_1").await;
+/// The cookies of a browser with a session of `user_1` in which the provider has signed in `user_2`; and the session's
+/// cookie alone.
+async fn disputed_cookies(world: &World) -> (String, String) {
+    let session = world.open_session(APP, "user_1").await;
     (format!("{session}; __session={}", world.token("user_2")), session)
 }
 
-fn choose(world: &World, cookie: &str, form: &'static str) -> RequestBuilder {
+fn choose_account(world: &World, cookie: &str, form: &'static str) -> RequestBuilder {
     let request = world.post(APP, "/_svc/account").header("cookie", cookie);
     request.header("content-type", "application/x-www-form-urlencoded").body(form)
 }
@@ -101,25 +103,25 @@ fn choose(world: &World, cookie: &str, form: &'static str) -> RequestBuilder {
 #[tokio::test(flavor = "multi_thread")]
 async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let (both, session) = disputed(&world).await;
+    let (both, session) = disputed_cookies(&world).await;
     assert_eq!(with_cookie(&world, APP, "/", &both).await.status, StatusCode::OK);
-    assert_eq!(world.proven(&machine, &machine.last().headers).sub.as_str(), "user_1");
+    assert_eq!(world.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
 
     let page = |cookie: &str| world.get(APP, "/x?a=1").header("accept", "text/html").header("cookie", cookie);
-    let seen = machine.arrivals().len();
-    let question = read(page(&both)).await;
-    assert_eq!(question.status, StatusCode::CONFLICT);
-    assert!(question.body.contains(r#"value="/x?a=1""#), "{}", question.body);
-    assert_eq!(machine.arrivals().len(), seen, "no request was forwarded before the decision");
+    let before = machine.requests().len();
+    let prompt = send(page(&both)).await;
+    assert_eq!(prompt.status, StatusCode::CONFLICT);
+    assert!(prompt.body.contains(r#"value="/x?a=1""#), "{}", prompt.body);
+    assert_eq!(machine.requests().len(), before, "a request was forwarded before the decision");
 
-    let kept = read(choose(&world, &both, "account=session&returnTo=%2Fx")).await;
+    let kept = send(choose_account(&world, &both, "account=session&returnTo=%2Fx")).await;
     assert_eq!((kept.status, kept.location()), (StatusCode::SEE_OTHER, "/x"));
     let kept = format!("{both}; svc_kept_account={}", kept.cookie("svc_kept_account").context("kept")?);
-    assert_eq!(read(page(&kept)).await.status, StatusCode::OK);
-    let mark = kept.rsplit("; ").next().context("the mark")?;
-    let third = format!("{session}; __session={}; {mark}", world.token("user_3"));
+    assert_eq!(send(page(&kept)).await.status, StatusCode::OK);
+    let decision = kept.rsplit("; ").next().context("the decision's cookie")?;
+    let third = format!("{session}; __session={}; {decision}", world.token("user_3"));
     assert_eq!(
-        read(page(&third)).await.status,
+        send(page(&third)).await.status,
         StatusCode::CONFLICT,
         "the decision covers only these two users"
     );
@@ -129,44 +131,49 @@ async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn user_can_switch_to_the_provider_account() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let (both, old) = disputed(&world).await;
-    let foreign = choose(&world, &both, "account=provider").header("origin", "https://evil.test");
-    assert_eq!(read(foreign).await.status, StatusCode::FORBIDDEN);
-    assert_eq!(read(choose(&world, &both, "account=other")).await.status, StatusCode::BAD_REQUEST);
+    let (both, old) = disputed_cookies(&world).await;
+    let foreign = choose_account(&world, &both, "account=provider").header("origin", "https://evil.test");
+    assert_eq!(send(foreign).await.status, StatusCode::FORBIDDEN);
+    assert_eq!(send(choose_account(&world, &both, "account=other")).await.status, StatusCode::BAD_REQUEST);
 
-    let code = |code: String| {
+    let redeem = |code: String| {
         let path = format!("/_svc/session?code={code}");
         world.get(CODE, &path).header("cookie", "svc_code_state=nonce")
     };
-    let handed = async || {
-        let handed = world.get(APP, "/_svc/code-session?state=nonce").header("cookie", &old);
-        let handed = read(handed).await;
-        handed.location().split_once("code=").map(|(_, code)| code.to_owned()).context("a code")
+    let issue_code = async || {
+        let request = world.get(APP, "/_svc/code-session?state=nonce").header("cookie", &old);
+        let response = send(request).await;
+        response.location().split_once("code=").map(|(_, code)| code.to_owned()).context("a code")
     };
-    let editor = read(code(handed().await?)).await.cookie("svc_code_session").context("a session")?;
+    let redeemed = send(redeem(issue_code().await?)).await;
+    let editor = redeemed.cookie("svc_code_session").context("a session")?;
     let editor = format!("svc_code_session={editor}");
     assert_eq!(with_cookie(&world, CODE, "/", &editor).await.status, StatusCode::OK);
-    let unused = handed().await?;
+    let unused = issue_code().await?;
 
-    let switched = read(choose(&world, &both, "account=provider&returnTo=https://evil.test")).await;
+    let switched = send(choose_account(&world, &both, "account=provider&returnTo=https://evil.test")).await;
     assert_eq!((switched.status, switched.location()), (StatusCode::SEE_OTHER, "/"));
     let new = format!("svc_session={}", switched.cookie("svc_session").context("a session")?);
-    let seen = machine.arrivals().len();
+    let before = machine.requests().len();
     assert_eq!(
         with_cookie(&world, APP, "/", &new).await.status,
         StatusCode::SERVICE_UNAVAILABLE,
         "no machine"
     );
     assert_eq!(with_cookie(&world, APP, "/", &old).await.status, StatusCode::UNAUTHORIZED, "ended");
-    assert_eq!(read(code(unused)).await.status, StatusCode::UNAUTHORIZED, "its code is invalid");
-    assert_eq!(machine.arrivals().len(), seen);
+    assert_eq!(
+        send(redeem(unused)).await.status,
+        StatusCode::UNAUTHORIZED,
+        "the code of the ended session is invalid"
+    );
+    assert_eq!(machine.requests().len(), before);
     let end = Instant::now() + Duration::from_secs(10);
     while with_cookie(&world, CODE, "/", &editor).await.status != StatusCode::UNAUTHORIZED {
-        ensure!(Instant::now() < end, "the editor's session outlived its origin");
+        ensure!(Instant::now() < end, "the editor's session outlived its parent session");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    let again = read(choose(&world, &new, "account=provider")).await;
-    assert_eq!((again.status, again.cookie("svc_session")), (StatusCode::SEE_OTHER, None), "settled");
+    let again = send(choose_account(&world, &new, "account=provider")).await;
+    assert_eq!((again.status, again.cookie("svc_session")), (StatusCode::SEE_OTHER, None), "already decided");
     Ok(())
 }
 
@@ -174,26 +181,26 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
 async fn https_cookies_have_the_host_prefix() -> Result<()> {
     let world = World::start_with(&[("ROUTER_PUBLIC_SCHEME", "https")], None).await?;
     let machine = TestMachine::start().await?;
-    world.add(&machine, "user_1", "primary", "running").await?;
-    world.until_status("user_1", StatusCode::OK).await;
+    world.add_machine(&machine, "user_1", "primary", "running").await?;
+    world.wait_for_status("user_1", StatusCode::OK).await;
     let provider = format!("__session={}", world.token("user_1"));
-    let page = read(world.get(APP, "/").header("accept", "text/html").header("cookie", provider)).await;
+    let page = send(world.get(APP, "/").header("accept", "text/html").header("cookie", provider)).await;
     assert_eq!(page.cookie("svc_session"), None);
     let token = page.cookie("__Host-svc_session").context("a session")?;
     let browser =
         |cookie: String| world.get(APP, "/").header("sec-fetch-site", "same-origin").header("cookie", cookie);
-    assert_eq!(read(browser(format!("__Host-svc_session={token}"))).await.status, StatusCode::OK);
-    let planted = read(browser(format!("svc_session={token}"))).await;
-    assert_eq!(planted.status, StatusCode::UNAUTHORIZED, "another host of the domain can set this one");
-    let program = with_cookie(&world, APP, "/", &format!("svc_session={token}")).await;
-    assert_eq!(program.status, StatusCode::OK);
-    let page_answer = read(world.get(CODE, "/").header("accept", "text/html")).await;
-    assert!(page_answer.cookie("__Host-svc_code_state").is_some(), "{page_answer:?}");
+    assert_eq!(send(browser(format!("__Host-svc_session={token}"))).await.status, StatusCode::OK);
+    let planted = send(browser(format!("svc_session={token}"))).await;
+    assert_eq!(planted.status, StatusCode::UNAUTHORIZED, "another host of the domain can set this cookie");
+    let other_client = with_cookie(&world, APP, "/", &format!("svc_session={token}")).await;
+    assert_eq!(other_client.status, StatusCode::OK);
+    let response = send(world.get(CODE, "/").header("accept", "text/html")).await;
+    assert!(response.cookie("__Host-svc_code_state").is_some(), "{response:?}");
     Ok(())
 }
 
-/// Lookups of sessions by their cookies; PostgreSQL reports them with a delay.
-async fn lookups(world: &World) -> Result<i64> {
+/// Number of lookups of sessions by their cookies. PostgreSQL reports it with a delay.
+async fn count_lookups(world: &World) -> Result<i64> {
     let sql = "SELECT idx_scan FROM pg_stat_user_indexes WHERE indexrelname = 'sessions_pkey'";
     Ok(world.sql.query_one(sql, &[]).await?.get(0))
 }
@@ -203,20 +210,20 @@ async fn forged_session_cookies_cost_no_query() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let other = world.another_process().await?;
     for number in 0..200 {
-        for invented in [format!("{number:A>43}"), format!("svcs_e30.e30.{number:A>86}")] {
-            let response = with_cookie(&world, APP, "/", &format!("svc_session={invented}")).await;
+        for forged in [format!("{number:A>43}"), format!("svcs_e30.e30.{number:A>86}")] {
+            let response = with_cookie(&world, APP, "/", &format!("svc_session={forged}")).await;
             assert_eq!(response.status, StatusCode::UNAUTHORIZED);
         }
     }
-    // A session of another process is looked up once; this lookup shows that the statistics have arrived.
+    // A session of another process is looked up once, so its lookup shows that the statistics have arrived.
     let started = Instant::now();
-    while lookups(&world).await? == 0 {
-        let genuine = other.session(APP, "user_1").await;
+    while count_lookups(&world).await? == 0 {
+        let genuine = other.open_session(APP, "user_1").await;
         assert_eq!(with_cookie(&world, APP, "/", &genuine).await.status, StatusCode::OK);
-        assert!(started.elapsed() < Duration::from_secs(30), "no statistics");
+        assert!(started.elapsed() < Duration::from_secs(30), "the statistics have not arrived");
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
-    assert!(lookups(&world).await? < 50);
+    assert!(count_lookups(&world).await? < 50);
     Ok(())
 }
 
@@ -225,7 +232,7 @@ async fn credential_guesses_of_an_address_are_rate_limited() -> Result<()> {
     let world = World::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
     let mut refused = Vec::new();
     for number in 0..300 {
-        refused.push(read(world.get(APP, "/").bearer_auth(format!("a.b.{number}"))).await);
+        refused.push(send(world.get(APP, "/").bearer_auth(format!("a.b.{number}"))).await);
         if refused.iter().filter(|response| response.status == StatusCode::TOO_MANY_REQUESTS).count() == 3 {
             break;
         }
@@ -239,7 +246,7 @@ async fn credential_guesses_of_an_address_are_rate_limited() -> Result<()> {
     let mut guessed = Vec::new();
     for _ in 0..30 {
         let code = world.get(CODE, "/_svc/session?code=x").header("cookie", "svc_code_state=s");
-        guessed.push(read(code).await.status);
+        guessed.push(send(code).await.status);
     }
     let admitted = guessed.iter().filter(|status| **status != StatusCode::TOO_MANY_REQUESTS).count();
     assert!(admitted < 15, "{guessed:?}");
@@ -250,11 +257,11 @@ async fn credential_guesses_of_an_address_are_rate_limited() -> Result<()> {
 async fn user_rate_limit_does_not_affect_others() -> Result<()> {
     let world = World::start_with(&[("ROUTER_USER_REQUESTS_PER_SECOND", "5")], None).await?;
     let machine = TestMachine::start().await?;
-    world.add(&machine, "user_1", "primary", "running").await?;
+    world.add_machine(&machine, "user_1", "primary", "running").await?;
     let token = world.token("user_1");
     let mut statuses = Vec::new();
     for _ in 0..40 {
-        statuses.push(read(world.get(APP, "/").bearer_auth(&token)).await.status);
+        statuses.push(send(world.get(APP, "/").bearer_auth(&token)).await.status);
     }
     assert!(statuses.contains(&StatusCode::TOO_MANY_REQUESTS), "{statuses:?}");
     assert_eq!(world.fetch("user_2", "/").await.status, StatusCode::SERVICE_UNAVAILABLE, "no machine");
@@ -267,7 +274,7 @@ async fn opening_sessions_is_rate_limited_per_user() -> Result<()> {
     let cookie = format!("__session={}", world.token("user_1"));
     let page = || world.get(APP, "/").header("accept", "text/html").header("cookie", cookie.clone());
     for _ in 0..100 {
-        assert_eq!(read(page()).await.status, StatusCode::OK, "the provider's cookie is enough");
+        assert_eq!(send(page()).await.status, StatusCode::OK, "the provider's cookie is enough");
     }
     let opened: i64 = world.sql.query_one("SELECT count(*) FROM sessions", &[]).await?.get(0);
     assert!((1..100).contains(&opened), "{opened}");
@@ -275,34 +282,38 @@ async fn opening_sessions_is_rate_limited_per_user() -> Result<()> {
 }
 
 /// The path and query of a redirect to one of the router's hosts.
-fn to_host<'a>(response: &'a RouterResponse, host: &str) -> &'a str {
+fn redirect_path<'a>(response: &'a RouterResponse, host: &str) -> &'a str {
     let prefix = format!("http://{host}");
-    response.location().strip_prefix(&prefix).unwrap_or_else(|| panic!("not to {host}: {response:?}"))
+    response
+        .location()
+        .strip_prefix(&prefix)
+        .unwrap_or_else(|| panic!("not redirected to {host}: {response:?}"))
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn code_host_session_needs_single_use_bound_code() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let app = world.session(APP, "user_1").await;
+    let app = world.open_session(APP, "user_1").await;
     let page = |host, path: &str, cookie: &str| {
         world.get(host, path).header("accept", "text/html").header("cookie", cookie.to_owned())
     };
-    let page_answer = read(page(CODE, "/?folder=/home", "")).await;
-    let state = format!("svc_code_state={}", page_answer.cookie("svc_code_state").unwrap());
-    let handed = read(page(APP, to_host(&page_answer, APP), &app)).await;
-    let take = to_host(&handed, CODE);
-    assert!(take.starts_with("/_svc/session?code="), "{take}");
+    let start = send(page(CODE, "/?folder=/home", "")).await;
+    let state = format!("svc_code_state={}", start.cookie("svc_code_state").unwrap());
+    let issued = send(page(APP, redirect_path(&start, APP), &app)).await;
+    let redeem_path = redirect_path(&issued, CODE);
+    assert!(redeem_path.starts_with("/_svc/session?code="), "{redeem_path}");
 
-    let elsewhere = read(page(CODE, take, "svc_code_state=of-another-browser")).await;
+    let elsewhere = send(page(CODE, redeem_path, "svc_code_state=of-another-browser")).await;
     assert_eq!((elsewhere.status, elsewhere.cookie("svc_code_session")), (StatusCode::UNAUTHORIZED, None));
-    assert_eq!(read(page(CODE, take, "")).await.status, StatusCode::UNAUTHORIZED);
+    assert_eq!(send(page(CODE, redeem_path, "")).await.status, StatusCode::UNAUTHORIZED);
 
-    let taken = read(page(CODE, take, &state)).await;
-    assert_eq!((taken.status, taken.location()), (StatusCode::FOUND, "/?folder=/home"));
-    let code = format!("svc_code_session={}", taken.cookie("svc_code_session").unwrap());
+    let redeemed = send(page(CODE, redeem_path, &state)).await;
+    assert_eq!((redeemed.status, redeemed.location()), (StatusCode::FOUND, "/?folder=/home"));
+    let code = format!("svc_code_session={}", redeemed.cookie("svc_code_session").unwrap());
     assert_eq!(with_cookie(&world, CODE, "/", &code).await.status, StatusCode::OK);
-    assert_eq!(world.proven(&machine, &machine.last().headers).sub.as_str(), "user_1");
-    assert_eq!(read(page(CODE, take, &state)).await.status, StatusCode::UNAUTHORIZED, "once");
+    assert_eq!(world.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
+    let again = send(page(CODE, redeem_path, &state)).await;
+    assert_eq!(again.status, StatusCode::UNAUTHORIZED, "a code can be redeemed only once");
     Ok(())
 }
 
@@ -310,26 +321,26 @@ async fn code_host_session_needs_single_use_bound_code() -> Result<()> {
 async fn handover_requires_session_and_own_host() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let path = "/_svc/code-session?state=s&return_to=";
-    let nobody = read(world.get(APP, path).header("accept", "text/html")).await;
-    assert!(nobody.location().starts_with("https://idp.test/in"), "{nobody:?}");
-    let app = world.session(APP, "user_1").await;
+    let anonymous = send(world.get(APP, path).header("accept", "text/html")).await;
+    assert!(anonymous.location().starts_with("https://idp.test/in"), "{anonymous:?}");
+    let app = world.open_session(APP, "user_1").await;
     for evil in ["https://evil.test", "//evil.test", "/%5cevil.test", ""] {
-        let handed = read(world.get(APP, &format!("{path}{evil}")).header("cookie", &app)).await;
-        let take = to_host(&handed, CODE);
-        let taken = read(world.get(CODE, take).header("cookie", "svc_code_state=s")).await;
-        assert_eq!(taken.location(), "/", "{evil}");
+        let issued = send(world.get(APP, &format!("{path}{evil}")).header("cookie", &app)).await;
+        let redeem_path = redirect_path(&issued, CODE);
+        let redeemed = send(world.get(CODE, redeem_path).header("cookie", "svc_code_state=s")).await;
+        assert_eq!(redeemed.location(), "/", "{evil}");
     }
-    let no_state = read(world.get(APP, "/_svc/code-session").header("cookie", &app)).await;
+    let no_state = send(world.get(APP, "/_svc/code-session").header("cookie", &app)).await;
     assert_eq!(no_state.status, StatusCode::BAD_REQUEST);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn browser_selects_one_of_the_user_slots() -> Result<()> {
+async fn user_can_choose_slot_of_browser_session() -> Result<()> {
     let (world, primary) = World::with_machine("user_1").await?;
     let studio = TestMachine::start().await?;
-    world.add(&studio, "user_1", "studio", "running").await?;
-    let cookie = world.session(APP, "user_1").await;
+    world.add_machine(&studio, "user_1", "studio", "running").await?;
+    let cookie = world.open_session(APP, "user_1").await;
     let started = Instant::now();
     loop {
         let slots = with_cookie(&world, APP, "/_svc/slots", &cookie).await.json();
@@ -351,27 +362,27 @@ async fn browser_selects_one_of_the_user_slots() -> Result<()> {
         let request = world.post(APP, "/_svc/slots").header("cookie", &cookie);
         request.header("content-type", "application/json").body(body.to_owned())
     };
-    assert_eq!(read(choose(r#"{"slot":"studio"}"#)).await.status, StatusCode::OK);
-    let before = primary.arrivals().len();
+    assert_eq!(send(choose(r#"{"slot":"studio"}"#)).await.status, StatusCode::OK);
+    let before = primary.requests().len();
     assert_eq!(with_cookie(&world, APP, "/", &cookie).await.status, StatusCode::OK);
-    assert_eq!((studio.arrivals().len(), primary.arrivals().len()), (1, before));
-    assert_eq!(world.proven(&studio, &studio.last().headers).slot.as_str(), "studio");
-    assert_eq!(read(choose(r#"{"slot":"of-another"}"#)).await.status, StatusCode::NOT_FOUND);
-    assert_eq!(read(choose(r#"{"slot":"studio","x":1}"#)).await.status, StatusCode::BAD_REQUEST);
-    // The chosen machine is down: the router reports it and does not switch to another.
+    assert_eq!((studio.requests().len(), primary.requests().len()), (1, before));
+    assert_eq!(world.verify_proof(&studio, &studio.last_request().headers).slot.as_str(), "studio");
+    assert_eq!(send(choose(r#"{"slot":"of-another"}"#)).await.status, StatusCode::NOT_FOUND);
+    assert_eq!(send(choose(r#"{"slot":"studio","x":1}"#)).await.status, StatusCode::BAD_REQUEST);
+    // If the chosen machine is down, the router reports this and does not switch to another machine.
     world.set_status(&studio, "recovering").await?;
     let started = Instant::now();
     while with_cookie(&world, APP, "/", &cookie).await.status == StatusCode::OK {
         assert!(started.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert_eq!(primary.arrivals().len(), before);
+    assert_eq!(primary.requests().len(), before);
     let form = world.post(APP, "/_svc/slots").header("cookie", &cookie);
     let form = form.header("content-type", "application/x-www-form-urlencoded").body("slot=primary");
-    assert_eq!(read(form).await.status, StatusCode::SEE_OTHER);
+    assert_eq!(send(form).await.status, StatusCode::SEE_OTHER);
     assert_eq!(with_cookie(&world, APP, "/", &cookie).await.status, StatusCode::OK);
     let page =
-        read(world.get(APP, "/_svc/slots").header("cookie", &cookie).header("accept", "text/html")).await;
+        send(world.get(APP, "/_svc/slots").header("cookie", &cookie).header("accept", "text/html")).await;
     assert!(page.body.contains("value=\"studio\"") && page.body.contains("recovering"), "{}", page.body);
     Ok(())
 }

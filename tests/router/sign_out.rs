@@ -1,4 +1,4 @@
-//! The effect of a sign-out on streams, WebSockets and app tokens, in this process and in others.
+//! The effect of a sign-out on streams, WebSockets and app tokens, in the same process and in other processes.
 
 use std::time::{Duration, Instant};
 
@@ -14,22 +14,23 @@ use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 use tokio_tungstenite::{WebSocketStream, client_async};
 
 use super::machine::TestMachine;
-use super::world::{APP, CODE, ROUTE_UPDATE_TIMEOUT, World, read};
+use super::world::{APP, CODE, ROUTE_UPDATE_TIMEOUT, World, send};
 
-/// The open connections of a user's browser: by its session and by an app token.
+/// Open connections of a user's browser: with its session, and with an app token.
 struct OpenConnections {
     socket: WebSocketStream<TcpStream>,
     streams: [Response; 2],
     token: String,
 }
 
-async fn started(mut stream: Response) -> Result<Response> {
+/// Waits for the first chunk of a stream.
+async fn await_start(mut stream: Response) -> Result<Response> {
     assert_eq!(stream.chunk().await?.as_deref(), Some(&b"begun\n"[..]));
     Ok(stream)
 }
 
 impl OpenConnections {
-    async fn by(world: &World, session: &str) -> Result<Self> {
+    async fn open(world: &World, session: &str) -> Result<Self> {
         let stream = TcpStream::connect(world.addr).await?;
         let mut request = format!("ws://{APP}/ws").into_client_request()?;
         request.headers_mut().insert("cookie", session.parse()?);
@@ -38,11 +39,11 @@ impl OpenConnections {
         socket.send(Message::text("hello")).await?;
         socket.next().await.context("open")??;
         let request = world.post(APP, "/_svc/app-token").header("cookie", session);
-        let minted = read(request.json(&json!({ "app": "notes" }))).await;
+        let minted = send(request.json(&json!({ "app": "notes" }))).await;
         let token = minted.json()["token"].as_str().context("a token")?.to_owned();
-        let own = started(world.get(APP, "/endless").header("cookie", session).send().await?).await?;
-        let of_app = started(world.get(APP, "/endless").bearer_auth(&token).send().await?).await?;
-        Ok(Self { socket, streams: [own, of_app], token })
+        let own = await_start(world.get(APP, "/endless").header("cookie", session).send().await?).await?;
+        let app_stream = await_start(world.get(APP, "/endless").bearer_auth(&token).send().await?).await?;
+        Ok(Self { socket, streams: [own, app_stream], token })
     }
 
     async fn assert_closed_soon(&mut self, world: &World) -> Result<()> {
@@ -51,11 +52,11 @@ impl OpenConnections {
         let end = timeout(remaining(), self.socket.next()).await.context("the WebSocket is still open")?;
         ensure!(!matches!(end, Some(Ok(_))), "{end:?}");
         for stream in &mut self.streams {
-            // It is aborted, so no client accepts it as complete.
+            // The stream is aborted, so that no client accepts it as complete.
             ensure!(timeout(remaining(), stream.chunk()).await.context("a stream is still open")?.is_err());
         }
-        let late = read(world.get(APP, "/").bearer_auth(&self.token)).await;
-        assert_eq!(late.status, StatusCode::UNAUTHORIZED, "the app's token");
+        let late = send(world.get(APP, "/").bearer_auth(&self.token)).await;
+        assert_eq!(late.status, StatusCode::UNAUTHORIZED, "the app token is still valid");
         Ok(())
     }
 }
@@ -63,9 +64,9 @@ impl OpenConnections {
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_close_when_their_session_ends() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let session = world.session(APP, "user_1").await;
-    let mut opened = OpenConnections::by(&world, &session).await?;
-    let response = read(world.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
+    let session = world.open_session(APP, "user_1").await;
+    let mut opened = OpenConnections::open(&world, &session).await?;
+    let response = send(world.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
     assert_eq!(response.status, StatusCode::NO_CONTENT);
     opened.assert_closed_soon(&world).await
 }
@@ -76,21 +77,21 @@ async fn sign_out_in_another_process_closes_only_older_streams() -> Result<()> {
     // Another process of the platform, with the same database.
     let other = world.another_process().await?;
     for _ in 0..3 {
-        let session = world.session(APP, "user_1").await;
-        let mut opened = OpenConnections::by(&world, &session).await?;
-        let response = read(other.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
+        let session = world.open_session(APP, "user_1").await;
+        let mut opened = OpenConnections::open(&world, &session).await?;
+        let response = send(other.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
         assert_eq!(response.status, StatusCode::NO_CONTENT);
         opened.assert_closed_soon(&world).await?;
-        let late = read(other.get(APP, "/").bearer_auth(&opened.token)).await;
+        let late = send(other.get(APP, "/").bearer_auth(&opened.token)).await;
         assert_eq!(late.status, StatusCode::UNAUTHORIZED);
     }
-    // A process that starts later knows about it.
-    let session = world.session(APP, "user_1").await;
-    let opened = OpenConnections::by(&world, &session).await?;
-    read(other.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
+    // A process that starts after the sign-out enforces it, too.
+    let session = world.open_session(APP, "user_1").await;
+    let opened = OpenConnections::open(&world, &session).await?;
+    send(other.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
     let late = world.another_process().await?;
-    late.until_status("user_1", StatusCode::OK).await;
-    assert_eq!(read(late.get(APP, "/").bearer_auth(&opened.token)).await.status, StatusCode::UNAUTHORIZED);
+    late.wait_for_status("user_1", StatusCode::OK).await;
+    assert_eq!(send(late.get(APP, "/").bearer_auth(&opened.token)).await.status, StatusCode::UNAUTHORIZED);
     Ok(())
 }
 
@@ -98,47 +99,47 @@ async fn sign_out_in_another_process_closes_only_older_streams() -> Result<()> {
 async fn sign_out_keeps_streams_of_other_users() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let another = TestMachine::start().await?;
-    world.add(&another, "user_2", "primary", "running").await?;
-    world.until_status("user_2", StatusCode::OK).await;
-    let (one, two) = (world.session(APP, "user_1").await, world.session(APP, "user_2").await);
-    let mut opened = OpenConnections::by(&world, &two).await?;
-    read(world.post(APP, "/_svc/sign-out").header("cookie", &one)).await;
+    world.add_machine(&another, "user_2", "primary", "running").await?;
+    world.wait_for_status("user_2", StatusCode::OK).await;
+    let (one, two) = (world.open_session(APP, "user_1").await, world.open_session(APP, "user_2").await);
+    let mut opened = OpenConnections::open(&world, &two).await?;
+    send(world.post(APP, "/_svc/sign-out").header("cookie", &one)).await;
     tokio::time::sleep(Duration::from_millis(700)).await;
     opened.socket.send(Message::text("still here")).await?;
     let echoed = timeout(Duration::from_secs(5), opened.socket.next()).await?.context("open")??;
     assert_eq!(echoed, Message::text("still here"));
-    assert_eq!(read(world.get(APP, "/").bearer_auth(&opened.token)).await.status, StatusCode::OK);
+    assert_eq!(send(world.get(APP, "/").bearer_auth(&opened.token)).await.status, StatusCode::OK);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stream_ends_when_its_session_expires() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let session = world.session(APP, "user_1").await;
+    let session = world.open_session(APP, "user_1").await;
     world.sql.batch_execute("UPDATE sessions SET expires_at = now() + interval '3 seconds'").await?;
     tokio::time::sleep(Duration::from_millis(700)).await;
-    let mut stream = started(world.get(APP, "/endless").header("cookie", &session).send().await?).await?;
+    let mut stream = await_start(world.get(APP, "/endless").header("cookie", &session).send().await?).await?;
     let end = timeout(Duration::from_secs(5), stream.chunk()).await.context("the stream is still open")?;
     ensure!(end.is_err());
     Ok(())
 }
 
-/// A code is valid for a minute, and would open a session of twelve hours.
+/// A code is valid for a minute, and could open a session of twelve hours.
 #[tokio::test(flavor = "multi_thread")]
 async fn code_issued_before_sign_out_is_refused() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let session = world.session(APP, "user_1").await;
-    let handed = world.get(APP, "/_svc/code-session?state=nonce").header("cookie", &session);
-    let handed = read(handed).await;
-    let (_, code) = handed.location().split_once("code=").context("a code")?;
-    read(world.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
+    let session = world.open_session(APP, "user_1").await;
+    let issued = world.get(APP, "/_svc/code-session?state=nonce").header("cookie", &session);
+    let issued = send(issued).await;
+    let (_, code) = issued.location().split_once("code=").context("a code")?;
+    send(world.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
     let path = format!("/_svc/session?code={code}");
-    let late = read(world.get(CODE, &path).header("cookie", "svc_code_state=nonce")).await;
+    let late = send(world.get(CODE, &path).header("cookie", "svc_code_state=nonce")).await;
     assert_eq!(late.status, StatusCode::UNAUTHORIZED, "{late:?}");
     Ok(())
 }
 
-/// As after two hours, when the row is deleted and one process has started since.
+/// Two hours after a sign-out, its row has been deleted, and a process that started since then has never read it.
 #[tokio::test(flavor = "multi_thread")]
 async fn old_sign_out_does_not_block_later_tokens() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
@@ -150,18 +151,18 @@ async fn old_sign_out_does_not_block_later_tokens() -> Result<()> {
              UPDATE sign_outs SET changed_at = now() - interval '90 minutes'",
         )
         .await?;
-    // One process still knows about it; for the other the row never existed.
-    let knows = world.another_process().await?;
-    knows.until_status("user_1", StatusCode::OK).await;
+    // The first process has read the row; the second one starts after the row's deletion.
+    let earlier = world.another_process().await?;
+    earlier.wait_for_status("user_1", StatusCode::OK).await;
     world.sql.batch_execute("DELETE FROM sign_outs").await?;
-    let never = world.another_process().await?;
-    never.until_status("user_1", StatusCode::OK).await;
-    for (minted_by, request) in [(&never, &knows), (&knows, &never)] {
-        let session = minted_by.session(APP, "user_1").await;
-        let minted = minted_by.post(APP, "/_svc/app-token").header("cookie", &session);
-        let minted = read(minted.json(&json!({ "app": "notes" }))).await;
+    let later = world.another_process().await?;
+    later.wait_for_status("user_1", StatusCode::OK).await;
+    for (issuer, verifier) in [(&later, &earlier), (&earlier, &later)] {
+        let session = issuer.open_session(APP, "user_1").await;
+        let minted = issuer.post(APP, "/_svc/app-token").header("cookie", &session);
+        let minted = send(minted.json(&json!({ "app": "notes" }))).await;
         let token = minted.json()["token"].as_str().context("a token")?.to_owned();
-        assert_eq!(read(request.get(APP, "/").bearer_auth(&token)).await.status, StatusCode::OK);
+        assert_eq!(send(verifier.get(APP, "/").bearer_auth(&token)).await.status, StatusCode::OK);
     }
     Ok(())
 }

@@ -13,12 +13,12 @@ use tokio_tungstenite::tungstenite::Message;
 use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 use tokio_tungstenite::{WebSocketStream, client_async};
 
-use super::world::{APP, ROUTE_UPDATE_TIMEOUT, World, read};
+use super::world::{APP, ROUTE_UPDATE_TIMEOUT, World, send};
 
-const CHUNK: usize = 64 * 1024;
+const CHUNK_BYTES: usize = 64 * 1024;
 const CHUNKS: usize = 160;
 
-async fn websocket(world: &World, user: &str) -> Result<WebSocketStream<TcpStream>> {
+async fn open_websocket(world: &World, user: &str) -> Result<WebSocketStream<TcpStream>> {
     let stream = TcpStream::connect(world.addr).await?;
     let mut request = format!("ws://{APP}/ws").into_client_request()?;
     request.headers_mut().insert("authorization", format!("Bearer {}", world.token(user)).parse()?);
@@ -31,15 +31,15 @@ async fn websocket(world: &World, user: &str) -> Result<WebSocketStream<TcpStrea
 #[tokio::test(flavor = "multi_thread")]
 async fn websocket_forwards_messages_both_ways() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let mut socket = websocket(&world, "user_1").await?;
+    let mut socket = open_websocket(&world, "user_1").await?;
     for message in [Message::text("hello"), Message::binary(vec![0; 300_000]), Message::text("")] {
         socket.send(message.clone()).await?;
         let echoed = timeout(Duration::from_secs(10), socket.next()).await?.context("open")??;
         assert_eq!(echoed, message);
     }
-    let arrival = machine.last();
-    world.proven(&machine, &arrival.headers);
-    assert!(!arrival.headers.contains_key("authorization"));
+    let received = machine.last_request();
+    world.verify_proof(&machine, &received.headers);
+    assert!(!received.headers.contains_key("authorization"));
     socket.close(None).await?;
     Ok(())
 }
@@ -47,7 +47,7 @@ async fn websocket_forwards_messages_both_ways() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn stopped_machine_loses_websockets_and_streams() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let mut socket = websocket(&world, "user_1").await?;
+    let mut socket = open_websocket(&world, "user_1").await?;
     socket.send(Message::text("hello")).await?;
     socket.next().await.context("open")??;
     let mut endless = world.get(APP, "/endless").bearer_auth(world.token("user_1")).send().await?;
@@ -64,7 +64,7 @@ async fn stopped_machine_loses_websockets_and_streams() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn unrelated_change_keeps_websockets_open() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let mut socket = websocket(&world, "user_1").await?;
+    let mut socket = open_websocket(&world, "user_1").await?;
     world.sql.batch_execute("UPDATE user_machines SET proof_kids = '{k1}'").await?;
     world.set_status(&machine, "running").await?;
     tokio::time::sleep(Duration::from_millis(700)).await;
@@ -79,36 +79,36 @@ async fn unrelated_change_keeps_websockets_open() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn ten_mebibyte_bodies_pass_unchanged() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let up = world.post(APP, "/count").bearer_auth(world.token("user_1")).body(vec![1; CHUNK * CHUNKS]);
-    assert_eq!(read(up).await.body, (CHUNK * CHUNKS).to_string());
-    assert_eq!(machine.last().headers["content-length"], (CHUNK * CHUNKS).to_string());
+    let up = world.post(APP, "/count").bearer_auth(world.token("user_1")).body(vec![1; CHUNK_BYTES * CHUNKS]);
+    assert_eq!(send(up).await.body, (CHUNK_BYTES * CHUNKS).to_string());
+    assert_eq!(machine.last_request().headers["content-length"], (CHUNK_BYTES * CHUNKS).to_string());
     let down = world.fetch("user_1", "/large").await;
-    assert_eq!(down.body.len(), CHUNK * CHUNKS);
+    assert_eq!(down.body.len(), CHUNK_BYTES * CHUNKS);
     Ok(())
 }
 
-/// Each chunk is sent only after the previous one has come back: neither direction waits for the end of a body.
+/// Each chunk is sent only after the previous one has been echoed: neither direction waits for the end of a body.
 #[tokio::test(flavor = "multi_thread")]
 async fn bodies_are_streamed_in_both_directions() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let (sender, receiver) = mpsc::channel::<Result<Bytes, std::io::Error>>(1);
-    let pieces = futures_util::stream::unfold(receiver, |mut receiver| async move {
-        receiver.recv().await.map(|piece| (piece, receiver))
+    let chunks = futures_util::stream::unfold(receiver, |mut receiver| async move {
+        receiver.recv().await.map(|chunk| (chunk, receiver))
     });
     let request = world.post(APP, "/echo").bearer_auth(world.token("user_1"));
-    let piece = |index: usize| Bytes::from(vec![index as u8; CHUNK]);
-    sender.send(Ok(piece(0))).await?;
-    let mut response = request.body(reqwest::Body::wrap_stream(pieces)).send().await?;
+    let chunk = |index: usize| Bytes::from(vec![index as u8; CHUNK_BYTES]);
+    sender.send(Ok(chunk(0))).await?;
+    let mut response = request.body(reqwest::Body::wrap_stream(chunks)).send().await?;
     assert_eq!(response.status(), StatusCode::OK);
     for index in 0..CHUNKS {
-        let mut back = Vec::new();
-        while back.len() < CHUNK {
+        let mut echoed = Vec::new();
+        while echoed.len() < CHUNK_BYTES {
             let part = timeout(Duration::from_secs(10), response.chunk()).await??;
-            back.extend_from_slice(&part.context("the body continues")?);
+            echoed.extend_from_slice(&part.context("the body ended early")?);
         }
-        assert_eq!(back, piece(index), "piece {index}");
+        assert_eq!(echoed, chunk(index), "chunk {index}");
         if index + 1 < CHUNKS {
-            sender.send(Ok(piece(index + 1))).await?;
+            sender.send(Ok(chunk(index + 1))).await?;
         }
     }
     drop(sender);

@@ -1,4 +1,4 @@
-//! A router with its database and issuer, and a browser that uses it.
+//! A router with its database and identity provider, and clients that use it.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -17,8 +17,8 @@ use svc::http::shards::Shards;
 use svc::platform::config::RouterConfig;
 use svc::platform::host_trust::HostTrust;
 use svc::platform::keys::{AppKeys, SigningSet};
-use svc::platform::route_freshness::Freshness;
-use svc::platform::router::{RouterContext, RouterService, UserMarks, router};
+use svc::platform::route_freshness::RouteFreshness;
+use svc::platform::router::{RouterContext, RouterService, UserDigests, router};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_postgres::{Client, NoTls};
@@ -30,9 +30,10 @@ use crate::contract::{self, Exchange};
 
 pub const APP: &str = "app.test";
 pub const CODE: &str = "code.test";
-/// The guaranteed time until a change applies.
+/// The guaranteed time until the router applies a change.
 pub const ROUTE_UPDATE_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// A running router process, with its identity provider and database.
 pub struct World {
     pub idp: Arc<Idp>,
     pub database: Arc<TestDatabase>,
@@ -77,18 +78,19 @@ impl World {
         Self::start_with(&[], None).await
     }
 
-    /// `database` is the router's address of the database, if not its own.
+    /// `database` is the address at which the router connects to the database, if not directly.
     pub async fn start_with(settings: &[(&str, &str)], database: Option<SocketAddr>) -> Result<Self> {
         svc::http::tls::install_provider();
         let idp = Arc::new(Idp::start()?);
         let db = Arc::new(database_with_schema().await?);
         let mut pairs = idp.env();
-        let own = [("APP_HOST", APP), ("CODE_HOST", CODE), ("IDP_SIGN_IN_URL", "https://idp.test/in?x=1")];
+        let defaults =
+            [("APP_HOST", APP), ("CODE_HOST", CODE), ("IDP_SIGN_IN_URL", "https://idp.test/in?x=1")];
         pairs.extend(
-            own.iter().chain(settings).map(|(name, value)| ((*name).to_owned(), (*value).to_owned())),
+            defaults.iter().chain(settings).map(|(name, value)| ((*name).to_owned(), (*value).to_owned())),
         );
         let proof_signer = signer("k1");
-        let public = ProofKeys { keys: vec![proof_signer.public()] };
+        let public = ProofKeys { keys: vec![proof_signer.public_key()] };
         let (app_signer, app) = app_keys();
         let set = SigningSet { current: proof_signer, next: None, retired: Vec::new(), public, app };
         let (signing, _) = watch::channel(Arc::new(set));
@@ -102,30 +104,31 @@ impl World {
             }
         };
         config.connect_timeout(Duration::from_secs(2));
-        Self::on(idp, db, config, pairs, (signing, app_signer)).await
+        Self::start_process(idp, db, config, pairs, (signing, app_signer)).await
     }
 
-    /// Another process of the same platform.
+    /// Starts another process of the same platform.
     pub async fn another_process(&self) -> Result<Self> {
-        self.process(self.settings.clone()).await
+        self.start_with_pairs(self.settings.clone()).await
     }
 
-    /// Another process with these in place of all settings about hosts.
+    /// Starts another process in which these settings replace all settings about hosts.
     pub async fn process_with(&self, settings: &[(&str, &str)]) -> Result<Self> {
-        let of_hosts = |name: &str| name.starts_with("CUSTOMER_VPS_") || name == "HOST_DOMAIN";
-        let mut pairs: Vec<_> = self.settings.iter().filter(|(name, _)| !of_hosts(name)).cloned().collect();
+        let is_about_hosts = |name: &str| name.starts_with("CUSTOMER_VPS_") || name == "HOST_DOMAIN";
+        let mut pairs: Vec<_> =
+            self.settings.iter().filter(|(name, _)| !is_about_hosts(name)).cloned().collect();
         pairs.extend(settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
-        self.process(pairs).await
+        self.start_with_pairs(pairs).await
     }
 
-    async fn process(&self, settings: Vec<(String, String)>) -> Result<Self> {
+    async fn start_with_pairs(&self, settings: Vec<(String, String)>) -> Result<Self> {
         let (idp, db) = (Arc::clone(&self.idp), Arc::clone(&self.database));
         let config = db.url().parse()?;
         let signing = (self.signing.clone(), Arc::clone(&self.app_signer));
-        Self::on(idp, db, config, settings, signing).await
+        Self::start_process(idp, db, config, settings, signing).await
     }
 
-    async fn on(
+    async fn start_process(
         idp: Arc<Idp>,
         db: Arc<TestDatabase>,
         database: tokio_postgres::Config,
@@ -139,13 +142,21 @@ impl World {
         let (config, trust) = env.finish(config.zip(trust))?;
         let keys = signing.borrow().public.clone();
         let proof = signing.subscribe();
-        let marks = UserMarks::new(&vec![7; 32].into(), None);
+        let user_digests = UserDigests::new(&vec![7; 32].into(), None);
         let stop = CancellationToken::new();
         let manager = deadpool_postgres::Manager::new(database.clone(), NoTls);
         let pool = deadpool_postgres::Pool::builder(manager).max_size(4).build()?;
-        let freshness = Arc::new(Freshness::new(config.max_staleness));
-        let context =
-            RouterContext { pool, database, config, trust, proof, marks, freshness, stop: stop.clone() };
+        let freshness = Arc::new(RouteFreshness::new(config.max_staleness));
+        let context = RouterContext {
+            pool,
+            database,
+            config,
+            trust,
+            proof,
+            user_digests,
+            freshness,
+            stop: stop.clone(),
+        };
         let RouterService { routes, passthrough } = router(context)?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let addr = listener.local_addr()?;
@@ -161,17 +172,24 @@ impl World {
         Ok(Self { idp, database: db, sql, addr, keys, signing, app_signer, settings, client, stop })
     }
 
-    /// A user with one running machine that the router has loaded.
+    /// Starts a router, and a running machine of this user that the router has loaded.
     pub async fn with_machine(user: &str) -> Result<(Self, TestMachine)> {
         let world = Self::start().await?;
         let machine = TestMachine::start().await?;
-        world.add(&machine, user, "primary", "running").await?;
-        world.until_status(user, StatusCode::OK).await;
+        world.add_machine(&machine, user, "primary", "running").await?;
+        world.wait_for_status(user, StatusCode::OK).await;
         Ok((world, machine))
     }
 
-    pub async fn add(&self, machine: &TestMachine, user: &str, slot: &str, status: &str) -> Result<()> {
-        let sql = insert(machine, user, slot, status);
+    /// Inserts the machine's row.
+    pub async fn add_machine(
+        &self,
+        machine: &TestMachine,
+        user: &str,
+        slot: &str,
+        status: &str,
+    ) -> Result<()> {
+        let sql = insert_machine_sql(machine, user, slot, status);
         Ok(self.sql.batch_execute(&sql).await?)
     }
 
@@ -188,7 +206,7 @@ impl World {
         self.client.get(format!("http://{}{path}", self.addr)).header("host", host)
     }
 
-    pub fn send(&self, method: http::Method, host: &str, path: &str) -> RequestBuilder {
+    pub fn request(&self, method: http::Method, host: &str, path: &str) -> RequestBuilder {
         self.client.request(method, format!("http://{}{path}", self.addr)).header("host", host)
     }
 
@@ -196,37 +214,38 @@ impl World {
         self.client.post(format!("http://{}{path}", self.addr)).header("host", host)
     }
 
-    /// A `GET` by a program with this user's token.
+    /// Sends a `GET` request with this user's token.
     pub async fn fetch(&self, user: &str, path: &str) -> RouterResponse {
-        read(self.get(APP, path).bearer_auth(self.token(user))).await
+        send(self.get(APP, path).bearer_auth(self.token(user))).await
     }
 
-    /// The session, as `name=value`, of a browser that opens a page with the provider's cookie.
-    pub async fn session(&self, host: &str, user: &str) -> String {
+    /// Opens a session by loading a page with the provider's cookie. Returns the session's cookie as `name=value`.
+    pub async fn open_session(&self, host: &str, user: &str) -> String {
         let cookie = format!("__session={}", self.token(user));
-        let response = read(self.get(host, "/").header("accept", "text/html").header("cookie", cookie)).await;
+        let response = send(self.get(host, "/").header("accept", "text/html").header("cookie", cookie)).await;
         let name = if host == APP { "svc_session" } else { "svc_code_session" };
         let value = response.cookie(name).unwrap_or_else(|| panic!("no session in {response:?}"));
         format!("{name}={value}")
     }
 
-    /// Waits until the user's requests get this status, for at most the guaranteed time.
-    pub async fn until_status(&self, user: &str, status: StatusCode) {
-        let (began, token) = (Instant::now(), self.token(user));
+    /// Waits until the user's requests get this status, for at most [`ROUTE_UPDATE_TIMEOUT`].
+    pub async fn wait_for_status(&self, user: &str, status: StatusCode) {
+        let (started, token) = (Instant::now(), self.token(user));
         loop {
-            let response = read(self.get(APP, "/").bearer_auth(&token)).await;
+            let response = send(self.get(APP, "/").bearer_auth(&token)).await;
             if response.status == status {
                 return;
             }
-            assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT, "after {:?} still {response:?}", began.elapsed());
+            let elapsed = started.elapsed();
+            assert!(elapsed < ROUTE_UPDATE_TIMEOUT, "not {status} after {elapsed:?}: {response:?}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
 
-    /// The claims of the forwarded proof, verified as this machine would.
-    pub fn proven(&self, machine: &TestMachine, headers: &HeaderMap) -> Claims {
+    /// Verifies the forwarded proof as this machine would, and returns its claims.
+    pub fn verify_proof(&self, machine: &TestMachine, headers: &HeaderMap) -> Claims {
         let proofs: Vec<_> = headers.get_all("x-svc-proof").iter().collect();
-        assert_eq!(proofs.len(), 1, "one proof");
+        assert_eq!(proofs.len(), 1, "number of proofs");
         self.keys.verify(proofs[0].to_str().unwrap(), machine.id, jiff::Timestamp::now()).unwrap()
     }
 }
@@ -243,11 +262,12 @@ pub fn signer(kid: &str) -> Arc<Signer> {
 
 pub fn app_keys() -> (Arc<Signer>, AppKeys) {
     let signer = signer("app-k1");
-    let public = ProofKeys { keys: vec![signer.public()] };
+    let public = ProofKeys { keys: vec![signer.public_key()] };
     (Arc::clone(&signer), AppKeys { current: signer, public })
 }
 
-pub fn insert(machine: &TestMachine, user: &str, slot: &str, status: &str) -> String {
+/// The statements that insert the machine's row.
+pub fn insert_machine_sql(machine: &TestMachine, user: &str, slot: &str, status: &str) -> String {
     let handle = user.replace('_', "-");
     let TestMachine { id, pin, addr, .. } = machine;
     format!(
@@ -261,13 +281,14 @@ pub fn insert(machine: &TestMachine, user: &str, slot: &str, status: &str) -> St
     )
 }
 
-pub async fn read(request: RequestBuilder) -> RouterResponse {
+/// Sends a request and reads the whole response. Checks responses of built-in routes against their descriptions.
+pub async fn send(request: RequestBuilder) -> RouterResponse {
     let (client, request) = request.build_split();
-    let request = request.expect("a request");
+    let request = request.expect("a valid request");
     let (method, path) = (request.method().clone(), request.url().path().to_owned());
     let response = client.execute(request).await.expect("a response");
     let (status, headers) = (response.status(), response.headers().clone());
-    let body = response.text().await.expect("a whole body");
+    let body = response.text().await.expect("a complete body");
     if path.starts_with("/_svc") {
         contract::platform().check(&Exchange {
             method: &method,

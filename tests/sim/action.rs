@@ -1,4 +1,4 @@
-//! Applies an action of a plan to the world.
+//! Applies the actions of a plan to a run.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,13 +12,13 @@ use super::host::Host;
 use super::ledger::{Ledger, RequestRecord};
 use super::plan::{Action, PROCESSES, SLOTS, Step};
 use super::process::{ApiResponse, Process, SECRET, request};
-use super::snapshot::{DatabaseState, MachineSeen};
+use super::snapshot::{DatabaseState, MachineRow};
 use super::world::World;
 
 /// A request that can be sent to any process.
 #[derive(Debug, Clone)]
 struct PlannedRequest {
-    what: &'static str,
+    operation: &'static str,
     method: &'static str,
     path: String,
     token: SecretString,
@@ -36,25 +36,25 @@ enum AcceptedLoss {
 }
 
 impl PlannedRequest {
-    fn accepting(self, accept_loss: bool, accepts: AcceptedLoss) -> Self {
+    fn with_accepted_loss(self, accept_loss: bool, accepts: AcceptedLoss) -> Self {
         if accept_loss { Self { accepts, ..self } } else { self }
     }
 }
 
 impl World<'_> {
-    /// Performs one step, and waits for its response for as long as the step allows.
-    pub async fn take_step(&mut self, step: &Step) -> Result<()> {
+    /// Performs one step, and waits for its response at most as long as the step allows.
+    pub async fn perform_step(&mut self, step: &Step) -> Result<()> {
         match &step.action {
             Action::BackUp { host, stops_after } => {
                 if let Some(host) = self.host(*host) {
                     let (store, ledger, rows) =
                         (Arc::clone(&self.store), self.ledger.clone(), self.rows.clone());
                     let (stops_after, broken) = (*stops_after, self.broken);
-                    self.tally.snapshots += 1;
+                    self.counts.snapshots += 1;
                     self.tasks.spawn(async move {
                         let server = host.server.clone();
                         let end = host.back_up(store, rows, stops_after, broken).await;
-                        ledger.note(format!("{server} backed up: {end}"));
+                        ledger.log(format!("backup of {server}: {end}"));
                     });
                     tokio::time::sleep(Duration::from_millis(step.wait_ms.min(60))).await;
                 }
@@ -62,7 +62,7 @@ impl World<'_> {
             Action::ServerVanishes { host } => {
                 if let Some(host) = self.host(*host) {
                     self.provider.vanish(&host.server).await;
-                    self.rows.lost(&host.machine);
+                    self.rows.record_lost_disk(&host.machine);
                 }
             }
             Action::FailProvider { call, fault, times } => self.provider.fault(*call, *fault, *times),
@@ -76,15 +76,15 @@ impl World<'_> {
                     self.write(&host).await?;
                 }
             }
-            Action::CutDatabase => self.database.cut().await?,
+            Action::CutDatabase => self.database.cut_connections().await?,
             Action::SaveDatabase => self.database.save().await?,
             Action::DatabaseRestored => self.restore_database().await?,
             Action::Crash { process } => {
-                self.tally.crashes += 1;
+                self.counts.crashes += 1;
                 self.processes[*process].switch.kill();
             }
             Action::CrashAt { process, moment, nth } => {
-                self.tally.crashes += 1;
+                self.counts.crashes += 1;
                 self.processes[*process].switch.arm(*moment, *nth);
             }
             Action::Stop { process } => {
@@ -97,7 +97,7 @@ impl World<'_> {
                 }
             }
             Action::TimePasses { seconds, leases } => self.database.pass_time(*seconds, *leases).await?,
-            Action::Rest => self.rest().await?,
+            Action::Rest => self.wait_for_operations().await?,
             _ => {
                 if let Action::Register { host, .. } = &step.action
                     && let Some(host) = self.host(*host)
@@ -123,30 +123,30 @@ impl World<'_> {
     async fn boot(&self, host: &Host) -> bool {
         let booted = host.boot(&self.store, &self.rows).await;
         if !matches!(booted, Ok(true)) {
-            self.ledger.note(format!("{} does not boot: {booted:?}", host.server));
+            self.ledger.log(format!("{} does not boot: {booted:?}", host.server));
         }
         booted.unwrap_or(false)
     }
 
-    /// Writes a row as through the router, which needs a running machine with a powered-on server: both when the row is
-    /// written and when it is acknowledged.
+    /// Writes a row as if through the router. The machine must be running and its server powered on, both when the row
+    /// is written and when it is acknowledged.
     async fn write(&self, host: &Host) -> Result<()> {
         if !self.is_serving(&host.machine).await? {
             return Ok(());
         }
         let Some(row) = self.rows.write(&host.machine) else { return Ok(()) };
         if self.is_serving(&host.machine).await? {
-            self.ledger.note(format!("{} has row {row}", host.server));
+            self.ledger.log(format!("{} has row {row}", host.server));
         } else {
-            self.rows.unacknowledge(row);
+            self.rows.remove_unacknowledged(row);
         }
         Ok(())
     }
 
     async fn is_serving(&self, machine: &str) -> Result<bool> {
-        let database_state = DatabaseState::at(&self.database.client).await?;
-        Ok(database_state.machine(machine).is_some_and(MachineSeen::is_running)
-            && self.provider.on().iter().any(|on| on == machine))
+        let database_state = DatabaseState::read(&self.database.client).await?;
+        Ok(database_state.machine(machine).is_some_and(MachineRow::is_running)
+            && self.provider.powered_on().iter().any(|on| on == machine))
     }
 
     fn machine(&self, nth: usize) -> Option<String> {
@@ -155,11 +155,12 @@ impl World<'_> {
     }
 
     fn plan_request(&mut self, step: &Step) -> Option<PlannedRequest> {
-        let operator = |what, method, path: String, body: Option<Value>| {
+        let operator_request = |operation, method, path: String, body: Option<Value>| {
             // A key is always sent with the same request.
-            let key = step.key.map(|key| format!("{what} {path} {} {key}", body.clone().unwrap_or_default()));
+            let key =
+                step.key.map(|key| format!("{operation} {path} {} {key}", body.clone().unwrap_or_default()));
             PlannedRequest {
-                what,
+                operation,
                 method,
                 path,
                 token: SECRET.to_owned().into(),
@@ -168,8 +169,8 @@ impl World<'_> {
                 accepts: AcceptedLoss::Nothing,
             }
         };
-        let of_host = |what, path: String, token: &str, body: Value| PlannedRequest {
-            what,
+        let of_host = |operation, path: String, token: &str, body: Value| PlannedRequest {
+            operation,
             method: "POST",
             path,
             token: token.to_owned().into(),
@@ -181,64 +182,72 @@ impl World<'_> {
             Action::Subscribe { slot } => {
                 let (user, slot) = SLOTS[*slot];
                 let body = json!({"idpUserId": user, "slot": slot, "plan": "max", "status": "active"});
-                operator("subscribe", "PUT", "/vps/slots".to_owned(), Some(body))
+                operator_request("subscribe", "PUT", "/vps/slots".to_owned(), Some(body))
             }
             Action::Provision { slot, accept_loss } => {
                 let (user, slot) = SLOTS[*slot];
                 let handle = user.replace('_', "-");
                 let body = json!({"idpUserId": user, "slot": slot, "handle": handle, "acceptLoss": accept_loss,
                     "allowEmpty": accept_loss});
-                let planned = operator("provision", "POST", "/vps/provision".to_owned(), Some(body));
-                planned.accepting(*accept_loss, AcceptedLoss::OfSlot(format!("{user}/{slot}")))
+                let planned = operator_request("provision", "POST", "/vps/provision".to_owned(), Some(body));
+                planned.with_accepted_loss(*accept_loss, AcceptedLoss::OfSlot(format!("{user}/{slot}")))
             }
             Action::Recover { slot, empty, accept_loss } => {
                 let (user, slot) = SLOTS[*slot];
                 let body =
                     json!({"idpUserId": user, "slot": slot, "allowEmpty": empty, "acceptLoss": accept_loss});
-                let planned = operator("recover", "POST", "/vps/recover".to_owned(), Some(body));
-                planned.accepting(*accept_loss, AcceptedLoss::OfSlot(format!("{user}/{slot}")))
+                let planned = operator_request("recover", "POST", "/vps/recover".to_owned(), Some(body));
+                planned.with_accepted_loss(*accept_loss, AcceptedLoss::OfSlot(format!("{user}/{slot}")))
             }
             Action::Resize { machine, to } => {
                 let path = format!("/vps/{}/resize", self.machine(*machine)?);
-                operator("resize", "POST", path, Some(json!({"serverType": to})))
+                operator_request("resize", "POST", path, Some(json!({"serverType": to})))
             }
             Action::Fail { machine } => {
                 let path = format!("/vps/{}/fail", self.machine(*machine)?);
-                operator("fail", "POST", path, Some(json!({"reason": "the plan says so"})))
+                operator_request("fail", "POST", path, Some(json!({"reason": "chosen by the plan"})))
             }
             Action::Delete { machine, accept_loss } => {
                 let machine = self.machine(*machine)?;
-                let planned =
-                    operator("delete", "DELETE", format!("/vps/{machine}?acceptLoss={accept_loss}"), None);
-                planned.accepting(*accept_loss, AcceptedLoss::OfMachine(machine))
+                let planned = operator_request(
+                    "delete",
+                    "DELETE",
+                    format!("/vps/{machine}?acceptLoss={accept_loss}"),
+                    None,
+                );
+                planned.with_accepted_loss(*accept_loss, AcceptedLoss::OfMachine(machine))
             }
-            Action::Undelete { machine } => {
-                operator("undelete", "POST", format!("/vps/{}/undelete", self.machine(*machine)?), None)
-            }
+            Action::Undelete { machine } => operator_request(
+                "undelete",
+                "POST",
+                format!("/vps/{}/undelete", self.machine(*machine)?),
+                None,
+            ),
             Action::Resume { machine } => {
-                operator("resume", "POST", format!("/vps/{}/resume", self.machine(*machine)?), None)
+                operator_request("resume", "POST", format!("/vps/{}/resume", self.machine(*machine)?), None)
             }
             Action::Discard { machine, accept_loss } => {
                 let machine = self.machine(*machine)?;
                 let body = json!({"acceptLoss": accept_loss});
-                let planned = operator("discard", "POST", format!("/vps/{machine}/discard"), Some(body));
-                planned.accepting(*accept_loss, AcceptedLoss::OfMachine(machine))
+                let planned =
+                    operator_request("discard", "POST", format!("/vps/{machine}/discard"), Some(body));
+                planned.with_accepted_loss(*accept_loss, AcceptedLoss::OfMachine(machine))
             }
             Action::Abandon { operation } => {
                 let known = self.ledger.operations();
                 let id = known.iter().rev().nth(*operation)?;
-                operator("abandon", "POST", format!("/vps/operations/{id}/abandon"), None)
+                operator_request("abandon", "POST", format!("/vps/operations/{id}/abandon"), None)
             }
             Action::RebuildPointer { slot } => {
                 let (user, slot) = SLOTS[*slot];
                 let body = json!({"idpUserId": user, "slot": slot});
-                operator("rebuild", "POST", "/vps/slots/pointer/rebuild".to_owned(), Some(body))
+                operator_request("rebuild", "POST", "/vps/slots/pointer/rebuild".to_owned(), Some(body))
             }
             Action::Register { host, body } => {
                 let host = self.host(*host)?;
-                self.ledger.record_attempt(&host.machine);
+                self.ledger.record_registration_attempt(&host.machine);
                 let path = "/vps/register".to_owned();
-                of_host("register", path, &host.registration, host.registration_body(*body))
+                of_host("register", path, &host.registration_token, host.registration_body(*body))
             }
             Action::Heartbeat { host } => {
                 let host = self.host(*host)?;
@@ -246,15 +255,15 @@ impl World<'_> {
                 of_host(
                     "heartbeat",
                     path,
-                    &host.upgrade,
+                    &host.upgrade_token,
                     host.heartbeat_body(self.ledger.registration(&host.machine).as_ref()),
                 )
             }
             Action::BootFailure { host } => {
                 let host = self.host(*host)?;
                 let path = format!("/vps/{}/boot-failure", host.machine);
-                let body = json!({"stage": "restore", "message": "the plan says so"});
-                of_host("boot-failure", path, &host.registration, body)
+                let body = json!({"stage": "restore", "message": "chosen by the plan"});
+                of_host("boot-failure", path, &host.registration_token, body)
             }
             _ => return None,
         })
@@ -267,10 +276,10 @@ impl World<'_> {
             let via = (step.via + copy) % PROCESSES;
             let process = Arc::clone(&self.processes[via]);
             let (ledger, planned) = (self.ledger.clone(), planned.clone());
-            let accepting = lost_prefix.clone().map(|prefix| self.rows.accept(prefix));
-            self.tally.requests += 1;
+            let accepting = lost_prefix.clone().map(|prefix| self.rows.accept_loss(prefix));
+            self.counts.requests += 1;
             self.tasks.spawn(async move {
-                send(&process, via, &ledger, &planned).await;
+                send_request(&process, via, &ledger, &planned).await;
                 drop(accepting);
             });
         }
@@ -284,8 +293,8 @@ impl World<'_> {
             AcceptedLoss::Nothing => None,
             AcceptedLoss::OfSlot(prefix) => Some(prefix.clone()),
             AcceptedLoss::OfMachine(machine) => {
-                let database_state = DatabaseState::at(&self.database.client).await.ok()?;
-                database_state.machine(machine).map(MachineSeen::prefix)
+                let database_state = DatabaseState::read(&self.database.client).await.ok()?;
+                database_state.machine(machine).map(MachineRow::prefix)
             }
         }
     }
@@ -298,11 +307,12 @@ impl World<'_> {
     /// Sends a heartbeat through process `via`; returns its response.
     pub async fn heartbeat(&self, host: &Host, via: usize) -> Option<ApiResponse> {
         let path = format!("/vps/{}/heartbeat", host.machine);
-        let token = host.upgrade.clone().into();
+        let token = host.upgrade_token.clone().into();
         let body = Some(host.heartbeat_body(self.ledger.registration(&host.machine).as_ref()));
         let (key, accepts) = (None, AcceptedLoss::Nothing);
-        let planned = PlannedRequest { what: "heartbeat", method: "POST", path, token, body, key, accepts };
-        send(&self.processes[via], via, &self.ledger, &planned).await
+        let planned =
+            PlannedRequest { operation: "heartbeat", method: "POST", path, token, body, key, accepts };
+        send_request(&self.processes[via], via, &self.ledger, &planned).await
     }
 
     /// Boots the host and registers it with its own key.
@@ -310,42 +320,46 @@ impl World<'_> {
         if !self.boot(host).await {
             return None;
         }
-        self.ledger.record_attempt(&host.machine);
-        let token = host.registration.clone().into();
+        self.ledger.record_registration_attempt(&host.machine);
+        let token = host.registration_token.clone().into();
         let (path, body) = ("/vps/register".to_owned(), Some(host.registration_body(0)));
         let (key, accepts) = (None, AcceptedLoss::Nothing);
-        let planned = PlannedRequest { what: "register", method: "POST", path, token, body, key, accepts };
-        send(&self.processes[via], via, &self.ledger, &planned).await
+        let planned =
+            PlannedRequest { operation: "register", method: "POST", path, token, body, key, accepts };
+        send_request(&self.processes[via], via, &self.ledger, &planned).await
     }
 
-    /// Rebuilds a broken pointer, as an operator.
+    /// Rebuilds a broken pointer, as an operator would.
     async fn rebuild(&self, prefix: &str) {
         let (user, slot) = prefix.split_once('/').expect("a slot's prefix");
         let body = Some(json!({"idpUserId": user, "slot": slot}));
         let (token, path) = (SECRET.to_owned().into(), "/vps/slots/pointer/rebuild".to_owned());
         let (key, accepts) = (None, AcceptedLoss::Nothing);
-        let planned = PlannedRequest { what: "rebuild", method: "POST", path, token, body, key, accepts };
-        send(&self.processes[0], 0, &self.ledger, &planned).await;
+        let planned =
+            PlannedRequest { operation: "rebuild", method: "POST", path, token, body, key, accepts };
+        send_request(&self.processes[0], 0, &self.ledger, &planned).await;
     }
 
-    /// Answers an operation's question, as an operator: the loss is accepted for every second operation.
-    async fn answer_question(&self, operation: &str, machine: &str, database_state: &DatabaseState) {
-        let accepts_loss = operation.bytes().last().is_some_and(|last| last % 2 == 0);
-        let (what, body) =
+    /// Answers an operation's question, as an operator would: accepts the loss for about half of the operations.
+    async fn answer_question(&self, operation_id: &str, machine: &str, database_state: &DatabaseState) {
+        let accepts_loss = operation_id.bytes().last().is_some_and(|last| last % 2 == 0);
+        let (operation, body) =
             if accepts_loss { ("continue", Some(json!({"acceptLoss": true}))) } else { ("abandon", None) };
-        let accepting =
-            database_state.machine(machine).filter(|_| accepts_loss).map(|it| self.rows.accept(it.prefix()));
-        let (token, path) = (SECRET.to_owned().into(), format!("/vps/operations/{operation}/{what}"));
+        let accepting = database_state
+            .machine(machine)
+            .filter(|_| accepts_loss)
+            .map(|it| self.rows.accept_loss(it.prefix()));
+        let (token, path) = (SECRET.to_owned().into(), format!("/vps/operations/{operation_id}/{operation}"));
         let (key, accepts) = (None, AcceptedLoss::Nothing);
-        let planned = PlannedRequest { what, method: "POST", path, token, body, key, accepts };
-        send(&self.processes[0], 0, &self.ledger, &planned).await;
+        let planned = PlannedRequest { operation, method: "POST", path, token, body, key, accepts };
+        send_request(&self.processes[0], 0, &self.ledger, &planned).await;
         drop(accepting);
     }
 
-    /// Waits until every operation only waits for a host, but no longer than a limit.
-    async fn rest(&mut self) -> Result<()> {
+    /// Waits until every operation in progress waits for a host, for a bounded time.
+    async fn wait_for_operations(&mut self) -> Result<()> {
         for _ in 0..20 {
-            let database_state = DatabaseState::at(&self.database.client).await?;
+            let database_state = DatabaseState::read(&self.database.client).await?;
             let is_busy = |step: &str| !matches!(step, "await_registration" | "await_health");
             if !database_state.operations.iter().any(|it| it.state == "running" && is_busy(&it.step)) {
                 return Ok(());
@@ -380,9 +394,9 @@ impl World<'_> {
         for round in 0..rounds {
             self.nudge();
             tokio::time::sleep(Duration::from_millis(30)).await;
-            let database_state = DatabaseState::at(&self.database.client).await?;
-            let live = self.provider.live();
-            let has_lost_server = |it: &MachineSeen| it.is_running() && !live.contains(&it.machine_id);
+            let database_state = DatabaseState::read(&self.database.client).await?;
+            let live = self.provider.machines_with_servers();
+            let has_lost_server = |it: &MachineRow| it.is_running() && !live.contains(&it.machine_id);
             let in_progress = database_state.operations.iter().any(|it| it.state == "running");
             let is_quiet = !in_progress
                 && !has_leftovers(&database_state, &live, &self.ledger)
@@ -400,7 +414,8 @@ impl World<'_> {
             {
                 self.answer_question(&operation.operation_id, &operation.machine_id, &database_state).await;
             }
-            // Booting hosts register, and resized hosts report healthy; the deadlines of the others pass.
+            // Booting hosts register, and resized hosts report that they are healthy; the deadlines of all others
+            // expire.
             for host in self.hosts().to_vec() {
                 let Some(machine) =
                     database_state.machine(&host.machine).filter(|_| live.contains(&host.machine))
@@ -416,42 +431,44 @@ impl World<'_> {
             }
             self.database.pass_time(10, false).await?;
         }
-        self.ledger.note("the platform did not settle");
-        let database_state = DatabaseState::at(&self.database.client).await?;
+        self.ledger.log("the platform did not settle");
+        let database_state = DatabaseState::read(&self.database.client).await?;
         for operation in database_state.operations.iter().filter(|it| it.state == "running") {
-            self.ledger.note(format!("under way: {operation:?}"));
+            self.ledger.log(format!("in progress: {operation:?}"));
         }
         Ok(())
     }
 }
 
-async fn send(
+async fn send_request(
     process: &Process,
     via: usize,
     ledger: &Ledger,
     planned: &PlannedRequest,
 ) -> Option<ApiResponse> {
-    let request_id = ledger.request_id();
-    let PlannedRequest { what, method, path, token, body, key, .. } = planned;
+    let request_id = ledger.next_request_id();
+    let PlannedRequest { operation, method, path, token, body, key, .. } = planned;
     let request = request(method, path, token, body.as_ref(), &request_id, key.as_deref());
     let response = process.api(request).await;
     let result =
         response.as_ref().map_or_else(|| "no response".to_owned(), |it| format!("{} {}", it.status, it.body));
-    ledger.note(format!("p{via} {what} {path} {}: {result}", key.as_deref().unwrap_or("")));
+    ledger.log(format!("p{via} {operation} {path} {}: {result}", key.as_deref().unwrap_or("")));
     if let Some(response) = &response {
-        if let ("register", 200, Some(body)) = (*what, response.status, body) {
+        if let ("register", 200, Some(body)) = (*operation, response.status, body) {
             ledger.record_registration(body);
         }
-        if let ("heartbeat", 200, Some(epoch)) = (*what, response.status, response.body["epoch"].as_u64()) {
+        if let ("heartbeat", 200, Some(epoch)) =
+            (*operation, response.status, response.body["epoch"].as_u64())
+        {
             let machine = path.split('/').nth(2).unwrap_or_default();
             ledger.record_epoch(machine, epoch as u32);
         }
         ledger.record_response(
-            RequestRecord { what, key: key.clone(), request_id, status: response.status },
+            RequestRecord { operation, key: key.clone(), request_id, status: response.status },
             response,
         );
     } else {
-        ledger.record_no_response(RequestRecord { what, key: key.clone(), request_id, status: 0 });
+        ledger.record_no_response(RequestRecord { operation, key: key.clone(), request_id, status: 0 });
     }
     response
 }

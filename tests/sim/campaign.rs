@@ -34,7 +34,7 @@ struct Fleet {
 }
 
 struct CampaignRequest {
-    what: &'static str,
+    operation: &'static str,
     method: Method,
     path: String,
     token: String,
@@ -47,7 +47,7 @@ impl Fleet {
     async fn request_until_response(&self, rng: &mut Rng, planned: &CampaignRequest) -> Option<ApiResponse> {
         for _ in 0..MAX_ATTEMPTS {
             let base = rng.pick(&self.bases.lock().unwrap_or_else(PoisonError::into_inner));
-            let request_id = self.ledger.request_id();
+            let request_id = self.ledger.next_request_id();
             let mut request = self.client.request(planned.method.clone(), format!("{base}{}", planned.path));
             request = request.bearer_auth(&planned.token).header("x-request-id", &request_id);
             if let Some(key) = &planned.key {
@@ -63,11 +63,12 @@ impl Fleet {
             };
             let completed = completed.await;
             let status = completed.as_ref().map_or(0, |response| response.status);
-            let record = RequestRecord { what: planned.what, key: planned.key.clone(), request_id, status };
+            let record =
+                RequestRecord { operation: planned.operation, key: planned.key.clone(), request_id, status };
             match completed {
                 Ok(response) => {
                     self.ledger
-                        .note(format!("{} {}: {} {}", planned.what, planned.path, status, response.body));
+                        .log(format!("{} {}: {} {}", planned.operation, planned.path, status, response.body));
                     self.ledger.record_response(record, &response);
                     if status != 503 {
                         return Some(response);
@@ -80,19 +81,19 @@ impl Fleet {
         None
     }
 
-    async fn operator(
+    async fn send_as_operator(
         &self,
         rng: &mut Rng,
-        what: &'static str,
+        operation: &'static str,
         method: Method,
         path: String,
         body: Option<Value>,
     ) -> ApiResponse {
-        let key = Some(format!("{what} {}", rng.next()));
-        let planned = CampaignRequest { what, method, path, token: SECRET.to_owned(), body, key };
+        let key = Some(format!("{operation} {}", rng.next()));
+        let planned = CampaignRequest { operation, method, path, token: SECRET.to_owned(), body, key };
         let mut other = Rng::new(rng.next());
         let (first, again) = match rng.below(3) {
-            // At the same time, on two processes.
+            // Sent concurrently, to two processes.
             0 => tokio::join!(
                 self.request_until_response(rng, &planned),
                 self.request_until_response(&mut other, &planned)
@@ -103,11 +104,12 @@ impl Fleet {
             }
             _ => (self.request_until_response(rng, &planned).await, None),
         };
-        first.or(again).unwrap_or_else(|| panic!("no response to {what}\n{}", self.stack.log()))
+        first.or(again).unwrap_or_else(|| panic!("no response to {operation}\n{}", self.stack.log()))
     }
 
-    /// One user's operator. Its requests are random, so that refusals are included.
-    async fn serve(&self, number: usize, seed: u64) -> u32 {
+    /// Sends one user's requests, as an operator would. They are random, so that some are refused. Returns their
+    /// number.
+    async fn send_requests(&self, number: usize, seed: u64) -> u32 {
         let mut rng = Rng::new(seed ^ (number as u64) << 32);
         let user = format!("user_{number}");
         let slot = json!({"idpUserId": user, "plan": "max", "status": "active"});
@@ -115,20 +117,21 @@ impl Fleet {
             "allowEmpty": true});
         let recover = json!({"idpUserId": user, "allowEmpty": true, "acceptLoss": true});
         let path = |path: &str| path.to_owned();
-        self.operator(&mut rng, "subscribe", Method::PUT, path("/vps/slots"), Some(slot.clone())).await;
-        let made = self.operator(
+        self.send_as_operator(&mut rng, "subscribe", Method::PUT, path("/vps/slots"), Some(slot.clone()))
+            .await;
+        let provisioned = self.send_as_operator(
             &mut rng,
             "provision",
             Method::POST,
             path("/vps/provision"),
             Some(provision.clone()),
         );
-        let mut machine = made.await.body["machineId"].as_str().unwrap_or_default().to_owned();
+        let mut machine = provisioned.await.body["machineId"].as_str().unwrap_or_default().to_owned();
         let mut sent = 2;
-        let mine = REQUESTS.div_ceil(USERS as u32);
-        while sent < mine {
+        let share = REQUESTS.div_ceil(USERS as u32);
+        while sent < share {
             sent += 1;
-            let (what, method, path, body) = match rng.weighted(&[3, 3, 2, 2, 2, 1]) {
+            let (operation, method, path, body) = match rng.pick_weighted(&[3, 3, 2, 2, 2, 1]) {
                 0 => ("provision", Method::POST, path("/vps/provision"), Some(provision.clone())),
                 1 => ("recover", Method::POST, path("/vps/recover"), Some(recover.clone())),
                 2 => {
@@ -138,48 +141,57 @@ impl Fleet {
                 }
                 3 => ("delete", Method::DELETE, format!("/vps/{machine}?acceptLoss=true"), None),
                 4 => {
-                    let body = Some(json!({"reason": "the campaign says so"}));
+                    let body = Some(json!({"reason": "chosen by the campaign"}));
                     ("fail", Method::POST, format!("/vps/{machine}/fail"), body)
                 }
                 _ => ("subscribe", Method::PUT, path("/vps/slots"), Some(slot.clone())),
             };
-            let response = self.operator(&mut rng, what, method, path, body).await;
+            let response = self.send_as_operator(&mut rng, operation, method, path, body).await;
             if let Some(named) = response.body["machineId"].as_str() {
                 named.clone_into(&mut machine);
             }
-            // Some follow each other closely, others find a running machine.
+            // Some requests follow each other closely; others find a running machine.
             tokio::time::sleep(Duration::from_millis(rng.pick(&[0, 50, 400, 900]))).await;
         }
         sent
     }
 
-    /// All hosts, for as long as it is polled: they register, then send heartbeats.
-    async fn hosts(&self, seed: u64) {
+    /// Runs all hosts until the future is dropped: they register, then send heartbeats.
+    async fn run_hosts(&self, seed: u64) {
         let mut rng = Rng::new(seed);
         let mut known: Vec<Host> = Vec::new();
         loop {
             for server in self.stack.provider.servers() {
                 if !known.iter().any(|host| host.server == server.name) {
-                    known.push(Host::of(&OrderedServer { name: server.name, user_data: server.user_data }));
+                    known.push(Host::from_order(&OrderedServer {
+                        name: server.name,
+                        user_data: server.user_data,
+                    }));
                 }
             }
             let newest: Vec<Host> = known.iter().rev().take(12).cloned().collect();
             for host in newest {
-                let (what, path, token, body) = if rng.percent(60) {
-                    self.ledger.record_attempt(&host.machine);
-                    ("register", "/vps/register".to_owned(), &host.registration, host.registration_body(0))
+                let (operation, path, token, body) = if rng.percent(60) {
+                    self.ledger.record_registration_attempt(&host.machine);
+                    (
+                        "register",
+                        "/vps/register".to_owned(),
+                        &host.registration_token,
+                        host.registration_body(0),
+                    )
                 } else {
                     let path = format!("/vps/{}/heartbeat", host.machine);
                     (
                         "heartbeat",
                         path,
-                        &host.upgrade,
+                        &host.upgrade_token,
                         host.heartbeat_body(self.ledger.registration(&host.machine).as_ref()),
                     )
                 };
                 let body = Some(body);
                 let token = token.clone();
-                let planned = CampaignRequest { what, method: Method::POST, path, token, body, key: None };
+                let planned =
+                    CampaignRequest { operation, method: Method::POST, path, token, body, key: None };
                 // A host without a response retries later.
                 let _ = tokio::time::timeout(
                     Duration::from_secs(1),
@@ -198,7 +210,7 @@ impl Fleet {
     }
 }
 
-/// Kills and restarts processes until stopped; then all run. Returns the number of kills.
+/// Kills and restarts processes until it is stopped; then all are running. Returns the number of kills.
 async fn kill_repeatedly(
     fleet: Arc<Fleet>,
     mut processes: Vec<Process>,
@@ -208,8 +220,8 @@ async fn kill_repeatedly(
     let mut rng = Rng::new(seed);
     let mut kills = 0;
     loop {
-        let pause = Duration::from_millis(40 + rng.below(300) as u64);
-        if tokio::time::timeout(pause, &mut end).await.is_ok() {
+        let delay = Duration::from_millis(40 + rng.below(300) as u64);
+        if tokio::time::timeout(delay, &mut end).await.is_ok() {
             return (processes, kills);
         }
         let victim = rng.below(PROCESSES);
@@ -218,14 +230,14 @@ async fn kill_repeatedly(
         tokio::time::sleep(Duration::from_millis(rng.pick(&[0, 100, 400]))).await;
         let starting = Arc::clone(&fleet);
         let started = tokio::task::spawn_blocking(move || starting.start(victim)).await;
-        processes[victim] = started.expect("it starts");
+        processes[victim] = started.expect("the process starts");
     }
 }
 
 /// Runs a campaign and returns the number of kills.
 async fn campaign(seed: u64) -> Result<u32> {
     let stack = Stack::start().await;
-    let client = client::build(Deadlines { whole: Some(Duration::from_secs(15)), ..Deadlines::CALL })?;
+    let client = client::build(Deadlines { total: Some(Duration::from_secs(15)), ..Deadlines::CALL })?;
     let bases = Mutex::new(vec![String::new(); PROCESSES]);
     let fleet = Arc::new(Fleet { stack, client, bases, ledger: Ledger::new() });
     let starting = Arc::clone(&fleet);
@@ -233,25 +245,35 @@ async fn campaign(seed: u64) -> Result<u32> {
         tokio::task::spawn_blocking(move || (0..PROCESSES).map(|n| starting.start(n)).collect()).await?;
     let (stop, stopped) = tokio::sync::oneshot::channel();
     let killer = tokio::spawn(kill_repeatedly(Arc::clone(&fleet), processes, seed, stopped));
-    let playing = Arc::clone(&fleet);
-    let hosts = tokio::spawn(async move { playing.hosts(seed).await });
+    let host_fleet = Arc::clone(&fleet);
+    let hosts = tokio::spawn(async move { host_fleet.run_hosts(seed).await });
 
-    let sent: u32 = join_all((0..USERS).map(|number| fleet.serve(number, seed))).await.into_iter().sum();
+    let sent: u32 =
+        join_all((0..USERS).map(|number| fleet.send_requests(number, seed))).await.into_iter().sum();
     let _ = stop.send(());
     let (_processes, kills) = killer.await?;
     assert!(sent >= REQUESTS && kills > 3, "{sent} requests, {kills} kills");
 
     let database = fleet.stack.database.connect().await?;
-    let times = Times::of(&database).await?;
-    let came = settle(&fleet, &database, &times).await?;
+    let times = Times::read(&database).await?;
+    let has_settled = settle(&fleet, &database, &times).await?;
     hosts.abort();
-    let database_state = DatabaseState::at(&database).await?;
-    let live = live(&fleet.stack);
-    let known = CallerView::of(&fleet.ledger);
-    let mut found = check::always(&database_state, &mut Observations::default(), &fleet.ledger, &known);
-    found.extend(check::settled(&database_state, &live, &snapshot::audit(&database).await?, &fleet.ledger));
+    let database_state = DatabaseState::read(&database).await?;
+    let live = machines_with_servers(&fleet.stack);
+    let known = CallerView::from_ledger(&fleet.ledger);
+    let mut found = check::check_always(&database_state, &mut Observations::default(), &fleet.ledger, &known);
+    found.extend(check::check_settled(
+        &database_state,
+        &live,
+        &snapshot::read_audit(&database).await?,
+        &fleet.ledger,
+    ));
     let log = || format!("{}\n{}", fleet.ledger.lines().join("\n"), fleet.stack.log());
-    assert!(came && found.is_empty(), "seed {seed} broke {found:?}\n{database_state:#?}\n{}", log());
+    assert!(
+        has_settled && found.is_empty(),
+        "seed {seed} violated {found:?}\n{database_state:#?}\n{}",
+        log()
+    );
     for machine in database_state.machines.iter().filter(|machine| machine.is_running()) {
         let servers = live.iter().filter(|id| **id == machine.machine_id).count();
         assert_eq!(servers, 1, "{machine:?}\n{}", log());
@@ -264,20 +286,22 @@ async fn campaign(seed: u64) -> Result<u32> {
     Ok(kills)
 }
 
-fn live(stack: &Stack) -> Vec<String> {
+fn machines_with_servers(stack: &Stack) -> Vec<String> {
     let machine = |server: kit::provider::ServerView| server.labels.get("svc-machine").cloned();
     stack.provider.servers().into_iter().filter_map(machine).collect()
 }
 
-/// Waits until no operation is open and no server is left over, while it advances the time.
+/// Advances the time until no operation is open and no server remains to be deleted. Returns whether that was reached.
 async fn settle(fleet: &Fleet, database: &tokio_postgres::Client, times: &Times) -> Result<bool> {
     for _ in 0..300 {
-        let database_state = DatabaseState::at(database).await.context("read the database state")?;
+        let database_state = DatabaseState::read(database).await.context("read the database state")?;
         let in_progress = database_state.operations.iter().any(|operation| operation.state == "running");
-        if !in_progress && !check::has_leftovers(&database_state, &live(&fleet.stack), &fleet.ledger) {
+        if !in_progress
+            && !check::has_leftovers(&database_state, &machines_with_servers(&fleet.stack), &fleet.ledger)
+        {
             return Ok(true);
         }
-        times.pass(database, 3, false).await?;
+        times.advance(database, 3, false).await?;
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     Ok(false)

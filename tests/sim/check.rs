@@ -1,9 +1,9 @@
-//! The invariants, checked from outside: the database, the provider's state, the store, and the responses to callers.
+//! Checks the invariants from outside: on the database, the provider's state, the store, and the responses to callers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::ledger::Ledger;
-use super::snapshot::{AuditSeen, DatabaseState, MachineSeen};
+use super::snapshot::{AuditRow, DatabaseState, MachineRow};
 use super::violation::Violation;
 
 /// Earlier observations, for invariants that span several states.
@@ -16,65 +16,73 @@ pub struct Observations {
     highest: BTreeMap<String, u32>,
 }
 
-/// The knowledge of callers before an observation.
+/// The operations and ended machines that callers knew of before an observation.
 pub struct CallerView {
     pub operations: BTreeSet<String>,
     pub ended: BTreeSet<String>,
 }
 
 impl CallerView {
-    pub fn of(ledger: &Ledger) -> Self {
-        Self { operations: ledger.operations(), ended: ledger.ended() }
+    pub fn from_ledger(ledger: &Ledger) -> Self {
+        Self { operations: ledger.operations(), ended: ledger.ended_machines() }
     }
 }
 
 /// The invariants that hold at every instant.
-pub fn always(
+pub fn check_always(
     database_state: &DatabaseState,
-    memory: &mut Observations,
+    observations: &mut Observations,
     ledger: &Ledger,
     known: &CallerView,
 ) -> BTreeSet<Violation> {
     let mut found = ledger.violations();
-    let mut hold = |holds: bool, violation| {
+    let mut require = |holds: bool, violation| {
         if !holds {
             found.insert(violation);
         }
     };
-    let registrations = ledger.registrations();
+    let registrations = ledger.registration_attempts();
     let mut active = BTreeMap::<String, u32>::new();
     for machine in &database_state.machines {
         if machine.is_active() {
             *active.entry(machine.prefix()).or_default() += 1;
         }
         let running = machine.is_running();
-        hold(!running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
+        require(!running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
         let waits = machine.is_booting() || (machine.is_active() && machine.status == "resizing");
-        hold(!waits || database_state.is_in_progress(&machine.machine_id), Violation::Stuck);
+        require(
+            !waits || database_state.is_in_progress(&machine.machine_id),
+            Violation::WaitsWithoutOperation,
+        );
         let ended =
-            known.ended.contains(&machine.machine_id) && !memory.is_reinstated(machine, database_state);
-        hold(
-            memory.has_stayed(machine, database_state) && !(ended && machine.is_active()),
-            Violation::CameBack,
+            known.ended.contains(&machine.machine_id) && !observations.is_reinstated(machine, database_state);
+        require(
+            observations.has_stayed_ended(machine, database_state) && !(ended && machine.is_active()),
+            Violation::BecameActiveAgain,
         );
     }
-    hold(active.values().all(|count| *count == 1), Violation::TwoActiveMachinesOfOneSlot);
-    hold(memory.epochs_grow(database_state), Violation::EpochDidNotGrow);
-    let there: BTreeSet<&str> = database_state.operations.iter().map(|it| it.operation_id.as_str()).collect();
-    hold(known.operations.iter().all(|id| there.contains(id.as_str())), Violation::AcceptedAndForgotten);
+    require(active.values().all(|count| *count == 1), Violation::TwoActiveMachinesOfOneSlot);
+    require(observations.epochs_grow(database_state), Violation::EpochDidNotGrow);
+    let present: BTreeSet<&str> =
+        database_state.operations.iter().map(|it| it.operation_id.as_str()).collect();
+    require(
+        known.operations.iter().all(|id| present.contains(id.as_str())),
+        Violation::AcceptedOperationLost,
+    );
     found
 }
 
 impl Observations {
-    fn has_stayed(&mut self, machine: &MachineSeen, database_state: &DatabaseState) -> bool {
+    fn has_stayed_ended(&mut self, machine: &MachineRow, database_state: &DatabaseState) -> bool {
         let now = (machine.status.clone(), machine.retired_at.is_some(), machine.deleted_at.is_some());
-        // Only a reinstatement leads out of an end, under a higher epoch; a deletion also ends a replaced machine.
+        // Only a reinstatement, under a higher epoch, makes an ended machine active again. A replaced machine may also
+        // be deleted.
         if let Some(ended) = self.ended.get(&machine.machine_id) {
             let is_deleted_too = !machine.is_active() && machine.deleted_at.is_some();
             if *ended == now || is_deleted_too {
                 return true;
             }
-            // It may have ended again since.
+            // The machine may have ended again since then.
             let comes_back = self.is_reinstated(machine, database_state);
             self.ended.remove(&machine.machine_id);
             return comes_back;
@@ -85,19 +93,18 @@ impl Observations {
         true
     }
 
-    /// Whether its slot was given back to it, as its epoch shows: higher than when first observed, or than that of a
+    /// Whether the machine got its slot back: its epoch is higher than when first observed, or than the epoch of a
     /// later machine.
-    fn is_reinstated(&self, machine: &MachineSeen, database_state: &DatabaseState) -> bool {
-        let made_after = |other: &&MachineSeen| {
-            other.prefix() == machine.prefix() && other.machine_id > machine.machine_id
-        };
+    fn is_reinstated(&self, machine: &MachineRow, database_state: &DatabaseState) -> bool {
+        let is_later =
+            |other: &&MachineRow| other.prefix() == machine.prefix() && other.machine_id > machine.machine_id;
         self.epochs.get(&machine.machine_id).is_some_and(|(first, _)| machine.epoch > *first)
-            || database_state.machines.iter().filter(made_after).any(|other| other.epoch < machine.epoch)
+            || database_state.machines.iter().filter(is_later).any(|other| other.epoch < machine.epoch)
     }
 
     fn epochs_grow(&mut self, database_state: &DatabaseState) -> bool {
         let mut grow = true;
-        let mut seen: Vec<&MachineSeen> = database_state.machines.iter().collect();
+        let mut seen: Vec<&MachineRow> = database_state.machines.iter().collect();
         seen.sort_by_key(|machine| machine.epoch);
         for machine in seen {
             let first = self.epochs.get(&machine.machine_id).map(|(first, _)| *first);
@@ -117,7 +124,7 @@ impl Observations {
 
 /// No server of a new machine exists before its slot's fence. A reinstated machine gets its new epoch first, and
 /// writes nothing under it before the fence.
-pub fn fenced(
+pub fn check_fences(
     database_state: &DatabaseState,
     live: &[String],
     fences: &BTreeMap<String, u32>,
@@ -135,11 +142,11 @@ pub fn fenced(
     found
 }
 
-/// Additional invariants once everything has settled and no fault remains.
-pub fn settled(
+/// Additional invariants that hold once the run has settled and no fault remains.
+pub fn check_settled(
     database_state: &DatabaseState,
     live: &[String],
-    audit: &[AuditSeen],
+    audit: &[AuditRow],
     ledger: &Ledger,
 ) -> BTreeSet<Violation> {
     let mut found = BTreeSet::new();
@@ -147,7 +154,7 @@ pub fn settled(
         found.insert(Violation::OperationNeverEnds);
     }
     if live.iter().any(|id| is_stray(database_state, live, ledger, id)) {
-        found.insert(Violation::Orphan);
+        found.insert(Violation::OrphanedServer);
     }
     if database_state.machines.iter().any(|it| it.is_running() && !live.contains(&it.machine_id)) {
         found.insert(Violation::RunsWithoutServer);
@@ -158,14 +165,14 @@ pub fn settled(
     found
 }
 
-/// Whether deletions are suspended: a restored database has forgotten a server, so an operator must decide.
-pub fn holds_deletions(database_state: &DatabaseState, live: &[String], ledger: &Ledger) -> bool {
+/// Whether deletions are suspended: the restored database does not have a server, so an operator must decide.
+pub fn are_deletions_suspended(database_state: &DatabaseState, live: &[String], ledger: &Ledger) -> bool {
     ledger.was_restored() && live.iter().any(|id| database_state.machine(id).is_none())
 }
 
 /// Whether a server must be deleted.
 pub fn is_stray(database_state: &DatabaseState, live: &[String], ledger: &Ledger, machine: &str) -> bool {
-    if holds_deletions(database_state, live, ledger) {
+    if are_deletions_suspended(database_state, live, ledger) {
         return false;
     }
     database_state
@@ -173,29 +180,29 @@ pub fn is_stray(database_state: &DatabaseState, live: &[String], ledger: &Ledger
         .is_none_or(|machine| !machine.is_active() && !database_state.is_kept(machine))
 }
 
-/// Whether a server that must be deleted still exists, or a deletion is still to come.
+/// Whether a server that must be deleted still exists, or a deletion is pending.
 pub fn has_leftovers(database_state: &DatabaseState, live: &[String], ledger: &Ledger) -> bool {
     let strays = live.iter().filter(|id| is_stray(database_state, live, ledger, id));
-    let to_come = database_state.machines.iter().filter(|machine| {
+    let pending = database_state.machines.iter().filter(|machine| {
         machine.server_deleted_at.is_none() && is_stray(database_state, live, ledger, &machine.machine_id)
     });
-    strays.count() + to_come.count() > 0
+    strays.count() + pending.count() > 0
 }
 
-/// Exactly one row for each change, and none for a replayed response.
-fn is_complete(database_state: &DatabaseState, audit: &[AuditSeen], ledger: &Ledger) -> bool {
-    let rows = |actions: &[&str], of: &dyn Fn(&AuditSeen) -> bool| {
+/// Whether the audit has exactly one row for each change, and none for a replayed response.
+fn is_complete(database_state: &DatabaseState, audit: &[AuditRow], ledger: &Ledger) -> bool {
+    let rows = |actions: &[&str], of: &dyn Fn(&AuditRow) -> bool| {
         audit.iter().filter(|row| actions.contains(&row.action.as_str()) && of(row)).count()
     };
     let machines = database_state.machines.iter().all(|machine| {
         let id = &machine.machine_id;
-        let made = |row: &AuditSeen| {
+        let made = |row: &AuditRow| {
             row.after.as_ref().is_some_and(|after| after["machineId"].as_str() == Some(id.as_str()))
         };
-        let target = |row: &AuditSeen| row.target == *id;
+        let target = |row: &AuditRow| row.target == *id;
         let deleted = usize::from(machine.deleted_at.is_some());
         let deletions = rows(&["delete", "preview.expired", "delete.predecessor"], &target);
-        // A deletion may have been undone, also by abandoning its operation.
+        // A deletion may have been undone, either directly or by abandoning its operation.
         let undone = rows(&["undelete"], &target) + rows(&["operation.abandon"], &|_| true);
         rows(&["provision", "recover"], &made) == 1
             && (deleted..=deleted + undone).contains(&deletions)
@@ -206,21 +213,22 @@ fn is_complete(database_state: &DatabaseState, audit: &[AuditSeen], ledger: &Led
     let failed = database_state.machines.iter().filter(|it| it.failure_cause.as_deref() == Some("operator"));
     let failed =
         failed.into_iter().all(|machine| rows(&["fail"], &|row| row.target == machine.machine_id) > 0);
-    machines && resizes && failed && is_once_for_each(audit, ledger)
+    machines && resizes && failed && has_one_row_per_request(audit, ledger)
 }
 
-/// No request has two rows, nor do all requests with one key; and an accepted subscription has one.
-fn is_once_for_each(audit: &[AuditSeen], ledger: &Ledger) -> bool {
+/// Whether each request, and all requests with the same key together, have at most one row, and an accepted
+/// subscription has exactly one.
+fn has_one_row_per_request(audit: &[AuditRow], ledger: &Ledger) -> bool {
     let mut groups = BTreeMap::<String, (bool, Vec<String>)>::new();
     for record in ledger.records() {
         let group = record.key.unwrap_or_else(|| record.request_id.clone());
         let (accepted, requests) = groups.entry(group).or_default();
-        *accepted |= record.what == "subscribe" && record.status == 200;
+        *accepted |= record.operation == "subscribe" && record.status == 200;
         requests.push(record.request_id);
     }
     groups.values().all(|(accepted, requests)| {
         // A change for another machine of the slot, or for its data, has a separate row.
-        let follows = |row: &&AuditSeen| {
+        let follows = |row: &&AuditRow| {
             matches!(row.action.as_str(), "delete.predecessor" | "reinstate" | "last_backup.loss_accepted")
         };
         let of_requests = audit.iter().filter(|row| requests.contains(&row.request_id));

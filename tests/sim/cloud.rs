@@ -1,7 +1,7 @@
 //! An in-memory provider: its state, its rules, and the faults of a plan.
 //!
-//! It replaces the adapter and the kit's simulator in most runs, because an HTTP exchange in a dev build costs as
-//! much as a whole step; `wire` runs the same plans through both.
+//! It replaces the adapter and the kit's simulator in most runs, because an HTTP exchange in a dev build costs as much
+//! as a whole step; with `Parts::Wire`, plans run through both.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -35,7 +35,7 @@ pub struct OrderedServer {
 }
 
 pub struct Cloud {
-    books: Mutex<CloudState>,
+    state: Mutex<CloudState>,
     broken: Option<BrokenRule>,
 }
 
@@ -43,13 +43,13 @@ pub struct Cloud {
 struct CloudState {
     next: i64,
     servers: BTreeMap<i64, Server>,
-    actions: BTreeMap<i64, Pending>,
-    made: Vec<OrderedServer>,
+    actions: BTreeMap<i64, PendingAction>,
+    created: Vec<OrderedServer>,
     faults: Vec<(Call, CloudFault, u8)>,
-    doubles: bool,
+    had_duplicate: bool,
 }
 
-struct Pending {
+struct PendingAction {
     action: Action,
     server: i64,
     ends: Instant,
@@ -65,81 +65,84 @@ enum Effect {
 
 impl Cloud {
     pub fn new(broken: Option<BrokenRule>) -> Arc<Self> {
-        Arc::new(Self { books: Mutex::default(), broken })
+        Arc::new(Self { state: Mutex::default(), broken })
     }
 
     pub fn fault(&self, call: Call, fault: CloudFault, times: u8) {
-        self.books().faults.push((call, fault, times));
+        self.state().faults.push((call, fault, times));
     }
 
     pub fn heal(&self) {
-        self.books().faults.clear();
+        self.state().faults.clear();
     }
 
-    /// The machines that have a server now, from its label.
-    pub fn live(&self) -> Vec<String> {
+    /// The machines that currently have a server, from the servers' labels.
+    pub fn machines_with_servers(&self) -> Vec<String> {
         let machine = |server: &Server| server.labels.get(MACHINE_LABEL).cloned().unwrap_or_default();
-        self.books().servers.values().map(machine).collect()
+        self.state().servers.values().map(machine).collect()
     }
 
-    /// Those whose servers are switched on.
-    pub fn on(&self) -> Vec<String> {
-        let books = self.books();
-        let on = books.servers.values().filter(|server| server.status == ServerStatus::Running);
+    /// The machines whose servers are powered on.
+    pub fn powered_on(&self) -> Vec<String> {
+        let state = self.state();
+        let on = state.servers.values().filter(|server| server.status == ServerStatus::Running);
         on.filter_map(|server| server.labels.get(MACHINE_LABEL).cloned()).collect()
     }
 
     /// Every server ever created, the oldest first.
-    pub fn made(&self) -> Vec<OrderedServer> {
-        self.books().made.clone()
+    pub fn created_servers(&self) -> Vec<OrderedServer> {
+        self.state().created.clone()
     }
 
     /// Whether a machine ever had two servers at a time.
-    pub fn had_doubles(&self) -> bool {
-        self.books().doubles
+    pub fn had_duplicate(&self) -> bool {
+        self.state().had_duplicate
     }
 
     pub fn vanish(&self, name: &str) {
-        self.books().servers.retain(|_, server| server.name != name);
+        self.state().servers.retain(|_, server| server.name != name);
     }
 
-    fn books(&self) -> MutexGuard<'_, CloudState> {
-        let mut books = self.books.lock().unwrap_or_else(PoisonError::into_inner);
-        books.settle();
-        books
+    fn state(&self) -> MutexGuard<'_, CloudState> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.settle();
+        state
     }
 
     fn fault_of(&self, call: Call) -> Option<CloudFault> {
-        let mut books = self.books();
+        let mut state = self.state();
         // Names matter after a lost response, which few plans contain.
-        if self.broken == Some(BrokenRule::NamesRepeat) && call == Call::Create && books.next % 2 == 0 {
+        if self.broken == Some(BrokenRule::ProviderAcceptsDuplicateNames)
+            && call == Call::Create
+            && state.next % 2 == 0
+        {
             return Some(CloudFault::LostReply);
         }
-        let at = books.faults.iter().position(|(known, _, _)| *known == call)?;
-        let fault = books.faults[at].1;
-        books.faults[at].2 -= 1;
-        if books.faults[at].2 == 0 {
-            books.faults.remove(at);
+        let at = state.faults.iter().position(|(known, _, _)| *known == call)?;
+        let fault = state.faults[at].1;
+        state.faults[at].2 -= 1;
+        if state.faults[at].2 == 0 {
+            state.faults.remove(at);
         }
         Some(fault)
     }
 
     /// Whether the next list is incomplete.
     fn is_partial(&self) -> bool {
-        let next = |books: &CloudState| {
-            books.faults.iter().find(|(call, _, _)| *call == Call::DatabaseState).map(|found| found.1)
+        let next = |state: &CloudState| {
+            state.faults.iter().find(|(call, _, _)| *call == Call::Read).map(|found| found.1)
         };
-        next(&self.books()) == Some(CloudFault::Partial)
+        next(&self.state()) == Some(CloudFault::Partial)
     }
 
     fn order(&self, order: &ServerOrder) -> Result<Server, ProviderError> {
-        let unique = self.broken != Some(BrokenRule::NamesRepeat);
-        let mut books = self.books();
-        if unique && books.servers.values().any(|server| server.name == order.name) {
+        let unique = self.broken != Some(BrokenRule::ProviderAcceptsDuplicateNames);
+        let mut state = self.state();
+        if unique && state.servers.values().any(|server| server.name == order.name) {
             return Err(failure("create server", ErrorKind::Conflict, 409, "uniqueness_error"));
         }
-        books.next += 1;
-        let id = books.next;
+        state.next += 1;
+        let id = state.next;
         let server = Server {
             id: ServerId(id),
             name: order.name.clone(),
@@ -150,13 +153,13 @@ impl Cloud {
             labels: order.labels.clone(),
             locked: false,
         };
-        books.made.push(OrderedServer {
+        state.created.push(OrderedServer {
             name: order.name.clone(),
             user_data: order.user_data.expose_secret().to_owned(),
         });
         let label = |server: &Server| server.labels.get(MACHINE_LABEL).cloned();
-        books.doubles |= books.servers.values().any(|known| label(known) == label(&server));
-        books.servers.insert(id, server.clone());
+        state.had_duplicate |= state.servers.values().any(|known| label(known) == label(&server));
+        state.servers.insert(id, server.clone());
         Ok(server)
     }
 
@@ -169,23 +172,28 @@ impl Cloud {
         call: &'static str,
         found: impl FnOnce(&CloudState) -> T,
     ) -> Result<T, ProviderError> {
-        match self.fault_of(Call::DatabaseState) {
+        match self.fault_of(Call::Read) {
             Some(CloudFault::RateLimited) => {
                 Err(failure(call, ErrorKind::Transient, 429, "rate_limit_exceeded"))
             }
             Some(CloudFault::ServerError) => Err(failure(call, ErrorKind::Transient, 503, "")),
             Some(CloudFault::Slow) => {
                 tokio::time::sleep(SLOW_DELAY).await;
-                Ok(found(&self.books()))
+                Ok(found(&self.state()))
             }
-            _ => Ok(found(&self.books())),
+            _ => Ok(found(&self.state())),
         }
     }
 
-    async fn act(&self, call: &'static str, id: ServerId, effect: Effect) -> Result<Action, ProviderError> {
+    async fn start_action(
+        &self,
+        call: &'static str,
+        id: ServerId,
+        effect: Effect,
+    ) -> Result<Action, ProviderError> {
         let unclear =
             if matches!(effect, Effect::Type(_)) { ErrorKind::Ambiguous } else { ErrorKind::Transient };
-        let fault = self.fault_of(Call::Act);
+        let fault = self.fault_of(Call::Action);
         match fault {
             Some(CloudFault::RateLimited) => {
                 return Err(failure(call, ErrorKind::Transient, 429, "rate_limit_exceeded"));
@@ -196,7 +204,7 @@ impl Cloud {
             }
             _ => {}
         }
-        let begun = self.books().begin(call, id, effect, fault == Some(CloudFault::ActionError));
+        let begun = self.state().begin(call, id, effect, fault == Some(CloudFault::ActionError));
         match fault {
             Some(CloudFault::Slow) => {
                 tokio::time::sleep(SLOW_DELAY).await;
@@ -260,7 +268,7 @@ impl CloudState {
         self.next += 1;
         let action =
             Action { id: ActionId(self.next), command: call.to_owned(), status: ActionStatus::Running };
-        let pending = Pending {
+        let pending = PendingAction {
             action: action.clone(),
             server: id.0,
             ends: Instant::now() + ACTION_DURATION,
@@ -277,7 +285,7 @@ fn disk_of(server_type: &ServerType) -> Option<u32> {
 }
 
 fn failure(call: &'static str, kind: ErrorKind, status: u16, code: &str) -> ProviderError {
-    let cause = Cause::Response { status, code: code.to_owned(), message: "a fault of the plan".to_owned() };
+    let cause = Cause::Response { status, code: code.to_owned(), message: "a planned fault".to_owned() };
     ProviderError::new(call, kind, cause)
 }
 
@@ -305,7 +313,7 @@ impl Provider for SharedCloud {
                 let (cloud, order) = (Arc::clone(&self.0), order.clone());
                 tokio::spawn(async move {
                     tokio::time::sleep(LATE_DELAY).await;
-                    // Another order was faster, so the name is taken.
+                    // Fails if another order has already taken the name.
                     let _ = cloud.order(&order);
                 });
                 Err(failure(CALL, ErrorKind::Ambiguous, 504, ""))
@@ -322,29 +330,35 @@ impl Provider for SharedCloud {
     }
 
     async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError> {
-        let blind = matches!(self.0.broken, Some(BrokenRule::NamesRepeat | BrokenRule::NothingIsDeleted));
-        let named = |server: &&Server| server.name == name && !blind;
-        self.0.call_read("find server", |books| books.servers.values().find(named).cloned()).await
+        let finds_nothing = matches!(
+            self.0.broken,
+            Some(BrokenRule::ProviderAcceptsDuplicateNames | BrokenRule::ProviderDeletesNothing)
+        );
+        let named = |server: &&Server| server.name == name && !finds_nothing;
+        self.0.call_read("find server", |state| state.servers.values().find(named).cloned()).await
     }
 
     async fn find_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {
         let (label, value) = selector.split_once('=').map_or((selector, None), |(l, v)| (l, Some(v)));
-        let blind = matches!(self.0.broken, Some(BrokenRule::NamesRepeat | BrokenRule::NothingIsDeleted));
+        let finds_nothing = matches!(
+            self.0.broken,
+            Some(BrokenRule::ProviderAcceptsDuplicateNames | BrokenRule::ProviderDeletesNothing)
+        );
         let chosen = |server: &&Server| {
             let found = server.labels.get(label);
-            !blind && found.is_some_and(|found| value.is_none_or(|value| value == found))
+            !finds_nothing && found.is_some_and(|found| value.is_none_or(|value| value == found))
         };
         let partial = self.0.is_partial();
         let every_other = |(nth, _): &(usize, Server)| !partial || nth % 2 == 1;
         let all: Vec<Server> = self
             .0
-            .call_read("list servers", |books| books.servers.values().filter(chosen).cloned().collect())
+            .call_read("list servers", |state| state.servers.values().filter(chosen).cloned().collect())
             .await?;
         Ok(all.into_iter().enumerate().filter(every_other).map(|(_, server)| server).collect())
     }
 
     async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError> {
-        self.0.call_read("get server", |books| books.servers.get(&id.0).cloned()).await
+        self.0.call_read("get server", |state| state.servers.get(&id.0).cloned()).await
     }
 
     async fn delete(&self, id: ServerId) -> Result<Deleted, ProviderError> {
@@ -358,48 +372,48 @@ impl Provider for SharedCloud {
             Some(CloudFault::Locked) => return Err(failure(CALL, ErrorKind::Transient, 423, "locked")),
             _ => {}
         }
-        if self.0.broken == Some(BrokenRule::NothingIsDeleted) {
+        if self.0.broken == Some(BrokenRule::ProviderDeletesNothing) {
             return Ok(Deleted::Done);
         }
-        let there = {
-            let mut books = self.0.books();
-            if books.servers.get(&id.0).is_some_and(|server| server.locked) {
+        let existed = {
+            let mut state = self.0.state();
+            if state.servers.get(&id.0).is_some_and(|server| server.locked) {
                 return Err(failure(CALL, ErrorKind::Transient, 423, "locked"));
             }
-            books.servers.remove(&id.0).is_some()
+            state.servers.remove(&id.0).is_some()
         };
         match fault {
             Some(CloudFault::LostReply) => return Err(failure(CALL, ErrorKind::Transient, 504, "")),
             Some(CloudFault::Slow) => tokio::time::sleep(SLOW_DELAY).await,
             _ => {}
         }
-        Ok(if there { Deleted::Done } else { Deleted::WasAbsent })
+        Ok(if existed { Deleted::Done } else { Deleted::WasAbsent })
     }
 
     async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {
         let found =
-            self.0.call_read("get action", |books| books.actions.get(&id.0).map(|it| it.action.clone()));
+            self.0.call_read("get action", |state| state.actions.get(&id.0).map(|it| it.action.clone()));
         found.await?.ok_or_else(|| failure("get action", ErrorKind::NotFound, 404, "not_found"))
     }
 
     async fn power_on(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.0.act("poweron", id, Effect::Power(ServerStatus::Running)).await
+        self.0.start_action("poweron", id, Effect::Power(ServerStatus::Running)).await
     }
 
     async fn power_off(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.0.act("poweroff", id, Effect::Power(ServerStatus::Off)).await
+        self.0.start_action("poweroff", id, Effect::Power(ServerStatus::Off)).await
     }
 
     async fn shutdown(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.0.act("shutdown", id, Effect::Power(ServerStatus::Off)).await
+        self.0.start_action("shutdown", id, Effect::Power(ServerStatus::Off)).await
     }
 
     async fn reboot(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.0.act("reboot", id, Effect::Power(ServerStatus::Running)).await
+        self.0.start_action("reboot", id, Effect::Power(ServerStatus::Running)).await
     }
 
     async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError> {
-        self.0.act("change_type", id, Effect::Type(to.clone())).await
+        self.0.start_action("change_type", id, Effect::Type(to.clone())).await
     }
 
     async fn has_location(&self, _: &Location) -> Result<bool, ProviderError> {
@@ -422,6 +436,6 @@ impl Provider for SharedCloud {
     }
 
     async fn count_servers(&self) -> Result<u64, ProviderError> {
-        self.0.call_read("count servers", |books| books.servers.len() as u64).await
+        self.0.call_read("count servers", |state| state.servers.len() as u64).await
     }
 }

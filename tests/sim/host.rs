@@ -1,4 +1,4 @@
-//! A host at the protocol level: configured by its user-data, with backups by the production store code.
+//! A host at the protocol level: it is configured by its user-data, and backs up with the production store code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use svc::store::{Bucket, pointer_io};
 
 use super::cloud::OrderedServer;
 use super::rows::Rows;
-use super::store::{Store, View};
+use super::store::{Store, StoreConnection};
 use super::violation::BrokenRule;
 
 pub const DIGEST: &str = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8";
@@ -32,9 +32,9 @@ pub struct Host {
     pub user: String,
     pub slot: String,
     pub epoch: u32,
-    pub registration: String,
-    pub upgrade: String,
-    pub restore: String,
+    pub registration_token: String,
+    pub upgrade_token: String,
+    pub restore_mode: String,
 }
 
 /// The content of a snapshot, in place of a dump.
@@ -45,8 +45,8 @@ struct Dump {
 }
 
 impl Host {
-    pub fn of(made: &OrderedServer) -> Self {
-        let text = made.user_data.strip_prefix("#cloud-config\n").expect("cloud-config");
+    pub fn from_order(order: &OrderedServer) -> Self {
+        let text = order.user_data.strip_prefix("#cloud-config\n").expect("cloud-config");
         let config: Value = serde_json::from_str(text).expect("JSON");
         let mut variables: BTreeMap<String, String> = BTreeMap::new();
         for file in config["write_files"].as_array().expect("files") {
@@ -56,21 +56,21 @@ impl Host {
                     .extend(parse_env_file(file["content"].as_str().expect("text")).expect("an env file"));
             }
         }
-        let take =
+        let variable =
             |name: &str| variables.get(name).cloned().unwrap_or_else(|| panic!("user-data without {name}"));
         Self {
-            server: made.name.clone(),
-            machine: take("SVC_MACHINE_ID"),
-            user: take("SVC_USER_ID"),
-            slot: take("SVC_SLOT"),
-            epoch: take("SVC_EPOCH").parse().expect("a number"),
-            registration: take("REGISTRATION_TOKEN"),
-            upgrade: take("UPGRADE_TOKEN"),
-            restore: take("SVC_RESTORE_MODE"),
+            server: order.name.clone(),
+            machine: variable("SVC_MACHINE_ID"),
+            user: variable("SVC_USER_ID"),
+            slot: variable("SVC_SLOT"),
+            epoch: variable("SVC_EPOCH").parse().expect("a number"),
+            registration_token: variable("REGISTRATION_TOKEN"),
+            upgrade_token: variable("UPGRADE_TOKEN"),
+            restore_mode: variable("SVC_RESTORE_MODE"),
         }
     }
 
-    /// Bodies differ by the host's key, which survives a reboot of the same disk.
+    /// The body of a registration. Bodies differ in the host's key, which is kept when the same disk is rebooted.
     pub fn registration_body(&self, body: u8) -> Value {
         json!({"machineId": self.machine, "imageVersion": "v1", "bundleSha256": DIGEST,
             "tlsSpkiSha256": format!("{:064x}", u32::from(body) + 1), "bootMs": 1234})
@@ -85,16 +85,16 @@ impl Host {
         format!("{}/{}", self.user, self.slot)
     }
 
-    /// Restores the slot's latest snapshot, once for each disk; `false` if that is not possible now.
+    /// Restores the slot's latest snapshot, once per disk. Returns `false` if that is currently not possible.
     pub async fn boot(&self, store: &Arc<Store>, rows: &Rows) -> anyhow::Result<bool> {
-        if rows.on_disk(&self.machine).is_some() {
+        if rows.rows_on_disk(&self.machine).is_some() {
             return Ok(true);
         }
-        let bucket = Bucket::new(Arc::new(View { store: Arc::clone(store), switch: None }));
+        let bucket = Bucket::new(Arc::new(StoreConnection { store: Arc::clone(store), switch: None }));
         let slot = SlotPrefix::new(&self.user.parse()?, &self.slot.parse()?);
-        let restored = match (snapshot::latest(&bucket, &slot).await, self.restore.as_str()) {
+        let restored = match (snapshot::latest(&bucket, &slot).await, self.restore_mode.as_str()) {
             (Ok(named), _) => {
-                let path = slot.snapshot(&named.key).expect("a key of ours");
+                let path = slot.snapshot(&named.key).expect("the key of a snapshot");
                 let dump = bucket.raw().get(&path).await?.bytes().await?;
                 serde_json::from_slice::<Dump>(&dump)?.rows
             }
@@ -105,7 +105,7 @@ impl Host {
         Ok(true)
     }
 
-    /// Dump, side record and pointer, in that order, as in the backup job; it may break off in between.
+    /// Stores dump, side record and pointer, in the order of the backup job; may stop in between.
     pub async fn back_up(
         self,
         store: Arc<Store>,
@@ -126,32 +126,34 @@ impl Host {
         stops_after: Option<u8>,
         broken: Option<BrokenRule>,
     ) -> anyhow::Result<&'static str> {
-        let bucket = Bucket::new(Arc::new(View { store: Arc::clone(store), switch: None }));
+        let bucket = Bucket::new(Arc::new(StoreConnection { store: Arc::clone(store), switch: None }));
         let slot = SlotPrefix::new(&self.user.parse()?, &self.slot.parse()?);
         let (at, epoch) = (svc::clock::now_ms(), Epoch(self.epoch));
         let key = snapshot_key(at, epoch);
         if !self.boot(store, rows).await? {
             return Ok("no data restored yet");
         }
-        let dump =
-            Dump { machine: self.machine.clone(), rows: rows.on_disk(&self.machine).unwrap_or_default() };
+        let dump = Dump {
+            machine: self.machine.clone(),
+            rows: rows.rows_on_disk(&self.machine).unwrap_or_default(),
+        };
         let content = Bytes::from(serde_json::to_vec(&dump)?);
-        let path = slot.snapshot(&key).expect("a key of ours");
+        let path = slot.snapshot(&key).expect("the key of a snapshot");
         let mut upload = Upload::begin(&bucket, &path, PartLayout::for_max_bytes(1 << 20)).await?;
         upload.push(content.clone()).await?;
         let etag = upload.complete().await?.e_tag;
         if stops_after == Some(1) {
-            return Ok("broke off after the dump");
+            return Ok("stopped after the dump");
         }
         let side = self.side_record(key, &content, at);
         if broken == Some(BrokenRule::HostDoesNotVerify) {
-            write_pointer_unchecked(&bucket, &slot, &named(&side)).await?;
-            return Ok("moved the pointer too soon");
+            write_pointer_unchecked(&bucket, &slot, &snapshot_ref(&side)).await?;
+            return Ok("moved the pointer too early");
         }
-        let recorded = snapshot::record(&bucket, &slot, &side, etag).await?;
-        rows.saved(&self.prefix(), dump.rows);
+        let recorded = snapshot::write_side_record(&bucket, &slot, &side, etag).await?;
+        rows.record_snapshot(&self.prefix(), dump.rows);
         if stops_after == Some(2) {
-            return Ok("broke off after the side record");
+            return Ok("stopped after the side record");
         }
         if broken == Some(BrokenRule::HostIgnoresFence) {
             write_pointer_unchecked(&bucket, &slot, recorded.named()).await?;
@@ -180,7 +182,7 @@ impl Host {
     }
 }
 
-fn named(side: &SideRecord) -> SnapshotRef {
+fn snapshot_ref(side: &SideRecord) -> SnapshotRef {
     SnapshotRef {
         key: side.key.clone(),
         size_bytes: side.size_bytes,

@@ -12,7 +12,7 @@ use super::violation::Violation;
 /// A request with the status of its response.
 #[derive(Debug, Clone)]
 pub struct RequestRecord {
-    pub what: &'static str,
+    pub operation: &'static str,
     pub key: Option<String>,
     pub request_id: String,
     pub status: u16,
@@ -26,11 +26,11 @@ struct LedgerState {
     keys: BTreeMap<String, (u16, Value)>,
     machines: Vec<String>,
     operations: BTreeSet<String>,
-    registrations: BTreeSet<String>,
+    registration_attempts: BTreeSet<String>,
     /// The first accepted registration of each machine, as far as the platform's database still has it.
     accepted: BTreeMap<String, Value>,
     ended: BTreeSet<String>,
-    seen: BTreeSet<Violation>,
+    violations: BTreeSet<Violation>,
     requests: u32,
     /// The epochs that heartbeat responses assigned.
     epochs: BTreeMap<String, u32>,
@@ -41,144 +41,144 @@ struct LedgerState {
 
 #[derive(Debug, Clone)]
 pub struct Ledger {
-    book: Arc<Mutex<LedgerState>>,
+    state: Arc<Mutex<LedgerState>>,
     began: Instant,
 }
 
 impl Ledger {
     pub fn new() -> Self {
-        Self { book: Arc::default(), began: Instant::now() }
+        Self { state: Arc::default(), began: Instant::now() }
     }
 
-    fn book(&self) -> MutexGuard<'_, LedgerState> {
-        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, LedgerState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub fn note(&self, line: impl std::fmt::Display) {
+    pub fn log(&self, line: impl std::fmt::Display) {
         let at = self.began.elapsed().as_millis();
-        self.book().lines.push(format!("{at:>6} ms  {line}"));
+        self.state().lines.push(format!("{at:>6} ms  {line}"));
     }
 
     pub fn lines(&self) -> Vec<String> {
-        self.book().lines.clone()
+        self.state().lines.clone()
     }
 
-    pub fn request_id(&self) -> String {
-        let mut book = self.book();
-        book.requests += 1;
-        format!("request-{}", book.requests)
+    pub fn next_request_id(&self) -> String {
+        let mut state = self.state();
+        state.requests += 1;
+        format!("request-{}", state.requests)
     }
 
     /// Records a response.
     pub fn record_response(&self, record: RequestRecord, response: &ApiResponse) {
-        let mut book = self.book();
+        let mut state = self.state();
         if response.status == 500 {
-            book.seen.insert(Violation::InternalError);
+            state.violations.insert(Violation::InternalError);
         }
         if (200..300).contains(&response.status) {
             if let Some(key) = &record.key {
                 let now = (response.status, response.body.clone());
-                let first = book.keys.entry(key.clone()).or_insert_with(|| now.clone()).clone();
+                let first = state.keys.entry(key.clone()).or_insert_with(|| now.clone()).clone();
                 if first != now {
-                    book.seen.insert(Violation::ReplayDiffers);
+                    state.violations.insert(Violation::ReplayDiffers);
                 }
             }
             let named = |name: &str| response.body[name].as_str().map(str::to_owned);
             if let Some(operation) = named("operationId") {
-                book.operations.insert(operation);
+                state.operations.insert(operation);
             }
-            book.ended.extend(named("oldMachineId"));
-            if record.what == "delete" {
-                book.ended.extend(named("machineId"));
+            state.ended.extend(named("oldMachineId"));
+            if record.operation == "delete" {
+                state.ended.extend(named("machineId"));
             }
             if let Some(machine) = named("machineId")
-                && !book.machines.contains(&machine)
+                && !state.machines.contains(&machine)
             {
-                book.machines.push(machine);
+                state.machines.push(machine);
             }
         }
-        book.records.push(record);
+        state.records.push(record);
     }
 
     /// Records a request without a response, which may have taken effect.
     pub fn record_no_response(&self, record: RequestRecord) {
-        self.book().records.push(record);
+        self.state().records.push(record);
     }
 
     /// Records the registration of a host as accepted.
     pub fn record_registration(&self, body: &Value) {
-        let mut book = self.book();
+        let mut state = self.state();
         let machine = body["machineId"].as_str().unwrap_or_default().to_owned();
-        book.registered.entry(machine.clone()).or_insert_with(|| body.clone());
-        if book.accepted.entry(machine).or_insert_with(|| body.clone()) != body {
-            book.seen.insert(Violation::RegisteredTwice);
+        state.registered.entry(machine.clone()).or_insert_with(|| body.clone());
+        if state.accepted.entry(machine).or_insert_with(|| body.clone()) != body {
+            state.violations.insert(Violation::RegisteredTwice);
         }
     }
 
     /// Whether the host's registration was accepted.
     pub fn is_registered(&self, machine: &str) -> bool {
-        self.book().registered.contains_key(machine)
+        self.state().registered.contains_key(machine)
     }
 
     /// The accepted registration of a host.
     pub fn registration(&self, machine: &str) -> Option<Value> {
-        self.book().registered.get(machine).cloned()
+        self.state().registered.get(machine).cloned()
     }
 
-    pub fn record_attempt(&self, machine: &str) {
-        self.book().registrations.insert(machine.to_owned());
+    pub fn record_registration_attempt(&self, machine: &str) {
+        self.state().registration_attempts.insert(machine.to_owned());
     }
 
     /// Machines whose hosts have sent a registration.
-    pub fn registrations(&self) -> BTreeSet<String> {
-        self.book().registrations.clone()
+    pub fn registration_attempts(&self) -> BTreeSet<String> {
+        self.state().registration_attempts.clone()
     }
 
     /// The machines named by responses, in the order of the responses.
     pub fn machines(&self) -> Vec<String> {
-        self.book().machines.clone()
+        self.state().machines.clone()
     }
 
     /// Machines that callers know as replaced or deleted.
-    pub fn ended(&self) -> BTreeSet<String> {
-        self.book().ended.clone()
+    pub fn ended_machines(&self) -> BTreeSet<String> {
+        self.state().ended.clone()
     }
 
     pub fn operations(&self) -> BTreeSet<String> {
-        self.book().operations.clone()
+        self.state().operations.clone()
     }
 
     /// Records the epoch that a heartbeat's response gave a host.
     pub fn record_epoch(&self, machine: &str, epoch: u32) {
-        self.book().epochs.insert(machine.to_owned(), epoch);
+        self.state().epochs.insert(machine.to_owned(), epoch);
     }
 
     pub fn epoch_of(&self, machine: &str) -> Option<u32> {
-        self.book().epochs.get(machine).copied()
+        self.state().epochs.get(machine).copied()
     }
 
     /// The platform's database was restored from an older copy: discards the responses that are missing in it.
     pub fn record_restore(&self) {
-        let mut book = self.book();
-        book.was_restored = true;
+        let mut state = self.state();
+        state.was_restored = true;
         // Accepted requests may be missing from the copy. A repeated request with an earlier key may be served from the
         // copy.
-        book.records.iter_mut().for_each(|record| record.status = 0);
-        book.keys.clear();
-        book.operations.clear();
-        book.accepted.clear();
-        book.ended.clear();
+        state.records.iter_mut().for_each(|record| record.status = 0);
+        state.keys.clear();
+        state.operations.clear();
+        state.accepted.clear();
+        state.ended.clear();
     }
 
     pub fn was_restored(&self) -> bool {
-        self.book().was_restored
+        self.state().was_restored
     }
 
     pub fn records(&self) -> Vec<RequestRecord> {
-        self.book().records.clone()
+        self.state().records.clone()
     }
 
     pub fn violations(&self) -> BTreeSet<Violation> {
-        self.book().seen.clone()
+        self.state().violations.clone()
     }
 }

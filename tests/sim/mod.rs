@@ -2,7 +2,7 @@
 //! of provider, store and database, crashes, duplicates and passing time, all chosen by seeds.
 //!
 //! The platform's code is that of production: routes, lifecycle, runner, reconciler, router, database. A seed
-//! determines its plan: the actions, their order and pauses, and the calls that fail. It does not determine how tasks
+//! determines its plan: the actions, their order and delays, and the calls that fail. It does not determine how tasks
 //! and the database interleave, so a failing seed may need several tries to fail again.
 //!
 //! | file | content |
@@ -10,11 +10,11 @@
 //! | `plan`, `rng` | a seed's plan |
 //! | `run_database`, `process`, `world` | a database, platform processes in this process, a run's world |
 //! | `cloud`, `process_provider`, `run_provider` | the provider, in memory or over HTTP |
-//! | `store`, `host` | the object store, and its writers besides the platform |
+//! | `store`, `host` | the object store, and its writers other than the platform |
 //! | `rows` | acknowledged rows and their locations |
 //! | `action`, `ledger` | actions, and their responses |
 //! | `snapshot`, `check`, `violation` | the invariants |
-//! | `run`, `runs`, `broken` | seeds that hold, and deliberately broken rules |
+//! | `run`, `runs`, `broken` | runs of seeds, and runs with deliberately broken rules |
 //! | `regressions` | handwritten plans |
 //! | `campaign` | real processes under repeated kills |
 //! | `points` | a kill test for every fail point |

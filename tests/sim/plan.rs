@@ -2,7 +2,7 @@
 
 use super::rng::Rng;
 
-/// Users and their slots. One user has two, because the platform serialises a user's requests.
+/// Users and their slots. One user has two slots, because the platform serialises a user's requests.
 pub const SLOTS: [(&str, &str); 3] = [("user_a", "primary"), ("user_a", "second"), ("user_b", "primary")];
 pub const PROCESSES: usize = 3;
 
@@ -53,7 +53,7 @@ pub enum Action {
     Write {
         host: usize,
     },
-    /// Any host that ever existed, even without its server: its disk may run anywhere.
+    /// Any host that ever existed, even if its server no longer does: a copy of its disk may still run.
     Register {
         host: usize,
         body: u8,
@@ -64,7 +64,7 @@ pub enum Action {
     BootFailure {
         host: usize,
     },
-    /// It may stop after the dump, or after the side record.
+    /// The backup may stop after the dump, or after the side record.
     BackUp {
         host: usize,
         stops_after: Option<u8>,
@@ -96,7 +96,7 @@ pub enum Action {
     Crash {
         process: usize,
     },
-    /// At its `nth` following call of this kind, before or after its effect.
+    /// Kills the process at its `nth` next call of this kind, before or after the call's effect.
     CrashAt {
         process: usize,
         moment: Moment,
@@ -108,21 +108,21 @@ pub enum Action {
     Start {
         process: usize,
     },
-    /// Moves all stored times into the past. If it includes leases, every current holder has lost its lease.
+    /// Moves all stored times into the past. With `leases`, every current holder loses its lease.
     TimePasses {
         seconds: u32,
         leases: bool,
     },
-    /// No new action until the operations are idle, for a bounded time.
+    /// Waits until the operations are idle, for a bounded time.
     Rest,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Call {
     Create,
-    DatabaseState,
+    Read,
     Delete,
-    Act,
+    Action,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -167,7 +167,7 @@ pub struct Step {
     /// The process that receives the request.
     pub via: usize,
     pub action: Action,
-    /// Also sent to another process at the same time, with the same key.
+    /// Whether the request is also sent to another process concurrently, with the same key.
     pub twice: bool,
     /// One of a few keys, so that keys are reused.
     pub key: Option<u8>,
@@ -192,7 +192,7 @@ pub fn plan(seed: u64) -> Vec<Step> {
             steps.push(step(&mut rng, action));
             continue;
         }
-        for action in life(&mut rng) {
+        for action in machine_life(&mut rng) {
             steps.push(step(&mut rng, action));
             if rng.percent(25) {
                 let between = self::action(&mut rng, troubled);
@@ -212,8 +212,8 @@ pub fn plan(seed: u64) -> Vec<Step> {
     steps
 }
 
-/// The usual life of a slot, so that runs reach machines with data to lose.
-fn life(rng: &mut Rng) -> Vec<Action> {
+/// A typical sequence of actions on a slot, so that runs reach machines with data that could be lost.
+fn machine_life(rng: &mut Rng) -> Vec<Action> {
     let slot = rng.below(SLOTS.len());
     let (newest, before) = (0, 1);
     let comes_up = [Action::Rest, Action::Register { host: newest, body: 0 }];
@@ -256,7 +256,7 @@ const ACCEPT_LOSS_PERCENT: u64 = 30;
 fn step(rng: &mut Rng, action: Action) -> Step {
     let twice = rng.percent(12);
     let key = (twice || rng.percent(45)).then(|| rng.below(2) as u8);
-    let wait_ms = [0, 2, 15, 60, 250][rng.weighted(&[2, 3, 3, 3, 1])];
+    let wait_ms = [0, 2, 15, 60, 250][rng.pick_weighted(&[2, 3, 3, 3, 1])];
     Step { via: rng.below(PROCESSES), action, twice, key, wait_ms }
 }
 
@@ -293,10 +293,10 @@ fn action(rng: &mut Rng, troubled: bool) -> Action {
     ];
     let machine = rng.below(64);
     let slot = rng.below(SLOTS.len());
-    // Mostly the newest machine, which has the most activity.
+    // Mostly one of the newest machines, which have the most activity.
     let host = if rng.percent(70) { rng.below(3) } else { rng.below(64) };
     let process = rng.below(PROCESSES);
-    match rng.weighted(&weights) {
+    match rng.pick_weighted(&weights) {
         0 => Action::Subscribe { slot },
         1 => Action::Provision { slot, accept_loss: rng.percent(ACCEPT_LOSS_PERCENT) },
         2 => Action::Recover { slot, empty: rng.percent(70), accept_loss: rng.percent(ACCEPT_LOSS_PERCENT) },
@@ -339,15 +339,14 @@ fn provider_fails(rng: &mut Rng) -> Action {
     use CloudFault::{
         ActionError, Late, Locked, LostReply, NoCapacity, Partial, RateLimited, Refused, ServerError, Slow,
     };
-    let call =
-        rng.pick(&[Call::Create, Call::Create, Call::Create, Call::DatabaseState, Call::Delete, Call::Act]);
+    let call = rng.pick(&[Call::Create, Call::Create, Call::Create, Call::Read, Call::Delete, Call::Action]);
     let fault = match call {
         Call::Create => {
             rng.pick(&[RateLimited, ServerError, LostReply, LostReply, Late, Slow, Refused, NoCapacity])
         }
-        Call::DatabaseState => rng.pick(&[RateLimited, ServerError, Slow, Partial, Partial]),
+        Call::Read => rng.pick(&[RateLimited, ServerError, Slow, Partial, Partial]),
         Call::Delete => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Locked]),
-        Call::Act => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Refused, ActionError]),
+        Call::Action => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Refused, ActionError]),
     };
     Action::FailProvider { call, fault, times: 1 + rng.below(3) as u8 }
 }

@@ -10,7 +10,7 @@ use svc::host::retention;
 use svc::host::snapshots::{backup, restore};
 use svc::host::system::upgrade_token;
 use svc::host::update;
-use svc::platform::operations::{OperationKind, points};
+use svc::platform::operations::{OperationKind, fail_point_names};
 use svc::platform::{key_change, rollouts, token_rotation};
 
 /// The enumerations, each with the test that kills at every one of its points.
@@ -58,27 +58,27 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 19]
     ]
 }
 
-/// A fail point that changes the waiting time of a hook and interrupts nothing.
+/// Fail points that change a setting instead of interrupting the process.
 const SWITCHES: [&str; 1] = ["hook.patient"];
 
-fn read(path: &str) -> String {
+fn read_file(path: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-fn sources(below: &Path, found: &mut Vec<PathBuf>) {
+fn collect_sources(below: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(below).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
-            sources(&path, found);
+            collect_sources(&path, found);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
             found.push(path);
         }
     }
 }
 
-/// The names in calls of `failpoint::pass`; an expression instead of a name is returned as written.
-fn passed(text: &str) -> Vec<String> {
+/// Returns the names in calls of `failpoint::pass`; an expression instead of a name is returned as written.
+fn failpoint_calls(text: &str) -> Vec<String> {
     let calls = text.split("failpoint::pass(").skip(1);
     calls.map(|call| call.split(')').next().unwrap_or_default().trim_matches('"').to_owned()).collect()
 }
@@ -86,32 +86,33 @@ fn passed(text: &str) -> Vec<String> {
 #[test]
 fn every_failpoint_in_the_source_is_enumerated() {
     let mut files = Vec::new();
-    sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
+    collect_sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
     let known: Vec<&str> = enumerations().iter().flat_map(|(points, _, _)| points.iter().copied()).collect();
     let mut found = Vec::new();
     for file in files {
-        for name in passed(&fs::read_to_string(&file).unwrap()) {
+        for name in failpoint_calls(&fs::read_to_string(&file).unwrap()) {
             // Operations derive their points from kind, step and position, and enumerate them in the same way.
-            let made = name.starts_with("&point(") && file.ends_with("platform/operations/leased.rs");
+            let is_derived =
+                name.starts_with("&fail_point_name(") && file.ends_with("platform/operations/leased.rs");
             let is_switch = SWITCHES.contains(&name.as_str());
             assert!(
-                made || is_switch || known.contains(&name.as_str()),
-                "{}: {name} is in no FAILPOINTS",
+                is_derived || is_switch || known.contains(&name.as_str()),
+                "{}: {name} is not in any FAILPOINTS",
                 file.display()
             );
             found.push(name);
         }
     }
     for point in known {
-        assert!(found.iter().any(|name| name == point), "{point} is enumerated and passed nowhere");
+        assert!(found.iter().any(|name| name == point), "{point} is enumerated but never passed");
     }
-    assert_eq!(passed("x failpoint::pass(\"a.b\")?; failpoint::pass(&c)"), ["a.b", "&c"]);
+    assert_eq!(failpoint_calls("x failpoint::pass(\"a.b\")?; failpoint::pass(&c)"), ["a.b", "&c"]);
 }
 
 #[test]
 fn every_enumeration_has_a_kill_test() {
     for (points, name, test) in enumerations() {
-        let text = read(test);
+        let text = read_file(test);
         assert!(!points.is_empty());
         let forms = [format!("in {name}"), format!("zip({name})"), format!("{name}.iter()")];
         let walked = text
@@ -120,10 +121,11 @@ fn every_enumeration_has_a_kill_test() {
             .any(|one| forms.iter().any(|form| one.contains(form)));
         assert!(walked && text.contains("return(kill)"), "{test} does not kill at each of {name}");
     }
-    let kills = read("tests/platform/kills.rs");
+    let kills = read_file("tests/platform/kills.rs");
     for kind in OperationKind::ALL {
-        assert!(!points(kind).is_empty());
-        let walks = ["every_point", "survives_kills"].map(|walk| format!("{walk}(OperationKind::{kind:?},"));
+        assert!(!fail_point_names(kind).is_empty());
+        let walks = ["run_for_every_fail_point", "assert_survives_kills"]
+            .map(|walk| format!("{walk}(OperationKind::{kind:?},"));
         let is_walked = walks.iter().any(|walk| kills.contains(walk));
         assert!(is_walked, "tests/platform/kills.rs has none of {walks:?}");
     }

@@ -1,6 +1,5 @@
-//! A platform process inside the test: the production API, router, runner and reconciler over one context.
-//!
-//! Its switch kills it as kill -9 would: none of its tasks continues, its transactions are rolled back, and its
+//! A platform process inside the test: the production API, router, runner and reconciler over one context. The
+//! process's switch kills it as kill -9 would: none of its tasks continues, its transactions are rolled back, and its
 //! leases remain until they expire.
 
 use std::sync::Arc;
@@ -23,8 +22,8 @@ use svc::platform::operations::{reconcile, runner};
 use svc::platform::process_clock::ProcessClock;
 use svc::platform::quote_cache::QuoteCache;
 use svc::platform::rates::ApiRates;
-use svc::platform::route_freshness::Freshness;
-use svc::platform::router::{self, RouterContext, UserMarks};
+use svc::platform::route_freshness::RouteFreshness;
+use svc::platform::router::{self, RouterContext, UserDigests};
 use svc::platform::server_checks::ServerChecks;
 use svc::platform::tokens::TokenMint;
 use svc::provider::Provider;
@@ -35,7 +34,7 @@ use tokio_util::task::TaskTracker;
 
 use super::process_provider::ProcessProvider;
 use super::run_database::RunDatabase;
-use super::store::{Store, View};
+use super::store::{Store, StoreConnection};
 use super::switch::Switch;
 
 pub const SECRET: &str = "operator-secret-of-32-characters";
@@ -54,14 +53,14 @@ pub struct ApiResponse {
     pub body: Value,
 }
 
-/// The production configuration, with short times.
+/// The production configuration, with shorter times.
 pub fn config(database: &str) -> PlatformConfig {
     let key = "07".repeat(32);
     let env = Env::from_pairs([
         ("PLATFORM_DATABASE_URL", database),
         ("PLATFORM_KEY", &key),
         ("PLATFORM_SECRET", SECRET),
-        // Time passes faster here than rate limits assume.
+        // Time passes faster in a run than rate limits assume.
         ("PLATFORM_HOST_REQUESTS_PER_SECOND", "0"),
         ("PLATFORM_PUBLIC_URL", "http://platform.example"),
         ("APP_HOST", "app.test"),
@@ -73,7 +72,7 @@ pub fn config(database: &str) -> PlatformConfig {
         ("SERVER_CHECK_SECONDS", "0"),
         ("CUSTOMER_VPS_ENABLED", "true"),
         ("CUSTOMER_VPS_IMAGE_VERSION", "v1"),
-        // No host listens at this port, so calls fail at once.
+        // No host listens at this port, so calls fail immediately.
         ("CUSTOMER_VPS_HTTPS_PORT", "9"),
         ("PROVIDER_API_TOKEN", "token"),
         ("OBJECT_STORE_URL", "s3://fleet"),
@@ -97,16 +96,16 @@ impl Process {
     pub fn start(database: &RunDatabase, provider: Arc<dyn Provider>, store: &Arc<Store>) -> Self {
         let switch = Arc::new(Switch::default());
         let config = config(&database.url());
-        let view = View { store: Arc::clone(store), switch: Some(Arc::clone(&switch)) };
+        let view = StoreConnection { store: Arc::clone(store), switch: Some(Arc::clone(&switch)) };
         let stop = CancellationToken::new();
-        let freshness = Arc::new(Freshness::new(config.routing.max_staleness));
+        let freshness = Arc::new(RouteFreshness::new(config.routing.max_staleness));
         let routes = RouterContext {
             pool: database.db.pool().clone(),
             database: config.database.clone(),
             config: config.routing.clone(),
             trust: config.trust.clone(),
             proof: database.keys.clone(),
-            marks: UserMarks::new(&config.keys.current, None),
+            user_digests: UserDigests::new(&config.keys.current, None),
             freshness: freshness.clone(),
             stop: switch.token(),
         };
@@ -146,7 +145,7 @@ impl Process {
     fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         let switch = Arc::clone(&self.switch);
         self.tasks.spawn(async move {
-            switch.alive(work).await;
+            switch.run_while_alive(work).await;
         });
     }
 
@@ -159,21 +158,21 @@ impl Process {
         self.platform.reconcile.notify_one();
     }
 
-    /// A response of the API; `None` if the process died before it.
+    /// Sends a request to the API. Returns `None` if the process dies before it responds.
     pub async fn api(&self, request: Request<Body>) -> Option<ApiResponse> {
-        self.switch.alive(send(self.api.clone(), request)).await
+        self.switch.run_while_alive(send(self.api.clone(), request)).await
     }
 
-    /// A response of the public listener.
-    pub async fn public(&self, request: Request<Body>) -> Option<ApiResponse> {
-        self.switch.alive(send(self.public.clone(), request)).await
+    /// Sends a request to the public listener. Returns `None` if the process dies before it responds.
+    pub async fn send_public(&self, request: Request<Body>) -> Option<ApiResponse> {
+        self.switch.run_while_alive(send(self.public.clone(), request)).await
     }
 
-    /// As on a signal: the current steps end, and leases are released.
+    /// Stops the process as a signal does: the current steps end, and leases are released.
     pub async fn stop(&self) {
         self.platform.stop.cancel();
         self.tasks.close();
-        // A hanging process is killed, as by a supervisor.
+        // A hanging process is killed, as a supervisor would do.
         let _ = tokio::time::timeout(Duration::from_secs(2), self.tasks.wait()).await;
         self.switch.kill();
     }

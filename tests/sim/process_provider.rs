@@ -19,9 +19,9 @@ pub struct ProcessProvider {
 
 impl ProcessProvider {
     async fn call<T>(&self, exchange: impl Future<Output = T>) -> T {
-        self.switch.pass(Moment::BeforeProvider).await;
+        self.switch.reach(Moment::BeforeProvider).await;
         let response = exchange.await;
-        self.switch.pass(Moment::AfterProvider).await;
+        self.switch.reach(Moment::AfterProvider).await;
         response
     }
 }

@@ -1,26 +1,26 @@
-//! Handwritten plans: problems that a review or a seed once found.
+//! Handwritten plans for problems that a review or a seed once found.
 
 use super::plan::{Action, Step};
-use super::run::{Parts, RunResult, play};
+use super::run::{Parts, RunResult, run_plan};
 use super::run_database::RunDatabase;
 
-/// Long enough for any response: these plans test the order, not overlap.
+/// Long enough for any response: these plans test the order of requests, not their overlap.
 const RESPONSE_TIMEOUT_MS: u64 = 5000;
 
 fn step(action: Action, key: Option<u8>) -> Step {
     Step { via: 0, action, twice: false, key, wait_ms: RESPONSE_TIMEOUT_MS }
 }
 
-async fn holds(steps: Vec<Step>) {
+async fn assert_holds(steps: Vec<Step>) {
     let database = RunDatabase::new(None).await.unwrap();
     if let RunResult::Broken { found, log, .. } =
-        play(&database, Parts::InProcess, &steps, None).await.unwrap()
+        run_plan(&database, Parts::InProcess, &steps, None).await.unwrap()
     {
         panic!("{found:?}:\n{}", log.join("\n"));
     }
 }
 
-fn running(slot: usize) -> Vec<Step> {
+fn plan_running_machine(slot: usize) -> Vec<Step> {
     let actions = [
         Action::Subscribe { slot },
         Action::Provision { slot, accept_loss: true },
@@ -30,28 +30,28 @@ fn running(slot: usize) -> Vec<Step> {
     actions.into_iter().map(|action| step(action, None)).collect()
 }
 
-/// A response that a recovery is in progress also belongs to its key.
+/// The response that a recovery is already in progress is also stored for its key.
 #[tokio::test(flavor = "multi_thread")]
 async fn second_key_does_not_restart_a_recovery() {
-    let mut steps = running(0);
+    let mut steps = plan_running_machine(0);
     let recover = || Action::Recover { slot: 0, empty: true, accept_loss: true };
     steps.push(step(recover(), Some(0)));
     steps.push(step(recover(), Some(1)));
     steps.push(step(Action::Rest, None));
     steps.push(step(Action::Register { host: 0, body: 0 }, None));
     steps.push(step(recover(), Some(1)));
-    holds(steps).await;
+    assert_holds(steps).await;
 }
 
 /// The response to a deletion does not change when the leftovers are deleted again.
 #[tokio::test(flavor = "multi_thread")]
 async fn repeated_deletion_keeps_its_response() {
-    let mut steps = running(0);
+    let mut steps = plan_running_machine(0);
     let delete = || Action::Delete { machine: 0, accept_loss: true };
     steps.push(step(delete(), Some(0)));
     steps.push(step(delete(), Some(1)));
     steps.push(step(Action::Rest, None));
     steps.push(step(delete(), Some(1)));
     steps.push(step(delete(), Some(0)));
-    holds(steps).await;
+    assert_holds(steps).await;
 }

@@ -25,18 +25,18 @@ impl Rng {
         self.next() % 100 < chance
     }
 
-    pub fn pick<T: Clone>(&mut self, of: &[T]) -> T {
-        of[self.below(of.len())].clone()
+    pub fn pick<T: Clone>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len())].clone()
     }
 
     /// An index of `weights`, chosen in proportion to its weight.
-    pub fn weighted(&mut self, weights: &[u32]) -> usize {
-        let mut at = self.next() % u64::from(weights.iter().sum::<u32>());
-        for (place, weight) in weights.iter().enumerate() {
-            if at < u64::from(*weight) {
-                return place;
+    pub fn pick_weighted(&mut self, weights: &[u32]) -> usize {
+        let mut offset = self.next() % u64::from(weights.iter().sum::<u32>());
+        for (index, weight) in weights.iter().enumerate() {
+            if offset < u64::from(*weight) {
+                return index;
             }
-            at -= u64::from(*weight);
+            offset -= u64::from(*weight);
         }
         weights.len() - 1
     }

@@ -1,4 +1,4 @@
-//! Acknowledged rows: the disks and snapshots that contain each of them, and the rows that an operator gave up.
+//! Acknowledged rows: the disks and snapshots that contain them, and the rows whose loss an operator accepted.
 //!
 //! The rule: an acknowledged row remains on a server of its slot or in a snapshot, unless an operator accepted its
 //! loss or the provider lost the disk.
@@ -14,7 +14,7 @@ struct RowsState {
     last: u32,
     /// By the slot's prefix.
     slots: BTreeMap<String, SlotRows>,
-    /// By machine; a disk without an entry was never loaded.
+    /// By machine; a machine without an entry has never loaded its disk.
     disks: BTreeMap<String, Disk>,
 }
 
@@ -34,29 +34,29 @@ struct Disk {
 }
 
 impl Rows {
-    fn book(&self) -> MutexGuard<'_, RowsState> {
+    fn state(&self) -> MutexGuard<'_, RowsState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A new machine's disk, with the rows of its snapshot.
+    /// Adds a new machine's disk, with the rows of its snapshot.
     pub fn load(&self, machine: &str, prefix: &str, rows: BTreeSet<u32>) {
-        self.book().disks.insert(machine.to_owned(), Disk { prefix: prefix.to_owned(), rows });
+        self.state().disks.insert(machine.to_owned(), Disk { prefix: prefix.to_owned(), rows });
     }
 
     /// `None` if no data was restored to the disk.
-    pub fn on_disk(&self, machine: &str) -> Option<BTreeSet<u32>> {
-        self.book().disks.get(machine).map(|disk| disk.rows.clone())
+    pub fn rows_on_disk(&self, machine: &str) -> Option<BTreeSet<u32>> {
+        self.state().disks.get(machine).map(|disk| disk.rows.clone())
     }
 
     /// Writes one more row and returns its number.
     pub fn write(&self, machine: &str) -> Option<u32> {
-        let mut book = self.book();
-        book.last += 1;
-        let row = book.last;
-        let disk = book.disks.get_mut(machine)?;
+        let mut state = self.state();
+        state.last += 1;
+        let row = state.last;
+        let disk = state.disks.get_mut(machine)?;
         disk.rows.insert(row);
         let prefix = disk.prefix.clone();
-        let slot = book.slots.entry(prefix).or_default();
+        let slot = state.slots.entry(prefix).or_default();
         slot.acknowledged.insert(row);
         if slot.accepting > 0 {
             slot.given_up.insert(row);
@@ -65,40 +65,40 @@ impl Rows {
     }
 
     /// Removes a row whose write was not acknowledged.
-    pub fn unacknowledge(&self, row: u32) {
-        for slot in self.book().slots.values_mut() {
+    pub fn remove_unacknowledged(&self, row: u32) {
+        for slot in self.state().slots.values_mut() {
             slot.acknowledged.remove(&row);
         }
     }
 
-    pub fn saved(&self, prefix: &str, rows: BTreeSet<u32>) {
-        self.book().slots.entry(prefix.to_owned()).or_default().in_snapshots.extend(rows);
+    pub fn record_snapshot(&self, prefix: &str, rows: BTreeSet<u32>) {
+        self.state().slots.entry(prefix.to_owned()).or_default().in_snapshots.extend(rows);
     }
 
-    /// The provider lost the disk.
-    pub fn lost(&self, machine: &str) {
-        let mut book = self.book();
-        let Some(disk) = book.disks.remove(machine) else { return };
-        book.slots.entry(disk.prefix).or_default().given_up.extend(disk.rows);
+    /// Records that the provider lost the disk.
+    pub fn record_lost_disk(&self, machine: &str) {
+        let mut state = self.state();
+        let Some(disk) = state.disks.remove(machine) else { return };
+        state.slots.entry(disk.prefix).or_default().given_up.extend(disk.rows);
     }
 
-    /// An operator gives up the slot's unsaved rows until the end of the request.
-    pub fn accept(&self, prefix: String) -> LossAcceptance {
+    /// Records that an operator accepts the loss of the slot's unsaved rows, until the end of the request.
+    pub fn accept_loss(&self, prefix: String) -> LossAcceptance {
         let accepting = LossAcceptance { rows: self.clone(), prefix };
         accepting.count(1);
         accepting
     }
 
-    pub fn acknowledged(&self) -> usize {
-        self.book().slots.values().map(|slot| slot.acknowledged.len()).sum()
+    pub fn acknowledged_count(&self) -> usize {
+        self.state().slots.values().map(|slot| slot.acknowledged.len()).sum()
     }
 
-    /// Acknowledged rows that are stored nowhere, if these machines have servers.
-    pub fn missing(&self, live: &[String]) -> BTreeSet<u32> {
-        let book = self.book();
+    /// Acknowledged rows that are not stored anywhere, given that these machines have servers.
+    pub fn missing_rows(&self, live: &[String]) -> BTreeSet<u32> {
+        let state = self.state();
         let on_servers: BTreeSet<u32> = live
             .iter()
-            .filter_map(|machine| book.disks.get(machine))
+            .filter_map(|machine| state.disks.get(machine))
             .flat_map(|disk| &disk.rows)
             .copied()
             .collect();
@@ -108,7 +108,7 @@ impl Rows {
         let missing = |slot: &SlotRows| -> Vec<u32> {
             slot.acknowledged.iter().filter(|row| !held(slot, row)).copied().collect()
         };
-        book.slots.values().flat_map(missing).collect()
+        state.slots.values().flat_map(missing).collect()
     }
 }
 
@@ -121,8 +121,8 @@ pub struct LossAcceptance {
 
 impl LossAcceptance {
     fn count(&self, by: i8) {
-        let mut book = self.rows.book();
-        let slot = book.slots.entry(self.prefix.clone()).or_default();
+        let mut state = self.rows.state();
+        let slot = state.slots.entry(self.prefix.clone()).or_default();
         slot.given_up.extend(slot.acknowledged.clone());
         slot.accepting = slot.accepting.saturating_add_signed(i32::from(by));
     }

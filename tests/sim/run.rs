@@ -13,24 +13,24 @@ use super::plan::{Step, plan};
 use super::run_database::RunDatabase;
 use super::run_provider::RunProvider;
 use super::violation::{BrokenRule, Violation};
-use super::world::{Tally, World};
+use super::world::{Counts, World};
 
 /// The result of a plan.
 pub enum RunResult {
-    Held(Tally),
+    Held(Counts),
     Broken { found: BTreeSet<Violation>, after: usize, log: Vec<String> },
 }
 
 /// The components outside the platform.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Parts {
-    /// Provider and store in this process.
+    /// The provider and the store are in this process.
     InProcess,
-    /// The adapter and the store's client over HTTP, to the kit's provider and S3 server.
+    /// The production adapter and store client use the kit's provider and S3 server over HTTP.
     Wire,
 }
 
-pub async fn play(
+pub async fn run_plan(
     database: &RunDatabase,
     parts: Parts,
     steps: &[Step],
@@ -39,31 +39,31 @@ pub async fn play(
     let (provider, objects, _s3) = match parts {
         Parts::InProcess => (RunProvider::port(broken), None, None),
         Parts::Wire => {
-            let (objects, s3) = s3()?;
+            let (objects, s3) = start_s3()?;
             (RunProvider::wire().await?, Some(objects), Some(s3))
         }
     };
     let mut world = World::new(database, provider, objects, broken).await?;
     for (number, step) in steps.iter().enumerate() {
-        world.ledger.note(format!("{number:>2}. p{} {:?}", step.via, step.action));
-        world.take_step(step).await?;
+        world.ledger.log(format!("{number:>2}. p{} {:?}", step.via, step.action));
+        world.perform_step(step).await?;
         let found = world.check_now().await?;
         if !found.is_empty() {
             let log = world.ledger.lines();
-            world.end().await;
+            world.finish().await;
             return Ok(RunResult::Broken { found, after: number + 1, log });
         }
     }
-    world.ledger.note("the faults end");
+    world.ledger.log("the faults end");
     world.settle().await?;
     let mut found = world.check_now().await?;
     if found.is_empty() {
         found = world.check_settled().await?;
     }
     let log = world.ledger.lines();
-    let tally = world.end().await;
+    let counts = world.finish().await;
     Ok(if found.is_empty() {
-        RunResult::Held(tally)
+        RunResult::Held(counts)
     } else {
         RunResult::Broken { found, after: steps.len(), log }
     })
@@ -71,68 +71,68 @@ pub async fn play(
 
 type StoreWithServer = (Arc<dyn ObjectStore>, kit::s3::S3Server);
 
-fn s3() -> Result<StoreWithServer> {
+fn start_s3() -> Result<StoreWithServer> {
     let server = kit::s3::S3Server::start(&std::env::temp_dir())?;
     server.create_bucket("fleet");
     let pairs = server.env("fleet");
     let pairs = pairs.iter().map(|(name, value)| (name.as_str(), value.as_str()));
     let mut env = svc::config::Env::from_pairs(pairs);
-    let config = svc::store::config::StoreConfig::read(&mut env).expect("whole settings");
+    let config = svc::store::config::StoreConfig::read(&mut env).expect("complete settings");
     Ok((Arc::clone(config.open()?.raw()), server))
 }
 
 /// Runs seeds, several at a time, and panics with the log of the first violation. `SVC_SIM_SEED` runs only that seed,
 /// and `SVC_SIM_FROM` resumes a long run at that seed.
-pub async fn hold(seeds: std::ops::Range<u64>, parts: Parts, at_once: usize) -> Tally {
-    let seeds = match (seed_of("SVC_SIM_SEED"), seed_of("SVC_SIM_FROM")) {
+pub async fn assert_seeds_hold(seeds: std::ops::Range<u64>, parts: Parts, concurrency: usize) -> Counts {
+    let seeds = match (read_seed("SVC_SIM_SEED"), read_seed("SVC_SIM_FROM")) {
         (Some(seed), _) if seeds.contains(&seed) => seed..seed + 1,
         (None, Some(from)) => seeds.start.max(from)..seeds.end,
         (None, None) => seeds,
         (Some(_), _) => 0..0,
     };
     if seeds.is_empty() {
-        return Tally::default();
+        return Counts::default();
     }
     let next = Arc::new(AtomicU64::new(seeds.start));
-    let mut seats = tokio::task::JoinSet::new();
-    for _ in 0..at_once.min((seeds.end - seeds.start) as usize) {
+    let mut workers = tokio::task::JoinSet::new();
+    for _ in 0..concurrency.min((seeds.end - seeds.start) as usize) {
         let (next, end) = (Arc::clone(&next), seeds.end);
-        seats.spawn(async move {
+        workers.spawn(async move {
             let database = RunDatabase::new(None).await.expect("a database");
-            let mut tally = Tally::default();
+            let mut counts = Counts::default();
             loop {
                 let seed = next.fetch_add(1, Ordering::Relaxed);
                 if seed >= end {
-                    return tally;
+                    return counts;
                 }
-                match play(&database, parts, &plan(seed), None).await.expect("the run starts") {
-                    RunResult::Held(one) => tally.add(one),
+                match run_plan(&database, parts, &plan(seed), None).await.expect("the run starts") {
+                    RunResult::Held(one) => counts.add(one),
                     RunResult::Broken { found, after, log } => {
-                        let report = report(seed, &found, after, &log);
-                        let shortest = shortest(&database, parts, seed, after).await;
+                        let report = render_report(seed, &found, after, &log);
+                        let shortest = find_shortest_failure(&database, parts, seed, after).await;
                         panic!("{report}{shortest}");
                     }
                 }
             }
         });
     }
-    let mut tally = Tally::default();
-    while let Some(ended) = seats.join_next().await {
+    let mut counts = Counts::default();
+    while let Some(ended) = workers.join_next().await {
         match ended {
-            Ok(one) => tally.add(one),
+            Ok(one) => counts.add(one),
             Err(error) => std::panic::resume_unwind(error.into_panic()),
         }
     }
-    tally
+    counts
 }
 
-fn seed_of(variable: &str) -> Option<u64> {
+fn read_seed(variable: &str) -> Option<u64> {
     let text = std::env::var(variable).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{variable} is not a number")))
 }
 
-fn report(seed: u64, found: &BTreeSet<Violation>, after: usize, log: &[String]) -> String {
-    let mut text = format!("seed {seed} broke {found:?} after {after} steps:\n");
+fn render_report(seed: u64, found: &BTreeSet<Violation>, after: usize, log: &[String]) -> String {
+    let mut text = format!("seed {seed} violated {found:?} after {after} steps:\n");
     for line in log {
         let _ = writeln!(text, "  {line}");
     }
@@ -140,17 +140,17 @@ fn report(seed: u64, found: &BTreeSet<Violation>, after: usize, log: &[String]) 
     text
 }
 
-/// The shortest failing prefix of the plan, found by bisection. A seed does not determine the timing, so a try may
+/// Finds the shortest failing prefix of the plan by bisection. A seed does not determine the timing, so an attempt may
 /// pass by chance.
-async fn shortest(database: &RunDatabase, parts: Parts, seed: u64, failed: usize) -> String {
+async fn find_shortest_failure(database: &RunDatabase, parts: Parts, seed: u64, failed: usize) -> String {
     let steps = plan(seed);
     let (mut holds, mut fails, mut last) = (0, failed, None);
     while holds + 1 < fails {
         let middle = (holds + fails) / 2;
-        match play(database, parts, &steps[..middle], None).await {
+        match run_plan(database, parts, &steps[..middle], None).await {
             Ok(RunResult::Broken { found, after, log }) => {
                 fails = after.min(middle);
-                last = Some(report(seed, &found, after, &log));
+                last = Some(render_report(seed, &found, after, &log));
             }
             Ok(RunResult::Held(_)) | Err(_) => holds = middle,
         }
@@ -171,7 +171,8 @@ pub async fn find_violation(
 ) -> Option<u64> {
     let database = RunDatabase::new(Some(broken)).await.expect("a database");
     for seed in seeds {
-        let end = play(&database, Parts::InProcess, &plan(seed), Some(broken)).await.expect("the run starts");
+        let end =
+            run_plan(&database, Parts::InProcess, &plan(seed), Some(broken)).await.expect("the run starts");
         let RunResult::Broken { found, log, .. } = end else { continue };
         let other = found.iter().find(|found| **found != wanted && !follows.contains(found));
         assert!(other.is_none(), "seed {seed} found {found:?}:\n{}", log.join("\n"));
@@ -182,7 +183,7 @@ pub async fn find_violation(
     None
 }
 
-impl Tally {
+impl Counts {
     pub fn add(&mut self, other: Self) {
         self.requests += other.requests;
         self.running += other.running;

@@ -40,13 +40,13 @@ impl RunDatabase {
         let config: PlatformConfig = process::config(&database.url());
         let db = Db::new(&config.database, 16)?;
         let (_, keys) = watch::channel(Arc::new(
-            keys::load(&db, &Seal::of(&config.keys), config.timing.keys.overlap).await?,
+            keys::load(&db, &Seal::from_keys(&config.keys), config.timing.keys.overlap).await?,
         ));
-        // Rows of a few runs are deleted faster than files are truncated.
+        // Deleting the rows of a few runs is faster than truncating files.
         let copy = TablesCopy::new(&client).await?;
         let sql = "SELECT installation_id FROM installation";
         let installation = client.query_one(sql, &[]).await?.get(0);
-        let times = Times::of(&client).await?;
+        let times = Times::read(&client).await?;
         Ok(Self { database, client, db, keys, installation, copy, times })
     }
 
@@ -64,16 +64,16 @@ impl RunDatabase {
         self.copy.save(&self.client).await
     }
 
-    /// Restores the copy; `false` without one.
+    /// Restores the copy. Returns `false` if there is no copy.
     pub async fn restore(&self) -> Result<bool> {
         self.copy.restore(&self.client).await
     }
 
     pub async fn pass_time(&self, seconds: u32, leases: bool) -> Result<()> {
-        self.times.pass(&self.client, seconds, leases).await
+        self.times.advance(&self.client, seconds, leases).await
     }
 
-    pub async fn cut(&self) -> Result<()> {
+    pub async fn cut_connections(&self) -> Result<()> {
         let sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
                    WHERE datname = current_database() AND pid <> pg_backend_pid()";
         self.client.query(sql, &[]).await?;
@@ -81,12 +81,12 @@ impl RunDatabase {
     }
 }
 
-/// Moves every time that drives decisions into the past, so that no test has to wait.
+/// Moves every stored time that affects decisions into the past, so that no test has to wait.
 pub struct Times(Vec<String>);
 
 impl Times {
-    /// Covers all times in the tables that drive work, except purely historical ones.
-    pub async fn of(client: &Client) -> Result<Self> {
+    /// Covers all times in the tables that control work, except purely historical times.
+    pub async fn read(client: &Client) -> Result<Self> {
         let sql = "SELECT table_name::text, column_name::text FROM information_schema.columns \
                    WHERE table_schema = 'public' AND data_type LIKE 'timestamp%' \
                    AND table_name IN ('user_machines', 'operations', 'operation_log', 'task_turns') \
@@ -107,8 +107,8 @@ impl Times {
         Ok(Self(statements))
     }
 
-    /// If it includes leases, every current holder has lost its lease.
-    pub async fn pass(&self, client: &Client, seconds: u32, leases: bool) -> Result<()> {
+    /// With `leases`, every current holder loses its lease.
+    pub async fn advance(&self, client: &Client, seconds: u32, leases: bool) -> Result<()> {
         for sql in &self.0 {
             execute_with_retry(client, &sql.replace("$N", &seconds.to_string())).await?;
         }

@@ -16,7 +16,7 @@ use super::violation::BrokenRule;
 
 pub enum RunProvider {
     Port(Arc<Cloud>),
-    Wire { simulator: Box<Simulator>, made: Mutex<Vec<OrderedServer>> },
+    Wire { simulator: Box<Simulator>, created: Mutex<Vec<OrderedServer>> },
 }
 
 impl RunProvider {
@@ -27,7 +27,7 @@ impl RunProvider {
     pub async fn wire() -> Result<Self> {
         let rate_limit = RateLimit { limit: 3600, per_second: 100.0 };
         let options = SimulatorOptions { rate_limit, ..SimulatorOptions::record() };
-        Ok(Self::Wire { simulator: Box::new(Simulator::start(options).await?), made: Mutex::default() })
+        Ok(Self::Wire { simulator: Box::new(Simulator::start(options).await?), created: Mutex::default() })
     }
 
     pub fn provider(&self) -> Arc<dyn Provider> {
@@ -49,9 +49,9 @@ impl RunProvider {
     }
 
     /// The machines that have a server now.
-    pub fn live(&self) -> Vec<String> {
+    pub fn machines_with_servers(&self) -> Vec<String> {
         match self {
-            Self::Port(cloud) => cloud.live(),
+            Self::Port(cloud) => cloud.machines_with_servers(),
             Self::Wire { simulator, .. } => simulator
                 .servers()
                 .into_iter()
@@ -60,10 +60,10 @@ impl RunProvider {
         }
     }
 
-    /// Those whose servers are switched on.
-    pub fn on(&self) -> Vec<String> {
+    /// The machines whose servers are powered on.
+    pub fn powered_on(&self) -> Vec<String> {
         match self {
-            Self::Port(cloud) => cloud.on(),
+            Self::Port(cloud) => cloud.powered_on(),
             Self::Wire { simulator, .. } => {
                 let on = simulator.servers().into_iter().filter(|server| server.status == Power::Running);
                 on.filter_map(|server| server.labels.get("svc-machine").cloned()).collect()
@@ -71,25 +71,25 @@ impl RunProvider {
         }
     }
 
-    /// The created servers, the oldest first; over HTTP, those that an observation has seen.
-    pub fn made(&self) -> Vec<OrderedServer> {
+    /// The created servers, the oldest first; over HTTP, only those that an observation has seen.
+    pub fn created_servers(&self) -> Vec<OrderedServer> {
         match self {
-            Self::Port(cloud) => cloud.made(),
-            Self::Wire { simulator, made } => {
-                let mut made = made.lock().unwrap_or_else(PoisonError::into_inner);
+            Self::Port(cloud) => cloud.created_servers(),
+            Self::Wire { simulator, created } => {
+                let mut created = created.lock().unwrap_or_else(PoisonError::into_inner);
                 for server in simulator.servers() {
-                    if !made.iter().any(|known| known.name == server.name) {
-                        made.push(OrderedServer { name: server.name, user_data: server.user_data });
+                    if !created.iter().any(|known| known.name == server.name) {
+                        created.push(OrderedServer { name: server.name, user_data: server.user_data });
                     }
                 }
-                made.clone()
+                created.clone()
             }
         }
     }
 
-    pub fn had_doubles(&self) -> bool {
+    pub fn had_duplicate(&self) -> bool {
         match self {
-            Self::Port(cloud) => cloud.had_doubles(),
+            Self::Port(cloud) => cloud.had_duplicate(),
             Self::Wire { simulator, .. } => {
                 // A second server with the same name can only exist after the end of the first.
                 let mut open = BTreeSet::new();
@@ -101,7 +101,7 @@ impl RunProvider {
     pub async fn vanish(&self, name: &str) {
         match self {
             Self::Port(cloud) => cloud.vanish(name),
-            // A server that is already gone is fine.
+            // The server may already have disappeared.
             Self::Wire { simulator, .. } => drop(simulator.vanish_server(name).await),
         }
     }
@@ -124,9 +124,9 @@ impl RunProvider {
 fn rule(call: Call, fault: CloudFault, times: u8) -> FaultRule {
     let (method, path) = match call {
         Call::Create => ("POST", "/v1/servers"),
-        Call::DatabaseState => ("GET", "/v1/"),
+        Call::Read => ("GET", "/v1/"),
         Call::Delete => ("DELETE", "/v1/servers"),
-        Call::Act => ("POST", "/actions/"),
+        Call::Action => ("POST", "/actions/"),
     };
     let status = |status, code: &str| Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
     let fault = match fault {

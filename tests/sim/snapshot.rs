@@ -5,7 +5,7 @@ use serde::Deserialize;
 use tokio_postgres::Client;
 
 #[derive(Debug, Clone, Deserialize)]
-pub struct MachineSeen {
+pub struct MachineRow {
     pub machine_id: String,
     pub idp_user_id: String,
     pub slot: String,
@@ -22,18 +22,18 @@ pub struct MachineSeen {
 }
 
 #[derive(Debug, Clone, Deserialize)]
-pub struct OperationSeen {
+pub struct OperationRow {
     pub operation_id: String,
     pub machine_id: String,
     pub kind: String,
     pub state: String,
     pub step: String,
-    /// Its question to an operator.
+    /// The operation's question to an operator.
     pub question: Option<serde_json::Value>,
 }
 
 #[derive(Debug, Clone, Deserialize)]
-pub struct AuditSeen {
+pub struct AuditRow {
     pub action: String,
     pub target: String,
     pub after: Option<serde_json::Value>,
@@ -42,11 +42,11 @@ pub struct AuditSeen {
 
 #[derive(Debug, Clone, Default)]
 pub struct DatabaseState {
-    pub machines: Vec<MachineSeen>,
-    pub operations: Vec<OperationSeen>,
+    pub machines: Vec<MachineRow>,
+    pub operations: Vec<OperationRow>,
 }
 
-/// One statement, and therefore one instant; the oldest machine first.
+/// A single statement, so that it reads the state at one instant; the oldest machine comes first.
 const STATE_QUERY: &str = "SELECT \
     (SELECT coalesce(json_agg(m ORDER BY machine_id), '[]') FROM (SELECT machine_id, idp_user_id, slot, \
         status, failure_cause, epoch, registered_at, proven_at, retired_at, deleted_at, \
@@ -55,7 +55,7 @@ const STATE_QUERY: &str = "SELECT \
         kind, state, step, question FROM operations) o)";
 
 impl DatabaseState {
-    pub async fn at(client: &Client) -> Result<Self> {
+    pub async fn read(client: &Client) -> Result<Self> {
         let row = client.query_one(STATE_QUERY, &[]).await?;
         Ok(Self {
             machines: serde_json::from_value(row.get(0))?,
@@ -63,20 +63,19 @@ impl DatabaseState {
         })
     }
 
-    pub fn machine(&self, id: &str) -> Option<&MachineSeen> {
+    pub fn machine(&self, id: &str) -> Option<&MachineRow> {
         self.machines.iter().find(|machine| machine.machine_id == id)
     }
 
-    /// Whether the server of a machine that left its slot must be kept: it holds unsaved data, or it has no successor
-    /// yet.
-    pub fn is_kept(&self, machine: &MachineSeen) -> bool {
+    /// Whether the server of a machine that left its slot must be kept: it has unsaved data, or no successor yet.
+    pub fn is_kept(&self, machine: &MachineRow) -> bool {
         if machine.is_active() || machine.discard_ordered_at.is_some() {
             return false;
         }
         if machine.registered_at.is_none() {
             return machine.unsaved_since.is_some();
         }
-        let later = |it: &&MachineSeen| {
+        let later = |it: &&MachineRow| {
             it.prefix() == machine.prefix() && it.epoch > machine.epoch && it.registered_at.is_some()
         };
         let mut later = self.machines.iter().filter(later);
@@ -93,7 +92,7 @@ impl DatabaseState {
     }
 }
 
-impl MachineSeen {
+impl MachineRow {
     pub fn is_active(&self) -> bool {
         self.retired_at.is_none() && self.deleted_at.is_none()
     }
@@ -111,7 +110,7 @@ impl MachineSeen {
     }
 }
 
-pub async fn audit(client: &Client) -> Result<Vec<AuditSeen>> {
+pub async fn read_audit(client: &Client) -> Result<Vec<AuditRow>> {
     let sql = "SELECT coalesce(json_agg(a), '[]') FROM (SELECT action, target, after, request_id FROM operator_audit) a";
     Ok(serde_json::from_value(client.query_one(sql, &[]).await?.get(0))?)
 }

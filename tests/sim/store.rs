@@ -39,13 +39,13 @@ pub struct Store {
     inner: Arc<dyn ObjectStore>,
     broken: Option<BrokenRule>,
     faults: Mutex<Vec<(bool, StoreFault, u8)>>,
-    seen: Mutex<BTreeSet<Violation>>,
+    violations: Mutex<BTreeSet<Violation>>,
     /// The last value of each pointer. Writes of a pointer are serialised, so this is their order.
     pointers: tokio::sync::Mutex<BTreeMap<String, Pointer>>,
     /// The claims of a pointer, by pointer and `seq`: another writer may advance `latest` to them.
     claims: Mutex<BTreeMap<(String, u64), Writer>>,
     dumps: Mutex<BTreeSet<String>>,
-    /// Pointers that a plan broke: the next value need not follow from the previous one.
+    /// Pointers that a plan broke: their next value need not follow from the previous value.
     pointers_broken: Mutex<BTreeSet<String>>,
 }
 
@@ -55,7 +55,7 @@ impl Store {
             inner,
             broken,
             faults: Mutex::default(),
-            seen: Mutex::default(),
+            violations: Mutex::default(),
             pointers: tokio::sync::Mutex::default(),
             claims: Mutex::default(),
             dumps: Mutex::default(),
@@ -75,17 +75,17 @@ impl Store {
     pub async fn violations(&self) -> BTreeSet<Violation> {
         let listed: Result<Vec<ObjectMeta>> = self.inner.list(None).try_collect().await;
         if let Ok(listed) = listed {
-            let there: BTreeSet<String> = listed.into_iter().map(|meta| meta.location.to_string()).collect();
+            let keys: BTreeSet<String> = listed.into_iter().map(|meta| meta.location.to_string()).collect();
             let mut dumps = lock(&self.dumps);
-            if dumps.iter().any(|dump| !there.contains(dump)) {
-                lock(&self.seen).insert(Violation::SnapshotRemoved);
+            if dumps.iter().any(|dump| !keys.contains(dump)) {
+                lock(&self.violations).insert(Violation::SnapshotRemoved);
             }
-            dumps.extend(there.into_iter().filter(|key| key.ends_with(".dump")));
+            dumps.extend(keys.into_iter().filter(|key| key.ends_with(".dump")));
         }
-        lock(&self.seen).clone()
+        lock(&self.violations).clone()
     }
 
-    /// The store loses a pointer, or its content.
+    /// Deletes a pointer, or overwrites it with invalid JSON.
     pub async fn break_pointer(&self, slot: &str, is_lost: bool) {
         let at = Path::from(format!("{slot}{POINTER}"));
         let _pointers = self.pointers.lock().await;
@@ -93,12 +93,12 @@ impl Store {
             return;
         }
         lock(&self.pointers_broken).insert(at.to_string());
-        let done = if is_lost {
+        let result = if is_lost {
             self.inner.delete(&at).await
         } else {
             self.inner.put(&at, "{not json".into()).await.map(drop)
         };
-        done.expect("the store itself works");
+        result.expect("the underlying store works");
     }
 
     /// Slots whose broken pointers were not rewritten yet.
@@ -141,13 +141,13 @@ impl Store {
         let mut pointers = self.pointers.lock().await;
         let next: Option<Pointer> = serde_json::from_slice(&Bytes::from(payload.clone())).ok();
         let before = pointers.get(&pointer).cloned();
-        if self.broken == Some(BrokenRule::Unconditional) {
+        if self.broken == Some(BrokenRule::StoreIgnoresConditions) {
             options.mode = PutMode::Overwrite;
         }
         let is_fence = next.as_ref().is_some_and(|next| {
             before.as_ref().map_or(0, |before| before.fence_epoch.0) < next.fence_epoch.0
         });
-        if is_fence && self.broken == Some(BrokenRule::FenceIsNotWritten) {
+        if is_fence && self.broken == Some(BrokenRule::StoreLosesFences) {
             return Ok(PutResult { e_tag: None, version: None, extensions: Default::default() });
         }
         let put = self.inner.put_opts(at, payload, options).await?;
@@ -158,8 +158,8 @@ impl Store {
             lock(&self.claims).insert(claim, writer);
         } else {
             let writer = lock(&self.claims).get(&claim).copied().unwrap_or(writer);
-            self.judge(at, before.as_ref(), &next, writer).await;
-            if self.broken == Some(BrokenRule::StorePrunes) {
+            self.check_pointer(at, before.as_ref(), &next, writer).await;
+            if self.broken == Some(BrokenRule::StoreRemovesSnapshots) {
                 self.prune(at, &next).await;
             }
             pointers.insert(at.to_string(), next);
@@ -167,9 +167,9 @@ impl Store {
         Ok(put)
     }
 
-    /// The platform writes fences, and snapshots named by an operator's rebuild, even below the fence if no other is
-    /// complete. A host may move the pointer only at or above the fence.
-    async fn judge(&self, at: &Path, before: Option<&Pointer>, next: &Pointer, writer: Writer) {
+    /// Checks a new value of a pointer. The platform writes fences, and the snapshot that a rebuild chooses, even below
+    /// the fence if no other snapshot is complete. A host may move the pointer only at or above the fence.
+    async fn check_pointer(&self, at: &Path, before: Option<&Pointer>, next: &Pointer, writer: Writer) {
         let mut found = BTreeSet::new();
         if let Some(before) = before {
             let epoch = |pointer: &Pointer| pointer.snapshot.as_ref().map_or(0, |named| named.epoch.0);
@@ -182,7 +182,7 @@ impl Store {
             if lock(&self.pointers_broken).remove(at.as_ref()) {
                 // Restored from the log, or rebuilt from snapshots.
                 if next.seq < before.seq || next.fence_epoch < before.fence_epoch {
-                    found.insert(Violation::PointerWentBack);
+                    found.insert(Violation::PointerSetBack);
                 }
             } else if writer == Writer::Host
                 && is_new
@@ -191,16 +191,16 @@ impl Store {
             {
                 found.insert(Violation::PointerMovedByFencedHost);
             } else if older || epoch(next) < epoch(before) {
-                found.insert(Violation::PointerWentBack);
+                found.insert(Violation::PointerSetBack);
             }
         }
-        if !self.names_whole_snapshot(at, next).await {
+        if !self.names_complete_snapshot(at, next).await {
             found.insert(Violation::PointerNamesUnverified);
         }
-        lock(&self.seen).extend(found);
+        lock(&self.violations).extend(found);
     }
 
-    async fn names_whole_snapshot(&self, at: &Path, pointer: &Pointer) -> bool {
+    async fn names_complete_snapshot(&self, at: &Path, pointer: &Pointer) -> bool {
         let Some(named) = &pointer.snapshot else { return true };
         let slot = at.as_ref().strip_suffix("system/db/latest").unwrap_or_default();
         let read = async |key: String| self.inner.get(&Path::from(key)).await.ok()?.bytes().await.ok();
@@ -236,48 +236,48 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The store as one process or host sees it.
+/// The connection of one process or host to the store.
 #[derive(Debug)]
-pub struct View {
+pub struct StoreConnection {
     pub store: Arc<Store>,
     /// The kill switch of a process; hosts have none.
     pub switch: Option<Arc<Switch>>,
 }
 
-impl View {
-    async fn pass(&self, moment: Moment) {
+impl StoreConnection {
+    async fn reach(&self, moment: Moment) {
         if let Some(switch) = &self.switch {
-            switch.pass(moment).await;
+            switch.reach(moment).await;
         }
     }
 
     async fn write<T>(&self, done: impl Future<Output = Result<T>>) -> Result<T> {
-        self.pass(Moment::BeforeStore).await;
+        self.reach(Moment::BeforeStore).await;
         let fault = self.store.fault_of(true);
         if fault == Some(StoreFault::Unavailable) {
-            return Err(trouble());
+            return Err(planned_error());
         }
         let done = done.await;
         if fault == Some(StoreFault::Slow) {
             tokio::time::sleep(SLOW_DELAY).await;
         }
-        self.pass(Moment::AfterStore).await;
-        if fault == Some(StoreFault::LostReply) { Err(trouble()) } else { done }
+        self.reach(Moment::AfterStore).await;
+        if fault == Some(StoreFault::LostReply) { Err(planned_error()) } else { done }
     }
 }
 
-fn trouble() -> Error {
-    Error::Generic { store: "simulated", source: "a fault of the plan".into() }
+fn planned_error() -> Error {
+    Error::Generic { store: "simulated", source: "a planned fault".into() }
 }
 
-impl fmt::Display for View {
+impl fmt::Display for StoreConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the store of a simulation")
     }
 }
 
 #[async_trait]
-impl ObjectStore for View {
+impl ObjectStore for StoreConnection {
     async fn put_opts(&self, at: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
         let writer = if self.switch.is_some() { Writer::Platform } else { Writer::Host };
         self.write(self.store.put(at, payload, options, writer)).await
@@ -293,13 +293,13 @@ impl ObjectStore for View {
 
     async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
         match self.store.fault_of(false) {
-            Some(StoreFault::Unavailable | StoreFault::LostReply) => return Err(trouble()),
+            Some(StoreFault::Unavailable | StoreFault::LostReply) => return Err(planned_error()),
             Some(StoreFault::Slow) => tokio::time::sleep(SLOW_DELAY).await,
             None => {}
         }
         let got = self.store.inner.get_opts(at, options).await;
-        // Without conditions, only stale reads do harm.
-        if self.store.broken == Some(BrokenRule::Unconditional) && at.as_ref().ends_with(POINTER) {
+        // Without conditions, a slow read makes lost updates likely.
+        if self.store.broken == Some(BrokenRule::StoreIgnoresConditions) && at.as_ref().ends_with(POINTER) {
             tokio::time::sleep(SLOW_DELAY).await;
         }
         got
@@ -307,12 +307,12 @@ impl ObjectStore for View {
 
     fn delete_stream(&self, at: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
         let store = Arc::clone(&self.store);
-        let noted = at.inspect_ok(move |path| {
+        let recorded = at.inspect_ok(move |path| {
             if path.as_ref().contains("/snapshots/") {
-                lock(&store.seen).insert(Violation::SnapshotRemoved);
+                lock(&store.violations).insert(Violation::SnapshotRemoved);
             }
         });
-        self.store.inner.delete_stream(noted.boxed())
+        self.store.inner.delete_stream(recorded.boxed())
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {

@@ -6,7 +6,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::plan::Moment;
 
-/// The kill switch of a process; when armed, it acts at the n-th call of a kind.
+/// The kill switch of a process; when armed, it kills the process at the n-th call of a kind.
 #[derive(Debug, Default)]
 pub struct Switch {
     dead: CancellationToken,
@@ -30,13 +30,13 @@ impl Switch {
         self.dead.is_cancelled()
     }
 
-    /// For components that stop on a token.
+    /// The token for components that stop when a token is cancelled.
     pub fn token(&self) -> CancellationToken {
         self.dead.clone()
     }
 
-    /// Runs work of the process; `None` if it died before the end.
-    pub async fn alive<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+    /// Runs work of the process. Returns `None` if the process dies before the end.
+    pub async fn run_while_alive<T>(&self, work: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
             biased;
             () = self.dead.cancelled() => None,
@@ -44,8 +44,8 @@ impl Switch {
         }
     }
 
-    /// A point of the process at which it may be killed; then nothing after it runs.
-    pub async fn pass(&self, moment: Moment) {
+    /// A point at which the process may be killed; if it is, the call never returns.
+    pub async fn reach(&self, moment: Moment) {
         {
             let mut armed = self.armed.lock().unwrap_or_else(PoisonError::into_inner);
             match &mut *armed {

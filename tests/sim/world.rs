@@ -1,4 +1,4 @@
-//! The world of one run: processes, provider, store and hosts around a database, and the observations.
+//! The parts of one run: processes, provider, store and hosts around a database, and the observations.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use super::rows::Rows;
 use super::run_database::RunDatabase;
 use super::run_provider::RunProvider;
 use super::snapshot::DatabaseState;
-use super::store::{Store, View};
+use super::store::{Store, StoreConnection};
 use super::violation::{BrokenRule, Violation};
 
 pub struct World<'a> {
@@ -35,16 +35,16 @@ pub struct World<'a> {
     pub broken: Option<BrokenRule>,
     /// Background requests and backups.
     pub tasks: JoinSet<()>,
-    memory: Observations,
+    observations: Observations,
     hosts: Vec<Host>,
     /// The process whose routes are checked next.
     turn: usize,
-    pub tally: Tally,
+    pub counts: Counts,
 }
 
-/// The states that a run reached; a simulation that reaches none detects nothing.
+/// Counts of the states that a run reached; a simulation that reaches none of them detects nothing.
 #[derive(Debug, Default, Clone, Copy)]
-pub struct Tally {
+pub struct Counts {
     pub requests: u32,
     pub running: u32,
     pub routed: u32,
@@ -84,10 +84,10 @@ impl<'a> World<'a> {
             rows: Rows::default(),
             broken,
             tasks: JoinSet::new(),
-            memory: Observations::default(),
+            observations: Observations::default(),
             hosts: Vec::new(),
             turn: 0,
-            tally: Tally::default(),
+            counts: Counts::default(),
         })
     }
 
@@ -98,30 +98,30 @@ impl<'a> World<'a> {
 
     /// Every host that ever existed, the oldest first.
     pub fn hosts(&mut self) -> &[Host] {
-        let made = self.provider.made();
-        self.hosts.extend(made.iter().skip(self.hosts.len()).map(Host::of));
+        let created = self.provider.created_servers();
+        self.hosts.extend(created.iter().skip(self.hosts.len()).map(Host::from_order));
         for host in &mut self.hosts {
             host.epoch = self.ledger.epoch_of(&host.machine).unwrap_or(host.epoch);
         }
         &self.hosts
     }
 
-    /// The violations now.
+    /// Checks the invariants of the current state.
     pub async fn check_now(&mut self) -> Result<BTreeSet<Violation>> {
-        // Servers and responses first, because they depend on older state.
-        let live = self.provider.live();
-        let known = check::CallerView::of(&self.ledger);
-        let database_state = DatabaseState::at(&self.database.client).await?;
+        // Servers and responses are read first: the database may be newer than them, but not older.
+        let live = self.provider.machines_with_servers();
+        let known = check::CallerView::from_ledger(&self.ledger);
+        let database_state = DatabaseState::read(&self.database.client).await?;
         let fences = self.store.fences().await;
-        let mut found = check::always(&database_state, &mut self.memory, &self.ledger, &known);
-        found.extend(check::fenced(&database_state, &live, &fences));
+        let mut found = check::check_always(&database_state, &mut self.observations, &self.ledger, &known);
+        found.extend(check::check_fences(&database_state, &live, &fences));
         found.extend(self.store.violations().await);
-        let lost = self.rows.missing(&self.provider.live());
+        let lost = self.rows.missing_rows(&self.provider.machines_with_servers());
         if !lost.is_empty() {
-            self.ledger.note(format!("rows {lost:?} are nowhere"));
+            self.ledger.log(format!("rows {lost:?} are lost"));
             found.insert(Violation::LostRows);
         }
-        if self.provider.had_doubles() {
+        if self.provider.had_duplicate() {
             found.insert(Violation::TwoServersOfOneMachine);
         }
         if self.is_misrouted(&database_state).await? {
@@ -139,10 +139,10 @@ impl<'a> World<'a> {
                 database_state.machines.iter().any(|it| it.idp_user_id == user && it.is_running())
             };
             let mut routed = self.is_routed(&process, user).await;
-            self.tally.routed += u32::from(routed && runs(database_state));
-            // A change must apply within a second, but this machine may be busy.
+            self.counts.routed += u32::from(routed && runs(database_state));
+            // A change must take effect within a second, but this computer may be busy.
             for _ in 0..60 {
-                if !routed || runs(&DatabaseState::at(&self.database.client).await?) {
+                if !routed || runs(&DatabaseState::read(&self.database.client).await?) {
                     routed = false;
                     break;
                 }
@@ -156,7 +156,7 @@ impl<'a> World<'a> {
         Ok(false)
     }
 
-    /// No host listens here: a forwarded request gets a 502, any other a 503.
+    /// No host is listening: a forwarded request gets a 502 or 504, any other a 503.
     async fn is_routed(&self, process: &Process, user: &str) -> bool {
         let request = Request::builder()
             .uri("/")
@@ -165,29 +165,38 @@ impl<'a> World<'a> {
             .header("cookie", format!("svc_session={}", cookie(self.database, user)))
             .body(Body::empty())
             .expect("a request");
-        process.public(request).await.is_some_and(|response| matches!(response.status, 502 | 504))
+        process.send_public(request).await.is_some_and(|response| matches!(response.status, 502 | 504))
     }
 
-    /// The additional violations after settling.
+    /// Checks the additional invariants after settling.
     pub async fn check_settled(&mut self) -> Result<BTreeSet<Violation>> {
         let mut found = BTreeSet::new();
-        let database_state = DatabaseState::at(&self.database.client).await?;
-        let audit = super::snapshot::audit(&self.database.client).await?;
-        found.extend(check::settled(&database_state, &self.provider.live(), &audit, &self.ledger));
-        let resized = |it: &&super::snapshot::OperationSeen| it.kind == "resize" && it.state == "succeeded";
-        self.tally.resized += database_state.operations.iter().filter(resized).count() as u32;
-        self.tally.rows += u32::try_from(self.rows.acknowledged())?;
-        self.tally.running +=
+        let database_state = DatabaseState::read(&self.database.client).await?;
+        let audit = super::snapshot::read_audit(&self.database.client).await?;
+        found.extend(check::check_settled(
+            &database_state,
+            &self.provider.machines_with_servers(),
+            &audit,
+            &self.ledger,
+        ));
+        let resized = |it: &&super::snapshot::OperationRow| it.kind == "resize" && it.state == "succeeded";
+        self.counts.resized += database_state.operations.iter().filter(resized).count() as u32;
+        self.counts.rows += u32::try_from(self.rows.acknowledged_count())?;
+        self.counts.running +=
             database_state.machines.iter().filter(|machine| machine.is_running()).count() as u32;
-        let is_held = check::holds_deletions(&database_state, &self.provider.live(), &self.ledger);
+        let is_held = check::are_deletions_suspended(
+            &database_state,
+            &self.provider.machines_with_servers(),
+            &self.ledger,
+        );
         for host in self.hosts().to_vec() {
             let Some(machine) = database_state.machine(&host.machine) else { continue };
             let right = Some((200, Some(!machine.is_active())));
-            // A machine that may get its slot back gets no response that it is superseded: its writers stay stopped.
+            // A machine that may get its slot back is not notified that it is superseded; its writers remain stopped.
             let is_kept = database_state.is_kept(machine) || is_held;
             let waits = is_kept.then_some((200, Some(false)));
             let mut response = None;
-            // The reconciler soon notices that a deleted machine cannot come back.
+            // The reconciler soon detects that a deleted machine cannot get its slot back.
             for _ in 0..30 {
                 let beat = self.heartbeat(&host, 0).await;
                 response = beat.as_ref().map(|beat| (beat.status, beat.body["superseded"].as_bool()));
@@ -198,8 +207,8 @@ impl<'a> World<'a> {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
             if response != right && (waits.is_none() || response != waits) {
-                self.ledger.note(format!("{} got the response {response:?}", host.server));
-                found.insert(Violation::HostNotTold);
+                self.ledger.log(format!("{} got the response {response:?}", host.server));
+                found.insert(Violation::HostNotNotified);
             }
         }
         Ok(found)
@@ -211,16 +220,16 @@ impl<'a> World<'a> {
             process.switch.kill();
         }
         self.tasks.shutdown().await;
-        self.database.cut().await?;
+        self.database.cut_connections().await?;
         if self.database.restore().await? {
             self.ledger.record_restore();
-            self.memory = Observations::default();
-            self.tally.restored += 1;
+            self.observations = Observations::default();
+            self.counts.restored += 1;
         }
         for process in 0..PROCESSES {
             self.start(process);
         }
-        let on = self.provider.on();
+        let on = self.provider.powered_on();
         for host in self.hosts().to_vec() {
             if on.contains(&host.machine) && self.ledger.is_registered(&host.machine) {
                 self.heartbeat(&host, 0).await;
@@ -230,12 +239,12 @@ impl<'a> World<'a> {
     }
 
     /// Stops all parts of the run.
-    pub async fn end(mut self) -> Tally {
+    pub async fn finish(mut self) -> Counts {
         for process in &self.processes {
             process.switch.kill();
         }
         self.tasks.shutdown().await;
-        self.tally
+        self.counts
     }
 }
 
@@ -244,14 +253,14 @@ fn users() -> BTreeSet<&'static str> {
     SLOTS.iter().map(|(user, _)| *user).collect()
 }
 
-/// A session cookie as a router creates it.
+/// Creates a session cookie as a router does.
 fn cookie(database: &RunDatabase, user: &str) -> String {
     let claims = serde_json::json!({ "iss": "svc-session", "jti": user, "host": "app" });
     format!("svcs_{}", database.keys.borrow().app.current.sign_json(&claims))
 }
 
 async fn publish(store: &Arc<Store>) -> Result<()> {
-    let bucket = Bucket::new(Arc::new(View { store: Arc::clone(store), switch: None }));
+    let bucket = Bucket::new(Arc::new(StoreConnection { store: Arc::clone(store), switch: None }));
     let key = "system-bundles/v1/svc-host-bundle.tar.gz";
     bucket.put(&key.into(), "0123456789").await?;
     let digest = format!("{DIGEST}  svc-host-bundle.tar.gz\n");

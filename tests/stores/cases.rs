@@ -1,4 +1,4 @@
-//! The cases. Each returns what the store did instead if it deviates; everything else that is wrong is an error.
+//! The cases. If the store deviates, a case returns the deviation; any other failure is an error.
 
 use std::time::Duration;
 
@@ -38,8 +38,8 @@ fn pointer_log(slot: &SlotPrefix) -> String {
     entry.rsplit_once('/').map_or(entry.clone(), |(folder, _)| format!("{folder}/"))
 }
 
-/// A backup of the machine of `epoch`, up to its last step.
-async fn backup(
+/// Stores a backup of the machine of `epoch`, up to its last step.
+async fn store_backup(
     fixture: &StoreFixture,
     slot: &SlotPrefix,
     epoch: u32,
@@ -55,7 +55,7 @@ async fn advance(
     slot: &SlotPrefix,
     side: &snapshot::SideRecord,
 ) -> Result<(), PointerError> {
-    let recorded = snapshot::record(&fixture.bucket, slot, side, None).await?;
+    let recorded = snapshot::write_side_record(&fixture.bucket, slot, side, None).await?;
     pointer_io::advance(&fixture.bucket, slot, &recorded).await
 }
 
@@ -74,16 +74,16 @@ pub async fn pointer_follows_backups_and_fences(fixture: &StoreFixture) -> Resul
     let absent = snapshot::latest(&fixture.bucket, &slot).await;
     ensure!(matches!(absent, Err(SnapshotUnusable::Absent)), "{absent:?}");
     pointer_io::fence(&fixture.bucket, &slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
-    let first = backup(fixture, &slot, 1, 1).await?;
+    let first = store_backup(fixture, &slot, 1, 1).await?;
     advance(fixture, &slot, &first).await?;
     ensure!(snapshot::latest(&fixture.bucket, &slot).await?.key == first.key, "not the first snapshot");
 
     pointer_io::fence(&fixture.bucket, &slot, &Fence::unsigned(Epoch(2), machine(2))).await?;
-    let late = backup(fixture, &slot, 1, 2).await?;
+    let late = store_backup(fixture, &slot, 1, 2).await?;
     let refused = advance(fixture, &slot, &late).await;
     ensure!(matches!(refused, Err(PointerError::Fenced(_))), "a replaced machine moved the pointer");
     ensure!(snapshot::latest(&fixture.bucket, &slot).await?.key == first.key, "the pointer has moved");
-    let second = backup(fixture, &slot, 2, 3).await?;
+    let second = store_backup(fixture, &slot, 2, 3).await?;
     advance(fixture, &slot, &second).await?;
     let end = pointer_io::read(&fixture.bucket, &slot).await?.context("no pointer")?.value;
     ensure!((end.seq, end.fence_epoch) == (4, Epoch(2)), "{end:?}");
@@ -93,7 +93,7 @@ pub async fn pointer_follows_backups_and_fences(fixture: &StoreFixture) -> Resul
 pub async fn pointer_moves_once_when_responses_are_lost(fixture: &StoreFixture) -> Result<Support> {
     let slot = slot_of("user_1")?;
     pointer_io::fence(&fixture.bucket, &slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
-    let side = backup(fixture, &slot, 1, 1).await?;
+    let side = store_backup(fixture, &slot, 1, 1).await?;
     let lost = fixture.server.fault(Rule::new(Fault::LostReply).method("PUT").key("pointer-log/").times(1));
     advance(fixture, &slot, &side).await?;
     ensure!(lost.hits() == 1, "the fault did not occur");
@@ -107,7 +107,7 @@ pub async fn pointer_moves_once_when_responses_are_lost(fixture: &StoreFixture) 
 pub async fn missing_pointer_beside_snapshots_is_damage(fixture: &StoreFixture) -> Result<Support> {
     let slot = slot_of("user_1")?;
     pointer_io::fence(&fixture.bucket, &slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
-    let side = backup(fixture, &slot, 1, 1).await?;
+    let side = store_backup(fixture, &slot, 1, 1).await?;
     advance(fixture, &slot, &side).await?;
     ensure!(fixture.server.remove(BUCKET, slot.pointer().as_ref()), "there was no pointer");
     for entry in fixture.server.objects(BUCKET, &pointer_log(&slot)) {
@@ -124,7 +124,7 @@ fn content(bytes: usize) -> Bytes {
     (0..bytes).map(|n| (n % 251) as u8).collect::<Vec<u8>>().into()
 }
 
-async fn sent(fixture: &StoreFixture, key: &Path, mut content: Bytes) -> Result<Upload> {
+async fn start_upload(fixture: &StoreFixture, key: &Path, mut content: Bytes) -> Result<Upload> {
     let mut upload = Upload::begin(&fixture.bucket, key, PartLayout::for_max_bytes(0)).await?;
     while !content.is_empty() {
         let size = upload.part_space().min(content.len()).min(MIB);
@@ -136,19 +136,22 @@ async fn sent(fixture: &StoreFixture, key: &Path, mut content: Bytes) -> Result<
 
 pub async fn large_upload_is_stored_as_sent(fixture: &StoreFixture) -> Result<Support> {
     let (key, content) = (Path::from("user_1/large.dump"), content(12 * MIB + 7));
-    let mut upload = sent(fixture, &key, content.clone()).await?;
-    ensure!(fixture.bucket.head(&key).await?.is_none(), "visible before its completion");
-    ensure!(upload.complete().await?.size == content.len() as u64, "another size");
+    let mut upload = start_upload(fixture, &key, content.clone()).await?;
+    ensure!(
+        fixture.bucket.head(&key).await?.is_none(),
+        "the object is visible before the upload is completed"
+    );
+    ensure!(upload.complete().await?.size == content.len() as u64, "the object has another size");
     let read = fixture.bucket.get(&key, u64::MAX).await?.context("not stored")?.value;
-    ensure!(read == content, "other bytes");
+    ensure!(read == content, "the object has other content");
     ensure!(fixture.server.uploads(BUCKET).is_empty(), "the upload is still open");
     Ok(Support::Yes)
 }
 
 pub async fn aborted_upload_leaves_nothing(fixture: &StoreFixture) -> Result<Support> {
     let key = Path::from("user_1/aborted.dump");
-    let upload = sent(fixture, &key, content(6 * MIB)).await?;
-    ensure!(upload.abort().await, "it could not be aborted");
+    let upload = start_upload(fixture, &key, content(6 * MIB)).await?;
+    ensure!(upload.abort().await, "the upload could not be aborted");
     ensure!(fixture.bucket.head(&key).await?.is_none(), "an object remains");
     ensure!(fixture.server.uploads(BUCKET).is_empty(), "the upload is still open");
     Ok(Support::Yes)
@@ -156,8 +159,8 @@ pub async fn aborted_upload_leaves_nothing(fixture: &StoreFixture) -> Result<Sup
 
 pub async fn upload_of_killed_process_can_be_aborted(fixture: &StoreFixture) -> Result<Support> {
     let key = Path::from("user_1/killed.dump");
-    let mut upload = sent(fixture, &key, content(6 * MIB)).await?;
-    let open = upload.open().cloned().context("an upload of S3 has an id")?;
+    let mut upload = start_upload(fixture, &key, content(6 * MIB)).await?;
+    let open = upload.open_upload().cloned().context("an upload of S3 has an id")?;
     ensure!(fixture.server.uploads(BUCKET) == [key.as_ref()], "{:?}", fixture.server.uploads(BUCKET));
     fixture.bucket.abort_upload(&open).await?;
     ensure!(fixture.server.uploads(BUCKET).is_empty(), "the upload is still open");
@@ -167,23 +170,23 @@ pub async fn upload_of_killed_process_can_be_aborted(fixture: &StoreFixture) -> 
     Ok(Support::Yes)
 }
 
-/// What the store's own probe finds for a capability.
-async fn probed(fixture: &StoreFixture, capability: Capability) -> Result<Support> {
+/// Returns the result of the product's probe for a capability.
+async fn probe_capability(fixture: &StoreFixture, capability: Capability) -> Result<Support> {
     let found = capabilities::probe_further(&StoreConfig::S3(fixture.s3.clone()), &fixture.bucket).await;
     let probed = found.into_iter().find(|probed| probed.capability == capability);
     Ok(probed.context("not probed")?.support)
 }
 
 pub async fn upload_creates_a_snapshot_only_once(fixture: &StoreFixture) -> Result<Support> {
-    probed(fixture, capabilities::UPLOAD_ONCE).await
+    probe_capability(fixture, capabilities::UPLOAD_ONCE).await
 }
 
 pub async fn damaged_body_is_refused(fixture: &StoreFixture) -> Result<Support> {
-    probed(fixture, capabilities::CHECKSUMS).await
+    probe_capability(fixture, capabilities::CHECKSUMS).await
 }
 
 pub async fn wrong_secret_is_refused(fixture: &StoreFixture) -> Result<Support> {
-    probed(fixture, capabilities::SIGNATURES).await
+    probe_capability(fixture, capabilities::SIGNATURES).await
 }
 
 pub async fn interrupted_download_resumes_on_the_same_version(fixture: &StoreFixture) -> Result<Support> {
@@ -211,27 +214,28 @@ pub async fn interrupted_download_resumes_on_the_same_version(fixture: &StoreFix
     match rest(3).await {
         Err(object_store::Error::Precondition { .. }) => Ok(Support::Yes),
         Err(error) => Err(error.into()),
-        Ok(_) => Ok(Support::No("it resumed with another version".to_owned())),
+        Ok(_) => Ok(Support::No("the download resumed with another version".to_owned())),
     }
 }
 
 pub async fn outage_is_not_reported_as_not_found(fixture: &StoreFixture) -> Result<Support> {
     let key = Path::from("user_1/there");
-    ensure!(fixture.bucket.head(&key).await?.is_none(), "an object that was never stored");
+    ensure!(fixture.bucket.head(&key).await?.is_none(), "an object exists that was never stored");
     fixture.bucket.put(&key, &b"x"[..]).await?;
     fixture.server.fault(Rule::new(Fault::Status(503)).key("user_1/there").always());
     let failed = fixture.bucket.get(&key, 10).await;
     ensure!(matches!(failed, Err(StoreError::Unavailable { .. })), "{failed:?}");
     fixture.server.heal();
     fixture.server.down();
-    let down = fixture.bucket.within(&key, Duration::from_secs(20), fixture.bucket.head(&key)).await;
+    let down =
+        fixture.bucket.run_with_timeout(&key, Duration::from_secs(20), fixture.bucket.head(&key)).await;
     ensure!(matches!(down, Err(StoreError::Unavailable { .. })), "{down:?}");
     fixture.server.up()?;
-    ensure!(fixture.bucket.get(&key, 10).await?.is_some(), "the object is gone");
+    ensure!(fixture.bucket.get(&key, 10).await?.is_some(), "the object has disappeared");
     Ok(Support::Yes)
 }
 
-/// More keys than a page of a list has.
+/// Lists more keys than fit on one page.
 pub async fn list_of_many_keys_is_complete_and_sorted(fixture: &StoreFixture) -> Result<Support> {
     const KEYS: usize = 1100;
     let folder = Path::from("user_1/primary/system/db/pointer-log");
@@ -241,7 +245,7 @@ pub async fn list_of_many_keys_is_complete_and_sorted(fixture: &StoreFixture) ->
     fixture.bucket.put(&Path::from("user_1/primary/system/db/pointer-log-other"), &b"{}"[..]).await?;
     let listed: Vec<Path> =
         fixture.bucket.raw().list(Some(&folder)).map_ok(|object| object.location).try_collect().await?;
-    ensure!(listed == keys, "{} keys, or another order", listed.len());
+    ensure!(listed == keys, "{} keys, or in another order", listed.len());
     let after: Vec<Path> = fixture
         .bucket
         .raw()
@@ -254,8 +258,8 @@ pub async fn list_of_many_keys_is_complete_and_sorted(fixture: &StoreFixture) ->
 }
 
 pub async fn reads_and_lists_are_current(fixture: &StoreFixture) -> Result<Support> {
-    match probed(fixture, capabilities::CURRENT_READS).await? {
-        Support::Yes => probed(fixture, capabilities::CURRENT_LISTS).await,
+    match probe_capability(fixture, capabilities::CURRENT_READS).await? {
+        Support::Yes => probe_capability(fixture, capabilities::CURRENT_LISTS).await,
         deviation => Ok(deviation),
     }
 }
@@ -266,20 +270,20 @@ pub async fn session_reaches_only_its_slot(fixture: &StoreFixture) -> Result<Sup
     let endpoint = fixture.server.endpoint().parse()?;
     let sts = Sts::new(endpoint, fixture.s3.region.clone(), role, fixture.s3.credential())?;
     let policy = policy::slot_policy("aws", BUCKET, &own, SnapshotWrites::Any);
-    let session = match sts.assume("svc-test", &policy, Duration::from_secs(900)).await {
+    let session = match sts.assume_role("svc-test", &policy, Duration::from_secs(900)).await {
         Ok(session) => session,
         Err(error) => return Ok(Support::No(error.to_string())),
     };
-    let of_host = S3Config {
+    let host_config = S3Config {
         access_key: session.access_key,
         secret_key: session.secret_key,
         session_token: session.session_token,
         expires_at: Some(session.expires_at),
         ..fixture.s3.clone()
     };
-    let host = StoreConfig::S3(of_host).open()?;
+    let host = StoreConfig::S3(host_config).open()?;
     host.put(&own.pointer(), &b"{}"[..]).await?;
-    ensure!(host.get(&own.pointer(), 10).await?.is_some(), "its own object cannot be read");
+    ensure!(host.get(&own.pointer(), 10).await?.is_some(), "the session cannot read its own object");
     match host.put(&other.pointer(), &b"{}"[..]).await {
         Err(StoreError::Denied { .. }) => {}
         Ok(()) => return Ok(Support::No("it wrote an object of another slot".to_owned())),
@@ -287,8 +291,8 @@ pub async fn session_reaches_only_its_slot(fixture: &StoreFixture) -> Result<Sup
     }
     fixture.bucket.put(&other.pointer(), &b"{}"[..]).await?;
     let read = host.get(&other.pointer(), 10).await;
-    ensure!(matches!(read, Err(StoreError::Denied { .. })), "it read an object of another slot");
+    ensure!(matches!(read, Err(StoreError::Denied { .. })), "the session read an object of another slot");
     let deleted = host.raw().delete(&own.pointer()).await;
-    ensure!(deleted.is_err(), "it deleted an object");
+    ensure!(deleted.is_err(), "the session deleted an object");
     Ok(Support::Yes)
 }

@@ -1,4 +1,4 @@
-//! What `svcctl doctor platform` says about a store that cannot do everything: the finding names what does not work.
+//! The findings of `svcctl doctor platform` about a store that lacks capabilities: they name the missing ones.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use kit::story::{BUCKET, HostBackend, RouterTransport, Stack};
 
 use crate::ctl::doctor::{Report, report};
 
-/// The findings about a whole platform on this store.
+/// Runs the doctor on a platform with this store.
 async fn diagnose(kind: StoreKind) -> Result<Report> {
     let (svc, dir) = (Path::new(env!("CARGO_BIN_EXE_svc")), tempfile::tempdir_in("/tmp")?);
     let store = kind.start(dir.path(), BUCKET).await?;
@@ -27,7 +27,7 @@ async fn diagnose(kind: StoreKind) -> Result<Report> {
 async fn doctor_names_what_does_not_work_on_moto() -> Result<()> {
     let found = diagnose(StoreKind::Moto).await?;
     found.expect("host-credentials", "problem", "reaches other slots: it wrote an object there");
-    found.expect("store", "problem", "Everyone who reaches the endpoint can read and delete every snapshot.");
+    found.expect("store", "problem", "Anyone who can reach the endpoint can read and delete every snapshot.");
     found.expect("store", "warning", "A snapshot that was damaged on its way is stored");
     assert_eq!(found.levels("store"), ["warning", "problem"], "{}", found.text);
     Ok(())
@@ -42,7 +42,7 @@ async fn doctor_names_what_does_not_work_on_seaweedfs() -> Result<()> {
     }
     let found = diagnose(StoreKind::Seaweedfs).await?;
     found.expect("host-credentials", "warning", "STORE_HOST_CREDENTIALS=static");
-    found.expect("store", "problem", "Everyone who reaches the endpoint can read and delete every snapshot.");
+    found.expect("store", "problem", "Anyone who can reach the endpoint can read and delete every snapshot.");
     found.expect("store-protection", "warning", "no versioning");
     Ok(())
 }

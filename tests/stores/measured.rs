@@ -1,4 +1,4 @@
-//! How exact the conditions of a store are with several writers at a time: counted, not only passed or failed.
+//! Measures how exactly a store enforces conditions with several concurrent writers: the winners are counted.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ const WRITERS: u64 = 6;
 /// Rounds by their number of winners.
 type Winners = BTreeMap<usize, usize>;
 
-/// Writers that start within `spread` of each other.
+/// Starts all writers within `spread`; returns the number of winners.
 async fn race(fixture: &StoreFixture, key: &Path, condition: &Condition, spread: Duration) -> Result<usize> {
     let writers = (0..WRITERS).map(|writer| async move {
         let share = u32::try_from(writer).unwrap_or_default() * spread / WRITERS as u32;
@@ -36,8 +36,8 @@ async fn race(fixture: &StoreFixture, key: &Path, condition: &Condition, spread:
     Ok(winners)
 }
 
-/// Every round has at least one winner on every store, and exactly one where the store is exact. That `If-None-Match` is
-/// exact is asserted for all of them; `If-Match` is only counted.
+/// Every round has at least one winner, and exactly one if the store is exact. All stores must enforce `If-None-Match`
+/// exactly, and all but SeaweedFS `If-Match`.
 async fn measure(kind: StoreKind, rounds: usize) -> Result<()> {
     let Some(fixture) = StoreFixture::start(kind).await? else { return Ok(()) };
     let (mut created, mut replaced) = (Winners::new(), Winners::new());
@@ -75,7 +75,7 @@ async fn races_on_each_store_are_counted() -> Result<()> {
 #[ignore = "a long campaign: cargo xtask test --long"]
 async fn races_on_each_store_are_counted_in_hundreds() -> Result<()> {
     for kind in StoreKind::ALL {
-        // Puts that collide on a condition took SeaweedFS 4.48 about a second.
+        // SeaweedFS 4.48 took about a second for puts that collide on a condition.
         measure(kind, if kind == StoreKind::Seaweedfs { 120 } else { 400 }).await?;
     }
     Ok(())

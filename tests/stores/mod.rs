@@ -1,5 +1,5 @@
-//! The same cases on each object store: the kit's own, moto and SeaweedFS. What a store cannot do is declared in
-//! [`DEVIATIONS`], and a store that deviates otherwise, or no longer, fails the test.
+//! The same cases on each object store: the kit's own, moto and SeaweedFS. [`DEVIATIONS`] declares what a store cannot
+//! do; a store that deviates otherwise, or no longer, fails the test.
 
 mod cases;
 mod doctor;
@@ -23,7 +23,7 @@ const DEVIATIONS: [(StoreKind, &str, &str); 5] = [
     (StoreKind::Moto, "session_reaches_only_its_slot", "it wrote an object of another slot"),
     (StoreKind::Moto, "damaged_body_is_refused", "it stored the object"),
     (StoreKind::Moto, "wrong_secret_is_refused", "it stored an object"),
-    // It runs without an identity configuration, and so without STS.
+    // The tests run SeaweedFS without an identity configuration, and so without STS.
     (StoreKind::Seaweedfs, "session_reaches_only_its_slot", "STS refused AssumeRole"),
     (StoreKind::Seaweedfs, "wrong_secret_is_refused", "it stored an object"),
 ];
@@ -37,7 +37,7 @@ struct StoreFixture {
 }
 
 impl StoreFixture {
-    /// `None`, with a message, if SeaweedFS cannot be fetched on this machine.
+    /// Records a skip and returns `None` if SeaweedFS cannot be fetched on this machine.
     async fn start(kind: StoreKind) -> Result<Option<Self>> {
         svc::http::tls::install_provider();
         if kind == StoreKind::Seaweedfs {

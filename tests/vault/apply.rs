@@ -12,21 +12,21 @@ use serde_json::Value;
 
 use super::stage::{CREATED_AT, NEW, OLD, Published, Stage, key};
 
-fn broken() -> Result<Published> {
+fn broken_release() -> Result<Published> {
     Published::new(NEW, &[("app/broken", "")])
 }
 
 #[tokio::test]
 async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
-    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
     stage.apply(NEW).await?.expect(0);
     stage.assert_running(NEW)?;
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!(
         (&last["version"], &last["outcome"], &last["stage"]),
         (&NEW.into(), &"updated".into(), &"done".into())
     );
-    let of_the_update = [
+    let expected_calls = [
         "start --no-block svc-db-backup-request.service",
         "stop svc-2026.1.0.service",
         "daemon-reload",
@@ -36,7 +36,7 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
         "restart svc-sync-agent.service",
         "restart svc-watch.service",
     ];
-    assert_eq!(stage.service_calls()?[1..], of_the_update, "after the calls of the boot");
+    assert_eq!(stage.service_calls()?[1..], expected_calls, "after the calls of the boot");
     let requests = stage.source.requests();
     assert!(
         requests
@@ -55,7 +55,7 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
     let refused = stage.apply(NEW).await?.expect(65);
     assert!(refused.stderr.contains("--allow-quarantined"), "{}", refused.stderr);
     let none = stage.run(&["rollback"], None).await?.expect(65);
-    assert!(none.stderr.contains("no release to go back to"), "{}", none.stderr);
+    assert!(none.stderr.contains("no previous release to roll back to"), "{}", none.stderr);
     stage.run(&["apply", "--version", NEW, "--allow-quarantined"], None).await?.expect(0);
     stage.assert_running(NEW)?;
     let status = stage.status().await?;
@@ -72,11 +72,11 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
     let stage = Stage::new().await?;
     let good = Published::new(NEW, &[])?;
     let end = format!("/{NEW}/svc-host-bundle.tar.gz");
-    let refused = async |what: &str, stage_of: &str, words: &str| -> Result<()> {
+    let refused = async |what: &str, failed_stage: &str, words: &str| -> Result<()> {
         let ended = stage.apply(NEW).await?.expect(65);
         assert!(ended.stderr.contains(words), "{what}: {}", ended.stderr);
-        let last = stage.last()?;
-        assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &stage_of.into()), "{what}");
+        let last = stage.last_update()?;
+        assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &failed_stage.into()), "{what}");
         stage.assert_untouched().context(what.to_owned())
     };
     for suffix in [".json", ".json.sig"] {
@@ -100,7 +100,7 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
     stage.source.put(&end, Some(flip(good.archive.clone(), good.archive.len() / 2)));
     refused("a bit of the archive", "download", "the archive is damaged").await?;
 
-    for (what, words, stage_of, change) in [
+    for (what, words, failed_stage, change) in [
         (
             "expired",
             "expired",
@@ -122,7 +122,7 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
         ("another size", "bytes", "download", Manifest { size_bytes: 7, ..good.manifest.clone() }),
         (
             "needs more",
-            "needs at least",
+            "requires at least",
             "preflight",
             Manifest { min_version: Some("2026.1.1".to_owned()), ..good.manifest.clone() },
         ),
@@ -139,7 +139,7 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
         stage
             .source
             .put(&format!("{end}.json.sig"), Some(key()?.signature_line(text.as_bytes()).into_bytes()));
-        refused(what, stage_of, words).await?;
+        refused(what, failed_stage, words).await?;
     }
     stage.run(&["apply", "--version", NEW, "--allow-downgrade"], None).await?.expect(0);
     stage.assert_running(NEW)
@@ -147,7 +147,7 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
 
 #[tokio::test]
 async fn keys_are_read_only_from_files_of_root() -> Result<()> {
-    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
     fs::remove_file(stage.machine.path("opt/svc/env/update.env"))?;
     let own = key()?.public_key_base64();
     stage.machine.add_env("host.env", &[("SVC_BUNDLE_PUBLIC_KEYS", &own)])?;
@@ -158,20 +158,20 @@ async fn keys_are_read_only_from_files_of_root() -> Result<()> {
 
 #[tokio::test]
 async fn release_whose_program_fails_is_never_current() -> Result<()> {
-    let stage = Stage::with(&Published::new(NEW, &[("bin/svc", "#!/no/such/thing\n")])?).await?;
+    let stage = Stage::with_release(&Published::new(NEW, &[("bin/svc", "#!/no/such/thing\n")])?).await?;
     let refused = stage.apply(NEW).await?.expect(65);
-    assert_eq!(stage.last()?["stage"], "trial", "{}", refused.stderr);
+    assert_eq!(stage.last_update()?["stage"], "trial", "{}", refused.stderr);
     stage.assert_untouched()
 }
 
 #[tokio::test]
 async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
-    let stage = Stage::with(&broken()?).await?;
+    let stage = Stage::with_release(&broken_release()?).await?;
     stage.request_update(NEW)?;
     let ended = stage.run(&["apply", "--request"], None).await?.expect(0);
-    assert!(ended.stdout.contains("the release before runs again"), "{}", ended.stdout);
+    assert!(ended.stdout.contains("the previous release runs again"), "{}", ended.stdout);
     stage.assert_running(OLD)?;
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!(
         (&last["outcome"], &last["stage"], &last["requestId"]),
         (&"rolled_back".into(), &"health".into(), &"asked-for-it".into())
@@ -181,7 +181,7 @@ async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
     let before = stage.source.requests().len();
     stage.request_update(NEW)?;
     stage.run(&["apply", "--request"], None).await?.expect(0);
-    assert_eq!(stage.last()?["outcome"], "refused");
+    assert_eq!(stage.last_update()?["outcome"], "refused");
     assert_eq!(stage.source.requests().len(), before, "the release was fetched again");
     stage.assert_running(OLD)?;
     assert!(!stage.machine.path("opt/svc/releases").join(NEW).exists(), "a failed release must be removed");
@@ -190,7 +190,7 @@ async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
 
 #[tokio::test]
 async fn boot_does_not_change_the_current_release() -> Result<()> {
-    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
     stage.apply(NEW).await?.expect(0);
     let unit = stage.machine.path(&format!("etc/systemd/system/svc-{NEW}.service"));
     fs::remove_file(&unit)?;
@@ -209,25 +209,25 @@ async fn boot_does_not_change_the_current_release() -> Result<()> {
 
 #[tokio::test]
 async fn units_of_a_release_stop_with_it() -> Result<()> {
-    let stage = Stage::with(&broken()?).await?;
-    // It is starting when the update begins, and fails; the update does not wait for it.
+    let stage = Stage::with_release(&broken_release()?).await?;
+    // svc-code is starting when the update begins, and fails; the update does not wait for it.
     fs::write(stage.machine.path("state-svc-code.service"), "activating\n")?;
     stage.apply(NEW).await?.expect(65);
     stage.assert_running(OLD)?;
     let service_calls = stage.service_calls()?;
     let new = ["stop svc-2026.1.0.service", "daemon-reload", "restart svc-gateway.service"];
     assert_eq!(service_calls[2..5], new, "after the calls of the boot and the snapshot");
-    let back =
+    let rollback_start =
         service_calls.iter().position(|word| word == "stop svc-2026.2.0.service").context("not stopped")?;
     assert_eq!(
-        service_calls[back + 1],
+        service_calls[rollback_start + 1],
         "daemon-reload",
         "the unit file exists until the unit is stopped: {service_calls:?}"
     );
-    for of_one in [&service_calls[..back], &service_calls[back..]] {
-        assert!(of_one.iter().any(|word| word == "restart svc-shell.service"), "{service_calls:?}");
+    for calls in [&service_calls[..rollback_start], &service_calls[rollback_start..]] {
+        assert!(calls.iter().any(|word| word == "restart svc-shell.service"), "{service_calls:?}");
         assert!(
-            of_one.iter().any(|word| word == "try-restart --no-block svc-code.service"),
+            calls.iter().any(|word| word == "try-restart --no-block svc-code.service"),
             "{service_calls:?}"
         );
     }
@@ -237,14 +237,14 @@ async fn units_of_a_release_stop_with_it() -> Result<()> {
 
 #[tokio::test]
 async fn release_without_a_required_part_is_never_current() -> Result<()> {
-    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
     let current = stage.machine.path("opt/svc/releases").join(OLD);
     for part in ["app/shell", "runtime/postgres/bin/pg_dump"] {
         let has = current.join(part);
         fs::create_dir_all(&has)?;
         let refused = stage.apply(NEW).await?.expect(65);
         assert!(refused.stderr.contains(&format!("lacks {part}")), "{}", refused.stderr);
-        let last = stage.last()?;
+        let last = stage.last_update()?;
         assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
         stage.assert_untouched()?;
         fs::remove_dir(&has)?;
@@ -257,7 +257,7 @@ async fn release_without_a_required_part_is_never_current() -> Result<()> {
 
 #[tokio::test]
 async fn release_that_removes_a_part_needs_an_allowance() -> Result<()> {
-    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
     let current = stage.machine.path("opt/svc/releases").join(OLD);
     let path = current.join("release.json");
     let mut release: Value = serde_json::from_slice(&fs::read(&path)?)?;
@@ -269,7 +269,7 @@ async fn release_that_removes_a_part_needs_an_allowance() -> Result<()> {
     fs::write(&path, release.to_string())?;
     let refused = stage.apply(NEW).await?.expect(65);
     assert!(refused.stderr.contains("lacks code-server, agents/claude"), "{}", refused.stderr);
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
     stage.assert_untouched()?;
     // A signed manifest that removes only one of them, for every machine.
@@ -279,7 +279,7 @@ async fn release_that_removes_a_part_needs_an_allowance() -> Result<()> {
     let refused = stage.apply(NEW).await?.expect(65);
     assert!(refused.stderr.contains("lacks agents/claude,"), "{}", refused.stderr);
     Published::new(NEW, &[])?.serve(&stage.source)?;
-    // A request of the platform cannot waive it.
+    // A request from the platform cannot permit the removal.
     stage.run(&["apply", "--request", "--allow-removal", "code-server"], None).await?.expect(64);
     let apply = ["apply", "--version", NEW, "--allow-removal", "code-server"];
     stage.run(&apply, None).await?.expect(65);
@@ -292,7 +292,7 @@ async fn release_that_removes_a_part_needs_an_allowance() -> Result<()> {
 async fn signed_manifest_removes_a_part_on_every_machine() -> Result<()> {
     let mut removing = Published::new(NEW, &[])?;
     removing.manifest.removes = vec!["code-server".to_owned(), "never-installed".to_owned()];
-    let stage = Stage::with(&removing).await?;
+    let stage = Stage::with_release(&removing).await?;
     let current = stage.machine.path("opt/svc/releases").join(OLD);
     let path = current.join("release.json");
     let mut release: Value = serde_json::from_slice(&fs::read(&path)?)?;
@@ -304,12 +304,12 @@ async fn signed_manifest_removes_a_part_on_every_machine() -> Result<()> {
     stage.assert_running(NEW)
 }
 
-/// The log belongs to the gateway's user, who could not append to a file of root's.
+/// The log belongs to the gateway's user, who could not append to a file that root owns.
 #[tokio::test]
-async fn outcome_is_noted_in_a_file_of_the_directory_owner() -> Result<()> {
+async fn outcome_is_logged_in_a_file_of_the_directory_owner() -> Result<()> {
     const GATEWAY: u32 = 4940;
     let published = Published::new(NEW, &[])?;
-    let stage = Stage::with(&published).await?;
+    let stage = Stage::with_release(&published).await?;
     let logs = stage.machine.path("home/svc/home/system/logs");
     fs::create_dir_all(&logs)?;
     let is_root = nix::unistd::geteuid().is_root();
@@ -323,8 +323,8 @@ async fn outcome_is_noted_in_a_file_of_the_directory_owner() -> Result<()> {
     let text = fs::read_to_string(logs.join("activity.log"))?;
     let lines: Vec<&str> = text.lines().filter_map(|line| Some(line.split_once(' ')?.1)).collect();
     assert_eq!(lines.len(), 2, "{text}");
-    assert!(lines[0].starts_with(&format!("the update to {NEW} is refused (manifest): ")), "{text}");
-    assert_eq!(lines[1], format!("the machine is updated from {OLD} to {NEW}"));
+    assert!(lines[0].starts_with(&format!("the update to {NEW} was refused (manifest): ")), "{text}");
+    assert_eq!(lines[1], format!("the machine was updated from {OLD} to {NEW}"));
     if is_root {
         use std::os::unix::fs::MetadataExt;
         let meta = fs::metadata(logs.join("activity.log"))?;
@@ -344,14 +344,19 @@ async fn apply_without_a_request_does_nothing() -> Result<()> {
     stage.assert_untouched()?;
     fs::write(stage.machine.path("var/lib/svc/superseded.json"), "{}")?;
     let refused = stage.apply(NEW).await?.expect(65);
-    assert!(refused.stderr.contains("another machine"), "{}", refused.stderr);
+    assert!(refused.stderr.contains("has been replaced"), "{}", refused.stderr);
     stage.assert_untouched()
 }
 
 /// Kills an update to `published` at each point, completes it by the unit's own command, and checks the result.
-async fn killed_at(points: &[&str], published: &Published, runs: &str, outcome: &str) -> Result<()> {
+async fn assert_completed_after_kills(
+    points: &[&str],
+    published: &Published,
+    runs: &str,
+    outcome: &str,
+) -> Result<()> {
     let one = |point: String| async move {
-        let stage = Stage::with(published).await?;
+        let stage = Stage::with_release(published).await?;
         stage.request_update(NEW)?;
         let kill = format!("{point}=return(kill)");
         stage.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
@@ -359,7 +364,7 @@ async fn killed_at(points: &[&str], published: &Published, runs: &str, outcome: 
         assert!(journal.exists(), "{point}: the journal is missing");
         stage.run(&["apply", "--request"], None).await?.expect(0);
         stage.assert_running(runs).context(point.clone())?;
-        assert_eq!(stage.last()?["outcome"], outcome, "{point}");
+        assert_eq!(stage.last_update()?["outcome"], outcome, "{point}");
         assert_eq!(stage.history()?.len(), 1, "{point}");
         anyhow::Ok(())
     };
@@ -382,7 +387,7 @@ async fn update_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
     points.extend(shared);
     points.extend(["update.switched", "update.linked"]);
     points.extend(["update.units_announced", "update.units_written", "update.units_recorded"]);
-    killed_at(&points, &good, NEW, "updated").await
+    assert_completed_after_kills(&points, &good, NEW, "updated").await
 }
 
 #[tokio::test]
@@ -392,19 +397,19 @@ async fn rollback_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
         points.push(point);
     }
     points.extend(["update.restarted", "update.ended", "update.outcome_told", "update.request_done"]);
-    killed_at(&points, &broken()?, OLD, "rolled_back").await
+    assert_completed_after_kills(&points, &broken_release()?, OLD, "rolled_back").await
 }
 
 #[tokio::test]
 async fn repeatedly_killed_update_is_abandoned() -> Result<()> {
-    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
     stage.request_update(NEW)?;
     for _ in 0..5 {
         stage.run(&["apply", "--request"], Some("update.restarted=return(kill)")).await?.expect_killed();
     }
     stage.run(&["resume"], None).await?.expect(0);
     stage.assert_running(OLD)?;
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"rolled_back".into(), &"restart".into()));
     Ok(())
 }
@@ -416,12 +421,12 @@ async fn failed_step_leaves_a_healthy_release() -> Result<()> {
     let after =
         ["update.prepared", "update.activating", "update.reloaded", "update.restarted", "update.well"];
     for point in before.iter().chain(&after) {
-        let stage = Stage::with(&good).await?;
+        let stage = Stage::with_release(&good).await?;
         let error = format!("{point}=1*return(error)");
         stage.run(&["apply", "--version", NEW], Some(&error)).await?;
         stage.assert_running(OLD).context(*point)?;
         let expected = if before.contains(point) { "failed" } else { "rolled_back" };
-        assert_eq!(stage.last()?["outcome"], expected, "{point}");
+        assert_eq!(stage.last_update()?["outcome"], expected, "{point}");
     }
     Ok(())
 }

@@ -9,10 +9,10 @@ use svc::store::pointer::Fence;
 use svc::store::pointer_io;
 use svc::store::snapshot;
 
-use super::machine::{self, BUCKET, Machine, USER, slot, text, until, with_wrapped};
+use super::machine::{self, BUCKET, Machine, USER, path_str, slot, tools_with_script, wait_until};
 
 const ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 1000)";
-/// More than one part of an upload.
+/// A table larger than one part of an upload.
 const NOISE: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 600) n, generate_series(1, 1000) m GROUP BY n";
 
@@ -27,12 +27,12 @@ async fn machine_with(store: &S3Server, content: &str) -> Result<Machine> {
     Ok(machine)
 }
 
-/// The pointer is absent, or names a complete object with its side record.
+/// Asserts that the pointer is absent, or names a complete object with its side record.
 async fn assert_pointer_valid(store: &S3Server) -> Result<()> {
     let has_pointer = machine::pointer(store).await?.is_some();
     match snapshot::latest(&machine::bucket(store)?, &slot()).await {
         Ok(_) | Err(snapshot::SnapshotUnusable::Absent) => Ok(()),
-        // After an interrupted first backup no machine starts empty beside its snapshot.
+        // After an interrupted first backup, the slot does not count as empty.
         Err(snapshot::SnapshotUnusable::Damaged { why, .. })
             if !has_pointer && why.contains("although snapshots") =>
         {
@@ -62,8 +62,8 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
         ("a failed pg_dump", "REAL \"$@\"; exit 3"),
     ];
     for (name, script) in wrappers {
-        let tools = with_wrapped("pg_dump", &format!("#!/bin/sh\n{script}\n"))?;
-        let ended = machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", text(tools.path()))])?;
+        let tools = tools_with_script("pg_dump", &format!("#!/bin/sh\n{script}\n"))?;
+        let ended = machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", path_str(tools.path()))])?;
         assert_eq!(ended.code, Some(70), "{name}: {}", ended.stderr);
         assert_eq!(snapshots(&store), before, "{name}");
         assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{name}: the upload was aborted");
@@ -75,8 +75,8 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
             "{name}: {record}"
         );
     }
-    let tools = with_wrapped("pg_restore", "#!/bin/sh\ncat >/dev/null\nexit 1\n")?;
-    machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", text(tools.path()))])?.expect(70);
+    let tools = tools_with_script("pg_restore", "#!/bin/sh\ncat >/dev/null\nexit 1\n")?;
+    machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", path_str(tools.path()))])?.expect(70);
     assert_eq!(snapshots(&store), before);
     Ok(())
 }
@@ -86,9 +86,11 @@ async fn password_is_in_no_arguments_or_output() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
     let seen = tempfile::tempdir()?;
-    let script = format!("#!/bin/sh\ncat /proc/$$/cmdline > {}/args\nexec REAL \"$@\"\n", text(seen.path()));
-    let tools = with_wrapped("pg_dump", &script)?;
-    let ended = machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", text(tools.path()))])?.expect(0);
+    let script =
+        format!("#!/bin/sh\ncat /proc/$$/cmdline > {}/args\nexec REAL \"$@\"\n", path_str(seen.path()));
+    let tools = tools_with_script("pg_dump", &script)?;
+    let ended =
+        machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", path_str(tools.path()))])?.expect(0);
     let args = std::fs::read_to_string(seen.path().join("args"))?;
     assert!(args.contains("--snapshot="), "{args:?}");
     let password = machine.postgres().password();
@@ -105,12 +107,12 @@ async fn transient_store_faults_are_retried() -> Result<()> {
         ("a part's response is lost", Rule::new(Fault::LostReply).query("partNumber=1")),
         ("the completion's response is lost", Rule::new(Fault::LostReply).method("POST").query("uploadId=")),
         (
-            "the completion fails after it happened",
+            "the completion fails after it took effect",
             Rule::new(Fault::StatusAfterCommit(500)).method("POST").query("uploadId="),
         ),
         ("the pointer's response is lost", Rule::new(Fault::LostReply).method("PUT").key("db/latest")),
         (
-            "the pointer's write fails after it happened",
+            "the pointer's write fails after it took effect",
             Rule::new(Fault::StatusAfterCommit(503)).method("PUT").key("db/latest"),
         ),
         ("the side record's response is lost", Rule::new(Fault::LostReply).method("PUT").key(".dump.json")),
@@ -121,7 +123,7 @@ async fn transient_store_faults_are_retried() -> Result<()> {
         assert_eq!(ended.code, Some(0), "{name}: {}", ended.stderr);
         assert!(hits.hits() > 0, "{name}: the fault was not triggered");
         let pointer = machine::pointer(&store).await?.context("a pointer")?;
-        assert_eq!(pointer.seq, seq, "{name}: moved once");
+        assert_eq!(pointer.seq, seq, "{name}: the pointer did not move exactly once");
         assert_pointer_valid(&store).await.context(name)?;
         store.heal();
     }
@@ -142,7 +144,7 @@ async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
     store.heal();
     machine.postgres().stop().await?;
     machine.run(&["svc-db-backup"])?.expect(69);
-    // Its `seq` was claimed before the write of `latest` failed, so it is final.
+    // The backup claimed its `seq` before the write of `latest` failed, so it is final.
     let moved = machine::pointer(&store).await?.context("a pointer")?;
     assert_eq!(Some(moved.seq), good.map(|good| good.seq + 1));
     assert_pointer_valid(&store).await?;
@@ -165,7 +167,7 @@ async fn replaced_machine_does_not_move_the_pointer() -> Result<()> {
 
     // The fence is written during the dump.
     let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.side_record=sleep(2000)")])?;
-    until("a second side record", || snapshots(&store).len() == 4).await?;
+    wait_until("a second side record", || snapshots(&store).len() == 4).await?;
     pointer_io::fence(
         &bucket,
         &slot(),
@@ -177,7 +179,7 @@ async fn replaced_machine_does_not_move_the_pointer() -> Result<()> {
     assert!(ended.stderr.contains("fenced at epoch 2"), "{}", ended.stderr);
     assert_eq!(machine::pointer(&store).await?, fenced);
 
-    // Later runs know it from the start, and make no dump.
+    // Later runs detect the fence at the start, and create no dump.
     store.clear_requests();
     machine.run(&["svc-db-backup"])?.expect(77);
     assert!(!store.requests().iter().any(|seen| seen.method != "GET"), "{:?}", store.requests());
@@ -194,7 +196,7 @@ async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
     let first = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.snapshot=sleep(1500)")])?;
-    until("the lock", || machine.path("var/lib/svc/backup.lock").exists()).await?;
+    wait_until("the lock", || machine.path("var/lib/svc/backup.lock").exists()).await?;
     // The lock file is created and locked in two system calls.
     tokio::time::sleep(Duration::from_millis(100)).await;
     let second = machine.run(&["svc-db-backup"])?.expect(75);
@@ -221,9 +223,9 @@ async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()>
         assert_pointer_valid(&store).await.with_context(|| format!("after {point}"))?;
         machine.run(&["svc-db-backup"])?.expect(0);
         let latest = snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
-        let side = snapshot::side_record(&machine::bucket(&store)?, &slot(), &latest).await?;
+        let side = snapshot::read_side_record(&machine::bucket(&store)?, &slot(), &latest).await?;
         assert_eq!(side.tables[0].rows, 1000 + n, "after {point}");
-        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "after {point}: the next run gives it up");
+        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "after {point}: the next run aborts it");
         assert_eq!(machine.backup_records()?.pop().context("a record")?["status"], "success");
     }
     Ok(())
@@ -261,7 +263,7 @@ async fn termination_aborts_the_upload() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, NOISE).await?;
     let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.streaming=sleep(200)")])?;
-    until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
+    wait_until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
     let stop_requested = Instant::now();
     running.signal(Signal::SIGTERM)?;
     running.wait()?.expect(75);

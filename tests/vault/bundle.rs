@@ -18,7 +18,7 @@ pub fn bundle(version: &str) -> Result<Vec<u8>> {
     bundle_with(version, &[])
 }
 
-/// The same with additional files.
+/// Like [`bundle`], with additional files.
 pub fn bundle_with(version: &str, more: &[(&str, &str)]) -> Result<Vec<u8>> {
     let mut tar = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
     let mut add = |path: &str, mode: u32, body: &[u8]| -> Result<()> {
@@ -71,7 +71,7 @@ struct SourceState {
     next: Option<Vec<u8>>,
     requests: Vec<BundleRequest>,
     /// Other files, by the end of their path; `None` for a missing file.
-    others: BTreeMap<String, Option<Vec<u8>>>,
+    other_files: BTreeMap<String, Option<Vec<u8>>>,
 }
 
 impl SourceState {
@@ -100,31 +100,31 @@ impl Source {
         Ok(Self { state, addr })
     }
 
-    fn with<T>(&self, change: impl FnOnce(&mut SourceState) -> T) -> T {
+    fn update_state<T>(&self, change: impl FnOnce(&mut SourceState) -> T) -> T {
         change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub fn replace(&self, content: Vec<u8>) {
-        self.with(|state| state.set(content));
+        self.update_state(|state| state.set(content));
     }
 
-    /// Replaces the content as soon as one more request was handled.
+    /// Replaces the content after the next request has been handled.
     pub fn replace_after_next_request(&self, content: Vec<u8>) {
-        self.with(|state| state.next = Some(content));
+        self.update_state(|state| state.next = Some(content));
     }
 
     /// Adds another file, or marks it as missing.
     pub fn put(&self, end_of_path: &str, content: Option<Vec<u8>>) {
-        self.with(|state| state.others.insert(end_of_path.to_owned(), content));
+        self.update_state(|state| state.other_files.insert(end_of_path.to_owned(), content));
     }
 
     /// Behaves like a server without Range support.
-    pub fn forget_ranges(&self) {
-        self.with(|state| state.ranges = false);
+    pub fn disable_ranges(&self) {
+        self.update_state(|state| state.ranges = false);
     }
 
     pub fn requests(&self) -> Vec<BundleRequest> {
-        self.with(|state| state.requests.clone())
+        self.update_state(|state| state.requests.clone())
     }
 }
 
@@ -133,7 +133,7 @@ async fn serve(State(state): State<Arc<Mutex<SourceState>>>, uri: Uri, headers: 
     let text = |name| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
     let range = text(header::RANGE);
     state.requests.push(BundleRequest { authorization: text(header::AUTHORIZATION), range: range.clone() });
-    if let Some((_, other)) = state.others.iter().find(|(end, _)| uri.path().ends_with(end.as_str())) {
+    if let Some((_, other)) = state.other_files.iter().find(|(end, _)| uri.path().ends_with(end.as_str())) {
         let status = if other.is_some() { StatusCode::OK } else { StatusCode::NOT_FOUND };
         let response = Response::builder().status(status).body(Body::from(other.clone().unwrap_or_default()));
         return response.expect("a response of known headers");

@@ -10,7 +10,7 @@ const ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KE
      INSERT INTO t SELECT n, md5(n::text) FROM generate_series(1, 20000) n";
 
 /// A machine with this many snapshots, and their keys.
-async fn with_snapshots(store: &S3Server, many: usize) -> Result<(Machine, Vec<String>)> {
+async fn machine_with_snapshots(store: &S3Server, many: usize) -> Result<(Machine, Vec<String>)> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;
     let mut keys = Vec::new();
@@ -29,20 +29,20 @@ fn object(key: &str) -> String {
     format!("{USER}/primary/{key}")
 }
 
-fn checks(machine: &Machine) -> Result<Vec<Value>> {
+fn read_checks(machine: &Machine) -> Result<Vec<Value>> {
     let text = std::fs::read_to_string(machine.path("home/svc/home/system/logs/backup-checks.jsonl"))?;
     text.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
 }
 
-fn last(machine: &Machine, kind: &str) -> Result<Value> {
+fn read_last_check(machine: &Machine, kind: &str) -> Result<Value> {
     Ok(serde_json::from_slice(&std::fs::read(machine.path(&format!("var/lib/svc/last-{kind}.json")))?)?)
 }
 
-/// The snapshot with an earlier time.
-fn older(store: &S3Server, key: &str, time: &str) -> Result<String> {
+/// Stores a copy of the snapshot with this earlier time; returns its key.
+fn store_older_copy(store: &S3Server, key: &str, time: &str) -> Result<String> {
     let as_of = format!("system/db/snapshots/{time}-1.dump");
     let dump = store.read(BUCKET, &object(key)).context("the object")?;
-    let side = store.read(BUCKET, &object(&format!("{key}.json"))).context("its record")?;
+    let side = store.read(BUCKET, &object(&format!("{key}.json"))).context("the side record")?;
     store.write(BUCKET, &object(&as_of), dump);
     let mut side: Value = serde_json::from_slice(&side)?;
     side["key"] = as_of.as_str().into();
@@ -55,7 +55,7 @@ fn older(store: &S3Server, key: &str, time: &str) -> Result<String> {
 #[tokio::test]
 async fn every_damage_of_a_snapshot_is_detected() -> Result<()> {
     let store = machine::store()?;
-    let (machine, keys) = with_snapshots(&store, 6).await?;
+    let (machine, keys) = machine_with_snapshots(&store, 6).await?;
     let ended = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(0);
     assert!(ended.stdout.starts_with("6 snapshots, "), "{}", ended.stdout);
 
@@ -71,12 +71,12 @@ async fn every_damage_of_a_snapshot_is_detected() -> Result<()> {
     store.write(BUCKET, &object(&keys[1]), shorter);
     store.remove(BUCKET, &object(&keys[2]));
     store.write(BUCKET, &object(&format!("{}.json", keys[3])), "{}");
-    // The bytes of another snapshot, of the same size or not; each is valid in itself.
+    // The content of another snapshot, which is itself valid.
     let other = store.read(BUCKET, &object(&keys[5])).context("the object")?;
     store.write(BUCKET, &object(&keys[4]), other);
 
     let ended = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(65);
-    let check = last(&machine, "verify")?;
+    let check = read_last_check(&machine, "verify")?;
     let mut damaged: Vec<_> =
         check["damaged"].as_array().context("damaged")?.iter().filter_map(Value::as_str).collect();
     damaged.sort_unstable();
@@ -86,27 +86,27 @@ async fn every_damage_of_a_snapshot_is_detected() -> Result<()> {
         machine.run(&["svc-db-backup", "verify", key])?.expect(65);
     }
     machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(0);
-    let check = last(&machine, "verify")?;
+    let check = read_last_check(&machine, "verify")?;
     assert_eq!((&check["status"], &check["key"]), (&"success".into(), &keys[5].as_str().into()), "{check}");
     machine.run(&["svc-db-backup", "verify", "system/db/snapshots/../../x.dump"])?.expect(65);
-    assert_eq!(checks(&machine)?.len(), 9, "one line for each run");
+    assert_eq!(read_checks(&machine)?.len(), 9, "one line for each run");
     Ok(())
 }
 
 #[tokio::test]
 async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     let store = machine::store()?;
-    let (machine, keys) = with_snapshots(&store, 1).await?;
-    // The bytes that its backup has just verified are not read again.
+    let (machine, keys) = machine_with_snapshots(&store, 1).await?;
+    // The snapshot that its backup has just verified is not read again.
     let ended = machine.run(&["svc-db-backup", "verify"])?.expect(0);
     assert!(ended.stdout.starts_with("0 snapshots"), "{}", ended.stdout);
 
     let mut old = Vec::new();
     for day in 1..=9 {
-        old.push(older(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?);
+        old.push(store_older_copy(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?);
     }
     let within = [("VERIFY_WITHIN_DAYS", "10")];
-    // Ten snapshots in ten days; after the downtime, the share of three days at once, the oldest first.
+    // Ten snapshots in ten days: after downtime, the share of three days is verified in one run, the oldest first.
     let ended = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
     assert!(ended.stdout.starts_with("3 snapshots"), "{}", ended.stdout);
     store.remove(BUCKET, &object(&old[3]));
@@ -121,24 +121,24 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
 #[tokio::test]
 async fn store_failure_is_not_reported_as_damage() -> Result<()> {
     let store = machine::store()?;
-    let (machine, keys) = with_snapshots(&store, 1).await?;
-    // Interrupted twice in the middle, the download resumes there.
+    let (machine, keys) = machine_with_snapshots(&store, 1).await?;
+    // The download is interrupted twice, and resumes.
     store.fault(Rule::new(Fault::TruncateBody(20_000)).method("GET").key_ending(".dump").times(2));
     machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(0);
     store.heal();
     store.fault(Rule::new(Fault::Status(503)).method("GET").key_ending(".dump").always());
-    let soon = [("RESTORE_STORE_DEADLINE_SECONDS", "1")];
+    let short_deadline = [("RESTORE_STORE_DEADLINE_SECONDS", "1")];
     for words in [&["svc-db-backup", "verify", "--latest"][..], &["svc-db-backup", "drill"][..]] {
-        machine.run_with(words, &soon)?.expect(69);
+        machine.run_with(words, &short_deadline)?.expect(69);
     }
-    let check = last(&machine, "verify")?;
+    let check = read_last_check(&machine, "verify")?;
     assert_eq!((&check["status"], check.get("damaged")), (&"error".into(), None), "{check}");
-    assert_eq!(last(&machine, "drill")?["key"], keys[0].as_str());
+    assert_eq!(read_last_check(&machine, "drill")?["key"], keys[0].as_str());
     Ok(())
 }
 
-/// Databases, roles and files that a drill may have left.
-async fn leftovers(machine: &Machine) -> Result<Vec<String>> {
+/// Lists the databases, roles and files that a drill may have left.
+async fn list_leftovers(machine: &Machine) -> Result<Vec<String>> {
     let mut leftovers: Vec<String> =
         machine.databases().await?.into_iter().filter(|name| name.starts_with("svc_")).collect();
     let roles = "SELECT rolname::text FROM pg_roles WHERE rolname ~ '^app_'";
@@ -163,8 +163,8 @@ async fn drill_restores_compares_and_cleans_up() -> Result<()> {
 
     let ended = machine.run(&["svc-db-backup", "drill"])?.expect(0);
     assert!(ended.stdout.contains("1 table, 20000 rows"), "{}", ended.stdout);
-    assert_eq!(leftovers(&machine).await?, ["lock"]);
-    assert_eq!(last(&machine, "drill")?["status"], "success");
+    assert_eq!(list_leftovers(&machine).await?, ["lock"]);
+    assert_eq!(read_last_check(&machine, "drill")?["status"], "success");
 
     let mut points = vec!["restore.roles", "restore.created", "restore.loaded", "restore.counted"];
     for point in svc::host::snapshots::backup::DRILL_FAILPOINTS {
@@ -174,7 +174,7 @@ async fn drill_restores_compares_and_cleans_up() -> Result<()> {
         let kill = format!("{point}=return(kill)");
         machine.run_with(&["svc-db-backup", "drill"], &[("FAILPOINTS", &kill)])?.expect_killed();
         machine.run(&["svc-db-backup", "drill"])?.expect(0);
-        assert_eq!(leftovers(&machine).await?, ["lock"], "after a kill at {point}");
+        assert_eq!(list_leftovers(&machine).await?, ["lock"], "after a kill at {point}");
     }
     for point in svc::host::snapshots::backup::VERIFY_FAILPOINTS {
         let kill = format!("{point}=return(kill)");
@@ -190,21 +190,21 @@ async fn drill_restores_compares_and_cleans_up() -> Result<()> {
 #[tokio::test]
 async fn snapshot_with_missing_rows_fails_the_drill() -> Result<()> {
     let store = machine::store()?;
-    let (machine, keys) = with_snapshots(&store, 1).await?;
+    let (machine, keys) = machine_with_snapshots(&store, 1).await?;
     let side = format!("{}.json", object(&keys[0]));
-    let record = String::from_utf8(store.read(BUCKET, &side).context("its record")?)?;
+    let record = String::from_utf8(store.read(BUCKET, &side).context("the side record")?)?;
     store.write(BUCKET, &side, record.replace("\"rows\":20000", "\"rows\":20001"));
     let ended = machine.run(&["svc-db-backup", "drill"])?.expect(65);
-    assert!(ended.stderr.contains("public.t has 20000 rows"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("public.t: 20000 rows restored"), "{}", ended.stderr);
     store.write(BUCKET, &side, record);
     let mut dump = store.read(BUCKET, &object(&keys[0])).context("the object")?;
     let middle = dump.len() / 2;
     dump[middle] ^= 1;
     store.write(BUCKET, &object(&keys[0]), dump);
     machine.run(&["svc-db-backup", "drill"])?.expect(65);
-    let check = last(&machine, "drill")?;
+    let check = read_last_check(&machine, "drill")?;
     assert_eq!((&check["status"], &check["key"]), (&"error".into(), &keys[0].as_str().into()), "{check}");
-    assert_eq!(leftovers(&machine).await?, ["app_t", "lock"]);
+    assert_eq!(list_leftovers(&machine).await?, ["app_t", "lock"]);
     // Hourly backups are not delayed.
     machine.run(&["svc-db-backup"])?.expect(0);
     machine.run(&["svc-db-backup", "drill"])?.expect(0);
@@ -234,8 +234,8 @@ async fn check_run_by_root_switches_to_the_unit_user() -> Result<()> {
     {
         machine.run(words)?.expect(0);
     }
-    let made = ["last-backup.json", "backup.lock", "verified.json", "drill/lock", "last-drill.json"];
-    for path in made.map(|name| machine.path("var/lib/svc").join(name)) {
+    let created = ["last-backup.json", "backup.lock", "verified.json", "drill/lock", "last-drill.json"];
+    for path in created.map(|name| machine.path("var/lib/svc").join(name)) {
         let owner = std::os::unix::fs::MetadataExt::uid(&std::fs::metadata(&path)?);
         assert_eq!(owner, USER_ID, "{}", path.display());
     }
@@ -245,7 +245,7 @@ async fn check_run_by_root_switches_to_the_unit_user() -> Result<()> {
 #[tokio::test]
 async fn lost_database_does_not_replace_its_snapshot() -> Result<()> {
     let store = machine::store()?;
-    let (machine, keys) = with_snapshots(&store, 1).await?;
+    let (machine, keys) = machine_with_snapshots(&store, 1).await?;
     let good = machine::pointer(&store).await?;
     // The tables that the gateway creates at startup are not the owner's data.
     let lost = "DROP TABLE t; CREATE SCHEMA svc; CREATE TABLE svc.apps (slug text); INSERT INTO svc.apps VALUES ('notes'); \
@@ -259,7 +259,7 @@ async fn lost_database_does_not_replace_its_snapshot() -> Result<()> {
     assert_eq!((&record["status"], &record["stage"]), (&"error".into(), &"dump".into()), "{record}");
     machine.run(&["svc-db-backup", "run", "--allow-empty"])?.expect(0);
     assert_ne!(machine::pointer(&store).await?, good);
-    // From here on, the empty database is the expected state.
+    // From now on, the empty database is the expected state.
     machine.run(&["svc-db-backup"])?.expect(0);
     machine.client().await?.batch_execute("INSERT INTO notes VALUES (1)").await?;
     machine.run(&["svc-db-backup"])?.expect(0);

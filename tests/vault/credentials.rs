@@ -23,20 +23,20 @@ use svc::host::system::store_credentials::RenewingCredentials;
 use svc::host::system::upgrade_token::UpgradeToken;
 use svc::machine::epoch::Epoch;
 use svc::store::credentials::{CredentialError, CredentialSource, TemporaryCredentials};
-use svc::store::policy::{self, SnapshotWrites, Window};
+use svc::store::policy::{self, SessionWindow, SnapshotWrites};
 use svc::store::sts::Sts;
 
-use super::machine::{self, BUCKET, Machine, USER, slot, until};
+use super::machine::{self, BUCKET, Machine, USER, slot, wait_until};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
 /// The platform's response to a request for credentials.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum CredentialResponse {
-    Gives,
-    Supersedes,
-    Away,
-    Refuses,
+    Issue,
+    Superseded,
+    Unavailable,
+    Unauthorized,
 }
 
 /// The platform's credentials route, with real sessions of the store's STS.
@@ -59,7 +59,7 @@ impl Platform {
         let caller = AwsCredential { key_id, secret_key: store.secret_key().to_owned(), token: None };
         let role = "arn:aws:iam::000000000000:role/svc-host".to_owned();
         let sts = Sts::new(store.endpoint().parse()?, store.region().to_owned(), role, caller)?;
-        let (response, request_count) = (Mutex::new(CredentialResponse::Gives), AtomicUsize::new(0));
+        let (response, request_count) = (Mutex::new(CredentialResponse::Issue), AtomicUsize::new(0));
         let service =
             Arc::new(CredentialService { sts, response, request_count, heartbeats: AtomicUsize::new(0) });
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
@@ -70,7 +70,7 @@ impl Platform {
     }
 
     pub fn set_response(&self, response: CredentialResponse) {
-        *self.service.response.lock().expect("whole") = response;
+        *self.service.response.lock().expect("the lock is not poisoned") = response;
     }
 
     pub(super) fn request_count(&self) -> usize {
@@ -78,8 +78,8 @@ impl Platform {
     }
 
     /// The outage session of a machine of epoch 1.
-    pub(super) async fn outage(&self) -> Option<TemporaryCredentials> {
-        outage(&self.service.sts).await
+    pub(super) async fn outage_session(&self) -> Option<TemporaryCredentials> {
+        outage_session(&self.service.sts).await
     }
 
     pub(super) fn heartbeats(&self) -> usize {
@@ -90,7 +90,7 @@ impl Platform {
         Ok(self
             .service
             .sts
-            .assume("svc-host", &policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once), HOUR)
+            .assume_role("svc-host", &policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once), HOUR)
             .await?)
     }
 
@@ -125,22 +125,22 @@ async fn respond(State(service): State<Arc<CredentialService>>, uri: Uri, header
     if !authorized || !uri.path().ends_with("/storage-credentials") {
         return problem(401, "unauthorized");
     }
-    let response = *service.response.lock().expect("whole");
+    let response = *service.response.lock().expect("the lock is not poisoned");
     match response {
-        CredentialResponse::Gives => {}
-        CredentialResponse::Supersedes => return problem(403, "superseded"),
-        CredentialResponse::Away => return problem(503, "store_unavailable"),
-        CredentialResponse::Refuses => return problem(401, "unauthorized"),
+        CredentialResponse::Issue => {}
+        CredentialResponse::Superseded => return problem(403, "superseded"),
+        CredentialResponse::Unavailable => return problem(503, "store_unavailable"),
+        CredentialResponse::Unauthorized => return problem(401, "unauthorized"),
     }
     let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once);
-    match service.sts.assume("svc-host", &policy, HOUR).await {
+    match service.sts.assume_role("svc-host", &policy, HOUR).await {
         Ok(session) => {
             let mut response = session_json(&session);
             response["region"] = json!("auto");
             response["bucket"] = json!(BUCKET);
             response["prefix"] = json!(format!("{USER}/primary/"));
             response["outage"] =
-                outage(&service.sts).await.map_or(Value::Null, |session| session_json(&session));
+                outage_session(&service.sts).await.map_or(Value::Null, |session| session_json(&session));
             axum::Json(response).into_response()
         }
         Err(_) => problem(503, "store_unavailable"),
@@ -157,11 +157,11 @@ fn session_json(session: &TemporaryCredentials) -> Value {
 }
 
 /// The outage session of a machine of epoch 1.
-async fn outage(sts: &Sts) -> Option<TemporaryCredentials> {
-    let (from, life) = (Timestamp::now(), HOUR * 12);
-    let window = Window { from, until: from.checked_add(life).ok()? };
+async fn outage_session(sts: &Sts) -> Option<TemporaryCredentials> {
+    let (from, lifetime) = (Timestamp::now(), HOUR * 12);
+    let window = SessionWindow { from, until: from.checked_add(lifetime).ok()? };
     let policy = policy::outage_policy("aws", BUCKET, (&slot(), Epoch(1)), window, SnapshotWrites::Once);
-    sts.assume("svc-outage", &policy, life).await.ok()
+    sts.assume_role("svc-outage", &policy, lifetime).await.ok()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -173,17 +173,17 @@ async fn sts_client_works_with_another_server() -> Result<()> {
     let role = "arn:aws:iam::123456789012:role/svc-host".to_owned();
     let sts = Sts::new(moto.s3().endpoint().parse()?, "us-east-1".to_owned(), role, caller)?;
     let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once);
-    let session = sts.assume("svc-host", &policy, Duration::from_secs(900)).await?;
+    let session = sts.assume_role("svc-host", &policy, Duration::from_secs(900)).await?;
     let remaining = session.expires_at.duration_since(Timestamp::now());
     assert!((600..=960).contains(&remaining.as_secs()), "{remaining}");
     assert!(session.access_key.starts_with("ASIA") && session.session_token.is_some());
-    let error = sts.assume(&"x".repeat(65), &policy, Duration::from_secs(900)).await.unwrap_err();
+    let error = sts.assume_role(&"x".repeat(65), &policy, Duration::from_secs(900)).await.unwrap_err();
     assert!(error.to_string().starts_with("STS refused AssumeRole with 400"), "{error}");
     assert!(error.to_string().contains("ValidationError"), "{error}");
     Ok(())
 }
 
-pub(super) async fn in_use(
+pub(super) async fn machine_with_credentials(
     store: &S3Server,
     platform: &Platform,
     expires_in: SignedDuration,
@@ -198,7 +198,7 @@ pub(super) async fn in_use(
 async fn valid_credentials_are_used_unchanged() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = in_use(&store, &platform, SignedDuration::from_hours(1)).await?;
+    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     assert_eq!(platform.request_count(), 0);
     assert!(machine::pointer(&store).await?.is_some());
@@ -209,17 +209,17 @@ async fn valid_credentials_are_used_unchanged() -> Result<()> {
 async fn expired_credentials_are_renewed_and_stored() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = in_use(&store, &platform, SignedDuration::from_secs(-60)).await?;
+    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_secs(-60)).await?;
     store.expire_sessions();
     let ended = machine.run(&["svc-db-backup"])?.expect(0);
     assert_eq!(platform.request_count(), 1, "{}", ended.stderr);
-    let kept = machine.path("var/lib/svc/store-credentials.json");
-    assert_eq!(std::fs::metadata(&kept)?.permissions().mode() & 0o777, 0o600);
+    let stored = machine.path("var/lib/svc/store-credentials.json");
+    assert_eq!(std::fs::metadata(&stored)?.permissions().mode() & 0o777, 0o600);
     machine.run(&["svc-db-backup"])?.expect(0);
     assert_eq!(platform.request_count(), 1, "the second run starts with the session of the first");
-    let kept: Value = serde_json::from_slice(&std::fs::read(&kept)?)?;
+    let stored: Value = serde_json::from_slice(&std::fs::read(&stored)?)?;
     for secret in ["secretAccessKey", "sessionToken"] {
-        assert!(!ended.stderr.contains(kept[secret].as_str().context("a secret")?), "{}", ended.stderr);
+        assert!(!ended.stderr.contains(stored[secret].as_str().context("a secret")?), "{}", ended.stderr);
     }
     Ok(())
 }
@@ -228,7 +228,7 @@ async fn expired_credentials_are_renewed_and_stored() -> Result<()> {
 async fn wrong_clock_costs_one_request() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = in_use(&store, &platform, SignedDuration::from_hours(9)).await?;
+    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(9)).await?;
     store.expire_sessions();
     store.clear_requests();
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -242,11 +242,11 @@ async fn wrong_clock_costs_one_request() -> Result<()> {
 async fn backup_survives_expiring_sessions() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = in_use(&store, &platform, SignedDuration::from_hours(9)).await?;
+    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(9)).await?;
     let noise = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
         FROM generate_series(1, 2000) n, generate_series(1, 1000) m GROUP BY n";
     machine.client().await?.batch_execute(noise).await?;
-    // Longer than any request here, and shorter than the backup.
+    // Longer than any request of this test, but shorter than the backup.
     store.set_session_lifetime(Some(Duration::from_secs(4)));
     store.fault(Rule::new(Fault::Delay(Duration::from_millis(1800))).query("partNumber").always());
     store.expire_sessions();
@@ -262,8 +262,11 @@ async fn backup_survives_expiring_sessions() -> Result<()> {
 async fn restore_works_after_the_first_credentials_expired() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    in_use(&store, &platform, SignedDuration::from_hours(1)).await?.run(&["svc-db-backup"])?.expect(0);
-    // Once expired by the machine's clock, and once only at the store.
+    machine_with_credentials(&store, &platform, SignedDuration::from_hours(1))
+        .await?
+        .run(&["svc-db-backup"])?
+        .expect(0);
+    // First expired by the machine's clock, then only at the store.
     for expires_in in [SignedDuration::from_hours(-3), SignedDuration::from_hours(3)] {
         let new = Machine::new(&store, 2).await?;
         platform.write_credentials(&new, expires_in).await?;
@@ -280,10 +283,10 @@ async fn restore_works_after_the_first_credentials_expired() -> Result<()> {
 async fn replaced_machine_gets_no_credentials_and_reports_it() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = in_use(&store, &platform, SignedDuration::from_hours(1)).await?;
+    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let before = machine::pointer(&store).await?;
-    platform.set_response(CredentialResponse::Supersedes);
+    platform.set_response(CredentialResponse::Superseded);
     store.expire_sessions();
     let ended = machine.run(&["svc-db-backup"])?.expect(77);
     assert!(ended.stderr.contains("this machine has been replaced"), "{}", ended.stderr);
@@ -304,16 +307,20 @@ async fn replaced_machine_gets_no_credentials_and_reports_it() -> Result<()> {
 async fn platform_outage_matters_only_after_expiry() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = in_use(&store, &platform, SignedDuration::from_mins(10)).await?;
-    platform.set_response(CredentialResponse::Away);
+    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_mins(10)).await?;
+    platform.set_response(CredentialResponse::Unavailable);
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(platform.request_count(), 1, "requested once early, and not again while they are valid");
+    assert_eq!(
+        platform.request_count(),
+        1,
+        "requested once before the expiry, and not again while they are valid"
+    );
     platform.write_credentials(&machine, SignedDuration::from_secs(-1)).await?;
     machine.run(&["svc-db-backup"])?.expect(69);
     assert!(platform.request_count() >= 3, "requested repeatedly: {}", platform.request_count());
-    platform.set_response(CredentialResponse::Refuses);
+    platform.set_response(CredentialResponse::Unauthorized);
     machine.run(&["svc-db-backup"])?.expect(69);
-    platform.set_response(CredentialResponse::Gives);
+    platform.set_response(CredentialResponse::Issue);
     machine.run(&["svc-db-backup"])?.expect(0);
     Ok(())
 }
@@ -322,7 +329,7 @@ async fn platform_outage_matters_only_after_expiry() -> Result<()> {
 async fn agent_renews_many_sessions() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = in_use(&store, &platform, SignedDuration::from_secs(-1)).await?;
+    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_secs(-1)).await?;
     store.set_session_lifetime(Some(Duration::from_secs(2)));
     let extra = [
         ("GATEWAY_LISTEN", "127.0.0.1:9"),
@@ -331,16 +338,16 @@ async fn agent_renews_many_sessions() -> Result<()> {
         ("VPS_META_AT_LEAST_SECONDS", "1"),
     ];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
-    until("four sessions", || platform.request_count() >= 4).await?;
+    wait_until("four sessions", || platform.request_count() >= 4).await?;
     let key = format!("{USER}/primary/system/vps-meta.json");
-    let first = store.read(BUCKET, &key).context("the metadata, though whether it was there is hidden")?;
-    until("a later one", || store.read(BUCKET, &key).is_some_and(|now| now != first)).await?;
+    let first = store.read(BUCKET, &key).context("the metadata was not stored")?;
+    wait_until("later metadata", || store.read(BUCKET, &key).is_some_and(|now| now != first)).await?;
     running.signal(Signal::SIGTERM)?;
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     Ok(())
 }
 
-fn source(
+fn renewing_credentials(
     platform: &Platform,
     file: &std::path::Path,
     expires_in: SignedDuration,
@@ -364,7 +371,7 @@ async fn one_renewal_serves_all_waiting_requests() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let dir = tempfile::tempdir()?;
-    let source = source(&platform, dir.path(), SignedDuration::from_secs(-1))?;
+    let source = renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-1))?;
     let tasks: Vec<_> = (0..32)
         .map(|n| {
             let source = Arc::clone(&source);
@@ -389,9 +396,9 @@ async fn withdrawn_credentials_are_never_requested_again() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let dir = tempfile::tempdir()?;
-    // They would be valid for some more minutes.
-    let source = source(&platform, dir.path(), SignedDuration::from_mins(5))?;
-    platform.set_response(CredentialResponse::Supersedes);
+    // The credentials would be valid for five more minutes.
+    let source = renewing_credentials(&platform, dir.path(), SignedDuration::from_mins(5))?;
+    platform.set_response(CredentialResponse::Superseded);
     for _ in 0..3 {
         assert!(matches!(source.current().await, Err(CredentialError::Withdrawn)));
         assert!(matches!(source.replacement_for("x").await, Err(CredentialError::Withdrawn)));
@@ -409,7 +416,8 @@ async fn damaged_or_foreign_credentials_file_is_ignored() -> Result<()> {
         "secretAccessKey": "x", "sessionToken": null, "expiresAt": "2999-01-01T00:00:00.000Z", "lifeSeconds": 3600});
     for content in [foreign.to_string(), "{".to_owned(), String::new()] {
         std::fs::write(dir.path().join("kept.json"), content)?;
-        let key = source(&platform, dir.path(), SignedDuration::from_secs(-1))?.current().await?;
+        let key =
+            renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-1))?.current().await?;
         assert!(key.key_id.starts_with("ASIA"), "{}", key.key_id);
     }
     assert_eq!(platform.request_count(), 3);

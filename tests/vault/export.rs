@@ -9,13 +9,13 @@ use anyhow::{Context, Result};
 use kit::s3::S3Server;
 use serde_json::Value;
 
-use super::machine::{self, Ended, Machine};
+use super::machine::{self, Machine, RunResult};
 
 const NOTES: &str = "CREATE ROLE app_notes NOLOGIN; CREATE SCHEMA app_notes AUTHORIZATION app_notes; \
      CREATE TABLE app_notes.notes (id int PRIMARY KEY, body text); ALTER TABLE app_notes.notes OWNER TO app_notes; \
      INSERT INTO app_notes.notes SELECT n, md5(n::text) FROM generate_series(1, 5000) n";
 
-fn write(machine: &Machine, path: &str, content: &[u8]) -> Result<PathBuf> {
+fn write_file(machine: &Machine, path: &str, content: &[u8]) -> Result<PathBuf> {
     let path = machine.path("home/svc/home").join(path);
     fs::create_dir_all(path.parent().context("a parent")?)?;
     fs::write(&path, content)?;
@@ -23,17 +23,17 @@ fn write(machine: &Machine, path: &str, content: &[u8]) -> Result<PathBuf> {
 }
 
 /// A machine with a database and files of all kinds, and its archive.
-async fn exported(store: &S3Server) -> Result<(Machine, PathBuf)> {
+async fn machine_with_archive(store: &S3Server) -> Result<(Machine, PathBuf)> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(NOTES).await?;
-    write(&machine, "projects/a/main.rs", b"fn main() {}")?;
-    let program = write(&machine, "projects/a/run", b"#!/bin/sh\n")?;
+    write_file(&machine, "projects/a/main.rs", b"fn main() {}")?;
+    let program = write_file(&machine, "projects/a/run", b"#!/bin/sh\n")?;
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
     let large: Vec<u8> = (0..3_000_000_u32).map(|n| (n % 251) as u8).collect();
-    write(&machine, "projects/large.bin", &large)?;
-    write(&machine, &format!("projects/{}/deep", "long-name-".repeat(15)), b"deep")?;
-    write(&machine, "apps/notes/svc.json", b"{}")?;
-    write(&machine, "system/logs/activity.log", b"started\n")?;
+    write_file(&machine, "projects/large.bin", &large)?;
+    write_file(&machine, &format!("projects/{}/deep", "long-name-".repeat(15)), b"deep")?;
+    write_file(&machine, "apps/notes/svc.json", b"{}")?;
+    write_file(&machine, "system/logs/activity.log", b"started\n")?;
     fs::create_dir_all(machine.path("home/svc/home/empty"))?;
     std::os::unix::fs::symlink("../projects/a/main.rs", machine.path("home/svc/home/empty/link"))?;
     std::os::unix::fs::symlink("/etc", machine.path("home/svc/home/empty/outside"))?;
@@ -44,14 +44,14 @@ async fn exported(store: &S3Server) -> Result<(Machine, PathBuf)> {
     Ok((machine, archive))
 }
 
-fn import(machine: &Machine, archive: &Path, more: &[&str]) -> Result<Ended> {
+fn run_import(machine: &Machine, archive: &Path, more: &[&str]) -> Result<RunResult> {
     let words = ["svc-restore", "import", archive.to_str().context("a path")?];
     let words: Vec<&str> = words.iter().chain(more).copied().collect();
     machine.run(&words)
 }
 
 /// Every path below the home with type, mode, time and content, except those that an import excludes.
-fn tree(machine: &Machine) -> Result<Vec<String>> {
+fn list_tree(machine: &Machine) -> Result<Vec<String>> {
     let home = machine.path("home/svc/home");
     let (mut lines, mut all) = (Vec::new(), vec![home.clone()]);
     while let Some(path) = all.pop() {
@@ -76,24 +76,24 @@ fn tree(machine: &Machine) -> Result<Vec<String>> {
     Ok(lines)
 }
 
-async fn rows(machine: &Machine) -> Result<i64> {
+async fn count_rows(machine: &Machine) -> Result<i64> {
     Ok(machine.client().await?.query_one("SELECT count(*) FROM app_notes.notes", &[]).await?.get(0))
 }
 
 #[tokio::test]
 async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
     let store = machine::store()?;
-    let (machine, archive) = exported(&store).await?;
+    let (machine, archive) = machine_with_archive(&store).await?;
     let other = Machine::in_use(&store, 2).await?;
-    write(&other, "projects/here", b"was here")?;
-    write(&other, "untouched/file", b"stays")?;
-    write(&other, "system/config.json", b"{}")?;
-    write(&other, "system/logs/activity.log", b"of the new one\n")?;
+    write_file(&other, "projects/here", b"was here")?;
+    write_file(&other, "untouched/file", b"stays")?;
+    write_file(&other, "system/config.json", b"{}")?;
+    write_file(&other, "system/logs/activity.log", b"of the new one\n")?;
     other.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
     // Backups of this machine would belong to another slot.
-    import(&other, &archive, &["--check"])?.expect(0);
+    run_import(&other, &archive, &["--check"])?.expect(0);
     assert!(other.path("home/svc/home/projects/here").exists());
-    let printed = import(&other, &archive, &[])?.expect(0).stdout;
+    let printed = run_import(&other, &archive, &[])?.expect(0).stdout;
     assert!(
         printed.contains("5000 rows")
             && printed.contains(".before-import-")
@@ -101,12 +101,12 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
         "{printed}"
     );
 
-    assert_eq!(rows(&other).await?, 5000);
+    assert_eq!(count_rows(&other).await?, 5000);
     let owner = "SELECT tableowner::text FROM pg_tables WHERE tablename = 'notes'";
     let owner = other.client().await?.query_one(owner, &[]).await?;
     assert_eq!(owner.get::<_, &str>(0), "postgres", "the gateway grants the app's role its rights");
-    let mut expected = tree(&machine)?;
-    let mut found = tree(&other)?;
+    let mut expected = list_tree(&machine)?;
+    let mut found = list_tree(&other)?;
     let only_here = |line: &String| line.contains("untouched") || line.contains("config.json");
     assert_eq!(found.iter().filter(|line| only_here(line)).count(), 3, "files with other names are kept");
     found.retain(|line| !only_here(line));
@@ -119,7 +119,7 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
         entries.into_iter().find(|path| path.to_string_lossy().contains(".before-import-")).context("aside")
     };
     assert_eq!(fs::read(aside("home/svc/home")?.join("projects/here"))?, b"was here");
-    // The backup before the import is noted, too.
+    // The backup before the import is also logged.
     let replaced = fs::read(aside("home/svc/home/system")?.join("logs/activity.log"))?;
     assert!(replaced.starts_with(b"of the new one\n"));
     assert!(other.databases().await?.iter().any(|name| name.starts_with("svc_before_")));
@@ -132,7 +132,7 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
 #[tokio::test]
 async fn archive_is_readable_with_stock_tools() -> Result<()> {
     let store = machine::store()?;
-    let (machine, archive) = exported(&store).await?;
+    let (machine, archive) = machine_with_archive(&store).await?;
     let into = tempfile::tempdir()?;
     let status = Command::new("tar").arg("-xf").arg(&archive).arg("-C").arg(into.path()).status()?;
     assert!(status.success());
@@ -154,7 +154,7 @@ async fn archive_is_readable_with_stock_tools() -> Result<()> {
     let client = postgres.connect("elsewhere").await?;
     assert_eq!(client.query_one("SELECT count(*) FROM app_notes.notes", &[]).await?.get::<_, i64>(0), 5000);
     let mode = fs::metadata(&archive)?.mode() & 0o777;
-    assert_eq!(mode, 0o600, "it holds everything");
+    assert_eq!(mode, 0o600, "the archive contains all data");
     // An existing archive is not overwritten, and a partial one never has its final name.
     let output = archive.to_str().context("a path")?;
     machine.run(&["svc-db-backup", "export", "--output", output])?.expect(65);
@@ -175,10 +175,10 @@ async fn archive_is_readable_with_stock_tools() -> Result<()> {
 #[tokio::test]
 async fn killed_import_is_resumed() -> Result<()> {
     let store = machine::store()?;
-    let (_machine, archive) = exported(&store).await?;
+    let (_machine, archive) = machine_with_archive(&store).await?;
     let other = Machine::in_use(&store, 2).await?;
     other.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
-    write(&other, "projects/here", b"was here")?;
+    write_file(&other, "projects/here", b"was here")?;
     let words = ["svc-restore", "import", archive.to_str().context("a path")?];
     for point in svc::host::snapshots::restore::IMPORT_FAILPOINTS {
         let ended = other.run_with(&words, &[("FAILPOINTS", &format!("{point}=return(kill)"))])?;
@@ -194,27 +194,27 @@ async fn killed_import_is_resumed() -> Result<()> {
         }
     }
     other.run(&words)?.expect(0);
-    assert_eq!(rows(&other).await?, 5000);
-    let left: Vec<_> =
+    assert_eq!(count_rows(&other).await?, 5000);
+    let remaining: Vec<_> =
         fs::read_dir(other.path("home/svc/home"))?.flatten().map(|entry| entry.file_name()).collect();
-    assert!(!left.iter().any(|name| name.to_string_lossy().starts_with(".import-")), "{left:?}");
-    let kept = left
+    assert!(!remaining.iter().any(|name| name.to_string_lossy().starts_with(".import-")), "{remaining:?}");
+    let kept = remaining
         .iter()
         .filter_map(|name| fs::read(other.path("home/svc/home").join(name).join("projects/here")).ok());
-    assert_eq!(kept.collect::<Vec<_>>(), [b"was here"], "it was put aside once, and stays");
+    assert_eq!(kept.collect::<Vec<_>>(), [b"was here"], "the folder was moved aside once, and is kept");
     Ok(())
 }
 
 #[tokio::test]
 async fn invalid_archive_changes_nothing() -> Result<()> {
     let store = machine::store()?;
-    let (machine, archive) = exported(&store).await?;
+    let (machine, archive) = machine_with_archive(&store).await?;
     let other = Machine::in_use(&store, 2).await?;
     let bytes = fs::read(&archive)?;
     let file = other.path("bad.tar");
     let refused = |content: &[u8], why: &str| -> Result<()> {
         fs::write(&file, content)?;
-        let ended = import(&other, &file, &[])?.expect(65);
+        let ended = run_import(&other, &file, &[])?.expect(65);
         assert!(ended.stderr.contains(why), "{why}: {}", ended.stderr);
         Ok(())
     };
@@ -227,32 +227,32 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
     };
     refused(&flipped(at(b"fn main()")?), "differs from the manifest")?;
     refused(&flipped(at(b"PGDMP")? + 3000), "differs from the manifest")?;
-    refused(&bytes[..bytes.len() / 2], "no whole archive")?;
+    refused(&bytes[..bytes.len() / 2], "not a complete archive")?;
     let last = bytes.windows(13).rposition(|window| window == b"manifest.json").context("the manifest")?;
     refused(&bytes[..last], "its end is missing")?;
-    refused(&bytes[..last + 600], "no whole archive")?;
+    refused(&bytes[..last + 600], "not a complete archive")?;
     refused(b"", "export.json")?;
-    refused(&vec![7; 4096], "no whole archive")?;
+    refused(&vec![7; 4096], "not a complete archive")?;
     for (path, why) in [
-        ("../x", "no path"),
-        ("home/../../x", "no path"),
-        ("elsewhere/x", "no path"),
-        ("home/empty/outside/x", "no path"),
+        ("../x", "not a valid path"),
+        ("home/../../x", "not a valid path"),
+        ("elsewhere/x", "not a valid path"),
+        ("home/empty/outside/x", "not a valid path"),
     ] {
         let mut tar = tar::Builder::new(Vec::new());
         for entry in tar::Archive::new(bytes.as_slice()).entries()? {
             let mut entry = entry?;
             let (mut header, name) = (entry.header().clone(), entry.path()?.into_owned());
             if name == Path::new("manifest.json") {
-                let mut evil = tar::Header::new_gnu();
-                evil.set_size(1);
-                evil.set_mode(0o600);
-                evil.set_mtime(0);
-                // The library refuses to write some of these.
-                let name = &mut evil.as_old_mut().name;
+                let mut hostile = tar::Header::new_gnu();
+                hostile.set_size(1);
+                hostile.set_mode(0o600);
+                hostile.set_mtime(0);
+                // The library refuses to write some of these paths.
+                let name = &mut hostile.as_old_mut().name;
                 name[..path.len()].copy_from_slice(path.as_bytes());
-                evil.set_cksum();
-                tar.append(&evil, &b"x"[..])?;
+                hostile.set_cksum();
+                tar.append(&hostile, &b"x"[..])?;
             }
             match entry.link_name()?.map(std::borrow::Cow::into_owned) {
                 Some(target) => tar.append_link(&mut header, name, target)?,
@@ -261,17 +261,17 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
         }
         refused(&tar.into_inner()?, why)?;
     }
-    // Another user's archive, a closed gate, a replaced machine.
+    // A closed gate, and an archive of another user.
     fs::write(&file, &bytes)?;
     let archive = file;
     drop(machine);
     let fresh = Machine::new(&store, 3).await?;
-    import(&fresh, &archive, &[])?.expect(75);
+    run_import(&fresh, &archive, &[])?.expect(75);
     other.add_env("host.env", &[("SVC_USER_ID", "user_2")])?;
-    let ended = import(&other, &archive, &[])?.expect(65);
+    let ended = run_import(&other, &archive, &[])?.expect(65);
     assert!(ended.stderr.contains("--of-another-user"), "{}", ended.stderr);
     assert_eq!(other.databases().await?.iter().filter(|name| name.starts_with("svc_")).count(), 0);
     assert!(!other.path("home/svc/home/projects").exists());
-    import(&other, &archive, &["--of-another-user"])?.expect(0);
+    run_import(&other, &archive, &["--of-another-user"])?.expect(0);
     Ok(())
 }

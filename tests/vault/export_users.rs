@@ -67,7 +67,7 @@ fn write_as(machine: &Machine, path: &str, content: &str, uid: u32, gid: u32) ->
     Ok(fs::set_permissions(&path, Permissions::from_mode(0o640))?)
 }
 
-fn text(path: &Path) -> Result<&str> {
+fn path_str(path: &Path) -> Result<&str> {
     path.to_str().context("a path")
 }
 
@@ -86,7 +86,7 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
 
     fs::create_dir(machine.path("backups"))?;
     let archive = machine.path("backups/ada.tar");
-    let export = |to: &Path| machine.run(&["svc-db-backup", "export", "--output", text(to)?]);
+    let export = |to: &Path| machine.run(&["svc-db-backup", "export", "--output", path_str(to)?]);
     let printed = export(&archive)?.expect(0);
     assert!(printed.stderr.contains("left out: roots: "), "{}", printed.stderr);
     let meta = fs::metadata(&archive)?;
@@ -94,23 +94,23 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     assert!(!fs::read(&archive)?.windows(6).any(|part| part == b"S3CRET"));
     // Root creates no file where the owner could place a link.
     let printed = export(&machine.path("home/svc/home/projects/ada.tar"))?.expect(65);
-    assert!(printed.stderr.contains("can be changed by others than root"), "{}", printed.stderr);
+    assert!(printed.stderr.contains("can be changed by users other than root"), "{}", printed.stderr);
     assert!(!machine.path("home/svc/home/projects/ada.tar.partial").exists());
 
     let Some(other) = machine_of_two_users(&store, 2).await? else { return Ok(()) };
-    // Directory names of an import, planted as links.
+    // A directory that the import would create is planted as a link.
     let trap = other.path("trap");
     fs::create_dir(&trap)?;
     let planted = other.path("home/svc/home/projects");
     symlink(&trap, &planted)?;
-    let refused = other.run(&["svc-restore", "import", text(&archive)?])?.expect(70);
+    let refused = other.run(&["svc-restore", "import", path_str(&archive)?])?.expect(70);
     assert!(refused.stderr.contains("move it away first"), "{}", refused.stderr);
     let error =
         other.client().await?.query("SELECT FROM public.t", &[]).await.expect_err("no table was imported");
     assert_eq!(error.code(), Some(&SqlState::UNDEFINED_TABLE), "{error}");
     lchown(&planted, Some(OWNER), Some(OWNER))?;
     write_as(&other, "system/logs/activity.log", "another record", GATEWAY, OWNER)?;
-    other.run(&["svc-restore", "import", text(&archive)?])?.expect(0);
+    other.run(&["svc-restore", "import", path_str(&archive)?])?.expect(0);
     let owner_of = |path: &str| -> Result<(u32, u32)> {
         let meta = fs::symlink_metadata(other.path("home/svc/home").join(path))?;
         Ok((meta.uid(), meta.gid()))
@@ -126,14 +126,14 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     Ok(())
 }
 
-/// Opened like a regular file, it would block forever.
+/// Opening a FIFO like a regular file would block forever.
 #[tokio::test]
 async fn fifo_is_refused_as_archive() -> Result<()> {
     let store = machine::store()?;
     let Some(machine) = machine_of_two_users(&store, 1).await? else { return Ok(()) };
     let fifo = machine.path("home/svc/home/apps/ada.tar");
     nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU)?;
-    let printed = machine.run(&["svc-restore", "import", text(&fifo)?])?.expect(65);
+    let printed = machine.run(&["svc-restore", "import", path_str(&fifo)?])?.expect(65);
     assert!(printed.stderr.contains("not a regular file"), "{}", printed.stderr);
     Ok(())
 }

@@ -9,14 +9,16 @@ use svc::machine::epoch::Epoch;
 use svc::store::pointer::Fence;
 use svc::store::pointer_io;
 
-use super::machine::{self, BUCKET, Ended, Extra, Machine, USER, slot, text, until, with_wrapped};
+use super::machine::{
+    self, BUCKET, Machine, RunEnv, RunResult, USER, path_str, slot, tools_with_script, wait_until,
+};
 use super::platform::{Platform, ScriptedResponse};
 
-pub const SHORT: Extra<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS", "1")];
+pub const SHORT_DEADLINE: RunEnv<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS", "1")];
 /// The database of a new machine before its restore: one empty table, which identifies it.
-const LOCAL: &str = "CREATE TABLE local (id int)";
+const LOCAL_TABLE: &str = "CREATE TABLE local (id int)";
 
-/// A store with a snapshot of 500 rows and a few MiB, the machine that made it, and a new one with its own row.
+/// A store with a snapshot of 500 rows and a few MiB, the machine that created it, and a new one with its own table.
 pub async fn old_and_new() -> Result<(S3Server, Machine, Machine)> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
@@ -31,17 +33,17 @@ pub async fn old_and_new() -> Result<(S3Server, Machine, Machine)> {
         .await?;
     old.run(&["svc-db-backup"])?.expect(0);
     let new = Machine::new(&store, 2).await?;
-    new.client().await?.batch_execute(LOCAL).await?;
+    new.client().await?.batch_execute(LOCAL_TABLE).await?;
     Ok((store, old, new))
 }
 
-/// The same, after the loss of the old machine.
+/// Like [`old_and_new`], after the loss of the old machine.
 pub async fn lost_and_new() -> Result<(S3Server, Machine)> {
     let (store, _old, new) = old_and_new().await?;
     Ok((store, new))
 }
 
-/// Resets the machine to the state before its restore, with its own row.
+/// Resets the machine to the state before its restore, with its own table.
 pub async fn reset(machine: &Machine) -> Result<()> {
     svc::fsx::remove_if_exists(&machine.path("opt/svc/restore-complete"))?;
     let admin = machine.postgres().connect("postgres").await?;
@@ -49,26 +51,34 @@ pub async fn reset(machine: &Machine) -> Result<()> {
         admin.batch_execute(&format!("DROP DATABASE {name} WITH (FORCE)")).await?;
     }
     admin.batch_execute("CREATE DATABASE svc").await?;
-    Ok(machine.client().await?.batch_execute(LOCAL).await?)
+    Ok(machine.client().await?.batch_execute(LOCAL_TABLE).await?)
 }
 
 #[tokio::test]
-async fn backups_and_restores_are_noted_in_activity_log() -> Result<()> {
+async fn backups_and_restores_are_logged_in_activity_log() -> Result<()> {
     const LOGS: &str = "home/svc/home/system/logs";
     let (store, old, new) = old_and_new().await?;
     let key = dump_key(&store);
     let key = key.split_once("/primary/").context("a key of the slot")?.1.to_owned();
-    let noted = |machine: &Machine| std::fs::read_to_string(machine.path(LOGS).join("activity.log"));
-    assert!(noted(&old)?.ends_with(&format!("the database is backed up as {key}\n")), "{}", noted(&old)?);
+    let read_log = |machine: &Machine| std::fs::read_to_string(machine.path(LOGS).join("activity.log"));
+    assert!(
+        read_log(&old)?.ends_with(&format!("the database was backed up as {key}\n")),
+        "{}",
+        read_log(&old)?
+    );
     std::fs::create_dir_all(new.path(LOGS))?;
     store.down();
-    new.run_with(&["svc-restore"], SHORT)?.expect(69);
-    assert!(noted(&new)?.contains("the restore of the database failed: "), "{}", noted(&new)?);
+    new.run_with(&["svc-restore"], SHORT_DEADLINE)?.expect(69);
+    assert!(read_log(&new)?.contains("the restore of the database failed: "), "{}", read_log(&new)?);
     old.run_with(&["svc-db-backup"], &[])?.expect(69);
-    assert!(noted(&old)?.contains("the backup of the database failed: "), "{}", noted(&old)?);
+    assert!(read_log(&old)?.contains("the backup of the database failed: "), "{}", read_log(&old)?);
     store.up()?;
     new.run(&["svc-restore"])?.expect(0);
-    assert!(noted(&new)?.ends_with(&format!("the database is restored from {key}\n")), "{}", noted(&new)?);
+    assert!(
+        read_log(&new)?.ends_with(&format!("the database was restored from {key}\n")),
+        "{}",
+        read_log(&new)?
+    );
     Ok(())
 }
 
@@ -99,7 +109,7 @@ pub async fn assert_untouched(machine: &Machine, why: &str) -> Result<()> {
     Ok(())
 }
 
-fn restore(machine: &Machine, extra: Extra<'_>) -> Result<Ended> {
+fn run_restore(machine: &Machine, extra: RunEnv<'_>) -> Result<RunResult> {
     machine.run_with(&["svc-restore"], extra)
 }
 
@@ -144,14 +154,19 @@ async fn snapshot_of_a_newer_postgresql_is_refused() -> Result<()> {
     old.run(&["svc-db-backup"])?.expect(0);
     let key = machine::pointer(&store).await?.context("a pointer")?.snapshot.context("a snapshot")?.key;
     let side = format!("{USER}/primary/{key}.json");
-    let record = String::from_utf8(store.read(BUCKET, &side).context("its record")?)?;
-    let of = |version: &str| record.replace("\"pgVersion\":\"16.", &format!("\"pgVersion\":\"{version}."));
+    let record = String::from_utf8(store.read(BUCKET, &side).context("the side record")?)?;
+    let with_pg_version =
+        |version: &str| record.replace("\"pgVersion\":\"16.", &format!("\"pgVersion\":\"{version}."));
     let new = Machine::new(&store, 2).await?;
-    store.write(BUCKET, &side, of("17"));
+    store.write(BUCKET, &side, with_pg_version("17"));
     let ended = new.run(&["svc-restore"])?.expect(70);
-    assert!(ended.stderr.contains("is of PostgreSQL 17, and this machine has 16"), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("was taken with PostgreSQL 17, but this machine has PostgreSQL 16"),
+        "{}",
+        ended.stderr
+    );
     assert!(!new.marker());
-    store.write(BUCKET, &side, of("15"));
+    store.write(BUCKET, &side, with_pg_version("15"));
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.marker());
     Ok(())
@@ -160,10 +175,10 @@ async fn snapshot_of_a_newer_postgresql_is_refused() -> Result<()> {
 #[tokio::test]
 async fn interrupted_download_is_resumed_within_a_run() -> Result<()> {
     let (store, new) = lost_and_new().await?;
-    // Two reads of the side record come first. Then there are more failures than the store's client retries itself.
-    let broken = Rule::new(Fault::TruncateBody(400_000)).method("GET").key(".dump");
-    let hits = store.fault(broken.after(2).times(6));
-    restore(&new, &[])?.expect(0);
+    // After two reads of the side record, more downloads are truncated than the store's client retries itself.
+    let truncated = Rule::new(Fault::TruncateBody(400_000)).method("GET").key(".dump");
+    let hits = store.fault(truncated.after(2).times(6));
+    run_restore(&new, &[])?.expect(0);
     assert_eq!(hits.hits(), 6);
     assert!(is_restored(&new).await? && new.marker());
     Ok(())
@@ -173,20 +188,20 @@ async fn interrupted_download_is_resumed_within_a_run() -> Result<()> {
 async fn interrupted_download_is_resumed_after_a_kill() -> Result<()> {
     let (store, new) = lost_and_new().await?;
     let kill = "restore.downloading=4*off->1*return(kill)";
-    restore(&new, &[("FAILPOINTS", kill)])?.expect_killed();
+    run_restore(&new, &[("FAILPOINTS", kill)])?.expect_killed();
     let partial = std::fs::read_dir(new.path("var/lib/svc/restore"))?
         .flatten()
         .find(|entry| entry.file_name().to_string_lossy().ends_with(".dump"))
         .context("a partial dump")?;
-    let there = partial.metadata()?.len();
-    let whole = store.read(BUCKET, &dump_key(&store)).context("the dump")?.len() as u64;
-    assert!(there > 0 && there < whole, "{there} of {whole}");
+    let partial_size = partial.metadata()?.len();
+    let full_size = store.read(BUCKET, &dump_key(&store)).context("the dump")?.len() as u64;
+    assert!(partial_size > 0 && partial_size < full_size, "{partial_size} of {full_size}");
 
     // Existing bytes are hashed, not trusted.
     let mut bytes = std::fs::read(partial.path())?;
     bytes[100] ^= 1;
     std::fs::write(partial.path(), bytes)?;
-    restore(&new, &[])?.expect(0);
+    run_restore(&new, &[])?.expect(0);
     assert!(is_restored(&new).await?);
     Ok(())
 }
@@ -195,7 +210,7 @@ async fn interrupted_download_is_resumed_after_a_kill() -> Result<()> {
 async fn damaged_snapshot_keeps_the_gate_closed() -> Result<()> {
     let (store, new) = lost_and_new().await?;
     let once = store.fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").after(2));
-    restore(&new, &[])?.expect(0);
+    run_restore(&new, &[])?.expect(0);
     assert_eq!(once.hits(), 1, "a damaged transfer is retried once");
 
     let (store, new) = lost_and_new().await?;
@@ -205,16 +220,16 @@ async fn damaged_snapshot_keeps_the_gate_closed() -> Result<()> {
     let middle = bad.len() / 2;
     bad[middle] ^= 1;
     store.write(BUCKET, &key, bad);
-    let ended = restore(&new, &[])?.expect(70);
+    let ended = run_restore(&new, &[])?.expect(70);
     assert!(ended.stderr.contains("SHA-256"), "{}", ended.stderr);
     assert_untouched(&new, "one bit").await?;
 
     store.write(BUCKET, &key, good[..good.len() - 1].to_vec());
-    restore(&new, &[])?.expect(70);
+    run_restore(&new, &[])?.expect(70);
     assert_untouched(&new, "one byte short").await?;
 
     store.write(BUCKET, &key, good);
-    restore(&new, &[])?.expect(0);
+    run_restore(&new, &[])?.expect(0);
     assert!(is_restored(&new).await?);
     Ok(())
 }
@@ -224,20 +239,20 @@ async fn unreachable_store_does_not_count_as_absence() -> Result<()> {
     let (store, new) = lost_and_new().await?;
     new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
     store.down();
-    restore(&new, SHORT)?.expect(69);
+    run_restore(&new, SHORT_DEADLINE)?.expect(69);
     assert_untouched(&new, "store down").await?;
     store.up()?;
     for status in [500, 503, 403] {
         store.fault(Rule::new(Fault::Status(status)).always());
-        restore(&new, SHORT)?.expect(69);
+        run_restore(&new, SHORT_DEADLINE)?.expect(69);
         assert_untouched(&new, &format!("{status}")).await?;
         store.heal();
     }
 
-    // The store recovers in time. And `empty` does not override an existing snapshot.
+    // The store recovers before the deadline, and `empty` does not override an existing snapshot.
     store.down();
     let running = new.spawn(&["svc-restore"], &[])?;
-    until("an error message", || running.stderr().contains("does not respond")).await?;
+    wait_until("an error message", || running.stderr().contains("does not respond")).await?;
     store.up()?;
     running.wait()?.expect(0);
     assert!(is_restored(&new).await?);
@@ -249,7 +264,7 @@ async fn confirmed_absence_opens_the_gate_only_if_permitted() -> Result<()> {
     let store = machine::store()?;
     let new = Machine::new(&store, 2).await?;
     new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
-    let ended = restore(&new, &[])?.expect(70);
+    let ended = run_restore(&new, &[])?.expect(70);
     assert!(ended.stderr.contains("SVC_RESTORE_MODE"), "{}", ended.stderr);
     assert_untouched(&new, "absent").await?;
 
@@ -259,29 +274,29 @@ async fn confirmed_absence_opens_the_gate_only_if_permitted() -> Result<()> {
         &Fence::unsigned(Epoch(2), svc::machine::id::MachineId::new()),
     )
     .await?;
-    restore(&new, &[])?.expect(70);
+    run_restore(&new, &[])?.expect(70);
     assert_untouched(&new, "tombstone").await?;
 
     new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
-    restore(&new, &[])?.expect(0);
+    run_restore(&new, &[])?.expect(0);
     assert!(new.marker() && has_table(&new, "local").await?);
     Ok(())
 }
 
-/// As on a machine: root's directory contains only a link to the directory of the marker.
+/// As on a real machine, root's directory contains only a link to the marker in another directory.
 #[tokio::test]
 async fn marker_is_written_through_its_link() -> Result<()> {
     let store = machine::store()?;
     let new = Machine::new(&store, 2).await?;
     let (link, target) = (new.path("opt/svc/restore-complete"), new.path("var/lib/svc/restore-complete"));
     std::os::unix::fs::symlink(&target, &link)?;
-    restore(&new, &[])?.expect(70);
+    run_restore(&new, &[])?.expect(70);
     assert!(!new.marker(), "a dangling link does not open the gate");
     new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
-    restore(&new, &[])?.expect(0);
+    run_restore(&new, &[])?.expect(0);
     assert_eq!(std::fs::read_link(&link)?, target, "the link remains");
     assert!(new.marker() && std::fs::symlink_metadata(&target)?.is_file());
-    restore(&new, &[])?.expect(0);
+    run_restore(&new, &[])?.expect(0);
     Ok(())
 }
 
@@ -289,9 +304,9 @@ async fn marker_is_written_through_its_link() -> Result<()> {
 async fn database_in_use_is_kept_without_the_store() -> Result<()> {
     let machine = Machine::bare(1)?;
     std::fs::remove_dir_all(machine.path("opt/svc/env"))?;
-    restore(&machine, &[])?.expect(78);
+    run_restore(&machine, &[])?.expect(78);
     svc::fsx::write_atomic(&machine.path("opt/svc/restore-complete"), b"", 0o644)?;
-    restore(&machine, &[])?.expect(0);
+    run_restore(&machine, &[])?.expect(0);
     Ok(())
 }
 
@@ -300,24 +315,27 @@ async fn unusable_pointer_is_refused_in_both_modes() -> Result<()> {
     let (store, new) = lost_and_new().await?;
     let pointer = format!("{USER}/primary/system/db/latest");
     let side = format!("{}.json", dump_key(&store));
-    let good = (store.read(BUCKET, &pointer).context("it")?, store.read(BUCKET, &side).context("it")?);
+    let good = (
+        store.read(BUCKET, &pointer).context("the pointer")?,
+        store.read(BUCKET, &side).context("the side record")?,
+    );
     for mode in ["required", "empty"] {
         new.write_boot(&[("SVC_RESTORE_MODE", mode)])?;
         for bad in [&b"{"[..], b"", b"{\"version\":9}", b"null"] {
             store.write(BUCKET, &pointer, bad.to_vec());
-            restore(&new, &[])?.expect(70);
+            run_restore(&new, &[])?.expect(70);
             assert_untouched(&new, mode).await?;
         }
         store.write(BUCKET, &pointer, good.0.clone());
         store.remove(BUCKET, &side);
-        restore(&new, &[])?.expect(70);
+        run_restore(&new, &[])?.expect(70);
         assert_untouched(&new, "without side record").await?;
         store.write(BUCKET, &side, good.1.clone());
     }
     let mut other: serde_json::Value = serde_json::from_slice(&good.1)?;
     other["tables"][0]["rows"] = 501.into();
     store.write(BUCKET, &side, serde_json::to_vec(&other)?);
-    let ended = restore(&new, &[])?.expect(70);
+    let ended = run_restore(&new, &[])?.expect(70);
     assert!(ended.stderr.contains("501 rows"), "{}", ended.stderr);
     assert_untouched(&new, "a row is missing").await
 }
@@ -327,9 +345,9 @@ async fn restore_killed_at_any_step_can_be_rerun() -> Result<()> {
     let (_store, new) = lost_and_new().await?;
     for point in svc::host::snapshots::restore::FAILPOINTS {
         let kill = format!("{point}=return(kill)");
-        restore(&new, &[("FAILPOINTS", &kill)])?.expect_killed();
+        run_restore(&new, &[("FAILPOINTS", &kill)])?.expect_killed();
         assert_eq!(new.marker(), *point == "restore.marker", "{point}");
-        restore(&new, &[])?.expect(0);
+        run_restore(&new, &[])?.expect(0);
         assert!(new.marker() && is_restored(&new).await?, "{point}");
         let databases = new.databases().await?;
         assert!(!databases.iter().any(|name| name.starts_with("svc_restore_")), "{point}: {databases:?}");
@@ -344,14 +362,14 @@ async fn failed_step_leaves_the_old_or_the_restored_database() -> Result<()> {
     let swapped = ["restore.renamed", "restore.opened", "restore.marker"];
     for point in svc::host::snapshots::restore::FAILPOINTS.iter().filter(|point| !swapped.contains(point)) {
         let error = format!("{point}=return(error)");
-        restore(&new, &[("FAILPOINTS", &error)])?.expect(70);
+        run_restore(&new, &[("FAILPOINTS", &error)])?.expect(70);
         assert_untouched(&new, point).await?;
     }
     for point in &swapped[..2] {
         let error = format!("{point}=return(error)");
-        restore(&new, &[("FAILPOINTS", &error)])?.expect(70);
+        run_restore(&new, &[("FAILPOINTS", &error)])?.expect(70);
         assert!(!new.marker() && is_restored(&new).await?, "{point}");
-        restore(&new, &[])?.expect(0);
+        run_restore(&new, &[])?.expect(0);
         assert!(new.marker(), "{point}");
         reset(&new).await?;
     }
@@ -363,7 +381,7 @@ async fn sessions_of_the_old_database_are_ended_for_the_swap() -> Result<()> {
     let (_store, new) = lost_and_new().await?;
     let client = new.client().await?;
     client.batch_execute("BEGIN; SELECT 1").await?;
-    restore(&new, &[])?.expect(0);
+    run_restore(&new, &[])?.expect(0);
     assert!(client.batch_execute("SELECT 1").await.is_err());
     assert!(is_restored(&new).await?);
     Ok(())
@@ -373,7 +391,7 @@ async fn sessions_of_the_old_database_are_ended_for_the_swap() -> Result<()> {
 async fn restore_waits_for_a_starting_database() -> Result<()> {
     let (_store, new) = lost_and_new().await?;
     new.postgres().stop().await?;
-    restore(&new, SHORT)?.expect(69);
+    run_restore(&new, SHORT_DEADLINE)?.expect(69);
     let running = new.spawn(&["svc-restore"], &[])?;
     tokio::time::sleep(Duration::from_millis(500)).await;
     new.postgres().restart().await?;
@@ -387,33 +405,33 @@ async fn restore_waits_for_a_starting_database() -> Result<()> {
 #[tokio::test]
 async fn leftover_pg_restore_of_a_killed_run_is_harmless() -> Result<()> {
     let (_store, new) = lost_and_new().await?;
-    let signs = tempfile::tempdir()?;
+    let markers = tempfile::tempdir()?;
     let script = format!(
         "#!/bin/sh\ntouch {0}/begun\nwhile [ ! -e {0}/go ]; do sleep 0.05; done\nREAL \"$@\"\necho $? > {0}/ended\n",
-        text(signs.path())
+        path_str(markers.path())
     );
-    let tools = with_wrapped("pg_restore", &script)?;
-    let running = new.spawn(&["svc-restore"], &[("SVC_PG_BIN_DIR", text(tools.path()))])?;
-    until("the loader", || signs.path().join("begun").exists()).await?;
+    let tools = tools_with_script("pg_restore", &script)?;
+    let running = new.spawn(&["svc-restore"], &[("SVC_PG_BIN_DIR", path_str(tools.path()))])?;
+    wait_until("a start of pg_restore", || markers.path().join("begun").exists()).await?;
     running.signal(Signal::SIGKILL)?;
     running.wait()?.expect_killed();
-    restore(&new, &[])?.expect(0);
-    std::fs::write(signs.path().join("go"), "")?;
-    until("the loader's end", || signs.path().join("ended").exists()).await?;
-    assert_ne!(std::fs::read_to_string(signs.path().join("ended"))?.trim(), "0");
+    run_restore(&new, &[])?.expect(0);
+    std::fs::write(markers.path().join("go"), "")?;
+    wait_until("the exit of pg_restore", || markers.path().join("ended").exists()).await?;
+    assert_ne!(std::fs::read_to_string(markers.path().join("ended"))?.trim(), "0");
     assert!(is_restored(&new).await? && new.marker());
     Ok(())
 }
 
-/// Restoring a large database is not a hanging boot: the platform gets progress reports, but refusing them does not
-/// stop the restore.
+/// The platform gets progress reports, so that the restore of a large database does not look like a hanging boot.
+/// Refusing them does not stop the restore.
 #[tokio::test]
 async fn restore_reports_its_progress_to_the_platform() -> Result<()> {
     for status in [204, 400, 500] {
         let (_store, new) = lost_and_new().await?;
         let platform = Platform::start(ScriptedResponse::Json(status, serde_json::json!({}))).await?;
         platform.configure(&new)?;
-        restore(&new, &[("FAILPOINTS", "restore.downloaded=sleep(300)")])?.expect(0);
+        run_restore(&new, &[("FAILPOINTS", "restore.downloaded=sleep(300)")])?.expect(0);
         assert!(is_restored(&new).await?);
         let calls = platform.calls();
         let call = calls.first().context("a call")?;

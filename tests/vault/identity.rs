@@ -8,13 +8,13 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use super::gate::{is_restored, old_and_new};
-use super::machine::{self, Machine, binaries, until};
+use super::machine::{self, Machine, binaries, wait_until};
 use super::platform::{Platform, ScriptedResponse, gateway};
 
 const ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 10)";
 
 /// A new user's machine with an open gate, rows and a backup.
-async fn in_use(store: &kit::s3::S3Server) -> Result<Machine> {
+async fn machine_with_backup(store: &kit::s3::S3Server) -> Result<Machine> {
     let machine = Machine::new(store, 1).await?;
     machine.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
     machine.run(&["svc-restore"])?.expect(0);
@@ -23,7 +23,7 @@ async fn in_use(store: &kit::s3::S3Server) -> Result<Machine> {
     Ok(machine)
 }
 
-/// The volume is lost: a recreated server, whose database has some content.
+/// Loses the volume: the server is created again, with other content in its database.
 async fn lose_volume(machine: &mut Machine) -> Result<()> {
     let other = PgServer::start(&binaries()?, PgOptions::default()).await?;
     other.create_database("svc").await?;
@@ -40,7 +40,7 @@ fn marker(machine: &Machine) -> Result<Value> {
 #[tokio::test]
 async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
     let store = machine::store()?;
-    let mut machine = in_use(&store).await?;
+    let mut machine = machine_with_backup(&store).await?;
     let good = machine::pointer(&store).await?;
     lose_volume(&mut machine).await?;
     let ended = machine.run(&["svc-db-backup"])?.expect(65);
@@ -60,7 +60,7 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
     let listen = gateway(&machine).await?.to_string();
     let running =
         machine.spawn(&["svc-sync-agent"], &[("GATEWAY_LISTEN", &listen), ("HEARTBEAT_SECONDS", "1")])?;
-    until("a heartbeat and its repetition without attention", || platform.calls().len() >= 2).await?;
+    wait_until("a heartbeat and its repetition without attention", || platform.calls().len() >= 2).await?;
     running.signal(Signal::SIGTERM)?;
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     let calls = platform.calls();
@@ -68,7 +68,7 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
         (serde_json::from_str(&calls[0].body)?, serde_json::from_str(&calls[1].body)?);
     assert_eq!(first["health"]["database"], "failing");
     assert_eq!(first["attention"][0]["code"], "database_mismatch", "{first}");
-    assert!(second.get("attention").is_none(), "an earlier platform refuses what it does not know: {second}");
+    assert!(second.get("attention").is_none(), "an earlier platform refuses unknown members: {second}");
 
     machine.run(&["svc-restore", "adopt"])?.expect(0);
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -78,7 +78,7 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
 #[tokio::test]
 async fn replace_restores_a_lost_database_and_keeps_the_substitute() -> Result<()> {
     let store = machine::store()?;
-    let mut machine = in_use(&store).await?;
+    let mut machine = machine_with_backup(&store).await?;
     lose_volume(&mut machine).await?;
     machine.client().await?.batch_execute("DELETE FROM t WHERE id > 3").await?;
     machine.run(&["svc-restore", "replace"])?.expect(0);
@@ -89,7 +89,7 @@ async fn replace_restores_a_lost_database_and_keeps_the_substitute() -> Result<(
     Ok(())
 }
 
-/// The marker of a release without database ids: its database is adopted once.
+/// With the marker of a release without database ids, the database is adopted once.
 #[tokio::test]
 async fn marker_of_an_earlier_release_adopts_its_database_once() -> Result<()> {
     let store = machine::store()?;
@@ -139,13 +139,13 @@ async fn interrupted_import_is_completed_at_the_next_boot() -> Result<()> {
     for (point, restored) in [("restore.closed", false), ("restore.renamed", true), ("import.swapped", true)]
     {
         let store = machine::store()?;
-        let machine = in_use(&store).await?;
+        let machine = machine_with_backup(&store).await?;
         let archive = machine.path("ada.tar");
-        machine.run(&["svc-db-backup", "export", "--output", machine::text(&archive)])?.expect(0);
+        machine.run(&["svc-db-backup", "export", "--output", machine::path_str(&archive)])?.expect(0);
         machine.client().await?.batch_execute("INSERT INTO t VALUES (11)").await?;
         let kill = format!("{point}=return(kill)");
         machine
-            .run_with(&["svc-restore", "import", machine::text(&archive)], &[("FAILPOINTS", &kill)])?
+            .run_with(&["svc-restore", "import", machine::path_str(&archive)], &[("FAILPOINTS", &kill)])?
             .expect_step_killed();
         let saved =
             machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
@@ -154,7 +154,7 @@ async fn interrupted_import_is_completed_at_the_next_boot() -> Result<()> {
             serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("a record")?)?;
         assert_eq!(
             side["tables"][0]["rows"], 11,
-            "a snapshot of the replaced database is made first: {side}"
+            "a snapshot of the replaced database is created first: {side}"
         );
         machine.run(&["svc-restore"])?.expect(0);
         let rows: i64 =
@@ -169,7 +169,7 @@ async fn interrupted_import_is_completed_at_the_next_boot() -> Result<()> {
 #[tokio::test]
 async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
     let store = machine::store()?;
-    let machine = in_use(&store).await?;
+    let machine = machine_with_backup(&store).await?;
     let good = machine::pointer(&store).await?;
     machine.client().await?.batch_execute("DELETE FROM t WHERE id > 5").await?;
     let ended = machine.run(&["svc-db-backup"])?.expect(65);
@@ -204,7 +204,7 @@ async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
 async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
     const HELD: &str = "var/lib/svc/held-snapshot.json";
     let store = machine::store()?;
-    let machine = in_use(&store).await?;
+    let machine = machine_with_backup(&store).await?;
     machine
         .client()
         .await?
@@ -212,16 +212,16 @@ async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
         .await?;
     let good = machine::pointer(&store).await?;
     let hourly = ["svc-db-backup", "run", "--retry"];
-    let held_back = |args: &[&str]| -> Result<()> {
+    let assert_held = |args: &[&str]| -> Result<()> {
         let ended = machine.run(args)?.expect(65);
-        assert!(ended.stderr.contains("public.t") && ended.stderr.contains("is gone"), "{}", ended.stderr);
+        assert!(ended.stderr.contains("public.t") && ended.stderr.contains("is missing"), "{}", ended.stderr);
         Ok(())
     };
     // Requested or concurrent runs do not confirm each other, regardless of their number.
     for _ in 0..3 {
         svc::fsx::write_atomic(&machine.path("var/lib/svc/requests/backup"), b"{}", 0o600)?;
-        held_back(&["svc-db-backup", "run", "--request"])?;
-        held_back(&hourly)?;
+        assert_held(&["svc-db-backup", "run", "--request"])?;
+        assert_held(&hourly)?;
     }
     assert_eq!(machine::pointer(&store).await?, good);
     let last: Value = serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
@@ -234,15 +234,15 @@ async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
         Ok(std::fs::write(machine.path(HELD), held.to_string())?)
     };
     an_hour_passes()?;
-    held_back(&hourly)?;
+    assert_held(&hourly)?;
     an_hour_passes()?;
     machine.run(&hourly)?.expect(0);
     assert!(!machine.path(HELD).exists());
     Ok(())
 }
 
-/// The existing databases that were replaced by restores and imports.
-async fn replaced(machine: &Machine) -> Result<Vec<String>> {
+/// Lists the databases that restores and imports have replaced.
+async fn replaced_databases(machine: &Machine) -> Result<Vec<String>> {
     let mut names = machine.databases().await?;
     names.retain(|name| name.starts_with("svc_before_"));
     Ok(names)
@@ -253,7 +253,7 @@ async fn replaced(machine: &Machine) -> Result<Vec<String>> {
 #[tokio::test]
 async fn replaced_databases_are_kept_for_seven_days() -> Result<()> {
     let store = machine::store()?;
-    let machine = in_use(&store).await?;
+    let machine = machine_with_backup(&store).await?;
     let Some(disk) = SmallDisk::mount(machine.path(""), 64)? else { return Ok(()) };
     let admin = machine.postgres().connect("postgres").await?;
     let now = jiff::Timestamp::now().as_millisecond();
@@ -265,25 +265,26 @@ async fn replaced_databases_are_kept_for_seven_days() -> Result<()> {
         }
     }
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(replaced(&machine).await?, [format!("svc_before_{young}")]);
+    assert_eq!(replaced_databases(&machine).await?, [format!("svc_before_{young}")]);
     disk.fill(5 << 20)?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert!(replaced(&machine).await?.is_empty());
+    assert!(replaced_databases(&machine).await?.is_empty());
     Ok(())
 }
 
-/// A short store outage does not cost an hour: the hourly run retries, and each attempt is recorded.
+/// After a short store outage, no backup is missing for an hour: the hourly run retries, and each attempt is recorded.
 #[tokio::test]
 async fn failed_hourly_backup_is_retried() -> Result<()> {
     let store = machine::store()?;
-    let machine = in_use(&store).await?;
+    let machine = machine_with_backup(&store).await?;
     let before = machine.backup_records()?.len();
     let extra = [("FAILPOINTS", "backup.verified=2*return(error)"), ("BACKUP_RETRY_SECONDS", "1")];
     machine.run_with(&["svc-db-backup", "run", "--retry"], &extra)?.expect(0);
     let records = machine.backup_records()?;
-    let ends: Vec<&str> = records[before..].iter().filter_map(|record| record["status"].as_str()).collect();
-    assert_eq!(ends, ["error", "error", "success"]);
-    // A decision for a person is not retried.
+    let statuses: Vec<&str> =
+        records[before..].iter().filter_map(|record| record["status"].as_str()).collect();
+    assert_eq!(statuses, ["error", "error", "success"]);
+    // A run that needs an operator's decision is not retried.
     machine.client().await?.batch_execute("DELETE FROM t WHERE id > 2").await?;
     machine.run_with(&["svc-db-backup", "run", "--retry"], &extra[1..])?.expect(65);
     assert_eq!(machine.backup_records()?.len(), records.len() + 1);

@@ -1,5 +1,5 @@
-//! Archives of another author: their SQL runs without privileges and leaves no code, and claimed sizes allocate no
-//! memory.
+//! Archives from an untrusted author: their SQL runs without privileges and leaves no code, and claimed sizes allocate
+//! no memory.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use svc::host::snapshots::archive::{ArchiveEntry, sha256};
 use svc::host::system::tar_reader::EntryKind;
 
-use super::machine::{self, Ended, Machine};
+use super::machine::{self, Machine, RunResult};
 
 /// The text that a hostile statement replaces: a comment, which `pg_restore` sends exactly as in the dump.
 const COMMENT: &str = "COMMENT ON TABLE app_notes.notes IS '";
@@ -21,13 +21,13 @@ const MAX_STATEMENT: usize = 1200;
 const MAX_RESIDENT_BYTES: u64 = 160 << 20;
 
 /// The entries of a valid archive, the base of hostile ones.
-struct Honest {
+struct ValidArchive {
     about: Vec<u8>,
     dump: Vec<u8>,
     side: Value,
 }
 
-impl Honest {
+impl ValidArchive {
     async fn export(store: &S3Server) -> Result<Self> {
         let machine = Machine::in_use(store, 1).await?;
         let comment = "x".repeat(MAX_STATEMENT);
@@ -55,8 +55,8 @@ impl Honest {
         Ok(found)
     }
 
-    /// The archive with this statement in its dump, and matching digests.
-    fn with(&self, statement: &str, to: &Path) -> Result<()> {
+    /// Writes the archive with this statement in its dump, and with matching digests.
+    fn write_with(&self, statement: &str, to: &Path) -> Result<()> {
         assert!(statement.len() <= MAX_STATEMENT, "{statement}");
         let mut dump = self.dump.clone();
         let begin =
@@ -92,11 +92,11 @@ impl Honest {
     }
 }
 
-fn import(machine: &Machine, archive: &Path) -> Result<Ended> {
+fn run_import(machine: &Machine, archive: &Path) -> Result<RunResult> {
     machine.run(&["svc-restore", "import", archive.to_str().context("a path")?, "--no-backup"])
 }
 
-/// The state that a refused import must not change: databases, roles, privileges, settings.
+/// Lists the state that a refused import must not change: databases, roles, privileges, settings.
 async fn traces(machine: &Machine) -> Result<Vec<String>> {
     let client = machine.postgres().connect("postgres").await?;
     let sql = "SELECT 'database ' || datname FROM pg_database WHERE datname LIKE 'svc\\_%'
@@ -110,7 +110,7 @@ async fn traces(machine: &Machine) -> Result<Vec<String>> {
 #[tokio::test]
 async fn import_runs_sql_of_an_archive_without_rights() -> Result<()> {
     let store = machine::store()?;
-    let honest = Honest::export(&store).await?;
+    let valid = ValidArchive::export(&store).await?;
     let machine = Machine::in_use(&store, 2).await?;
     machine.client().await?.batch_execute("CREATE TABLE public.before (a int)").await?;
     let (archive, planted) = (machine.path("hostile.tar"), machine.path("planted"));
@@ -131,7 +131,7 @@ async fn import_runs_sql_of_an_archive_without_rights() -> Result<()> {
         "CREATE FUNCTION app_notes.e() RETURNS event_trigger LANGUAGE plpgsql AS 'BEGIN END'; \
          CREATE EVENT TRIGGER planted ON ddl_command_start EXECUTE FUNCTION app_notes.e()"
             .to_owned(),
-        // Statements that it may run, whose effects must be gone before the superuser connects.
+        // Statements that the role may run, whose effects must be removed before the superuser connects.
         format!("{definer} CREATE INDEX ON app_notes.notes (app_notes.f(body))"),
         format!("{definer} ALTER TABLE app_notes.notes ADD CHECK (app_notes.f(body) <> '')"),
         "ALTER TABLE app_notes.notes ALTER body SET DEFAULT pg_catalog.pg_read_file('/etc/passwd')"
@@ -149,8 +149,8 @@ async fn import_runs_sql_of_an_archive_without_rights() -> Result<()> {
         "CREATE POLICY planted ON app_notes.notes USING (true)".to_owned(),
     ];
     for statement in &cases {
-        honest.with(statement, &archive)?;
-        let ended = import(&machine, &archive)?;
+        valid.write_with(statement, &archive)?;
+        let ended = run_import(&machine, &archive)?;
         assert_eq!(ended.code, Some(65), "{statement}: {}", ended.stderr);
         assert!(!planted.exists(), "{statement}");
         assert_eq!(traces(&machine).await?, Vec::<String>::new(), "{statement}");
@@ -159,15 +159,15 @@ async fn import_runs_sql_of_an_archive_without_rights() -> Result<()> {
     Ok(())
 }
 
-/// Settings for all sessions of the database are dropped; owners and privileges are the product's.
+/// Settings for all sessions of the database are dropped; owners and privileges are those that an import sets.
 #[tokio::test]
 async fn import_drops_settings_and_owners_of_the_archive() -> Result<()> {
     let store = machine::store()?;
-    let mut honest = Honest::export(&store).await?;
-    honest.side["database"]["settings"] =
+    let mut valid = ValidArchive::export(&store).await?;
+    valid.side["database"]["settings"] =
         json!([{"role": null, "name": "session_preload_libraries", "value": "x"}]);
-    honest.side["database"]["owner"] = json!("app_notes");
-    honest.side["database"]["roles"] = json!([{"name": "app_notes", "createRole": true, "settings": [],
+    valid.side["database"]["owner"] = json!("app_notes");
+    valid.side["database"]["roles"] = json!([{"name": "app_notes", "createRole": true, "settings": [],
         "memberOf": [{"role": "pg_execute_server_program", "admin": true, "inherit": true, "set": true}]}]);
     let machine = Machine::in_use(&store, 2).await?;
     let archive = machine.path("settings.tar");
@@ -175,14 +175,14 @@ async fn import_drops_settings_and_owners_of_the_archive() -> Result<()> {
          EXECUTE format(''ALTER DATABASE %I SET search_path = app_notes'', current_database()); \
          EXECUTE format(''ALTER DATABASE %I CONNECTION LIMIT 7'', current_database()); \
          EXECUTE format(''ALTER ROLE %I IN DATABASE %I SET role = none'', current_user, current_database()); END'";
-    honest.with(statement, &archive)?;
-    import(&machine, &archive)?.expect(0);
-    let left: Vec<String> = traces(&machine)
+    valid.write_with(statement, &archive)?;
+    run_import(&machine, &archive)?.expect(0);
+    let remaining: Vec<String> = traces(&machine)
         .await?
         .into_iter()
         .filter(|trace| !trace.starts_with("database svc_before_"))
         .collect();
-    assert_eq!(left, Vec::<String>::new());
+    assert_eq!(remaining, Vec::<String>::new());
     let client = machine.client().await?;
     let sql = "SELECT c.relowner::regrole::text, c.relacl IS NULL, n.nspowner::regrole::text, d.datdba::regrole::text,
                       d.datconnlimit
@@ -211,7 +211,7 @@ fn header(kind: u8, path: &str, size: u64) -> Vec<u8> {
 }
 
 /// A sparse file, which needs no disk space.
-fn sparse(path: PathBuf, head: &[u8], size: u64) -> Result<PathBuf> {
+fn create_sparse_file(path: PathBuf, head: &[u8], size: u64) -> Result<PathBuf> {
     let file = File::create(&path)?;
     file.write_all_at(head, 0)?;
     file.set_len(512 + size.next_multiple_of(512) + 1024)?;
@@ -232,9 +232,13 @@ async fn import_check_does_not_trust_claimed_sizes() -> Result<()> {
         ("about", b'0', "export.json"),
         ("side", b'0', "database.json"),
     ] {
-        cases.push(sparse(machine.path(name), &header(kind, path, 2 * gib), 2 * gib)?);
+        cases.push(create_sparse_file(machine.path(name), &header(kind, path, 2 * gib), 2 * gib)?);
     }
-    cases.push(sparse(machine.path("manifest"), &header(b'0', "manifest.json", 500 << 20), 500 << 20)?);
+    cases.push(create_sparse_file(
+        machine.path("manifest"),
+        &header(b'0', "manifest.json", 500 << 20),
+        500 << 20,
+    )?);
     // A parser would need twenty bytes of memory for each of these bytes.
     let text = format!("{{\"version\":1,\"entries\":[],\"leftOut\":[{}\"\"]}}", "\"\",".repeat(20_000_000));
     let mut tar = header(b'0', "manifest.json", text.len() as u64);

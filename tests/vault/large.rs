@@ -69,7 +69,7 @@ fn plain_dump(machine: &Machine) -> Result<String> {
 
 #[tokio::test]
 #[ignore = "long: backs up and restores a gigabyte"]
-async fn gigabyte_with_every_kind_of_object_is_restored_equal() -> Result<()> {
+async fn gigabyte_with_every_kind_of_object_is_restored_identically() -> Result<()> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     for content in [APPS, BULK] {

@@ -21,7 +21,7 @@ use svc::store::pointer_io;
 
 pub const BUCKET: &str = "fleet";
 pub const USER: &str = "user_1";
-/// Longer than any run of these tests; a longer one hangs.
+/// Longer than any run in these tests takes; a longer run hangs.
 const RUN_TIMEOUT: Duration = Duration::from_secs(120);
 
 pub fn binaries() -> Result<PgBinaries> {
@@ -46,7 +46,7 @@ pub fn bucket(store: &S3Server) -> Result<Bucket> {
 
 /// The bucket with the credentials of this session.
 pub fn bucket_as(store: &S3Server, session: &TemporaryCredentials) -> Result<Bucket> {
-    let StoreConfig::S3(s3) = config(store)? else { anyhow::bail!("the kit's store speaks S3") };
+    let StoreConfig::S3(s3) = config(store)? else { anyhow::bail!("the kit's store is an S3 store") };
     let session = session.clone();
     let s3 = S3Config {
         access_key: session.access_key,
@@ -70,9 +70,9 @@ pub async fn pointer(store: &S3Server) -> Result<Option<Pointer>> {
     Ok(pointer_io::read(&bucket(store)?, &slot()).await?.map(|read| read.value))
 }
 
-/// The end of a run.
+/// The result of a run.
 #[derive(Debug)]
-pub struct Ended {
+pub struct RunResult {
     /// `None` if killed by a signal.
     pub code: Option<i32>,
     pub signal: Option<i32>,
@@ -80,7 +80,7 @@ pub struct Ended {
     pub stderr: String,
 }
 
-impl Ended {
+impl RunResult {
     #[track_caller]
     pub fn expect(self, code: i32) -> Self {
         assert_eq!(self.code, Some(code), "signal {:?}, stderr:\n{}", self.signal, self.stderr);
@@ -111,16 +111,16 @@ pub struct Machine {
 }
 
 /// Variables of a single run, for example `FAILPOINTS`.
-pub type Extra<'a> = &'a [(&'a str, &'a str)];
+pub type RunEnv<'a> = &'a [(&'a str, &'a str)];
 
 impl Machine {
     /// A machine whose own PostgreSQL contains an empty database `svc`.
     pub async fn new(store: &S3Server, epoch: u32) -> Result<Self> {
-        Self::with(store, epoch, PgOptions::default()).await
+        Self::with_options(store, epoch, PgOptions::default()).await
     }
 
-    /// The same with other PostgreSQL options.
-    pub async fn with(store: &S3Server, epoch: u32, options: PgOptions) -> Result<Self> {
+    /// Like [`Machine::new`], with other PostgreSQL options.
+    pub async fn with_options(store: &S3Server, epoch: u32, options: PgOptions) -> Result<Self> {
         let binaries = binaries()?;
         let postgres = PgServer::start(&binaries, options).await?;
         postgres.create_database("svc").await?;
@@ -132,7 +132,7 @@ impl Machine {
         Ok(machine)
     }
 
-    /// As [`Machine::new`], but with an open gate.
+    /// Like [`Machine::new`], with an open gate.
     pub async fn in_use(store: &S3Server, epoch: u32) -> Result<Self> {
         let machine = Self::new(store, epoch).await?;
         svc::fsx::write_atomic(&machine.path("opt/svc/restore-complete"), b"", 0o644)?;
@@ -188,10 +188,10 @@ impl Machine {
     }
 
     /// Makes an otherwise empty release current that contains the digest of its bundle.
-    pub fn run_release(&self, version: &str, digest: &str) -> Result<()> {
+    pub fn set_current_release(&self, version: &str, digest: &str) -> Result<()> {
         let release = self.path("opt/svc/releases").join(version);
         fs::create_dir_all(&release)?;
-        fs::write(release.join(svc::host::system::release::DIGEST), format!("{digest}\n"))?;
+        fs::write(release.join(svc::host::system::release::DIGEST_FILE), format!("{digest}\n"))?;
         Ok(std::os::unix::fs::symlink(Path::new("releases").join(version), self.path("opt/svc/current"))?)
     }
 
@@ -206,7 +206,7 @@ impl Machine {
         let path = self.path("opt/svc/env").join(file);
         let mut text = fs::read_to_string(&path)?;
         for (name, value) in pairs {
-            // systemd uses the last line of a name, but here the first would win, so it is removed.
+            // systemd uses the last line of a name, but this program would use the first, so earlier lines are removed.
             text = text
                 .lines()
                 .filter(|line| !line.starts_with(&format!("{name}=")))
@@ -221,7 +221,7 @@ impl Machine {
     }
 
     pub fn postgres(&self) -> &PgServer {
-        self.postgres.as_ref().expect("this machine was made with a database")
+        self.postgres.as_ref().expect("the machine has a database")
     }
 
     /// The owner's database.
@@ -237,7 +237,7 @@ impl Machine {
         Ok(rows.iter().map(|row| row.get(0)).collect())
     }
 
-    pub fn spawn(&self, words: &[&str], extra: Extra<'_>) -> Result<Running> {
+    pub fn spawn(&self, words: &[&str], extra: RunEnv<'_>) -> Result<Running> {
         let out = tempfile::NamedTempFile::new()?;
         let err = tempfile::NamedTempFile::new()?;
         let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
@@ -252,12 +252,12 @@ impl Machine {
         Ok(Running { child: OwnedChild::spawn(&mut command)?, out, err })
     }
 
-    /// Runs an applet to its end.
-    pub fn run_with(&self, words: &[&str], extra: Extra<'_>) -> Result<Ended> {
+    /// Runs an applet until it exits.
+    pub fn run_with(&self, words: &[&str], extra: RunEnv<'_>) -> Result<RunResult> {
         self.spawn(words, extra)?.wait()
     }
 
-    pub fn run(&self, words: &[&str]) -> Result<Ended> {
+    pub fn run(&self, words: &[&str]) -> Result<RunResult> {
         self.run_with(words, &[])
     }
 
@@ -268,7 +268,7 @@ impl Machine {
     /// The lines of `backup.jsonl`.
     pub fn backup_records(&self) -> Result<Vec<serde_json::Value>> {
         let text = fs::read_to_string(self.path("home/svc/home/system/logs/backup.jsonl"))?;
-        assert!(text.ends_with('\n'), "the last line is whole");
+        assert!(text.ends_with('\n'), "the last line is complete");
         text.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
     }
 }
@@ -285,25 +285,25 @@ impl Running {
         self.child.signal(signal)
     }
 
-    /// The peak resident memory in anonymous pages, sampled until the run has ended.
+    /// Returns the peak resident memory in anonymous pages, sampled until the run ends.
     pub async fn peak_memory(&self) -> u64 {
-        let (mut most, path) = (0, format!("/proc/{}/status", self.child.pid()));
+        let (mut peak, path) = (0, format!("/proc/{}/status", self.child.pid()));
         while let Some(now) = fs::read_to_string(&path).ok().as_deref().and_then(resident) {
-            most = most.max(now);
+            peak = peak.max(now);
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        most
+        peak
     }
 
     pub fn stderr(&self) -> String {
         fs::read_to_string(self.err.path()).unwrap_or_default()
     }
 
-    pub fn wait(mut self) -> Result<Ended> {
+    pub fn wait(mut self) -> Result<RunResult> {
         let Some(status) = self.child.wait(RUN_TIMEOUT) else {
             bail!("still running after {RUN_TIMEOUT:?}:\n{}", self.stderr());
         };
-        Ok(Ended {
+        Ok(RunResult {
             code: status.code(),
             signal: status.signal(),
             stdout: fs::read_to_string(self.out.path())?,
@@ -319,10 +319,10 @@ fn resident(status: &str) -> Option<u64> {
 }
 
 /// Waits for an effect of another process.
-pub async fn until(what: &str, mut there: impl FnMut() -> bool) -> Result<()> {
-    let end = Instant::now() + Duration::from_secs(60);
-    while !there() {
-        if Instant::now() > end {
+pub async fn wait_until(what: &str, mut holds: impl FnMut() -> bool) -> Result<()> {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !holds() {
+        if Instant::now() > deadline {
             bail!("timeout: {what}");
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
@@ -331,7 +331,7 @@ pub async fn until(what: &str, mut there: impl FnMut() -> bool) -> Result<()> {
 }
 
 /// A directory with all PostgreSQL programs, in which a shell script replaces one.
-pub fn with_wrapped(program: &str, script: &str) -> Result<tempfile::TempDir> {
+pub fn tools_with_script(program: &str, script: &str) -> Result<tempfile::TempDir> {
     use std::os::unix::fs::PermissionsExt;
     let real = binaries()?;
     let dir = tempfile::tempdir()?;
@@ -347,6 +347,6 @@ pub fn with_wrapped(program: &str, script: &str) -> Result<tempfile::TempDir> {
     Ok(dir)
 }
 
-pub fn text(path: &Path) -> &str {
+pub fn path_str(path: &Path) -> &str {
     path.to_str().expect("paths of tests are UTF-8")
 }

@@ -9,7 +9,7 @@ use svc::store::meta::{self, FORMAT, MetaError, VpsMeta};
 
 use super::machine::{self, BUCKET, USER, slot};
 
-fn of(epoch: u32, second: i64) -> Result<VpsMeta> {
+fn make_metadata(epoch: u32, second: i64) -> Result<VpsMeta> {
     Ok(VpsMeta {
         version: FORMAT,
         idp_user_id: USER.parse()?,
@@ -25,12 +25,12 @@ fn of(epoch: u32, second: i64) -> Result<VpsMeta> {
     })
 }
 
-fn stored(store: &S3Server) -> Result<VpsMeta> {
+fn read_metadata(store: &S3Server) -> Result<VpsMeta> {
     let text = store.read(BUCKET, &format!("{USER}/primary/system/vps-meta.json")).context("the metadata")?;
     Ok(serde_json::from_slice(&text)?)
 }
 
-fn of_meta(fault: Fault) -> Rule {
+fn meta_rule(fault: Fault) -> Rule {
     Rule::new(fault).key("vps-meta.json")
 }
 
@@ -46,10 +46,10 @@ async fn lost_reply_is_resolved_by_reading_back() -> Result<()> {
         let store = machine::store()?;
         let bucket = machine::bucket(&store)?;
         for second in [1, 2] {
-            let hits = store.fault(of_meta(fault.clone()).method("PUT"));
+            let hits = store.fault(meta_rule(fault.clone()).method("PUT"));
             store.clear_requests();
-            meta::write(&bucket, &slot(), &of(1, second)?).await?;
-            assert_eq!(stored(&store)?, of(1, second)?, "{fault:?}");
+            meta::write(&bucket, &slot(), &make_metadata(1, second)?).await?;
+            assert_eq!(read_metadata(&store)?, make_metadata(1, second)?, "{fault:?}");
             assert_eq!(
                 (hits.hits(), writes(&store)),
                 (1, 1),
@@ -65,14 +65,14 @@ async fn lost_reply_is_resolved_by_reading_back() -> Result<()> {
 async fn earlier_machine_never_overwrites_a_later_one() -> Result<()> {
     let store = machine::store()?;
     let bucket = machine::bucket(&store)?;
-    meta::write(&bucket, &slot(), &of(1, 1)?).await?;
-    meta::write(&bucket, &slot(), &of(2, 2)?).await?;
+    meta::write(&bucket, &slot(), &make_metadata(1, 1)?).await?;
+    meta::write(&bucket, &slot(), &make_metadata(2, 2)?).await?;
     // The old machine reads the value from before the new one's write; the condition of its put detects that.
-    let stale = store.fault(of_meta(Fault::StaleRead).method("GET"));
-    let refused = meta::write(&bucket, &slot(), &of(1, 3)?).await;
+    let stale = store.fault(meta_rule(Fault::StaleRead).method("GET"));
+    let refused = meta::write(&bucket, &slot(), &make_metadata(1, 3)?).await;
     assert!(matches!(refused, Err(MetaError::Fenced(_))), "{refused:?}");
     assert_eq!(stale.hits(), 1);
-    assert_eq!(stored(&store)?, of(2, 2)?);
+    assert_eq!(read_metadata(&store)?, make_metadata(2, 2)?);
     Ok(())
 }
 
@@ -80,7 +80,7 @@ async fn earlier_machine_never_overwrites_a_later_one() -> Result<()> {
 async fn unreadable_metadata_is_rewritten() -> Result<()> {
     let store = machine::store()?;
     store.write(BUCKET, &format!("{USER}/primary/system/vps-meta.json"), "{torn");
-    meta::write(&machine::bucket(&store)?, &slot(), &of(1, 1)?).await?;
-    assert_eq!(stored(&store)?, of(1, 1)?);
+    meta::write(&machine::bucket(&store)?, &slot(), &make_metadata(1, 1)?).await?;
+    assert_eq!(read_metadata(&store)?, make_metadata(1, 1)?);
     Ok(())
 }

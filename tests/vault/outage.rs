@@ -12,18 +12,18 @@ use svc::machine::epoch::Epoch;
 use svc::store::bucket::{Condition, StoreError};
 use svc::store::{key, snapshots};
 
-use super::credentials::{CredentialResponse, Platform, in_use};
-use super::machine::{self, BUCKET, Machine, slot, until};
+use super::credentials::{CredentialResponse, Platform, machine_with_credentials};
+use super::machine::{self, BUCKET, Machine, slot, wait_until};
 
 /// A machine whose platform is unreachable and whose working session has expired. It has an outage session.
-async fn cut_off(store: &S3Server, platform: &Platform) -> Result<Machine> {
-    let machine = in_use(store, platform, SignedDuration::from_secs(-60)).await?;
+async fn machine_without_platform(store: &S3Server, platform: &Platform) -> Result<Machine> {
+    let machine = machine_with_credentials(store, platform, SignedDuration::from_secs(-60)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    let kept = machine.path("var/lib/svc/store-credentials.json");
-    let mut file: Value = serde_json::from_slice(&std::fs::read(&kept)?)?;
+    let stored = machine.path("var/lib/svc/store-credentials.json");
+    let mut file: Value = serde_json::from_slice(&std::fs::read(&stored)?)?;
     file["expiresAt"] = json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_secs(1))?));
-    std::fs::write(&kept, serde_json::to_vec(&file)?)?;
-    platform.set_response(CredentialResponse::Away);
+    std::fs::write(&stored, serde_json::to_vec(&file)?)?;
+    platform.set_response(CredentialResponse::Unavailable);
     Ok(machine)
 }
 
@@ -31,24 +31,24 @@ async fn cut_off(store: &S3Server, platform: &Platform) -> Result<Machine> {
 async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = cut_off(&store, &platform).await?;
+    let machine = machine_without_platform(&store, &platform).await?;
     let before = machine::pointer(&store).await?.context("a pointer")?;
     let ended = machine.run(&["svc-db-backup"])?.expect(69);
-    assert!(ended.stderr.contains("is stored, and is not the latest"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("is stored but is not the latest"), "{}", ended.stderr);
     assert_eq!(machine::pointer(&store).await?.as_ref(), Some(&before));
     let (bucket, slot) = (machine::bucket(&store)?, slot());
     let window = snapshots::PageWindow { before: None, latest: None, limit: 10 };
-    let records = snapshots::page(&bucket, &slot, window).await?.records;
+    let records = snapshots::list_page(&bucket, &slot, window).await?.records;
     assert_eq!(records.len(), 2, "the snapshot of the outage is complete");
     let last: Value = serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
     assert_eq!((&last["stage"], &last["key"]), (&json!("pointer"), &json!(records[0].key)), "{last}");
     // Only a working session can read snapshots.
     machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(69);
 
-    platform.set_response(CredentialResponse::Gives);
+    platform.set_response(CredentialResponse::Issue);
     machine.run(&["svc-db-backup"])?.expect(0);
     let latest = svc::store::snapshot::latest(&bucket, &slot).await?;
-    assert!(latest.key > records[0].key, "the next run takes its own: {}", latest.key);
+    assert!(latest.key > records[0].key, "the next run creates its own: {}", latest.key);
     Ok(())
 }
 
@@ -56,17 +56,17 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
 async fn retry_publishes_the_stored_snapshot_of_an_outage() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = cut_off(&store, &platform).await?;
+    let machine = machine_without_platform(&store, &platform).await?;
     let running = machine.spawn(&["svc-db-backup", "run", "--retry"], &[("BACKUP_RETRY_SECONDS", "1")])?;
-    let stored = until("a snapshot is stored", || {
+    let stored = wait_until("a snapshot is stored", || {
         let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump.json"));
         dumps.count() == 2
     });
     stored.await?;
-    platform.set_response(CredentialResponse::Gives);
+    platform.set_response(CredentialResponse::Issue);
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump"));
-    assert_eq!(dumps.count(), 2, "no third snapshot was made");
+    assert_eq!(dumps.count(), 2, "no third snapshot was created");
     let log = std::fs::read_to_string(machine.path("home/svc/home/system/logs/backup.jsonl"))?;
     let last: Value = serde_json::from_str(log.lines().last().context("a line")?)?;
     let latest = svc::store::snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
@@ -79,10 +79,10 @@ async fn retry_publishes_the_stored_snapshot_of_an_outage() -> Result<()> {
 async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = in_use(&store, &platform, SignedDuration::from_hours(1)).await?;
+    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let latest = svc::store::snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
-    let session = platform.outage().await.context("a session")?;
+    let session = platform.outage_session().await.context("a session")?;
     let bucket = machine::bucket_as(&store, &session)?;
     let own = slot().snapshot(&latest.key).context("a key")?;
     assert!(bucket.head(&own).await?.is_some(), "its own snapshot");
@@ -103,7 +103,7 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
         assert!(matches!(refused, StoreError::Denied { .. }), "{key}: {refused:?}");
     }
     let refused = bucket.put(&own, &b"x"[..]).await.unwrap_err();
-    assert!(matches!(refused, StoreError::Denied { .. }), "written once: {refused:?}");
+    assert!(matches!(refused, StoreError::Denied { .. }), "an object can be written only once: {refused:?}");
     let entry = slot().pointer_entry(9);
     let refused = bucket.put_if(&entry, &b"x"[..], Condition::Absent).await.unwrap_err();
     assert!(matches!(refused, StoreError::Denied { .. }), "{refused:?}");
@@ -116,21 +116,21 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
 async fn agent_renews_the_outage_session() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = in_use(&store, &platform, SignedDuration::from_hours(1)).await?;
-    let kept = machine.path("var/lib/svc/store-credentials.json");
+    let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
+    let stored = machine.path("var/lib/svc/store-credentials.json");
     let extra = [("GATEWAY_LISTEN", "127.0.0.1:9"), ("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
-    until("the first renewal", || kept.exists()).await?;
+    wait_until("the first renewal", || stored.exists()).await?;
     let beats = platform.heartbeats() + 4;
-    until("some beats", || platform.heartbeats() >= beats).await?;
+    wait_until("four more heartbeats", || platform.heartbeats() >= beats).await?;
     assert_eq!(platform.request_count(), 1, "a recent session is kept");
-    let mut file: Value = serde_json::from_slice(&std::fs::read(&kept)?)?;
+    let mut file: Value = serde_json::from_slice(&std::fs::read(&stored)?)?;
     assert!(file["outage"]["sessionToken"].is_string(), "it has an outage session");
     file["renewedAt"] = json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_mins(51))?));
     // As written by another applet that renewed the session later.
     file["expiresAt"] = json!(rfc3339_ms(Timestamp::now().checked_add(SignedDuration::from_hours(2))?));
-    svc::fsx::write_atomic(&kept, &serde_json::to_vec(&file)?, 0o600)?;
-    until("another renewal", || platform.request_count() >= 2).await?;
+    svc::fsx::write_atomic(&stored, &serde_json::to_vec(&file)?, 0o600)?;
+    wait_until("another renewal", || platform.request_count() >= 2).await?;
     running.signal(Signal::SIGTERM)?;
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     Ok(())
@@ -140,10 +140,10 @@ async fn agent_renews_the_outage_session() -> Result<()> {
 async fn backup_uses_no_outage_session_after_a_refusal() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
-    let machine = cut_off(&store, &platform).await?;
-    for set_response in [CredentialResponse::Supersedes, CredentialResponse::Refuses] {
-        platform.set_response(set_response);
-        let code = if set_response == CredentialResponse::Supersedes { 77 } else { 69 };
+    let machine = machine_without_platform(&store, &platform).await?;
+    for response in [CredentialResponse::Superseded, CredentialResponse::Unauthorized] {
+        platform.set_response(response);
+        let code = if response == CredentialResponse::Superseded { 77 } else { 69 };
         machine.run(&["svc-db-backup"])?.expect(code);
         let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump"));
         assert_eq!(dumps.count(), 1, "no snapshot is stored");

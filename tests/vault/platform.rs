@@ -44,7 +44,7 @@ pub struct Platform {
 }
 
 impl Platform {
-    /// Answers every call with `always`, after the queued responses.
+    /// Responds with the queued responses, then to every call with `always`.
     pub async fn start(always: ScriptedResponse) -> Result<Self> {
         let state = Arc::new(Mutex::new(PlatformState { always: Some(always), ..PlatformState::default() }));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
@@ -54,7 +54,7 @@ impl Platform {
         Ok(Self { state, addr })
     }
 
-    pub fn next(&self, responses: impl IntoIterator<Item = ScriptedResponse>) {
+    pub fn queue(&self, responses: impl IntoIterator<Item = ScriptedResponse>) {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).next.extend(responses);
     }
 
@@ -84,7 +84,7 @@ async fn respond(
         Some(ScriptedResponse::Json(status, body)) => {
             (StatusCode::from_u16(status).expect("a status"), axum::Json(body)).into_response()
         }
-        // hyper closes the connection of a handler that panics; here the body of the response fails instead.
+        // hyper would close the connection of a handler that panics. Here, the response's body fails instead.
         _ => {
             let broken = futures_util::stream::iter([Err::<bytes::Bytes, _>(std::io::Error::other("lost"))]);
             Response::new(axum::body::Body::from_stream(broken))
@@ -94,11 +94,11 @@ async fn respond(
 
 /// A gateway with its own certificate in the place of the machine's. It serves `/readyz`.
 pub async fn gateway(machine: &Machine) -> Result<SocketAddr> {
-    gateway_of(machine, Router::new().route("/readyz", get(|| async { "ok" }))).await
+    gateway_with_routes(machine, Router::new().route("/readyz", get(|| async { "ok" }))).await
 }
 
-/// The same, with these routes.
-pub async fn gateway_of(machine: &Machine, app: Router) -> Result<SocketAddr> {
+/// Like [`gateway`], with these routes.
+pub async fn gateway_with_routes(machine: &Machine, app: Router) -> Result<SocketAddr> {
     tls::install_provider();
     let identity = tls::self_signed(&["svc".to_owned()])?;
     svc::fsx::write_atomic(&machine.path("var/lib/svc/tls/key.pem"), identity.key_pem.as_bytes(), 0o600)?;

@@ -3,17 +3,17 @@
 use anyhow::{Context, Result};
 use serde_json::json;
 
-use super::machine::{Ended, Extra, Machine};
+use super::machine::{Machine, RunEnv, RunResult};
 use super::platform::{Platform, ScriptedResponse, gateway};
 
 const DIGEST: &str = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08";
 
-fn registered() -> ScriptedResponse {
+fn registered_response() -> ScriptedResponse {
     ScriptedResponse::Json(200, json!({ "status": "running", "epoch": 1 }))
 }
 
 /// Runs on another thread, because the test's runtime serves platform and gateway.
-async fn register(machine: &Machine, words: &[&str], extra: Extra<'_>) -> Result<Ended> {
+async fn register(machine: &Machine, words: &[&str], extra: RunEnv<'_>) -> Result<RunResult> {
     let words: Vec<&str> = ["svc-register"].iter().chain(words).copied().collect();
     let running = machine.spawn(&words, extra)?;
     tokio::task::spawn_blocking(move || running.wait()).await?
@@ -21,9 +21,9 @@ async fn register(machine: &Machine, words: &[&str], extra: Extra<'_>) -> Result
 
 /// A machine with an installed release. The digest is stored next to it, because the service's user cannot read
 /// `update.env`.
-async fn ready(platform: &Platform) -> Result<(Machine, String)> {
+async fn machine_with_release(platform: &Platform) -> Result<(Machine, String)> {
     let machine = Machine::bare(1)?;
-    machine.run_release("1.0.0", DIGEST)?;
+    machine.set_current_release("1.0.0", DIGEST)?;
     platform.configure(&machine)?;
     let listen = gateway(&machine).await?;
     Ok((machine, format!("0.0.0.0:{}", listen.port())))
@@ -31,8 +31,8 @@ async fn ready(platform: &Platform) -> Result<(Machine, String)> {
 
 #[tokio::test]
 async fn machine_is_registered_once() -> Result<()> {
-    let platform = Platform::start(registered()).await?;
-    let (machine, listen) = ready(&platform).await?;
+    let platform = Platform::start(registered_response()).await?;
+    let (machine, listen) = machine_with_release(&platform).await?;
     let extra = [("GATEWAY_LISTEN", listen.as_str())];
     register(&machine, &[], &extra).await?.expect(0);
     register(&machine, &["register"], &extra).await?.expect(0);
@@ -55,8 +55,8 @@ async fn machine_is_registered_once() -> Result<()> {
 
 #[tokio::test]
 async fn registration_body_survives_lost_replies_and_kills() -> Result<()> {
-    let platform = Platform::start(registered()).await?;
-    let (machine, listen) = ready(&platform).await?;
+    let platform = Platform::start(registered_response()).await?;
+    let (machine, listen) = machine_with_release(&platform).await?;
     let extra =
         |points: &'static str| [("GATEWAY_LISTEN", listen.clone()), ("FAILPOINTS", points.to_owned())];
     for point in svc::host::link::register::FAILPOINTS {
@@ -65,11 +65,11 @@ async fn registration_body_survives_lost_replies_and_kills() -> Result<()> {
         let extra: Vec<(&str, &str)> = extra.iter().map(|(name, value)| (*name, value.as_str())).collect();
         register(&machine, &[], &extra).await?.expect_killed();
     }
-    platform.next([
+    platform.queue([
         ScriptedResponse::Lost,
         ScriptedResponse::Json(503, json!({})),
         ScriptedResponse::Json(429, json!({})),
-        registered(),
+        registered_response(),
     ]);
     register(&machine, &[], &[("GATEWAY_LISTEN", &listen)]).await?.expect(0);
     let calls = platform.calls();
@@ -82,7 +82,7 @@ async fn registration_body_survives_lost_replies_and_kills() -> Result<()> {
 async fn refusal_is_final_and_a_timeout_is_retried() -> Result<()> {
     let refused = json!({ "code": "registration_rejected", "detail": "The token was used." });
     let platform = Platform::start(ScriptedResponse::Json(401, refused)).await?;
-    let (machine, listen) = ready(&platform).await?;
+    let (machine, listen) = machine_with_release(&platform).await?;
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_PLATFORM_DEADLINE_SECONDS", "1")];
     let ended = register(&machine, &[], &extra).await?.expect(77);
     assert!(ended.stderr.contains("The token was used."), "{}", ended.stderr);
@@ -101,8 +101,8 @@ async fn refusal_is_final_and_a_timeout_is_retried() -> Result<()> {
 
 #[tokio::test]
 async fn registration_waits_for_the_gateway_with_the_stored_key() -> Result<()> {
-    let platform = Platform::start(registered()).await?;
-    let (machine, listen) = ready(&platform).await?;
+    let platform = Platform::start(registered_response()).await?;
+    let (machine, listen) = machine_with_release(&platform).await?;
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_GATEWAY_DEADLINE_SECONDS", "1")];
     // The key of another gateway is in place of the machine's.
     gateway(&machine).await?;

@@ -1,4 +1,4 @@
-//! A restore keeps operators' changes to roles: attributes, settings, memberships. It names those that it does not
+//! A restore keeps operators' changes to roles: attributes, settings, memberships. It reports those that it does not
 //! keep.
 
 use anyhow::Result;
@@ -65,10 +65,10 @@ async fn restore_reports_omitted_roles_when_they_are_created() -> Result<()> {
     new.client().await?.batch_execute("CREATE ROLE team NOLOGIN CONNECTION LIMIT 1").await?;
     let log = new.run(&["svc-restore"])?.expect(0).stderr;
     for words in [
-        "the role dba is no SUPERUSER here",
+        "the role dba is not a SUPERUSER here",
         "the role reporting has no LOGIN and no password here",
         "the setting work_mem of the role",
-        "the attributes of the role team, which was there already",
+        "the attributes of the role team, which existed already",
     ] {
         assert!(log.contains(words), "{words}: {log}");
     }

@@ -74,7 +74,7 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     let object = format!("{USER}/primary/{}", snapshot.key);
     let dump = store.read(BUCKET, &object).context("the object")?;
     assert_eq!(dump.len() as u64, snapshot.size_bytes);
-    assert!(dump.len() > 11 << 20, "{} bytes: it must take three parts", dump.len());
+    assert!(dump.len() > 11 << 20, "{} bytes: it must need three parts", dump.len());
     let parts: Vec<_> =
         store.requests().into_iter().filter(|seen| seen.query.contains("partNumber=")).collect();
     assert!(parts.len() >= 3, "{parts:?}");
@@ -86,7 +86,7 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     assert_eq!(rows("app_notes.notes"), Some(5000));
     assert_eq!(rows("\"app_To do\".\"It\"\"em\""), Some(300));
     assert_eq!((rows("public.parent"), rows("public.child")), (Some(1), Some(2)));
-    assert_eq!(rows("public.events"), None, "a partitioned table has its rows in its parts");
+    assert_eq!(rows("public.events"), None, "the rows of a partitioned table are in its partitions");
 
     let record = &old.backup_records()?[0];
     assert_eq!(record["status"], "success");
@@ -105,9 +105,12 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     assert_eq!(facts(&new).await?, facts(&old).await?);
     let logins = "SELECT count(*) FROM pg_roles WHERE rolcanlogin AND rolname ~ '^app_'";
     assert_eq!(new.client().await?.query_one(logins, &[]).await?.get::<_, i64>(0), 0);
-    let left = new.databases().await?;
-    assert!(left.iter().any(|name| name.starts_with("svc_before_")), "the old database is kept: {left:?}");
-    assert!(!left.iter().any(|name| name.starts_with("svc_restore_")), "{left:?}");
+    let remaining = new.databases().await?;
+    assert!(
+        remaining.iter().any(|name| name.starts_with("svc_before_")),
+        "the old database is kept: {remaining:?}"
+    );
+    assert!(!remaining.iter().any(|name| name.starts_with("svc_restore_")), "{remaining:?}");
     assert_eq!(std::fs::read_dir(new.path("var/lib/svc/restore"))?.count(), 1, "the lock file remains");
 
     new.run(&["svc-db-backup"])?.expect(0);
@@ -126,7 +129,7 @@ async fn stock_pg_restore_reads_the_object() -> Result<()> {
     let dump = tempfile::NamedTempFile::new()?;
     std::fs::write(
         dump.path(),
-        store.read(BUCKET, &format!("{USER}/primary/{}", snapshot.key)).context("it")?,
+        store.read(BUCKET, &format!("{USER}/primary/{}", snapshot.key)).context("the object")?,
     )?;
     let mut list = machine.postgres().binaries().client("pg_restore");
     list.arg("-l").arg(dump.path());

@@ -1,4 +1,4 @@
-//! The side database: lost data is copied back from an earlier snapshot, exactly to the requested extent.
+//! The side database: lost data is copied back from an earlier snapshot, exactly as requested.
 
 use anyhow::{Context, Result};
 use kit::s3::S3Server;
@@ -27,11 +27,11 @@ const SHOP: &str = r#"
 "#;
 
 /// A shop machine with a snapshot, which is open as a side database.
-pub async fn opened(store: &S3Server) -> Result<Machine> {
+pub async fn machine_with_side_database(store: &S3Server) -> Result<Machine> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(SHOP).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    let ended = side(&machine, &["open"])?.expect(0);
+    let ended = run_side(&machine, &["open"])?.expect(0);
     assert!(
         ended.stdout.contains("app_shop.orders") && ended.stdout.contains("2000 rows"),
         "{}",
@@ -40,7 +40,7 @@ pub async fn opened(store: &S3Server) -> Result<Machine> {
     Ok(machine)
 }
 
-pub fn side(machine: &Machine, words: &[&str]) -> Result<machine::Ended> {
+pub fn run_side(machine: &Machine, words: &[&str]) -> Result<machine::RunResult> {
     let words: Vec<&str> = ["svc-db-backup", "side"].iter().chain(words).copied().collect();
     machine.run(&words)
 }
@@ -61,7 +61,7 @@ async fn assert_as_in_snapshot(machine: &Machine, tables: &[&str]) -> Result<()>
     Ok(())
 }
 
-pub fn state(machine: &Machine) -> Result<Value> {
+pub fn read_state(machine: &Machine) -> Result<Value> {
     Ok(serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/side.json"))?)?)
 }
 
@@ -70,7 +70,7 @@ const ALL: [&str; 3] = ["app_shop.customers", "app_shop.log", "app_shop.orders"]
 #[tokio::test]
 async fn missing_rows_are_copied_and_existing_ones_unchanged() -> Result<()> {
     let store = machine::store()?;
-    let machine = opened(&store).await?;
+    let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;
     client
         .batch_execute(
@@ -81,19 +81,19 @@ async fn missing_rows_are_copied_and_existing_ones_unchanged() -> Result<()> {
         .await?;
     let rest = "SELECT count(*) FROM app_shop.customers WHERE id = 200 AND price = 7 OR email = 'new' AND added = 'x'";
     let tables = ["app_shop.orders", "app_shop.customers"];
-    let tried = side(&machine, &["copy", tables[0], tables[1], "--dry-run"])?.expect(0);
+    let dry_run = run_side(&machine, &["copy", tables[0], tables[1], "--dry-run"])?.expect(0);
     let nothing_yet =
         client.query_one("SELECT count(*) FROM app_shop.customers WHERE id <= 100", &[]).await?;
-    assert_eq!(nothing_yet.get::<_, i64>(0), 0, "{}", tried.stdout);
+    assert_eq!(nothing_yet.get::<_, i64>(0), 0, "{}", dry_run.stdout);
     let backups = machine.backup_records()?.len();
-    let copied = side(&machine, &["copy", tables[0], tables[1]])?.expect(0);
-    assert_eq!(machine.backup_records()?.len(), backups + 1, "existing rows are saved first");
-    let last_copy = state(&machine)?["lastCopy"].clone();
+    let copied = run_side(&machine, &["copy", tables[0], tables[1]])?.expect(0);
+    assert_eq!(machine.backup_records()?.len(), backups + 1, "a backup precedes the copy");
+    let last_copy = read_state(&machine)?["lastCopy"].clone();
     // Another customer now has the address of one row, so that row is not copied.
-    let of = |name: &str| {
+    let copied_table = |name: &str| {
         last_copy["tables"].as_array().unwrap().iter().find(|one| one["name"] == name).unwrap().clone()
     };
-    let customers = of("app_shop.customers");
+    let customers = copied_table("app_shop.customers");
     assert_eq!(
         (&customers["inserted"], &customers["skipped"]),
         (&100.into(), &1.into()),
@@ -112,11 +112,11 @@ async fn missing_rows_are_copied_and_existing_ones_unchanged() -> Result<()> {
 #[tokio::test]
 async fn dangling_reference_aborts_the_copy_without_changes() -> Result<()> {
     let store = machine::store()?;
-    let machine = opened(&store).await?;
+    let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;
     client.batch_execute("DELETE FROM app_shop.customers WHERE id = 5").await?;
     let before = rows(&machine, "svc", "app_shop.orders").await?;
-    let ended = side(&machine, &["copy", "app_shop.orders"])?.expect(65);
+    let ended = run_side(&machine, &["copy", "app_shop.orders"])?.expect(65);
     assert!(
         ended.stderr.contains("app_shop.orders") && ended.stderr.contains("orders_customer_fkey"),
         "{}",
@@ -124,9 +124,9 @@ async fn dangling_reference_aborts_the_copy_without_changes() -> Result<()> {
     );
     assert!(!ended.stderr.contains("(customer)=(5)"), "the error quotes a row: {}", ended.stderr);
     assert_eq!(rows(&machine, "svc", "app_shop.orders").await?, before);
-    assert_eq!(state(&machine)?["status"], "open");
-    assert!(state(&machine)?["lastCopy"]["error"].as_str().unwrap().contains("orders_customer_fkey"));
-    side(&machine, &["copy", "app_shop.orders", "app_shop.customers"])?.expect(0);
+    assert_eq!(read_state(&machine)?["status"], "open");
+    assert!(read_state(&machine)?["lastCopy"]["error"].as_str().unwrap().contains("orders_customer_fkey"));
+    run_side(&machine, &["copy", "app_shop.orders", "app_shop.customers"])?.expect(0);
     assert_as_in_snapshot(&machine, &ALL).await?;
     Ok(())
 }
@@ -134,18 +134,18 @@ async fn dangling_reference_aborts_the_copy_without_changes() -> Result<()> {
 #[tokio::test]
 async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
     let store = machine::store()?;
-    let machine = opened(&store).await?;
+    let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;
-    let harm = "UPDATE app_shop.customers SET price = 7, doc = '[]' WHERE id % 2 = 0; DELETE FROM app_shop.orders WHERE id % 3 = 0;
+    let damage = "UPDATE app_shop.customers SET price = 7, doc = '[]' WHERE id % 2 = 0; DELETE FROM app_shop.orders WHERE id % 3 = 0;
                 INSERT INTO app_shop.customers (email) VALUES ('new');
                 INSERT INTO app_shop.orders (customer) SELECT id FROM app_shop.customers WHERE email = 'new'";
-    client.batch_execute(harm).await?;
+    client.batch_execute(damage).await?;
     // Without a key, rows cannot be matched, so only the whole table can be replaced.
-    let ended = side(&machine, &["copy", "app_shop.log"])?.expect(65);
+    let ended = run_side(&machine, &["copy", "app_shop.log"])?.expect(65);
     assert!(ended.stderr.contains("no primary key") && ended.stderr.contains("replace"), "{}", ended.stderr);
 
-    side(&machine, &["copy", "--mode", "overwrite", ALL[0], ALL[2]])?.expect(0);
-    let copied = state(&machine)?["lastCopy"]["tables"].clone();
+    run_side(&machine, &["copy", "--mode", "overwrite", ALL[0], ALL[2]])?.expect(0);
+    let copied = read_state(&machine)?["lastCopy"]["tables"].clone();
     assert_eq!(
         (&copied[0]["updated"], &copied[0]["inserted"], &copied[0]["deleted"]),
         (&251.into(), &0.into(), &0.into()),
@@ -155,10 +155,10 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
     assert_eq!(rows(&machine, "svc", ALL[0]).await?.len(), 503, "the new customer is kept");
 
     // The new customer's order was not requested, and would be deleted with the customer.
-    let ended = side(&machine, &["copy", "--mode", "replace", ALL[0]])?.expect(65);
+    let ended = run_side(&machine, &["copy", "--mode", "replace", ALL[0]])?.expect(65);
     assert!(ended.stderr.contains("app_shop.orders"), "{}", ended.stderr);
     client.batch_execute("TRUNCATE app_shop.log; INSERT INTO app_shop.log VALUES ('since')").await?;
-    side(&machine, &["copy", "--mode", "replace", ALL[0], ALL[1], ALL[2]])?.expect(0);
+    run_side(&machine, &["copy", "--mode", "replace", ALL[0], ALL[1], ALL[2]])?.expect(0);
     assert_as_in_snapshot(&machine, &ALL).await?;
     // Sequences continue after the copied values.
     client
@@ -168,13 +168,13 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
         .await?;
 
     client.batch_execute("DROP SCHEMA app_shop CASCADE").await?;
-    let tried = side(&machine, &["copy", ALL[1], "--dry-run"])?.expect(0);
-    assert!(tried.stdout.contains("300 inserted"), "{}", tried.stdout);
-    // Its type is not that of a table: a table that cannot be recreated is reported, and nothing remains.
-    let ended = side(&machine, &["copy", ALL[0]])?.expect(65);
+    let dry_run = run_side(&machine, &["copy", ALL[1], "--dry-run"])?.expect(0);
+    assert!(dry_run.stdout.contains("300 inserted"), "{}", dry_run.stdout);
+    // The enum type was dropped with the schema. A table that cannot be recreated is reported, and nothing remains.
+    let ended = run_side(&machine, &["copy", ALL[0]])?.expect(65);
     assert!(ended.stderr.contains("pg_restore") && ended.stderr.contains("mood"), "{}", ended.stderr);
     client.batch_execute("CREATE TYPE app_shop.mood AS ENUM ('good', 'bad')").await?;
-    side(&machine, &["copy", ALL[0], ALL[1], ALL[2], "--no-backup"])?.expect(0);
+    run_side(&machine, &["copy", ALL[0], ALL[1], ALL[2], "--no-backup"])?.expect(0);
     assert_as_in_snapshot(&machine, &ALL).await?;
     let owner =
         client.query_one("SELECT tableowner::text FROM pg_tables WHERE tablename = 'log'", &[]).await?;
@@ -186,34 +186,34 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
 #[tokio::test]
 async fn snapshot_of_a_time_is_opened_and_close_cleans_up() -> Result<()> {
     let store = machine::store()?;
-    let machine = opened(&store).await?;
-    let first = state(&machine)?["key"].clone();
+    let machine = machine_with_side_database(&store).await?;
+    let first = read_state(&machine)?["key"].clone();
     let between = jiff::Timestamp::now().to_string();
     machine.client().await?.batch_execute("DELETE FROM app_shop.orders; DROP TABLE app_shop.log").await?;
     machine.run(&["svc-db-backup", "run", "--accept-loss"])?.expect(0);
-    side(&machine, &["open"])?.expect(0);
-    assert_ne!(state(&machine)?["key"], first);
-    assert_eq!(state(&machine)?["tables"].as_array().map(Vec::len), Some(2));
-    side(&machine, &["open", "--at", &between])?.expect(0);
-    assert_eq!(state(&machine)?["key"], first);
-    let ended = side(&machine, &["open", "--at", "2020-01-01T00:00:00Z"])?.expect(65);
-    assert!(ended.stderr.contains("no snapshot of 2020-01-01"), "{}", ended.stderr);
-    let ended = side(&machine, &["copy", ALL[0]])?.expect(65);
+    run_side(&machine, &["open"])?.expect(0);
+    assert_ne!(read_state(&machine)?["key"], first);
+    assert_eq!(read_state(&machine)?["tables"].as_array().map(Vec::len), Some(2));
+    run_side(&machine, &["open", "--at", &between])?.expect(0);
+    assert_eq!(read_state(&machine)?["key"], first);
+    let ended = run_side(&machine, &["open", "--at", "2020-01-01T00:00:00Z"])?.expect(65);
+    assert!(ended.stderr.contains("no snapshot taken at or before 2020-01-01"), "{}", ended.stderr);
+    let ended = run_side(&machine, &["copy", ALL[0]])?.expect(65);
     assert!(ended.stderr.contains("side open"), "{}", ended.stderr);
-    side(&machine, &["open", first.as_str().context("a key")?])?.expect(0);
+    run_side(&machine, &["open", first.as_str().context("a key")?])?.expect(0);
     for stranger in ["svc.side_copies", "public.nothing", "app_shop.orders; DROP TABLE x"] {
-        side(&machine, &["copy", stranger])?.expect(65);
+        run_side(&machine, &["copy", stranger])?.expect(65);
     }
-    // Hourly backups and drills are unaffected, and the side database outlives them.
+    // Hourly backups and drills are unaffected, and do not delete the side database.
     machine.run(&["svc-db-backup"])?.expect(0);
     machine.run(&["svc-db-backup", "drill"])?.expect(0);
     assert!(machine.databases().await?.contains(&"svc_side".to_owned()));
-    side(&machine, &["close"])?.expect(0);
-    side(&machine, &["close"])?.expect(0);
-    assert_eq!(state(&machine)?["status"], "closed");
-    let left: Vec<_> =
+    run_side(&machine, &["close"])?.expect(0);
+    run_side(&machine, &["close"])?.expect(0);
+    assert_eq!(read_state(&machine)?["status"], "closed");
+    let remaining: Vec<_> =
         machine.databases().await?.into_iter().filter(|name| name.starts_with("svc_")).collect();
-    assert_eq!(left, Vec::<String>::new());
+    assert_eq!(remaining, Vec::<String>::new());
     let files: Vec<_> = std::fs::read_dir(machine.path("var/lib/svc/drill"))?
         .flatten()
         .map(|file| file.file_name())
@@ -222,11 +222,12 @@ async fn snapshot_of_a_time_is_opened_and_close_cleans_up() -> Result<()> {
     Ok(())
 }
 
-/// A run of a path unit serves a request; killed at any point, the next run completes it, exactly once.
+/// The path unit's run serves a request. If it is killed at any point, the next run completes the request, exactly
+/// once.
 #[tokio::test]
 async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
     let store = machine::store()?;
-    let machine = opened(&store).await?;
+    let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;
     let request_side = |action: Value| -> Result<()> {
         let request = json!({"requestId": uuid::Uuid::now_v7(), "requestedAt": "2026-01-02T03:04:05.678Z", "action": action});
@@ -253,14 +254,14 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
             request_side(json!({"action": "close"}))?;
             serve(&kill)?.expect_killed();
             serve("")?.expect(0);
-            assert_eq!(state(&machine)?["status"], "closed");
+            assert_eq!(read_state(&machine)?["status"], "closed");
             continue;
         }
         if !copies.contains(point) {
             request_side(json!({"action": "open"}))?;
             serve(&kill)?.expect_killed();
             serve("")?.expect(0);
-            assert_eq!(state(&machine)?["status"], "open", "after a kill at {point}");
+            assert_eq!(read_state(&machine)?["status"], "open", "after a kill at {point}");
             assert!(!machine.path("var/lib/svc/requests/side").exists());
             continue;
         }
@@ -274,11 +275,11 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
         serve(&kill)?.expect_killed();
         let is_done = ["side.committed", "side.told"].contains(point);
         if is_done {
-            // Written after the copy: resuming must not undo it.
+            // A change after the copy, which resuming must not undo.
             client.batch_execute("UPDATE app_shop.customers SET price = 42 WHERE id = 9").await?;
         }
         serve("")?.expect(0);
-        let copied = state(&machine)?;
+        let copied = read_state(&machine)?;
         assert_eq!(
             (&copied["status"], copied["lastCopy"].get("error")),
             (&"open".into(), None),
@@ -298,26 +299,26 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
     Ok(())
 }
 
-/// Commands of a person work in the same way: the unit completes them, or the next command does.
+/// A killed command is completed by the unit or by the next command.
 #[tokio::test]
 async fn killed_command_is_completed() -> Result<()> {
     let store = machine::store()?;
-    let machine = opened(&store).await?;
+    let machine = machine_with_side_database(&store).await?;
     let killed = |words: &[&str], point: &str| {
         let points = format!("{point}=return(kill)");
         let words: Vec<&str> = ["svc-db-backup", "side"].iter().chain(words).copied().collect();
-        machine.run_with(&words, &[("FAILPOINTS", &points)]).map(machine::Ended::expect_killed)
+        machine.run_with(&words, &[("FAILPOINTS", &points)]).map(machine::RunResult::expect_killed)
     };
     killed(&["open"], "side.loaded")?;
-    assert_eq!(state(&machine)?["status"], "opening");
-    side(&machine, &["serve"])?.expect(0);
-    assert_eq!(state(&machine)?["status"], "open");
+    assert_eq!(read_state(&machine)?["status"], "opening");
+    run_side(&machine, &["serve"])?.expect(0);
+    assert_eq!(read_state(&machine)?["status"], "open");
 
     machine.client().await?.batch_execute("DELETE FROM app_shop.orders WHERE id = 7").await?;
     killed(&["copy", "app_shop.orders", "--no-backup"], "side.fetched")?;
-    let ended = side(&machine, &["close"])?.expect(0);
+    let ended = run_side(&machine, &["close"])?.expect(0);
     assert!(ended.stdout.contains("1 inserted"), "the earlier request is completed first: {}", ended.stdout);
-    assert_eq!(state(&machine)?["status"], "closed");
+    assert_eq!(read_state(&machine)?["status"], "closed");
     assert!(!machine.path("var/lib/svc/requests/side").exists());
     Ok(())
 }
@@ -326,7 +327,7 @@ async fn killed_command_is_completed() -> Result<()> {
 #[tokio::test]
 async fn owner_triggers_resolve_their_tables() -> Result<()> {
     let store = machine::store()?;
-    let machine = opened(&store).await?;
+    let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;
     client
         .batch_execute(
@@ -337,7 +338,7 @@ async fn owner_triggers_resolve_their_tables() -> Result<()> {
              DELETE FROM app_shop.log WHERE message = 'line 7'",
         )
         .await?;
-    side(&machine, &["copy", "app_shop.log", "--mode", "replace", "--no-backup"])?.expect(0);
+    run_side(&machine, &["copy", "app_shop.log", "--mode", "replace", "--no-backup"])?.expect(0);
     let noted = client.query_one("SELECT count(*), min(what) FROM noted", &[]).await?;
     assert_eq!((noted.get::<_, i64>(0), noted.get::<_, &str>(1)), (300, "INSERT LINE 1"));
     Ok(())

@@ -1,11 +1,11 @@
-//! `DROP TABLE … CASCADE` drops other tables' foreign keys, views and statistics: they are recreated with the table,
-//! or named.
+//! `DROP TABLE … CASCADE` drops other tables' foreign keys, views and statistics: they are recreated with the table, or
+//! reported.
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use super::machine::{self, Machine};
-use super::side::{opened, side, state};
+use super::side::{machine_with_side_database, read_state, run_side};
 
 const TABLE: &str = "app_shop.customers";
 const MORE: &str = "
@@ -22,22 +22,23 @@ const MORE: &str = "
     CREATE FUNCTION app_shop.first_customer() RETURNS app_shop.customers LANGUAGE sql
         AS 'SELECT * FROM app_shop.customers LIMIT 1'";
 
-/// A snapshot with all of them, open beside a database that lacks the table and its dependents.
-async fn dropped(store: &kit::s3::S3Server) -> Result<Machine> {
-    let machine = opened(store).await?;
+/// A machine whose database lacks the table and its dependents, with a snapshot of them that is open as a side
+/// database.
+async fn machine_with_dropped_table(store: &kit::s3::S3Server) -> Result<Machine> {
+    let machine = machine_with_side_database(store).await?;
     machine.client().await?.batch_execute(MORE).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    side(&machine, &["open"])?.expect(0);
+    run_side(&machine, &["open"])?.expect(0);
     machine.client().await?.batch_execute("DROP TABLE app_shop.customers CASCADE").await?;
     Ok(machine)
 }
 
 fn side_state(machine: &Machine) -> Result<Value> {
-    Ok(state(machine)?["lastCopy"]["tables"][0].clone())
+    Ok(read_state(machine)?["lastCopy"]["tables"][0].clone())
 }
 
 /// One value of the owner's database, as text.
-async fn one(machine: &Machine, sql: &str) -> Result<String> {
+async fn query_text(machine: &Machine, sql: &str) -> Result<String> {
     let row = machine.client().await?.query_one(&format!("SELECT ({sql})::text"), &[]).await?;
     row.try_get::<_, Option<String>>(0)?.context("a value")
 }
@@ -48,7 +49,7 @@ const VALID: &str = "SELECT convalidated FROM pg_constraint WHERE conname = 'ord
 #[tokio::test]
 async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
     let store = machine::store()?;
-    let machine = dropped(&store).await?;
+    let machine = machine_with_dropped_table(&store).await?;
     let expected = json!([
         "view app_shop.totals",
         "view app_shop.best",
@@ -62,34 +63,34 @@ async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
         names.sort();
         names
     };
-    let tried = side(&machine, &["copy", TABLE, "--dry-run"])?.expect(0);
-    assert!(tried.stdout.contains(&format!("with it: {KEY}")), "{}", tried.stdout);
+    let dry_run = run_side(&machine, &["copy", TABLE, "--dry-run"])?.expect(0);
+    assert!(dry_run.stdout.contains(&format!("recreated with the table: {KEY}")), "{}", dry_run.stdout);
     assert_eq!(sorted(&side_state(&machine)?["recreated"]), sorted(&expected));
-    assert_eq!(one(&machine, "SELECT to_regclass('app_shop.totals') IS NULL").await?, "true");
+    assert_eq!(query_text(&machine, "SELECT to_regclass('app_shop.totals') IS NULL").await?, "true");
 
-    side(&machine, &["copy", TABLE])?.expect(0);
+    run_side(&machine, &["copy", TABLE])?.expect(0);
     let table = side_state(&machine)?;
     assert_eq!(sorted(&table["recreated"]), sorted(&expected), "{table}");
     assert_eq!(table["notRecreated"], json!(["function app_shop.first_customer()"]), "{table}");
-    assert_eq!(one(&machine, VALID).await?, "true");
+    assert_eq!(query_text(&machine, VALID).await?, "true");
     let view = "SELECT count(*) = 1 FROM pg_class WHERE oid = 'app_shop.totals'::regclass AND relowner = 'app_shop'::regrole \
                 AND reloptions = '{security_barrier=true}' AND has_table_privilege('reader', oid, 'SELECT')";
-    assert_eq!(one(&machine, view).await?, "true");
-    assert_eq!(one(&machine, "SELECT count(*) FROM app_shop.best").await?, "500");
-    assert_eq!(one(&machine, "SELECT count(*) FROM app_shop.mails").await?, "502");
+    assert_eq!(query_text(&machine, view).await?, "true");
+    assert_eq!(query_text(&machine, "SELECT count(*) FROM app_shop.best").await?, "500");
+    assert_eq!(query_text(&machine, "SELECT count(*) FROM app_shop.mails").await?, "502");
     let statistics = "SELECT stxowner::regrole FROM pg_statistic_ext WHERE stxname = 'moods'";
-    assert_eq!(one(&machine, statistics).await?, "app_shop");
+    assert_eq!(query_text(&machine, statistics).await?, "app_shop");
     Ok(())
 }
 
 #[tokio::test]
 async fn unrecreatable_dependents_are_reported() -> Result<()> {
     let store = machine::store()?;
-    let machine = dropped(&store).await?;
-    let harm = "INSERT INTO app_shop.orders (customer) VALUES (99999); DROP TABLE app_shop.log;
+    let machine = machine_with_dropped_table(&store).await?;
+    let damage = "INSERT INTO app_shop.orders (customer) VALUES (99999); DROP TABLE app_shop.log;
                 CREATE STATISTICS app_shop.moods ON id, customer FROM app_shop.orders";
-    machine.client().await?.batch_execute(harm).await?;
-    side(&machine, &["copy", TABLE])?.expect(0);
+    machine.client().await?.batch_execute(damage).await?;
+    run_side(&machine, &["copy", TABLE])?.expect(0);
     let table = side_state(&machine)?;
     let is_listed = |list: &str, start: &str| {
         table[list].as_array().is_some_and(|names| {
@@ -97,7 +98,7 @@ async fn unrecreatable_dependents_are_reported() -> Result<()> {
         })
     };
     assert!(is_listed("recreated", &format!("{KEY} (NOT VALID")), "{table}");
-    assert_eq!(one(&machine, VALID).await?, "false");
+    assert_eq!(query_text(&machine, VALID).await?, "false");
     assert!(is_listed("notRecreated", "view app_shop.mixed"), "its other table is missing: {table}");
     assert!(is_listed("recreated", "view app_shop.best"), "{table}");
     assert!(is_listed("notRecreated", "statistics object app_shop.moods"), "its name is in use: {table}");

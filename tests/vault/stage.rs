@@ -11,16 +11,15 @@ use kit::bundle::{Manifest, SigningKey};
 use serde_json::Value;
 
 use super::bundle::{self, Source};
-use super::machine::{Ended, Machine, Running};
+use super::machine::{Machine, RunResult, Running};
 
 pub const OLD: &str = "2026.1.0";
 pub const NEW: &str = "2026.2.0";
 pub const CREATED_AT: &str = "2026-01-02T03:04:05.000Z";
 const NEVER: &str = "2126-01-02T03:04:05.000Z";
 
-/// Starts a gateway that behaves as the current release does, and records its calls. The state of a unit comes from
-/// its own file, or else is that of the gateway. A started backup succeeds at once, unless `backup` contains a
-/// command.
+/// Starts a gateway that behaves as the current release does, and records its calls. The state of a unit comes from its
+/// own file, or else is that of the gateway. A started backup succeeds immediately, unless `backup` contains a command.
 const SYSTEMCTL: &str = r#"#!/bin/sh
 echo "$*" >>"$SVC_ROOT/calls"
 case "$1 $3" in
@@ -73,10 +72,10 @@ impl Published {
     pub fn serve(&self, source: &Source) -> Result<()> {
         let manifest = self.manifest.text()?;
         let version = &self.manifest.image_version;
-        let end = |suffix: &str| format!("/{version}/svc-host-bundle.tar.gz{suffix}");
-        source.put(&end(".json"), Some(manifest.clone().into_bytes()));
-        source.put(&end(".json.sig"), Some(key()?.signature_line(manifest.as_bytes()).into_bytes()));
-        source.put(&end(""), Some(self.archive.clone()));
+        let path = |suffix: &str| format!("/{version}/svc-host-bundle.tar.gz{suffix}");
+        source.put(&path(".json"), Some(manifest.clone().into_bytes()));
+        source.put(&path(".json.sig"), Some(key()?.signature_line(manifest.as_bytes()).into_bytes()));
+        source.put(&path(""), Some(self.archive.clone()));
         Ok(())
     }
 }
@@ -90,11 +89,11 @@ pub struct Stage {
 
 impl Stage {
     pub async fn new() -> Result<Self> {
-        Self::on(Machine::bare(1)?).await
+        Self::for_machine(Machine::bare(1)?).await
     }
 
-    /// On a machine that may have a database and a store.
-    pub async fn on(machine: Machine) -> Result<Self> {
+    /// Like [`Stage::new`], for a machine that may have a database and a store.
+    pub async fn for_machine(machine: Machine) -> Result<Self> {
         let old = Published::new(OLD, &[])?;
         let source = Source::start(old.archive.clone()).await?;
         let base = format!("http://{}", source.addr);
@@ -120,13 +119,13 @@ impl Stage {
         Ok(stage)
     }
 
-    pub async fn with(published: &Published) -> Result<Self> {
+    pub async fn with_release(published: &Published) -> Result<Self> {
         let stage = Self::new().await?;
         published.serve(&stage.source)?;
         Ok(stage)
     }
 
-    pub async fn run(&self, words: &[&str], failpoints: Option<&str>) -> Result<Ended> {
+    pub async fn run(&self, words: &[&str], failpoints: Option<&str>) -> Result<RunResult> {
         let running = self.spawn_with(words, failpoints)?;
         tokio::task::spawn_blocking(move || running.wait()).await?
     }
@@ -143,7 +142,7 @@ impl Stage {
         self.machine.spawn(&words, &env)
     }
 
-    pub async fn apply(&self, version: &str) -> Result<Ended> {
+    pub async fn apply(&self, version: &str) -> Result<RunResult> {
         self.run(&["apply", "--version", version], None).await
     }
 
@@ -154,7 +153,7 @@ impl Stage {
         Ok(())
     }
 
-    pub fn last(&self) -> Result<Value> {
+    pub fn last_update(&self) -> Result<Value> {
         let text = fs::read(self.machine.path("var/lib/svc/update/last.json")).context("last.json")?;
         Ok(serde_json::from_slice(&text)?)
     }
@@ -163,7 +162,8 @@ impl Stage {
         Ok(serde_json::from_str(&self.run(&["status", "--json"], None).await?.expect(0).stdout)?)
     }
 
-    /// Asserts that this release is current and runs with its units, that nothing is open, and that no other remains.
+    /// Asserts that this release is current and runs with its units, and that no journal, request or partial release
+    /// remains.
     pub fn assert_running(&self, version: &str) -> Result<()> {
         let opt = self.machine.path("opt/svc");
         assert_eq!(fs::read_link(opt.join("current"))?, std::path::Path::new("releases").join(version));
@@ -173,8 +173,8 @@ impl Stage {
         units.sort();
         assert_eq!(units, [format!("svc-{version}.service")]);
         assert_eq!(fs::read_to_string(self.machine.path("gateway"))?, "active\n");
-        for gone in ["var/lib/svc/update/journal.json", "var/lib/svc/requests/update"] {
-            assert!(!self.machine.path(gone).exists(), "{gone} is still there");
+        for path in ["var/lib/svc/update/journal.json", "var/lib/svc/requests/update"] {
+            assert!(!self.machine.path(path).exists(), "{path} still exists");
         }
         let partial = fs::read_dir(opt.join("releases"))?.flatten();
         let partial: Vec<_> = partial
@@ -220,6 +220,7 @@ async fn gateway(machine: &Machine) -> Result<String> {
         let active = fs::read_to_string(&state).is_ok_and(|state| state == "active\n");
         if active { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
     };
-    let listen = super::platform::gateway_of(machine, Router::new().route("/readyz", get(ready))).await?;
+    let listen =
+        super::platform::gateway_with_routes(machine, Router::new().route("/readyz", get(ready))).await?;
     Ok(listen.to_string())
 }

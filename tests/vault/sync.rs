@@ -8,10 +8,10 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use svc::store::meta::VpsMeta;
 
-use super::machine::{self, BUCKET, Ended, Machine, Running, USER, until};
+use super::machine::{self, BUCKET, Machine, RunResult, Running, USER, wait_until};
 use super::platform::{Platform, ScriptedResponse, gateway};
 
-fn alive() -> ScriptedResponse {
+fn accepted_heartbeat() -> ScriptedResponse {
     let keys = json!({ "keys": [{ "kid": "second", "x": "BBBB" }] });
     ScriptedResponse::Json(
         200,
@@ -19,23 +19,23 @@ fn alive() -> ScriptedResponse {
     )
 }
 
-async fn wait_for_exit(running: Running) -> Result<Ended> {
+async fn wait_for_exit(running: Running) -> Result<RunResult> {
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
 #[tokio::test]
 async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
     let store = machine::store()?;
-    let platform = Platform::start(alive()).await?;
+    let platform = Platform::start(accepted_heartbeat()).await?;
     let machine = Machine::in_use(&store, 3).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     platform.configure(&machine)?;
     let listen = gateway(&machine).await?.to_string();
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("HEARTBEAT_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
-    until("two heartbeats", || platform.calls().len() >= 2).await?;
+    wait_until("two heartbeats", || platform.calls().len() >= 2).await?;
     let meta_key = format!("{USER}/primary/system/vps-meta.json");
-    until("the metadata", || store.read(BUCKET, &meta_key).is_some()).await?;
+    wait_until("the metadata", || store.read(BUCKET, &meta_key).is_some()).await?;
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
 
@@ -56,7 +56,7 @@ async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
     let second: Value = serde_json::from_str(&calls[1].body)?;
     assert_eq!(second["proofKids"], json!(["second"]), "delivered keys are in force");
 
-    let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &meta_key).context("it")?)?;
+    let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &meta_key).context("the metadata")?)?;
     assert_eq!((meta.machine_id, meta.epoch, meta.status.as_str()), (machine.id, machine.epoch, "running"));
     assert_eq!(meta.last_backup, Some(snapshot.taken_at));
     Ok(())
@@ -90,8 +90,8 @@ async fn replaced_machine_stops() -> Result<()> {
 async fn platform_failure_keeps_the_agent_and_its_files() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(ScriptedResponse::Json(503, json!({}))).await?;
-    platform.next([
-        alive(),
+    platform.queue([
+        accepted_heartbeat(),
         ScriptedResponse::Json(200, json!({ "superseded": false, "proofKeys": { "keys": [] } })),
         ScriptedResponse::Lost,
         ScriptedResponse::Json(403, json!({ "code": "forbidden" })),
@@ -101,7 +101,7 @@ async fn platform_failure_keeps_the_agent_and_its_files() -> Result<()> {
     platform.configure(&machine)?;
     store.down();
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
-    until("six heartbeats", || platform.calls().len() >= 6).await?;
+    wait_until("six heartbeats", || platform.calls().len() >= 6).await?;
     assert!(!machine.path("var/lib/svc/superseded.json").exists());
     let keys: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/proof-keys.json"))?)?;
     assert_eq!(keys["keys"][0]["kid"], "second");
@@ -116,25 +116,25 @@ async fn platform_failure_keeps_the_agent_and_its_files() -> Result<()> {
 #[tokio::test]
 async fn metadata_of_a_later_machine_is_kept() -> Result<()> {
     let store = machine::store()?;
-    let platform = Platform::start(alive()).await?;
+    let platform = Platform::start(accepted_heartbeat()).await?;
     let key = format!("{USER}/primary/system/vps-meta.json");
     for (epoch, expected) in [(3, 3), (5, 5), (4, 5)] {
         let machine = Machine::new(&store, epoch).await?;
         platform.configure(&machine)?;
         store.clear_requests();
         let running = machine.spawn(&["svc-sync-agent"], &[])?;
-        until("a read of the metadata", || {
+        wait_until("a read of the metadata", || {
             store.requests().iter().any(|seen| seen.path.ends_with("vps-meta.json"))
         })
         .await?;
-        until("the end of the attempt", || {
+        wait_until("the end of the attempt", || {
             let written = store.requests().iter().any(|seen| seen.method == "PUT");
             written || running.stderr().contains("could not write vps-meta.json")
         })
         .await?;
         running.signal(Signal::SIGTERM)?;
         wait_for_exit(running).await?.expect(0);
-        let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &key).context("it")?)?;
+        let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &key).context("the metadata")?)?;
         assert_eq!(meta.epoch.0, expected);
     }
     Ok(())
@@ -143,15 +143,15 @@ async fn metadata_of_a_later_machine_is_kept() -> Result<()> {
 #[tokio::test]
 async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
     let store = machine::store()?;
-    let asked_for_by = |id: &str| json!({ "desiredImageVersion": "2.0.0", "desiredRequestId": id, "epoch": 3, "superseded": false, "proofKeys": { "keys": [] } });
-    let platform = Platform::start(ScriptedResponse::Json(200, asked_for_by("rollout-one"))).await?;
+    let desired_release = |id: &str| json!({ "desiredImageVersion": "2.0.0", "desiredRequestId": id, "epoch": 3, "superseded": false, "proofKeys": { "keys": [] } });
+    let platform = Platform::start(ScriptedResponse::Json(200, desired_release("rollout-one"))).await?;
     let machine = Machine::in_use(&store, 3).await?;
     platform.configure(&machine)?;
     let listen = gateway(&machine).await?.to_string();
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("HEARTBEAT_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     let request = machine.path("var/lib/svc/requests/update");
-    until("the request", || request.exists()).await?;
+    wait_until("the request", || request.exists()).await?;
     let request_body: Value = serde_json::from_slice(&std::fs::read(&request)?)?;
     assert_eq!(
         (&request_body["imageVersion"], &request_body["requestId"]),
@@ -162,24 +162,24 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
     svc::fsx::write_atomic(&journal, b"{}", 0o644)?;
     std::fs::remove_file(&request)?;
     let is_reported = |wanted: &str| platform.calls().iter().any(|call| call.body.contains(wanted));
-    until("it reports the update as running", || is_reported("\"updating\":true")).await?;
+    wait_until("it reports the update as running", || is_reported("\"updating\":true")).await?;
     let last = json!({ "version": "2.0.0", "outcome": "failed", "stage": "manifest", "error": "x", "at": "2026-11-21T00:00:00.000Z" });
-    let mut kept = last.clone();
-    kept["requestId"] = json!("rollout-one");
+    let mut stored = last.clone();
+    stored["requestId"] = json!("rollout-one");
     svc::fsx::write_atomic(
         &machine.path("var/lib/svc/update/last.json"),
-        kept.to_string().as_bytes(),
+        stored.to_string().as_bytes(),
         0o644,
     )?;
     std::fs::remove_file(&journal)?;
     let before = platform.calls().len();
-    until("more heartbeats", || platform.calls().len() >= before + 3).await?;
+    wait_until("more heartbeats", || platform.calls().len() >= before + 3).await?;
     assert!(!request.exists(), "a refused update is requested again");
     let beat: Value = serde_json::from_str(&platform.calls().last().context("a call")?.body)?;
     assert_eq!((&beat["lastUpdate"], &beat["updating"]), (&last, &json!(false)));
     // The next rollout of the same release is a new request.
-    platform.next([ScriptedResponse::Json(200, asked_for_by("rollout-two"))]);
-    until("the other request", || request.exists()).await?;
+    platform.queue([ScriptedResponse::Json(200, desired_release("rollout-two"))]);
+    wait_until("the other request", || request.exists()).await?;
     let request_body: Value = serde_json::from_slice(&std::fs::read(&request)?)?;
     assert_eq!(
         (&request_body["imageVersion"], &request_body["requestId"]),
@@ -211,10 +211,10 @@ async fn raised_epoch_is_stored_and_used_by_backups() -> Result<()> {
     machine.run(&["svc-db-backup"])?.expect(77);
     platform.configure(&machine)?;
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
-    until("two heartbeats", || platform.calls().len() >= 2).await?;
-    platform.next([ScriptedResponse::Json(200, json!({ "epoch": 4, "superseded": false }))]);
+    wait_until("two heartbeats", || platform.calls().len() >= 2).await?;
+    platform.queue([ScriptedResponse::Json(200, json!({ "epoch": 4, "superseded": false }))]);
     let before = platform.calls().len();
-    until("more heartbeats", || platform.calls().len() >= before + 3).await?;
+    wait_until("more heartbeats", || platform.calls().len() >= before + 3).await?;
     let beat: Value = serde_json::from_str(&platform.calls().last().context("a call")?.body)?;
     assert_eq!(beat["epoch"], 5);
     running.signal(Signal::SIGTERM)?;
@@ -226,7 +226,7 @@ async fn raised_epoch_is_stored_and_used_by_backups() -> Result<()> {
     Ok(())
 }
 
-/// Writers resume only after a response to a heartbeat from after the quiesce that names another operation.
+/// Writers resume only when the response to a heartbeat that was sent after the quiesce names another operation.
 #[tokio::test]
 async fn writers_resume_when_response_names_another_operation() -> Result<()> {
     let store = machine::store()?;
@@ -236,28 +236,29 @@ async fn writers_resume_when_response_names_another_operation() -> Result<()> {
     let machine = Machine::in_use(&store, 3).await?;
     platform.configure(&machine)?;
     let layout = svc::host::system::layout::Layout::new(machine.path(""));
-    let lock = svc::host::system::quiesce::lock(&layout).await?;
+    let lock = svc::host::system::quiesce::acquire_lock(&layout).await?;
     svc::host::system::quiesce::Quiesce::new(operation).write(&layout, &lock)?;
     drop(lock);
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
-    until("three heartbeats", || platform.calls().len() >= 3).await?;
+    wait_until("three heartbeats", || platform.calls().len() >= 3).await?;
     assert!(layout.quiesce().exists(), "the platform still names the operation");
-    platform.next([ScriptedResponse::Json(500, json!({})), ScriptedResponse::Lost]);
+    platform.queue([ScriptedResponse::Json(500, json!({})), ScriptedResponse::Lost]);
     let before = platform.calls().len();
-    until("more heartbeats", || platform.calls().len() >= before + 3).await?;
+    wait_until("more heartbeats", || platform.calls().len() >= before + 3).await?;
     assert!(layout.quiesce().exists(), "a missing response does not end the operation");
-    platform.next([ScriptedResponse::Json(200, json!({ "epoch": 3, "superseded": false, "quiesce": null }))]);
-    until("writers resume", || !layout.quiesce().exists()).await?;
+    platform
+        .queue([ScriptedResponse::Json(200, json!({ "epoch": 3, "superseded": false, "quiesce": null }))]);
+    wait_until("writers resume", || !layout.quiesce().exists()).await?;
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
     Ok(())
 }
 
-/// The metadata names the server, and is written only when it changes.
+/// The metadata contains the server's id and address, and is written only when it changes.
 #[tokio::test]
 async fn metadata_is_written_only_when_it_changes() -> Result<()> {
     let store = machine::store()?;
-    let platform = Platform::start(alive()).await?;
+    let platform = Platform::start(accepted_heartbeat()).await?;
     let machine = Machine::in_use(&store, 3).await?;
     platform.configure(&machine)?;
     let data =
@@ -267,17 +268,17 @@ async fn metadata_is_written_only_when_it_changes() -> Result<()> {
     let writes = || store.requests().iter().filter(|seen| seen.method == "PUT").count();
     let extra = [("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
-    until("five heartbeats", || platform.calls().len() >= 5).await?;
+    wait_until("five heartbeats", || platform.calls().len() >= 5).await?;
     assert_eq!(writes(), 1, "the metadata is unchanged");
     let layout = svc::host::system::layout::Layout::new(machine.path(""));
-    platform.next((0..60).map(|_| ScriptedResponse::Lost));
-    let lock = svc::host::system::quiesce::lock(&layout).await?;
+    platform.queue((0..60).map(|_| ScriptedResponse::Lost));
+    let lock = svc::host::system::quiesce::acquire_lock(&layout).await?;
     svc::host::system::quiesce::Quiesce::new(svc::machine::id::OperationId::new()).write(&layout, &lock)?;
-    until("the change", || writes() == 2).await?;
+    wait_until("the change", || writes() == 2).await?;
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
     let key = format!("{USER}/primary/system/vps-meta.json");
-    let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &key).context("it")?)?;
+    let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &key).context("the metadata")?)?;
     assert_eq!((meta.provider_server_id.as_deref(), meta.status.as_str()), (Some("4711"), "quiesced"));
     assert_eq!(meta.public_ipv4, Some(std::net::Ipv4Addr::new(192, 0, 2, 7)));
     Ok(())
@@ -301,7 +302,7 @@ async fn certificate_settings_are_stored_and_certificate_is_reported() -> Result
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("HEARTBEAT_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     let stored = machine.path("var/lib/svc/tls/settings.json");
-    until("the settings are stored", || stored.exists()).await?;
+    wait_until("the settings are stored", || stored.exists()).await?;
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
     assert_eq!(serde_json::from_slice::<Value>(&fs::read(&stored)?)?, settings);

@@ -1,5 +1,5 @@
-//! A restore on a disk without room for both the database and the dump: the dump is streamed from the store, and
-//! swapped in only if its SHA-256 and its rows match the record.
+//! A restore on a disk without space for both the database and the dump: the dump is streamed from the store, and the
+//! new database is swapped in only if the SHA-256 and the rows match the record.
 
 use std::fs;
 
@@ -16,14 +16,14 @@ const MIB: u64 = 1 << 20;
 const MARGIN: u64 = 64 * MIB;
 const DISK_MIB: u64 = 256;
 
-/// A disk with room for the database and for this percentage of its dump.
-async fn tight(per_cent: u64) -> Result<Option<(S3Server, Machine, SmallDisk)>> {
+/// A new machine whose disk has space for the database and for this percentage of its dump.
+async fn machine_with_tight_disk(per_cent: u64) -> Result<Option<(S3Server, Machine, SmallDisk)>> {
     let (store, new) = lost_and_new().await?;
     let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), DISK_MIB)? else { return Ok(None) };
     let side = store.read(BUCKET, &format!("{}.json", dump_key(&store))).context("a side record")?;
     let side: Value = serde_json::from_slice(&side)?;
-    let of = |value: &Value| value.as_u64().context("a size");
-    let (dump, database) = (of(&side["sizeBytes"])?, of(&side["database"]["sizeBytes"])?);
+    let size = |value: &Value| value.as_u64().context("a size");
+    let (dump, database) = (size(&side["sizeBytes"])?, size(&side["database"]["sizeBytes"])?);
     disk.fill(database + MARGIN + dump * per_cent / 100)?;
     Ok(Some((store, new, disk)))
 }
@@ -34,9 +34,9 @@ fn dumps(machine: &Machine) -> usize {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn restore_streams_dump_that_does_not_fit_beside_it() -> Result<()> {
-    let Some((store, new, _disk)) = tight(50).await? else { return Ok(()) };
-    // The transfer breaks off twice, and continues.
+async fn restore_streams_dump_that_does_not_fit_on_disk() -> Result<()> {
+    let Some((store, new, _disk)) = machine_with_tight_disk(50).await? else { return Ok(()) };
+    // The transfer is interrupted twice, and continues.
     let broken =
         store.fault(Rule::new(Fault::TruncateBody(300_000)).method("GET").key_ending(".dump").times(2));
     let ended = new.run(&["svc-restore"])?.expect(0);
@@ -49,7 +49,7 @@ async fn restore_streams_dump_that_does_not_fit_beside_it() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
-    let Some((store, new, _disk)) = tight(50).await? else { return Ok(()) };
+    let Some((store, new, _disk)) = machine_with_tight_disk(50).await? else { return Ok(()) };
     let key = dump_key(&store);
     let good = store.read(BUCKET, &key).context("a dump")?;
     // The record of another dump of the same size: pg_restore accepts these bytes.
@@ -61,7 +61,7 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     store.write(BUCKET, &record, text.replace(sha256, &other));
     let pointer = format!("{USER}/primary/system/db/latest");
     let latest = String::from_utf8(store.read(BUCKET, &pointer).context("a pointer")?)?;
-    // Its log entry must match, or it would take precedence.
+    // The pointer's log entry must match, or it would take precedence.
     let seq = machine::pointer(&store).await?.context("a pointer")?.seq;
     let entry = format!("{USER}/primary/system/db/pointer-log/{seq:016}.json");
     let write_pointer = |text: &str| {
@@ -92,13 +92,13 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_without_space_for_the_database_is_refused() -> Result<()> {
-    let Some((_store, new, disk)) = tight(0).await? else { return Ok(()) };
+    let Some((_store, new, disk)) = machine_with_tight_disk(0).await? else { return Ok(()) };
     disk.fill(MARGIN)?;
     let ended = new.run(&["svc-restore"])?.expect(70);
     for words in ["bytes are free and", "are needed for the database", "--server-type", "(code no_space)\n"] {
         assert!(ended.stderr.contains(words), "{}", ended.stderr);
     }
-    assert_untouched(&new, "no room").await?;
+    assert_untouched(&new, "no space").await?;
     disk.empty()?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(is_restored(&new).await?);

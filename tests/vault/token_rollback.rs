@@ -29,16 +29,16 @@ impl Scene {
         let process = platform.start_platform_with(&OVERLAP);
         let guest = platform.start_machine(&process, "user_1").await;
         let store = machine::store()?;
-        let host = Stage::on(Machine::in_use(&store, 1).await?).await?;
+        let host = Stage::for_machine(Machine::in_use(&store, 1).await?).await?;
         store.down();
-        let own = [
+        let env = [
             ("SVC_MACHINE_ID", guest.machine.as_str()),
             ("SVC_USER_ID", "user_1"),
             ("UPGRADE_TOKEN", &guest.upgrade_token),
             ("PLATFORM_INTERNAL_URL", &process.base),
         ];
-        host.machine.add_env("host.env", &own)?;
-        host.machine.add_env("update.env", &own[3..])?;
+        host.machine.add_env("host.env", &env)?;
+        host.machine.add_env("update.env", &env[3..])?;
         publish(&platform, &Published::new(NEW, &[("app/broken", "")])?)?;
         Ok(Self { platform, process, guest, host })
     }
@@ -54,7 +54,7 @@ impl Scene {
     }
 
     /// Runs the real agent until the platform's record of the machine satisfies the condition.
-    async fn beat_until(&self, what: &str, is_wanted: impl Fn(&Value) -> bool) -> Result<()> {
+    async fn run_agent_until(&self, what: &str, is_wanted: impl Fn(&Value) -> bool) -> Result<()> {
         let agent = self.host.machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
         let check = || async { is_wanted(&self.record().await).then_some(()) };
         self.platform.eventually(what, check).await;
@@ -63,9 +63,9 @@ impl Scene {
         Ok(())
     }
 
-    async fn beat_once_more(&self) -> Result<()> {
+    async fn send_heartbeat(&self) -> Result<()> {
         let before = self.record().await["heartbeatAt"].clone();
-        self.beat_until("a heartbeat is accepted", |record| record["heartbeatAt"] != before).await
+        self.run_agent_until("a heartbeat is accepted", |record| record["heartbeatAt"] != before).await
     }
 
     /// Waits until the platform refuses the token of user-data.
@@ -111,17 +111,17 @@ fn is_rolled_back(record: &Value) -> bool {
 async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
     let scene = Scene::setup().await?;
     scene.request_rotation().await;
-    scene.beat_until("the token rotates", |record| generation(record) == 2).await?;
+    scene.run_agent_until("the token rotates", |record| generation(record) == 2).await?;
     scene.wait_until_first_token_is_refused().await;
     assert_eq!(scene.token_of_host_env()?, scene.guest.upgrade_token, "the agent cannot write host.env");
-    // Manifest and archive are downloaded with the second token; the first is refused by now.
+    // Manifest and archive are downloaded with the second token; the first is already refused.
     scene.host.apply(NEW).await?.expect(65);
     scene.host.assert_running(OLD)?;
-    assert_eq!(scene.host.last()?["outcome"], "rolled_back");
+    assert_eq!(scene.host.last_update()?["outcome"], "rolled_back");
     // The previous release may read only host.env.
     assert_ne!(scene.token_of_host_env()?, scene.guest.upgrade_token);
     fs::remove_file(scene.host.machine.path(STORED))?;
-    scene.beat_until("the rollback is reported", is_rolled_back).await
+    scene.run_agent_until("the rollback is reported", is_rolled_back).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -130,13 +130,13 @@ async fn rotation_requested_during_an_update_follows_its_rollback() -> Result<()
     let kill = "update.restarted=return(kill)";
     scene.host.run(&["apply", "--version", NEW], Some(kill)).await?.expect_killed();
     scene.request_rotation().await;
-    scene.beat_once_more().await?;
+    scene.send_heartbeat().await?;
     assert!(!scene.host.machine.path(STORED).exists(), "a token was adopted during an update");
     assert_eq!(generation(&scene.record().await), 1);
     scene.host.run(&["resume"], None).await?;
     scene.host.assert_running(OLD)?;
-    scene.beat_until("the rollback is reported", is_rolled_back).await?;
-    scene.beat_until("the token rotates", |record| generation(record) == 2).await?;
+    scene.run_agent_until("the rollback is reported", is_rolled_back).await?;
+    scene.run_agent_until("the token rotates", |record| generation(record) == 2).await?;
     scene.wait_until_first_token_is_refused().await;
-    scene.beat_once_more().await
+    scene.send_heartbeat().await
 }

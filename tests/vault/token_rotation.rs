@@ -7,26 +7,26 @@ use anyhow::Result;
 use nix::sys::signal::Signal;
 use serde_json::json;
 
-use super::machine::{self, Ended, Machine, Running, until};
+use super::machine::{self, Machine, RunResult, Running, wait_until};
 use super::platform::{Platform, ScriptedResponse};
 
 const FILE: &str = "var/lib/svc/upgrade-token.json";
 
 fn token(machine: &Machine, generation: u32) -> String {
-    let counted = if generation == 1 { String::new() } else { format!("{generation}_") };
-    format!("svcu_{}_{counted}{}", machine.id.0.simple(), "a".repeat(64))
+    let generation_part = if generation == 1 { String::new() } else { format!("{generation}_") };
+    format!("svcu_{}_{generation_part}{}", machine.id.0.simple(), "a".repeat(64))
 }
 
-fn offers(token: &str) -> ScriptedResponse {
+fn response_with_token(token: &str) -> ScriptedResponse {
     ScriptedResponse::Json(200, json!({ "superseded": false, "nextToken": token }))
 }
 
-async fn wait_for_exit(running: Running) -> Result<Ended> {
+async fn wait_for_exit(running: Running) -> Result<RunResult> {
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
 /// A machine whose first token has the real format.
-async fn machine_of(platform: &Platform) -> Result<Machine> {
+async fn machine_with_token(platform: &Platform) -> Result<Machine> {
     let store = machine::store()?;
     let machine = Machine::new(&store, 3).await?;
     platform.configure(&machine)?;
@@ -36,7 +36,7 @@ async fn machine_of(platform: &Platform) -> Result<Machine> {
 }
 
 /// The token of the nth heartbeat.
-fn sent(platform: &Platform, nth: usize) -> String {
+fn sent_token(platform: &Platform, nth: usize) -> String {
     platform.calls()[nth].authorization.trim_start_matches("Bearer ").to_owned()
 }
 
@@ -45,23 +45,23 @@ const EACH_SECOND: (&str, &str) = ("HEARTBEAT_SECONDS", "1");
 #[tokio::test]
 async fn next_token_is_stored_privately_and_used() -> Result<()> {
     let platform = Platform::start(ScriptedResponse::Json(200, json!({ "superseded": false }))).await?;
-    let machine = machine_of(&platform).await?;
+    let machine = machine_with_token(&platform).await?;
     let (first, second) = (token(&machine, 1), token(&machine, 2));
-    platform.next([offers(&second)]);
+    platform.queue([response_with_token(&second)]);
     let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
-    until("two heartbeats", || platform.calls().len() >= 2).await?;
+    wait_until("two heartbeats", || platform.calls().len() >= 2).await?;
     running.signal(Signal::SIGTERM)?;
     let ended = wait_for_exit(running).await?.expect(0);
-    assert_eq!((sent(&platform, 0), sent(&platform, 1)), (first, second.clone()));
+    assert_eq!((sent_token(&platform, 0), sent_token(&platform, 1)), (first, second.clone()));
     assert_eq!(fs::metadata(machine.path(FILE))?.mode() & 0o777, 0o600);
     assert!(!ended.stderr.contains("svcu_"), "a token is in the log: {}", ended.stderr);
     // The next process starts with it.
     let before = platform.calls().len();
     let running = machine.spawn(&["svc-sync-agent"], &[])?;
-    until("a heartbeat", || platform.calls().len() > before).await?;
+    wait_until("a heartbeat", || platform.calls().len() > before).await?;
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
-    assert_eq!(sent(&platform, before), second);
+    assert_eq!(sent_token(&platform, before), second);
     Ok(())
 }
 
@@ -69,34 +69,35 @@ async fn next_token_is_stored_privately_and_used() -> Result<()> {
 async fn agent_killed_while_storing_token_keeps_valid_one() -> Result<()> {
     for (point, expected) in svc::host::system::upgrade_token::FAILPOINTS.iter().copied().zip([1, 2]) {
         let platform = Platform::start(ScriptedResponse::Json(200, json!({ "superseded": false }))).await?;
-        let machine = machine_of(&platform).await?;
-        platform.next([offers(&token(&machine, 2))]);
+        let machine = machine_with_token(&platform).await?;
+        platform.queue([response_with_token(&token(&machine, 2))]);
         let kill = format!("{point}=return(kill)");
         let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND, ("FAILPOINTS", &kill)])?;
         let ended = wait_for_exit(running).await?;
         assert!(ended.stderr.len() < 100_000);
         assert_eq!(platform.calls().len(), 1, "{point}: killed before the second heartbeat");
         let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
-        until("a heartbeat", || platform.calls().len() >= 2).await?;
+        wait_until("a heartbeat", || platform.calls().len() >= 2).await?;
         running.signal(Signal::SIGTERM)?;
         wait_for_exit(running).await?.expect(0);
-        assert_eq!(sent(&platform, 1), token(&machine, expected), "{point}");
+        assert_eq!(sent_token(&platform, 1), token(&machine, expected), "{point}");
     }
     Ok(())
 }
 
 #[tokio::test]
 async fn refused_token_falls_back_to_the_previous_one() -> Result<()> {
-    let alive = || ScriptedResponse::Json(200, json!({ "superseded": false }));
-    let platform = Platform::start(alive()).await?;
-    let machine = machine_of(&platform).await?;
+    let accepted = || ScriptedResponse::Json(200, json!({ "superseded": false }));
+    let platform = Platform::start(accepted()).await?;
+    let machine = machine_with_token(&platform).await?;
     let (first, second) = (token(&machine, 1), token(&machine, 2));
-    platform.next([offers(&second), ScriptedResponse::Json(401, json!({"code": "unauthorized"}))]);
+    platform
+        .queue([response_with_token(&second), ScriptedResponse::Json(401, json!({"code": "unauthorized"}))]);
     let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
-    until("four heartbeats", || platform.calls().len() >= 4).await?;
+    wait_until("four heartbeats", || platform.calls().len() >= 4).await?;
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
-    let sent: Vec<String> = (0..4).map(|nth| sent(&platform, nth)).collect();
+    let sent: Vec<String> = (0..4).map(|nth| sent_token(&platform, nth)).collect();
     assert_eq!(sent, [first.clone(), second, first.clone(), first]);
     Ok(())
 }
@@ -105,15 +106,15 @@ async fn refused_token_falls_back_to_the_previous_one() -> Result<()> {
 #[tokio::test]
 async fn no_token_is_adopted_during_an_update() -> Result<()> {
     let platform = Platform::start(ScriptedResponse::Json(200, json!({ "superseded": false }))).await?;
-    let machine = machine_of(&platform).await?;
+    let machine = machine_with_token(&platform).await?;
     fs::create_dir_all(machine.path("var/lib/svc/update"))?;
     fs::write(machine.path("var/lib/svc/update/journal.json"), "{}")?;
-    platform.next([offers(&token(&machine, 2))]);
+    platform.queue([response_with_token(&token(&machine, 2))]);
     let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
-    until("two heartbeats", || platform.calls().len() >= 2).await?;
+    wait_until("two heartbeats", || platform.calls().len() >= 2).await?;
     assert!(!machine.path(FILE).exists());
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
-    assert_eq!(sent(&platform, 1), token(&machine, 1));
+    assert_eq!(sent_token(&platform, 1), token(&machine, 1));
     Ok(())
 }

@@ -1,4 +1,5 @@
-//! The first release of a machine: resumed, verified before the switch, and complete or absent.
+//! The first release of a machine: its download is resumed, it is verified before the switch, and it is complete or
+//! absent.
 
 use std::fs;
 
@@ -6,7 +7,7 @@ use anyhow::{Context, Result};
 use kit::net::Proxy;
 
 use super::bundle::{self, Source};
-use super::machine::{Ended, Extra, Machine};
+use super::machine::{Machine, RunEnv, RunResult};
 
 const VERSION: &str = "2026.1.0";
 
@@ -25,7 +26,7 @@ fn machine(addr: std::net::SocketAddr, digest: &str) -> Result<Machine> {
 }
 
 /// Runs on another thread, because the test's runtime serves the bundle.
-async fn boot(machine: &Machine, extra: Extra<'_>) -> Result<Ended> {
+async fn boot(machine: &Machine, extra: RunEnv<'_>) -> Result<RunResult> {
     let running = machine.spawn(&["svc-update", "boot"], extra)?;
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
@@ -38,18 +39,18 @@ fn assert_current(machine: &Machine) -> Result<()> {
     }
     assert_eq!(fs::read(opt.join("bin/svc-gateway"))?, b"#!/bin/sh\n");
     assert_eq!(fs::metadata(opt.join("runtime/noise/39"))?.len(), 32_000);
-    assert_eq!(names(&opt.join("releases"))?, [VERSION]);
-    assert_eq!(names(&opt)?, ["app", "bin", "current", "env", "releases", "runtime"]);
+    assert_eq!(list_names(&opt.join("releases"))?, [VERSION]);
+    assert_eq!(list_names(&opt)?, ["app", "bin", "current", "env", "releases", "runtime"]);
     Ok(())
 }
 
 fn assert_untouched(machine: &Machine) -> Result<()> {
-    assert_eq!(names(&machine.path("opt/svc"))?, ["env", "releases"]);
-    assert_eq!(names(&machine.path("opt/svc/releases"))?, Vec::<String>::new());
+    assert_eq!(list_names(&machine.path("opt/svc"))?, ["env", "releases"]);
+    assert_eq!(list_names(&machine.path("opt/svc/releases"))?, Vec::<String>::new());
     Ok(())
 }
 
-fn names(dir: &std::path::Path) -> Result<Vec<String>> {
+fn list_names(dir: &std::path::Path) -> Result<Vec<String>> {
     let read = fs::read_dir(dir).with_context(|| dir.display().to_string())?;
     let mut names: Vec<String> =
         read.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
@@ -79,9 +80,9 @@ async fn bundle_becomes_the_current_release_once() -> Result<()> {
 #[tokio::test]
 async fn interrupted_download_is_resumed_and_verified() -> Result<()> {
     let (source, digest) = source().await?;
-    let wire = Proxy::start(source.addr)?;
-    let machine = machine(wire.addr(), &digest)?;
-    wire.reset_after(400_000);
+    let proxy = Proxy::start(source.addr)?;
+    let machine = machine(proxy.addr(), &digest)?;
+    proxy.reset_after(400_000);
     let ended = boot(&machine, &[]).await?.expect(0);
     assert!(!ended.stderr.contains("signature=secret"), "{}", ended.stderr);
     assert_current(&machine)?;
@@ -94,13 +95,13 @@ async fn interrupted_download_is_resumed_and_verified() -> Result<()> {
 #[tokio::test]
 async fn source_without_range_is_read_from_the_start() -> Result<()> {
     let (source, digest) = source().await?;
-    source.forget_ranges();
-    let wire = Proxy::start(source.addr)?;
-    let machine = machine(wire.addr(), &digest)?;
-    wire.reset_after(700_000);
+    source.disable_ranges();
+    let proxy = Proxy::start(source.addr)?;
+    let machine = machine(proxy.addr(), &digest)?;
+    proxy.reset_after(700_000);
     let running = machine.spawn(&["svc-update", "boot"], &[])?;
-    super::machine::until("a second try", || source.requests().len() >= 2).await?;
-    wire.heal();
+    super::machine::wait_until("a second try", || source.requests().len() >= 2).await?;
+    proxy.heal();
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     assert_current(&machine)
 }
@@ -108,9 +109,9 @@ async fn source_without_range_is_read_from_the_start() -> Result<()> {
 #[tokio::test]
 async fn bundle_that_changes_during_download_is_refused() -> Result<()> {
     let (source, digest) = source().await?;
-    let wire = Proxy::start(source.addr)?;
-    let machine = machine(wire.addr(), &digest)?;
-    wire.reset_after(400_000);
+    let proxy = Proxy::start(source.addr)?;
+    let machine = machine(proxy.addr(), &digest)?;
+    proxy.reset_after(400_000);
     source.replace_after_next_request(bundle::bundle("9.9.9")?);
     let ended = boot(&machine, &[]).await?.expect(69);
     assert!(ended.stderr.contains("it was changed"), "{}", ended.stderr);
@@ -181,8 +182,8 @@ async fn failed_step_leaves_no_partial_release() -> Result<()> {
         let error = format!("{point}=return(error)");
         let code = boot(&machine, &[("FAILPOINTS", &error)]).await?.code;
         assert!(code.is_some_and(|code| code != 0), "{point}: {code:?}");
-        let left = names(&machine.path("opt/svc/releases")).unwrap_or_default();
-        assert!(!left.iter().any(|name| name.contains(".partial-")), "{point}: {left:?}");
+        let remaining = list_names(&machine.path("opt/svc/releases")).unwrap_or_default();
+        assert!(!remaining.iter().any(|name| name.contains(".partial-")), "{point}: {remaining:?}");
         boot(&machine, &[]).await?.expect(0);
         assert_current(&machine).context(*point)?;
     }

@@ -1,4 +1,4 @@
-//! An update makes a snapshot before it switches releases, or waits: real `svc-db-backup`, real PostgreSQL, real S3.
+//! An update creates a snapshot before it switches releases, or waits: real `svc-db-backup`, real PostgreSQL, real S3.
 
 use std::fs;
 
@@ -6,7 +6,7 @@ use anyhow::Result;
 use kit::s3::S3Server;
 use serde_json::Value;
 
-use super::machine::{self, Machine, until};
+use super::machine::{self, Machine, wait_until};
 use super::stage::{NEW, OLD, Published, Stage};
 
 const UNIT: &str = "start --no-block svc-db-backup-request.service";
@@ -15,21 +15,21 @@ const UNIT: &str = "start --no-block svc-db-backup-request.service";
 async fn stage(store: &S3Server) -> Result<Stage> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
-    let stage = Stage::on(machine).await?;
+    let stage = Stage::for_machine(machine).await?;
     Published::new(NEW, &[])?.serve(&stage.source)?;
-    stage.set_backup_command(&job())?;
+    stage.set_backup_command(&backup_command())?;
     Ok(stage)
 }
 
-fn job() -> String {
+fn backup_command() -> String {
     format!("exec {} svc-db-backup run --request\n", env!("CARGO_BIN_EXE_svc"))
 }
 
-fn starts(stage: &Stage) -> Result<usize> {
+fn count_backup_starts(stage: &Stage) -> Result<usize> {
     Ok(stage.service_calls()?.iter().filter(|call| *call == UNIT).count())
 }
 
-fn waiting(stage: &Stage) -> Option<Value> {
+fn read_waiting_state(stage: &Stage) -> Option<Value> {
     let text = fs::read(stage.machine.path("var/lib/svc/update/journal.json")).ok()?;
     let journal: Value = serde_json::from_slice(&text).ok()?;
     journal.get("waiting").filter(|waiting| waiting.is_object()).cloned()
@@ -42,13 +42,16 @@ async fn update_takes_a_snapshot_before_the_switch() -> Result<()> {
     // An earlier snapshot does not count.
     stage.machine.run(&["svc-db-backup"])?.expect(0);
     let before = machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).expect("a snapshot");
-    let script = format!("readlink \"$SVC_ROOT/opt/svc/current\" >\"$SVC_ROOT/was\"\n{}", job());
+    let script = format!("readlink \"$SVC_ROOT/opt/svc/current\" >\"$SVC_ROOT/was\"\n{}", backup_command());
     stage.set_backup_command(&script)?;
     stage.apply(NEW).await?.expect(0);
     stage.assert_running(NEW)?;
     let after = machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).expect("a snapshot");
     assert!(after.taken_at > before.taken_at, "{after:?}");
-    assert!(fs::read_to_string(stage.machine.path("was"))?.contains(OLD), "taken after the switch");
+    assert!(
+        fs::read_to_string(stage.machine.path("was"))?.contains(OLD),
+        "the snapshot was taken after the switch"
+    );
     Ok(())
 }
 
@@ -61,15 +64,16 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
     let _hits = store.fault(kit::s3::Rule::new(kit::s3::Fault::Status(403)).method("POST").always());
     stage.request_update(NEW)?;
     let running = stage.spawn(&["apply", "--request"])?;
-    until("a reason to wait", || {
-        waiting(&stage).is_some_and(|waiting| !waiting["why"].as_str().unwrap_or_default().is_empty())
+    wait_until("a reason to wait", || {
+        read_waiting_state(&stage)
+            .is_some_and(|waiting| !waiting["why"].as_str().unwrap_or_default().is_empty())
     })
     .await?;
     let table = stage.run(&["status"], None).await?.expect(0).stdout;
     assert!(table.contains("has been waiting for a snapshot since"), "{table}");
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(70);
     stage.assert_running(OLD)?;
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"snapshot".into()), "{last}");
     let error = last["error"].as_str().unwrap_or_default();
     assert!(error.contains("--without-snapshot") && error.contains("svc-db-backup"), "{error}");
@@ -84,9 +88,10 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
 async fn update_continues_once_the_store_is_back() -> Result<()> {
     let store = machine::store()?;
     let stage = stage(&store).await?;
-    stage.set_backup_command(&format!("[ -e \"$SVC_ROOT/back\" ] || exit 1\n{}", job()))?;
+    stage.set_backup_command(&format!("[ -e \"$SVC_ROOT/back\" ] || exit 1\n{}", backup_command()))?;
     let running = stage.spawn(&["apply", "--version", NEW])?;
-    until("a start of the backup", || starts(&stage).is_ok_and(|starts| starts > 0)).await?;
+    wait_until("a start of the backup", || count_backup_starts(&stage).is_ok_and(|starts| starts > 0))
+        .await?;
     assert_eq!(
         fs::read_link(stage.machine.path("opt/svc/current"))?,
         std::path::Path::new("releases").join(OLD)
@@ -105,7 +110,7 @@ async fn operator_skips_the_snapshot_of_a_waiting_update() -> Result<()> {
     stage.set_backup_command("exit 1\n")?;
     stage.request_update(NEW)?;
     let running = stage.spawn(&["apply", "--request"])?;
-    until("the wait", || waiting(&stage).is_some()).await?;
+    wait_until("the wait", || read_waiting_state(&stage).is_some()).await?;
     let words = ["apply", "--version", NEW, "--without-snapshot"];
     stage.run(&words, None).await?.expect(0);
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
@@ -123,33 +128,33 @@ async fn rollback_needs_no_snapshot() -> Result<()> {
     let stage = stage(&store).await?;
     stage.apply(NEW).await?.expect(0);
     stage.set_backup_command("exit 1\n")?;
-    let before = starts(&stage)?;
+    let before = count_backup_starts(&stage)?;
     stage.run(&["rollback"], None).await?.expect(0);
     stage.assert_running(OLD)?;
     stage
         .run(&["apply", "--version", NEW, "--allow-quarantined", "--without-snapshot"], None)
         .await?
         .expect(0);
-    // By name, to the previous release.
+    // An update to the previous release, by its version.
     Published::new(OLD, &[])?.serve(&stage.source)?;
     stage.run(&["apply", "--version", OLD, "--allow-downgrade"], None).await?.expect(0);
     stage.assert_running(OLD)?;
-    assert_eq!(starts(&stage)?, before);
+    assert_eq!(count_backup_starts(&stage)?, before);
     Ok(())
 }
 
 #[tokio::test]
-async fn machine_without_a_database_updates_at_once() -> Result<()> {
-    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+async fn machine_without_a_database_updates_immediately() -> Result<()> {
+    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
     let env = stage.machine.path("opt/svc/env/host.env");
-    let kept: String = fs::read_to_string(&env)?
+    let remaining: String = fs::read_to_string(&env)?
         .lines()
         .filter(|line| !line.starts_with("DATABASE_URL"))
         .map(|line| format!("{line}\n"))
         .collect();
-    fs::write(&env, kept)?;
+    fs::write(&env, remaining)?;
     stage.apply(NEW).await?.expect(0);
     stage.assert_running(NEW)?;
-    assert_eq!(starts(&stage)?, 0);
+    assert_eq!(count_backup_starts(&stage)?, 0);
     Ok(())
 }

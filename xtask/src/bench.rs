@@ -1,5 +1,5 @@
-//! `cargo xtask bench`: selects the binary and becomes the program of `tests/bench`, which measures it. The records are
-//! measured by a program that links the product; it is built here.
+//! `cargo xtask bench`: selects the binary and replaces itself with the program of `tests/bench`, which measures it.
+//! The records are measured by a program that links the product and is built here.
 
 use std::path::PathBuf;
 use std::process::{ExitCode, Stdio};

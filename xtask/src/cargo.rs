@@ -15,18 +15,18 @@ pub fn command(args: &[&str]) -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command.args(args).current_dir(root());
-    // Cargo describes the current package in these variables. Build scripts of dependencies that read them would rerun,
-    // and everything above them would be rebuilt, each time cargo is started the other way.
+    // Cargo describes the current package in these variables. Build scripts of dependencies that read them would run
+    // again, and all dependent crates would be rebuilt, whenever cargo is started directly after xtask, or the reverse.
     for (name, _) in std::env::vars_os() {
-        let about_us = ["CARGO_MANIFEST_", "CARGO_PKG_", "CARGO_BIN_", "CARGO_CRATE_"];
-        if name.to_str().is_some_and(|name| about_us.iter().any(|prefix| name.starts_with(prefix))) {
+        let package_prefixes = ["CARGO_MANIFEST_", "CARGO_PKG_", "CARGO_BIN_", "CARGO_CRATE_"];
+        if name.to_str().is_some_and(|name| package_prefixes.iter().any(|prefix| name.starts_with(prefix))) {
             command.env_remove(&name);
         }
     }
     command
 }
 
-/// The program of a package that only one command needs, so that the others do not compile it.
+/// Builds and runs the program of a package that only one command needs, so that other commands do not compile it.
 pub fn program(package: &str) -> Command {
     command(&["run", "--quiet", "--package", package, "--"])
 }
@@ -48,6 +48,6 @@ pub fn succeed(mut command: Command) -> Result<()> {
 }
 
 /// Returns whether a cargo subcommand is installed.
-pub fn has(subcommand: &str) -> bool {
+pub fn has_subcommand(subcommand: &str) -> bool {
     command(&[subcommand, "--version"]).output().is_ok_and(|output| output.status.success())
 }

@@ -1,4 +1,4 @@
-//! `cargo xtask ci --rest`: the checks besides demo and tests; `cargo xtask check`: the quick ones, for each edit. A
+//! `cargo xtask ci --rest`: all checks except demo and tests; `cargo xtask check`: the quick ones, for each edit. A
 //! failed check does not stop the others.
 
 use std::panic::resume_unwind;
@@ -43,31 +43,34 @@ const PRODUCT: &[&str] = &[
     "--exclude=xtask",
 ];
 
-/// Checks the packages of the product only, so that neither the tools nor the integration tests are compiled. Clippy and
-/// the tests each wait for one compiler for most of the time, and run side by side.
+/// Checks the packages of the product only, so that neither the tools nor the integration tests are compiled. Clippy
+/// and the tests each wait for a single compiler process most of the time, so they run in parallel.
 const QUICK_CHECKS: [&[Check]; 3] = [
     &[FORMAT],
     &[("clippy", quick_clippy), ("unit tests", || tests(&[PRODUCT, &["--lib"]].concat()))],
     &[("house", || tests(&["--package", "house"]))],
 ];
 
-pub fn rest() -> Result<ExitCode> {
+pub fn run_rest() -> Result<ExitCode> {
     run("ci --rest", &REST_CHECKS)
 }
 
-pub fn check() -> Result<ExitCode> {
+pub fn run_quick() -> Result<ExitCode> {
     run("check", &QUICK_CHECKS)
 }
 
 /// Runs tests with nextest where it is installed.
 fn tests(which: &[&str]) -> Result<Outcome> {
-    let runner: &[&str] = if cargo::has("nextest") { &["nextest", "run"] } else { &["test"] };
-    let quiet: &[&str] =
-        if cargo::has("nextest") { &["--status-level", "fail", "--cargo-quiet"] } else { &["--quiet"] };
+    let runner: &[&str] = if cargo::has_subcommand("nextest") { &["nextest", "run"] } else { &["test"] };
+    let quiet: &[&str] = if cargo::has_subcommand("nextest") {
+        &["--status-level", "fail", "--cargo-quiet"]
+    } else {
+        &["--quiet"]
+    };
     run_cargo(&[runner, which, quiet].concat())
 }
 
-/// In a target directory of its own: cargo runs one build at a time in each.
+/// Uses its own target directory, because cargo runs only one build at a time in each.
 fn quick_clippy() -> Result<Outcome> {
     let mut clippy = cargo::command(&[&["clippy"], PRODUCT, &["--lib", "--bins", "--quiet"]].concat());
     clippy.args(["--", "-D", "warnings"]).env("CARGO_TARGET_DIR", kit::fetch::target_dir().join("clippy"));
@@ -75,7 +78,7 @@ fn quick_clippy() -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Runs the checks of a group side by side, and the groups one after the other.
+/// Runs the checks of a group in parallel, and the groups one after the other.
 fn run(command: &str, groups: &[&[Check]]) -> Result<ExitCode> {
     let mut lines = Vec::new();
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
@@ -154,7 +157,7 @@ fn advisories() -> Result<Outcome> {
 
 /// cargo-deny from the path, or installed once into `target/tools`.
 fn cargo_deny() -> Result<Command> {
-    if cargo::has("deny") {
+    if cargo::has_subcommand("deny") {
         return Ok(cargo::command(&["deny", "--workspace"]));
     }
     let tools = kit::fetch::target_dir().join("tools");

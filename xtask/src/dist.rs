@@ -15,9 +15,9 @@ use kit::{child, fetch};
 
 use crate::cargo;
 
-/// Maximum size of the binary. The target of the footprint bench is lower. The split into packages cost 1.8 MiB, as each
-/// compiles its own copies of generic code; certificates of hosts cost 0.6 MiB, and as much the checks of releases, which
-/// the platform has as well as svcctl, with quotes and the tests of stores.
+/// Maximum size of the binary. The target of the footprint bench is lower. The split into packages added 1.8 MiB,
+/// because each compiles its own copies of generic code. Certificates of hosts added 0.6 MiB. The checks of releases,
+/// which the platform and svcctl both contain, added another 0.6 MiB, together with quotes and the tests of stores.
 const MAX_BYTES: u64 = (32 << 20) + (512 << 10);
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// The variable that arms fail points: a build that contains this name has them.
@@ -35,14 +35,14 @@ const SOURCES: [&str; 6] = ["src", "migrations", "cloud-init", "build.rs", "Carg
 pub fn up_to_date() -> Result<PathBuf> {
     let svc = fetch::target_dir().join("dist/svc");
     if svc.is_file() {
-        let Some(reason) = outdated(&svc, &cargo::root())? else { return Ok(svc) };
+        let Some(reason) = outdated_reason(&svc, &cargo::root())? else { return Ok(svc) };
         println!("dist: rebuilding {}: {reason}", svc.display());
     }
     build()
 }
 
 /// Why an executable does not match the sources at `root`. Without git it is assumed to match.
-fn outdated(svc: &Path, root: &Path) -> Result<Option<String>> {
+fn outdated_reason(svc: &Path, root: &Path) -> Result<Option<String>> {
     let git = |args: &[&str]| {
         let mut git = Command::new("git");
         git.args(args).current_dir(root);
@@ -115,8 +115,8 @@ fn compile() -> Result<PathBuf> {
         "-Clink-arg=-Wl,-z,pack-relative-relocs".to_owned(),
     ];
     if cfg!(target_arch = "x86_64") {
-        // Functions with the same code share one copy: 2 % smaller. Nothing compares addresses of functions. Elsewhere
-        // Rust does not link with LLD, which can do this.
+        // Functions with the same code share one copy, which makes the binary 2 % smaller. Nothing compares addresses
+        // of functions. On other architectures, Rust does not link with LLD, which can do this.
         flags.push("-Clink-arg=-Wl,--icf=all".to_owned());
     }
     flags.extend(maps.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())));
@@ -202,7 +202,7 @@ mod tests {
         fs::create_dir_all(root.join("src")).unwrap();
         fs::write(&source, "fn main() {}").unwrap();
         program(&svc, "of-an-archive");
-        let why = || outdated(&svc, &root).unwrap();
+        let why = || outdated_reason(&svc, &root).unwrap();
         assert_eq!(why(), None, "without git it is assumed to match");
 
         let git = |args: &[&str]| {

@@ -110,7 +110,7 @@ impl FuzzSearch<'_> {
         let [found, samples, crashes, minimised] =
             ["corpus", "samples", "crashes", "minimised"].map(|name| self.dir.join(name).join(self.target));
         for dir in [&found, &samples, &crashes, &minimised] {
-            fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
+            fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
         }
         self.write_samples(&samples)?;
 
@@ -147,7 +147,7 @@ impl FuzzSearch<'_> {
     /// Lets the target write valid documents.
     fn write_samples(&self, dir: &Path) -> Result<()> {
         let input = dir.join("empty");
-        File::create(&input).with_context(|| format!("make {}", input.display()))?;
+        File::create(&input).with_context(|| format!("create {}", input.display()))?;
         let log = self.dir.join(format!("{}.samples.log", self.target));
         let mut write = self.program(&log)?;
         write.arg(&input).env("SVC_FUZZ_SAMPLES", dir);
@@ -157,7 +157,7 @@ impl FuzzSearch<'_> {
     }
 
     fn program(&self, log: &Path) -> Result<Command> {
-        let log = File::create(log).with_context(|| format!("make {}", log.display()))?;
+        let log = File::create(log).with_context(|| format!("create {}", log.display()))?;
         let mut command = Command::new(self.program);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).args([
             format!("-max_len={MAX_INPUT_BYTES}"),

@@ -67,8 +67,8 @@ enum Command {
         /// Run only provision, register, bridge, backup, reboot and recover
         #[arg(long)]
         quick: bool,
-        /// Run only these acts, on a freshly provisioned machine: `--only update,bad-update`
-        #[arg(long, value_name = "ACT", value_delimiter = ',', conflicts_with = "quick")]
+        /// Run only these steps, on a newly provisioned machine: `--only update,bad-update`
+        #[arg(long, value_name = "STEP", value_delimiter = ',', conflicts_with = "quick")]
         only: Vec<String>,
         /// The binary to run (default: that of `cargo xtask dist`)
         #[arg(long, value_name = "PATH")]
@@ -126,8 +126,8 @@ fn main() -> ExitCode {
         Command::Docs { check } => docs::run(check),
         Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
         Command::Deb { check, svc } => deb(check, svc),
-        Command::Check => ci::check(),
-        Command::Ci { .. } => ci::rest(),
+        Command::Check => ci::run_quick(),
+        Command::Ci { .. } => ci::run_rest(),
     };
     result.unwrap_or_else(|error| {
         eprintln!("xtask: {error:#}");
@@ -193,7 +193,7 @@ fn lab(quick: bool, only: &[String], svc: Option<PathBuf>) -> Result<ExitCode> {
     };
     let mut lab = cargo::program("lab");
     lab.arg("--svc").arg(svc).args(quick.then_some("--quick"));
-    lab.args(only.iter().flat_map(|act| ["--only", act]));
+    lab.args(only.iter().flat_map(|step| ["--only", step]));
     cargo::become_program(lab)
 }
 

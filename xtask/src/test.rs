@@ -34,7 +34,7 @@ pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
 
 fn run_long(filters: &[String], mut variables: Variables) -> Result<ExitCode> {
     let dir = kit::fetch::target_dir().join("long");
-    std::fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
+    std::fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
     let (figures, report) = (dir.join("figures.jsonl"), dir.join("report.json"));
     std::fs::write(&figures, "").with_context(|| format!("empty {}", figures.display()))?;
     variables.push((long::REPORT, std::path::absolute(&figures)?.into_os_string()));
@@ -46,7 +46,7 @@ fn run_long(filters: &[String], mut variables: Variables) -> Result<ExitCode> {
 
 /// Runs the tests with the available runner.
 fn run_tests(long: bool, filters: &[String], variables: Variables) -> Result<ExitCode> {
-    if cargo::has("nextest") {
+    if cargo::has_subcommand("nextest") {
         let mut nextest = cargo::command(&["nextest", "run", "--workspace", "--no-fail-fast"]);
         if long {
             nextest.args(["--run-ignored", "all"]);

@@ -75,7 +75,7 @@ fn command(dir: &Path) -> Command {
     command
 }
 
-/// Runs lines of its output in a fresh shell.
+/// Runs lines of its output in a new shell.
 fn shell(script: &str) -> Output {
     Command::new("sh").args(["-ec", script]).env_remove("NO_COLOR").output().unwrap()
 }
@@ -142,7 +142,7 @@ fn dev_runs_printed_commands_and_cleans_up() {
         "{output}"
     );
 
-    // The machine-readable values work, too.
+    // The machine-readable values also work.
     let script = format!(
         "curl -sS --fail -H 'Host: {}' -H \"Authorization: Bearer $(curl -sS '{}?sub=user_story')\" {}/api/apps\n\
          curl -sS --fail -H 'Authorization: Bearer {}' {}/vps/fleet",
@@ -159,7 +159,7 @@ fn dev_runs_printed_commands_and_cleans_up() {
     let refused = String::from_utf8_lossy(&second.stderr).into_owned();
     assert!(!second.status.success());
     assert!(refused.contains(json["platformUrl"].as_str().unwrap()), "{refused}");
-    assert!(is_listening(json["platformUrl"].as_str().unwrap()), "the first one still runs");
+    assert!(is_listening(json["platformUrl"].as_str().unwrap()), "the first instance still runs");
 
     let disks = json["dir"].as_str().unwrap().to_owned();
     assert!(!processes(&disks).is_empty());
@@ -182,13 +182,13 @@ fn killed_dev_does_not_block_the_next() {
     let json = killed.wait_until_ready();
     killed.signal("KILL");
     killed.wait();
-    assert!(dir.join("dev.json").exists(), "it had no time to delete it");
+    assert!(dir.join("dev.json").exists(), "a killed instance cannot delete it");
     let mut next = Dev::start(&dir);
     let fresh = next.wait_until_ready();
     assert_ne!(fresh["platformUrl"], json["platformUrl"]);
     assert_eq!(fresh["pid"], json!(next.process.id()));
     let disks = json["dir"].as_str().unwrap();
-    eventually("the killed one's processes exit", || processes(disks).is_empty());
+    eventually("the killed instance's processes exit", || processes(disks).is_empty());
     eventually("its disks are deleted", || !Path::new(disks).exists());
     assert!(is_listening(fresh["platformUrl"].as_str().unwrap()));
     next.signal("TERM");

@@ -2,9 +2,9 @@
 
 use super::{Counters, Durations, Gauges};
 
-/// The processes that have a metric.
+/// The processes that export a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum MetricScope {
     Platform,
     Host,
     Everywhere,
@@ -17,14 +17,14 @@ pub struct Description {
     /// `Counters`, `Gauges` or `Durations`.
     pub kind: &'static str,
     pub labels: &'static [&'static str],
-    pub place: Place,
+    pub scope: MetricScope,
     pub help: &'static str,
 }
 
 /// Declares metrics, and [`ALL`], which describes them.
 macro_rules! families {
     ($(
-        $name:ident: $kind:ident<$count:literal> = $metric:literal, [$($label:literal),*], on $place:ident,
+        $name:ident: $kind:ident<$count:literal> = $metric:literal, [$($label:literal),*], on $scope:ident,
             $help:literal;
     )+) => {
         $(
@@ -37,7 +37,7 @@ macro_rules! families {
             name: $metric,
             kind: stringify!($kind),
             labels: &[$($label),*],
-            place: Place::$place,
+            scope: MetricScope::$scope,
             help: $help,
         }),+];
     };
@@ -78,7 +78,7 @@ families! {
         "Time since the router last read its routes. More than a few seconds: the database is unreachable \
          and routes are stale.";
     RETENTION_DELETED: Counters<1> = "svc_retention_deleted_total", ["table"], on Platform,
-        "Rows that the reconciler deleted after their retention, by table.";
+        "Rows that the reconciler deleted after their retention period, by table.";
     OPERATIONS_UNKNOWN: Gauges<0> = "svc_operations_unknown", [], on Platform,
         "Operations in progress whose kind or step this release does not support. A process of a newer \
          release runs them.";

@@ -12,7 +12,7 @@ pub enum DeployCommand {
     #[command(
         after_help = "A machine that is unhealthy under the new release rolls back automatically and counts as failed. \
 The rollout stops after --max-failures failures, or when a canary fails. When the first machines have the release, the \
-platform makes the checks of `svcctl verify-rollout` on them. A problem pauses the rollout: `svcctl deploy status` shows it, \
+platform runs the checks of `svcctl verify-rollout` on them. A problem pauses the rollout: `svcctl deploy status` shows it, \
 `svcctl deploy resume` verifies again.\n\n\
 Example: svcctl deploy start 2026.11.2 --canary 2 --batch-size 20 --wait"
     )]
@@ -55,7 +55,7 @@ pub struct Start {
     /// Only the machines with this handle; repeatable
     #[arg(long = "handle", value_name = "HANDLE")]
     pub handles: Vec<Handle>,
-    /// Not the machines with this handle; repeatable
+    /// Exclude the machines with this handle; repeatable
     #[arg(long, value_name = "HANDLE")]
     pub except: Vec<Handle>,
     /// Number of canaries, which are updated first: machines of test slots if there are any, or else random ones [default: 1]

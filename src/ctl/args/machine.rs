@@ -43,7 +43,7 @@ impl FromStr for Target {
 }
 
 impl Target {
-    /// The query that selects its machines in the list; an id needs no list.
+    /// The query that selects the target's machines in the list of machines; empty for an id.
     pub fn query(&self) -> Vec<(&'static str, String)> {
         match self {
             Self::Id(_) => Vec::new(),
@@ -52,8 +52,8 @@ impl Target {
         }
     }
 
-    /// The command that lists its deleted and replaced machines.
-    pub fn list_of_ended(&self) -> String {
+    /// The command that lists the target's deleted and replaced machines.
+    pub fn ended_list_command(&self) -> String {
         match self {
             Self::Id(_) => "`svcctl list --deleted`".to_owned(),
             Self::Handle(handle) => format!("`svcctl list --deleted --handle {handle}`"),
@@ -82,7 +82,7 @@ pub enum CostLimit {
 impl FromStr for CostLimit {
     type Err = InvalidPrice;
 
-    /// An empty text is no limit. The space before the currency may be omitted.
+    /// An empty text means no limit. The space before the currency may be omitted.
     fn from_str(text: &str) -> Result<Self, InvalidPrice> {
         if text.is_empty() {
             return Ok(Self::Any);
@@ -126,8 +126,8 @@ pub struct Provision {
     /// Start empty although an earlier machine of the slot served and left no snapshot: its data is abandoned
     #[arg(long)]
     pub allow_empty: bool,
-    /// Accept the monthly cost of a new customer's server, or of another server type than that of the replaced machine,
-    /// without a prompt, up to a limit such as '12.00 EUR' if one is given
+    /// Accept the monthly cost of a new customer's server, or of a server type other than the replaced machine's, without
+    /// a prompt, up to a limit such as '12.00 EUR' if one is given
     #[arg(long, value_name = "LIMIT", num_args = 0..=1, require_equals = true, default_missing_value = "")]
     pub confirm_cost: Option<CostLimit>,
     /// Confirm that a new customer has explicitly opted in, without a prompt
@@ -297,7 +297,7 @@ pub enum PowerCommand {
     /// Shut down a machine and keep it off until `svcctl power on`
     #[command(
         after_help = "Requests a shutdown from the operating system, and cuts the power after the platform's \
-RESIZE_SHUTDOWN_SECONDS. The user sees a page that says that the machine is off, no backups are taken, and the provider \
+RESIZE_SHUTDOWN_SECONDS. The user sees a page which says that the machine is off. No backups are taken. The provider \
 keeps billing the server.\n\n\
 Example: svcctl power off ada --wait"
     )]
@@ -312,7 +312,7 @@ Example: svcctl power off ada --wait"
     },
     /// Restart the host of a machine
     #[command(
-        after_help = "Requests a restart from the operating system. If it does not react, run `svcctl power off`, then \
+        after_help = "Requests a restart from the operating system. If it does not respond, run `svcctl power off`, then \
 `svcctl power on`.\n\nExample: svcctl power reboot ada --wait"
     )]
     Reboot {

@@ -1,4 +1,4 @@
-//! The command line of `svcctl`. It takes no secrets: the arguments of a process are visible to every user.
+//! The command line of `svcctl`. No argument is a secret: the arguments of a process are visible to every user.
 //!
 //! This file has the commands and the global options; each group of commands has its own file.
 
@@ -32,8 +32,8 @@ pub use self::resource::{
 pub use self::usage::Usage;
 use svc_base::applet;
 
-/// Default of `--wait`: longer than a registration token lives.
-const WAIT_SECONDS: &str = "2400";
+/// Default of `--wait`: longer than the lifetime of a registration token.
+const DEFAULT_WAIT_SECONDS: &str = "2400";
 
 const ENVIRONMENT: &str = "The platform's URL is read from PLATFORM_PUBLIC_URL or --platform-url; the platform's secret or an \
 operator's token from PLATFORM_SECRET or --secret-file. `bundle` reads the object store from OBJECT_STORE_URL, \
@@ -229,16 +229,16 @@ Example: svcctl verify-rollout --app-url https://app.example.com"
         after_help = "Example: svcctl completions bash >~/.local/share/bash-completion/completions/svcctl"
     )]
     Completions {
-        /// The shell to print it for
+        /// The shell that the script is for
         shell: Shell,
     },
 }
 
-/// Whether to wait for the operation that a command starts.
+/// Whether to wait for the result of a command.
 #[derive(Debug, Clone, Copy, ClapArgs)]
 pub struct Wait {
-    /// Wait until it has ended, at most SECONDS (default: 40 minutes); progress goes to stderr
-    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = WAIT_SECONDS,
+    /// Wait for the result, at most SECONDS (default: 40 minutes); progress goes to stderr
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = DEFAULT_WAIT_SECONDS,
           value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub wait: Option<u64>,
 }
@@ -261,7 +261,7 @@ mod tests {
         let id = MachineId::new().to_string();
         for (word, expected) in [("--wait", Some(2400)), ("--wait=5", Some(5)), ("--yes", None)] {
             let Ok(Command::Delete(delete)) = parse(&["svcctl", "delete", &id, word]) else {
-                panic!("{word} parses")
+                panic!("{word} does not parse")
             };
             assert_eq!(delete.wait.wait, expected);
         }
@@ -282,22 +282,21 @@ mod tests {
             ("user_1 second".into(), "ada primary".into())
         );
         assert_eq!(slot("user_1"), "user_1 primary", "no handle has this form");
-        for wrong in ["no such thing", "user_1/", "user_1/a/b", "/primary"] {
-            assert!(wrong.parse::<Target>().is_err(), "{wrong}");
+        for invalid in ["no such thing", "user_1/", "user_1/a/b", "/primary"] {
+            assert!(invalid.parse::<Target>().is_err(), "{invalid}");
         }
     }
 
-    /// The help texts of all commands.
     #[test]
-    fn help() {
+    fn help_of_all_commands_matches_snapshot() {
         let mut texts = String::new();
-        let mut all = Args::command();
-        all.build();
-        all_help(&all, &mut texts);
-        insta::assert_snapshot!(texts);
+        let mut root = Args::command();
+        root.build();
+        append_help(&root, &mut texts);
+        insta::assert_snapshot!("help", texts);
     }
 
-    fn all_help(command: &clap::Command, texts: &mut String) {
+    fn append_help(command: &clap::Command, texts: &mut String) {
         let mut shown = command.clone().term_width(110);
         texts.push_str(&format!(
             "$ {} --help\n{}\n",
@@ -305,11 +304,11 @@ mod tests {
             shown.render_long_help()
         ));
         for sub in command.get_subcommands().filter(|sub| sub.get_name() != "help") {
-            all_help(sub, texts);
+            append_help(sub, texts);
         }
     }
 
-    fn of_every_command(visit: fn(&clap::Command)) {
+    fn visit_commands(visit: fn(&clap::Command)) {
         fn walk(command: &clap::Command, visit: fn(&clap::Command)) {
             visit(command);
             let subs = command.get_subcommands().filter(|sub| sub.get_name() != "help");
@@ -320,16 +319,16 @@ mod tests {
 
     #[test]
     fn every_command_has_an_example() {
-        of_every_command(|command| {
+        visit_commands(|command| {
             let after = command.get_after_help().map(ToString::to_string).unwrap_or_default();
-            let all = command.get_name() == "svcctl" && after.contains("A first machine:\n  svcctl ");
-            assert!(all || after.contains("Example: svcctl "), "{}", command.get_name());
+            let is_root = command.get_name() == "svcctl" && after.contains("A first machine:\n  svcctl ");
+            assert!(is_root || after.contains("Example: svcctl "), "{}", command.get_name());
         });
     }
 
     #[test]
     fn every_argument_has_help() {
-        of_every_command(|command| {
+        visit_commands(|command| {
             for argument in command.get_arguments() {
                 let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
                 assert!(!help.is_empty(), "{} {}", command.get_name(), argument.get_id());

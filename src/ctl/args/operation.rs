@@ -32,10 +32,10 @@ pub enum OperationCommand {
     #[command(
         after_help = "Without an option the final backup is retried. First fix the problem on the host, or accept the held \
 snapshot (`svcctl backup accept`).\n\n\
-With --accept-loss the operation continues. The question says since when changes exist only on the old server. They are \
-lost when the old server is deleted; until then the server is kept, powered off.\n\n\
-If the question is which snapshot the new machine starts from, --snapshot chooses the newer one, and --accept-loss the \
-latest.\n\n\
+With --accept-loss the operation continues. The question gives the time since which changes exist only on the old server. \
+These changes are lost when the old server is deleted; until then the server is kept, powered off.\n\n\
+If the question is which snapshot to restore, --snapshot KEY restores that snapshot, usually the newer one that is not the \
+latest; --accept-loss restores the latest.\n\n\
 Example: svcctl operation continue 019a0000-0000-7000-8000-000000000002 --accept-loss --wait"
     )]
     Continue {
@@ -56,8 +56,8 @@ Example: svcctl operation continue 019a0000-0000-7000-8000-000000000002 --accept
         after_help = "A recovery can be abandoned until its new machine has registered. No data is lost. The machine that gets \
 its slot back is powered on, even if `svcctl power off` had powered it off. A deletion can be abandoned until its operation \
 has ended; after that, `svcctl undelete` undoes it, but not after `svcctl delete --now`. An abandoned removal leaves the \
-server at the provider until `svcctl discard` or `svcctl undelete`. --wait waits until the machine that has the slot again \
-serves.\n\n\
+server at the provider until `svcctl discard` or `svcctl undelete`. --wait waits until the machine that got its slot back \
+is serving.\n\n\
 Example: svcctl operation abandon 019a0000-0000-7000-8000-000000000002 --wait"
     )]
     Abandon {

@@ -38,7 +38,7 @@ Example: svcctl operator add ada --scope read,operate --token-file ada.token"
         #[arg(value_name = "NAME")]
         name: OperatorName,
         /// How long the old token stays valid, at most 7d; 0s revokes it now
-        #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = seconds)]
+        #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = parse_seconds)]
         overlap: u64,
         #[command(flatten)]
         token: TokenOptions,
@@ -62,7 +62,7 @@ Example: svcctl operator add ada --scope read,operate --token-file ada.token"
 #[derive(Debug, Args)]
 pub struct TokenOptions {
     /// How long the token is valid, at most 400d
-    #[arg(long, value_name = "DURATION", default_value = "90d", value_parser = seconds)]
+    #[arg(long, value_name = "DURATION", default_value = "90d", value_parser = parse_seconds)]
     pub ttl: u64,
     /// Write the token to this file, readable only by you, instead of printing it
     #[arg(long, value_name = "FILE")]
@@ -81,10 +81,10 @@ pub struct Audit {
     #[arg(long, value_name = "TARGET")]
     pub target: Option<String>,
     /// Only entries since this time: RFC 3339, or an age such as 24h
-    #[arg(long, value_name = "TIME", value_parser = moment)]
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub since: Option<Timestamp>,
     /// Only entries before this time
-    #[arg(long, value_name = "TIME", value_parser = moment)]
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub until: Option<Timestamp>,
     /// Maximum number of entries
     #[arg(long, value_name = "COUNT", default_value = "100", value_parser = clap::value_parser!(u16).range(1..=500))]
@@ -98,24 +98,25 @@ pub struct Audit {
 }
 
 /// Parses a duration such as `90d`, `1h` or `90s`.
-fn seconds(text: &str) -> Result<u64, String> {
-    let wrong = || "must be a duration such as 90d, 1h or 30s".to_owned();
-    let span: Span = text.parse().map_err(|_| wrong())?;
-    let seconds = span.total((Unit::Second, SpanRelativeTo::days_are_24_hours())).map_err(|_| wrong())?;
+fn parse_seconds(text: &str) -> Result<u64, String> {
+    let invalid = || "must be a duration such as 90d, 1h or 30s".to_owned();
+    let span: Span = text.parse().map_err(|_| invalid())?;
+    let seconds = span.total((Unit::Second, SpanRelativeTo::days_are_24_hours())).map_err(|_| invalid())?;
     if seconds < 0.0 || seconds.fract() != 0.0 {
-        return Err(wrong());
+        return Err(invalid());
     }
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "whole, and not negative")]
     Ok(seconds as u64)
 }
 
-fn moment(text: &str) -> Result<Timestamp, String> {
+/// Parses a time, or an age such as `24h`.
+fn parse_time(text: &str) -> Result<Timestamp, String> {
     if let Ok(at) = text.parse() {
         return Ok(at);
     }
-    let wrong = || "must be a time such as 2026-01-02T03:04:05Z, or an age such as 24h".to_owned();
-    let ago = i64::try_from(seconds(text).map_err(|_| wrong())?).map_err(|_| wrong())?;
-    Timestamp::now().checked_sub(jiff::SignedDuration::from_secs(ago)).map_err(|_| wrong())
+    let invalid = || "must be a time such as 2026-01-02T03:04:05Z, or an age such as 24h".to_owned();
+    let age = i64::try_from(parse_seconds(text).map_err(|_| invalid())?).map_err(|_| invalid())?;
+    Timestamp::now().checked_sub(jiff::SignedDuration::from_secs(age)).map_err(|_| invalid())
 }
 
 #[cfg(test)]
@@ -123,18 +124,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn seconds_parses_durations_with_units() {
-        assert_eq!((seconds("90d"), seconds("1h"), seconds("0s")), (Ok(7_776_000), Ok(3600), Ok(0)));
-        for wrong in ["", "7", "-1h", "1 month", "1.5", "soon"] {
-            assert!(seconds(wrong).is_err(), "{wrong:?}");
+    fn parse_seconds_requires_units() {
+        assert_eq!(
+            (parse_seconds("90d"), parse_seconds("1h"), parse_seconds("0s")),
+            (Ok(7_776_000), Ok(3600), Ok(0))
+        );
+        for invalid in ["", "7", "-1h", "1 month", "1.5", "soon"] {
+            assert!(parse_seconds(invalid).is_err(), "{invalid:?}");
         }
     }
 
     #[test]
-    fn moment_parses_times_and_ages() {
-        assert_eq!(moment("2026-01-02T03:04:05Z").unwrap().to_string(), "2026-01-02T03:04:05Z");
-        let hour = Timestamp::now().as_second() - moment("1h").unwrap().as_second();
+    fn parse_time_accepts_times_and_ages() {
+        assert_eq!(parse_time("2026-01-02T03:04:05Z").unwrap().to_string(), "2026-01-02T03:04:05Z");
+        let hour = Timestamp::now().as_second() - parse_time("1h").unwrap().as_second();
         assert!((3600..3605).contains(&hour), "{hour}");
-        assert!(moment("yesterday").is_err());
+        assert!(parse_time("yesterday").is_err());
     }
 }

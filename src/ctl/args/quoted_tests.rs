@@ -47,7 +47,7 @@ fn texts_name_only_existing_commands_and_options() {
     assert!(checked > 150, "only {checked} commands were found");
 }
 
-/// Members of requests. Operators read messages in `svcctl`, which has options instead.
+/// Members of requests, which messages must not name: operators read messages in `svcctl`, which has options instead.
 const MEMBERS: [&str; 8] = [
     "acceptLoss",
     "allowEmpty",
@@ -59,8 +59,8 @@ const MEMBERS: [&str; 8] = [
     "with force",
 ];
 
-/// The literals of a source file that are sentences, except those of the API's description.
-fn sentences(text: &str) -> Vec<String> {
+/// Returns the string literals of a source file that contain a space, except those of the API's description.
+fn extract_sentences(text: &str) -> Vec<String> {
     let text = join_lines(text, Language::Rust);
     let lines = text.lines().filter(|line| !line.trim_start().starts_with("//"));
     let is_description = |line: &str| ["summary: ", "about: "].iter().any(|name| line.contains(name));
@@ -75,7 +75,7 @@ fn texts_name_options_instead_of_request_members() {
     for path in
         texts().into_iter().filter(|path| path.components().any(|part| part.as_os_str() == "platform"))
     {
-        for sentence in sentences(&fs::read_to_string(&path).unwrap()) {
+        for sentence in extract_sentences(&fs::read_to_string(&path).unwrap()) {
             checked += 1;
             let named = MEMBERS.iter().find(|member| sentence.contains(**member));
             mistakes.extend(named.map(|member| format!("{}: {member} in {sentence:?}", path.display())));
@@ -83,7 +83,7 @@ fn texts_name_options_instead_of_request_members() {
     }
     assert!(mistakes.is_empty(), "{}", mistakes.join("\n"));
     assert!(checked > 500, "only {checked} texts were found");
-    let found = sentences("    let why = \"Send acceptLoss \\\n        to go on\";");
+    let found = extract_sentences("    let why = \"Send acceptLoss \\\n        to continue\";");
     assert!(found.len() == 1 && found[0].starts_with("Send acceptLoss"), "{found:?}");
 }
 
@@ -112,7 +112,6 @@ fn mistakes_in_commands_are_detected() {
     }
 }
 
-/// The examples in the help texts parse.
 #[test]
 fn help_examples_parse() {
     fn walk(command: &clap::Command) {

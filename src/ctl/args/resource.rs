@@ -1,4 +1,4 @@
-//! The commands below `slot`, `backup` and `bundle`.
+//! The commands below `slot`, `alarm`, `backup`, `pointer` and `bundle`.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -11,11 +11,11 @@ use svc_machine::name::{IdpUserId, ImageVersion, Slot};
 use svc_machine::plan::Plan;
 use svc_store::key::SnapshotKey;
 
-fn plans() -> String {
-    let one = |plan: Plan| format!("{plan} ({})", plan.server_types().join(", "));
+fn plan_help() -> String {
+    let describe = |plan: Plan| format!("{plan} ({})", plan.server_types().join(", "));
     format!(
         "The plan, with its server types: {}",
-        Plan::ALL.iter().copied().map(one).collect::<Vec<_>>().join(", ")
+        Plan::ALL.iter().copied().map(describe).collect::<Vec<_>>().join(", ")
     )
 }
 
@@ -32,7 +32,7 @@ pub enum SlotCommand {
         /// The user's slot
         #[arg(long, default_value_t)]
         slot: Slot,
-        #[arg(long, value_name = "starter|builder|max", help = plans())]
+        #[arg(long, value_name = "starter|builder|max", help = plan_help())]
         plan: Plan,
         /// State of the subscription; only an active slot can be provisioned
         #[arg(long, value_enum, default_value = "active")]
@@ -40,8 +40,8 @@ pub enum SlotCommand {
         /// End of the paid period, RFC 3339
         #[arg(long, value_name = "TIME")]
         period_end: Option<Timestamp>,
-        /// Mark the slot as one for tests, or with `--test=false` as a customer's. Its recoveries and rollbacks count as
-        /// exercises (default: unchanged)
+        /// Mark the slot as a test slot, or with `--test=false` as a customer's. Recoveries and rollbacks of a test slot
+        /// count as exercises (default: unchanged)
         #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         test: Option<bool>,
     },
@@ -233,7 +233,7 @@ Example: svcctl bundle publish ./out --image-version 2026.11.1")]
     Publish {
         /// Directory with svc-host-bundle.tar.gz and its .sha256
         dir: PathBuf,
-        /// The version that it was built with
+        /// The version that the bundle was built with
         #[arg(long)]
         image_version: ImageVersion,
     },

@@ -13,13 +13,13 @@ pub struct Usage {
     /// The first day, such as 2026-11-01
     #[arg(long, value_name = "DAY")]
     pub from: Option<Date>,
-    /// The last day, included
+    /// The last day, inclusive
     #[arg(long, value_name = "DAY")]
     pub to: Option<Date>,
     /// Only this user or channel, such as telegram:7
     #[arg(long, value_name = "ID")]
     pub user: Option<String>,
-    /// Grouping of the lines
+    /// How to group the lines
     #[arg(long, value_enum, default_value_t = GroupBy::Day)]
     pub by: GroupBy,
 }

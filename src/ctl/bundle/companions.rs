@@ -13,14 +13,15 @@ use svc_base::clock::rfc3339_ms;
 use svc_machine::name::ImageVersion;
 use svc_store::bucket::{Bucket, Condition, StoreError, Versioned};
 use svc_store::bundle::{
-    self, KeySet, MAX_COMPANION_BYTES, Manifest, ManifestError, Signed, TrustedKeys, Verified, verify,
+    self, KeySet, MAX_COMPANION_BYTES, Manifest, ManifestError, SignedManifest, TrustedKeys,
+    VerifiedManifest, verify,
 };
 use svc_store::key::{self, BUNDLE_FILE};
 
 const MANIFEST: &str = ".json";
 const SIGNATURE: &str = ".json.sig";
 
-/// The archive that they describe, and the keys that hosts trust, if configured.
+/// The archive that manifest and signature describe, and the keys that hosts trust, if configured.
 pub struct BundleContext<'a> {
     pub version: &'a ImageVersion,
     pub sha256: &'a str,
@@ -36,8 +37,8 @@ impl BundleContext<'_> {
         Ok(parsed)
     }
 
-    /// Whether hosts would trust it now, as far as is known here.
-    fn check_trust(&self, signed: &Signed) -> Result<(), ManifestError> {
+    /// Checks that hosts would trust the signed manifest now, as far as the configured keys allow.
+    fn check_trust(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
         let manifest = self.parse_manifest(&signed.manifest)?;
         match self.keys {
             Some(keys) => verify(signed, keys, self.version, Timestamp::now()).map(drop),
@@ -45,7 +46,7 @@ impl BundleContext<'_> {
                 Err(ManifestError::Expired { at: manifest.expires_at })
             }
             None => {
-                bundle::signatures(&signed.signature)?;
+                bundle::parse_signatures(&signed.signature)?;
                 manifest.check_key_set(signed)
             }
         }
@@ -56,26 +57,27 @@ impl BundleContext<'_> {
     }
 }
 
-/// The manifest and signature in a build, if it has them.
+/// The manifest and the signature of a build, which may lack either.
 pub struct Companions {
     manifest: Option<Bytes>,
     signature: Option<Bytes>,
 }
 
 impl Companions {
-    /// Reads and checks them before anything is uploaded: a host would refuse invalid ones.
+    /// Reads the companions of a build, and checks them before anything is uploaded: a host would refuse invalid ones.
     ///
     /// # Errors
     /// [`PublishError::Companion`], [`PublishError::Read`].
     pub async fn read(dir: &FilePath, context: &BundleContext<'_>) -> Result<Self, PublishError> {
         let path = |suffix: &str| dir.join(format!("{BUNDLE_FILE}{suffix}"));
-        let unfit = |suffix: &str, why| PublishError::Companion { path: path(suffix), why };
-        let own = Self { manifest: file(&path(MANIFEST)).await?, signature: file(&path(SIGNATURE)).await? };
+        let invalid = |suffix: &str, why| PublishError::Companion { path: path(suffix), why };
+        let manifest = read_if_exists(&path(MANIFEST)).await?;
+        let own = Self { manifest, signature: read_if_exists(&path(SIGNATURE)).await? };
         if let Some(manifest) = &own.manifest {
-            context.parse_manifest(manifest).map_err(|why| unfit(MANIFEST, why))?;
+            context.parse_manifest(manifest).map_err(|why| invalid(MANIFEST, why))?;
         }
         if let Some(signed) = own.signed() {
-            context.check_trust(&signed).map_err(|why| unfit(SIGNATURE, why))?;
+            context.check_trust(&signed).map_err(|why| invalid(SIGNATURE, why))?;
         }
         Ok(own)
     }
@@ -85,56 +87,60 @@ impl Companions {
         Manifest::parse(self.manifest.as_ref()?).ok()?.trusted_keys
     }
 
-    fn signed(&self) -> Option<Signed> {
+    fn signed(&self) -> Option<SignedManifest> {
         let (manifest, signature) = self.manifest.as_ref().zip(self.signature.as_ref())?;
-        Some(Signed { manifest: manifest.to_vec(), signature: signature.to_vec() })
+        Some(SignedManifest { manifest: manifest.to_vec(), signature: signature.to_vec() })
     }
 
-    fn each(&self) -> impl Iterator<Item = (&'static str, &Bytes)> {
+    fn entries(&self) -> impl Iterator<Item = (&'static str, &Bytes)> {
         let manifest = self.manifest.as_ref().map(|manifest| (MANIFEST, manifest));
         // A signature without a manifest is meaningless.
         let signature = self.signature.as_ref().filter(|_| self.manifest.is_some());
         manifest.into_iter().chain(signature.map(|signature| (SIGNATURE, signature)))
     }
 
-    /// Uploads them for a version that is not published yet.
-    pub async fn send(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), StoreError> {
-        for (suffix, content) in self.each() {
+    /// Uploads the companions of a version that is not published yet.
+    pub async fn upload(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), StoreError> {
+        for (suffix, content) in self.entries() {
             bucket.put(&context.key(suffix), content.clone()).await?;
         }
         Ok(())
     }
 
-    /// Adds them to a published version that lacks them, or renews its manifest.
+    /// Adds the companions to a published version that lacks them, or renews its manifest.
     ///
     /// # Errors
     /// [`PublishError::NoRenewal`] if the stored ones differ and these do not renew them.
-    pub async fn complete(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), PublishError> {
+    pub async fn add_or_renew(
+        &self,
+        bucket: &Bucket,
+        context: &BundleContext<'_>,
+    ) -> Result<(), PublishError> {
         let stored = StoredCompanions::read(bucket, context).await?;
         let differs =
-            self.each().any(|(suffix, own)| stored.of(suffix).is_some_and(|other| other.value != *own));
+            self.entries().any(|(suffix, own)| stored.get(suffix).is_some_and(|other| other.value != *own));
         if differs {
-            self.renews(&stored, context)
+            self.check_renewal(&stored, context)
                 .map_err(|why| PublishError::NoRenewal { version: context.version.clone(), why })?;
         }
-        for (suffix, own) in self.each() {
-            let condition = match stored.of(suffix) {
+        for (suffix, own) in self.entries() {
+            let condition = match stored.get(suffix) {
                 Some(other) if other.value == *own => continue,
                 Some(other) => Condition::Unchanged(other.version.clone()),
                 None => Condition::Absent,
             };
-            replace(bucket, context, suffix, own, condition).await?;
+            put_companion(bucket, context, suffix, own, condition).await?;
         }
         Ok(())
     }
 
-    /// Whether hosts trust these, and do not trust the stored ones, or not for as long.
-    fn renews(&self, stored: &StoredCompanions, context: &BundleContext<'_>) -> Result<(), String> {
+    /// Checks that hosts trust these companions, and do not trust the stored ones, or not for as long.
+    fn check_renewal(&self, stored: &StoredCompanions, context: &BundleContext<'_>) -> Result<(), String> {
         let Some(own) = self.signed() else { return Err("this one is not signed".to_owned()) };
         let Some(keys) = context.keys else {
             return Err("without BUNDLE_PUBLIC_KEYS it is unknown whether hosts trust this one".to_owned());
         };
-        let ends = |verified: &Verified| verified.manifest().expires_at;
+        let ends = |verified: &VerifiedManifest| verified.manifest().expires_at;
         let own = verify(&own, keys, context.version, Timestamp::now()).map_err(|error| error.to_string())?;
         // An expired manifest is compared as well.
         let stored =
@@ -150,7 +156,7 @@ impl Companions {
     }
 }
 
-async fn file(path: &FilePath) -> Result<Option<Bytes>, PublishError> {
+async fn read_if_exists(path: &FilePath) -> Result<Option<Bytes>, PublishError> {
     match tokio::fs::read(path).await {
         Ok(content) => Ok(Some(content.into())),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
@@ -158,7 +164,7 @@ async fn file(path: &FilePath) -> Result<Option<Bytes>, PublishError> {
     }
 }
 
-async fn replace(
+async fn put_companion(
     bucket: &Bucket,
     context: &BundleContext<'_>,
     suffix: &str,
@@ -190,18 +196,18 @@ impl StoredCompanions {
         Ok(Self { manifest, signature })
     }
 
-    fn of(&self, suffix: &str) -> Option<&Versioned<Bytes>> {
+    fn get(&self, suffix: &str) -> Option<&Versioned<Bytes>> {
         if suffix == MANIFEST { self.manifest.as_ref() } else { self.signature.as_ref() }
     }
 
-    fn signed(&self) -> Option<Signed> {
+    fn signed(&self) -> Option<SignedManifest> {
         let (manifest, signature) = self.manifest.as_ref().zip(self.signature.as_ref())?;
-        Some(Signed { manifest: manifest.value.to_vec(), signature: signature.value.to_vec() })
+        Some(SignedManifest { manifest: manifest.value.to_vec(), signature: signature.value.to_vec() })
     }
 }
 
-/// Whether hosts can update to the stored bundle.
-pub async fn updates(bucket: &Bucket, context: &BundleContext<'_>) -> Result<Updates, StoreError> {
+/// Checks whether hosts can update to the stored bundle.
+pub async fn check_updates(bucket: &Bucket, context: &BundleContext<'_>) -> Result<Updates, StoreError> {
     let stored = StoredCompanions::read(bucket, context).await?;
     let Some(manifest) = &stored.manifest else {
         return Ok(Updates::Impossible("it has no manifest".to_owned()));

@@ -1,4 +1,4 @@
-//! Checks that hosts accept a release's keys before it is published, because a version is published only once.
+//! Before a release is published, checks that hosts accept its keys: a version can be published only once.
 
 use super::PublishError;
 use crate::vars;
@@ -36,10 +36,11 @@ mod tests {
                     .unwrap();
             Some(KeySet { sequence, keys: key.public_key_base64().parse().unwrap() })
         };
-        for (sequence, base, is_taken) in [(3, 2, true), (1002, 2, true), (1003, 2, false), (5000, 2, false)]
+        for (sequence, base, is_accepted) in
+            [(3, 2, true), (1002, 2, true), (1003, 2, false), (5000, 2, false)]
         {
             let checked = check(set(sequence).as_ref(), base);
-            assert_eq!(checked.is_ok(), is_taken, "{sequence} after {base}");
+            assert_eq!(checked.is_ok(), is_accepted, "{sequence} after {base}");
         }
         let refused = check(set(5000).as_ref(), 2).unwrap_err().to_string();
         assert!(refused.contains("5000") && refused.contains("1002 at most"), "{refused}");

@@ -6,8 +6,8 @@ use serde_json::json;
 use crate::api::ApiClient;
 use crate::args::AlarmCommand;
 use crate::confirm;
-use crate::out::Out;
-use crate::show::fleet::{alarm_line, released};
+use crate::output::Output;
+use crate::show::fleet::{alarm_line, show_released};
 use svc_base::applet::Failure;
 use svc_wire::alarm::Alarm;
 use svc_wire::fleet::Fleet;
@@ -23,7 +23,7 @@ const INFORMATIONAL: [&str; 7] = [
     "host_tokens_refused",
 ];
 
-pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Output) -> Result<(), Failure> {
     let AlarmCommand::Release { alarm, yes } = command;
     let what = match alarm.as_str() {
         "servers_missing" => {
@@ -44,5 +44,5 @@ pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Out) -> Result<()
     }
     let path = ["vps", "fleet", "alarms", &alarm, "release"];
     let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
-    out.print_response(&response, |_| Ok(released(&response.read::<Alarm>()?)))
+    out.print_response(&response, |_| Ok(show_released(&response.read::<Alarm>()?)))
 }

@@ -8,23 +8,23 @@ use serde_json::Value;
 
 use crate::api::{ApiClient, CallError};
 use crate::args::Audit as Args;
-use crate::out::{Out, print};
+use crate::output::{Output, print};
 use crate::show::View;
 use crate::show::audit::{self, Entry, Page};
 use svc_base::applet::Failure;
 use svc_base::clock::rfc3339_ms;
 
 const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
-/// Maximum delay of an entry: it has the start time of its transaction and appears at its end, possibly after later
-/// entries.
-const MAX_TRANSACTION: SignedDuration = SignedDuration::from_secs(60);
+/// Maximum delay until an entry appears: it has the start time of its transaction, but appears when the transaction
+/// ends, possibly after later entries.
+const MAX_TRANSACTION_DURATION: SignedDuration = SignedDuration::from_secs(60);
 /// Maximum time without a response from the platform.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
 const MAX_PAGE: &str = "500";
 /// Polls between reads of all pages: a late entry may appear behind pages without new entries.
 const POLLS_PER_FULL_READ: usize = 10;
 
-pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failure> {
     let mut query = filters(&args);
     query.extend(args.since.map(|since| ("since", rfc3339_ms(since))));
     query.extend(args.until.map(|until| ("until", rfc3339_ms(until))));
@@ -38,12 +38,12 @@ pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> 
 }
 
 /// Prints the first page's entries, then new ones.
-async fn follow(api: &ApiClient, args: &Args, first: Page, out: &Out) -> Result<(), Failure> {
-    // Entries older than the first page are not new.
+async fn follow(api: &ApiClient, args: &Args, first: Page, out: &Output) -> Result<(), Failure> {
+    // Entries that are older than the first page are not shown.
     let oldest = first.entries.last().map(|entry| entry.at);
     let mut window = Window { since: args.since, ..Window::default() };
     let mut started = Instant::now();
-    let mut entries = window.take(first.entries, started);
+    let mut entries = window.add(first.entries, started);
     for number in 0_usize.. {
         for entry in entries.iter().filter(|entry| oldest.is_none_or(|oldest| entry.at >= oldest)) {
             show(entry, out)?;
@@ -54,7 +54,7 @@ async fn follow(api: &ApiClient, args: &Args, first: Page, out: &Out) -> Result<
         }
         tokio::time::sleep(FOLLOW_INTERVAL).await;
         started = Instant::now();
-        entries = appeared_in_time(api, args, &mut window, reach).await?;
+        entries = poll_new_entries(api, args, &mut window, reach).await?;
         if reach == Reach::All {
             window.advance(started);
         }
@@ -62,7 +62,7 @@ async fn follow(api: &ApiClient, args: &Args, first: Page, out: &Out) -> Result<
     Ok(())
 }
 
-/// The number of pages to read of the window.
+/// How many pages of the window to read.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reach {
     All,
@@ -81,27 +81,28 @@ struct Window {
 
 impl Window {
     /// Adds entries, and returns the new ones, oldest first.
-    fn take(&mut self, mut entries: Vec<Entry>, now: Instant) -> Vec<Entry> {
+    fn add(&mut self, mut entries: Vec<Entry>, now: Instant) -> Vec<Entry> {
         entries.retain(|entry| self.seen.insert(entry.audit_id.clone(), entry.at).is_none());
         entries.reverse();
         if let Some(at) = entries.iter().map(|entry| entry.at).max()
-            && self.clock(now).is_none_or(|clock| at > clock)
+            && self.platform_time(now).is_none_or(|time| at > time)
         {
             self.newest = Some((at, now));
         }
         entries
     }
 
-    /// A time that the platform's clock has reached. The local clock may be wrong.
-    fn clock(&self, now: Instant) -> Option<Timestamp> {
+    /// A time that the platform's clock has reached, derived without the local clock, which may be wrong.
+    fn platform_time(&self, now: Instant) -> Option<Timestamp> {
         let (at, here) = self.newest?;
         at.checked_add(now.saturating_duration_since(here)).ok()
     }
 
-    /// Advances the window after all pages were read, starting at `began`: entries that had not appeared by then are
+    /// Advances the window after a read of all pages that started at `began`: an entry that had not appeared by then is
     /// younger than the longest transaction.
     fn advance(&mut self, began: Instant) {
-        let since = self.clock(began).and_then(|clock| clock.checked_sub(MAX_TRANSACTION).ok());
+        let since =
+            self.platform_time(began).and_then(|time| time.checked_sub(MAX_TRANSACTION_DURATION).ok());
         self.since = self.since.max(since);
         if let Some(since) = self.since {
             self.seen.retain(|_, at| *at >= since);
@@ -114,28 +115,28 @@ fn filters(args: &Args) -> Vec<(&'static str, String)> {
     filters.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))).collect()
 }
 
-/// The new entries of the window, oldest first. A short outage of the platform does not end the following; an incomplete
-/// read is repeated.
-async fn appeared_in_time(
+/// Returns the window's new entries, oldest first. Retries during a short outage of the platform, and repeats an
+/// incomplete read.
+async fn poll_new_entries(
     api: &ApiClient,
     args: &Args,
     window: &mut Window,
     reach: Reach,
 ) -> Result<Vec<Entry>, Failure> {
     let started = Instant::now();
-    let mut is_said = false;
+    let mut is_outage_reported = false;
     loop {
         let mut next = window.clone();
-        match appeared(api, args, &mut next, reach).await {
+        match fetch_new_entries(api, args, &mut next, reach).await {
             Ok(entries) => {
                 *window = next;
-                if is_said {
+                if is_outage_reported {
                     eprintln!("following again: the platform responds");
                 }
                 return Ok(entries);
             }
             Err(error) if error.is_transient() && started.elapsed() < OUTAGE_TIMEOUT => {
-                if !std::mem::replace(&mut is_said, true) {
+                if !std::mem::replace(&mut is_outage_reported, true) {
                     eprintln!("still following: {}", error.brief());
                 }
                 tokio::time::sleep(FOLLOW_INTERVAL).await;
@@ -145,7 +146,7 @@ async fn appeared_in_time(
     }
 }
 
-async fn appeared(
+async fn fetch_new_entries(
     api: &ApiClient,
     args: &Args,
     window: &mut Window,
@@ -157,7 +158,7 @@ async fn appeared(
     let mut page: Page = api.poll(&["audit"], &query).await?.read()?;
     let mut all = Vec::new();
     loop {
-        let mut new = window.take(page.entries, Instant::now());
+        let mut new = window.add(page.entries, Instant::now());
         let is_over = reach == Reach::UntilKnown && new.is_empty();
         new.append(&mut all);
         all = new;
@@ -168,12 +169,12 @@ async fn appeared(
     }
 }
 
-fn show(entry: &Entry, out: &Out) -> Result<(), Failure> {
+fn show(entry: &Entry, out: &Output) -> Result<(), Failure> {
     if out.json {
         let whole: &Value = &entry.whole;
         return print(&format!("{whole}\n"));
     }
-    print(&audit::line(&View::of_stdout(), entry))
+    print(&audit::line(&View::for_stdout(), entry))
 }
 
 #[cfg(test)]
@@ -190,13 +191,13 @@ mod tests {
     fn follow_window_advances_without_later_entries() {
         let (at, began) = (Timestamp::UNIX_EPOCH, Instant::now());
         let mut window = Window::default();
-        assert_eq!(window.take(vec![entry("b", at), entry("a", at)], began).len(), 2);
+        assert_eq!(window.add(vec![entry("b", at), entry("a", at)], began).len(), 2);
         window.advance(began);
-        assert_eq!(window.since, Some(at - MAX_TRANSACTION));
-        assert!(window.take(vec![entry("b", at), entry("a", at)], began).is_empty());
+        assert_eq!(window.since, Some(at - MAX_TRANSACTION_DURATION));
+        assert!(window.add(vec![entry("b", at), entry("a", at)], began).is_empty());
         window.advance(began + Duration::from_secs(61));
         assert_eq!(window.since, Some(at + SignedDuration::from_secs(1)));
-        assert!(window.seen.is_empty(), "the window has nothing of it");
+        assert!(window.seen.is_empty(), "entries before the window are dropped");
     }
 
     #[test]
@@ -204,9 +205,9 @@ mod tests {
         let (at, now) = (Timestamp::UNIX_EPOCH, Instant::now());
         let second = SignedDuration::from_secs(1);
         let mut window = Window::default();
-        window.take(vec![entry("b", at)], now);
+        window.add(vec![entry("b", at)], now);
         window.advance(now);
-        let late = window.take(vec![entry("c", at + second), entry("b", at), entry("a", at - second)], now);
+        let late = window.add(vec![entry("c", at + second), entry("b", at), entry("a", at - second)], now);
         let ids: Vec<_> = late.iter().map(|entry| &*entry.audit_id).collect();
         assert_eq!(ids, ["a", "c"]);
         assert_eq!(window.newest.map(|(at, _)| at), Some(at + second));

@@ -15,7 +15,7 @@ use crate::api::{ApiClient, ApiResponse};
 use crate::args::{BackupCommand, Target};
 use crate::confirm;
 use crate::interrupt;
-use crate::out::{Out, print};
+use crate::output::{Output, print};
 use crate::progress::Progress;
 use crate::show::View;
 use crate::show::backup::{details, list};
@@ -29,7 +29,7 @@ use svc_wire::host::{LastBackup, Outcome, SnapshotCheck};
 use svc_wire::machine::MachineDetail;
 use svc_wire::operation::Operation;
 
-pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Result<(), Failure> {
     match command {
         BackupCommand::List { machine, limit, cursor } => {
             let machine = find(api, &machine).await?;
@@ -60,7 +60,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(
         BackupCommand::Drill { machine, wait } => {
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
-            // Only the machine's full record has the checks, not the list.
+            // The list omits the checks; only the machine's full record has them.
             let before = wait::poll_machine(api, id).await?.ok().map(|(_, machine)| machine);
             let response = api.send(Method::POST, &["vps", id, "drill"], Some(&json!({}))).await?;
             match wait.wait {
@@ -76,7 +76,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(
                         wait_for_drill(api, id, last_drill(before.as_ref()), Duration::from_secs(seconds)),
                     )
                     .await?;
-                    print(&if out.json { format!("{}\n", json!(result)) } else { drill_text(&result) })?;
+                    print(&if out.json { format!("{}\n", json!(result)) } else { format_drill(&result) })?;
                     if result.status.is(Outcome::Success) {
                         return Ok(());
                     }
@@ -90,8 +90,8 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(
         BackupCommand::Now { machine, wait } => {
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
-            // The new snapshot is recognised by the previous one; comparing times would depend on clocks.
-            let before = if wait.wait.is_some() { latest(api, id).await?.latest } else { None };
+            // A new snapshot is recognized by a latest key that has changed; comparing times would depend on clocks.
+            let before = if wait.wait.is_some() { fetch_latest(api, id).await?.latest } else { None };
             let response = api.send(Method::POST, &["vps", id, "backup"], Some(&json!({}))).await?;
             match wait.wait {
                 None => {
@@ -117,7 +117,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(
                     print(&if out.json {
                         format!("{}\n", backup.json)
                     } else {
-                        details(&View::of_stdout(), &backup.backup)
+                        details(&View::for_stdout(), &backup.backup)
                     })
                 }
             }
@@ -125,7 +125,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(
     }
 }
 
-async fn accept(api: &ApiClient, target: &Target, yes: bool, out: &Out) -> Result<(), Failure> {
+async fn accept(api: &ApiClient, target: &Target, yes: bool, out: &Output) -> Result<(), Failure> {
     let what = format!(
         "This makes the held snapshot of {target} the latest: a recovery then restores the database's current content."
     );
@@ -145,19 +145,20 @@ async fn accept(api: &ApiClient, target: &Target, yes: bool, out: &Out) -> Resul
     let next = match waiting {
         Some(operation) => {
             format!(
-                "`svcctl operation continue {}` goes ahead with it, once its host has made it the latest",
+                "once the host has made it the latest, `svcctl operation continue {}` uses it",
                 operation.operation_id
             )
         }
         None => format!("`svcctl status {id}` shows whether it is the latest"),
     };
     out.print_response(&response, |_| {
-        Ok(format!("requested the host of machine {id} to accept the snapshot\n  next: {next}\n"))
+        Ok(format!("asked the host of machine {id} to accept the snapshot\n  next: {next}\n"))
     })
 }
 
-/// The active machine: the platform knows which machine it replaces. Otherwise the deleted machine whose operation has a
-/// question about its final backup.
+/// Finds the machine whose held snapshot the target means. That is the active machine, because the platform finds the
+/// machine that it replaces; without an active machine, it is the deleted machine whose operation has a question about
+/// its final backup.
 async fn holder_of_held_snapshot(api: &ApiClient, target: &Target) -> Result<MachineDetail, Failure> {
     if let Some(id) = active_id(api, target).await? {
         return Ok(api.get(&["vps", &id], &[]).await?.read()?);
@@ -188,7 +189,7 @@ fn last_drill(machine: Option<&MachineDetail>) -> Option<&SnapshotCheck> {
     machine?.checks.as_ref()?.drill.as_ref()
 }
 
-/// Waits until a heartbeat of the machine reports another drill than before.
+/// Waits until a heartbeat of the machine reports a drill other than `before`.
 async fn wait_for_drill(
     api: &ApiClient,
     id: &str,
@@ -210,7 +211,7 @@ async fn wait_for_drill(
     })
 }
 
-fn drill_text(result: &SnapshotCheck) -> String {
+fn format_drill(result: &SnapshotCheck) -> String {
     let SnapshotCheck { status, at, key, error, .. } = result;
     let key = key.as_deref().map_or("-".into(), one_line);
     let error = error.as_deref().map(|error| format!("error   {}\n", one_line(error))).unwrap_or_default();
@@ -219,13 +220,13 @@ fn drill_text(result: &SnapshotCheck) -> String {
 
 /// Prints the snapshot and the result of reading it.
 fn print_backup(
-    out: &Out,
+    out: &Output,
     backup: &Backup,
     more: Value,
     text: impl FnOnce(String) -> String,
 ) -> Result<(), Failure> {
     if !out.json {
-        return print(&text(details(&View::of_stdout(), backup)));
+        return print(&text(details(&View::for_stdout(), backup)));
     }
     let mut all = json!({"key": backup.key, "sizeBytes": backup.size_bytes, "sha256": backup.sha256});
     if let (Some(all), Value::Object(more)) = (all.as_object_mut(), more) {
@@ -255,7 +256,7 @@ impl BackupRequest<'_> {
 
 struct NewBackup {
     backup: Backup,
-    /// The same, as JSON of the API.
+    /// The backup as the API's JSON.
     json: Value,
 }
 
@@ -269,7 +270,7 @@ async fn wait_for_backup(
     progress.set_message("the host is taking and verifying a backup".to_owned());
     let id = requested.id;
     let taken = wait::poll_until(within, async || {
-        let response = latest_page(api, id).await?;
+        let response = fetch_latest_page(api, id).await?;
         let page: BackupPage = response.read()?;
         if page.latest.is_some() && page.latest != requested.before {
             let mut all: Value = response.read()?;
@@ -299,11 +300,11 @@ async fn wait_for_backup(
     })
 }
 
-async fn latest(api: &ApiClient, id: &str) -> Result<BackupPage, Failure> {
-    Ok(latest_page(api, id).await?.read()?)
+async fn fetch_latest(api: &ApiClient, id: &str) -> Result<BackupPage, Failure> {
+    Ok(fetch_latest_page(api, id).await?.read()?)
 }
 
-async fn latest_page(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure> {
+async fn fetch_latest_page(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure> {
     Ok(api.get(&["vps", id, "backups"], &[("latest", "true".to_owned())]).await?)
 }
 
@@ -322,8 +323,11 @@ mod tests {
             last_backup: Some(earlier.clone()),
             at: "2026-11-22T10:00:05.000Z".parse().ok(),
         };
-        assert!(!requested.has_failed(&earlier), "it was known");
-        assert!(!requested.has_failed(&failed("2026-11-22T10:00:04.999Z")), "it began before");
+        assert!(!requested.has_failed(&earlier), "the report is from before the request");
+        assert!(
+            !requested.has_failed(&failed("2026-11-22T10:00:04.999Z")),
+            "the backup began before the request"
+        );
         assert!(requested.has_failed(&failed("2026-11-22T10:00:05.000Z")));
         assert!(
             !requested

@@ -11,15 +11,15 @@ use crate::api::{ApiClient, ApiResponse};
 use crate::args::{DeployCommand, RolloutTarget, Start, Wait};
 use crate::confirm;
 use crate::interrupt;
-use crate::out::Out;
+use crate::output::Output;
 use crate::progress::Progress;
-use crate::show::deploy::{list, machine_line, progress as rollout_progress, show};
+use crate::show::deploy::{list, machine_line, progress_line, show};
 use crate::wait;
 use svc_base::applet::{Exit, Failure};
 use svc_machine::name::Handle;
 use svc_wire::rollout::{Rollout, RolloutList};
 
-pub async fn run(api: &ApiClient, command: DeployCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: DeployCommand, out: &Output) -> Result<(), Failure> {
     match command {
         DeployCommand::Start(args) => start(api, args, out).await,
         DeployCommand::List => {
@@ -27,7 +27,7 @@ pub async fn run(api: &ApiClient, command: DeployCommand, out: &Out) -> Result<(
             out.print_response(&response, |view| Ok(list(view, &response.read()?)))
         }
         DeployCommand::Status { which, wait } => {
-            let rollout = find(api, which, Fallback::Latest).await?;
+            let rollout = find_rollout(api, which, Fallback::Latest).await?;
             let response = api.get(&["vps", "deploy", &rollout], &[]).await?;
             follow(api, response, wait, out).await
         }
@@ -45,16 +45,18 @@ enum Fallback {
 }
 
 /// The id of the rollout that the operator names.
-async fn find(api: &ApiClient, which: RolloutTarget, fallback: Fallback) -> Result<String, Failure> {
+async fn find_rollout(api: &ApiClient, which: RolloutTarget, fallback: Fallback) -> Result<String, Failure> {
     if let Some(id) = which.rollout {
         return Ok(id.to_string());
     }
     let page: RolloutList = api.get(&["vps", "deploy"], &[]).await?.read()?;
     let open = page.rollouts.iter().find(|rollout| !rollout.has_ended());
-    let meant = open.or_else(|| page.rollouts.first().filter(|_| fallback == Fallback::Latest));
-    meant.map(|rollout| rollout.rollout_id.to_string()).ok_or_else(|| {
+    let selected = open.or_else(|| page.rollouts.first().filter(|_| fallback == Fallback::Latest));
+    selected.map(|rollout| rollout.rollout_id.to_string()).ok_or_else(|| {
         let error = match fallback {
-            Fallback::Latest => anyhow!("there was no rollout yet\n  next: `svcctl deploy start <version>`"),
+            Fallback::Latest => {
+                anyhow!("there has been no rollout yet\n  next: `svcctl deploy start <version>`")
+            }
             Fallback::Nothing => {
                 anyhow!("no rollout is open\n  next: `svcctl deploy list` shows the ended ones")
             }
@@ -63,7 +65,7 @@ async fn find(api: &ApiClient, which: RolloutTarget, fallback: Fallback) -> Resu
     })
 }
 
-async fn start(api: &ApiClient, args: Start, out: &Out) -> Result<(), Failure> {
+async fn start(api: &ApiClient, args: Start, out: &Output) -> Result<(), Failure> {
     // Naming machines explicitly needs no confirmation.
     if args.handles.is_empty() {
         let except: Vec<_> = args.except.iter().map(Handle::as_str).collect();
@@ -89,7 +91,7 @@ async fn start(api: &ApiClient, args: Start, out: &Out) -> Result<(), Failure> {
             body[name] = value.into();
         }
     }
-    // Older platforms do not know the field, and verify nothing.
+    // Older platforms do not accept the field; they verify nothing.
     if args.no_verify {
         body["verify"] = false.into();
     }
@@ -97,28 +99,33 @@ async fn start(api: &ApiClient, args: Start, out: &Out) -> Result<(), Failure> {
     follow(api, response, args.wait, out).await
 }
 
-async fn send_action(api: &ApiClient, which: RolloutTarget, action: &str, out: &Out) -> Result<(), Failure> {
-    let rollout = find(api, which, Fallback::Nothing).await?;
+async fn send_action(
+    api: &ApiClient,
+    which: RolloutTarget,
+    action: &str,
+    out: &Output,
+) -> Result<(), Failure> {
+    let rollout = find_rollout(api, which, Fallback::Nothing).await?;
     let response = api.send(Method::POST, &["vps", "deploy", &rollout, action], Some(&json!({}))).await?;
     out.print_response(&response, |view| Ok(show(view, &response.read()?)))
 }
 
 /// Prints a rollout; with `--wait`, follows it to its end.
-async fn follow(api: &ApiClient, response: ApiResponse, wait: Wait, out: &Out) -> Result<(), Failure> {
+async fn follow(api: &ApiClient, response: ApiResponse, wait: Wait, out: &Output) -> Result<(), Failure> {
     let rollout: Rollout = response.read()?;
     let Some(seconds) = wait.wait else {
         return out.print_response(&response, |view| Ok(show(view, &rollout)));
     };
     let command = format!("svcctl deploy status {} --wait", rollout.rollout_id);
-    interrupt::run_until_interrupted(&command, until_ended(api, response, rollout, seconds, out)).await
+    interrupt::run_until_interrupted(&command, wait_until_ended(api, response, rollout, seconds, out)).await
 }
 
-async fn until_ended(
+async fn wait_until_ended(
     api: &ApiClient,
     response: ApiResponse,
     rollout: Rollout,
     seconds: u64,
-    out: &Out,
+    out: &Output,
 ) -> Result<(), Failure> {
     let id = rollout.rollout_id.clone();
     let progress = Progress::start();
@@ -141,7 +148,7 @@ async fn until_ended(
                 progress.print_line(&machine_line(progress.view(), machine));
             }
         }
-        progress.set_message(rollout_progress(&rollout));
+        progress.set_message(progress_line(&rollout));
         Ok((rollout.has_ended() || rollout.is_halted()).then_some((response, rollout)))
     });
     let (response, rollout) = ended.await?.ok_or_else(|| {
@@ -157,7 +164,7 @@ async fn until_ended(
         "succeeded" => Ok(()),
         _ if rollout.is_halted() => {
             let error = anyhow!(
-                "the rollout waits for your decision{why}\n  next: correct the cause, then `svcctl deploy resume` \
+                "the rollout waits for your decision{why}\n  next: fix the cause, then `svcctl deploy resume` \
                  verifies again; or `svcctl deploy abort`"
             );
             Err(Failure::new(Exit::TryAgain, error))

@@ -12,7 +12,7 @@ use crate::api::{ApiClient, CallError};
 use crate::progress::Progress;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx::FileError;
-use svc_base::partial::Partial;
+use svc_base::partial::PartialFile;
 use svc_base::quantity::format_bytes;
 use svc_store::key::SnapshotCursor;
 use svc_wire::backup::{Backup, BackupPage};
@@ -26,7 +26,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 /// # Errors
 /// [`Failure`]; `Refused` if there is none.
 pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
-    let none = || {
+    let not_found = || {
         let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
         let error = anyhow!("there is no {what}\n  next: `svcctl backup list {machine}`");
         Failure::new(Exit::Refused, error)
@@ -37,7 +37,7 @@ pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<B
         Some(key) => {
             let name = key.rsplit('/').next().unwrap_or(key);
             let cursor: SnapshotCursor =
-                format!("system/db/snapshots/{name}~").parse().map_err(|_| none())?;
+                format!("system/db/snapshots/{name}~").parse().map_err(|_| not_found())?;
             vec![("limit", "1".to_owned()), ("cursor", cursor.as_str().to_owned())]
         }
     };
@@ -46,7 +46,7 @@ pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<B
         Some(key) => backup.key == key || backup.name() == key,
         None => backup.latest,
     };
-    page.backups.into_iter().find(matches).ok_or_else(none)
+    page.backups.into_iter().find(matches).ok_or_else(not_found)
 }
 
 /// Reads a whole snapshot and compares it with its record.
@@ -62,7 +62,7 @@ pub async fn verify(api: &ApiClient, machine: &str, backup: &Backup) -> Result<(
 /// Downloads a snapshot to `into`. Resumes from `<into>.partial`, if it exists.
 ///
 /// # Errors
-/// [`Failure`]; `into` is not created then.
+/// [`Failure`]; in this case, `into` does not exist.
 pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Path) -> Result<(), Failure> {
     if into.exists() {
         let error =
@@ -72,11 +72,11 @@ pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Pa
     let mut name = into.as_os_str().to_owned();
     name.push(".partial");
     let partial = PathBuf::from(name);
-    let opened = Partial::open(partial.clone(), backup.size_bytes);
+    let opened = PartialFile::open(partial.clone(), backup.size_bytes);
     let mut sink = Sink::File(opened.or_exit(Exit::Internal)?);
     sink.complete(api, machine, backup).await?;
     if let Err(failure) = sink.check(backup) {
-        // The wrong bytes cannot be resumed from.
+        // A download with wrong bytes cannot be resumed.
         fs::remove_file(&partial).ok();
         return Err(failure);
     }
@@ -88,12 +88,12 @@ pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Pa
 
 /// The destination of the bytes.
 enum Sink {
-    /// Only hashes them.
+    /// Hashes the bytes and does not store them.
     Hash {
         length: u64,
         digest: Sha256,
     },
-    File(Partial),
+    File(PartialFile),
 }
 
 impl Sink {
@@ -127,7 +127,7 @@ impl Sink {
         let mut attempts = 0;
         while self.length() < backup.size_bytes {
             let before = self.length();
-            let end = self.read_on(api, machine, backup, &progress).await;
+            let end = self.read_rest(api, machine, backup, &progress).await;
             match end {
                 Ok(()) => {}
                 Err(ReadError::Permanent(failure)) => return Err(failure),
@@ -145,7 +145,7 @@ impl Sink {
         Ok(())
     }
 
-    async fn read_on(
+    async fn read_rest(
         &mut self,
         api: &ApiClient,
         machine: &str,
@@ -153,7 +153,7 @@ impl Sink {
         progress: &Progress,
     ) -> Result<(), ReadError> {
         let path = ["vps", machine, "backups", backup.name()];
-        let opened = api.open(&path, self.length()).await;
+        let opened = api.open_download(&path, self.length()).await;
         let response = opened.map_err(|error| match error {
             CallError::Unreachable { .. } | CallError::TimedOut { .. } => ReadError::Transient(error.into()),
             error => ReadError::Permanent(error.into()),
@@ -177,7 +177,7 @@ impl Sink {
             return Ok(());
         }
         let error = anyhow!(
-            "{} does not match its record: {} bytes with the SHA-256 {found}, recorded are {} with {}\n  next: \
+            "{} does not match its record: it has {} bytes with the SHA-256 {found}, but the record has {} bytes with {}\n  next: \
              `svcctl backup now` takes a new one; `svcctl backup list` shows others to recover from",
             backup.key,
             self.length(),
@@ -188,7 +188,7 @@ impl Sink {
     }
 }
 
-/// The reason why a download stopped.
+/// Why a download stopped.
 enum ReadError {
     /// A retry would not help.
     Permanent(Failure),

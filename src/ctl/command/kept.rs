@@ -12,7 +12,7 @@ use super::risk;
 use crate::api::{ApiClient, ApiResponse, CallError};
 use crate::args::{Discard, Resume, Target, Undelete};
 use crate::confirm;
-use crate::out::Out;
+use crate::output::Output;
 use crate::show::View;
 use crate::show::copies::is_being_deleted;
 use crate::show::machine as shown;
@@ -24,12 +24,12 @@ use svc_wire::copies::KeptServer;
 use svc_wire::machine::{DiscardedMachine, MachineDetail, MachinePage};
 use svc_wire::text::Text;
 
-/// Machines that a request returns at most.
+/// Maximum number of machines in a response.
 const MAX_PAGE: &str = "500";
 /// Maximum wait for the platform to create the removal operation.
 const REMOVAL_CREATED_TIMEOUT: Duration = Duration::from_secs(5);
 
-pub async fn undelete(api: &ApiClient, args: Undelete, out: &Out) -> Result<(), Failure> {
+pub async fn undelete(api: &ApiClient, args: Undelete, out: &Output) -> Result<(), Failure> {
     let matches = |server: &KeptServer| server.reason == "deleted" && server.missing_since.is_none();
     let response = match find_kept_id(api, &args.machine, matches).await? {
         Selection::One(id) => send_undelete(api, &id).await?,
@@ -44,7 +44,7 @@ async fn send_undelete(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure
     Ok(api.send(Method::POST, &["vps", id, "undelete"], None).await?)
 }
 
-/// Undeletes the active machine if no deleted machine has a server: its deletion may already have been undone.
+/// Undeletes the active machine if no deleted machine has a server: an earlier undelete may have reactivated it.
 async fn undelete_active(
     api: &ApiClient,
     target: &Target,
@@ -56,19 +56,19 @@ async fn undelete_active(
     let Some(id) = active_id(api, target).await? else { return Ok(None) };
     match api.send(Method::POST, &["vps", &id, "undelete"], None).await {
         Ok(response) => Ok(Some(response)),
-        // It was never deleted: the missing kept server is the better explanation.
+        // The machine was never deleted, so the caller's error, that there is no kept server, explains more.
         Err(CallError::Refused(refusal)) if refusal.status == StatusCode::CONFLICT => Ok(None),
         Err(error) => Err(error.into()),
     }
 }
 
-pub async fn resume(api: &ApiClient, args: Resume, out: &Out) -> Result<(), Failure> {
+pub async fn resume(api: &ApiClient, args: Resume, out: &Output) -> Result<(), Failure> {
     let machine = super::machine::find(api, &args.machine).await?;
     let response = api.send(Method::POST, &["vps", &machine.machine_id, "resume"], None).await?;
     out.print_response(&response, |view| Ok(shown::details(view, &response.read()?)))
 }
 
-pub async fn discard(api: &ApiClient, args: Discard, out: &Out) -> Result<(), Failure> {
+pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(), Failure> {
     let what = risk::discard_risk(&args);
     let must_confirm = confirm::is_required(&what, args.yes)?;
     let id = match find_kept_id(api, &args.machine, |_| true).await? {
@@ -103,7 +103,7 @@ async fn wait_for_removal(api: &ApiClient, id: &str) -> Option<Text<OperationId>
 
 /// Describes the data that only the machine's server has, and whether the provider still has the server.
 fn data_at_risk(machine: &MachineDetail) -> String {
-    let view = View::of_stdout();
+    let view = View::for_stdout();
     let mut message = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
     if let Some(held) = shown::unsaved_changes(&view, machine) {
         message.push_str(&format!(", and its server holds {held}"));
@@ -157,7 +157,7 @@ async fn find_kept_id(
     if let Target::Id(id) = target {
         return Ok(Selection::One(id.to_string()));
     }
-    let (all, view) = (list_kept_servers(api, target).await?, View::of_stdout());
+    let (all, view) = (list_kept_servers(api, target).await?, View::for_stdout());
     let (being_deleted, kept) = all.into_iter().partition(|server| is_being_deleted(&view, server));
     let kept = KeptServers { being_deleted, kept };
     let matching: Vec<_> = kept.kept.iter().filter(|server| matches(server)).collect();
@@ -184,7 +184,7 @@ fn no_match_error(target: &Target, being_deleted: &[KeptServer], others: &[KeptS
              operation abandon OPERATION` keeps the server if the provider still has it"
         );
     }
-    let ended = format!("{} shows its deleted and replaced machines", target.list_of_ended());
+    let ended = format!("{} shows its deleted and replaced machines", target.ended_list_command());
     match others.first() {
         Some(server) if server.missing_since.is_some() => {
             anyhow!("the provider no longer has the server of machine {}\n  next: {ended}", server.machine_id)

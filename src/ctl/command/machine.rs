@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use super::risk;
 use crate::api::{ApiClient, ApiResponse};
 use crate::args::{Delete, Fail, List, MachineCommand, Recover, Resize, Target, Wait};
-use crate::out::Out;
+use crate::output::Output;
 use crate::show::View;
 use crate::show::accepted::{self, Accepted};
 use crate::show::copies::SlotExitTimes;
@@ -23,7 +23,7 @@ use svc_machine::name::{IdpUserId, Location, Slot};
 use svc_wire::change::{self, DeletedMachine, RecoveredMachine};
 use svc_wire::machine::{MachineDetail, MachinePage};
 
-pub async fn recover(api: &ApiClient, args: Recover, out: &Out) -> Result<(), Failure> {
+pub async fn recover(api: &ApiClient, args: Recover, out: &Output) -> Result<(), Failure> {
     let what = risk::recovery_risk(&args);
     if confirm::is_required(&what, args.yes)? {
         let at_risk = slot_data_at_risk(api, &args.user, &args.slot).await?;
@@ -50,10 +50,10 @@ pub async fn slot_data_at_risk(api: &ApiClient, user: &IdpUserId, slot: &Slot) -
         return Ok(String::new());
     };
     let machine: MachineDetail = api.get(&["vps", &active.machine_id], &[]).await?.read()?;
-    Ok(format!("\n{}", shown::data_at_risk(&View::of_stdout(), &machine)))
+    Ok(format!("\n{}", shown::data_at_risk(&View::for_stdout(), &machine)))
 }
 
-pub async fn resize(api: &ApiClient, args: Resize, out: &Out) -> Result<(), Failure> {
+pub async fn resize(api: &ApiClient, args: Resize, out: &Output) -> Result<(), Failure> {
     let what = format!(
         "This powers machine {} off for a few minutes, to change its server type to {}.",
         args.machine, args.server_type
@@ -68,12 +68,12 @@ pub async fn resize(api: &ApiClient, args: Resize, out: &Out) -> Result<(), Fail
     print_outcome::<change::Resize>(api, response, args.wait, out).await
 }
 
-pub async fn fail(api: &ApiClient, args: Fail, out: &Out) -> Result<(), Failure> {
+pub async fn fail(api: &ApiClient, args: Fail, out: &Output) -> Result<(), Failure> {
     let what = risk::failure_risk(&args);
     let must_confirm = confirm::is_required(&what, args.yes)?;
     let machine = find(api, &args.machine).await?;
     if must_confirm {
-        let at_risk = shown::data_at_risk(&View::of_stdout(), &machine);
+        let at_risk = shown::data_at_risk(&View::for_stdout(), &machine);
         confirm::prompt(&format!("{what}\n{at_risk}"), &machine.handle)?;
     }
     let body = json!({"reason": args.reason});
@@ -81,24 +81,24 @@ pub async fn fail(api: &ApiClient, args: Fail, out: &Out) -> Result<(), Failure>
     out.print_response(&response, |view| Ok(shown::details(view, &response.read()?)))
 }
 
-pub async fn delete(api: &ApiClient, args: Delete, out: &Out) -> Result<(), Failure> {
+pub async fn delete(api: &ApiClient, args: Delete, out: &Output) -> Result<(), Failure> {
     let must_confirm = confirm::is_required(&risk::deletion_risk(&args, None), args.yes)?;
     let machine = find(api, &args.machine).await?;
     if must_confirm {
         let what = risk::successor_deletion_risk(&machine, args.accept_loss)
             .unwrap_or_else(|| risk::deletion_risk(&args, Some(&machine)));
         let owner = format!("It belongs to {} (slot {}).", machine.idp_user_id, machine.slot);
-        let at_risk = shown::data_at_risk(&View::of_stdout(), &machine);
+        let at_risk = shown::data_at_risk(&View::for_stdout(), &machine);
         confirm::prompt(&format!("{what}\n{owner} {at_risk}"), &machine.handle)?;
     }
     let requested = [("now", args.now), ("acceptLoss", args.accept_loss)];
     let query: Vec<_> =
         requested.into_iter().filter(|(_, set)| *set).map(|(name, _)| (name, "true".to_owned())).collect();
-    let response = api.send_with(Method::DELETE, &["vps", &machine.machine_id], &query).await?;
+    let response = api.send_with_query(Method::DELETE, &["vps", &machine.machine_id], &query).await?;
     print_outcome::<DeletedMachine>(api, response, args.wait, out).await
 }
 
-pub async fn run(api: &ApiClient, command: MachineCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: MachineCommand, out: &Output) -> Result<(), Failure> {
     let MachineCommand::RotateToken { machine, all: _ } = command;
     let Some(target) = machine else {
         let path = ["vps", "fleet", "rotate-tokens"];
@@ -116,7 +116,7 @@ pub async fn print_outcome<T: DeserializeOwned + Into<Accepted>>(
     api: &ApiClient,
     response: ApiResponse,
     wait: Wait,
-    out: &Out,
+    out: &Output,
 ) -> Result<(), Failure> {
     let accepted: Accepted = response.read::<T>()?.into();
     let Some(seconds) = wait.wait else {
@@ -132,16 +132,17 @@ pub async fn print_outcome<T: DeserializeOwned + Into<Accepted>>(
     let timeout = Duration::from_secs(seconds);
     let operation = accepted.operation_id.as_deref();
     let (response, machine) =
-        wait::until_settled(api, &accepted.machine_id, operation, Goal::Success, timeout).await?;
+        wait::wait_until_settled(api, &accepted.machine_id, operation, Goal::Success, timeout).await?;
     // Also wait for the machine that was to be replaced: it holds the data, and its deletion may need an operator's
     // decision.
     if let Some(also) = &accepted.also_deleted {
-        wait::until_settled(api, &also.machine_id, Some(&also.operation_id), Goal::Success, timeout).await?;
+        wait::wait_until_settled(api, &also.machine_id, Some(&also.operation_id), Goal::Success, timeout)
+            .await?;
     }
     out.print_response(&response, |view| Ok(shown::details(view, &machine)))
 }
 
-pub async fn list(api: &ApiClient, args: List, out: &Out) -> Result<(), Failure> {
+pub async fn list(api: &ApiClient, args: List, out: &Output) -> Result<(), Failure> {
     let requested = [
         ("status", args.status.map(|status| status.to_string())),
         ("idpUserId", args.user.map(String::from)),
@@ -156,21 +157,22 @@ pub async fn list(api: &ApiClient, args: List, out: &Out) -> Result<(), Failure>
     out.print_response(&response, |view| Ok(shown::list(view, &response.read::<MachinePage>()?)))
 }
 
-pub async fn status(api: &ApiClient, machine: &Target, out: &Out) -> Result<(), Failure> {
+pub async fn status(api: &ApiClient, machine: &Target, out: &Output) -> Result<(), Failure> {
     let id = find_id(api, machine).await?;
     let response = api.get(&["vps", &id], &[]).await?;
     if out.json {
         return out.print_response(&response, |_| Ok(String::new()));
     }
     let machine: MachineDetail = response.read()?;
-    let slot_exit_times = slot_exit_times(api, &machine).await?;
+    let slot_exit_times = fetch_slot_exit_times(api, &machine).await?;
     out.print_response(&response, |view| {
         Ok(shown::details_with_slot_exit_times(view, &machine, &slot_exit_times))
     })
 }
 
-/// When the machines of kept servers with unsaved changes left their slot, to show how much is unsaved.
-async fn slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Result<SlotExitTimes, Failure> {
+/// Fetches the times at which machines left their slot whose kept servers hold unsaved changes, to show how much is
+/// unsaved.
+async fn fetch_slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Result<SlotExitTimes, Failure> {
     let mut times = SlotExitTimes::new();
     let kept = machine.copies.iter().flat_map(|copies| &copies.kept);
     for server in kept.filter(|kept| kept.unsaved_since.is_some() && kept.machine_id != machine.machine_id) {
@@ -197,7 +199,7 @@ pub async fn find_id(api: &ApiClient, target: &Target) -> Result<String, Failure
             let next = format!(
                 "`svcctl list` shows active machines; {} shows former ones; `svcctl undelete {target}` restores a \
                  deleted machine while its server is kept",
-                target.list_of_ended()
+                target.ended_list_command()
             );
             Err(Failure::new(Exit::Refused, anyhow!("{target} has no active machine\n  next: {next}")))
         }

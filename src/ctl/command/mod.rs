@@ -23,13 +23,13 @@ use super::api::ApiClient;
 use super::args::{Args, BundleCommand, Command};
 use super::connect::{connect, open_store};
 use super::local::LocalChecks;
-use super::out::{Out, print};
+use super::output::{Output, print};
 use super::show::{self, View};
 use super::{bundle, doctor, rollout};
 use svc_base::applet::{Exit, Failure, OrExit};
 
 pub async fn run(args: Args, local: LocalChecks) -> Result<(), Failure> {
-    let out = Out { json: args.global.json };
+    let out = Output { json: args.global.json };
     match args.command {
         Command::Completions { shell } => {
             let mut script = Vec::new();
@@ -38,16 +38,16 @@ pub async fn run(args: Args, local: LocalChecks) -> Result<(), Failure> {
         }
         Command::Bundle(BundleCommand::Keys) => bundle_keys(&connect(&args.global)?, &out).await,
         Command::Bundle(command) => run_bundle_command(command, &out).await,
-        Command::Doctor(asked) => doctor::run(&args.global, asked, local, &out).await,
-        Command::VerifyRollout(asked) => rollout::run(asked, local, &out).await,
+        Command::Doctor(doctor_args) => doctor::run(&args.global, doctor_args, local, &out).await,
+        Command::VerifyRollout(rollout_args) => rollout::run(rollout_args, local, &out).await,
         command => {
             let api = connect(&args.global)?;
-            call(&api, command, &out).await
+            run_api_command(&api, command, &out).await
         }
     }
 }
 
-async fn call(api: &ApiClient, command: Command, out: &Out) -> Result<(), Failure> {
+async fn run_api_command(api: &ApiClient, command: Command, out: &Output) -> Result<(), Failure> {
     match command {
         Command::Slot(command) => slot::run(api, command, out).await,
         Command::Provision(args) => provision::run(api, args, out).await,
@@ -75,30 +75,30 @@ async fn call(api: &ApiClient, command: Command, out: &Out) -> Result<(), Failur
         Command::Usage(args) => usage::run(api, args, out).await,
         Command::Audit(args) => audit::run(api, args, out).await,
         Command::Bundle(_) | Command::Completions { .. } | Command::Doctor(_) | Command::VerifyRollout(_) => {
-            unreachable!("these need no platform and were run before")
+            unreachable!("`run` handles the commands that need no platform")
         }
     }
 }
 
 /// Bundles are published to the object store, not through the platform.
-async fn run_bundle_command(command: BundleCommand, out: &Out) -> Result<(), Failure> {
+async fn run_bundle_command(command: BundleCommand, out: &Output) -> Result<(), Failure> {
     match command {
         BundleCommand::Publish { dir, image_version } => {
             let published = bundle::publish(&open_store()?, &dir, &image_version).await?;
-            print(&if out.json { format!("{}\n", published.json()) } else { format!("{published}\n") })
+            print(&if out.json { format!("{}\n", published.to_json()) } else { format!("{published}\n") })
         }
         BundleCommand::List => {
             let bundles = bundle::list(&open_store()?).await?;
             if out.json {
                 return print(&format!("{}\n", json!({"bundles": bundles})));
             }
-            print(&show::bundle::list(&View::of_stdout(), &bundles))
+            print(&show::bundle::list(&View::for_stdout(), &bundles))
         }
-        BundleCommand::Keys => unreachable!("it needs the platform and was run before"),
+        BundleCommand::Keys => unreachable!("`run` handles this command, because it needs the platform"),
     }
 }
 
-async fn bundle_keys(api: &ApiClient, out: &Out) -> Result<(), Failure> {
+async fn bundle_keys(api: &ApiClient, out: &Output) -> Result<(), Failure> {
     let fleet = api.get(&["vps", "fleet"], &[]).await?;
     let keys = fleet.read::<serde_json::Value>()?["bundleKeys"].take();
     if keys.is_null() {
@@ -113,5 +113,5 @@ async fn bundle_keys(api: &ApiClient, out: &Out) -> Result<(), Failure> {
         return print(&format!("{keys}\n"));
     }
     let keys = serde_json::from_value(keys).or_exit(Exit::Internal)?;
-    print(&show::bundle_keys::show(&View::of_stdout(), &keys))
+    print(&show::bundle_keys::show(&View::for_stdout(), &keys))
 }

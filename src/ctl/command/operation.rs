@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::api::ApiClient;
 use crate::args::{Operation as Args, OperationCommand, Wait};
-use crate::out::Out;
+use crate::output::Output;
 use crate::show::machine as shown;
 use crate::show::operation;
 use crate::wait::{self, Goal};
@@ -17,7 +17,7 @@ use svc_machine::id::OperationId;
 use svc_wire::machine::MachineDetail;
 use svc_wire::operation::Operation;
 
-pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failure> {
     match (args.command, args.operation) {
         (Some(OperationCommand::Show { operation, wait }), _) => show(api, operation, wait, out).await,
         (Some(OperationCommand::Continue { operation, accept_loss, snapshot, wait }), _) => {
@@ -34,34 +34,35 @@ pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> 
         }
         (Some(OperationCommand::Abandon { operation, wait }), _) => {
             // The note is optional, so an error is ignored.
-            let powered_on = powered_on_by_abandoning(api, operation).await.unwrap_or_default();
+            let powered_on = find_machine_to_power_on(api, operation).await.unwrap_or_default();
             let path = ["vps", "operations", &operation.to_string(), "abandon"];
             let response = api.send(Method::POST, &path, None).await?;
             if let Some(machine) = powered_on {
                 eprintln!(
                     "note: `svcctl power off` had powered machine {machine} off; it gets its slot back and is powered \
-                     on. Once it runs, `svcctl power off {machine}` powers it off again"
+                     on. Once it is running, `svcctl power off {machine}` powers it off again"
                 );
             }
             if let Some(seconds) = wait.wait
-                && let Some(subject) = machine_after_abandoning(api, &response.read()?).await?
+                && let Some(subject) = find_machine_after_abandoning(api, &response.read()?).await?
             {
                 let within = Duration::from_secs(seconds);
                 let in_progress = subject.operations.iter().find(|operation| operation.is_in_progress());
                 let in_progress = in_progress.map(|operation| operation.operation_id.as_str());
                 let (response, machine) =
-                    wait::until_settled(api, &subject.machine_id, in_progress, Goal::Service, within).await?;
+                    wait::wait_until_settled(api, &subject.machine_id, in_progress, Goal::Service, within)
+                        .await?;
                 return out.print_response(&response, |view| Ok(shown::details(view, &machine)));
             }
             out.print_response(&response, |view| Ok(operation::details(view, &response.read()?)))
         }
         (None, Some(operation)) => show(api, operation, args.wait, out).await,
-        (None, None) => Err(Failure::new(Exit::Usage, anyhow!("an operation's id is missing"))),
+        (None, None) => Err(Failure::new(Exit::Usage, anyhow!("the id of the operation is missing"))),
     }
 }
 
-/// The machine that serves again once the operation is abandoned, if any.
-async fn machine_after_abandoning(
+/// Finds the machine that serves again once the operation is abandoned, if any.
+async fn find_machine_after_abandoning(
     api: &ApiClient,
     abandoned: &Operation,
 ) -> Result<Option<MachineDetail>, Failure> {
@@ -79,22 +80,22 @@ async fn machine_after_abandoning(
     }
 }
 
-/// The machine that gets its slot back, if an operator had powered it off: its server is powered on anyway.
-async fn powered_on_by_abandoning(api: &ApiClient, id: OperationId) -> Result<Option<String>, Failure> {
+/// Finds the machine that gets its slot back if an operator had powered it off: its server is powered on nevertheless.
+async fn find_machine_to_power_on(api: &ApiClient, id: OperationId) -> Result<Option<String>, Failure> {
     let operation: Operation = api.get(&["vps", "operations", &id.to_string()], &[]).await?.read()?;
     let machine: MachineDetail = api.get(&["vps", &operation.machine_id], &[]).await?.read()?;
-    let back = match operation.kind.as_str() {
+    let reinstated = match operation.kind.as_str() {
         "delete" => Some(machine),
-        "provision" | "recover" => replaced_machine(api, &machine).await?,
+        "provision" | "recover" => find_replaced_machine(api, &machine).await?,
         _ => None,
     };
-    Ok(back
+    Ok(reinstated
         .filter(|machine| machine.powered_off_at.is_some())
         .map(|machine| machine.machine.machine_id.into()))
 }
 
-/// The machine, with a kept server, that this one replaces.
-async fn replaced_machine(
+/// Finds the machine that this one replaces, among those with kept servers.
+async fn find_replaced_machine(
     api: &ApiClient,
     machine: &MachineDetail,
 ) -> Result<Option<MachineDetail>, Failure> {
@@ -107,14 +108,20 @@ async fn replaced_machine(
     Ok(None)
 }
 
-async fn show(api: &ApiClient, id: OperationId, wait: Wait, out: &Out) -> Result<(), Failure> {
+async fn show(api: &ApiClient, id: OperationId, wait: Wait, out: &Output) -> Result<(), Failure> {
     let path = ["vps", "operations", &id.to_string()];
     let mut response = api.get(&path, &[]).await?;
     let mut operation: Operation = response.read()?;
     if let Some(seconds) = wait.wait {
         let within = Duration::from_secs(seconds);
-        wait::until_settled(api, &operation.machine_id, Some(&operation.operation_id), Goal::Success, within)
-            .await?;
+        wait::wait_until_settled(
+            api,
+            &operation.machine_id,
+            Some(&operation.operation_id),
+            Goal::Success,
+            within,
+        )
+        .await?;
         response = api.get(&path, &[]).await?;
         operation = response.read()?;
     }

@@ -9,27 +9,27 @@ use serde_json::{Value, json};
 use crate::api::{ApiClient, ApiResponse};
 use crate::args::{OperatorCommand, TokenOptions};
 use crate::confirm;
-use crate::out::{Out, print};
+use crate::output::{Output, print};
 use crate::show::View;
 use crate::show::operator;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx;
 use svc_wire::operator::{IssuedToken, Operator, OperatorList, WhoAmI};
 
-pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Output) -> Result<(), Failure> {
     match command {
         OperatorCommand::Add { name, scopes, token } => {
             check_token_file(&token, ExistingFile::Kept).or_exit(Exit::Refused)?;
             let body = json!({"name": name, "scopes": scopes, "ttlSeconds": token.ttl});
             let response = api.send(Method::POST, &["operators"], Some(&body)).await?;
-            issued(&response, &token, ExistingFile::Kept, out)
+            output_token(&response, &token, ExistingFile::Kept, out)
         }
         OperatorCommand::Rotate { name, overlap, token } => {
             check_token_file(&token, ExistingFile::Replaced).or_exit(Exit::Refused)?;
             let body = json!({"ttlSeconds": token.ttl, "overlapSeconds": overlap});
             let path = ["operators", name.as_str(), "rotate"];
             let response = api.send(Method::POST, &path, Some(&body)).await?;
-            issued(&response, &token, ExistingFile::Replaced, out)
+            output_token(&response, &token, ExistingFile::Replaced, out)
         }
         OperatorCommand::List => {
             let response = api.get(&["operators"], &[]).await?;
@@ -58,7 +58,7 @@ pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Out) -> Result
 /// How to treat an existing token file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ExistingFile {
-    /// It may contain another operator's token, and the platform has only its hash.
+    /// The file may contain another operator's token, of which the platform has only the hash.
     Kept,
     Replaced,
 }
@@ -77,16 +77,16 @@ fn check_token_file(options: &TokenOptions, existing: ExistingFile) -> anyhow::R
         dir.display()
     );
     ensure!(!file.is_dir(), "{name} is a directory; nothing was changed\n  next: name a file for the token");
-    let is_there = file.symlink_metadata().is_ok();
+    let exists = file.symlink_metadata().is_ok();
     ensure!(
-        existing == ExistingFile::Replaced || !is_there,
+        existing == ExistingFile::Replaced || !exists,
         "{name} already exists and may contain another operator's token; nothing was changed\n  next: name another file; \
          `svcctl operator rotate NAME --token-file FILE` replaces the token in one"
     );
     let probe = dir.join(format!(".svcctl-{}.tmp", uuid::Uuid::new_v4().simple()));
     std::fs::File::create_new(&probe)
         .and_then(|_| std::fs::remove_file(&probe))
-        .with_context(|| format!("no file can be written to {}; nothing was changed", dir.display()))
+        .with_context(|| format!("cannot create a file in {}; nothing was changed", dir.display()))
 }
 
 fn write_token(file: &Path, token: &str, existing: ExistingFile) -> anyhow::Result<()> {
@@ -103,11 +103,11 @@ fn write_token(file: &Path, token: &str, existing: ExistingFile) -> anyhow::Resu
 }
 
 /// Prints a new token, or writes it to its file and prints the rest.
-fn issued(
+fn output_token(
     response: &ApiResponse,
     options: &TokenOptions,
     existing: ExistingFile,
-    out: &Out,
+    out: &Output,
 ) -> Result<(), Failure> {
     let Some(file) = &options.token_file else {
         return out.print_response(response, |view| {
@@ -129,5 +129,5 @@ fn issued(
         body["tokenFile"] = file.display().to_string().into();
         return print(&format!("{body}\n"));
     }
-    print(&operator::issued(&View::of_stdout(), &issued, Some(file)))
+    print(&operator::issued(&View::for_stdout(), &issued, Some(file)))
 }

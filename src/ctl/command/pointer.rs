@@ -6,14 +6,14 @@ use serde_json::json;
 use crate::api::{ApiClient, ApiResponse};
 use crate::args::{PointerCommand, SlotTarget};
 use crate::confirm;
-use crate::out::Out;
+use crate::output::Output;
 use crate::show::View;
 use crate::show::pointer::{inspection, rebuilt};
 use svc_base::applet::Failure;
 use svc_store::key::SnapshotKey;
 use svc_wire::pointer::{PointerInspection, RebuiltPointer};
 
-pub async fn run(api: &ApiClient, command: PointerCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: PointerCommand, out: &Output) -> Result<(), Failure> {
     match command {
         PointerCommand::Show { slot } => {
             let response = inspect(api, &slot, None).await?;
@@ -27,7 +27,7 @@ pub async fn run(api: &ApiClient, command: PointerCommand, out: &Out) -> Result<
             };
             if confirm::is_required(&what, yes)? {
                 let found: PointerInspection = inspect(api, &slot, to.as_ref()).await?.read()?;
-                let shown = inspection(&View::of_stdout(), &slot, &found);
+                let shown = inspection(&View::for_stdout(), &slot, &found);
                 confirm::prompt(&format!("{what}\n{shown}"), slot.user.as_str())?;
             }
             let mut body = json!({"idpUserId": slot.user, "slot": slot.slot, "force": force, "empty": empty});

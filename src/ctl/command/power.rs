@@ -8,44 +8,44 @@ use super::risk;
 use crate::api::ApiClient;
 use crate::args::{PowerCommand, Target, Wait};
 use crate::confirm;
-use crate::out::Out;
+use crate::output::Output;
 use crate::show::View;
 use crate::show::machine as shown;
 use svc_base::applet::Failure;
 use svc_wire::change::PowerChange;
 
-pub async fn run(api: &ApiClient, command: PowerCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: PowerCommand, out: &Output) -> Result<(), Failure> {
     match command {
         PowerCommand::On { machine, wait } => {
             let machine = find(api, &machine).await?;
             send(api, &machine.machine_id, "on", wait, out).await
         }
         PowerCommand::Off { machine, yes, wait } => {
-            let id = confirmed(api, &machine, &risk::power_off_risk(&machine), yes).await?;
+            let id = confirm_machine(api, &machine, &risk::power_off_risk(&machine), yes).await?;
             send(api, &id, "off", wait, out).await
         }
         PowerCommand::Reboot { machine, yes, wait } => {
             let what = format!(
                 "This restarts the host of machine {machine}: it is unreachable for a minute or two."
             );
-            let id = confirmed(api, &machine, &what, yes).await?;
+            let id = confirm_machine(api, &machine, &what, yes).await?;
             send(api, &id, "reboot", wait, out).await
         }
     }
 }
 
-/// The machine's id, after the operator's confirmation.
-async fn confirmed(api: &ApiClient, target: &Target, what: &str, yes: bool) -> Result<String, Failure> {
+/// Returns the machine's id after the operator's confirmation.
+async fn confirm_machine(api: &ApiClient, target: &Target, what: &str, yes: bool) -> Result<String, Failure> {
     let must_confirm = confirm::is_required(what, yes)?;
     let machine = find(api, target).await?;
     if must_confirm {
-        let at_risk = shown::data_at_risk(&View::of_stdout(), &machine);
+        let at_risk = shown::data_at_risk(&View::for_stdout(), &machine);
         confirm::prompt(&format!("{what}\n{at_risk}"), &machine.handle)?;
     }
     Ok(machine.machine.machine_id.into())
 }
 
-async fn send(api: &ApiClient, id: &str, action: &str, wait: Wait, out: &Out) -> Result<(), Failure> {
+async fn send(api: &ApiClient, id: &str, action: &str, wait: Wait, out: &Output) -> Result<(), Failure> {
     let body = json!({"action": action});
     let response = api.send(Method::POST, &["vps", id, "power"], Some(&body)).await?;
     print_outcome::<PowerChange>(api, response, wait, out).await

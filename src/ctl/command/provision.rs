@@ -1,4 +1,4 @@
-//! `svcctl provision`: shows what a new machine costs and uses, asks for what only the operator knows, and creates it.
+//! `svcctl provision`: shows the cost and quota of a new machine, asks for confirmations, and creates the machine.
 
 use anyhow::anyhow;
 use http::{Method, StatusCode};
@@ -9,7 +9,7 @@ use super::risk;
 use crate::api::{ApiClient, ApiResponse, CallError};
 use crate::args::{CostLimit, Provision};
 use crate::confirm;
-use crate::out::Out;
+use crate::output::Output;
 use crate::show::View;
 use crate::show::quote as shown;
 use svc_base::applet::{Exit, Failure};
@@ -17,9 +17,9 @@ use svc_wire::change::ProvisionedMachine;
 use svc_wire::quote::{Price, ProvisionQuote};
 use svc_wire::text::Text;
 
-const WORD: &str = "yes";
+const CONFIRMATION_WORD: &str = "yes";
 
-pub async fn run(api: &ApiClient, args: Provision, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, args: Provision, out: &Output) -> Result<(), Failure> {
     if !args.dry_run
         && let Some(what) = risk::provision_risk(&args)
         && confirm::is_required(&what, args.yes)?
@@ -27,8 +27,8 @@ pub async fn run(api: &ApiClient, args: Provision, out: &Out) -> Result<(), Fail
         let at_risk = slot_data_at_risk(api, &args.user, &args.slot).await?;
         confirm::prompt(&format!("{what}{at_risk}"), args.user.as_str())?;
     }
-    let mut body = request(&args);
-    let quote = quote(api, &body).await?;
+    let mut body = request_body(&args);
+    let quote = fetch_quote(api, &body).await?;
     if args.dry_run {
         let response = quote.ok_or_else(|| {
             let error =
@@ -47,7 +47,7 @@ pub async fn run(api: &ApiClient, args: Provision, out: &Out) -> Result<(), Fail
     print_outcome::<ProvisionedMachine>(api, response, args.wait, out).await
 }
 
-fn request(args: &Provision) -> Map<String, Value> {
+fn request_body(args: &Provision) -> Map<String, Value> {
     let mut body = object(json!({"idpUserId": args.user, "slot": args.slot, "handle": args.handle}));
     insert(&mut body, "serverType", args.server_type.clone());
     insert(&mut body, "location", args.location.clone());
@@ -61,8 +61,8 @@ fn request(args: &Provision) -> Map<String, Value> {
     body
 }
 
-/// The quote; `None` from a platform of an older release, which has no such route.
-async fn quote(api: &ApiClient, body: &Map<String, Value>) -> Result<Option<ApiResponse>, CallError> {
+/// Fetches the quote; `None` from a platform of an older release, which has no such route.
+async fn fetch_quote(api: &ApiClient, body: &Map<String, Value>) -> Result<Option<ApiResponse>, CallError> {
     let body = Value::Object(body.clone());
     match api.send(Method::POST, &["vps", "provision", "quote"], Some(&body)).await {
         Ok(response) => Ok(Some(response)),
@@ -76,12 +76,13 @@ async fn quote(api: &ApiClient, body: &Map<String, Value>) -> Result<Option<ApiR
     }
 }
 
-/// An older platform reports only whether the provision adds a customer.
+/// Whether the cost must be confirmed. An older platform reports only whether the provision adds a customer.
 fn needs_cost_confirmation(quote: &ProvisionQuote) -> bool {
     quote.adds_customer || quote.needs_cost_confirmation
 }
 
-/// Asks for the confirmations that no option gives, if the provision adds a customer or changes the server type of one.
+/// Asks for the confirmations that the options do not give, if the provision adds a customer or changes the server type
+/// of one.
 fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<(), Failure> {
     let adds_customer = quote.map_or(!args.preview, |quote| quote.adds_customer);
     if !adds_customer && !quote.is_some_and(needs_cost_confirmation) {
@@ -95,7 +96,7 @@ fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<
         format!("This adds the customer {} (slot {}), at {price}.", args.user, args.slot)
     } else {
         format!(
-            "This replaces the machine of {} (slot {}) by one of another server type, at {price}.",
+            "This replaces the machine of {} (slot {}) with one of another server type, at {price}.",
             args.user, args.slot
         )
     };
@@ -103,31 +104,34 @@ fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<
     if let Some(CostLimit::AtMost(limit)) = accepted {
         check_cost(&what, quote.and_then(|quote| quote.monthly_cost.as_ref()), limit)?;
     }
-    let (cost, opt_in) = (accepted.is_none(), adds_customer && !args.confirm_opt_in);
-    let missing: Vec<_> = [("--confirm-cost", cost), ("--confirm-opt-in", opt_in)]
+    let (needs_cost, needs_opt_in) = (accepted.is_none(), adds_customer && !args.confirm_opt_in);
+    let missing: Vec<_> = [("--confirm-cost", needs_cost), ("--confirm-opt-in", needs_opt_in)]
         .into_iter()
         .filter_map(|(option, is_missing)| is_missing.then_some(option))
         .collect();
     let is_prompted = confirm::is_required_without(&what, &missing)?;
     match quote {
-        Some(quote) if is_prompted => eprint!("{}", shown::show(&View::of_stdout(), quote)),
+        Some(quote) if is_prompted => eprint!("{}", shown::show(&View::for_stdout(), quote)),
         _ => {
             eprintln!("{what}");
             let warnings = quote.map(shown::warnings).unwrap_or_default();
             warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
         }
     }
-    if cost {
-        confirm::prompt(&format!("\nThe monthly cost is accepted: {price}."), WORD)?;
+    if needs_cost {
+        confirm::prompt(&format!("\nThe monthly cost is accepted: {price}."), CONFIRMATION_WORD)?;
     }
-    if opt_in {
-        confirm::prompt(&format!("\nThe customer {} has explicitly opted in.", args.user), WORD)?;
+    if needs_opt_in {
+        confirm::prompt(
+            &format!("\nThe customer {} has explicitly opted in.", args.user),
+            CONFIRMATION_WORD,
+        )?;
     }
     Ok(())
 }
 
 /// # Errors
-/// [`Exit::Refused`] if the cost is above the limit of `--confirm-cost`, in another currency, or not known.
+/// [`Exit::Refused`] if the cost is above the limit of `--confirm-cost`, in another currency, or unknown.
 fn check_cost(what: &str, cost: Option<&Text<Price>>, limit: &Price) -> Result<(), Failure> {
     let cost = cost.and_then(|cost| cost.as_str().parse::<Price>().ok());
     match cost {

@@ -5,20 +5,20 @@ use serde_json::json;
 
 use crate::api::ApiClient;
 use crate::args::SlotCommand;
-use crate::out::Out;
+use crate::output::Output;
 use crate::show::slot::{list, page};
 use svc_base::applet::Failure;
 use svc_base::clock;
 use svc_wire::slot::Subscription;
 
-pub async fn run(api: &ApiClient, command: SlotCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: SlotCommand, out: &Output) -> Result<(), Failure> {
     match command {
         SlotCommand::Set { user, slot, plan, status, period_end, test } => {
             let mut body = json!({"idpUserId": user, "slot": slot, "plan": plan, "status": status.as_str()});
             if let Some(end) = period_end {
                 body["currentPeriodEnd"] = clock::rfc3339_ms(end).into();
             }
-            // Older platforms do not know the field.
+            // Older platforms do not accept the field.
             if let Some(test) = test {
                 body["test"] = test.into();
             }

@@ -3,12 +3,12 @@
 use super::machine::find_id;
 use crate::api::ApiClient;
 use crate::args::Usage as Args;
-use crate::out::Out;
+use crate::output::Output;
 use crate::show::usage::show;
 use svc_base::applet::Failure;
 use svc_http::usage::UsageQuery;
 
-pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failure> {
     let Args { machine, from, to, user, by } = args;
     let id = find_id(api, &machine).await?;
     let query = UsageQuery { user_id: user, start: from, end: to, group_by: by };

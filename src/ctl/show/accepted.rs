@@ -1,8 +1,8 @@
 //! Text view of the responses to requests that change a machine.
 
-use super::human::when;
+use super::human::format_time;
 use super::table::{self, Cell};
-use super::{View, text};
+use super::{View, or_empty};
 use crate::args;
 use svc_wire::change::{
     AlsoDeleted, DeletedMachine, PowerAction, PowerChange, ProvisionedMachine, RecoveredMachine, Resize,
@@ -140,16 +140,16 @@ impl Accepted {
 
 pub fn show(view: &View, accepted: &Accepted) -> String {
     let deletion = accepted.deletion.as_ref();
-    table::pairs(
+    table::render_pairs(
         view,
         &[
             ("slot", deletion.map(slot).unwrap_or_default().into()),
             ("machine", accepted.machine_id.clone().into()),
             ("with it", accepted.also_deleted.as_ref().map(also_deleted).unwrap_or_default().into()),
-            ("replaces", text(accepted.old_machine_id.as_ref()).into()),
-            ("type", text(accepted.server_type.as_ref()).into()),
+            ("replaces", or_empty(accepted.old_machine_id.as_ref()).into()),
+            ("type", or_empty(accepted.server_type.as_ref()).into()),
             ("status", Cell::state(accepted.status_word())),
-            ("operation", text(accepted.operation_id.as_ref()).into()),
+            ("operation", or_empty(accepted.operation_id.as_ref()).into()),
             ("snapshot", deletion.map(|deletion| newest_snapshot(view, deletion)).unwrap_or_default().into()),
             ("undo", undo(view, accepted).into()),
             ("note", accepted.note().unwrap_or_default().into()),
@@ -163,7 +163,7 @@ fn newest_snapshot(view: &View, deletion: &DeletedMachine) -> String {
     let source = if is_reported { ", as its host reported" } else { "" };
     let newest = deletion.newest_snapshot_at.as_deref();
     let newest =
-        newest.map_or_else(|| "none known".to_owned(), |at| format!("{}{source}", when(view.now, at)));
+        newest.map_or_else(|| "none known".to_owned(), |at| format!("{}{source}", format_time(view.now, at)));
     let problem =
         deletion.snapshot_problem.as_ref().map(|problem| format!("; {problem}")).unwrap_or_default();
     newest + &problem
@@ -188,7 +188,7 @@ fn also_deleted(also: &AlsoDeleted) -> String {
 fn undo(view: &View, accepted: &Accepted) -> String {
     if let Some(also) = &accepted.also_deleted {
         let until = also.undeletable_until.as_deref();
-        let until = until.map(|until| format!(" until {}", when(view.now, until))).unwrap_or_default();
+        let until = until.map(|until| format!(" until {}", format_time(view.now, until))).unwrap_or_default();
         return format!("`svcctl undelete {}`{until}: that machine serves again", also.machine_id);
     }
     match (&accepted.deletion, &accepted.old_machine_id, &accepted.operation_id) {
@@ -202,7 +202,7 @@ fn undo(view: &View, accepted: &Accepted) -> String {
 
 fn undo_of_deletion(view: &View, deletion: &DeletedMachine, operation: Option<&str>) -> String {
     if let Some(until) = &deletion.undeletable_until {
-        return format!("`svcctl undelete {}` until {}", deletion.machine_id, when(view.now, until));
+        return format!("`svcctl undelete {}` until {}", deletion.machine_id, format_time(view.now, until));
     }
     let DeletedMachine { handle, slot, idp_user_id, .. } = deletion;
     // Older platforms report neither the handle nor whether the machine ever registered.

@@ -30,8 +30,8 @@ impl TryFrom<Value> for Entry {
     type Error = String;
 
     fn try_from(whole: Value) -> Result<Self, String> {
-        let id = whole["auditId"].as_str().ok_or("an entry without auditId")?;
-        let at = whole["at"].as_str().and_then(|at| at.parse().ok()).ok_or("an entry without its time")?;
+        let id = whole["auditId"].as_str().ok_or("an entry has no auditId")?;
+        let at = whole["at"].as_str().and_then(|at| at.parse().ok()).ok_or("an entry has no valid time")?;
         Ok(Self { audit_id: id.to_owned(), at, whole })
     }
 }

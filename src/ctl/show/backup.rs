@@ -1,6 +1,6 @@
 //! Text view of a slot's snapshots.
 
-use super::human::{format_bytes, when};
+use super::human::{format_bytes, format_time};
 use super::table::{self, Cell};
 use super::{Colour, View};
 use svc_wire::backup::{Backup, BackupPage};
@@ -11,7 +11,7 @@ pub fn list(view: &View, page: &BackupPage) -> String {
     }
     let row = |b: &Backup| {
         let latest = Cell::painted(Some(Colour::Good), if b.latest { "latest" } else { "" });
-        let taken = when(view.now, &b.taken_at);
+        let taken = format_time(view.now, &b.taken_at);
         vec![
             taken.into(),
             format_bytes(b.size_bytes).into(),
@@ -32,8 +32,8 @@ pub fn list(view: &View, page: &BackupPage) -> String {
 pub fn details(view: &View, backup: &Backup) -> String {
     let pairs = [
         ("backup", Cell::from(backup.key.clone())),
-        ("taken", when(view.now, &backup.taken_at).into()),
+        ("taken", format_time(view.now, &backup.taken_at).into()),
         ("size", format_bytes(backup.size_bytes).into()),
     ];
-    table::pairs(view, &pairs)
+    table::render_pairs(view, &pairs)
 }

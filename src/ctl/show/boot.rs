@@ -1,13 +1,13 @@
 //! Text view of a host's first boot, as the host reports it.
 
 use super::View;
-use super::human::{ago, format_bytes, seconds};
+use super::human::{format_ago, format_bytes, seconds_between};
 use svc_base::quantity::pluralize;
 use svc_wire::machine::{Boot, BootProgress, BootStage};
 use svc_wire::text::Time;
 
-/// How long each stage took, as in `bundle 0.4 s, database 1.2 s`. Until the host has registered, the current stage and
-/// its progress come first.
+/// The duration of each stage, as in `bundle 0.4 s, database 1.2 s`. Until the host has registered, the current stage
+/// and its progress come first.
 pub fn summary_line(
     view: &View,
     boot: &Boot,
@@ -16,7 +16,7 @@ pub fn summary_line(
 ) -> String {
     let ends = boot.stages.iter().skip(1).map(|stage| Some(&stage.at)).chain([registered]);
     let took = |stage: &BootStage, end: &Time| {
-        Some(format!("{} {:.1} s", stage.stage, seconds(&stage.at, end)?.max(0.0)))
+        Some(format!("{} {:.1} s", stage.stage, seconds_between(&stage.at, end)?.max(0.0)))
     };
     let stages: Vec<_> = boot.stages.iter().zip(ends).filter_map(|(stage, end)| took(stage, end?)).collect();
     let stages = stages.join(", ");
@@ -25,7 +25,7 @@ pub fn summary_line(
     }
     let progress = progress.filter(|progress| progress.stage == boot.stage).map(progress_line);
     let progress = progress.map(|line| format!(": {line}")).unwrap_or_default();
-    let current = format!("at {}, {}{progress}", boot.stage, ago(view.now, &boot.at));
+    let current = format!("at {}, {}{progress}", boot.stage, format_ago(view.now, &boot.at));
     if stages.is_empty() { current } else { format!("{current}; before: {stages}") }
 }
 

@@ -1,7 +1,7 @@
 //! Text view of published bundles.
 
 use super::View;
-use super::human::{format_bytes, when};
+use super::human::{format_bytes, format_time};
 use super::table;
 use crate::bundle::PublishedBundle;
 
@@ -10,7 +10,7 @@ pub fn list(view: &View, bundles: &[PublishedBundle]) -> String {
         return "no bundles\n".to_owned();
     }
     let row = |b: &PublishedBundle| {
-        let at = when(view.now, &svc_base::clock::rfc3339_ms(b.published_at));
+        let at = format_time(view.now, &svc_base::clock::rfc3339_ms(b.published_at));
         vec![
             b.image_version.clone().into(),
             at.into(),

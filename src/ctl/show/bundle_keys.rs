@@ -11,41 +11,41 @@ use svc_wire::text::Text;
 const NEXT: &str = "svcctl bundle --help has the steps of a rotation; svcctl bundle keys shows its progress";
 
 /// `3 machines (ada, bob, cy)`.
-fn machines(count: u64, handles: &[Text<Handle>]) -> String {
+fn format_machines(count: u64, handles: &[Text<Handle>]) -> String {
     let more = if count > handles.len() as u64 { ", …" } else { "" };
-    format!("{} ({}{more})", pluralize(count, "machine"), joined(handles))
+    format!("{} ({}{more})", pluralize(count, "machine"), join_handles(handles))
 }
 
-fn joined(handles: &[Text<Handle>]) -> String {
+fn join_handles(handles: &[Text<Handle>]) -> String {
     handles.iter().map(Text::as_str).collect::<Vec<_>>().join(", ")
 }
 
-fn verb(count: u64, one: &'static str, many: &'static str) -> &'static str {
+fn choose(count: u64, one: &'static str, many: &'static str) -> &'static str {
     if count == 1 { one } else { many }
 }
 
 /// Findings for keys that only the hosts or only the platform trust.
 pub fn findings(keys: &BundleKeys, findings: Findings) -> Findings {
     let findings = keys.keys.iter().fold(findings, |findings, key| key_findings(key, findings));
-    match behind(keys) {
+    match outdated_sequence(keys) {
         Some((what, next)) => findings.warning(what, next),
         None => findings,
     }
 }
 
 /// The finding and advice if `BUNDLE_KEYS_SEQUENCE` was not updated.
-fn behind(keys: &BundleKeys) -> Option<(String, String)> {
+fn outdated_sequence(keys: &BundleKeys) -> Option<(String, String)> {
     let highest = keys.highest_sequence?;
-    let who = machines(keys.ahead, &keys.ahead_handles);
+    let who = format_machines(keys.ahead, &keys.ahead_handles);
     let what = format!(
         "BUNDLE_KEYS_SEQUENCE is {}, but {who} {} a later key set, up to {highest}: an older release could give new \
          hosts a key that was dropped",
         keys.sequence,
-        verb(keys.ahead, "trusts", "trust"),
+        choose(keys.ahead, "trusts", "trust"),
     );
     let next = format!(
-        "set BUNDLE_KEYS_SEQUENCE to {highest} and BUNDLE_PUBLIC_KEYS to that set, and restart svc-platform, unless {} up",
-        verb(keys.ahead, "this host made it", "these hosts made it")
+        "set BUNDLE_KEYS_SEQUENCE to {highest} and BUNDLE_PUBLIC_KEYS to that set, and restart svc-platform, unless the report of {} is false",
+        choose(keys.ahead, "this host", "these hosts")
     );
     Some((what, next))
 }
@@ -53,14 +53,14 @@ fn behind(keys: &BundleKeys) -> Option<(String, String)> {
 fn key_findings(key: &BundleKey, findings: Findings) -> Findings {
     let BundleKey { key_id, trusting, not_trusting, .. } = key;
     if key.is_configured && *not_trusting > 0 {
-        let who = machines(*not_trusting, &key.not_trusting_handles);
-        let verb = verb(*not_trusting, "does", "do");
+        let who = format_machines(*not_trusting, &key.not_trusting_handles);
+        let verb = choose(*not_trusting, "does", "do");
         let what = format!("{who} {verb} not trust the key {key_id} of BUNDLE_PUBLIC_KEYS");
         return findings.warning(what, NEXT);
     }
     if !key.is_configured && *trusting > 0 {
-        let who = machines(*trusting, &key.trusting_handles);
-        let verb = verb(*trusting, "trusts", "trust");
+        let who = format_machines(*trusting, &key.trusting_handles);
+        let verb = choose(*trusting, "trusts", "trust");
         let what = format!("{who} still {verb} the key {key_id}, which BUNDLE_PUBLIC_KEYS does not have");
         return findings.warning(what, NEXT);
     }
@@ -70,8 +70,11 @@ fn key_findings(key: &BundleKey, findings: Findings) -> Findings {
 fn row(key: &BundleKey) -> Vec<Cell> {
     let BundleKey { key_id, is_configured, trusting, not_trusting, .. } = key;
     let colour = (*is_configured && *not_trusting > 0).then_some(Colour::Bad);
-    let without =
-        if *not_trusting == 0 { "0".to_owned() } else { machines(*not_trusting, &key.not_trusting_handles) };
+    let without = if *not_trusting == 0 {
+        "0".to_owned()
+    } else {
+        format_machines(*not_trusting, &key.not_trusting_handles)
+    };
     vec![
         key_id.clone().into(),
         if *is_configured { "yes" } else { "no" }.into(),
@@ -87,13 +90,13 @@ pub fn show(view: &View, keys: &BundleKeys) -> String {
     let rows: Vec<_> = keys.keys.iter().map(row).collect();
     let mut shown = table::render(view, &["KEY", "PLATFORM", "TRUSTED BY", "NOT TRUSTED BY"], &rows);
     if keys.not_reporting > 0 {
-        let who = machines(keys.not_reporting, &keys.not_reporting_handles);
-        let verb = verb(keys.not_reporting, "has", "have");
+        let who = format_machines(keys.not_reporting, &keys.not_reporting_handles);
+        let verb = choose(keys.not_reporting, "has", "have");
         shown.push_str(&format!(
-            "\n{who} {verb} not reported any key\n  next: update to a release that reports them; a silent machine gets none\n"
+            "\n{who} {verb} not reported any key\n  next: update to a release that reports keys; a silent machine cannot be updated\n"
         ));
     }
-    if let Some((what, next)) = behind(keys) {
+    if let Some((what, next)) = outdated_sequence(keys) {
         shown.push_str(&format!("\n{what}\n  next: {next}\n"));
     }
     shown

@@ -9,32 +9,43 @@ use svc_wire::fleet::Certificates;
 use svc_wire::host::HostCertificate;
 use svc_wire::text::Text;
 
-fn names(handles: &[Text<Handle>], count: u64) -> String {
+fn join_handles(handles: &[Text<Handle>], count: u64) -> String {
     let more = if count > handles.len() as u64 { ", …" } else { "" };
     let handles: Vec<_> = handles.iter().map(Text::as_str).collect();
     format!("{}{more}", handles.join(", "))
 }
 
 /// `3 trusted, 1 missing (ada); required`.
-pub fn cell(certificates: Option<&Certificates>) -> Cell {
+pub fn fleet_cell(certificates: Option<&Certificates>) -> Cell {
     let Some(seen) = certificates else { return "".into() };
     let mut words = vec![format!("{} trusted", seen.trusted)];
     if seen.expiring > 0 {
-        words.push(format!("{} expiring ({})", seen.expiring, names(&seen.expiring_handles, seen.expiring)));
+        words.push(format!(
+            "{} expiring ({})",
+            seen.expiring,
+            join_handles(&seen.expiring_handles, seen.expiring)
+        ));
     }
     if seen.missing > 0 {
-        words.push(format!("{} missing ({})", seen.missing, names(&seen.missing_handles, seen.missing)));
+        words.push(format!(
+            "{} missing ({})",
+            seen.missing,
+            join_handles(&seen.missing_handles, seen.missing)
+        ));
     }
     let required = if seen.is_required { "; required" } else { "; not required" };
     let is_bad = seen.expiring > 0 || (seen.is_required && seen.missing > seen.exempt);
     Cell::painted(is_bad.then_some(Colour::Bad), words.join(", ") + required)
 }
 
-/// A finding for machines that would become unreachable, or have.
+/// A finding for machines without a trusted certificate, which are unreachable once `CUSTOMER_VPS_TLS_VERIFY` is set.
 pub fn findings(certificates: Option<&Certificates>, findings: Findings) -> Findings {
     let Some(seen) = certificates.filter(|seen| seen.missing > seen.exempt) else { return findings };
-    let who =
-        format!("{} ({})", pluralize(seen.missing, "machine"), names(&seen.missing_handles, seen.missing));
+    let who = format!(
+        "{} ({})",
+        pluralize(seen.missing, "machine"),
+        join_handles(&seen.missing_handles, seen.missing)
+    );
     if seen.is_required {
         findings.warning(
             format!("CUSTOMER_VPS_TLS_VERIFY is on; without a trusted certificate: {who}"),

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::failure;
-use super::human::{seconds, span, when};
+use super::human::{format_span, format_time, seconds_between};
 use super::table::Cell;
 use super::{Colour, View};
 use svc_wire::copies::{Copies, KeptServer, NewerSnapshot, UnrestoredSnapshot};
@@ -13,10 +13,10 @@ use svc_wire::text::Time;
 /// Backups are hourly: two missed ones are shown as a problem.
 const MAX_NORMAL_EXPOSURE_SECONDS: u64 = 2 * 3600 + 600;
 
-/// When machines left the slot, by id; the API's copies lack it.
+/// The times at which machines left the slot, by id; the API's copies do not have them.
 pub type SlotExitTimes = BTreeMap<String, Time>;
 
-/// When the machine of a kept server left the slot, if known.
+/// The time at which the machine of a kept server left the slot, if known.
 fn left_slot_at<'a>(
     machine: &'a MachineDetail,
     kept: &KeptServer,
@@ -52,7 +52,7 @@ pub fn rows(
 
 fn live_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
     let Some(live) = &copies.live else {
-        return Cell::painted(Some(Colour::Moving), describe_no_live_server(machine));
+        return Cell::painted(Some(Colour::Warning), describe_no_live_server(machine));
     };
     let mut server = server_name(live.provider_server_id.as_ref());
     if live.machine_id != machine.machine_id {
@@ -77,9 +77,11 @@ fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_slot_at: Opti
         let missing = format_missing(view, since);
         return bad(match held {
             Some(held) => {
-                format!("{missing}, and it held {held}; `svcctl discard {id} --accept-loss` removes it here")
+                format!(
+                    "{missing}, and it held {held}; `svcctl discard {id} --accept-loss` removes it from this list"
+                )
             }
-            None => format!("{missing}; `svcctl discard {id}` removes it here"),
+            None => format!("{missing}; `svcctl discard {id}` removes it from this list"),
         });
     }
     if let Some(operation) = &kept.deleted_by {
@@ -105,7 +107,7 @@ fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_slot_at: Opti
     let Some(until) = &kept.until else {
         return format!("{server}: kept until a new machine is healthy").into();
     };
-    format!("{server}: kept until {}{undo}", when(view.now, until)).into()
+    format!("{server}: kept until {}{undo}", format_time(view.now, until)).into()
 }
 
 fn snapshot_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
@@ -118,7 +120,7 @@ fn snapshot_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell 
         } else {
             ""
         };
-        format!("{}{of}{reported}", when(view.now, at))
+        format!("{}{of}{reported}", format_time(view.now, at))
     });
     let line = known.clone().unwrap_or_else(|| "none known".to_owned());
     match &copies.snapshot_problem {
@@ -136,8 +138,8 @@ fn risk_cell(copies: &Copies) -> Cell {
 
 fn format_cost(copies: &Copies, exposed: u64) -> String {
     match copies.newest_snapshot_at {
-        Some(_) => format!("{} of changes", span(exposed)),
-        None => format!("all of its data, {} old: there is no snapshot", span(exposed)),
+        Some(_) => format!("{} of changes", format_span(exposed)),
+        None => format!("all of its data, {} old: there is no snapshot", format_span(exposed)),
     }
 }
 
@@ -146,7 +148,7 @@ pub fn describe_risk(view: &View, copies: &Copies) -> String {
     let newest = copies.newest_snapshot_at.as_deref();
     let newest = newest.map_or_else(
         || "it has no snapshot".to_owned(),
-        |at| format!("its newest snapshot is from {}", when(view.now, at)),
+        |at| format!("its newest snapshot is from {}", format_time(view.now, at)),
     );
     let problem = copies.snapshot_problem.as_ref();
     let newer = copies.newer_snapshot.as_ref().map(|newer| {
@@ -154,21 +156,21 @@ pub fn describe_risk(view: &View, copies: &Copies) -> String {
             ", and {} of {} is stored but not the latest: if its host cannot make the final backup, a recovery asks which \
              of them to restore",
             newer.key,
-            when(view.now, &newer.taken_at)
+            format_time(view.now, &newer.taken_at)
         )
     });
     let problem = problem.map(|problem| format!(" ({problem})")).unwrap_or_default();
     let newest = newest + &problem + &newer.unwrap_or_default();
     match copies.exposed_seconds.filter(|_| copies.newest_snapshot_at.is_some()) {
-        Some(exposed) => format!("{newest}: {} of changes exist only on its server", span(exposed)),
+        Some(exposed) => format!("{newest}: {} of changes exist only on its server", format_span(exposed)),
         None => newest,
     }
 }
 
-/// Whether it has expired. No command can restore it then.
+/// Whether the kept server has expired, so that no command can restore it.
 pub fn is_being_deleted(view: &View, kept: &KeptServer) -> bool {
-    let left = kept.until.as_deref().and_then(|until| seconds(&view.now.to_string(), until));
-    left.is_some_and(|left| left <= 0.0)
+    let remaining = kept.until.as_deref().and_then(|until| seconds_between(&view.now.to_string(), until));
+    remaining.is_some_and(|remaining| remaining <= 0.0)
 }
 
 /// The reason why the slot has no live server.
@@ -181,37 +183,38 @@ fn describe_no_live_server(machine: &MachineDetail) -> String {
 }
 
 fn format_missing(view: &View, since: &str) -> String {
-    format!("not at the provider, first noticed {}", when(view.now, since))
+    format!("not at the provider, first noticed {}", format_time(view.now, since))
 }
 
-/// A snapshot that was stored while the platform was unreachable, or that its host holds.
+/// A snapshot that was stored while the platform was unreachable, or that is held.
 fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
     let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &newer.key);
     let line = format!(
         "{}, stored but not the latest; the next backup replaces it, and `svcctl recover {user} --slot {slot} \
          --snapshot {key}` restores it",
-        when(view.now, &newer.taken_at)
+        format_time(view.now, &newer.taken_at)
     );
-    Cell::painted(Some(Colour::Moving), line)
+    Cell::painted(Some(Colour::Warning), line)
 }
 
 /// A snapshot that an operator did not restore when the previous machine was replaced.
 fn unrestored_cell(view: &View, one: &UnrestoredSnapshot, machine: &Machine) -> Cell {
     let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &one.key);
-    let at = one.taken_at.as_deref().map_or_else(String::new, |at| format!("{}, ", when(view.now, at)));
+    let at =
+        one.taken_at.as_deref().map_or_else(String::new, |at| format!("{}, ", format_time(view.now, at)));
     let line = format!(
         "{at}of the previous machine: newer than the snapshot that this one restored; `svcctl recover {user} --slot {slot} \
          --snapshot {key}` restores it"
     );
-    Cell::painted(Some(Colour::Moving), line)
+    Cell::painted(Some(Colour::Warning), line)
 }
 
 /// `43 min of changes that no snapshot has`; `left_slot_at` is when the machine left its slot, if known.
 pub fn format_unsaved(view: &View, since: &str, left_slot_at: Option<&Time>) -> String {
-    let length = left_slot_at.and_then(|left| seconds(since, left)).filter(|length| *length >= 0.0);
+    let length = left_slot_at.and_then(|left| seconds_between(since, left)).filter(|length| *length >= 0.0);
     match length {
-        Some(length) => format!("{} of changes that no snapshot has", span(length as u64)),
-        None => format!("changes since {} that no snapshot has", when(view.now, since)),
+        Some(length) => format!("{} of changes that no snapshot has", format_span(length as u64)),
+        None => format!("changes since {} that no snapshot has", format_time(view.now, since)),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Text view of rollouts.
 
-use super::human::ago;
+use super::human::format_ago;
 use super::table::{self, Cell};
 use super::{Colour, View};
 use svc_base::untrusted_text::one_line;
@@ -27,16 +27,19 @@ fn state_cell(rollout: &RolloutSummary) -> Cell {
     Cell::painted(colour(&rollout.state), format!("{}{why}", rollout.state))
 }
 
-/// `passed 5 min ago on ada`; empty before it, and without a verification.
+/// `passed 5 min ago on ada`; empty if no verification has run.
 fn verification_cell(view: &View, rollout: &RolloutSummary) -> Cell {
     let Some(last) = &rollout.verification else { return Cell::from("") };
     let (word, colour) = if last.passed { ("passed", Colour::Good) } else { ("failed", Colour::Bad) };
     let handles: Vec<_> = last.handles.iter().map(Text::as_str).collect();
-    Cell::painted(Some(colour), format!("{word} {} on {}", ago(view.now, &last.at), handles.join(", ")))
+    Cell::painted(
+        Some(colour),
+        format!("{word} {} on {}", format_ago(view.now, &last.at), handles.join(", ")),
+    )
 }
 
-/// A rollout's progress, in one line.
-pub fn progress(rollout: &RolloutSummary) -> String {
+/// A rollout's progress, as in `running to 2026.11.2: 1 updated, …`.
+pub fn progress_line(rollout: &RolloutSummary) -> String {
     format!("{} to {}: {}", rollout.state, rollout.image_version, totals_line(&rollout.totals))
 }
 
@@ -44,7 +47,7 @@ fn colour(state: &str) -> Option<Colour> {
     match state {
         "updated" | "succeeded" => Some(Colour::Good),
         "failed" | "stopped" => Some(Colour::Bad),
-        "asked" | "running" | "paused" => Some(Colour::Moving),
+        "asked" | "running" | "paused" => Some(Colour::Warning),
         _ => Some(Colour::Faint),
     }
 }
@@ -58,7 +61,7 @@ pub fn list(view: &View, page: &RolloutList) -> String {
             rollout.image_version.clone().into(),
             state_cell(rollout),
             totals_line(&rollout.totals).into(),
-            ago(view.now, &rollout.created_at).into(),
+            format_ago(view.now, &rollout.created_at).into(),
             Cell::painted(Some(Colour::Faint), rollout.rollout_id.clone()),
         ]
     };
@@ -67,7 +70,7 @@ pub fn list(view: &View, page: &RolloutList) -> String {
 }
 
 pub fn show(view: &View, rollout: &Rollout) -> String {
-    let mut shown = table::pairs(
+    let mut shown = table::render_pairs(
         view,
         &[
             ("rollout", Cell::from(rollout.rollout_id.clone())),
@@ -75,7 +78,7 @@ pub fn show(view: &View, rollout: &Rollout) -> String {
             ("state", state_cell(rollout)),
             ("machines", totals_line(&rollout.totals).into()),
             ("verified", verification_cell(view, rollout)),
-            ("started", ago(view.now, &rollout.created_at).into()),
+            ("started", format_ago(view.now, &rollout.created_at).into()),
         ],
     );
     let findings = rollout.verification.iter().flat_map(|last| &last.findings);

@@ -82,7 +82,7 @@ pub fn next_step(failure: &Failure, machine: &MachineDetail) -> String {
     }
 }
 
-/// The advice for a replacement that never ran, if the machine that it was meant to replace holds the slot again.
+/// The advice for a replacement that never ran, if the machine that it was to replace has the slot again.
 pub fn advice_after_return(failure: &Failure, machine: &MachineDetail) -> Option<String> {
     let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref())?;
     let has_returned = machine.replaced_by.as_ref() == Some(&live.machine_id);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-use super::human::span;
+use super::human::format_span;
 use super::machine::UPDATE_ADVICE;
 use super::operation::kind_noun;
 use super::table::{self, Cell};
@@ -16,12 +16,12 @@ use svc_wire::alarm::Alarm;
 use svc_wire::fleet::{BackupAges, Ended, Exercises, Fleet, MachineNeedingAttention, OverdueOperation};
 use svc_wire::rollout::RolloutSummary;
 
-/// Its name with its figures: `servers_missing (limit 4, live 6, missing 5)`.
+/// The alarm's name and figures: `servers_missing (limit 4, live 6, missing 5)`.
 pub fn alarm_line(alarm: &Alarm) -> String {
     let (cases, figures): (Vec<_>, Vec<_>) =
         alarm.detail.iter().partition(|(_, value)| value.is_array() || value.is_object());
-    let figures: Vec<_> = figures.iter().map(|(name, value)| figure(name, value)).collect();
-    let cases = cases.iter().map(|(name, value)| format!("{}: {}", words(name), case(value)));
+    let figures: Vec<_> = figures.iter().map(|(name, value)| format_figure(name, value)).collect();
+    let cases = cases.iter().map(|(name, value)| format!("{}: {}", split_words(name), format_case(value)));
     let shown: Vec<_> = (!figures.is_empty()).then(|| figures.join(", ")).into_iter().chain(cases).collect();
     let figures = if shown.is_empty() { String::new() } else { format!(" ({})", shown.join("; ")) };
     let released = match &alarm.released_until {
@@ -35,20 +35,20 @@ pub fn alarm_line(alarm: &Alarm) -> String {
 }
 
 /// `missing 5`.
-fn figure(name: &str, value: &Value) -> String {
-    format!("{} {}", words(name), compact(Some(value)))
+fn format_figure(name: &str, value: &Value) -> String {
+    format!("{} {}", split_words(name), compact(Some(value)))
 }
 
 /// `server 4711, machine 019a…, epoch 3`; the cases of a list are separated by semicolons.
-fn case(value: &Value) -> String {
+fn format_case(value: &Value) -> String {
     match value {
-        Value::Array(cases) => cases.iter().map(case).collect::<Vec<_>>().join("; "),
+        Value::Array(cases) => cases.iter().map(format_case).collect::<Vec<_>>().join("; "),
         Value::Object(members) => {
             let rank =
                 |name: &str| CASE_ORDER.iter().position(|known| *known == name).unwrap_or(CASE_ORDER.len());
             let mut members: Vec<_> = members.iter().filter(|(_, value)| !value.is_null()).collect();
             members.sort_by_key(|(name, _)| rank(name));
-            members.iter().map(|(name, value)| figure(name, value)).collect::<Vec<_>>().join(", ")
+            members.iter().map(|(name, value)| format_figure(name, value)).collect::<Vec<_>>().join(", ")
         }
         scalar => compact(Some(scalar)),
     }
@@ -58,7 +58,7 @@ fn case(value: &Value) -> String {
 const CASE_ORDER: [&str; 4] = ["providerServerId", "machineId", "slot", "epoch"];
 
 /// A camel-case name as words: `failedInLastHour` is `failed in last hour`. Other names are unchanged.
-fn words(name: &str) -> String {
+fn split_words(name: &str) -> String {
     match name {
         "providerServerId" => "server".to_owned(),
         "machineId" => "machine".to_owned(),
@@ -75,7 +75,7 @@ fn words(name: &str) -> String {
 
 fn overdue_line(overdue: &OverdueOperation) -> String {
     let OverdueOperation { handle, kind, step, .. } = overdue;
-    format!("{} of {handle} at {step} for {}", kind_noun(kind), span(overdue.age_seconds))
+    format!("{} of {handle} at {step} for {}", kind_noun(kind), format_span(overdue.age_seconds))
 }
 
 fn overdue_advice(overdue: &OverdueOperation) -> String {
@@ -83,7 +83,7 @@ fn overdue_advice(overdue: &OverdueOperation) -> String {
 }
 
 /// Shows a released alarm.
-pub fn released(alarm: &Alarm) -> String {
+pub fn show_released(alarm: &Alarm) -> String {
     format!("{}\n  next: {}\n", alarm_line(alarm), alarm.next)
 }
 
@@ -91,8 +91,9 @@ fn attention_state(machine: &MachineNeedingAttention) -> &str {
     machine.ended.as_deref().unwrap_or(&machine.status)
 }
 
-/// The first thing to do, given these alarms. A handle names only the active machine, so others are named by id.
-fn next(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
+/// The next step for the operator, given these alarms. A handle names only the active machine, so other machines are
+/// named by id.
+fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
     let name = if machine.ended.is_some() { machine.machine_id.as_str() } else { machine.handle.as_str() };
     let is_deleted = machine.ended.as_ref().is_some_and(|ended| ended.is(Ended::Deleted));
     let is_held_back = machine.reasons.iter().any(|reason| reason == "snapshot_held");
@@ -109,7 +110,7 @@ fn next(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
     advice.replace("HANDLE", name).replace("OPERATION", operation).replace("USER_SLOT", &slot)
 }
 
-/// Whether the platform refuses live hosts: a missing heartbeat means nothing then.
+/// Whether the platform refuses live hosts, in which case a missing heartbeat does not mean that a host is lost.
 fn are_hosts_refused(alarms: &[Alarm]) -> bool {
     alarms.iter().any(|alarm| alarm.alarm == "host_tokens_refused")
 }
@@ -132,7 +133,7 @@ pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
         let reasons = machine.reasons.join(", ");
         let what =
             format!("{} ({}) is {}: {reasons}", machine.handle, machine.slot, attention_state(machine));
-        findings.warning(what, next(machine, &fleet.alarms))
+        findings.warning(what, next_step(machine, &fleet.alarms))
     });
     let named = match &fleet.bundle_keys {
         Some(keys) => bundle_keys::findings(keys, named),
@@ -153,7 +154,7 @@ pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
 
 pub fn show(view: &View, fleet: &Fleet) -> String {
     let totals = &fleet.totals;
-    let mut shown = table::pairs(
+    let mut shown = table::render_pairs(
         view,
         &[
             ("machines", Cell::painted(Some(Colour::Strong), totals.machines.to_string())),
@@ -161,7 +162,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
             ("health", by_count(&totals.by_health).into()),
             ("images", by_count(&totals.by_image_version).into()),
             ("backups", backups(&fleet.backups)),
-            ("certificates", certificates::cell(fleet.certificates.as_ref())),
+            ("certificates", certificates::fleet_cell(fleet.certificates.as_ref())),
             ("rollout", rollout(fleet.rollout.as_ref())),
             ("exercised", exercises(view, fleet.exercises.as_ref())),
         ],
@@ -185,7 +186,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
             a.idp_user_id.clone().into(),
             a.slot.clone().into(),
             Cell::painted(Some(Colour::Bad), a.reasons.join(", ")),
-            next(a, &fleet.alarms).into(),
+            next_step(a, &fleet.alarms).into(),
         ]
     };
     let rows: Vec<_> = fleet.attention.iter().map(row).collect();
@@ -202,30 +203,30 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
 
 /// `3 running, 1 failed`: sorted by count, without zeros.
 fn by_count(counts: &BTreeMap<String, u64>) -> String {
-    let mut there: Vec<_> = counts.iter().filter(|(_, count)| **count > 0).collect();
-    there.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), name.as_str()));
-    there.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ")
+    let mut nonzero: Vec<_> = counts.iter().filter(|(_, count)| **count > 0).collect();
+    nonzero.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), name.as_str()));
+    nonzero.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ")
 }
 
 /// The last recovery and rollback on a test slot. An older platform does not report them.
 fn exercises(view: &View, exercises: Option<&Exercises>) -> Cell {
     let Some(exercises) = exercises else { return Cell::from("") };
     let are_current = exercises.recovery.is_current && exercises.rollback.is_current;
-    let colour = if are_current { Colour::Good } else { Colour::Moving };
+    let colour = if are_current { Colour::Good } else { Colour::Warning };
     Cell::painted(Some(colour), quote::exercises(view, exercises))
 }
 
 /// The open rollout with its id.
 fn rollout(open: Option<&RolloutSummary>) -> Cell {
     let line =
-        open.map(|open| format!("{} ({})", deploy::progress(open), open.rollout_id)).unwrap_or_default();
-    Cell::painted(Some(Colour::Moving), line)
+        open.map(|open| format!("{} ({})", deploy::progress_line(open), open.rollout_id)).unwrap_or_default();
+    Cell::painted(Some(Colour::Warning), line)
 }
 
 fn backups(backups: &BackupAges) -> Cell {
     let mut words = Vec::new();
-    words.extend(backups.max_age_seconds.map(|age| format!("oldest {}", span(age))));
-    words.extend(backups.p50_age_seconds.map(|age| format!("median {}", span(age))));
+    words.extend(backups.max_age_seconds.map(|age| format!("oldest {}", format_span(age))));
+    words.extend(backups.p50_age_seconds.map(|age| format!("median {}", format_span(age))));
     if backups.never > 0 {
         words.push(format!("{} without", backups.never));
     }
@@ -301,7 +302,7 @@ mod tests {
     const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
 
     #[test]
-    fn silent_machine_hint_omits_recovery_while_hosts_are_refused() {
+    fn next_step_omits_recovery_while_hosts_are_refused() {
         let machine = json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
             "status": "running", "reasons": ["heartbeat_silent"]});
         let machine: MachineNeedingAttention = serde_json::from_value(machine).unwrap();
@@ -309,8 +310,8 @@ mod tests {
             let alarm = json!({"alarm": name, "since": "T", "seenAt": "T", "detail": {}, "releasedUntil": null, "next": "n"});
             serde_json::from_value::<Alarm>(alarm).unwrap()
         };
-        assert!(next(&machine, &[alarm("provider_limit")]).contains("recover"));
-        let refused = next(&machine, &[alarm("provider_limit"), alarm("host_tokens_refused")]);
+        assert!(next_step(&machine, &[alarm("provider_limit")]).contains("recover"));
+        let refused = next_step(&machine, &[alarm("provider_limit"), alarm("host_tokens_refused")]);
         assert!(!refused.contains("recover") && refused.contains("host_tokens_refused"), "{refused}");
     }
 

@@ -9,23 +9,23 @@ const HOUR: i64 = 60 * MINUTE;
 const DAY: i64 = 24 * HOUR;
 
 /// `12 s ago`, `5 min ago`, `in 3 d`; an invalid time is returned unchanged.
-pub fn ago(now: Timestamp, at: &str) -> String {
+pub fn format_ago(now: Timestamp, at: &str) -> String {
     let Ok(then) = at.parse::<Timestamp>() else { return at.to_owned() };
     let seconds = now.as_second() - then.as_second();
-    let length = span(seconds.unsigned_abs());
+    let length = format_span(seconds.unsigned_abs());
     if seconds < 0 { format!("in {length}") } else { format!("{length} ago") }
 }
 
 /// `2026-01-02 03:04:05 UTC, 5 min ago`.
-pub fn when(now: Timestamp, at: &str) -> String {
+pub fn format_time(now: Timestamp, at: &str) -> String {
     match at.parse::<Timestamp>() {
-        Ok(then) => format!("{}, {}", then.strftime("%Y-%m-%d %H:%M:%S UTC"), ago(now, at)),
+        Ok(then) => format!("{}, {}", then.strftime("%Y-%m-%d %H:%M:%S UTC"), format_ago(now, at)),
         Err(_) => at.to_owned(),
     }
 }
 
 /// One number and one unit, rounded down.
-pub fn span(seconds: u64) -> String {
+pub fn format_span(seconds: u64) -> String {
     let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
     match seconds {
         0..100 => format!("{seconds} s"),
@@ -36,7 +36,7 @@ pub fn span(seconds: u64) -> String {
 }
 
 /// The seconds between two times of the API; `None` if one is invalid.
-pub fn seconds(from: &str, to: &str) -> Option<f64> {
+pub fn seconds_between(from: &str, to: &str) -> Option<f64> {
     let (from, to): (Timestamp, Timestamp) = (from.parse().ok()?, to.parse().ok()?);
     Some(to.duration_since(from).as_secs_f64())
 }
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ago_uses_one_unit() {
+    fn format_ago_uses_one_unit() {
         let now: Timestamp = "2026-01-02T00:00:00Z".parse().unwrap();
         for (at, expected) in [
             ("2026-01-02T00:00:00.000Z", "0 s ago"),
@@ -58,8 +58,8 @@ mod tests {
             ("2026-01-02T00:00:30Z", "in 30 s"),
             ("sometime", "sometime"),
         ] {
-            assert_eq!(ago(now, at), expected, "{at}");
+            assert_eq!(format_ago(now, at), expected, "{at}");
         }
-        assert_eq!(when(now, "2026-01-01T23:59:00.500Z"), "2026-01-01 23:59:00 UTC, 60 s ago");
+        assert_eq!(format_time(now, "2026-01-01T23:59:00.500Z"), "2026-01-01 23:59:00 UTC, 60 s ago");
     }
 }

@@ -1,9 +1,9 @@
 //! Text views of machines: a list, and one machine with its operations.
 
 use super::copies::{SlotExitTimes, format_unsaved};
-use super::human::{ago, format_bytes, seconds, when};
+use super::human::{format_ago, format_bytes, format_time, seconds_between};
 use super::table::{self, Cell};
-use super::{Colour, View, boot, certificates, copies, failure, operation, text, token};
+use super::{Colour, View, boot, certificates, copies, failure, operation, or_empty, token};
 use crate::args;
 use svc_store::bucket::is_unusable_pointer;
 use svc_wire::host::{ComponentStatus, LastBackup, LastUpdate, Outcome, UpdateOutcome};
@@ -11,7 +11,7 @@ use svc_wire::machine::{Attention, DiscardedMachine, Health, Machine, MachineDet
 use svc_wire::operation::Operation;
 use svc_wire::text::Time;
 
-/// A heartbeat older than this many seconds is highlighted; hosts send one every half minute.
+/// An older heartbeat is highlighted; hosts send one every 30 s.
 const MAX_HEARTBEAT_AGE_SECONDS: f64 = 120.0;
 
 fn attention_cell(item: &Attention, handle: &str) -> Cell {
@@ -34,7 +34,7 @@ pub fn discarded(view: &View, discarded: &DiscardedMachine) -> String {
         )
     }, ToString::to_string);
     let note = if *already_ordered { "its deletion was already requested; nothing was changed" } else { "" };
-    table::pairs(
+    table::render_pairs(
         view,
         &[
             ("machine", id.clone().into()),
@@ -53,35 +53,38 @@ pub fn shown_state(machine: &Machine) -> &str {
     if is_off { "off" } else { machine.state_word() }
 }
 
-/// When it was powered off, and the command that powers it on.
+/// The time at which the machine was powered off, and the command that powers it on.
 fn power_cell(view: &View, machine: &Machine) -> Cell {
     let Some(at) = machine.powered_off_at.as_deref().filter(|_| machine.is_active()) else {
         return "".into();
     };
-    let line =
-        format!("powered off {}; `svcctl power on {}` powers it on", when(view.now, at), machine.handle);
+    let line = format!(
+        "powered off {}; `svcctl power on {}` powers it on",
+        format_time(view.now, at),
+        machine.handle
+    );
     Cell::painted(Some(Colour::Bad), line)
 }
 
-/// The changes that only its server has, if known.
+/// The changes that exist only on the machine's server, if known.
 pub fn unsaved_changes(view: &View, machine: &Machine) -> Option<String> {
     Some(format_unsaved(view, machine.unsaved_since.as_deref()?, machine.left_slot_at()))
 }
 
-/// Whether its last backup failed because the slot's pointer cannot be used.
+/// Whether the machine's last backup failed because the slot's pointer cannot be used.
 fn is_pointer_unusable(machine: &Machine) -> bool {
     let backup = machine.last_backup.as_ref().filter(|backup| backup.status.is(Outcome::Error));
     backup.and_then(|backup| backup.error.as_deref()).is_some_and(is_unusable_pointer)
 }
 
-/// Its operation that waits for a decision.
+/// The machine's operation that waits for a decision, if any.
 pub fn waiting_operation(machine: &MachineDetail) -> Option<&Operation> {
     machine.operations.iter().find(|operation| operation.question().is_some())
 }
 
 fn heartbeat_cell(view: &View, machine: &Machine, format: fn(jiff::Timestamp, &str) -> String) -> Cell {
     let Some(at) = &machine.heartbeat_at else { return "".into() };
-    let quiet = seconds(at, &view.now.to_string()).is_some_and(|age| age > MAX_HEARTBEAT_AGE_SECONDS);
+    let quiet = seconds_between(at, &view.now.to_string()).is_some_and(|age| age > MAX_HEARTBEAT_AGE_SECONDS);
     let late = quiet && shown_state(machine) == "running";
     Cell::painted(late.then_some(Colour::Bad), format(view.now, at))
 }
@@ -97,7 +100,7 @@ fn has_update_failed(update: &LastUpdate) -> bool {
 /// `2026.11.2 rolled_back at health: not ready; 2026-01-01 00:00:00 UTC, 5 min ago`.
 fn update_cell(view: &View, update: &LastUpdate) -> Cell {
     let LastUpdate { version, outcome, stage, error, at } = update;
-    let at = when(view.now, at);
+    let at = format_time(view.now, at);
     if !has_update_failed(update) {
         return format!("{version} {outcome}, {at}").into();
     }
@@ -118,8 +121,8 @@ pub fn list(view: &View, page: &MachinePage) -> String {
             m.server_type.clone().into(),
             m.image_version.clone().into(),
             m.epoch.to_string().into(),
-            heartbeat_cell(view, m, ago),
-            backup_cell(view, m.last_backup.as_ref(), ago),
+            heartbeat_cell(view, m, format_ago),
+            backup_cell(view, m.last_backup.as_ref(), format_ago),
             Cell::painted(Some(Colour::Faint), m.machine_id.clone()),
         ]
     };
@@ -143,7 +146,7 @@ pub fn details_with_slot_exit_times(
     m: &MachineDetail,
     slot_exit_times: &SlotExitTimes,
 ) -> String {
-    let time = |at: &Option<Time>| at.as_deref().map(|at| when(view.now, at)).unwrap_or_default();
+    let time = |at: &Option<Time>| at.as_deref().map(|at| format_time(view.now, at)).unwrap_or_default();
     let failure = m.failure.as_ref();
     let update = m.last_update.as_ref();
     let next = match failure {
@@ -186,15 +189,15 @@ pub fn details_with_slot_exit_times(
         ),
         ("epoch", m.epoch.to_string().into()),
         ("type", m.server_type.clone().into()),
-        ("server", text(m.provider_server_id.as_ref()).into()),
+        ("server", or_empty(m.provider_server_id.as_ref()).into()),
         ("location", m.location.clone().into()),
         ("image", m.image_version.clone().into()),
         ("address", m.public_ipv4.map(|address| address.to_string()).unwrap_or_default().into()),
-        ("created", when(view.now, &m.created_at).into()),
+        ("created", format_time(view.now, &m.created_at).into()),
         ("registered", time(&m.registered_at).into()),
-        ("heartbeat", heartbeat_cell(view, m, when)),
+        ("heartbeat", heartbeat_cell(view, m, format_time)),
         ("health", health_cell(m.health.as_ref())),
-        ("backup", backup_cell(view, m.last_backup.as_ref(), when)),
+        ("backup", backup_cell(view, m.last_backup.as_ref(), format_time)),
         ("update", update.map_or_else(|| "".into(), |update| update_cell(view, update))),
         ("certificate", m.certificate.as_ref().map_or("".into(), certificates::machine_cell)),
         ("token", m.upgrade_token.as_ref().map(|token| token::line(view, token)).unwrap_or_default().into()),
@@ -205,7 +208,7 @@ pub fn details_with_slot_exit_times(
         rows.extend(m.attention.iter().map(|item| ("attention", attention_cell(item, &m.handle))));
     }
     rows.extend(copies);
-    let mut shown = table::pairs(view, &rows);
+    let mut shown = table::render_pairs(view, &rows);
     for operation in &m.operations {
         shown.push('\n');
         shown.push_str(&operation::details(view, operation));
@@ -250,7 +253,7 @@ pub fn data_at_risk(view: &View, m: &MachineDetail) -> String {
         let taken = backup.and_then(|backup| backup.taken_at.as_ref());
         taken.map_or_else(
             || "the host has reported no successful backup".to_owned(),
-            |at| format!("its last backup is from {}", when(view.now, at)),
+            |at| format!("its last backup is from {}", format_time(view.now, at)),
         )
     };
     format!("It is {} as {}; {}.", m.state_word(), m.handle, known.unwrap_or_else(reported))

@@ -46,7 +46,7 @@ pub struct View {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Colour {
     Good,
-    Moving,
+    Warning,
     Bad,
     Faint,
     Strong,
@@ -54,7 +54,7 @@ pub enum Colour {
 
 impl View {
     /// The view for standard output: colours and a width only on a terminal, no colours with `NO_COLOR`.
-    pub fn of_stdout() -> Self {
+    pub fn for_stdout() -> Self {
         let terminal = std::io::stdout().is_terminal();
         let width = terminal.then(|| comfy_table::Table::new().width()).flatten();
         Self { now: Timestamp::now(), colours: terminal && may_colour(), width }
@@ -72,7 +72,7 @@ impl Colour {
     fn code(self) -> &'static str {
         match self {
             Self::Good => "32",
-            Self::Moving => "33",
+            Self::Warning => "33",
             Self::Bad => "31",
             Self::Faint => "2",
             Self::Strong => "1",
@@ -80,10 +80,10 @@ impl Colour {
     }
 
     /// The colour of a state in the API: of a machine, an operation, or a step.
-    pub fn of_state(state: &str) -> Option<Self> {
+    pub fn for_state(state: &str) -> Option<Self> {
         match state {
             "running" | "succeeded" | "done" | "active" => Some(Self::Good),
-            "provisioning" | "recovering" | "resizing" | "retry" => Some(Self::Moving),
+            "provisioning" | "recovering" | "resizing" | "retry" => Some(Self::Warning),
             "failed" | "error" | "given_up" | "waiting" | "asked" => Some(Self::Bad),
             "deleted" | "replaced" | "off" | "cancelled" | "inactive" => Some(Self::Faint),
             _ => None,
@@ -91,16 +91,16 @@ impl Colour {
     }
 }
 
-/// Whether colours are allowed: see no-color.org; a dumb terminal has none.
+/// Whether colours are allowed (see no-color.org); a dumb terminal has none.
 fn may_colour() -> bool {
     NO_COLOR.from_process().is_none() && vars::TERM.from_process().is_none_or(|term| term != "dumb")
 }
 
-fn text(value: Option<&String>) -> String {
+fn or_empty(value: Option<&String>) -> String {
     value.cloned().unwrap_or_default()
 }
 
-/// A value in one line: a string as it is, an object as `name=value …` without its nulls.
+/// A value on one line: a string unquoted, an object as `name=value …` without nulls.
 pub fn compact(value: Option<&Value>) -> String {
     match value {
         None | Some(Value::Null) => String::new(),

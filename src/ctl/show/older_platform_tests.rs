@@ -128,7 +128,7 @@ fn members(value: &Value, at: &str) -> Vec<String> {
 /// Checks that a value has every property of its schema, so that no example lacks a field that is added later.
 #[track_caller]
 fn assert_complete(schema: &Value, value: &Value, at: &str) {
-    let of_name = |name: &str| match name {
+    let named_schema = |name: &str| match name {
         "Machine" => schema_of::<Machine>(),
         "Operation" => schema_of::<Operation>(),
         "Rollout" => schema_of::<Rollout>(),
@@ -139,7 +139,7 @@ fn assert_complete(schema: &Value, value: &Value, at: &str) {
         other => panic!("{other} is not a named schema"),
     };
     if let Some(name) = schema["$ref"].as_str() {
-        return assert_complete(&of_name(name.rsplit('/').next().unwrap()), value, at);
+        return assert_complete(&named_schema(name.rsplit('/').next().unwrap()), value, at);
     }
     if let Some(any) = schema["anyOf"].as_array() {
         return assert_complete(&any[0], value, at);
@@ -204,7 +204,7 @@ fn copies() -> Value {
 }
 
 fn merged(mut document: Value, more: Value) -> Value {
-    let Value::Object(more) = more else { panic!("an object") };
+    let Value::Object(more) = more else { panic!("not an object: {more}") };
     document.as_object_mut().unwrap().extend(more);
     document
 }
@@ -340,7 +340,7 @@ fn fleets_of_older_platforms_are_shown() {
         .assert_shown(&schema_of::<Fleet>(), |it: Fleet| fleet::show(&plain(), &it));
     Example::new(alarm())
         .essential(&["/alarm"])
-        .assert_shown(&schema_of::<Alarm>(), |it: Alarm| fleet::released(&it));
+        .assert_shown(&schema_of::<Alarm>(), |it: Alarm| fleet::show_released(&it));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Text view of an operation and its log.
 
-use super::human::{ago, seconds};
+use super::human::{format_ago, seconds_between};
 use super::{Colour, View};
 use svc_base::quantity::pluralize;
 use svc_base::untrusted_text::one_line;
@@ -10,22 +10,22 @@ use svc_wire::operation::{LogLine, Operation, OperationState, Question};
 pub const HELD_BACK: &str = "last_backup_held_back";
 const UNVERIFIED_FENCE: &str = "unverified_fence";
 
-/// The code of the question which snapshot to restore.
+/// The code of the question about which snapshot to restore.
 const NEWER_SNAPSHOT: &str = "newer_snapshot";
 
 /// Whether a retry of the step may resolve the question.
-fn may_be_settled(question: &Question) -> bool {
+fn can_retry_resolve(question: &Question) -> bool {
     let code = question.code.as_str();
     code.starts_with("last_backup") || [UNVERIFIED_FENCE, NEWER_SNAPSHOT].contains(&code)
 }
 
-/// Whether to show a line: the end of a step implies that it was filed and begun.
+/// Whether to show a line. The end of a step implies that the step was filed and begun.
 pub fn should_show(line: &LogLine) -> bool {
     !matches!(line.outcome.as_str(), "filed" | "begun")
 }
 
 /// The reason why the current step is retried or waits, if that is its last line.
-fn waits_for(operation: &Operation) -> Option<String> {
+fn waiting_reason(operation: &Operation) -> Option<String> {
     let last = operation.log.last().filter(|_| operation.state.is(OperationState::Running))?;
     let is_waiting = match last.outcome.as_str() {
         "retry" => operation.error_code.is_some() || operation.attempts > 0,
@@ -35,7 +35,7 @@ fn waits_for(operation: &Operation) -> Option<String> {
     why.map(|why| one_line(why).into_owned())
 }
 
-/// The commands that answer its question, with their effects.
+/// The commands that answer the operation's question, with their effects.
 pub fn answers(operation: &Operation) -> Vec<String> {
     let id = &operation.operation_id;
     let back = match operation.kind.as_str() {
@@ -44,10 +44,10 @@ pub fn answers(operation: &Operation) -> Vec<String> {
         _ => "it ends at its current step",
     };
     let code = operation.question().map(|question| question.code.as_str());
-    let again = operation.question().filter(|question| may_be_settled(question)).map(|_| {
+    let again = operation.question().filter(|question| can_retry_resolve(question)).map(|_| {
         let what = match code {
             Some(HELD_BACK) => format!(
-                "after `svcctl backup accept {}` it goes ahead with the accepted snapshot; otherwise its host takes \
+                "after `svcctl backup accept {}` it continues with the accepted snapshot; otherwise its host takes \
                  another backup, and the operation waits again if that is held, too",
                 operation.machine_id
             ),
@@ -61,12 +61,12 @@ pub fn answers(operation: &Operation) -> Vec<String> {
             "the new machine restores the latest snapshot; the newer one stays in the store"
         }
         Some("database_behind_store") => "the machine is deleted again",
-        Some(UNVERIFIED_FENCE) => "it goes ahead, regardless of the machine that the fence names",
+        Some(UNVERIFIED_FENCE) => "it continues, regardless of the machine that the fence names",
         Some(HELD_BACK) => {
-            "it goes ahead with the newest snapshot that is not held; data that exists only on the old server is lost \
+            "it continues with the newest snapshot that is not held; data that exists only on the old server is lost \
              when that is deleted"
         }
-        _ => "it goes ahead, and that data is lost when the old server is deleted",
+        _ => "it continues, and that data is lost when the old server is deleted",
     };
     let newer = operation.question().and_then(|question| question.snapshot_key.as_ref()).map(|key| {
         format!(
@@ -95,7 +95,7 @@ pub fn line(view: &View, operation: &Operation, entry: &LogLine) -> String {
     let parts = [
         offset(operation, &entry.at),
         entry.step.clone(),
-        view.paint(Colour::of_state(outcome), outcome),
+        view.paint(Colour::for_state(outcome), outcome),
         view.paint(Some(Colour::Faint), &detail),
         repeats(operation, entry),
     ];
@@ -118,7 +118,7 @@ pub fn lines_after(operation: &Operation, seen: u64) -> (Vec<&LogLine>, u64) {
 
 /// A time of the API, relative to the operation's start.
 pub fn offset(operation: &Operation, at: &str) -> String {
-    let from = seconds(&operation.created_at, at);
+    let from = seconds_between(&operation.created_at, at);
     from.map_or_else(|| at.to_owned(), |from| format!("{:>7.1} s", from.max(0.0)))
 }
 
@@ -139,20 +139,20 @@ pub fn kind_noun(kind: &str) -> &str {
 pub fn details(view: &View, o: &Operation) -> String {
     let mut head = vec![
         view.paint(Some(Colour::Strong), &o.kind),
-        view.paint(Colour::of_state(operation_colour(&o.state)), &o.state),
+        view.paint(Colour::for_state(operation_colour(&o.state)), &o.state),
     ];
     if o.is_in_progress() {
         head.push(format!("at {}", o.step));
         head.extend((o.attempts > 0).then(|| format!("attempt {}", o.attempts + 1)));
     }
     head.extend(o.error_code.as_ref().map(|code| view.paint(Some(Colour::Bad), code)));
-    head.push(ago(view.now, &o.created_at));
-    let took = o.ended_at.as_ref().and_then(|ended| seconds(&o.created_at, ended));
+    head.push(format_ago(view.now, &o.created_at));
+    let took = o.ended_at.as_ref().and_then(|ended| seconds_between(&o.created_at, ended));
     head.extend(took.map(|took| format!("took {took:.1} s")));
     head.push(view.paint(Some(Colour::Faint), &o.operation_id));
     let mut shown = head.join("  ") + "\n";
-    if let Some(why) = waits_for(o) {
-        shown.push_str(&format!("{}\n", view.paint(Some(Colour::Moving), &format!("waiting: {why}"))));
+    if let Some(why) = waiting_reason(o) {
+        shown.push_str(&format!("{}\n", view.paint(Some(Colour::Warning), &format!("waiting: {why}"))));
     }
     for line in question_lines(o) {
         shown.push_str(&format!("{}\n", view.paint(Some(Colour::Bad), &line)));
@@ -187,13 +187,13 @@ mod tests {
     }
 
     #[test]
-    fn waits_for_shows_why_the_current_step_is_retried() {
+    fn waiting_reason_is_that_of_the_current_step() {
         let mut waiting = json!({
             "operationId": ID, "machineId": MACHINE, "kind": "delete", "state": "running", "step": "last_backup",
             "attempts": 1, "errorCode": null, "createdAt": "T", "updatedAt": "T",
             "log": [{"at": "T", "step": "last_backup", "outcome": "retry", "detail": "the store does not respond"}],
         });
-        let why = |operation: &Value| waits_for(&read(operation));
+        let why = |operation: &Value| waiting_reason(&read(operation));
         assert_eq!(why(&waiting).as_deref(), Some("the store does not respond"));
         waiting["attempts"] = 0.into();
         assert_eq!(why(&waiting), None);
@@ -206,9 +206,8 @@ mod tests {
         assert_eq!(why(&waiting), None);
     }
 
-    /// Each answer says what happens to the held snapshot.
     #[test]
-    fn choices_for_a_held_backup_are_precise() {
+    fn answers_say_what_happens_to_a_held_snapshot() {
         let answers = answers(&read(&json!({
             "operationId": ID, "machineId": MACHINE, "kind": "recover", "state": "waiting", "step": "last_backup",
             "attempts": 0, "createdAt": "T", "updatedAt": "T",
@@ -216,9 +215,9 @@ mod tests {
         })));
         for (answer, part) in answers.iter().zip([
             format!(
-                "`svcctl operation continue {ID}`: after `svcctl backup accept {MACHINE}` it goes ahead with"
+                "`svcctl operation continue {ID}`: after `svcctl backup accept {MACHINE}` it continues with"
             ),
-            "it goes ahead with the newest snapshot that is not held".to_owned(),
+            "it continues with the newest snapshot that is not held".to_owned(),
             "the slot returns to its old machine".to_owned(),
         ]) {
             assert!(answer.contains(&part), "{part}: {answer}");

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use super::human::when;
+use super::human::format_time;
 use super::table::{self, Cell};
-use super::{Colour, View, text};
+use super::{Colour, View, or_empty};
 use svc_wire::operator::{IssuedToken, Operator, Scope, WhoAmI};
 use svc_wire::text::Text;
 
@@ -19,10 +19,10 @@ pub fn list(view: &View, operators: &[Operator]) -> String {
         };
         vec![
             o.name.clone().into(),
-            joined(&o.scopes, ",").into(),
+            join_scopes(&o.scopes, ",").into(),
             Cell::painted(Some(colour), o.state.as_str()),
-            when(view.now, &o.expires_at).into(),
-            o.last_used_at.as_deref().map(|at| when(view.now, at)).unwrap_or_default().into(),
+            format_time(view.now, &o.expires_at).into(),
+            o.last_used_at.as_deref().map(|at| format_time(view.now, at)).unwrap_or_default().into(),
             o.created_by.clone().into(),
         ]
     };
@@ -35,15 +35,18 @@ pub fn issued(view: &View, issued: &IssuedToken, file: Option<&Path>) -> String 
     let (operator, token) = (&issued.issue.operator, &issued.token);
     let shown = file.map_or_else(|| token.clone(), |file| format!("written to {}", file.display()));
     let previous = operator.previous_token_expires_at.as_deref();
-    let mut output = table::pairs(
+    let mut output = table::render_pairs(
         view,
         &[
             ("operator", operator.name.clone().into()),
-            ("scopes", joined(&operator.scopes, ", ").into()),
-            ("expires", when(view.now, &operator.expires_at).into()),
+            ("scopes", join_scopes(&operator.scopes, ", ").into()),
+            ("expires", format_time(view.now, &operator.expires_at).into()),
             (
                 "old token",
-                previous.map(|at| format!("valid until {}", when(view.now, at))).unwrap_or_default().into(),
+                previous
+                    .map(|at| format!("valid until {}", format_time(view.now, at)))
+                    .unwrap_or_default()
+                    .into(),
             ),
             ("token", shown.into()),
         ],
@@ -57,19 +60,19 @@ pub fn issued(view: &View, issued: &IssuedToken, file: Option<&Path>) -> String 
 }
 
 pub fn who_am_i(view: &View, me: &WhoAmI) -> String {
-    let expires = me.expires_at.as_ref().map(|at| when(view.now, at));
-    table::pairs(
+    let expires = me.expires_at.as_ref().map(|at| format_time(view.now, at));
+    table::render_pairs(
         view,
         &[
             ("operator", me.name.clone().into()),
-            ("scopes", joined(&me.scopes, ", ").into()),
-            ("expires", text(expires.as_ref()).into()),
+            ("scopes", join_scopes(&me.scopes, ", ").into()),
+            ("expires", or_empty(expires.as_ref()).into()),
         ],
     )
 }
 
-/// The names of scopes in one text.
-pub fn joined(scopes: &[Text<Scope>], separator: &str) -> String {
+/// The names of scopes, joined with a separator.
+pub fn join_scopes(scopes: &[Text<Scope>], separator: &str) -> String {
     scopes.iter().map(Text::as_str).collect::<Vec<_>>().join(separator)
 }
 

@@ -1,6 +1,6 @@
 //! Text view of a slot's snapshot pointer, and of the one that a rebuild would write.
 
-use super::human::{format_bytes, when};
+use super::human::{format_bytes, format_time};
 use super::table::{self, Cell};
 use super::{Colour, View};
 use crate::args::SlotTarget;
@@ -9,16 +9,17 @@ use svc_wire::pointer::{Pointer, PointerInspection, PointerState, RebuiltPointer
 pub fn inspection(view: &View, slot: &SlotTarget, found: &PointerInspection) -> String {
     let is_sound = found.state.is(PointerState::Sound);
     let colour = if is_sound { Colour::Good } else { Colour::Bad };
-    let named = |pointer: &Option<Pointer>| pointer.as_ref().map(|of| line(view, of)).unwrap_or_default();
+    let target =
+        |pointer: &Option<Pointer>| pointer.as_ref().map(|pointer| line(view, pointer)).unwrap_or_default();
     let pairs = [
         ("slot", slot.to_string().into()),
         ("pointer", Cell::painted(Some(colour), found.state.as_str())),
         ("problem", found.problem.clone().unwrap_or_default().into()),
-        ("names now", named(&found.current).into()),
-        ("rebuild would name", named(&found.rebuilt).into()),
+        ("points to", target(&found.current).into()),
+        ("after a rebuild", target(&found.rebuilt).into()),
         ("snapshots", found.snapshots.to_string().into()),
     ];
-    let mut shown = table::pairs(view, &pairs);
+    let mut shown = table::render_pairs(view, &pairs);
     if !is_sound {
         shown.push_str(&match &found.rebuilt {
             Some(_) => format!("  next: `svcctl pointer rebuild {}`\n", slot.arguments()),
@@ -29,8 +30,8 @@ pub fn inspection(view: &View, slot: &SlotTarget, found: &PointerInspection) -> 
 }
 
 /// Shows the pointer after a rebuild.
-pub fn rebuilt(view: &View, done: &RebuiltPointer) -> String {
-    table::pairs(view, &[("names now", line(view, &done.pointer).into())])
+pub fn rebuilt(view: &View, rebuilt: &RebuiltPointer) -> String {
+    table::render_pairs(view, &[("points to", line(view, &rebuilt.pointer).into())])
 }
 
 fn line(view: &View, pointer: &Pointer) -> String {
@@ -38,6 +39,6 @@ fn line(view: &View, pointer: &Pointer) -> String {
         pointer.fence_machine_id.as_ref().map(|machine| format!(" of {machine}")).unwrap_or_default();
     let fence = format!("fence {}{holder}, seq {}", pointer.fence_epoch, pointer.seq);
     let Some(named) = &pointer.snapshot else { return format!("no snapshot ({fence})") };
-    let (taken, size) = (when(view.now, &named.taken_at), format_bytes(named.size_bytes));
+    let (taken, size) = (format_time(view.now, &named.taken_at), format_bytes(named.size_bytes));
     format!("{}\n  taken {taken}; {size}; epoch {} ({fence})", named.key, named.epoch)
 }

@@ -1,6 +1,6 @@
 //! Text view of what a provision would do, cost and use.
 
-use super::human::{ago, when};
+use super::human::{format_ago, format_time};
 use super::table::{self, Cell};
 use super::{Colour, View};
 use svc_wire::fleet::{Exercise, Exercises};
@@ -35,7 +35,7 @@ pub fn show(view: &View, quote: &ProvisionQuote) -> String {
         quote.handle,
         release.unwrap_or_default()
     );
-    let mut shown = table::pairs(
+    let mut shown = table::render_pairs(
         view,
         &[
             (
@@ -53,17 +53,17 @@ pub fn show(view: &View, quote: &ProvisionQuote) -> String {
         ],
     );
     let costs: Vec<_> = quote.costs.iter().map(|cost| ("cost", Cell::from(location_cost(cost)))).collect();
-    shown.push_str(&table::pairs(view, &costs));
+    shown.push_str(&table::render_pairs(view, &costs));
     if !costs.is_empty() {
         let other = "object storage and extra traffic; no volume and no backup of the provider is ordered";
-        shown.push_str(&table::pairs(view, &[("not included", other.into())]));
+        shown.push_str(&table::render_pairs(view, &[("not included", other.into())]));
     }
-    shown.push_str(&table::pairs(
+    shown.push_str(&table::render_pairs(
         view,
         &[("quota", quota(quote).into()), ("exercised", exercises(view, &quote.exercises).into())],
     ));
     for warning in warnings(quote) {
-        shown.push_str(&format!("{} {warning}\n", view.paint(Some(Colour::Moving), "warning:")));
+        shown.push_str(&format!("{} {warning}\n", view.paint(Some(Colour::Warning), "warning:")));
     }
     shown
 }
@@ -73,7 +73,8 @@ fn subscription(view: &View, quote: &ProvisionQuote) -> String {
         None => "none".to_owned(),
         Some(subscription) => {
             let end = subscription.current_period_end.as_ref();
-            let end = end.map(|end| format!(", paid until {}", when(view.now, end))).unwrap_or_default();
+            let end =
+                end.map(|end| format!(", paid until {}", format_time(view.now, end))).unwrap_or_default();
             let purpose = if subscription.test { ", a test slot" } else { "" };
             format!("{}, {}{end}{purpose}", subscription.plan, subscription.status)
         }
@@ -100,7 +101,7 @@ fn quota(quote: &ProvisionQuote) -> String {
             )
         }
         (Some(servers), None) => format!(
-            "{servers} servers; the limit is not known: check it at the provider, and set PROVIDER_SERVER_LIMIT"
+            "{servers} servers; the limit is unknown: check it at the provider, and set PROVIDER_SERVER_LIMIT"
         ),
     }
 }
@@ -108,13 +109,13 @@ fn quota(quote: &ProvisionQuote) -> String {
 /// `recovery 12 d ago, rollback never`.
 pub fn exercises(view: &View, exercises: &Exercises) -> String {
     let last = |exercise: &Exercise| match &exercise.last_at {
-        Some(at) => ago(view.now, at),
+        Some(at) => format_ago(view.now, at),
         None => "never".to_owned(),
     };
     format!("recovery {}, rollback {}", last(&exercises.recovery), last(&exercises.rollback))
 }
 
-/// The exercises that are due.
+/// Warnings about the exercises that are due.
 pub fn warnings(quote: &ProvisionQuote) -> Vec<String> {
     let Exercises { recovery, rollback } = &quote.exercises;
     [

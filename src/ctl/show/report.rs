@@ -6,7 +6,7 @@ use svc_base::diagnosis::{Level, Report};
 fn colour(level: Level) -> Colour {
     match level {
         Level::Ok => Colour::Good,
-        Level::Warning => Colour::Moving,
+        Level::Warning => Colour::Warning,
         Level::Problem => Colour::Bad,
         Level::Skipped => Colour::Faint,
     }

@@ -1,7 +1,7 @@
 //! Text view of slots and their subscriptions.
 
 use super::View;
-use super::human::when;
+use super::human::format_time;
 use super::table::{self, Cell};
 use svc_wire::slot::{Subscription, SubscriptionList};
 
@@ -18,7 +18,7 @@ pub fn list(view: &View, slots: &[Subscription]) -> String {
         return "no slots\n".to_owned();
     }
     let row = |s: &Subscription| {
-        let end = s.current_period_end.as_deref().map(|end| when(view.now, end)).unwrap_or_default();
+        let end = s.current_period_end.as_deref().map(|end| format_time(view.now, end)).unwrap_or_default();
         let (user, slot) = (s.idp_user_id.clone(), s.slot.clone());
         let purpose = if s.test { "test" } else { "" };
         vec![

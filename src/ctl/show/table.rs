@@ -14,7 +14,7 @@ pub struct Cell {
 }
 
 impl Cell {
-    /// A cell with one line, even if a text of a host or the provider has several.
+    /// A cell of one line, even if a text from a host or the provider has several.
     pub fn painted(colour: Option<Colour>, text: impl Into<String>) -> Self {
         let text = text.into();
         let text = match one_line(&text) {
@@ -26,7 +26,7 @@ impl Cell {
 
     /// A cell with a state in its colour.
     pub fn state(state: &str) -> Self {
-        Self::painted(Colour::of_state(state), state)
+        Self::painted(Colour::for_state(state), state)
     }
 }
 
@@ -54,7 +54,7 @@ pub fn render(view: &View, heading: &[&str], rows: &[Vec<Cell>]) -> String {
     }
     table.set_header(heading.iter().map(|name| Shown::new(name).add_attribute(Attribute::Bold)));
     for row in rows {
-        table.add_row(row.iter().map(shown));
+        table.add_row(row.iter().map(styled_cell));
     }
     for column in table.column_iter_mut() {
         column.set_padding((0, 2));
@@ -63,13 +63,13 @@ pub fn render(view: &View, heading: &[&str], rows: &[Vec<Cell>]) -> String {
     lines.collect()
 }
 
-fn shown(cell: &Cell) -> Shown {
+fn styled_cell(cell: &Cell) -> Shown {
     let text = if cell.text.is_empty() { "-" } else { &cell.text };
     let shown = Shown::new(text);
     match cell.colour {
         None => shown,
         Some(Colour::Good) => shown.fg(Color::DarkGreen),
-        Some(Colour::Moving) => shown.fg(Color::DarkYellow),
+        Some(Colour::Warning) => shown.fg(Color::DarkYellow),
         Some(Colour::Bad) => shown.fg(Color::DarkRed),
         Some(Colour::Faint) => shown.add_attribute(Attribute::Dim),
         Some(Colour::Strong) => shown.add_attribute(Attribute::Bold),
@@ -77,10 +77,10 @@ fn shown(cell: &Cell) -> Shown {
 }
 
 /// Renders one name and value per line; empty values are omitted.
-pub fn pairs(view: &View, pairs: &[(&str, Cell)]) -> String {
+pub fn render_pairs(view: &View, pairs: &[(&str, Cell)]) -> String {
     let width = pairs.iter().map(|(name, _)| name.len()).max().unwrap_or(0) + 2;
-    let there = pairs.iter().filter(|(_, value)| !value.text.is_empty());
-    there
+    let present = pairs.iter().filter(|(_, value)| !value.text.is_empty());
+    present
         .map(|(name, value)| {
             let name = view.paint(Some(Colour::Faint), &format!("{name:<width$}"));
             format!("{name}{}\n", view.paint(value.colour, &value.text))

@@ -290,8 +290,7 @@ fn failed_restore_advice_depends_on_the_code() {
         let shown = machine::details(&plain(), &read(machine));
         shown.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
     };
-    let damaged =
-        next("primary", "the SHA-256 of x.dump is not the one in its record: nothing of it is restored");
+    let damaged = next("primary", "the SHA-256 of x.dump differs from its record: nothing was restored");
     for command in [
         format!("`svcctl backup list {OTHER}`"),
         "`svcctl recover user_1 --snapshot KEY`".to_owned(),
@@ -300,16 +299,15 @@ fn failed_restore_advice_depends_on_the_code() {
     ] {
         assert!(damaged.contains(&command), "{command}: {damaged}");
     }
-    assert!(!damaged.contains("`svcctl recover user_1`"), "the same again: {damaged}");
+    assert!(!damaged.contains("`svcctl recover user_1`"), "the failed command is advised again: {damaged}");
     let full = next("second", "svc-restore: code no_space: /var/lib/svc: 5 of 9 bytes");
     assert!(full.contains("next         `svcctl recover user_1 --slot second --server-type TYPE`"), "{full}");
-    let newer = next("primary", "svc-restore: code newer_postgres: x is of PostgreSQL 17");
+    let newer = next("primary", "svc-restore: code newer_postgres: x was taken with PostgreSQL 17");
     assert!(newer.contains("`svcctl recover user_1 --image-version VERSION`"), "{newer}");
     let store = next("primary", "svc-restore: code store_unavailable: no answer");
     assert!(store.contains("`svcctl doctor`"), "{store}");
 }
 
-/// The machine that it was to replace has the slot again; the failed machine still shows advice.
 #[test]
 fn failed_restore_advises_while_the_old_machine_has_the_slot() {
     let mut machine = failed();

@@ -1,5 +1,5 @@
-//! Bridge tokens of running agents. A token grants the bridge of the apps that the owner named for the agent, and
-//! expires with its dispatch. Tokens exist only in the memory of this process.
+//! Bridge tokens of running agents. A token gives access to the bridge of the apps that the owner listed for the agent,
+//! and expires with its dispatch. Tokens exist only in the memory of this process.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,12 +8,11 @@ use ring::rand::{SecureRandom, SystemRandom};
 use secrecy::{ExposeSecret, SecretString};
 use sha2::{Digest, Sha256};
 
-/// Bytes of a token.
 const TOKEN_BYTES: usize = 32;
 
 type TokenDigest = [u8; 32];
 
-/// The grant of a token: the bridge of these apps, while this dispatch runs.
+/// The access that a token gives: the bridge of these apps, while this dispatch runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BridgeGrant {
     pub dispatch: String,
@@ -30,24 +29,24 @@ pub struct AgentTokens {
 pub struct AgentToken {
     pub secret: SecretString,
     digest: TokenDigest,
-    all: Arc<AgentTokens>,
+    tokens: Arc<AgentTokens>,
 }
 
 impl AgentTokens {
-    /// A new token for the bridge of `apps`.
+    /// Issues a token for the bridge of `apps`.
     ///
     /// # Errors
-    /// The system has no random bytes.
+    /// The system's random generator fails.
     pub fn issue(self: &Arc<Self>, dispatch: &str, apps: &[String]) -> anyhow::Result<AgentToken> {
         let mut bytes = [0; TOKEN_BYTES];
         SystemRandom::new()
             .fill(&mut bytes)
-            .map_err(|_| anyhow::anyhow!("the system has no random bytes"))?;
+            .map_err(|_| anyhow::anyhow!("the system's random generator failed"))?;
         let secret = SecretString::from(format!("svc_agent_{}", hex::encode(bytes)));
         let digest = digest(secret.expose_secret());
         let grant = BridgeGrant { dispatch: dispatch.to_owned(), apps: apps.into() };
         self.lock().insert(digest, grant);
-        Ok(AgentToken { secret, digest, all: Arc::clone(self) })
+        Ok(AgentToken { secret, digest, tokens: Arc::clone(self) })
     }
 
     pub fn find(&self, token: &str) -> Option<BridgeGrant> {
@@ -55,8 +54,8 @@ impl AgentTokens {
         self.lock().get(&digest(token)).cloned()
     }
 
-    /// Whether a token of this dispatch is still valid.
-    pub fn has_dispatch(&self, dispatch: &str) -> bool {
+    /// Whether this dispatch still has a valid token.
+    pub fn has_token_of(&self, dispatch: &str) -> bool {
         self.lock().values().any(|grant| grant.dispatch == dispatch)
     }
 
@@ -67,7 +66,7 @@ impl AgentTokens {
 
 impl Drop for AgentToken {
     fn drop(&mut self) {
-        self.all.lock().remove(&self.digest);
+        self.tokens.lock().remove(&self.digest);
     }
 }
 
@@ -81,15 +80,15 @@ mod tests {
 
     #[test]
     fn token_is_revoked_when_dropped() {
-        let all = Arc::new(AgentTokens::default());
+        let tokens = Arc::new(AgentTokens::default());
         let apps = ["notes".to_owned()];
-        let (one, other) = (all.issue("d1", &apps).unwrap(), all.issue("d2", &[]).unwrap());
-        let grant = all.find(one.secret.expose_secret()).unwrap();
+        let (token, other) = (tokens.issue("d1", &apps).unwrap(), tokens.issue("d2", &[]).unwrap());
+        let grant = tokens.find(token.secret.expose_secret()).unwrap();
         assert_eq!(grant, BridgeGrant { dispatch: "d1".to_owned(), apps: apps.as_slice().into() });
-        let text = one.secret.expose_secret().to_owned();
-        drop(one);
-        assert!(all.find(&text).is_none() && !all.has_dispatch("d1"));
-        assert!(all.find(other.secret.expose_secret()).is_some());
-        assert!(all.find("").is_none());
+        let text = token.secret.expose_secret().to_owned();
+        drop(token);
+        assert!(tokens.find(&text).is_none() && !tokens.has_token_of("d1"));
+        assert!(tokens.find(other.secret.expose_secret()).is_some());
+        assert!(tokens.find("").is_none());
     }
 }

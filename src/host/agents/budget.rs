@@ -1,6 +1,6 @@
-//! Users' budgets: an amount is reserved before a dispatch starts; its cost is recorded when it ends.
+//! Users' budgets: an amount is reserved before a dispatch starts, and its cost is recorded when it ends.
 //!
-//! Invariant: checking and changing a user's budget is atomic, also under concurrent requests.
+//! Invariant: checking and changing a user's budget is atomic, even under concurrent requests.
 
 use std::sync::{Arc, PoisonError};
 
@@ -35,16 +35,16 @@ impl Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         let mut reserved = self.kernel.reserved.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(all) = reserved.get_mut(&self.user) {
-            *all = all.saturating_sub(self.amount);
-            if *all == Dollars::ZERO {
+        if let Some(total) = reserved.get_mut(&self.user) {
+            *total = total.saturating_sub(self.amount);
+            if *total == Dollars::ZERO {
                 reserved.remove(&self.user);
             }
         }
     }
 }
 
-/// A user is close to a limit.
+/// A warning that a user is close to a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LimitWarning {
     pub period: Period,
@@ -54,7 +54,7 @@ pub struct LimitWarning {
 
 impl LimitWarning {
     pub fn to_json(&self) -> Value {
-        json!({ "period": self.period.word(), "limit": self.limit, "spent": self.spent })
+        json!({ "period": self.period.as_str(), "limit": self.limit, "spent": self.spent })
     }
 }
 
@@ -77,7 +77,7 @@ impl LimitReached {
         let seconds = self.resets_at.as_second().saturating_sub(now.as_second()).max(0);
         Problem::new(Code::CostLimitReached, self.period.reached_message())
             .retry_after(u64::try_from(seconds).unwrap_or_default() + 1)
-            .with("period", self.period.word().into())
+            .with("period", self.period.as_str().into())
             .with("limit", json!(self.limit))
             .with("spent", json!(self.spent.in_period(self.period)))
             .with("reserved", json!(self.spent.reserved))
@@ -93,10 +93,10 @@ impl Kernel {
     pub fn spent(&self, user: &str, settings: &Settings, now: Timestamp) -> Result<Spent, Problem> {
         let reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let reserved = reserved.get(user).copied().unwrap_or_default();
-        self.spent_beside(user, settings, now, reserved)
+        self.spent_with_reserved(user, settings, now, reserved)
     }
 
-    fn spent_beside(
+    fn spent_with_reserved(
         &self,
         user: &str,
         settings: &Settings,
@@ -113,8 +113,8 @@ impl Kernel {
         })
     }
 
-    /// Reserves the amount for one more dispatch of this user. The model that will run is unknown until it has run, so
-    /// that a requested model without a price is no exception.
+    /// Reserves the amount for one more dispatch of this user, even if the requested model has no price: another model
+    /// may run.
     ///
     /// # Errors
     /// The records are still being read; the inner error is the limit that was reached.
@@ -133,8 +133,8 @@ impl Kernel {
         settings: &Settings,
     ) -> Result<Result<Reservation, LimitReached>, Problem> {
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
-        let aside = reserved.get(user).copied().unwrap_or_default();
-        let spent = self.spent_beside(user, settings, now, aside)?;
+        let already_reserved = reserved.get(user).copied().unwrap_or_default();
+        let spent = self.spent_with_reserved(user, settings, now, already_reserved)?;
         let amount = settings.limits.reservation;
         if let Err(period) = check_limits(settings.limits, &spent) {
             let resets_at = match period {
@@ -164,27 +164,31 @@ impl Kernel {
         Reservation { kernel: Arc::clone(self), user: user.to_owned(), amount }
     }
 
-    /// Records an ended dispatch. Returns the limits that its user is now close to; `None` if the record was dropped,
-    /// so that its cost counts only in this process.
-    pub fn record(&self, one: &Interaction) -> Option<Vec<LimitWarning>> {
+    /// Records an ended dispatch. Returns warnings of the limits that its user is now close to; `None` if the record
+    /// was dropped, so that its cost counts only in this process.
+    pub fn record(&self, interaction: &Interaction) -> Option<Vec<LimitWarning>> {
         let settings = self.settings();
         let _guard = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(book) = self.book() else {
-            tracing::error!(id = one.id, "a dispatch ended before the records were read");
+            tracing::error!(id = interaction.id, "a dispatch ended before the records were read");
             return None;
         };
-        let user = &one.sender_id;
-        let before = self.spent_beside(user, &settings, one.timestamp, Dollars::ZERO).unwrap_or_default();
-        let recorded = book.record(settings.calendar.day(one.timestamp), one);
+        let user = &interaction.sender_id;
+        let spent = || {
+            self.spent_with_reserved(user, &settings, interaction.timestamp, Dollars::ZERO)
+                .unwrap_or_default()
+        };
+        let before = spent();
+        let recorded = book.record(settings.calendar.day(interaction.timestamp), interaction);
         if let Err(error) = recorded {
-            tracing::warn!(id = one.id, %error, "interaction record dropped: queue full");
+            tracing::warn!(id = interaction.id, %error, "interaction record dropped: queue full");
         }
-        let now = self.spent_beside(user, &settings, one.timestamp, Dollars::ZERO).unwrap_or_default();
-        let near = |period: &Period| {
+        let now = spent();
+        let crosses_threshold = |period: &Period| {
             let limit = settings.limits.for_period(*period);
             crosses_warning_threshold(limit, before.in_period(*period), now.in_period(*period))
         };
-        let warnings = Period::ALL.into_iter().filter(near).map(|period| LimitWarning {
+        let warnings = Period::ALL.into_iter().filter(crosses_threshold).map(|period| LimitWarning {
             period,
             limit: settings.limits.for_period(period),
             spent: now.in_period(period),
@@ -195,15 +199,15 @@ impl Kernel {
 
     fn warn(&self, user: &str, warning: &LimitWarning) {
         let LimitWarning { period, limit, spent } = warning;
-        let word = period.word();
+        let word = period.as_str();
         tracing::warn!(user, %limit, %spent, "80% of the {word} cost limit is spent");
         self.note(&format!("{user} has spent {spent} of the {word} cost limit of {limit}"));
     }
 
-    /// Describes what already counts towards a changed limit.
+    /// Describes the spending that already counts towards a changed limit.
     pub(super) fn describe_spent(&self, settings: &Settings, period: Period) -> String {
         let Ok(book) = self.book() else {
-            return "what was spent in its period already counts".to_owned();
+            return "spending in the current period already counts".to_owned();
         };
         let today = settings.calendar.day(Timestamp::now());
         let since = first_day(period, today);
@@ -216,17 +220,17 @@ impl Kernel {
             .map(|(dollars, user)| format!("{dollars} by {user}"))
             .collect();
         match (named.is_empty(), spent.len().saturating_sub(MAX_LISTED_USERS)) {
-            (true, _) => "nothing is spent in its period yet".to_owned(),
-            (false, 0) => format!("what was spent in its period already counts: {}", named.join(", ")),
+            (true, _) => "nothing has been spent in the current period".to_owned(),
+            (false, 0) => format!("spending in the current period already counts: {}", named.join(", ")),
             (false, more) => {
                 let named = named.join(", ");
-                format!("what was spent in its period already counts: {named}, and by {more} more")
+                format!("spending in the current period already counts: {named}, and by {more} more users")
             }
         }
     }
 }
 
-/// The first day of the period that includes `today`.
+/// Returns the first day of the period that includes `today`.
 fn first_day(period: Period, today: Date) -> Date {
     match period {
         Period::Daily => today,
@@ -240,8 +244,8 @@ mod tests {
     use crate::records::entry::Status;
     use crate::system::layout::Layout;
 
-    fn spent(kernel: &Kernel, at: &str, cents: u64) {
-        let one = Interaction {
+    fn record_cost(kernel: &Kernel, at: &str, cents: u64) {
+        let interaction = Interaction {
             version: Interaction::VERSION,
             id: at.to_owned(),
             timestamp: at.parse().unwrap(),
@@ -261,44 +265,44 @@ mod tests {
             batch_id: None,
             fingerprint: None,
         };
-        kernel.record(&one).unwrap();
+        kernel.record(&interaction).unwrap();
     }
 
-    /// Whether a dispatch may start at this time; the error is the time at which the limit resets.
-    fn asked(kernel: &Arc<Kernel>, at: &str) -> Result<(), String> {
+    /// Fails with the period and the time at which its limit resets if no dispatch may start at this time.
+    fn try_reserve(kernel: &Arc<Kernel>, at: &str) -> Result<(), String> {
         let settings = kernel.settings();
         match kernel.reserve_at(at.parse().unwrap(), "ada", &settings).unwrap() {
             Ok(_) => Ok(()),
-            Err(reached) => Err(format!("{} {}", reached.period.word(), rfc3339_ms(reached.resets_at))),
+            Err(reached) => Err(format!("{} {}", reached.period.as_str(), rfc3339_ms(reached.resets_at))),
         }
     }
 
     #[test]
-    fn limits_reset_by_the_owners_time_zone() {
+    fn limits_reset_in_the_owners_time_zone() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         std::fs::create_dir_all(layout.settings().parent().unwrap()).unwrap();
         let limits = r#"{"costLimits": {"daily": 1, "monthly": 5, "timeZone": "America/Santiago"}}"#;
         std::fs::write(layout.settings(), limits).unwrap();
         let kernel = Arc::new(Kernel::new(&layout).unwrap());
-        assert!(kernel.open());
-        // Local time is 5 September, 23:30. The clock jumps from midnight to one, so that the next day has 23 hours.
-        spent(&kernel, "2026-09-06T03:30:00.000Z", 100);
+        assert!(kernel.open_book());
+        // Local time is 5 September, 23:30. The clock jumps from midnight to one, so the next day has 23 hours.
+        record_cost(&kernel, "2026-09-06T03:30:00.000Z", 100);
         let midnight = "daily 2026-09-06T04:00:00.000Z".to_owned();
-        assert_eq!(asked(&kernel, "2026-09-06T03:59:59.999Z"), Err(midnight));
-        assert_eq!(asked(&kernel, "2026-09-06T04:00:00.000Z"), Ok(()));
+        assert_eq!(try_reserve(&kernel, "2026-09-06T03:59:59.999Z"), Err(midnight));
+        assert_eq!(try_reserve(&kernel, "2026-09-06T04:00:00.000Z"), Ok(()));
         // After the change, the day ends at 03:00 UTC.
-        spent(&kernel, "2026-09-07T02:59:59.000Z", 100);
+        record_cost(&kernel, "2026-09-07T02:59:59.000Z", 100);
         assert_eq!(
-            asked(&kernel, "2026-09-07T02:59:59.999Z"),
+            try_reserve(&kernel, "2026-09-07T02:59:59.999Z"),
             Err("daily 2026-09-07T03:00:00.000Z".to_owned())
         );
-        assert_eq!(asked(&kernel, "2026-09-07T03:00:00.000Z"), Ok(()));
-        // The month, which resets later, is reported; it also ends by the owner's time zone.
-        spent(&kernel, "2026-10-01T02:30:00.000Z", 300);
+        assert_eq!(try_reserve(&kernel, "2026-09-07T03:00:00.000Z"), Ok(()));
+        // The monthly limit, which resets later, is reported; the month also ends in the owner's time zone.
+        record_cost(&kernel, "2026-10-01T02:30:00.000Z", 300);
         let end = "monthly 2026-10-01T03:00:00.000Z".to_owned();
-        assert_eq!(asked(&kernel, "2026-10-01T02:59:59.999Z"), Err(end));
-        assert_eq!(asked(&kernel, "2026-10-01T03:00:00.000Z"), Ok(()));
+        assert_eq!(try_reserve(&kernel, "2026-10-01T02:59:59.999Z"), Err(end));
+        assert_eq!(try_reserve(&kernel, "2026-10-01T03:00:00.000Z"), Ok(()));
         kernel.close();
     }
 }

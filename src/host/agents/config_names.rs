@@ -1,7 +1,7 @@
-//! Names in `system/config.json` that no setting has: a misspelt limit must not silently mean no limit.
+//! Finds unknown names in `system/config.json`: a misspelt limit must not silently mean that there is no limit.
 //!
-//! Members of the file itself may belong to other programs. They are mistakes only if they nearly have the name of one
-//! of ours that the file does not have.
+//! Top-level members may belong to other programs. One is a mistake only if its name resembles that of a setting that
+//! the file lacks.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ const MAX_SHOWN_CHARS: usize = 64;
 /// Names of at least this many characters may differ in two characters, shorter ones in one.
 const MIN_LONG_NAME_CHARS: usize = 8;
 
-const TOP: [&str; 5] = ["costLimits", "storage", "agents", "dispatch", "prices"];
+const TOP_LEVEL: [&str; 5] = ["costLimits", "storage", "agents", "dispatch", "prices"];
 const COST_LIMITS: [&str; 4] = ["daily", "monthly", "reservation", "timeZone"];
 const STORAGE: [&str; 2] = ["appBytes", "apps"];
 const AGENT: [&str; 6] = ["adapter", "command", "model", "deadlineSeconds", "environment", "apps"];
@@ -24,7 +24,7 @@ const PRICE: [&str; 3] = ["input", "output", "cachedInput"];
 
 type Members = BTreeMap<String, IgnoredAny>;
 
-/// The names in the file, which has been parsed before.
+/// The names in the file.
 #[derive(Deserialize, Default)]
 #[serde(rename_all = "camelCase", default)]
 struct Names {
@@ -44,30 +44,31 @@ pub fn check_names(text: &[u8]) -> Result<(), String> {
     check_members("storage", &names.storage, &STORAGE)?;
     check_members("dispatch", &names.dispatch, &DISPATCH)?;
     for (name, agent) in &names.agents {
-        check_members(&format!("agents.{}", shown(name)), agent, &AGENT)?;
+        check_members(&format!("agents.{}", shorten(name)), agent, &AGENT)?;
     }
     for (name, price) in &names.prices {
-        check_members(&format!("prices.{}", shown(name)), price, &PRICE)?;
+        check_members(&format!("prices.{}", shorten(name)), price, &PRICE)?;
     }
     let Ok(all) = serde_json::from_slice::<Members>(text) else { return Ok(()) };
-    let misspelt = |name: &String| nearest(name, &TOP).filter(|near| !all.contains_key(*near));
+    let misspelt =
+        |name: &String| find_similar(name, &TOP_LEVEL).filter(|similar| !all.contains_key(*similar));
     match all.keys().find_map(|name| Some((name, misspelt(name)?))) {
-        Some((name, near)) => Err(format!("{} is no setting; did you mean {near}?", shown(name))),
+        Some((name, similar)) => Err(format!("{} is not a setting; did you mean {similar}?", shorten(name))),
         None => Ok(()),
     }
 }
 
 fn check_members(object: &str, members: &Members, known: &[&str]) -> Result<(), String> {
     let Some(unknown) = members.keys().find(|name| !known.contains(&name.as_str())) else { return Ok(()) };
-    Err(format!("{object}.{} is no setting; {object} has {}", shown(unknown), known.join(", ")))
+    Err(format!("{object}.{} is not a setting; {object} has {}", shorten(unknown), known.join(", ")))
 }
 
-fn shown(name: &str) -> String {
+fn shorten(name: &str) -> String {
     preview::truncate(name, MAX_SHOWN_CHARS)
 }
 
-/// The known name that this one nearly has, apart from upper case, dashes and underscores.
-fn nearest<'k>(name: &str, known: &[&'k str]) -> Option<&'k str> {
+/// Finds a known name that differs in at most two characters, apart from case, dashes and underscores.
+fn find_similar<'k>(name: &str, known: &[&'k str]) -> Option<&'k str> {
     let plain = |name: &str| name.to_lowercase().replace(['-', '_'], "");
     let name = plain(&preview::truncate(name, MAX_SHOWN_CHARS));
     known.iter().copied().find(|known| {
@@ -85,7 +86,7 @@ mod tests {
         for (text, part) in [
             (
                 r#"{"costLimits": {"dailly": 1}}"#,
-                "costLimits.dailly is no setting; costLimits has daily, monthly",
+                "costLimits.dailly is not a setting; costLimits has daily, monthly",
             ),
             (r#"{"costLimits": {"daily": 1, "weekly": 5}}"#, "costLimits.weekly"),
             (r#"{"storage": {"bytes": 1}}"#, "storage.bytes"),
@@ -95,7 +96,7 @@ mod tests {
                 "agents.a.modell",
             ),
             (r#"{"prices": {"m": {"input": 1, "output": 1, "cached": 1}}}"#, "prices.m.cached"),
-            (r#"{"costLimit": {"daily": 1}}"#, "costLimit is no setting; did you mean costLimits?"),
+            (r#"{"costLimit": {"daily": 1}}"#, "costLimit is not a setting; did you mean costLimits?"),
             (r#"{"cost_limits": {"daily": 1}}"#, "did you mean costLimits?"),
             (r#"{"costLimtis": {"daily": 1}}"#, "did you mean costLimits?"),
             (r#"{"Agents": {}}"#, "did you mean agents?"),

@@ -1,7 +1,7 @@
 //! The kernel: agent runs, their cost and their records.
 //!
-//! The usage book is read in the background, since the port listens earlier; until then, its users get a 503 with
-//! `Retry-After`.
+//! The usage book is read in the background, because the gateway accepts connections earlier. Until the book has been
+//! read, requests that need it get a 503 with `Retry-After`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ use crate::records::entry::Interaction;
 use crate::records::find;
 use crate::records::money::Dollars;
 use crate::records::page::PageError;
-use crate::records::usage_book::Book;
+use crate::records::usage_book::UsageBook;
 use crate::records::writer::{Records, Writer};
 use crate::system::layout::Layout;
 use svc_base::chain::chain;
@@ -34,28 +34,29 @@ const USAGE_WRITE_INTERVAL: Duration = Duration::from_secs(300);
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum time that a request waits for the book.
 const BOOK_TIMEOUT: Duration = Duration::from_secs(2);
+/// Maximum concurrent streams of records.
 const MAX_LISTENERS: usize = 32;
-/// Interval of retries to read the records.
+/// Interval of retries after the records could not be read.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
-/// Interval of the notes that a limit has refused a user's dispatches.
+/// Minimum interval between notes that a limit has refused a user's dispatches.
 const REFUSAL_NOTE_INTERVAL: Duration = Duration::from_secs(60);
 
 pub struct Kernel {
     layout: Layout,
     settings: LiveSettings,
-    /// Serializes changes of the settings.
-    changing: Arc<Mutex<()>>,
+    /// Serializes changes to the settings.
+    settings_lock: Arc<Mutex<()>>,
     records: Records,
     /// `None` after [`Self::close`].
     writer: Mutex<Option<Writer>>,
-    book: OnceLock<Book>,
+    book: OnceLock<UsageBook>,
     /// Reserved amounts of active dispatches, by user.
     pub(super) reserved: Mutex<HashMap<String, Dollars>>,
     /// Limits concurrent streams of records.
     listeners: Arc<Semaphore>,
     /// Cancelled when the book is open.
-    opened: CancellationToken,
-    /// Limits the notes of refused dispatches, by user.
+    book_opened: CancellationToken,
+    /// Limits the notes about refused dispatches, by user.
     refusal_notes: RateLimit<String>,
 }
 
@@ -67,14 +68,14 @@ impl Kernel {
         let records = writer.records();
         Ok(Self {
             layout: layout.clone(),
-            settings: LiveSettings::new(layout.settings(), layout.good_settings(), records.clone()),
-            changing: Arc::default(),
+            settings: LiveSettings::new(layout.settings(), layout.last_good_settings(), records.clone()),
+            settings_lock: Arc::default(),
             records,
             writer: Mutex::new(Some(writer)),
             book: OnceLock::new(),
             reserved: Mutex::default(),
             listeners: Arc::new(Semaphore::new(MAX_LISTENERS)),
-            opened: CancellationToken::new(),
+            book_opened: CancellationToken::new(),
             refusal_notes: RateLimit::every(REFUSAL_NOTE_INTERVAL, 1),
         })
     }
@@ -90,7 +91,7 @@ impl Kernel {
 
     /// Held while the owner's settings are changed, so that changes are serialized.
     pub fn settings_lock(&self) -> Arc<Mutex<()>> {
-        Arc::clone(&self.changing)
+        Arc::clone(&self.settings_lock)
     }
 
     /// Admits one more stream of records, until the permit is dropped.
@@ -103,12 +104,12 @@ impl Kernel {
         self.settings.current(|settings, period| self.describe_spent(settings, period))
     }
 
-    /// Writes a line of `activity.log`. A dropped line is reported as a gap.
-    pub fn note(&self, what: &str) {
-        let _ = self.records.note(what);
+    /// Writes a line to `activity.log`. A dropped line is reported as a gap.
+    pub fn note(&self, text: &str) {
+        let _ = self.records.note(text);
     }
 
-    /// Writes a line of `activity.log` that a cost limit has refused a dispatch, at most once a minute for each user.
+    /// Notes in `activity.log` that a cost limit has refused a dispatch, at most once a minute for each user.
     pub fn note_refusal(&self, user: &str, why: &str) {
         if self.refusal_notes.check(&user.to_owned()).is_ok() {
             self.note(&format!("a dispatch of {user} was refused: {why}"));
@@ -125,20 +126,22 @@ impl Kernel {
     /// # Errors
     /// A file cannot be read.
     pub fn find(&self, ids: &BTreeSet<String>) -> Result<BTreeMap<String, Interaction>, PageError> {
-        find::interactions(&self.layout.logs(), ids)
+        find::find_interactions(&self.layout.logs(), ids)
     }
 
-    /// The book; waits for it for a short time while it is being read.
+    /// Returns the book, and waits up to `BOOK_TIMEOUT` while it is being read.
     ///
     /// # Errors
     /// The records are still being read after `BOOK_TIMEOUT`.
-    pub async fn ready(&self) -> Result<&Book, Problem> {
-        // The result below shows whether it was opened in time.
-        let _ = tokio::time::timeout(BOOK_TIMEOUT, self.opened.cancelled()).await;
+    pub async fn wait_for_book(&self) -> Result<&UsageBook, Problem> {
+        // The result below shows whether the book was opened in time.
+        let _ = tokio::time::timeout(BOOK_TIMEOUT, self.book_opened.cancelled()).await;
         self.book()
     }
 
-    pub fn book(&self) -> Result<&Book, Problem> {
+    /// # Errors
+    /// The records are still being read.
+    pub fn book(&self) -> Result<&UsageBook, Problem> {
         self.book.get().ok_or_else(|| {
             Problem::new(Code::Unavailable, "The records are still being read.").retry_after(1)
         })
@@ -148,26 +151,26 @@ impl Kernel {
     pub async fn maintain(self: Arc<Self>, stop: CancellationToken) {
         while self.book.get().is_none() {
             let kernel = Arc::clone(&self);
-            let opened = tokio::task::spawn_blocking(move || kernel.open()).await;
+            let opened = tokio::task::spawn_blocking(move || kernel.open_book()).await;
             if !matches!(opened, Ok(true))
                 && stop.run_until_cancelled(tokio::time::sleep(RETRY_INTERVAL)).await.is_none()
             {
                 return;
             }
         }
-        let mut written = tokio::time::Instant::now();
+        let mut last_write = tokio::time::Instant::now();
         let mut day = self.today();
         while stop.run_until_cancelled(tokio::time::sleep(CHECK_INTERVAL)).await.is_some() {
             // Reading the settings reports a changed limit now rather than at the next dispatch.
             let today = self.today();
-            if today != day || written.elapsed() >= USAGE_WRITE_INTERVAL {
+            if today != day || last_write.elapsed() >= USAGE_WRITE_INTERVAL {
                 let kernel = Arc::clone(&self);
                 let seal = today != day;
                 let work =
                     move || kernel.book.get().map(|book| if seal { book.seal() } else { book.write() });
                 // The panic hook has logged a panic.
                 let _ = tokio::task::spawn_blocking(work).await;
-                (written, day) = (tokio::time::Instant::now(), today);
+                (last_write, day) = (tokio::time::Instant::now(), today);
             }
         }
     }
@@ -176,12 +179,13 @@ impl Kernel {
         self.settings().calendar.day(Timestamp::now())
     }
 
-    pub(super) fn open(&self) -> bool {
+    /// Returns whether this call opened the book; logs failures.
+    pub(super) fn open_book(&self) -> bool {
         let (logs, seals) = (self.layout.logs(), self.layout.usage_seals());
-        match Book::open(self.records.clone(), logs, seals) {
+        match UsageBook::open(self.records.clone(), logs, seals) {
             Ok(book) => {
                 let is_first = self.book.set(book).is_ok();
-                self.opened.cancel();
+                self.book_opened.cancel();
                 is_first
             }
             Err(error) => {

@@ -1,7 +1,7 @@
-//! The owner's current settings (`host::agents::owner_config`): reads the file again when it changes.
+//! The owner's current settings (`host::agents::owner_config`), reloaded when the file changes.
 //!
-//! A broken edit changes nothing: the last good settings stay in force, also over restarts, since a copy is kept beside
-//! the machine's state. The mistake is reported until it is fixed.
+//! A broken edit changes nothing: the last good settings stay in force, even across restarts, because a copy is kept
+//! beside the machine's state. The mistake is reported until it is fixed.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -20,8 +20,8 @@ type FileStamp = Option<(u64, u64, i64, i64)>;
 /// The current settings.
 pub struct LiveSettings {
     path: PathBuf,
-    /// The last good version of the file.
-    good: PathBuf,
+    /// A copy of the last good version of the file.
+    last_good: PathBuf,
     records: Records,
     cached: Mutex<CachedSettings>,
 }
@@ -32,13 +32,13 @@ struct CachedSettings {
 }
 
 impl LiveSettings {
-    pub fn new(path: PathBuf, good: PathBuf, records: Records) -> Self {
-        let settings = Arc::new(Settings::last_good(&good));
-        Self { path, good, records, cached: Mutex::new(CachedSettings { stamp: None, settings }) }
+    pub fn new(path: PathBuf, last_good: PathBuf, records: Records) -> Self {
+        let settings = Arc::new(Settings::load_last_good(&last_good));
+        Self { path, last_good, records, cached: Mutex::new(CachedSettings { stamp: None, settings }) }
     }
 
-    /// Checks the file at each call, which costs a microsecond. `describe_spent` describes what counts towards a
-    /// changed limit.
+    /// Returns the current settings. Each call checks the file, which takes about a microsecond. `describe_spent`
+    /// describes the spending that counts towards a changed limit.
     pub fn current(&self, describe_spent: impl Fn(&Settings, Period) -> String) -> Arc<Settings> {
         let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
         let stamp = file_stamp(&self.path);
@@ -59,13 +59,15 @@ impl LiveSettings {
         match parsed {
             Ok((settings, text)) => {
                 self.report_changes(before, &settings, describe_spent);
-                if let Err(error) = fsx::write_atomic(&self.good, &text, 0o600) {
+                if let Err(error) = fsx::write_atomic(&self.last_good, &text, 0o600) {
                     tracing::warn!(error = %chain(&error), "cannot save the last good settings");
                 }
                 settings
             }
             Err(mistake) => {
-                self.report(&format!("system/config.json is not used as it is now: {mistake}"));
+                self.report(&format!(
+                    "system/config.json is invalid, so the earlier settings stay in force until it is fixed: {mistake}"
+                ));
                 Settings { mistake: Some(mistake), ..before.clone() }
             }
         }
@@ -80,18 +82,18 @@ impl LiveSettings {
         for period in Period::ALL {
             let (was, is) = (before.limits.for_period(period), now.limits.for_period(period));
             if was != is {
-                let word = period.word();
+                let word = period.as_str();
                 self.report(&match is {
-                    Dollars::ZERO => format!("there is no {word} cost limit any more"),
+                    Dollars::ZERO => format!("the {word} cost limit was removed"),
                     _ => format!("the {word} cost limit is {is}; {}", describe_spent(now, period)),
                 });
             }
         }
         if before.time_zone != now.time_zone {
-            self.report(&format!("days begin by the clock of {}", now.time_zone));
+            self.report(&format!("days now begin at midnight in the time zone {}", now.time_zone));
         }
         if before.mistake.is_some() {
-            self.report("system/config.json is used again");
+            self.report("system/config.json is valid again and in use");
         }
     }
 
@@ -115,7 +117,7 @@ mod tests {
     use crate::records::writer::Writer;
 
     fn spent_text(_: &Settings, _: Period) -> String {
-        "what was spent in its period already counts".to_owned()
+        "spending in the current period already counts".to_owned()
     }
 
     #[test]
@@ -123,8 +125,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.json");
         let writer = Writer::start(dir.path().join("logs")).unwrap();
-        let kept = dir.path().join("kept.json");
-        let live = LiveSettings::new(path.clone(), kept.clone(), writer.records());
+        let last_good = dir.path().join("last-good.json");
+        let live = LiveSettings::new(path.clone(), last_good.clone(), writer.records());
         assert_eq!(*live.current(spent_text), Settings::default());
         fs::write(&path, r#"{"costLimits": {"daily": 5, "timeZone": "Europe/Berlin"}, "other": 1}"#).unwrap();
         let good = live.current(spent_text);
@@ -140,7 +142,7 @@ mod tests {
             assert_eq!(now.limits, good.limits, "{broken}");
             assert!(now.mistake.is_some(), "{broken}");
             let restarted =
-                LiveSettings::new(path.clone(), kept.clone(), writer.records()).current(spent_text);
+                LiveSettings::new(path.clone(), last_good.clone(), writer.records()).current(spent_text);
             assert_eq!(*restarted, *now, "{broken}");
         }
         fs::write(&path, r#"{"costLimits": {"daily": 6}}"#).unwrap();
@@ -150,7 +152,7 @@ mod tests {
         drop(writer);
         let activity = fs::read_to_string(dir.path().join("logs/activity.log")).unwrap();
         for line in
-            ["daily cost limit is $5.00", "no time zone", "used again", "no daily cost limit any more"]
+            ["daily cost limit is $5.00", "not a time zone", "valid again", "daily cost limit was removed"]
         {
             assert!(activity.contains(line), "{line} in\n{activity}");
         }

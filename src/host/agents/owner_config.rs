@@ -1,7 +1,7 @@
-//! `system/config.json`: the owner's settings, shared by gateway and heartbeat.
+//! `system/config.json`: the owner's settings, shared by the gateway and `svc-heartbeat`.
 //!
-//! Both use the current file, or else its last good version, so that they agree on the day; the gateway keeps that
-//! version beside the machine's state.
+//! Both use the current file or, if it is invalid, its last good version, so that they agree on when a day begins. The
+//! gateway keeps that version beside the machine's state.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -32,7 +32,7 @@ pub struct Settings {
     pub limits: Limits,
     pub agents: AgentSettings,
     pub storage: StorageQuotas,
-    /// The mistake of the current file, if these settings are from an earlier version.
+    /// The mistake in the current file, if these settings are from an earlier version.
     pub mistake: Option<String>,
 }
 
@@ -46,7 +46,7 @@ pub struct StorageQuotas {
 
 impl StorageQuotas {
     /// The quota of an app by its slug, if the owner has set one for it or for all apps.
-    pub fn of(&self, slug: &str) -> Option<u64> {
+    pub fn quota_for(&self, slug: &str) -> Option<u64> {
         self.apps.get(slug).copied().or(self.app_bytes)
     }
 }
@@ -96,38 +96,38 @@ impl Settings {
     fn parse_known(text: &[u8]) -> Result<Self, String> {
         let file: ConfigFile = serde_json::from_slice(text).map_err(|error| {
             let kind =
-                if error.is_data() { "a setting has another form than it should" } else { "it is no JSON" };
+                if error.is_data() { "a setting has an invalid value" } else { "it is not valid JSON" };
             format!("{kind} (line {}, column {})", error.line(), error.column())
         })?;
         let CostLimits { daily, monthly, reservation, time_zone } = file.cost_limits;
         let time_zone = time_zone.unwrap_or_else(|| "UTC".to_owned());
         let calendar = Calendar::for_zone(&time_zone)
-            .map_err(|_| "costLimits.timeZone is no time zone; one is written as Europe/Berlin".to_owned())?;
+            .map_err(|_| "costLimits.timeZone is not a time zone; an example is Europe/Berlin".to_owned())?;
         let reservation = reservation.unwrap_or(Limits::DEFAULT_RESERVATION);
         let agents = AgentSettings::validate(file.agents, file.dispatch, file.prices)?;
         let limits = Limits { daily, monthly, reservation };
         Ok(Self { calendar, time_zone, limits, agents, storage: file.storage, mistake: None })
     }
 
-    /// The settings of the file; if it is broken, the last good ones with the mistake.
+    /// Loads the settings from the file; if it is invalid, the last good ones with the mistake.
     pub fn load(file: &Path, good: &Path) -> Self {
         let parsed = match read_config_file(file) {
             Ok(Some(text)) => Self::parse(&text),
             Ok(None) => Ok(Self::default()),
             Err(error) => Err(chain(&error)),
         };
-        parsed.unwrap_or_else(|mistake| Self { mistake: Some(mistake), ..Self::last_good(good) })
+        parsed.unwrap_or_else(|mistake| Self { mistake: Some(mistake), ..Self::load_last_good(good) })
     }
 
-    /// The last good settings, or the default. They may have been good for an earlier release, which ignored unknown
-    /// names.
-    pub fn last_good(good: &Path) -> Self {
-        let kept = read_config_file(good).ok().flatten().and_then(|text| Self::parse_known(&text).ok());
-        kept.unwrap_or_default()
+    /// Loads the last good settings, or the default. Unknown names are ignored: an earlier release, which ignored them
+    /// too, may have saved the file.
+    pub fn load_last_good(good: &Path) -> Self {
+        let settings = read_config_file(good).ok().flatten().and_then(|text| Self::parse_known(&text).ok());
+        settings.unwrap_or_default()
     }
 }
 
-/// Reads a file of settings. Fails for other file types and files above `MAX_CONFIG_BYTES`.
+/// Reads a settings file; `None` if it does not exist. Fails unless it is a regular file of at most `MAX_CONFIG_BYTES`.
 pub fn read_config_file(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     let mut options = File::options();
     let file = match options.read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path) {
@@ -165,7 +165,7 @@ mod tests {
             std::fs::write(&file, broken).unwrap();
             std::fs::write(&good, zone("Europe/Berlin")).unwrap();
             assert_eq!(day(), ("2026-11-21".to_owned(), true));
-            // If the last good version is broken as well, records still use the default.
+            // If the last good version is broken as well, the default applies.
             std::fs::write(&good, broken).unwrap();
             assert_eq!(day(), ("2026-11-20".to_owned(), true));
         }
@@ -180,7 +180,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (file, good) = (dir.path().join("config.json"), dir.path().join("good.json"));
         std::fs::write(&file, r#"{"costLimits": {"dailly": 1}}"#).unwrap();
-        // An earlier release took this file for a good one.
+        // An earlier release accepted this file.
         std::fs::write(&good, r#"{"costLimits": {"daily": 5, "note": "x"}}"#).unwrap();
         let settings = Settings::load(&file, &good);
         assert_eq!(settings.limits.daily, Dollars::from_nanos(5_000_000_000));

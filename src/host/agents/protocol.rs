@@ -1,7 +1,7 @@
-//! The protocol of the gateway and `svc-agent` over `agent.sock`: frames of a kind, a length and a payload.
+//! The protocol between the gateway and `svc-agent` over `agent.sock`. A frame has a kind, a length and a payload.
 //!
-//! The gateway sends an order. The runner reports its process ID; the gateway registers it with the watcher and sends
-//! the go-ahead, on which the runner starts the agent. A cancellation or a closed connection ends the run early. The
+//! The gateway sends an order. The runner reports its process ID. The gateway registers that ID with the watcher and
+//! sends the go-ahead; then the runner starts the agent. A cancellation or a closed connection ends the run early. The
 //! runner forwards the agent's output line by line and finally reports its exit.
 
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use super::adapters::codex_sessions::SessionUsage;
 use super::adapters::{AdapterKind, Exit};
 
-/// The socket in [`crate::system::layout::Layout::owner_sockets`].
+/// The socket's file name in [`crate::system::layout::Layout::owner_sockets`].
 pub const SOCKET: &str = "agent.sock";
 /// Maximum bytes of a forwarded line; the input of a tool may be a whole file.
 pub const MAX_LINE_BYTES: usize = 8 << 20;
@@ -27,7 +27,7 @@ pub const INTERRUPT_GRACE: Duration = Duration::from_secs(2);
 /// Time between SIGTERM and SIGKILL of an agent.
 pub const TERMINATE_GRACE: Duration = Duration::from_secs(5);
 
-/// One run of an agent.
+/// The order to run an agent.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Order {
@@ -41,21 +41,21 @@ pub struct Order {
     pub model: Option<String>,
     pub conversation_id: Option<String>,
     pub prompt: String,
-    /// Additional variables; each run also has the common ones.
+    /// Environment variables in addition to those of every run.
     pub environment: BTreeMap<String, String>,
 }
 
 impl Order {
     pub const VERSION: u32 = 2;
-    /// Version of the previous release's gateway, during an update: it does not support [`FromRunner::Ready`] and
-    /// sends no go-ahead.
+    /// The version that the previous release's gateway sends during an update. That gateway does not support
+    /// [`RunnerFrame::Ready`] and sends no go-ahead.
     pub const WITHOUT_READY: u32 = 1;
 }
 
-/// The exit of a run.
+/// The result of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Ended {
+pub struct RunResult {
     pub exit: Exit,
     /// The tail of standard error.
     #[serde(rename = "said")]
@@ -68,17 +68,17 @@ pub struct Ended {
     pub is_resumed: bool,
 }
 
-/// Frames of the gateway.
-pub enum ToRunner {
+/// A frame that the gateway sends.
+pub enum GatewayFrame {
     Order(Box<Order>),
-    /// The go-ahead after [`FromRunner::Ready`].
+    /// The go-ahead after [`RunnerFrame::Ready`].
     Go,
     Cancel,
 }
 
-/// Frames of the runner.
+/// A frame that the runner sends.
 #[derive(Debug, PartialEq, Eq)]
-pub enum FromRunner {
+pub enum RunnerFrame {
     /// The order is valid. The agent and its children will run below this process.
     Ready { pid: u32 },
     /// The agent's process has started.
@@ -87,9 +87,9 @@ pub enum FromRunner {
     Line(Vec<u8>),
     /// A line longer than [`MAX_LINE_BYTES`], which is skipped.
     LongLine,
-    /// The last frame of a run: no process of it remains.
-    Ended(Ended),
-    /// The last frame if there was no run: the reason.
+    /// The last frame of a run, sent when none of its processes remains.
+    Ended(RunResult),
+    /// The last frame if no run took place, with the reason.
     Refused(String),
 }
 
@@ -103,14 +103,14 @@ const LONG_LINE: u8 = b'X';
 const ENDED: u8 = b'E';
 const REFUSED: u8 = b'R';
 
-impl ToRunner {
+impl GatewayFrame {
     /// # Errors
     /// The write failed.
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         match self {
-            Self::Order(order) => write(out, ORDER, &json(order)).await,
-            Self::Go => write(out, GO, &[]).await,
-            Self::Cancel => write(out, CANCEL, &[]).await,
+            Self::Order(order) => write_frame(out, ORDER, &to_json(order)).await,
+            Self::Go => write_frame(out, GO, &[]).await,
+            Self::Cancel => write_frame(out, CANCEL, &[]).await,
         }
     }
 
@@ -119,9 +119,9 @@ impl ToRunner {
     /// # Errors
     /// The read failed, or the frame is invalid.
     pub async fn read(input: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<Self>> {
-        let Some((kind, payload)) = read(input).await? else { return Ok(None) };
+        let Some((kind, payload)) = read_frame(input).await? else { return Ok(None) };
         match kind {
-            ORDER => Ok(Some(Self::Order(parsed(&payload)?))),
+            ORDER => Ok(Some(Self::Order(parse_payload(&payload)?))),
             GO => Ok(Some(Self::Go)),
             CANCEL => Ok(Some(Self::Cancel)),
             _ => Err(invalid_frame()),
@@ -129,17 +129,17 @@ impl ToRunner {
     }
 }
 
-impl FromRunner {
+impl RunnerFrame {
     /// # Errors
     /// The write failed.
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         match self {
-            Self::Ready { pid } => write(out, READY, &json(pid)).await,
-            Self::Started { pid } => write(out, STARTED, &json(pid)).await,
-            Self::Line(line) => write(out, LINE, line).await,
-            Self::LongLine => write(out, LONG_LINE, &[]).await,
-            Self::Ended(ended) => write(out, ENDED, &json(ended)).await,
-            Self::Refused(why) => write(out, REFUSED, why.as_bytes()).await,
+            Self::Ready { pid } => write_frame(out, READY, &to_json(pid)).await,
+            Self::Started { pid } => write_frame(out, STARTED, &to_json(pid)).await,
+            Self::Line(line) => write_frame(out, LINE, line).await,
+            Self::LongLine => write_frame(out, LONG_LINE, &[]).await,
+            Self::Ended(ended) => write_frame(out, ENDED, &to_json(ended)).await,
+            Self::Refused(why) => write_frame(out, REFUSED, why.as_bytes()).await,
         }
     }
 
@@ -148,24 +148,24 @@ impl FromRunner {
     /// # Errors
     /// The read failed, or the frame is invalid.
     pub async fn read(input: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<Self>> {
-        let Some((kind, payload)) = read(input).await? else { return Ok(None) };
+        let Some((kind, payload)) = read_frame(input).await? else { return Ok(None) };
         Ok(Some(match kind {
-            READY => Self::Ready { pid: parsed(&payload)? },
-            STARTED => Self::Started { pid: parsed(&payload)? },
+            READY => Self::Ready { pid: parse_payload(&payload)? },
+            STARTED => Self::Started { pid: parse_payload(&payload)? },
             LINE => Self::Line(payload),
             LONG_LINE => Self::LongLine,
-            ENDED => Self::Ended(parsed(&payload)?),
+            ENDED => Self::Ended(parse_payload(&payload)?),
             REFUSED => Self::Refused(String::from_utf8_lossy(&payload).into_owned()),
             _ => return Err(invalid_frame()),
         }))
     }
 }
 
-fn json(value: &impl Serialize) -> Vec<u8> {
+fn to_json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).expect("plain fields are JSON")
 }
 
-fn parsed<T: DeserializeOwned>(payload: &[u8]) -> io::Result<T> {
+fn parse_payload<T: DeserializeOwned>(payload: &[u8]) -> io::Result<T> {
     serde_json::from_slice(payload).map_err(|_| invalid_frame())
 }
 
@@ -173,7 +173,7 @@ fn invalid_frame() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "invalid frame")
 }
 
-async fn write(out: &mut (impl AsyncWrite + Unpin), kind: u8, payload: &[u8]) -> io::Result<()> {
+async fn write_frame(out: &mut (impl AsyncWrite + Unpin), kind: u8, payload: &[u8]) -> io::Result<()> {
     let length = u32::try_from(payload.len()).ok().filter(|length| *length <= MAX_FRAME_BYTES);
     let length = length.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "frame too large"))?;
     let mut head = [kind, 0, 0, 0, 0];
@@ -183,7 +183,7 @@ async fn write(out: &mut (impl AsyncWrite + Unpin), kind: u8, payload: &[u8]) ->
     out.flush().await
 }
 
-async fn read(input: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<(u8, Vec<u8>)>> {
+async fn read_frame(input: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<(u8, Vec<u8>)>> {
     let mut head = [0; 5];
     if input.read(&mut head[..1]).await? == 0 {
         return Ok(None);
@@ -205,16 +205,16 @@ mod tests {
     #[tokio::test]
     async fn frames_round_trip() {
         let frames = [
-            FromRunner::Started { pid: 7 },
-            FromRunner::Line(b"{\"type\": \"x\"}\xff".to_vec()),
-            FromRunner::LongLine,
-            FromRunner::Ended(Ended {
+            RunnerFrame::Started { pid: 7 },
+            RunnerFrame::Line(b"{\"type\": \"x\"}\xff".to_vec()),
+            RunnerFrame::LongLine,
+            RunnerFrame::Ended(RunResult {
                 exit: Exit::Signal(9),
                 stderr_tail: "no".to_owned(),
                 usage: Some(SessionUsage::default()),
                 is_resumed: true,
             }),
-            FromRunner::Refused("why".to_owned()),
+            RunnerFrame::Refused("why".to_owned()),
         ];
         let mut bytes = Vec::new();
         for frame in &frames {
@@ -222,15 +222,15 @@ mod tests {
         }
         let mut input = &bytes[..];
         for frame in &frames {
-            assert_eq!(FromRunner::read(&mut input).await.unwrap().as_ref(), Some(frame));
+            assert_eq!(RunnerFrame::read(&mut input).await.unwrap().as_ref(), Some(frame));
         }
-        assert_eq!(FromRunner::read(&mut input).await.unwrap(), None);
+        assert_eq!(RunnerFrame::read(&mut input).await.unwrap(), None);
     }
 
     #[tokio::test]
     async fn read_refuses_invalid_frames() {
         for bytes in [&b"S\0\0\0\x01x"[..], b"?\0\0\0\0", b"L\xff\xff\xff\xff", b"L\0\0\0\x05ab", b"S\0"] {
-            assert!(FromRunner::read(&mut &bytes[..]).await.is_err(), "{bytes:?}");
+            assert!(RunnerFrame::read(&mut &bytes[..]).await.is_err(), "{bytes:?}");
         }
     }
 }

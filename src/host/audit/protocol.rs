@@ -1,4 +1,4 @@
-//! The protocol of hooks and the watcher, and the file for messages that could not be delivered.
+//! The protocol between hooks and the watcher, and the file for messages that could not be delivered.
 //!
 //! Each side sends one JSON line on `watch.sock`. Messages never contain file contents or tool results.
 
@@ -17,10 +17,11 @@ use crate::records::entry::GapReason;
 use crate::system::process_stat::ProcessStat;
 use svc_base::clock;
 
+/// The file name of the watcher's socket.
 pub const SOCKET: &str = "watch.sock";
 /// Maximum bytes of a message.
 pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
-/// Maximum bytes of undelivered messages; a full file already proves a gap.
+/// Maximum bytes of saved messages; a full file already proves a gap.
 const MAX_GAP_BYTES: u64 = 64 << 10;
 const MAX_LOCK_TRIES: u32 = 8;
 /// Timeout of the dispatcher's messages.
@@ -29,9 +30,9 @@ const DISPATCH_TIMEOUT: Duration = Duration::from_secs(2);
 const MAX_ANCESTORS: usize = 64;
 
 /// Tools of Claude Code and Codex that may change any file.
-pub const COMMANDS: [&str; 2] = ["Bash", "apply_patch"];
+pub const COMMAND_TOOLS: [&str; 2] = ["Bash", "apply_patch"];
 /// Tools that change only the file that they name.
-pub const WRITERS: [&str; 4] = ["Write", "Edit", "MultiEdit", "NotebookEdit"];
+pub const WRITER_TOOLS: [&str; 4] = ["Write", "Edit", "MultiEdit", "NotebookEdit"];
 
 /// The phase of a tool call or session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,11 +53,11 @@ pub enum Phase {
     DispatchEnd,
 }
 
-/// A process, distinguished from later ones with the same ID by its start time.
+/// A process, distinguished by its start time from later processes with the same ID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     pub pid: i32,
-    /// In clock ticks since boot; 0 if unknown.
+    /// The start time in clock ticks since boot; 0 if unknown.
     pub started: u64,
 }
 
@@ -65,7 +66,7 @@ impl Process {
         Self { pid, started: ProcessStat::from_pid(pid).map_or(0, |stat| stat.started) }
     }
 
-    /// The process and its ancestors, up to the init process; empty if it has ended.
+    /// Lists the process and its ancestors, up to the init process; empty if the process has ended.
     pub fn with_ancestors(pid: i32) -> Vec<Self> {
         let (mut all, mut next) = (Vec::new(), pid);
         while next > 1
@@ -78,7 +79,7 @@ impl Process {
         all
     }
 
-    /// Whether it has ended. `kill` also finds processes that `/proc` hides.
+    /// Whether the process has ended. `kill` also finds processes that `/proc` hides.
     pub fn has_ended(self) -> bool {
         let probed = nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid), None);
         if probed == Err(nix::errno::Errno::ESRCH) {
@@ -89,6 +90,7 @@ impl Process {
     }
 }
 
+/// A message from a hook or from the dispatcher.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Message {
@@ -120,10 +122,10 @@ pub struct Message {
     /// The call continues in the background after its end.
     #[serde(default)]
     pub is_background: bool,
-    /// Only for [`Phase::DispatchBegin`]. The process of a hook comes from the kernel instead.
+    /// The dispatch's runner, only for [`Phase::DispatchBegin`]. The kernel identifies the process of a hook.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<Process>,
-    /// Only for [`Phase::DispatchEnd`].
+    /// The calls in the agent's output, only for [`Phase::DispatchEnd`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seen: Option<SeenCalls>,
 }
@@ -133,7 +135,7 @@ pub struct Message {
 #[serde(rename_all = "camelCase")]
 pub struct SeenCalls {
     pub ids: Vec<String>,
-    /// Number of further calls, which did not fit.
+    /// Number of further calls, whose IDs are not listed.
     pub more: u64,
     /// Whether the program's hooks use the same IDs.
     pub is_by_id: bool,
@@ -144,7 +146,7 @@ impl SeenCalls {
     const MAX_ID_BYTES: usize = 40;
 
     pub fn add(&mut self, id: &str) {
-        // The agent's output must not make the message too long.
+        // Bound the message, whatever the agent's output contains.
         let is_plain = id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.:".contains(&byte));
         if is_plain && !id.is_empty() && self.ids.len() < Self::MAX_IDS && id.len() <= Self::MAX_ID_BYTES {
             self.ids.push(id.to_owned());
@@ -177,7 +179,7 @@ impl Message {
         }
     }
 
-    /// Sent before an agent starts: all its processes will be below this one.
+    /// The message before an agent starts; all its processes will be descendants of `runner`.
     pub fn dispatch_begin(dispatch_id: &str, agent_name: &str, runner: Process) -> Self {
         Self {
             dispatch_id: Some(dispatch_id.to_owned()),
@@ -187,7 +189,7 @@ impl Message {
         }
     }
 
-    /// Sent when a dispatch has ended.
+    /// The message after a dispatch has ended.
     pub fn dispatch_end(dispatch_id: &str, seen: SeenCalls) -> Self {
         Self { dispatch_id: Some(dispatch_id.to_owned()), seen: Some(seen), ..Self::new(Phase::DispatchEnd) }
     }
@@ -197,24 +199,24 @@ impl Message {
 ///
 /// # Errors
 /// The watcher is not reachable, or did not reply in time.
-pub fn send(socket: &Path, message: &Message, within: Duration) -> io::Result<()> {
-    let end = Instant::now() + within;
-    let left = || {
-        let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() { Err(io::Error::from(io::ErrorKind::TimedOut)) } else { Ok(Some(left)) }
+pub fn send(socket: &Path, message: &Message, timeout: Duration) -> io::Result<()> {
+    let deadline = Instant::now() + timeout;
+    let remaining = || {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        if remaining.is_zero() { Err(io::Error::from(io::ErrorKind::TimedOut)) } else { Ok(Some(remaining)) }
     };
     let mut stream = UnixStream::connect(socket)?;
     let mut line = serde_json::to_vec(message)?;
     line.push(b'\n');
-    stream.set_write_timeout(left()?)?;
+    stream.set_write_timeout(remaining()?)?;
     stream.write_all(&line)?;
-    stream.set_read_timeout(left()?)?;
+    stream.set_read_timeout(remaining()?)?;
     let mut reply = Vec::new();
     BufReader::new(stream).take(MAX_MESSAGE_BYTES).read_until(b'\n', &mut reply)?;
     if reply.ends_with(b"\n") { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
-/// Sends a message of the dispatcher. Without a watcher there is no audit, so that failures are only logged.
+/// Sends a message from the dispatcher. Without a watcher there is no audit, so failures are only logged.
 pub async fn send_from_dispatcher(socket: &Path, message: Message) {
     let (socket, phase) = (socket.to_owned(), message.phase);
     let sent = tokio::task::spawn_blocking(move || send(&socket, &message, DISPATCH_TIMEOUT));
@@ -240,7 +242,7 @@ impl UndeliveredHook {
         Self { version: 1, at: clock::now_ms(), why, message }
     }
 
-    /// Saves it for the watcher.
+    /// Saves the message for the watcher.
     ///
     /// # Errors
     /// The file cannot be written or locked.
@@ -256,7 +258,7 @@ impl UndeliveredHook {
                 continue;
             }
             let meta = file.metadata()?;
-            // A file that was collected in the meantime has no name.
+            // Without a name, the file was collected in the meantime: write to a new one.
             if meta.nlink() > 0 {
                 return if meta.len() < MAX_GAP_BYTES { file.write_all(&line) } else { Ok(()) };
             }
@@ -270,7 +272,7 @@ impl UndeliveredHook {
     }
 
     fn read(path: &Path) -> io::Result<Vec<Self>> {
-        // `O_NONBLOCK`: a program of the owner could put a FIFO there.
+        // `O_NONBLOCK`, because the owner's programs can create a FIFO with this name.
         let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
         let file = File::options().read(true).custom_flags(flags.bits()).open(path)?;
         let meta = file.metadata()?;
@@ -279,7 +281,8 @@ impl UndeliveredHook {
         }
         let mut text = Vec::new();
         (&file).take(2 * MAX_GAP_BYTES).read_to_end(&mut text)?;
-        // The group may write to the directory, but perhaps not to the file: remove it rather than truncate it.
+        // This process can write to the directory, but perhaps not to the file: remove the file instead of truncating
+        // it.
         std::fs::remove_file(path)?;
         let lines = text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());
         Ok(lines.filter_map(|line| serde_json::from_slice(line).ok()).collect())

@@ -12,8 +12,8 @@ use svc_store::key;
 
 /// Backups are hourly: allows one missed run and time for the next.
 const MAX_BACKUP_AGE_SECONDS: i64 = 2 * 3600 + 600;
-/// Drills are weekly: allows one missed run and time for the next.
-const MAX_DRILL_AGE_DAYS: i64 = 15;
+/// Drills, the rarest checks, are weekly: allows one missed run and time for the next.
+const MAX_CHECK_AGE_DAYS: i64 = 15;
 const NEXT_STEP: &str = "journalctl -u svc-db-backup -n 50; systemctl start svc-db-backup";
 
 #[derive(Deserialize)]
@@ -31,7 +31,7 @@ pub fn check(layout: &Layout) -> Findings {
     }
     let text = match fsx::read_if_exists(&layout.last_backup()) {
         Ok(Some(text)) => text,
-        Ok(None) => return no_backup(findings, layout),
+        Ok(None) => return assess_missing_backup(findings, layout),
         Err(error) => return findings.skipped(format!("{error}; run this as root")),
     };
     let Ok(record) = serde_json::from_slice::<BackupRecord>(&text) else {
@@ -39,7 +39,7 @@ pub fn check(layout: &Layout) -> Findings {
     };
     if record.status != "success" {
         let why = record.error.unwrap_or_else(|| "no reason recorded".to_owned());
-        return findings.problem(format!("the last one failed: {why}"), NEXT_STEP);
+        return findings.problem(format!("the last backup failed: {why}"), NEXT_STEP);
     }
     let taken = record.key.as_deref().and_then(key::taken_at).unwrap_or(record.timestamp);
     let age = Timestamp::now().as_second() - taken.as_second();
@@ -50,8 +50,8 @@ pub fn check(layout: &Layout) -> Findings {
     findings.ok(summary)
 }
 
-/// Results of the last snapshot checks: verify and drill.
-pub fn snapshots(layout: &Layout) -> Findings {
+/// Checks the results of the last verification and the last drill.
+pub fn check_snapshots(layout: &Layout) -> Findings {
     let mut findings = Findings::new("snapshots");
     let mut summary = Vec::new();
     for &kind in CheckKind::ALL {
@@ -62,7 +62,7 @@ pub fn snapshots(layout: &Layout) -> Findings {
             Ok(Some(check)) if check.status == Status::Success => {
                 let days = (Timestamp::now().as_second() - check.timestamp.as_second()) / 86_400;
                 let last = format!("the last {} succeeded {days} days ago", kind.as_str());
-                if days > MAX_DRILL_AGE_DAYS {
+                if days > MAX_CHECK_AGE_DAYS {
                     findings = findings.warning(last, format!("systemctl list-timers {unit}.timer; {next}"));
                 } else {
                     summary.push(last);
@@ -78,8 +78,8 @@ pub fn snapshots(layout: &Layout) -> Findings {
     findings.or_ok(summary.join(", "))
 }
 
-/// A new machine has no backup yet.
-fn no_backup(findings: Findings, layout: &Layout) -> Findings {
+/// Rates a missing backup, which is normal on a new machine.
+fn assess_missing_backup(findings: Findings, layout: &Layout) -> Findings {
     let since = std::fs::metadata(layout.restore_complete()).and_then(|meta| meta.modified()).ok();
     let age = since.and_then(|at| at.elapsed().ok()).map_or(0, |age| age.as_secs());
     if i64::try_from(age).unwrap_or(i64::MAX) > MAX_BACKUP_AGE_SECONDS {

@@ -1,4 +1,4 @@
-//! Checks the certificate that the gateway presents: its name, its trust, its end.
+//! Checks the certificate that the gateway presents: its name, trust and expiry.
 
 use jiff::{SignedDuration, Timestamp};
 
@@ -8,12 +8,12 @@ use svc_base::diagnosis::Findings;
 use svc_wire::host::{CertificateSource, HostCertificate};
 
 const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
-/// A short-lived certificate is warned of with less of its lifetime left.
-const WARNING_SHARE: i32 = 6;
+/// The warning for a short-lived certificate starts at this fraction of its lifetime: one sixth.
+const EXPIRY_WARNING_DIVISOR: i32 = 6;
 
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("certificate");
-    let settings = certificate::settings(layout);
+    let settings = certificate::read_settings(layout);
     let Some(seen) = certificate::read(layout) else {
         return findings.skipped("the gateway has not reported its certificate");
     };
@@ -28,7 +28,7 @@ pub fn check(layout: &Layout) -> Findings {
         None => (findings, false),
     };
     if seen.source.is(CertificateSource::SelfSigned) && settings.acme.is_none() && !has_failed {
-        let what = format!("self-signed: no authority and no file for {name}");
+        let what = format!("self-signed: neither an authority nor a file is configured for {name}");
         return findings
             .warning(what, "set ACME_DIRECTORY_URL on the platform, or GATEWAY_TLS_CERT_FILE here");
     }
@@ -36,15 +36,15 @@ pub fn check(layout: &Layout) -> Findings {
         let what = format!("this machine's roots do not verify the certificate for {name} ({})", seen.source);
         return findings.warning(what, next);
     }
-    match left(&seen) {
-        Some((left, lifetime)) if left < EXPIRY_WARNING.min(lifetime / WARNING_SHARE) => {
+    match remaining_and_total_lifetime(&seen) {
+        Some((remaining, total)) if remaining < EXPIRY_WARNING.min(total / EXPIRY_WARNING_DIVISOR) => {
             findings.problem(format!("the certificate of {name} expires at {}{retry}", seen.expires_at), next)
         }
         _ => findings.ok(format!("{name}, by {}, until {}", seen.source, seen.expires_at)),
     }
 }
 
-fn left(seen: &HostCertificate) -> Option<(SignedDuration, SignedDuration)> {
+fn remaining_and_total_lifetime(seen: &HostCertificate) -> Option<(SignedDuration, SignedDuration)> {
     let (issued, expires): (Timestamp, Timestamp) =
         (seen.issued_at.parse().ok()?, seen.expires_at.parse().ok()?);
     Some((expires.duration_since(Timestamp::now()), expires.duration_since(issued)))
@@ -56,7 +56,7 @@ mod tests {
 
     use super::*;
 
-    fn found(settings: &serde_json::Value, change: impl FnOnce(&mut HostCertificate)) -> String {
+    fn findings_text(settings: &serde_json::Value, change: impl FnOnce(&mut HostCertificate)) -> String {
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());
         let settings = serde_json::from_value(settings.clone()).unwrap();
@@ -77,23 +77,23 @@ mod tests {
     }
 
     #[test]
-    fn check_names_each_state_of_the_certificate() {
+    fn check_reports_each_certificate_state() {
         let named =
             json!({"hostName": "a.hosts.example", "acme": {"directoryUrl": "https://ca.example/dir"}});
-        let good = found(&named, |_| ());
+        let good = findings_text(&named, |_| ());
         assert!(good.contains("by acme, until"), "{good}");
-        assert!(found(&json!({}), |_| ()).contains("HOST_DOMAIN"));
-        let error = found(&named, |seen| seen.error = Some("the authority refused".to_owned()));
+        assert!(findings_text(&json!({}), |_| ()).contains("HOST_DOMAIN"));
+        let error = findings_text(&named, |seen| seen.error = Some("the authority refused".to_owned()));
         assert!(error.contains("the authority refused"), "{error}");
-        assert!(found(&named, |seen| seen.is_trusted = false).contains("do not verify"));
+        assert!(findings_text(&named, |seen| seen.is_trusted = false).contains("do not verify"));
         let soon = Timestamp::now() + SignedDuration::from_hours(24 * 13);
-        let ends = found(&named, |seen| seen.expires_at = soon.into());
-        assert!(ends.contains("expires at"), "{ends}");
-        let none = json!({"hostName": "a.hosts.example"});
-        let own = found(&none, |seen| {
+        let expiring = findings_text(&named, |seen| seen.expires_at = soon.into());
+        assert!(expiring.contains("expires at"), "{expiring}");
+        let without_authority = json!({"hostName": "a.hosts.example"});
+        let self_signed = findings_text(&without_authority, |seen| {
             seen.source = CertificateSource::SelfSigned.into();
             seen.is_trusted = false;
         });
-        assert!(own.contains("GATEWAY_TLS_CERT_FILE"), "{own}");
+        assert!(self_signed.contains("GATEWAY_TLS_CERT_FILE"), "{self_signed}");
     }
 }

@@ -1,4 +1,4 @@
-//! Checks the env files as applets read them. Reports every error, and no values.
+//! Checks the env files as applets read them. Reports every error, but no values.
 
 use crate::system::config;
 use crate::system::config::{DatabaseUrl, Identity, PlatformLink, environment_of_services};
@@ -15,7 +15,7 @@ pub fn check(layout: &Layout) -> Findings {
     if has_other_platform_for_root(layout) {
         findings = findings.problem(
             "PLATFORM_INTERNAL_URL in update.env and host.env differ: updates come from the one in update.env",
-            "as root, set the platform's address in both",
+            "as root, set the platform's address in both files",
         );
     }
     match read_identity(environment_of_services(layout), layout) {

@@ -24,7 +24,7 @@ const NEXT_STEP: &str = "systemctl status svc-postgres; journalctl -u svc-postgr
 pub async fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("database");
     let mut env = services_env(layout);
-    let findings = match own_port(layout, &mut env) {
+    let findings = match read_own_port(layout, &mut env) {
         Ok(_) => findings,
         Err(why) => findings.problem(why, "DATABASE_URL in host.env must name 127.0.0.1:5432"),
     };
@@ -58,8 +58,11 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// The port of this machine's own database, if `DATABASE_URL` names it; otherwise the reason.
-pub fn own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
+/// Returns the port of this machine's own database, from `DATABASE_URL`.
+///
+/// # Errors
+/// The reason why `DATABASE_URL` does not name this machine's own database.
+pub fn read_own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
     let Some(url) = DatabaseUrl::read(env) else {
         return Err("DATABASE_URL is not set, or this user may not read it".to_owned());
     };
@@ -73,21 +76,24 @@ pub fn own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
         }
     }
     let port = config.get_ports().first().copied().unwrap_or(PORT);
-    // A machine under another root shares its network and therefore uses another port.
+    // Below another root, as in tests, the network is shared, so the port differs.
     if port != PORT && layout.root() == Path::new("/") {
         return Err(format!("the database is on port {port}, where svc-postgres does not listen"));
     }
     Ok(port)
 }
 
-/// Whether the gateway's server is the one on this port of this machine.
-pub fn is_own(server: &str, port: u16) -> Result<String, String> {
+/// Checks that the database server that the gateway reports is the one on this port of this machine.
+///
+/// # Errors
+/// A description of the difference.
+pub fn check_gateway_server(server: &str, port: u16) -> Result<String, String> {
     let is_here = |at: SocketAddr| at.ip().is_loopback() && at.port() == port;
     if server == "socket" || server.parse().is_ok_and(is_here) {
         return Ok(format!("the gateway is connected to this machine's own database, {server}"));
     }
     Err(format!(
-        "the gateway is connected to {server}, and this machine's own database is on 127.0.0.1:{port}"
+        "the gateway is connected to {server}, but this machine's own database is on 127.0.0.1:{port}"
     ))
 }
 
@@ -96,15 +102,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_own_accepts_only_local_server() {
+    fn check_gateway_server_accepts_only_local_server() {
         for own in ["127.0.0.1:5432", "[::1]:5432", "socket"] {
-            assert!(is_own(own, PORT).is_ok(), "{own}");
+            assert!(check_gateway_server(own, PORT).is_ok(), "{own}");
         }
         for other in ["127.0.0.1:5433", "192.0.2.7:5432", ""] {
-            assert!(is_own(other, PORT).unwrap_err().contains("127.0.0.1:5432"), "{other}");
+            assert!(check_gateway_server(other, PORT).unwrap_err().contains("127.0.0.1:5432"), "{other}");
         }
+    }
+
+    #[test]
+    fn read_own_port_accepts_only_local_database() {
         let port = |root: &str, url: &str| {
-            own_port(&Layout::new(root), &mut Env::from_pairs([("DATABASE_URL", url)]))
+            read_own_port(&Layout::new(root), &mut Env::from_pairs([("DATABASE_URL", url)]))
         };
         assert_eq!(port("/", "postgres://svc:pw@127.0.0.1:5432/svc"), Ok(PORT));
         assert_eq!(port("/machine", "postgres://svc:pw@localhost:7001/svc"), Ok(7001));

@@ -1,4 +1,4 @@
-//! Checks the modes of secret files and, on a machine with its users, their owners.
+//! Checks the modes of secret files and, if svc's users exist, their owners.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -20,11 +20,11 @@ const ENV_FILES: [(&str, &str, bool); 5] = [
     ("postgres.env", ROOT_USER, false),
 ];
 
-pub fn env_files(layout: &Layout) -> Findings {
+pub fn check_env_files(layout: &Layout) -> Findings {
     let mut findings = Findings::new("env-files");
     let dir = layout.host_env();
     let dir = dir.parent().unwrap_or(Path::new("/"));
-    let users = users(layout);
+    let users = read_accounts(layout);
     let mut count = 0;
     for (name, owner, is_required) in ENV_FILES {
         let path = dir.join(name);
@@ -34,7 +34,7 @@ pub fn env_files(layout: &Layout) -> Findings {
                 findings = check_file(findings, &path, &meta, owner, &users);
             }
             Err(error) if error.kind() == ErrorKind::NotFound && is_required => {
-                let next = "without it no service starts: recover the machine, or write it as docs/reference/configuration.md says";
+                let next = "without it, no service starts: recover the machine, or write the file as described in docs/reference/configuration.md";
                 findings = findings.problem(format!("{} is missing", path.display()), next);
             }
             Err(error) if error.kind() == ErrorKind::NotFound => {}
@@ -43,13 +43,13 @@ pub fn env_files(layout: &Layout) -> Findings {
             }
         }
     }
-    findings.or_ok(format!("{count} files, each for its owner alone"))
+    findings.or_ok(format!("{count} files, each accessible only to its owner"))
 }
 
 /// Checks the secrets that the machine has generated.
-pub fn secrets(layout: &Layout) -> Findings {
+pub fn check_secrets(layout: &Layout) -> Findings {
     let mut findings = Findings::new("secrets");
-    let users = users(layout);
+    let users = read_accounts(layout);
     let mut count = 0;
     for path in [layout.tls_key(), layout.store_credentials(), layout.registration()] {
         match std::fs::metadata(&path) {
@@ -63,7 +63,7 @@ pub fn secrets(layout: &Layout) -> Findings {
             }
         }
     }
-    findings.or_ok(format!("{count} files, each for its owner alone"))
+    findings.or_ok(format!("{count} files, each accessible only to its owner"))
 }
 
 fn check_file(
@@ -91,8 +91,8 @@ fn check_file(
     }
 }
 
-/// The machine's users, if it has ours. Under a test root all files have the same owner.
-fn users(layout: &Layout) -> Accounts {
-    let accounts = Accounts::below(layout.root());
+/// Returns the machine's accounts, or none if svc's users do not exist: below a test root, all files have the same owner.
+fn read_accounts(layout: &Layout) -> Accounts {
+    let accounts = Accounts::load(layout.root());
     if accounts.uid(GATEWAY_USER).is_some() { accounts } else { Accounts::default() }
 }

@@ -12,8 +12,8 @@ use crate::system::vars;
 use svc_base::diagnosis::Findings;
 use svc_base::fsx;
 
-/// Path of the trusted socket.
-pub fn socket(layout: &Layout) -> PathBuf {
+/// Returns the path of the gateway's trusted socket.
+pub fn socket_path(layout: &Layout) -> PathBuf {
     layout.gateway_sockets().join("gateway.sock")
 }
 
@@ -21,15 +21,16 @@ pub async fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("gateway");
     let next = "systemctl status svc-gateway; journalctl -u svc-gateway -n 50";
     let listen = services_env(layout).or_default(&vars::GATEWAY_LISTEN);
-    let pin = match probe::pin(layout) {
+    let pin = match probe::read_pin(layout) {
         Ok(Some(pin)) => pin,
         Ok(None) => return findings.problem("no TLS key yet: the gateway has never started", next),
         Err(error) => {
-            return findings.skipped(format!("its key cannot be read: {error:#}; run this as root"));
+            return findings
+                .skipped(format!("the gateway's key cannot be read: {error:#}; run this as root"));
         }
     };
     let Ok(gateway) = Gateway::new(listen, pin) else {
-        return findings.problem("its certificate and key are not usable", next);
+        return findings.problem("the gateway's certificate or key is unusable", next);
     };
     if gateway.is_ready().await {
         findings.ok(format!("ready on {listen}, with its own key"))
@@ -41,7 +42,7 @@ pub async fn check(layout: &Layout) -> Findings {
 /// `register.json`, written by `svc-register`.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Ledger {
+struct RegistrationFile {
     machine_id: String,
     sent: String,
     registered_at: Option<String>,
@@ -49,37 +50,39 @@ struct Ledger {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Sent {
+struct SentRegistration {
     tls_spki_sha256: String,
 }
 
-pub fn key(layout: &Layout) -> Findings {
+pub fn check_key(layout: &Layout) -> Findings {
     let findings = Findings::new("tls-key");
-    let pin = match probe::pin(layout) {
+    let pin = match probe::read_pin(layout) {
         Ok(Some(pin)) => pin.to_string(),
-        Ok(None) => return findings.skipped("there is no key yet"),
-        Err(error) => return findings.skipped(format!("it cannot be read: {error:#}; run this as root")),
+        Ok(None) => return findings.skipped("the gateway has no key yet"),
+        Err(error) => {
+            return findings.skipped(format!("the key cannot be read: {error:#}; run this as root"));
+        }
     };
     let next =
         "journalctl -u svc-register -n 50; `svcctl status` on the platform shows the result of the boot";
-    let ledger = match fsx::read_if_exists(&layout.registration()) {
-        Ok(Some(text)) => serde_json::from_slice::<Ledger>(&text).ok(),
+    let registration = match fsx::read_if_exists(&layout.registration()) {
+        Ok(Some(text)) => serde_json::from_slice::<RegistrationFile>(&text).ok(),
         Ok(None) => None,
         Err(error) => return findings.skipped(format!("{error}; run this as root")),
     };
-    let Some(ledger) = ledger else {
+    let Some(registration) = registration else {
         return findings.problem("this machine has not registered: no traffic is routed to it", next);
     };
-    let Some(at) = &ledger.registered_at else {
+    let Some(at) = &registration.registered_at else {
         return findings
             .problem("the platform has not accepted the registration: no traffic is routed here", next);
     };
-    if services_env(layout).text(&vars::SVC_MACHINE_ID).is_some_and(|id| id != ledger.machine_id) {
-        let what = format!("register.json is of another machine, {}", ledger.machine_id);
+    if services_env(layout).text(&vars::SVC_MACHINE_ID).is_some_and(|id| id != registration.machine_id) {
+        let what = format!("register.json belongs to another machine, {}", registration.machine_id);
         return findings.problem(what, "this disk is a copy: recover the slot");
     }
-    match serde_json::from_str::<Sent>(&ledger.sent) {
-        Ok(sent) if sent.tls_spki_sha256 == pin => findings.ok(format!("the registered one, since {at}")),
+    match serde_json::from_str::<SentRegistration>(&registration.sent) {
+        Ok(sent) if sent.tls_spki_sha256 == pin => findings.ok(format!("the key is registered, since {at}")),
         Ok(_) => findings.problem(
             "the key in tls/key.pem differs from the registered one: the router refuses to connect",
             "restore tls/key.pem, or recover the machine; a machine registers only once",

@@ -1,6 +1,6 @@
-//! `svcctl doctor` on a machine: checks whether it can work, from its files, its database and its services.
+//! `svcctl doctor` on a machine: checks the machine's files, database and services.
 //!
-//! Changes no file, credential or unit. Reports what it may not read.
+//! The checks change no file, credential or unit, and report files that they may not read.
 
 mod backup;
 mod certificate;
@@ -28,25 +28,25 @@ const NETWORK_CHECK_TIMEOUT: Duration = Duration::from_secs(15);
 /// Timeout of a check of this machine's files.
 const FILE_CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Whether svc's host side is installed below `SVC_ROOT`.
-pub fn is_here() -> bool {
+/// Returns whether svc's host side is installed below `SVC_ROOT`.
+pub fn is_installed() -> bool {
     Layout::from_process().host_env().parent().is_some_and(std::path::Path::exists)
 }
 
-/// The gateway's trusted socket below `SVC_ROOT`.
+/// Returns the path of the gateway's trusted socket below `SVC_ROOT`.
 pub fn gateway_socket() -> std::path::PathBuf {
-    gateway::socket(&Layout::from_process())
+    gateway::socket_path(&Layout::from_process())
 }
 
 /// Checks that the gateway is configured for this machine's own database and connected to it; `server` is its report.
 ///
 /// # Errors
-/// The reason why it is not, or is not known.
-pub fn database_is_own(server: Option<&str>) -> Result<String, String> {
+/// The reason why it is not, or why this cannot be determined.
+pub fn check_gateway_database(server: Option<&str>) -> Result<String, String> {
     let layout = Layout::from_process();
-    let port = database::own_port(&layout, &mut environment_of_services(&layout))?;
-    let server = server.ok_or("the gateway does not say to which server it is connected")?;
-    database::is_own(server, port)
+    let port = database::read_own_port(&layout, &mut environment_of_services(&layout))?;
+    let server = server.ok_or("the gateway does not report which server it is connected to")?;
+    database::check_gateway_server(server, port)
 }
 
 /// Runs all checks of the machine below `SVC_ROOT`.
@@ -55,20 +55,20 @@ pub async fn run_checks() -> Report {
     let file_checks = FileChecks { layout: &layout };
     let checks = vec![
         file_checks.check("configuration", configuration::check),
-        file_checks.check("env-files", files::env_files),
-        file_checks.check("secrets", files::secrets),
-        file_checks.check("gate", release::gate),
-        file_checks.check("release", release::current),
-        file_checks.check("update", release::update),
+        file_checks.check("env-files", files::check_env_files),
+        file_checks.check("secrets", files::check_secrets),
+        file_checks.check("gate", release::check_gate),
+        file_checks.check("release", release::check_current),
+        file_checks.check("update", release::check_update),
         Check::new("database", NETWORK_CHECK_TIMEOUT, database::check(&layout)),
         Check::new("gateway", NETWORK_CHECK_TIMEOUT, gateway::check(&layout)),
-        file_checks.check("tls-key", gateway::key),
+        file_checks.check("tls-key", gateway::check_key),
         file_checks.check("certificate", certificate::check),
         Check::new("platform", NETWORK_CHECK_TIMEOUT, platform::check(&layout)),
-        Check::new("clock", NETWORK_CHECK_TIMEOUT, platform::clock(&layout)),
+        Check::new("clock", NETWORK_CHECK_TIMEOUT, platform::check_clock(&layout)),
         Check::new("store", NETWORK_CHECK_TIMEOUT, store::check(&layout)),
         file_checks.check("backup", backup::check),
-        file_checks.check("snapshots", backup::snapshots),
+        file_checks.check("snapshots", backup::check_snapshots),
         file_checks.check("disk", space::check),
         file_checks.check("ports", ports::check),
         Check::new("firewall", NETWORK_CHECK_TIMEOUT, firewall::check(&layout)),
@@ -82,7 +82,7 @@ struct FileChecks<'a> {
 }
 
 impl<'a> FileChecks<'a> {
-    /// A check that only reads files, run outside the async worker threads.
+    /// Returns a check that only reads files. It runs outside the async worker threads.
     fn check(&self, name: &'static str, check: fn(&Layout) -> Findings) -> Check<'a> {
         let layout = self.layout.clone();
         Check::new(name, FILE_CHECK_TIMEOUT, async move {

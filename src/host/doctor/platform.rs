@@ -16,7 +16,7 @@ use svc_http::client::{self, Deadlines};
 const MAX_CLOCK_SKEW_SECONDS: i64 = 20;
 const DEADLINES: Deadlines = Deadlines {
     connect: Duration::from_secs(4),
-    whole: Some(Duration::from_secs(8)),
+    total: Some(Duration::from_secs(8)),
     idle: Duration::from_secs(8),
 };
 
@@ -39,22 +39,22 @@ pub async fn check(layout: &Layout) -> Findings {
     if layout.superseded().exists() {
         return findings.problem(
             "another machine has replaced this one",
-            "nothing: it stops automatically, and its server is deleted",
+            "nothing: this machine stops automatically, and its server will be deleted",
         );
     }
     match fetch_headers(layout).await {
-        Ok(_) => findings.ok("reachable; this machine is the slot's current one, as far as it knows"),
+        Ok(_) => findings.ok("reachable, and has not reported that this machine was replaced"),
         Err(why) => findings.problem(
             format!("the platform cannot be reached: {why}"),
-            "PLATFORM_INTERNAL_URL in host.env; the network's way out of this machine",
+            "check PLATFORM_INTERNAL_URL in host.env, and this machine's outbound network",
         ),
     }
 }
 
-pub async fn clock(layout: &Layout) -> Findings {
+pub async fn check_clock(layout: &Layout) -> Findings {
     let findings = Findings::new("clock");
     let Ok(headers) = fetch_headers(layout).await else {
-        return findings.skipped("it is compared with the platform's, which cannot be reached");
+        return findings.skipped("not compared with the platform's, because the platform cannot be reached");
     };
     let now = Timestamp::now();
     match response_date(&headers) {
@@ -63,9 +63,9 @@ pub async fn clock(layout: &Layout) -> Findings {
             if skew.abs() <= MAX_CLOCK_SKEW_SECONDS {
                 return findings.ok(format!("within {MAX_CLOCK_SKEW_SECONDS} s of the platform's"));
             }
-            let way = if skew > 0 { "ahead of" } else { "behind" };
+            let direction = if skew > 0 { "ahead of" } else { "behind" };
             findings.problem(
-                format!("{} s {way} the platform's: proofs will be refused", skew.abs()),
+                format!("{} s {direction} the platform's: proofs will be refused", skew.abs()),
                 "timedatectl status; systemctl restart systemd-timesyncd",
             )
         }

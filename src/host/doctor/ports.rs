@@ -8,19 +8,20 @@ use crate::system::layout::Layout;
 use crate::system::vars;
 use svc_base::diagnosis::Findings;
 
-const LISTEN: &str = "0A";
-const SSH: u16 = 22;
-const POSTGRES: u16 = 5432;
+/// The state `TCP_LISTEN` in `/proc/net/tcp`.
+const LISTEN_STATE: &str = "0A";
+const SSH_PORT: u16 = 22;
+const POSTGRES_PORT: u16 = 5432;
 
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("ports");
     if layout.root() != Path::new("/") {
-        return findings.skipped("this root shares its network with others");
+        return findings.skipped("this root shares its network with other systems");
     }
     let gateway = services_env(layout).or_default::<std::net::SocketAddr>(&vars::GATEWAY_LISTEN).port();
     let read = |name: &str| std::fs::read_to_string(format!("/proc/net/{name}"));
     match (read("tcp"), read("tcp6").or_else(|_| Ok::<_, std::io::Error>(String::new()))) {
-        (Ok(v4), Ok(v6)) => assess(findings, &listening(&v4, &v6), gateway),
+        (Ok(v4), Ok(v6)) => assess(findings, &parse_listeners(&v4, &v6), gateway),
         (Err(error), _) | (_, Err(error)) => findings.skipped(format!("/proc/net/tcp: {error}")),
     }
 }
@@ -28,37 +29,38 @@ pub fn check(layout: &Layout) -> Findings {
 fn assess(findings: Findings, open: &[(IpAddr, u16)], gateway: u16) -> Findings {
     let mut findings = findings;
     for (ip, port) in open.iter().filter(|(ip, _)| !ip.is_loopback()) {
-        let next = "find its process with ss -ltnp; nftables should block it too";
-        if *port == POSTGRES {
-            let what = format!("the database listens on {ip}, not on loopback alone");
+        let next = "find the process with ss -ltnp; check that nftables blocks the port";
+        if *port == POSTGRES_PORT {
+            let what = format!("the database listens on {ip}, not only on loopback");
             findings = findings.problem(what, "listen_addresses of svc-postgres must be 127.0.0.1");
-        } else if ![gateway, SSH].contains(port) {
-            findings = findings.warning(format!("something listens on {ip}:{port}"), next);
+        } else if ![gateway, SSH_PORT].contains(port) {
+            findings = findings.warning(format!("an unexpected process listens on {ip}:{port}"), next);
         }
     }
     findings.or_ok(format!("only {gateway} and ssh are reachable from outside"))
 }
 
-/// Listening sockets of `/proc/net/tcp` and `/proc/net/tcp6` (proc(5)). Addresses are words in native byte order.
-fn listening(v4: &str, v6: &str) -> Vec<(IpAddr, u16)> {
-    let mut open: Vec<_> = v4.lines().chain(v6.lines()).filter_map(socket).collect();
+/// Returns the listening sockets of `/proc/net/tcp` and `/proc/net/tcp6` (proc(5)). Addresses are words in native byte
+/// order.
+fn parse_listeners(v4: &str, v6: &str) -> Vec<(IpAddr, u16)> {
+    let mut open: Vec<_> = v4.lines().chain(v6.lines()).filter_map(parse_listener).collect();
     open.sort_unstable();
     open.dedup();
     open
 }
 
-fn socket(line: &str) -> Option<(IpAddr, u16)> {
+fn parse_listener(line: &str) -> Option<(IpAddr, u16)> {
     let mut words = line.split_whitespace().skip(1);
     let (local, state) = (words.next()?, words.nth(1)?);
-    if state != LISTEN {
+    if state != LISTEN_STATE {
         return None;
     }
     let (address, port) = local.split_once(':')?;
     let bytes = hex::decode(address).ok()?;
-    let in_order: Vec<u8> = bytes.chunks_exact(4).flat_map(|word| word.iter().rev().copied()).collect();
-    let ip = match <[u8; 4]>::try_from(in_order.as_slice()) {
+    let network_order: Vec<u8> = bytes.chunks_exact(4).flat_map(|word| word.iter().rev().copied()).collect();
+    let ip = match <[u8; 4]>::try_from(network_order.as_slice()) {
         Ok(v4) => IpAddr::from(Ipv4Addr::from(v4)),
-        Err(_) => IpAddr::from(Ipv6Addr::from(<[u8; 16]>::try_from(in_order.as_slice()).ok()?)),
+        Err(_) => IpAddr::from(Ipv6Addr::from(<[u8; 16]>::try_from(network_order.as_slice()).ok()?)),
     };
     Some((ip, u16::from_str_radix(port, 16).ok()?))
 }
@@ -74,13 +76,13 @@ mod tests {
                   0100A8C0:01BB 01 0\n";
         let v6 = "   0: 00000000000000000000000000000000:0016 0:0 0A 0\n   1: \
                   00000000000000000000000001000000:1F90 0:0 0A 0\n   2: 00000000000000000000000000000000:1F91 0:0 0A 0\n";
-        let open = listening(v4, v6);
+        let open = parse_listeners(v4, v6);
         assert!(open.contains(&(Ipv4Addr::LOCALHOST.into(), 5432)) && open.len() == 6, "{open:?}");
         let text = format!("{:?}", assess(Findings::new("ports"), &open, 443));
         assert!(text.contains("the database listens on 0.0.0.0"), "{text}");
-        assert!(text.contains("something listens on :::8081"), "{text}");
+        assert!(text.contains("an unexpected process listens on :::8081"), "{text}");
         assert_eq!(text.matches("listens on").count(), 2, "{text}");
-        let clean = assess(Findings::new("ports"), &listening("", ""), 443);
+        let clean = assess(Findings::new("ports"), &parse_listeners("", ""), 443);
         assert!(format!("{clean:?}").contains("Ok"));
     }
 }

@@ -15,23 +15,24 @@ use svc_base::clock::rfc3339_ms;
 use svc_base::diagnosis::Findings;
 use svc_base::fsx;
 
-pub fn gate(layout: &Layout) -> Findings {
+pub fn check_gate(layout: &Layout) -> Findings {
     let findings = Findings::new("gate");
     match std::fs::metadata(layout.restore_complete()) {
         Ok(_) => findings.ok("open: the restore is complete"),
         Err(error) if error.kind() == ErrorKind::NotFound => findings.problem(
-            "shut: the restore has not succeeded, and the gateway does not start",
+            "closed: the restore has not succeeded, so the gateway does not start",
             "journalctl -u svc-restore -n 50; then systemctl restart svc-first-boot, which resumes the boot",
         ),
         Err(error) => findings.skipped(format!("{error}; run this as root")),
     }
 }
 
-const NEXT_STEP_LINKS: &str = "svc-update boot sets the links and installs the units of the current release";
+const NEXT_STEP_LINKS: &str =
+    "svc-update boot creates the links and installs the units of the current release";
 
-pub fn current(layout: &Layout) -> Findings {
+pub fn check_current(layout: &Layout) -> Findings {
     let findings = Findings::new("release");
-    let Some(version) = release::current(layout) else {
+    let Some(version) = release::current_version(layout) else {
         let next = "`svc svc-update boot` fetches and installs the release that update.env names";
         return findings.problem(format!("{} names no release", layout.current().display()), next);
     };
@@ -49,20 +50,20 @@ pub fn current(layout: &Layout) -> Findings {
         }
     };
     // The container's tools are no substitute, because only root can use them.
-    let lacks_tools = systemd::runs(layout)
+    let lacks_tools = systemd::is_running(layout)
         && PgTools::locate(&mut super::services_env(layout), layout) == PgTools::Container;
     let findings = if lacks_tools {
         findings.problem(
             format!(
-                "{version} has no PostgreSQL client tools: no {}, so no backup and no restore can work here",
+                "{version} has no PostgreSQL client tools: {} is missing, so backups and restores fail on this machine",
                 layout.runtime().join("postgres/bin/pg_dump").display()
             ),
-            "publish a bundle with them, as `cargo xtask bundle` makes it without --no-postgres, and update to it",
+            "publish a bundle that contains them (`cargo xtask bundle` without --no-postgres), and update to it",
         )
     } else {
         findings
     };
-    let digest = release::digest(&dir).ok().flatten().unwrap_or_default();
+    let digest = release::read_digest(&dir).ok().flatten().unwrap_or_default();
     findings.or_ok(format!("{version}, bundle sha256 {digest}"))
 }
 
@@ -88,7 +89,7 @@ struct LastUpdate {
     at: String,
 }
 
-pub fn update(layout: &Layout) -> Findings {
+pub fn check_update(layout: &Layout) -> Findings {
     let mut findings = Findings::new("update");
     let dir = layout.update_state();
     if let Ok(Some((version, SnapshotWait { since, why }))) = SnapshotWait::read(layout) {
@@ -117,16 +118,15 @@ pub fn update(layout: &Layout) -> Findings {
         Err(why) => findings = findings.skipped(why),
     }
     match read_json::<LastUpdate>(&dir.join("last.json")) {
-        Ok(None) => findings.or_ok("none on this machine yet"),
+        Ok(None) => findings.or_ok("no update on this machine yet"),
         Ok(Some(last)) if last.outcome == "updated" => {
-            findings.or_ok(format!("the last one, to {}, succeeded at {}", last.version, last.at))
+            findings.or_ok(format!("the last update, to {}, succeeded at {}", last.version, last.at))
         }
-        Ok(Some(last)) => {
-            let why = last.error.unwrap_or_else(|| "no reason recorded".to_owned());
-            let what =
-                format!("the last one, to {}, ended {} at {}: {why}", last.version, last.outcome, last.stage);
+        Ok(Some(LastUpdate { version, outcome, stage, error, .. })) => {
+            let why = error.unwrap_or_else(|| "no reason recorded".to_owned());
+            let what = format!("the last update, to {version}, ended {outcome} in the stage {stage}: {why}");
             let next = "journalctl -u svc-update -n 100";
-            if last.outcome == "failed" { findings.problem(what, next) } else { findings.warning(what, next) }
+            if outcome == "failed" { findings.problem(what, next) } else { findings.warning(what, next) }
         }
         Err(why) => findings.skipped(why),
     }

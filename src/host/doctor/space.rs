@@ -2,17 +2,17 @@
 
 use std::path::Path;
 
-use crate::system::disk_fill::{DiskFill, free_percent, gib};
+use crate::system::disk_fill::{DiskFill, free_percent, to_gib};
 use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
 
 /// Rates the free space of one file system.
 fn assess(findings: Findings, path: &Path, total: u64, free: u64) -> Findings {
     let percent = free_percent(total, free);
-    let summary = format!("{}: {:.1} GiB free ({percent} %)", path.display(), gib(free));
-    let next = "free room (du -xh --max-depth=2 / | sort -h | tail): no command enlarges this disk in place, and a \
+    let summary = format!("{}: {:.1} GiB free ({percent} %)", path.display(), to_gib(free));
+    let next = "delete files (du -xh --max-depth=2 / | sort -h | tail): no command enlarges this disk in place, and a \
                 recovery makes a new disk without the files that are not in the database";
-    match DiskFill::of(total, free) {
+    match DiskFill::classify(total, free) {
         DiskFill::Full => findings.problem(summary, next),
         DiskFill::Low => findings.warning(summary, next),
         DiskFill::Room => findings.ok(summary),

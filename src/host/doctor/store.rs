@@ -16,7 +16,7 @@ use svc_store::config::{S3Config, StoreConfig};
 use svc_store::key::SlotPrefix;
 use svc_store::pointer_io;
 
-/// The agent renews sessions older than 50 minutes, at each heartbeat.
+/// `svc-sync-agent` renews sessions older than 50 minutes at its heartbeats.
 const MAX_RENEWAL_AGE: SignedDuration = SignedDuration::from_mins(75);
 
 pub async fn check(layout: &Layout) -> Findings {
@@ -37,14 +37,14 @@ pub async fn check(layout: &Layout) -> Findings {
         }
         let stored = StoredSessions::read(&layout.store_credentials(), identity.machine).ok().flatten();
         let renewed_at = stored.as_ref().and_then(|stored| stored.renewed_at);
-        use_stored(stored, s3);
+        use_stored_session(stored, s3);
         if let Some(at) = s3.expires_at.filter(|at| *at <= Timestamp::now()) {
             return assess_expired_session(findings, at, renewed_at);
         }
     }
     let bucket = match config.open() {
         Ok(bucket) => bucket,
-        Err(error) => return findings.problem(format!("{error:#}"), "r2.env"),
+        Err(error) => return findings.problem(format!("{error:#}"), "check the store's variables in r2.env"),
     };
     let slot = SlotPrefix::new(&identity.user, &identity.slot);
     match pointer_io::read(&bucket, &slot).await {
@@ -52,31 +52,32 @@ pub async fn check(layout: &Layout) -> Findings {
             Ok(()) => findings.or_ok("reachable, and the slot's pointer allows this machine to write"),
             Err(fenced) => findings.problem(
                 fenced.to_string(),
-                "this machine was replaced: nothing; its backups are refused on purpose",
+                "nothing: this machine was replaced, and its backups are refused on purpose",
             ),
         },
         Ok(_) => findings.problem(
             "the slot has no pointer, not even the fence of its provisioning",
             "system/db/latest was deleted: `svcctl backup now` writes it again",
         ),
-        Err(error @ StoreError::Denied { .. }) => {
-            findings.problem(chain(&error), "the role's rights and its session policy; OBJECT_STORE_URL")
-        }
+        Err(error @ StoreError::Denied { .. }) => findings
+            .problem(chain(&error), "check the role's permissions, its session policy, and OBJECT_STORE_URL"),
         Err(error @ StoreError::Clock { .. }) => {
             findings.problem(error.to_string(), "systemctl restart systemd-timesyncd")
         }
-        Err(error) => findings.problem(chain(&error), "is the store up? OBJECT_STORE_ENDPOINT in r2.env"),
+        Err(error) => {
+            findings.problem(chain(&error), "check the store's status, and OBJECT_STORE_ENDPOINT in r2.env")
+        }
     }
 }
 
-/// A session lives for 15 minutes and is renewed on use, so an expired one is normal. Only the agent's regular
-/// renewal shows whether renewal works.
+/// A session lives for 15 minutes and is renewed on use, so an expired one is normal. Whether renewal works is visible
+/// only in the regular renewals by `svc-sync-agent`.
 fn assess_expired_session(findings: Findings, at: Timestamp, renewed_at: Option<Timestamp>) -> Findings {
     let since = renewed_at.unwrap_or(at);
     if Timestamp::now().duration_since(since) < MAX_RENEWAL_AGE {
         let renewed = rfc3339_ms(since);
         return findings.or_ok(format!(
-            "not checked: its last session, of {renewed}, has expired and is renewed on its next use"
+            "not checked: the last session, from {renewed}, has expired and will be renewed on its next use"
         ));
     }
     findings.problem(
@@ -90,7 +91,7 @@ fn assess_expired_session(findings: Findings, at: Timestamp, renewed_at: Option<
 }
 
 /// Uses the stored session if it expires later than that of `r2.env`.
-fn use_stored(stored: Option<StoredSessions>, s3: &mut S3Config) {
+fn use_stored_session(stored: Option<StoredSessions>, s3: &mut S3Config) {
     let Some(session) = stored.map(|stored| stored.session) else { return };
     if s3.expires_at.is_some_and(|at| at < session.expires_at) {
         s3.access_key = session.access_key_id;

@@ -29,7 +29,7 @@ const TRIGGER_UNITS: [&str; 9] = [
     "svc-db-side.path",
 ];
 
-/// The part of the release that a unit needs, if it is optional.
+/// Returns the optional part of the release that a unit needs, if any.
 fn required_part(layout: &Layout, unit: &str) -> Option<PathBuf> {
     match unit {
         "svc-shell.service" => Some(layout.shell()),

@@ -1,4 +1,4 @@
-//! Request bodies: read within a size and time limit, and drained when the request is refused.
+//! Reads request bodies within a size and time limit, and drains those of refused requests.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ pub const LIMITS: BodyLimits = BodyLimits {
     drain_timeout: Duration::from_secs(5),
 };
 
-pub fn too_large(max_bytes: usize) -> Problem {
+pub fn too_large_problem(max_bytes: usize) -> Problem {
     Problem::new(Code::RequestTooLarge, format!("The request body exceeds {max_bytes} bytes."))
 }
 
@@ -41,9 +41,9 @@ pub async fn read(mut body: Body, max_bytes: usize) -> Result<Bytes, Problem> {
     };
     LIMITS.drain(body).await;
     Err(match error {
-        RequestBodyError::TooLarge => too_large(max_bytes),
+        RequestBodyError::TooLarge => too_large_problem(max_bytes),
         RequestBodyError::Timeout => {
-            Problem::new(Code::DeadlineExceeded, "Timeout reading the request body.")
+            Problem::new(Code::DeadlineExceeded, "The request body was not received in time.")
         }
         RequestBodyError::Incomplete => Problem::field("", "could not be read completely"),
     })
@@ -53,10 +53,10 @@ pub async fn read(mut body: Body, max_bytes: usize) -> Result<Bytes, Problem> {
 ///
 /// # Errors
 /// As [`require_json`] and [`read`], or the body is not a JSON object.
-pub async fn fields(headers: &HeaderMap, body: Body, max_bytes: usize) -> Result<Fields, Problem> {
+pub async fn read_fields(headers: &HeaderMap, body: Body, max_bytes: usize) -> Result<Fields, Problem> {
     require_json(headers)?;
     match serde_json::from_slice(&read(body, max_bytes).await?) {
-        Ok(Value::Object(map)) => Ok(Fields::of_body(map)),
+        Ok(Value::Object(map)) => Ok(Fields::from_body(map)),
         _ => Err(Problem::field("", "must be a JSON object")),
     }
 }

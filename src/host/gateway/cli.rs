@@ -1,4 +1,4 @@
-//! Prints usage and records in a terminal, reading the files directly, so that the gateway need not run.
+//! Prints usage and records in a terminal. Reads the files directly, so that the gateway does not have to be running.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -80,9 +80,9 @@ impl From<RecordName> for RecordKind {
 /// Prints the usage report.
 ///
 /// # Errors
-/// [`Failure`].
-pub fn usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
-    let ledger = usage_book::read(&layout.logs(), &layout.usage_seals()).or_exit(Exit::Internal)?;
+/// The records cannot be read, or the report cannot be printed.
+pub fn print_usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
+    let ledger = usage_book::read_ledger(&layout.logs(), &layout.usage_seals()).or_exit(Exit::Internal)?;
     let UsageArgs { by, user, since, until, json } = args;
     let report = ledger.report(&UsageQuery { user_id: user, start: since, end: until, group_by: by });
     if json {
@@ -117,17 +117,17 @@ pub fn usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
 /// Prints the last lines of a record and, with `--follow`, new ones.
 ///
 /// # Errors
-/// [`Failure`].
-pub fn logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
+/// The record cannot be read, or its lines cannot be printed.
+pub fn print_logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     let (kind, logs): (RecordKind, PathBuf) = (args.record.into(), layout.logs());
-    // Opened first, so that lines written in the meantime are printed afterwards.
-    let tail = args.follow.then(|| Tail::at_end(kind, logs.clone())).transpose().or_exit(Exit::Internal)?;
+    // Open the tail first, so that lines written in the meantime are printed afterwards.
+    let tail = args.follow.then(|| Tail::from_end(kind, logs.clone())).transpose().or_exit(Exit::Internal)?;
     let (mut lines, mut before) = (Vec::new(), None);
     let limit = args.lines as usize;
     while lines.len() < limit {
-        let page = page::newest(kind, &logs, before, limit - lines.len(), |_| Verdict::Take);
+        let page = page::read_newest(kind, &logs, before, limit - lines.len(), |_| Verdict::Take);
         let page = match page {
-            // The retention removed its file in the meantime.
+            // Retention removed the file in the meantime.
             Err(PageError::Gone) => break,
             page => page.or_exit(Exit::Internal)?,
         };
@@ -144,7 +144,7 @@ pub fn logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     }
     let Some(mut tail) = tail else { return Ok(()) };
     loop {
-        let lines = tail.lines().or_exit(Exit::Internal)?;
+        let lines = tail.read_lines().or_exit(Exit::Internal)?;
         if lines.is_empty() {
             std::thread::sleep(POLL_INTERVAL);
         }
@@ -156,7 +156,7 @@ pub fn logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     }
 }
 
-/// Whether the output is still being read.
+/// Whether the reader of the output is still connected.
 #[derive(PartialEq, Eq)]
 enum OutputState {
     Open,

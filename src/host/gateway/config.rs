@@ -18,7 +18,7 @@ use svc_http::proof::ProofKeys;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
-/// Minimum length of `ADMIN_TOKEN`, equal to that of the platform's secret.
+/// Minimum length of `ADMIN_TOKEN`, equal to that of the platform's secrets.
 const MIN_ADMIN_TOKEN_CHARS: usize = 32;
 
 /// The complete, validated configuration.
@@ -34,7 +34,7 @@ pub struct Config {
     /// Timeout of one statement of an app.
     pub statement_timeout: Duration,
     /// Retention of change events.
-    pub changes_keep: Duration,
+    pub changes_retention: Duration,
     /// A certificate chain that the operator places on the machine.
     pub certificate_file: Option<PathBuf>,
     /// First backoff after a failed request for a certificate.
@@ -44,7 +44,7 @@ pub struct Config {
 /// The provisioned owner of the machine, or the development default.
 #[derive(Debug, Clone)]
 pub enum OwnerConfig {
-    Provisioned { identity: Identity, first_keys: ProofKeys },
+    Provisioned { identity: Identity, proof_keys: ProofKeys },
     DevDefault,
 }
 
@@ -58,20 +58,20 @@ impl Config {
 
     fn read(mut env: Env, layout: Layout) -> Result<Self, ConfigError> {
         let listen = env.or_default(&vars::GATEWAY_LISTEN);
-        let owner = owner(&mut env, listen);
-        let admin_token = admin_token(&mut env);
-        let issuer = issuer(&mut env);
-        let timeout = env.or_default(&vars::BRIDGE_STATEMENT_TIMEOUT_MS);
-        if timeout == 0 {
+        let owner = read_owner(&mut env, listen);
+        let admin_token = read_admin_token(&mut env);
+        let issuer = read_issuer(&mut env);
+        let timeout_ms = env.or_default(&vars::BRIDGE_STATEMENT_TIMEOUT_MS);
+        if timeout_ms == 0 {
             env.mistake(&vars::BRIDGE_STATEMENT_TIMEOUT_MS, "must be at least 1");
         }
-        let keep = env.or_default(&vars::BRIDGE_CHANGES_KEEP_SECONDS);
-        if keep == 0 {
+        let retention_seconds = env.or_default(&vars::BRIDGE_CHANGES_KEEP_SECONDS);
+        if retention_seconds == 0 {
             env.mistake(&vars::BRIDGE_CHANGES_KEEP_SECONDS, "must be at least 1");
         }
         let certificate_file = env.path(&vars::GATEWAY_TLS_CERT_FILE);
-        let acme_retry = env.or_default(&vars::ACME_RETRY_SECONDS);
-        if acme_retry == 0 {
+        let acme_retry_seconds = env.or_default(&vars::ACME_RETRY_SECONDS);
+        if acme_retry_seconds == 0 {
             env.mistake(&vars::ACME_RETRY_SECONDS, "must be at least 1");
         }
         let database = DatabaseUrl::read(&mut env);
@@ -82,7 +82,7 @@ impl Config {
                 None
             }
         });
-        let built = (|| {
+        let config = (|| {
             Some(Self {
                 layout,
                 listen,
@@ -90,18 +90,18 @@ impl Config {
                 admin_token,
                 issuer,
                 postgres: postgres?,
-                statement_timeout: Duration::from_millis(timeout),
-                changes_keep: Duration::from_secs(keep),
+                statement_timeout: Duration::from_millis(timeout_ms),
+                changes_retention: Duration::from_secs(retention_seconds),
                 certificate_file,
-                acme_retry: Duration::from_secs(acme_retry),
+                acme_retry: Duration::from_secs(acme_retry_seconds),
             })
         })();
-        env.finish(built)
+        env.finish(config)
     }
 }
 
 impl Config {
-    /// `None` on a developer's machine.
+    /// The machine's id; `None` on a developer's machine.
     pub fn machine(&self) -> Option<MachineId> {
         match &self.owner {
             OwnerConfig::Provisioned { identity, .. } => Some(identity.machine),
@@ -118,9 +118,9 @@ impl Config {
     }
 }
 
-/// `None` if the token is too short to be safe. It is ignored rather than rejected, because the machine must start in
-/// any case, also after an update to a release with this rule.
-fn admin_token(env: &mut Env) -> Option<SecretString> {
+/// `None` if the token is too short to be safe. A short token is ignored rather than rejected, because the machine must
+/// start in any case, even after an update to the first release with this rule.
+fn read_admin_token(env: &mut Env) -> Option<SecretString> {
     let token = env.secret(&vars::ADMIN_TOKEN)?;
     let is_long_enough = token.expose_secret().chars().count() >= MIN_ADMIN_TOKEN_CHARS;
     if !is_long_enough {
@@ -131,8 +131,8 @@ fn admin_token(env: &mut Env) -> Option<SecretString> {
     is_long_enough.then_some(token)
 }
 
-/// `IDP_ISSUER` and `IDP_AUDIENCE` are both set, or neither.
-fn issuer(env: &mut Env) -> Option<TrustedIssuer> {
+/// `IDP_ISSUER` and `IDP_AUDIENCE` must both be set, or neither.
+fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
     if ![&vars::IDP_ISSUER, &vars::IDP_AUDIENCE, &vars::IDP_JWKS_URL]
         .iter()
         .any(|variable| env.is_set(variable))
@@ -141,21 +141,25 @@ fn issuer(env: &mut Env) -> Option<TrustedIssuer> {
     }
     let issuer: Option<String> = env.required(&vars::IDP_ISSUER);
     let audiences: Option<String> = env.required(&vars::IDP_AUDIENCE);
-    let derived =
+    let default_jwks_url =
         issuer.as_ref().map(|issuer| format!("{}/.well-known/jwks.json", issuer.trim_end_matches('/')));
     let jwks_url = match env.is_set(&vars::IDP_JWKS_URL) {
         true => env.optional(&vars::IDP_JWKS_URL),
-        false => derived?.parse().map_err(|error| env.mistake(&vars::IDP_ISSUER, error)).ok(),
+        false => default_jwks_url?.parse().map_err(|error| env.mistake(&vars::IDP_ISSUER, error)).ok(),
     };
-    let audiences =
-        audiences?.split(',').map(str::trim).filter(|one| !one.is_empty()).map(str::to_owned).collect();
+    let audiences = audiences?
+        .split(',')
+        .map(str::trim)
+        .filter(|audience| !audience.is_empty())
+        .map(str::to_owned)
+        .collect();
     Some(TrustedIssuer { issuer: issuer?, audiences, jwks_url: jwks_url? })
 }
 
 const IDENTITY_VARIABLES: [&Variable; 4] =
     [&vars::SVC_USER_ID, &vars::SVC_MACHINE_ID, &vars::SVC_HANDLE, &vars::SVC_EPOCH];
 
-fn owner(env: &mut Env, listen: SocketAddr) -> Option<OwnerConfig> {
+fn read_owner(env: &mut Env, listen: SocketAddr) -> Option<OwnerConfig> {
     let auth = env.flag(&vars::GATEWAY_AUTH);
     let production = env.flag(&vars::SVC_PRODUCTION);
     let environment_name = env.or_default::<String>(&vars::SVC_ENVIRONMENT);
@@ -164,8 +168,8 @@ fn owner(env: &mut Env, listen: SocketAddr) -> Option<OwnerConfig> {
     }
     if auth.is_on() {
         let identity = Identity::read(env);
-        let first_keys = first_proof_keys(env);
-        return Some(OwnerConfig::Provisioned { identity: identity?, first_keys: first_keys? });
+        let proof_keys = first_proof_keys(env);
+        return Some(OwnerConfig::Provisioned { identity: identity?, proof_keys: proof_keys? });
     }
     let mut reject = |reason: &str| env.mistake(&vars::GATEWAY_AUTH, format!("cannot be off: {reason}"));
     if production.is_on() {
@@ -187,7 +191,7 @@ fn owner(env: &mut Env, listen: SocketAddr) -> Option<OwnerConfig> {
 mod tests {
     use super::*;
 
-    const GOOD: [(&str, &str); 6] = [
+    const PROVISIONED: [(&str, &str); 6] = [
         ("SVC_MACHINE_ID", "0192d1f0-0000-7000-8000-000000000001"),
         ("SVC_USER_ID", "user_1"),
         ("SVC_HANDLE", "ada"),
@@ -213,7 +217,7 @@ mod tests {
 
     #[test]
     fn load_accepts_provisioned_machine() {
-        let config = read(&GOOD).unwrap();
+        let config = read(&PROVISIONED).unwrap();
         let OwnerConfig::Provisioned { identity, .. } = config.owner else { panic!("no owner") };
         assert_eq!(identity.user.as_str(), "user_1");
         assert_eq!(config.listen.port(), 443);
@@ -231,7 +235,7 @@ mod tests {
     #[test]
     fn dev_default_requires_all_conditions() {
         assert!(matches!(read(&DEV).unwrap().owner, OwnerConfig::DevDefault));
-        assert!(read(&DEV[..1]).is_err(), "only auth is off");
+        assert!(read(&DEV[..1]).is_err(), "GATEWAY_AUTH=off alone is not enough");
         for change in [
             ("SVC_PRODUCTION", "true"),
             ("SVC_ENVIRONMENT", "production"),
@@ -246,7 +250,8 @@ mod tests {
 
     #[test]
     fn short_admin_token_is_ignored() {
-        let token = |text: &str| read(&with(&GOOD, &[("ADMIN_TOKEN", text)])).unwrap().admin_token.is_some();
+        let token =
+            |text: &str| read(&with(&PROVISIONED, &[("ADMIN_TOKEN", text)])).unwrap().admin_token.is_some();
         assert!(token(&"x".repeat(MIN_ADMIN_TOKEN_CHARS)));
         for short in ["", "x", &"x".repeat(MIN_ADMIN_TOKEN_CHARS - 1)] {
             assert!(!token(short), "{short:?}");
@@ -255,7 +260,7 @@ mod tests {
 
     #[test]
     fn load_requires_owner_if_auth_is_on() {
-        let dev_but_auth = with(&DEV, &[("GATEWAY_AUTH", "on")]);
-        assert!(read(&dev_but_auth).is_err());
+        let dev_with_auth = with(&DEV, &[("GATEWAY_AUTH", "on")]);
+        assert!(read(&dev_with_auth).is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! Notes in `activity.log` when the disk of the owner's files gets full, and when it has room again.
+//! Notes in `activity.log` when the disk with the owner's files is getting full, and when it has room again.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,18 +6,18 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use crate::agents::kernel::Kernel;
-use crate::system::disk_fill::{DiskFill, gib};
+use crate::system::disk_fill::{DiskFill, to_gib};
 use crate::system::layout::Layout;
 
 const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Checks the disk until `stop`.
-pub async fn watch(layout: Layout, kernel: Arc<Kernel>, stop: CancellationToken) {
+pub async fn watch_disk(layout: Layout, kernel: Arc<Kernel>, stop: CancellationToken) {
     let mut fill = DiskFill::Room;
     loop {
         if let Ok(disk) = fs4::statvfs(layout.home()) {
             let (total, free) = (disk.total_space(), disk.available_space());
-            let before = std::mem::replace(&mut fill, DiskFill::of(total, free));
+            let before = std::mem::replace(&mut fill, DiskFill::classify(total, free));
             if let Some(text) = describe_change(before, fill, total, free) {
                 kernel.note(&text);
             }
@@ -33,7 +33,7 @@ fn describe_change(before: DiskFill, now: DiskFill, total: u64, free: u64) -> Op
     if before == now {
         return None;
     }
-    let space = format!("{:.1} of {:.1} GiB are free", gib(free), gib(total));
+    let space = format!("{:.1} of {:.1} GiB are free", to_gib(free), to_gib(total));
     Some(match now {
         DiskFill::Room => format!("the disk has room again: {space}"),
         DiskFill::Low => format!("the disk is getting full: {space}"),
@@ -48,10 +48,10 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     #[test]
-    fn each_change_of_the_fill_is_described_once() {
+    fn describe_change_reports_each_change_once() {
         let mut fill = DiskFill::Room;
         let mut check = |free: u64| {
-            let before = std::mem::replace(&mut fill, DiskFill::of(40 * GIB, free));
+            let before = std::mem::replace(&mut fill, DiskFill::classify(40 * GIB, free));
             describe_change(before, fill, 40 * GIB, free)
         };
         assert_eq!(check(20 * GIB), None);

@@ -1,4 +1,4 @@
-//! The description of a route: its part of the OpenAPI document, and what its guards read.
+//! The description of a route, for the OpenAPI document and for the route's guards.
 
 use serde_json::Value;
 

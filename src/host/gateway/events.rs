@@ -1,4 +1,4 @@
-//! Responses of server-sent events: headers and timing.
+//! Responses with server-sent events: headers and timing.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -14,9 +14,9 @@ pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(15);
 /// Maximum duration of a stream; the listener then reconnects with a fresh credential.
 pub const MAX_STREAM_DURATION: Duration = Duration::from_secs(15 * 60);
 /// Delay before a listener reconnects.
-pub const RETRY_MS: u32 = 1000;
+pub const RETRY_DELAY_MS: u32 = 1000;
 
-pub fn response(events: impl Stream<Item = Result<Bytes, Infallible>> + Send + 'static) -> Response {
+pub fn stream_response(events: impl Stream<Item = Result<Bytes, Infallible>> + Send + 'static) -> Response {
     let mut response = Response::new(Body::from_stream(events));
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));

@@ -27,7 +27,7 @@ pub async fn identify(
     let outcome = outcome.and_then(|identified| require_installed_app(&apps, identified));
     let mut request = Request::from_parts(head, body);
     if let Ok(Identified { route: Some(Route::Code), .. }) = outcome {
-        return proxy::to_code(&upstreams, request).await;
+        return proxy::proxy_to_code(&upstreams, request).await;
     }
     request.extensions_mut().insert(outcome);
     next.run(request).await
@@ -39,7 +39,7 @@ fn require_installed_app(apps: &Registry, identified: Identified) -> Result<Iden
     let snapshot = apps.snapshot();
     match () {
         () if snapshot.is_installed(slug) => Ok(identified),
-        () if snapshot.scanned => Err(Denied::AppNotInstalled),
+        () if snapshot.is_scanned => Err(Denied::AppNotInstalled),
         () => Err(Denied::AppsNotLoaded),
     }
 }

@@ -7,7 +7,7 @@ use tokio_util::sync::CancellationToken;
 
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Cancels `stop` once the file exists that marks this machine as superseded.
+/// Cancels `stop` once `file`, which marks this machine as superseded, exists.
 pub async fn watch_superseded(file: PathBuf, stop: CancellationToken) {
     loop {
         tokio::select! {

@@ -92,16 +92,16 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     match args.command {
         None => applet::block_on("svc-gateway", serve(Layout::from_process())),
         Some(Command::InstallApps) => {
-            applet::block_on("svc-gateway", async { apps::install_bundled(&Layout::from_process()) })
+            applet::block_on("svc-gateway", async { apps::run_install(&Layout::from_process()) })
         }
         Some(Command::CertificateRequest) => {
             applet::block_on("svc-gateway", async { certificate::print_csr(&Layout::from_process()) })
         }
         Some(Command::Usage(args)) => {
-            applet::block_on("svc-gateway", async { cli::usage(&Layout::from_process(), args) })
+            applet::block_on("svc-gateway", async { cli::print_usage(&Layout::from_process(), args) })
         }
         Some(Command::Logs(args)) => {
-            applet::block_on("svc-gateway", async move { cli::logs(&Layout::from_process(), &args) })
+            applet::block_on("svc-gateway", async move { cli::print_logs(&Layout::from_process(), &args) })
         }
     }
 }
@@ -114,8 +114,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let config = Config::load(layout)?;
     let layout = config.layout.clone();
     let identity =
-        certificate::load_or_create(&layout).context("the machine's TLS key").or_exit(Exit::Internal)?;
-    // The key is constant for the machine's lifetime and known only to it.
+        certificate::load_or_create(&layout).context("load the machine's TLS key").or_exit(Exit::Internal)?;
+    // The machine's key is constant for its lifetime, and no other machine has it.
     let change_ids = bridge::IdSecret::derive(identity.key_pem.as_bytes());
     let keeper = KeeperConfig {
         layout: layout.clone(),
@@ -129,17 +129,17 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let public =
         listener.with_context(|| format!("listen on {}", config.listen)).or_exit(Exit::Unavailable)?;
     let trusted_socket = unix_socket::bind(&layout.gateway_sockets(), "gateway.sock");
-    let trusted_socket = trusted_socket.context("the unix socket").or_exit(Exit::Unavailable)?;
+    let trusted_socket = trusted_socket.context("bind the unix socket").or_exit(Exit::Unavailable)?;
     let agent_socket = unix_socket::bind(&layout.bridge_sockets(), BRIDGE_SOCKET);
-    let agent_socket = agent_socket.context("the agents' unix socket").or_exit(Exit::Unavailable)?;
-    let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
+    let agent_socket = agent_socket.context("bind the agents' unix socket").or_exit(Exit::Unavailable)?;
+    let stop = server::stop_on_signal().context("install the signal handlers").or_exit(Exit::Internal)?;
     let scrape = metrics::install()?;
     scrape.spawn_upkeep(stop.clone());
     let services = Arc::new(Services::new(&config, change_ids)?);
     let Services { apps, database, quotas, changes, kernel, dispatcher, writers, .. } = &*services;
 
-    let release =
-        release::current(&layout).map_or_else(String::new, |version| format!(" of release {version}"));
+    let release = release::current_version(&layout)
+        .map_or_else(String::new, |version| format!(" of release {version}"));
     kernel.note(&format!("the gateway{release} has started"));
     let supervisor = apps::SupervisorContext {
         layout: layout.clone(),
@@ -151,12 +151,12 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
         statement_timeout: config.statement_timeout,
     };
     let supervisor_task = tokio::spawn(apps::supervise(supervisor, stop.clone()));
-    tokio::spawn(apps::measure_sizes(quotas.clone(), database.clone(), stop.clone()));
-    let changes_keep = config.changes_keep;
-    tokio::spawn(changes.clone().run(database.clone(), apps.clone(), changes_keep, stop.clone()));
+    tokio::spawn(apps::measure_periodically(quotas.clone(), database.clone(), stop.clone()));
+    let changes_retention = config.changes_retention;
+    tokio::spawn(changes.clone().run(database.clone(), apps.clone(), changes_retention, stop.clone()));
     let kernel_task = tokio::spawn(kernel.clone().maintain(stop.clone()));
     tokio::spawn(dispatcher.clone().maintain(stop.clone()));
-    tokio::spawn(disk_watch::watch(layout.clone(), kernel.clone(), stop.clone()));
+    tokio::spawn(disk_watch::watch_disk(layout.clone(), kernel.clone(), stop.clone()));
     tokio::spawn(writers.clone().watch(stop.clone()));
     tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
     tokio::spawn(keeper.run(stop.clone()));
@@ -164,7 +164,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let gateway = Gateway(services.clone());
     let local_routes = router::router(&gateway, Ingress::Trusted).layer(Extension(scrape));
     let local_task = tokio::spawn(unix_socket::serve(trusted_socket, local_routes, stop.clone()));
-    let agents_task = tokio::spawn(unix_socket::serve(agent_socket, router::bridge(&gateway), stop.clone()));
+    let agents_task =
+        tokio::spawn(unix_socket::serve(agent_socket, router::bridge_router(&gateway), stop.clone()));
     let stopping = stop.clone();
     tokio::spawn(async move {
         stopping.cancelled().await;
@@ -184,7 +185,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     });
     // The platform's router processes are the clients, and may all share one address.
     let limits = Limits::default();
-    let limits = Limits { connections_of_address: limits.connections / 4 * 3, ..limits };
+    let limits = Limits { connections_per_address: limits.connections / 4 * 3, ..limits };
     server::serve(public, Some(Arc::new(tls)), routes, limits, stop).await;
     // All requests have been handled; the remaining work has no client.
     supervisor_task.abort();

@@ -1,4 +1,4 @@
-//! Proxies the shell and the code server, each behind its unix socket.
+//! Proxies requests to the shell and to code-server, each on its unix socket.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -26,30 +26,30 @@ pub struct Upstreams {
 
 impl Upstreams {
     pub fn new(sockets: &Path) -> Self {
-        let to = |name: &str| Proxy::new(Socket(sockets.join(name)), ProxyLimits::default());
-        Self { shell: to("shell.sock"), code: to("code.sock") }
+        let proxy_to = |name: &str| Proxy::new(UnixDialer(sockets.join(name)), ProxyLimits::default());
+        Self { shell: proxy_to("shell.sock"), code: proxy_to("code.sock") }
     }
 }
 
-struct Socket(PathBuf);
+struct UnixDialer(PathBuf);
 
 #[async_trait]
-impl Dial for Socket {
+impl Dial for UnixDialer {
     async fn dial(&self) -> io::Result<Box<dyn Io>> {
         Ok(Box::new(UnixStream::connect(&self.0).await?))
     }
 }
 
 /// Proxies all of the owner's requests that no route of the gateway handles.
-pub async fn to_shell(State(upstreams): State<Arc<Upstreams>>, request: Request) -> Response {
+pub async fn proxy_to_shell(State(upstreams): State<Arc<Upstreams>>, request: Request) -> Response {
     forward(&upstreams.shell, "The shell", request).await
 }
 
 /// Proxies requests on the code host, except code-server's proxy to local ports: a local service would share the
 /// editor's origin, and thus its cookies and terminal.
-pub async fn to_code(upstreams: &Upstreams, request: Request) -> Response {
+pub async fn proxy_to_code(upstreams: &Upstreams, request: Request) -> Response {
     if is_port_proxy_path(request.uri().path()) {
-        let detail = "The editor's origin does not proxy local ports. Make it an app, or forward the port from the terminal.";
+        let detail = "The editor's origin does not proxy local ports. Make the service an app, or forward its port from the terminal.";
         return Problem::new(Code::Forbidden, detail).into_response();
     }
     forward(&upstreams.code, "The code server", request).await
@@ -92,7 +92,7 @@ fn wants_page(headers: &HeaderMap) -> bool {
     accept.is_some_and(|accept| accept.contains("text/html"))
 }
 
-/// A self-reloading page for a browser, or a problem for a program.
+/// Returns a self-reloading page to a browser, and a problem to a program.
 fn unavailable_response(problem: Problem, is_page: bool) -> Response {
     if !is_page || problem.code.status() != StatusCode::SERVICE_UNAVAILABLE {
         return problem.into_response();
@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn port_proxy_path_is_found_in_any_encoding() {
+    fn port_proxy_path_is_recognized_in_any_encoding() {
         for path in
             ["/proxy/8080/", "/proxy", "//PROXY/1", "/absproxy/3000/x", "/%70roxy/3000/", "/AbsProxy/1"]
         {

@@ -38,20 +38,20 @@ const fn route(endpoint: &'static Endpoint, serve: fn() -> MethodRouter<Gateway>
 static ROUTES: [Route; 40] = [
     route(&bridge::QUERY, || post(bridge::query)),
     route(&bridge::SCHEMAS, || get(bridge::list_schemas)),
-    route(&bridge::CHANGES, || get(bridge::changes)),
+    route(&bridge::CHANGES, || get(bridge::stream_changes)),
     route(&DESCRIPTION, || get(describe)),
-    route(&apps::LIST, || get(apps::list)),
-    route(&apps::ICON, || get(apps::icon)),
-    route(&apps::FRONT, || get(apps::page)),
-    route(&apps::FOLDER, || get(apps::page)),
-    route(&apps::PAGE, || get(apps::page)),
+    route(&apps::LIST, || get(apps::list_apps)),
+    route(&apps::ICON, || get(apps::serve_icon)),
+    route(&apps::FRONT, || get(apps::serve_page)),
+    route(&apps::FOLDER, || get(apps::serve_page)),
+    route(&apps::PAGE, || get(apps::serve_page)),
     route(&records::BACKUPS, || get(records::list_backups)),
     route(&records::FOLLOW_BACKUPS, || get(records::follow_backups)),
     route(&side_database::SHOW, || get(side_database::show)),
     route(&side_database::OPEN, || post(side_database::open)),
     route(&side_database::COPY, || post(side_database::copy)),
     route(&side_database::CLOSE, || delete(side_database::close)),
-    route(&dispatch::DISPATCH, || post(dispatch::dispatch)),
+    route(&dispatch::DISPATCH, || post(dispatch::submit)),
     route(&dispatch::LIST, || get(dispatch::list)),
     route(&dispatch::SHOW, || get(dispatch::show)),
     route(&dispatch::FOLLOW, || get(dispatch::follow)),
@@ -64,18 +64,18 @@ static ROUTES: [Route; 40] = [
     route(&records::FOLLOW_ACTIVITY, || get(records::follow_activity)),
     route(&records::STORAGE, || get(records::list_storage)),
     route(&records::FOLLOW_STORAGE, || get(records::follow_storage)),
-    route(&usage::USAGE, || get(usage::usage)),
+    route(&usage::USAGE, || get(usage::report_usage)),
     route(&limits::SHOW_LIMITS, || get(limits::show)),
     route(&limits::SET_LIMITS, || put(limits::set)),
-    route(&internal::BACKUP, || post(internal::backup)),
+    route(&internal::BACKUP, || post(internal::request_backup)),
     route(&backup_progress::BACKUP_PROGRESS, || get(backup_progress::show)),
-    route(&internal::ACCEPT, || post(internal::accept)),
-    route(&internal::DRILL, || post(internal::drill)),
-    route(&internal::UPDATE, || post(internal::update)),
+    route(&internal::ACCEPT, || post(internal::request_accept)),
+    route(&internal::DRILL, || post(internal::request_drill)),
+    route(&internal::UPDATE, || post(internal::request_update)),
     route(&quiesce::QUIESCE, || post(quiesce::quiesce)),
     route(&quiesce::RESUME, || post(quiesce::resume)),
-    route(&health::LIVE, || get(health::live)),
-    route(&health::READY, || get(health::ready)),
+    route(&health::LIVE, || get(health::report_liveness)),
+    route(&health::READY, || get(health::report_readiness)),
 ];
 
 /// The descriptions of all routes, in the order of the OpenAPI document.
@@ -127,35 +127,35 @@ async fn describe() -> Json<Value> {
 
 /// The routes of one listener.
 pub fn router(gateway: &Gateway, ingress: Ingress) -> Router {
-    let to_shell = from_fn(|request, next| admit(OWNERS, request, next));
-    let shell = Router::new().fallback(proxy::to_shell).layer(to_shell);
-    let (listener, own) = match ingress {
+    let admit_owners = from_fn(|request, next| admit(OWNERS, request, next));
+    let shell = Router::new().fallback(proxy::proxy_to_shell).layer(admit_owners);
+    let (listener, metrics_router) = match ingress {
         Ingress::Public => (Listener::Gateway, Router::new()),
         Ingress::Trusted | Ingress::Agents => {
-            (Listener::Socket, Router::new().route("/metrics", get(metrics::metrics)))
+            (Listener::Socket, Router::new().route("/metrics", get(metrics::render_metrics)))
         }
     };
-    let (open, closed): (Vec<_>, Vec<_>) =
+    let (public, authenticated): (Vec<_>, Vec<_>) =
         ROUTES.iter().partition(|route| route.endpoint.operation.credentials.is_empty());
-    let open = guarded_routes(open.into_iter())
+    let public = build_routes(public.into_iter())
         .method_not_allowed_fallback(method_not_allowed)
         .layer(Extension(ingress));
-    guarded_routes(closed.into_iter())
+    build_routes(authenticated.into_iter())
         .route("/_svc/internal/{*path}", axum::routing::any(unknown_route))
         .route("/api/{*path}", axum::routing::any(unknown_route))
         .fallback_service(shell.with_state(gateway.clone()))
         .method_not_allowed_fallback(method_not_allowed)
         .layer(middleware::from_fn_with_state(gateway.clone(), identify))
         .layer(Extension(ingress))
-        .merge(own)
-        .merge(open)
+        .merge(metrics_router)
+        .merge(public)
         .layer(middleware::from_fn_with_state(listener, observe::layer))
         .with_state(gateway.clone())
 }
 
 /// Only the routes that accept an agent's token: the bridge.
-pub fn bridge(gateway: &Gateway) -> Router {
-    guarded_routes(ROUTES.iter().filter(|route| route.endpoint.operation.credentials.contains(&AGENT)))
+pub fn bridge_router(gateway: &Gateway) -> Router {
+    build_routes(ROUTES.iter().filter(|route| route.endpoint.operation.credentials.contains(&AGENT)))
         .fallback(unknown_route)
         .method_not_allowed_fallback(method_not_allowed)
         .layer(middleware::from_fn_with_state(gateway.clone(), identify))
@@ -165,11 +165,12 @@ pub fn bridge(gateway: &Gateway) -> Router {
 }
 
 /// Builds a router of routes, each behind its guards.
-fn guarded_routes(routes: impl Iterator<Item = &'static Route>) -> Router<Gateway> {
-    routes.fold(Router::new(), |router, route| router.route(route.endpoint.operation.path, guarded(route)))
+fn build_routes(routes: impl Iterator<Item = &'static Route>) -> Router<Gateway> {
+    routes
+        .fold(Router::new(), |router, route| router.route(route.endpoint.operation.path, guard_route(route)))
 }
 
-fn guarded(route: &Route) -> MethodRouter<Gateway> {
+fn guard_route(route: &Route) -> MethodRouter<Gateway> {
     let Endpoint { operation: Operation { credentials, .. }, max_body_bytes: max_bytes } = *route.endpoint;
     let handler = (route.serve)();
     if credentials.is_empty() {
@@ -185,7 +186,7 @@ fn guarded(route: &Route) -> MethodRouter<Gateway> {
 async fn limit_body(max_bytes: usize, request: Request, next: Next) -> Response {
     if declares_more_than(request.headers(), max_bytes) {
         body::LIMITS.drain(request.into_body()).await;
-        return body::too_large(max_bytes).into_response();
+        return body::too_large_problem(max_bytes).into_response();
     }
     next.run(request).await
 }
@@ -212,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn remedy_of_a_large_body_names_the_limit_of_each_route() {
+    fn request_too_large_remedy_names_limit_of_every_route() {
         let remedy = Code::RequestTooLarge.remedy();
         for Endpoint { operation, max_body_bytes } in endpoints() {
             let limit = match (operation.path, max_body_bytes >> 10) {

@@ -1,4 +1,4 @@
-//! The services of the gateway, and how a handler extracts those that it uses.
+//! The services of the gateway. A handler extracts those that it uses.
 
 use std::sync::Arc;
 
@@ -75,7 +75,7 @@ impl Services {
     }
 }
 
-/// The state of the router: one reference count per request, however many services there are.
+/// The state of the router. A clone costs one reference count, regardless of the number of services.
 #[derive(Clone)]
 pub struct Gateway(pub Arc<Services>);
 

@@ -61,7 +61,7 @@ impl Drop for WritePermit {
 }
 
 /// The progress of a quiesce.
-pub struct Progress {
+pub struct QuiesceProgress {
     pub quiesce: Quiesce,
     pub running_dispatches: usize,
 }
@@ -95,12 +95,14 @@ impl Writers {
         self.lock().quiesce.is_some()
     }
 
+    /// Admits a write.
+    ///
     /// # Errors
     /// 503 while writers are stopped.
     pub fn admit(self: &Arc<Self>) -> Result<WritePermit, Problem> {
         let mut state = self.lock();
         if state.quiesce.is_some() {
-            return Err(refusal());
+            return Err(quiesced_problem());
         }
         state.in_flight += 1;
         Ok(WritePermit(Arc::clone(self)))
@@ -110,26 +112,26 @@ impl Writers {
     /// operation takes over.
     ///
     /// # Errors
-    /// The state cannot be stored. Nothing is stopped then, because a restart would forget it.
-    pub async fn quiesce(&self, operation: OperationId) -> Result<Progress, Problem> {
+    /// The state cannot be stored. No writer is stopped then, because the state would be lost in a restart.
+    pub async fn quiesce(&self, operation: OperationId) -> Result<QuiesceProgress, Problem> {
         let _change = self.change.lock().await;
-        let mut quiesce = self.stop_for(operation).await?;
+        let mut quiesce = self.record_quiesce(operation).await?;
         self.dispatcher.pause();
-        let running_dispatches = self.dispatcher.running();
+        let running_dispatches = self.dispatcher.running_count();
         if quiesce.quiesced_at.is_none() && running_dispatches == 0 && self.is_idle().await {
             quiesce.quiesced_at = Some(clock::now_ms());
             self.store(&quiesce).await?;
             tracing::info!(%operation, "all writers have stopped");
         }
-        Ok(Progress { quiesce, running_dispatches })
+        Ok(QuiesceProgress { quiesce, running_dispatches })
     }
 
-    async fn stop_for(&self, operation: OperationId) -> Result<Quiesce, Problem> {
+    async fn record_quiesce(&self, operation: OperationId) -> Result<Quiesce, Problem> {
         let layout = self.layout.clone();
-        let now = blocking(move || Quiesce::read(&layout)).await?;
-        if let Some(now) = now.filter(|now| now.operation_id == operation) {
-            self.lock().quiesce = Some(now.clone());
-            return Ok(now);
+        let current = blocking(move || Quiesce::read(&layout)).await?;
+        if let Some(current) = current.filter(|current| current.operation_id == operation) {
+            self.lock().quiesce = Some(current.clone());
+            return Ok(current);
         }
         let quiesce = Quiesce::new(operation);
         self.store(&quiesce).await?;
@@ -138,7 +140,7 @@ impl Writers {
     }
 
     async fn store(&self, quiesce: &Quiesce) -> Result<(), Problem> {
-        let lock = quiesce::lock(&self.layout).await.map_err(|error| Problem::internal(&error))?;
+        let lock = quiesce::acquire_lock(&self.layout).await.map_err(|error| Problem::internal(&error))?;
         let (layout, stored) = (self.layout.clone(), quiesce.clone());
         blocking(move || stored.write(&layout, &lock)).await?;
         self.lock().quiesce = Some(quiesce.clone());
@@ -158,14 +160,14 @@ impl Writers {
             tracing::warn!("flushing the records of dispatches failed");
         }
         let layout = self.layout.clone();
-        let copying_state = blocking(move || side_database::State::read(&layout)).await;
-        if !copying_state
-            .is_ok_and(|state| state.is_none_or(|state| state.status != side_database::Status::Copying))
+        let side_state = blocking(move || side_database::SideState::read(&layout)).await;
+        if !side_state
+            .is_ok_and(|state| state.is_none_or(|state| state.status != side_database::SideStatus::Copying))
         {
             return false;
         }
         let session_count = tokio::time::timeout(SESSIONS_TIMEOUT, async {
-            let client = self.database.shared().await.ok()?;
+            let client = self.database.shared_client().await.ok()?;
             client.query_one(ACTIVE_SESSIONS, &[]).await.ok()?.try_get::<_, i64>(0).ok()
         });
         match session_count.await {
@@ -180,8 +182,8 @@ impl Writers {
     /// 409 if they are stopped for another operation.
     pub async fn resume(&self, operation: OperationId) -> Result<(), Problem> {
         let _change = self.change.lock().await;
-        let was_resumed = quiesce::resume(&self.layout, operation).await;
-        if was_resumed.map_err(|error| Problem::internal(&error))? {
+        let resumed = quiesce::resume(&self.layout, operation).await;
+        if resumed.map_err(|error| Problem::internal(&error))? {
             self.reopen();
             return Ok(());
         }
@@ -221,7 +223,7 @@ impl Writers {
     }
 }
 
-fn refusal() -> Problem {
+fn quiesced_problem() -> Problem {
     let detail = "This machine accepts no changes: a final backup is being taken before it is replaced.";
     Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS)
 }

@@ -1,7 +1,7 @@
 //! `svc-code`: runs the release's code-server on `code.sock`, with the release's Node.js.
 //!
-//! It has no password: only the gateway can reach its socket, and the gateway authenticates every request. It
-//! inherits none of our configuration.
+//! code-server has no password: only the gateway can reach its socket, and the gateway authenticates every request. It
+//! inherits none of svc's configuration.
 
 use std::ffi::OsString;
 use std::io;
@@ -27,13 +27,13 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 
 pub const SOCKET: &str = "code.sock";
 
-/// Time limit for the first accepted connection. A machine needs most of it under its first load.
+/// Timeout for the first accepted connection. A new machine under load needs most of it.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(90);
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Time between SIGTERM and SIGKILL.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Variables that a terminal needs. The others may contain our configuration.
+/// Variables that a terminal needs. Other variables may contain svc's configuration.
 const PASSED_VARIABLES: [&str; 6] = ["LANG", "LC_ALL", "PATH", "TERM", "TZ", "USER"];
 /// Entry points of code-server: in its own archive, and as npm installs it.
 const ENTRY_POINTS: [&str; 2] = ["out/node/entry.js", "node_modules/code-server/out/node/entry.js"];
@@ -76,7 +76,7 @@ impl CodeServer {
             path: home.clone(),
             argument: "code-server",
         })?;
-        // Its own archive includes a Node.js.
+        // code-server's own archive includes Node.js.
         let nodes = [runtime.join("node/bin/node"), home.join("lib/node")];
         let node = nodes.iter().find(|node| node.is_file()).cloned();
         let [path, _] = nodes;
@@ -119,7 +119,7 @@ pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
 
-/// The applet.
+/// Runs the applet.
 pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(code) = applet::parse::<Args>(args) {
         return code;
@@ -131,18 +131,21 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 
 async fn serve(layout: Layout) -> Result<(), Failure> {
     let server = CodeServer::find(&layout.runtime()).or_exit(Exit::Config)?;
-    std::fs::create_dir_all(layout.home()).context("the owner's home").or_exit(Exit::Unavailable)?;
-    let socket =
-        claim_socket(&layout.owner_sockets()).context("the unix socket").or_exit(Exit::Unavailable)?;
-    let mut signals = receive_signals().context("signals").or_exit(Exit::Internal)?;
+    std::fs::create_dir_all(layout.home())
+        .context("cannot create the owner's home")
+        .or_exit(Exit::Unavailable)?;
+    let socket = claim_socket(&layout.owner_sockets())
+        .context("cannot claim the unix socket")
+        .or_exit(Exit::Unavailable)?;
+    let mut signals = receive_signals().context("cannot handle signals").or_exit(Exit::Internal)?;
     let mut command = server.command(&layout, &socket);
     let mut child = command
         .spawn()
-        .with_context(|| format!("start {}", server.node.display()))
+        .with_context(|| format!("cannot start {}", server.node.display()))
         .or_exit(Exit::Unavailable)?;
     let pid = pid_of(&child);
     let end = tokio::select! {
-        end = child.wait() => end.context("wait for code-server").or_exit(Exit::Internal)?,
+        end = child.wait() => end.context("cannot wait for code-server").or_exit(Exit::Internal)?,
         timed_out = supervise(&socket) => {
             stop_child(&mut child).await.or_exit(Exit::Internal)?;
             return Err(Failure::new(Exit::Unavailable, timed_out));
@@ -156,8 +159,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     Err(Failure::new(Exit::Unavailable, anyhow!("code-server exited: {end}")))
 }
 
-/// Notifies systemd once code-server accepts connections and feeds the watchdog. Returns an error if it never
-/// accepts.
+/// Notifies systemd once code-server accepts connections, then feeds the watchdog. Returns an error if code-server does
+/// not accept connections in time.
 async fn supervise(socket: &Path) -> anyhow::Error {
     let accepting = async {
         while !is_accepting(socket).await {
@@ -186,7 +189,7 @@ async fn forward_signals(pid: Option<Pid>, signals: &mut mpsc::Receiver<Signal>)
     }
 }
 
-/// The socket's path, after removing a socket left by a killed process.
+/// Returns the socket's path, after removing a socket that a killed process left behind.
 fn claim_socket(dir: &Path) -> io::Result<PathBuf> {
     unix_socket::ensure_dir(dir)?;
     let socket = dir.join(SOCKET);
@@ -201,7 +204,7 @@ async fn is_accepting(socket: &Path) -> bool {
     matches!(timeout(PROBE_TIMEOUT, UnixStream::connect(socket)).await, Ok(Ok(_)))
 }
 
-/// Signals that this process receives for code-server.
+/// Returns a channel of the signals that this process receives.
 fn receive_signals() -> io::Result<mpsc::Receiver<Signal>> {
     let (sender, receiver) = mpsc::channel(8);
     let kinds = [
@@ -279,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn claim_socket_removes_only_dead_sockets() {
+    fn claim_socket_removes_only_stale_sockets() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(SOCKET);
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();

@@ -1,4 +1,4 @@
-//! `svc-shell`: the release's shell build on `shell.sock`.
+//! `svc-shell`: serves the release's shell on `shell.sock`.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -29,7 +29,7 @@ pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
 
-/// The applet.
+/// Runs the applet.
 pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(code) = applet::parse::<Args>(args) {
         return code;
@@ -42,8 +42,8 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 async fn serve(layout: Layout) -> Result<(), Failure> {
     let site = Site::read(&layout.shell()).or_exit(Exit::Config)?;
     let bound = unix_socket::bind(&layout.owner_sockets(), SOCKET);
-    let listener = bound.context("the unix socket").or_exit(Exit::Unavailable)?;
-    let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
+    let listener = bound.context("cannot listen on the unix socket").or_exit(Exit::Unavailable)?;
+    let stop = server::stop_on_signal().context("cannot handle signals").or_exit(Exit::Internal)?;
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
     let status = format!("serving {} files", site.len());
     tracing::info!(files = site.len(), bytes = site.bytes(), "serving the shell");

@@ -1,7 +1,7 @@
 //! Serves a static build from memory: no request path ever reaches the file system.
 //!
-//! Files with a content hash in their name are cached for a year; the index page is revalidated each time. Texts are
-//! also stored compressed. A path that only the shell's own router handles gets the index page.
+//! Files with a content hash in their name are cached for a year; the index page is revalidated each time. Text files
+//! are also stored compressed. A path that only the shell's own router handles gets the index page.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,7 +17,7 @@ use http::header::{self, HeaderValue};
 use http::request::Parts;
 
 use svc_http::files::{
-    Caching, StaticFile, is_read, media_type, method_not_allowed, percent_decode, respond,
+    Caching, StaticFile, is_read_method, media_type, method_not_allowed, percent_decode, respond,
 };
 use svc_http::problem::{Code, Problem};
 
@@ -25,7 +25,7 @@ use svc_http::problem::{Code, Problem};
 const MAX_SITE_BYTES: u64 = 64 << 20;
 const MAX_SITE_FILES: usize = 10_000;
 const INDEX: &str = "index.html";
-/// The build puts files with a content hash in their name here.
+/// The directory of files with a content hash in their name.
 const HASHED_PREFIX: &str = "assets/";
 /// The shell shares the owner's origin, so it may load only its own files and connect only to this host.
 const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; \
@@ -62,7 +62,7 @@ pub struct Site {
 }
 
 impl Site {
-    /// Reads all files below `root`. Links are skipped, because a build has none.
+    /// Reads all files below `root`. Symbolic links are skipped, because a build has none.
     pub fn read(root: &Path) -> Result<Self, SiteError> {
         let index = root.join(INDEX);
         if !index.is_file() {
@@ -104,7 +104,7 @@ impl Site {
         self.bytes
     }
 
-    /// The file for a URL path, with its name. A path without a file extension gets the index page.
+    /// Returns the file for a URL path, with its name. A path without a file extension gets the index page.
     fn find(&self, path: &str) -> Option<(&str, &SiteFile)> {
         let name = percent_decode(path.strip_prefix('/')?)?;
         let name = if name.is_empty() { INDEX } else { &name };
@@ -118,18 +118,18 @@ impl Site {
 fn load_file(name: &str, content: Vec<u8>) -> SiteFile {
     let plain = StaticFile::in_memory(content, media_type(Path::new(name)));
     let compressed = plain.is_compressible().then(|| plain.gzip(Compression::best()));
-    // Compression in memory cannot fail; without it the plain file is served.
+    // Compression in memory cannot fail; if it did, the plain file would be served.
     SiteFile { gzip: compressed.and_then(Result::ok).flatten(), plain }
 }
 
-/// The site's one route.
+/// Returns a router that serves the site on all paths.
 pub fn router(site: Site) -> Router {
     Router::new().fallback(serve).with_state(Arc::new(site))
 }
 
 async fn serve(State(site): State<Arc<Site>>, request: Request) -> Response {
     let (request, _) = request.into_parts();
-    if !is_read(&request.method) {
+    if !is_read_method(&request.method) {
         return method_not_allowed();
     }
     match site.find(request.uri.path()) {
@@ -156,7 +156,7 @@ mod tests {
 
     use super::*;
 
-    fn build() -> (tempfile::TempDir, Site) {
+    fn build_site() -> (tempfile::TempDir, Site) {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("shell");
         fs::create_dir_all(root.join("assets")).unwrap();
@@ -173,7 +173,7 @@ mod tests {
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
-        let (name, entry) = site.find(path).unwrap_or_else(|| panic!("{path} is there"));
+        let (name, entry) = site.find(path).unwrap_or_else(|| panic!("the site has no {path}"));
         respond_with(name, entry, &request.body(()).unwrap().into_parts().0)
     }
 
@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn find_stays_inside_site_and_skips_links() {
-        let (_dir, site) = build();
+        let (_dir, site) = build_site();
         for path in
             ["/../secret.txt", "/%2e%2e/secret.txt", "/out.txt", "/assets/../../secret.txt", "/missing.js"]
         {
@@ -197,7 +197,7 @@ mod tests {
 
     #[test]
     fn index_is_revalidated_and_hashed_files_are_immutable() {
-        let (_dir, site) = build();
+        let (_dir, site) = build_site();
         let page = get_response(&site, &Method::GET, "/", &[]);
         assert_eq!(page.headers()["cache-control"], "private, no-cache");
         let policy = page.headers()["content-security-policy"].to_str().unwrap();
@@ -220,8 +220,8 @@ mod tests {
     }
 
     #[test]
-    fn text_is_compressed_on_request_with_own_etag() {
-        let (_dir, site) = build();
+    fn compressed_text_has_separate_etag() {
+        let (_dir, site) = build_site();
         let get = |accepted: &str| {
             get_response(&site, &Method::GET, "/assets/app-1a2b.js", &[("accept-encoding", accepted)])
         };

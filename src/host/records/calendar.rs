@@ -4,7 +4,7 @@ use jiff::Timestamp;
 use jiff::civil::Date;
 use jiff::tz::TimeZone;
 
-/// Days of this time zone.
+/// The days of a time zone.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Calendar(TimeZone);
 
@@ -23,21 +23,21 @@ impl Calendar {
         at.to_zoned(self.0.clone()).date()
     }
 
-    /// The first instant of a day, also if the clock skips midnight.
-    pub fn start(&self, day: Date) -> Timestamp {
-        // A day outside the supported range: nothing waits for it.
+    /// The first instant of a day, even if the clock skips midnight.
+    pub fn start_of_day(&self, day: Date) -> Timestamp {
+        // A day outside the supported range never begins.
         day.to_zoned(self.0.clone()).map_or(Timestamp::MAX, |start| start.timestamp())
     }
 
     /// The start of the next day.
     pub fn next_day(&self, at: Timestamp) -> Timestamp {
-        self.day(at).tomorrow().map_or(Timestamp::MAX, |day| self.start(day))
+        self.day(at).tomorrow().map_or(Timestamp::MAX, |day| self.start_of_day(day))
     }
 
     /// The start of the next month.
     pub fn next_month(&self, at: Timestamp) -> Timestamp {
         let next = self.day(at).last_of_month().tomorrow();
-        next.map_or(Timestamp::MAX, |day| self.start(day))
+        next.map_or(Timestamp::MAX, |day| self.start_of_day(day))
     }
 }
 
@@ -64,7 +64,7 @@ mod tests {
         }
         // In Lebanon, summer time used to start at midnight, which the clock skipped.
         let beirut = Calendar::for_zone("Asia/Beirut").unwrap();
-        assert_eq!(beirut.start("2024-03-31".parse().unwrap()).to_string(), "2024-03-30T22:00:00Z");
+        assert_eq!(beirut.start_of_day("2024-03-31".parse().unwrap()).to_string(), "2024-03-30T22:00:00Z");
         assert_eq!(beirut.day("2024-03-30T22:00:00Z".parse().unwrap()).to_string(), "2024-03-31");
     }
 
@@ -76,13 +76,13 @@ mod tests {
                 "UTC", "Europe/Berlin", "America/Santiago", "Asia/Beirut", "Africa/Cairo", "America/Havana", "Australia/Lord_Howe",
                 "Asia/Kathmandu", "Pacific/Apia", "America/St_Johns", "Atlantic/Azores",
             ]),
-            // Since 2012: before, clocks in St. John's went back over midnight, so that a day occurred twice.
+            // From 2012 on: before that, clocks in St. John's went back over midnight, so that a day occurred twice.
             second in 1_325_376_000_i64..2_400_000_000,
         ) {
             let (calendar, at) = (Calendar::for_zone(zone).unwrap(), Timestamp::from_second(second).unwrap());
             let day = calendar.day(at);
             let before = |at: Timestamp| calendar.day(at.checked_sub(jiff::SignedDuration::from_nanos(1)).unwrap());
-            let begins = calendar.start(day);
+            let begins = calendar.start_of_day(day);
             prop_assert!(begins <= at && calendar.day(begins) == day && before(begins) < day, "{} {}", zone, at);
             let next = calendar.next_day(at);
             prop_assert!(next > at && before(next) == day && calendar.day(next) > day, "{} {}", zone, at);

@@ -16,7 +16,7 @@ pub struct Interaction {
     /// The end of the dispatch; it counts for the day of this time.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
-    /// The user or channel that sent it.
+    /// The user or channel that sent the dispatch.
     pub sender_id: String,
     pub conversation_id: String,
     pub model: String,
@@ -24,7 +24,7 @@ pub struct Interaction {
     pub tokens_in: u64,
     pub tokens_out: u64,
     pub cost: Dollars,
-    /// The run was cut off before it reported a cost: `cost` is the amount that was reserved for it.
+    /// The run ended before it reported its full cost: `cost` is an estimate of at least the reserved amount.
     #[serde(default, skip_serializing_if = "is_false")]
     pub cost_estimated: bool,
     pub duration_ms: u64,
@@ -35,7 +35,7 @@ pub struct Interaction {
     pub batch: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch_id: Option<String>,
-    /// A digest of its request, to detect an ID that is used again for another one; not in older records.
+    /// A digest of the request, to detect that its ID is reused for another request; absent from older records.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<String>,
 }
@@ -57,7 +57,7 @@ pub enum Status {
 pub struct Tool {
     pub name: String,
     pub duration_ms: u64,
-    /// The start of its input, without secrets.
+    /// The start of the call's input, without secrets.
     pub input_preview: String,
     pub status: Status,
     /// The start of the error that the call returned, without secrets.
@@ -90,7 +90,7 @@ pub struct AuditEntry {
     pub op: Op,
     /// Relative to the home.
     pub path: String,
-    /// The name is not UTF-8: in `path`, `\\xNN` is a byte and `\\\\` a backslash.
+    /// The name is not valid UTF-8: in `path`, `\\xNN` is a byte and `\\\\` a backslash.
     #[serde(default, skip_serializing_if = "is_false")]
     pub escaped: bool,
     /// Current size of the file; 0 for folders and deleted files.
@@ -112,7 +112,7 @@ impl AuditEntry {
     pub const VERSION: u32 = 1;
 
     /// Encodes a path, and returns whether it was escaped.
-    pub fn path(bytes: &[u8]) -> (String, bool) {
+    pub fn encode_path(bytes: &[u8]) -> (String, bool) {
         if let Ok(path) = std::str::from_utf8(bytes) {
             return (path.to_owned(), false);
         }
@@ -140,7 +140,7 @@ fn is_false(flag: &bool) -> bool {
     !flag
 }
 
-/// Dropped lines or unseen tool calls: a line of any JSON record. Readers check for `gap` first.
+/// A line of any JSON record that reports dropped lines or unseen tool calls. Readers check for `gap` first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GapLine {
     pub version: u32,
@@ -152,17 +152,17 @@ pub struct GapLine {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Gap {
-    /// Number of lines or calls.
+    /// Number of missing lines or calls.
     pub lost: u64,
     /// Time of the first of them.
     #[serde(with = "clock::wire")]
     pub since: Timestamp,
-    /// Only in the audit: why tool calls were not seen. Absent for dropped lines.
+    /// The reason why tool calls were not seen, in the audit only. Absent for dropped lines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<GapReason>,
 }
 
-/// Why changes of tool calls may be missing.
+/// The reason why changes made by tool calls may be missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GapReason {
@@ -215,7 +215,7 @@ mod tests {
 
     #[test]
     fn non_utf8_path_is_escaped_reversibly() {
-        assert_eq!(AuditEntry::path("ä\\n\n".as_bytes()), ("ä\\n\n".to_owned(), false));
-        assert_eq!(AuditEntry::path(b"a\\b/\xff\xc3c"), ("a\\\\b/\\xff\\xc3c".to_owned(), true));
+        assert_eq!(AuditEntry::encode_path("ä\\n\n".as_bytes()), ("ä\\n\n".to_owned(), false));
+        assert_eq!(AuditEntry::encode_path(b"a\\b/\xff\xc3c"), ("a\\\\b/\\xff\\xc3c".to_owned(), true));
     }
 }

@@ -13,7 +13,7 @@ use std::time::SystemTime;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
-use super::names::{self, ACTIVITY, AUDIT, INTERACTIONS};
+use super::names::{ACTIVITY, AUDIT, DatedRecord, INTERACTIONS};
 use svc_base::fsx::FileError;
 
 /// A readable record.
@@ -27,18 +27,18 @@ pub enum RecordKind {
 }
 
 impl RecordKind {
-    /// The current file, if its name does not depend on the day.
-    fn current(self) -> Option<String> {
+    /// The name of the current file, unless each line goes directly to a day's file.
+    fn current_name(self) -> Option<String> {
         match self {
             Self::Interactions => None,
-            Self::Audit => Some(AUDIT.current()),
-            Self::Activity => Some(ACTIVITY.current()),
+            Self::Audit => Some(AUDIT.current_name()),
+            Self::Activity => Some(ACTIVITY.current_name()),
             Self::Storage => Some("storage.jsonl".to_owned()),
             Self::Backups => Some("backup.jsonl".to_owned()),
         }
     }
 
-    fn dated(self) -> Option<names::Record> {
+    fn dated_record(self) -> Option<DatedRecord> {
         match self {
             Self::Interactions => Some(INTERACTIONS),
             Self::Audit => Some(AUDIT),
@@ -47,10 +47,10 @@ impl RecordKind {
         }
     }
 
-    /// All files, oldest first.
+    /// Lists all files, oldest first.
     pub fn files(self, logs: &Path) -> Result<Vec<PathBuf>, FileError> {
         let mut dated = Vec::new();
-        if let Some(record) = self.dated() {
+        if let Some(record) = self.dated_record() {
             let entries = match std::fs::read_dir(logs) {
                 Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
                 entries => entries.map_err(FileError::at("read", logs))?,
@@ -58,14 +58,14 @@ impl RecordKind {
             for entry in entries {
                 let entry = entry.map_err(FileError::at("read", logs))?;
                 if let Some(position) =
-                    entry.file_name().to_str().and_then(|name| record.day_and_number(name))
+                    entry.file_name().to_str().and_then(|name| record.parse_day_and_number(name))
                 {
                     dated.push((position, entry.path()));
                 }
             }
             dated.sort();
         }
-        let current = self.current().map(|name| logs.join(name)).filter(|path| path.exists());
+        let current = self.current_name().map(|name| logs.join(name)).filter(|path| path.exists());
         Ok(dated.into_iter().map(|(_, path)| path).chain(current).collect())
     }
 }
@@ -74,12 +74,12 @@ impl RecordKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FileId {
     inode: u64,
-    /// In nanoseconds; 0 if the file system does not report it.
+    /// The birth time in nanoseconds; 0 if the file system does not report it.
     born: u64,
 }
 
 impl FileId {
-    pub fn of(meta: &Metadata) -> Self {
+    pub fn from_metadata(meta: &Metadata) -> Self {
         let born = meta.created().ok().and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
         let born = born.and_then(|since| u64::try_from(since.as_nanos()).ok()).unwrap_or_default();
         Self { inode: meta.ino(), born }
@@ -107,10 +107,10 @@ impl FromStr for LinePosition {
             let number = part.parse::<u64>().ok();
             number.filter(|number| number.to_string() == part)
         });
-        let mut number = || numbers.next().flatten().ok_or("must be a cursor or an id that was given before");
+        let mut number = || numbers.next().flatten().ok_or("must be a cursor or id from an earlier response");
         let position = Self { file: FileId { inode: number()?, born: number()? }, offset: number()? };
         if numbers.next().is_some() {
-            Err("must be a cursor or an id that was given before")
+            Err("must be a cursor or id from an earlier response")
         } else {
             Ok(position)
         }
@@ -144,16 +144,16 @@ impl FromStr for TailPosition {
     }
 }
 
-/// Opens a regular file; `None` if there is none by this name.
+/// Opens a regular file; `None` if there is none with this name.
 ///
 /// # Errors
 /// The file cannot be opened.
-pub fn open(path: &Path) -> io::Result<Option<(File, FileId)>> {
+pub fn open_regular(path: &Path) -> io::Result<Option<(File, FileId)>> {
     let mut options = OpenOptions::new();
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
     let file = match opened {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        // A link or socket that another program created.
+        // A symbolic link or socket, which another program created.
         Err(error)
             if [Errno::ELOOP as i32, Errno::ENXIO as i32].map(Some).contains(&error.raw_os_error()) =>
         {
@@ -162,5 +162,5 @@ pub fn open(path: &Path) -> io::Result<Option<(File, FileId)>> {
         opened => opened?,
     };
     let meta = file.metadata()?;
-    Ok(meta.is_file().then(|| (file, FileId::of(&meta))))
+    Ok(meta.is_file().then(|| (file, FileId::from_metadata(&meta))))
 }

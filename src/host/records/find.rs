@@ -12,27 +12,30 @@ const MAX_PAGES: usize = 8;
 /// Maximum lines per page.
 const MAX_LINES: usize = 1000;
 
-/// The newest interactions with these IDs or batch IDs, by ID.
+/// Finds the newest interactions with these IDs or batch IDs, by ID.
 ///
 /// # Errors
 /// [`PageError::File`].
-pub fn interactions(logs: &Path, ids: &BTreeSet<String>) -> Result<BTreeMap<String, Interaction>, PageError> {
+pub fn find_interactions(
+    logs: &Path,
+    ids: &BTreeSet<String>,
+) -> Result<BTreeMap<String, Interaction>, PageError> {
     let mut found = BTreeMap::new();
     let mut cursor = None;
     for _ in 0..MAX_PAGES {
-        // IDs have no characters that JSON escapes.
+        // JSON escapes no character of an ID.
         let may_match = |line: &str| ids.iter().any(|id| line.contains(&**id));
         let judge = |line: &str| if may_match(line) { Verdict::Take } else { Verdict::Skip };
-        let page = match page::newest(RecordKind::Interactions, logs, cursor, MAX_LINES, judge) {
-            // Rotated away in the meantime, as is everything older.
+        let page = match page::read_newest(RecordKind::Interactions, logs, cursor, MAX_LINES, judge) {
+            // The cursor's file has been deleted, and so have all older ones.
             Err(PageError::Gone) => break,
             page => page?,
         };
         for line in &page.lines {
-            if let Ok(one) = serde_json::from_str::<Interaction>(line)
-                && (ids.contains(&one.id) || one.batch_id.as_ref().is_some_and(|batch| ids.contains(batch)))
-            {
-                found.entry(one.id.clone()).or_insert(one);
+            let Ok(interaction) = serde_json::from_str::<Interaction>(line) else { continue };
+            let is_in_batch = interaction.batch_id.as_ref().is_some_and(|batch| ids.contains(batch));
+            if is_in_batch || ids.contains(&interaction.id) {
+                found.entry(interaction.id.clone()).or_insert(interaction);
             }
         }
         cursor = page.next;

@@ -1,4 +1,4 @@
-//! Appends to records of one JSON object per line.
+//! Appends lines to records, which have one JSON object per line.
 //!
 //! Each append opens the file by name and writes the whole line in one call. All writers of rotated records must do so:
 //! a rotation renames the file, so that a write through an older descriptor goes to the renamed file and is not lost,
@@ -11,11 +11,11 @@ use std::path::Path;
 
 use svc_base::fsx::FileError;
 
-/// Appends one line in one write. A torn last line is removed first; a complete one without a line end gets it. The
-/// caller must prevent concurrent appends.
+/// Appends one line in one write. A torn last line is removed first; a complete last line that lacks its line end is
+/// terminated. The caller must prevent concurrent appends.
 ///
 /// # Errors
-/// [`FileError`]; also if the name is a link.
+/// [`FileError`], also if the path is a symbolic link.
 pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
     let dir = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
@@ -23,7 +23,7 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
         let no_link = nix::fcntl::OFlag::O_NOFOLLOW.bits();
         let mut options = File::options();
         let mut file = options.create(true).read(true).append(true).custom_flags(no_link).open(path)?;
-        let mut text = repair(&mut file)?.to_vec();
+        let mut text = repair_tail(&mut file)?.to_vec();
         text.extend_from_slice(line);
         text.push(b'\n');
         file.write_all(&text)?;
@@ -36,7 +36,7 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
 ///
 /// # Errors
 /// The file cannot be read or truncated.
-pub fn repair(file: &mut File) -> std::io::Result<&'static [u8]> {
+pub fn repair_tail(file: &mut File) -> std::io::Result<&'static [u8]> {
     const MAX_LINE_BYTES: u64 = 1 << 20;
     let length = file.metadata()?.len();
     let from = length.saturating_sub(MAX_LINE_BYTES);
@@ -49,7 +49,7 @@ pub fn repair(file: &mut File) -> std::io::Result<&'static [u8]> {
         return Ok(b"");
     }
     if whole == 0 && from > 0 {
-        // An overlong line of another program: separate the next line from it.
+        // The last line is overlong, so another program wrote it: only terminate it.
         return Ok(b"\n");
     }
     if serde_json::from_slice::<serde::de::IgnoredAny>(tail).is_ok() {
@@ -63,7 +63,7 @@ pub fn repair(file: &mut File) -> std::io::Result<&'static [u8]> {
 mod tests {
     use super::*;
 
-    fn after(before: &str) -> String {
+    fn append_to(before: &str) -> String {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("logs/backup.jsonl");
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -84,10 +84,10 @@ mod tests {
 
     #[test]
     fn append_repairs_a_torn_tail() {
-        assert_eq!(after(""), "{\"n\":2}\n");
-        assert_eq!(after("{\"n\":1}\n"), "{\"n\":1}\n{\"n\":2}\n");
-        assert_eq!(after("{\"n\":1}"), "{\"n\":1}\n{\"n\":2}\n");
-        assert_eq!(after("{\"n\":1}\n{\"n\":"), "{\"n\":1}\n{\"n\":2}\n");
-        assert_eq!(after("{\"n\""), "{\"n\":2}\n");
+        assert_eq!(append_to(""), "{\"n\":2}\n");
+        assert_eq!(append_to("{\"n\":1}\n"), "{\"n\":1}\n{\"n\":2}\n");
+        assert_eq!(append_to("{\"n\":1}"), "{\"n\":1}\n{\"n\":2}\n");
+        assert_eq!(append_to("{\"n\":1}\n{\"n\":"), "{\"n\":1}\n{\"n\":2}\n");
+        assert_eq!(append_to("{\"n\""), "{\"n\":2}\n");
     }
 }

@@ -1,4 +1,4 @@
-//! Usage by day, user and model: pure. A line of `usage.jsonl` has the totals of one key; the last line of a key wins.
+//! Usage by day, user and model. Pure. A line of `usage.jsonl` has the totals of one key; the last line of a key wins.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -10,14 +10,14 @@ use super::money::Dollars;
 pub use svc_http::usage::{GroupBy, UsageQuery};
 use svc_wire::usage::{UsageEntry, UsageReport};
 
-/// Index of an interned user or model name.
-type Name = u32;
+/// The index of an interned user or model name.
+type NameId = u32;
 
 /// A user and a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct UsageKey {
-    user: Name,
-    model: Name,
+    user: NameId,
+    model: NameId,
 }
 
 /// The totals of a key on one day.
@@ -29,17 +29,17 @@ struct KeyTotals {
 
 /// A day's keys, sorted and contiguous, so that years are scanned in milliseconds.
 #[derive(Debug, Default)]
-struct Day {
+struct DayUsage {
     all: Vec<KeyTotals>,
-    /// Interactions counted.
+    /// Number of counted interactions.
     counted: u64,
 }
 
-impl Day {
-    fn entry(&mut self, key: UsageKey) -> &mut Totals {
+impl DayUsage {
+    fn totals_mut(&mut self, key: UsageKey) -> &mut Totals {
         // Lines of a file are mostly sorted.
         let at = match self.all.last() {
-            Some(last) if last.key >= key => self.all.binary_search_by_key(&key, |one| one.key),
+            Some(last) if last.key >= key => self.all.binary_search_by_key(&key, |entry| entry.key),
             _ => Err(self.all.len()),
         };
         let at = at.unwrap_or_else(|at| {
@@ -50,15 +50,15 @@ impl Day {
     }
 
     fn totals(&self, key: UsageKey) -> Totals {
-        let found = self.all.binary_search_by_key(&key, |one| one.key);
+        let found = self.all.binary_search_by_key(&key, |entry| entry.key);
         found.map_or_else(|_| Totals::default(), |at| self.all[at].totals)
     }
 
-    /// The keys of a user, or all.
-    fn keys_of(&self, user: Option<Name>) -> &[KeyTotals] {
+    /// The keys of a user, or all keys.
+    fn user_keys(&self, user: Option<NameId>) -> &[KeyTotals] {
         let Some(user) = user else { return &self.all };
-        let from = self.all.partition_point(|one| one.key.user < user);
-        let length = self.all[from..].partition_point(|one| one.key.user == user);
+        let from = self.all.partition_point(|entry| entry.key.user < user);
+        let length = self.all[from..].partition_point(|entry| entry.key.user == user);
         &self.all[from..from + length]
     }
 }
@@ -74,8 +74,7 @@ pub struct Totals {
 }
 
 impl Totals {
-    /// The totals of one dispatch.
-    pub fn one(cost: Dollars, tokens_in: u64, tokens_out: u64) -> Self {
+    pub fn for_dispatch(cost: Dollars, tokens_in: u64, tokens_out: u64) -> Self {
         Self { cost, tokens_in, tokens_out, dispatches: 1 }
     }
 
@@ -101,7 +100,7 @@ pub struct UsageLine<'a> {
     pub tokens_in: u64,
     pub tokens_out: u64,
     pub dispatches: u64,
-    /// Interactions of the day, of all users, that were counted when this line was written.
+    /// Number of interactions, of all users on this day, that were counted when this line was written.
     pub seq: u64,
 }
 
@@ -116,7 +115,7 @@ impl UsageLine<'_> {
 
 /// A group of a report.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Entry {
+pub struct ReportEntry {
     /// The day, or the first day of the week or month; for a model or user, the day of its first dispatch.
     pub date: Date,
     pub model: Option<String>,
@@ -124,16 +123,16 @@ pub struct Entry {
     pub totals: Totals,
 }
 
-/// Groups, ordered by day or name, and the sum of all.
+/// The groups, ordered by day or name, and their sum.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
     pub total: Totals,
-    pub entries: Vec<Entry>,
+    pub entries: Vec<ReportEntry>,
 }
 
 impl From<Report> for UsageReport {
     fn from(Report { total, entries }: Report) -> Self {
-        let entry = |Entry { date, model, user_id, totals }| {
+        let entry = |ReportEntry { date, model, user_id, totals }| {
             let Totals { cost, tokens_in, tokens_out, dispatches } = totals;
             UsageEntry {
                 date: date.into(),
@@ -159,9 +158,9 @@ impl From<Report> for UsageReport {
 #[derive(Debug, Default)]
 pub struct Ledger {
     names: Vec<String>,
-    by_name: HashMap<String, Name>,
-    days: BTreeMap<Date, Day>,
-    /// Keys that `usage.jsonl` lacks.
+    ids: HashMap<String, NameId>,
+    days: BTreeMap<Date, DayUsage>,
+    /// Keys whose current totals `usage.jsonl` lacks.
     unwritten: BTreeSet<(Date, UsageKey)>,
 }
 
@@ -173,30 +172,30 @@ pub struct Recount {
 }
 
 impl Ledger {
-    fn intern(&mut self, text: &str) -> Name {
-        if let Some(name) = self.by_name.get(text) {
-            return *name;
+    fn intern(&mut self, name: &str) -> NameId {
+        if let Some(id) = self.ids.get(name) {
+            return *id;
         }
-        let name = Name::try_from(self.names.len()).expect("fewer names than a 32-bit count");
-        self.names.push(text.to_owned());
-        self.by_name.insert(text.to_owned(), name);
-        name
+        let id = NameId::try_from(self.names.len()).expect("the number of names fits in 32 bits");
+        self.names.push(name.to_owned());
+        self.ids.insert(name.to_owned(), id);
+        id
     }
 
     fn key(&mut self, user: &str, model: &str) -> UsageKey {
         UsageKey { user: self.intern(user), model: self.intern(model) }
     }
 
-    fn name(&self, name: Name) -> &str {
-        &self.names[name as usize]
+    fn name(&self, id: NameId) -> &str {
+        &self.names[id as usize]
     }
 
     /// Counts an ended dispatch.
-    pub fn count(&mut self, date: Date, user: &str, model: &str, one: &Totals) {
+    pub fn count(&mut self, date: Date, user: &str, model: &str, totals: &Totals) {
         let key = self.key(user, model);
         let day = self.days.entry(date).or_default();
-        day.entry(key).add(one);
-        day.counted += one.dispatches;
+        day.totals_mut(key).add(totals);
+        day.counted += totals.dispatches;
         self.unwritten.insert((date, key));
     }
 
@@ -204,7 +203,7 @@ impl Ledger {
     pub fn apply_line(&mut self, line: &UsageLine<'_>) {
         let key = self.key(&line.user_id, &line.model);
         let day = self.days.entry(line.date).or_default();
-        *day.entry(key) = line.totals();
+        *day.totals_mut(key) = line.totals();
         day.counted = line.seq.max(day.counted);
         self.unwritten.remove(&(line.date, key));
     }
@@ -215,55 +214,55 @@ impl Ledger {
     }
 
     /// Adds an interaction to a recount.
-    pub fn add_to_recount(&mut self, day: &mut Recount, user: &str, model: &str, one: &Totals) {
-        day.found.entry(self.key(user, model)).or_default().add(one);
-        day.counted += one.dispatches;
+    pub fn add_to_recount(&mut self, recount: &mut Recount, user: &str, model: &str, totals: &Totals) {
+        recount.found.entry(self.key(user, model)).or_default().add(totals);
+        recount.counted += totals.dispatches;
     }
 
-    /// Replaces the day by its recount.
-    pub fn finish_recount(&mut self, day: Recount) {
-        let Recount { date, mut found, counted } = day;
-        let before = self.days.entry(date).or_default();
-        for one in &before.all {
-            // A key without interactions becomes zero, since it still has lines.
-            found.entry(one.key).or_default();
+    /// Replaces the day with its recount.
+    pub fn finish_recount(&mut self, recount: Recount) {
+        let Recount { date, mut found, counted } = recount;
+        let day = self.days.entry(date).or_default();
+        for entry in &day.all {
+            // A key without interactions becomes zero: usage.jsonl still has lines of it.
+            found.entry(entry.key).or_default();
         }
-        before.counted = counted;
+        day.counted = counted;
         for (key, totals) in found {
             // A new key has no line yet, even with zero totals.
-            let is_new = before.all.binary_search_by_key(&key, |one| one.key).is_err();
-            let entry = before.entry(key);
-            if is_new || *entry != totals {
-                *entry = totals;
+            let is_new = day.all.binary_search_by_key(&key, |entry| entry.key).is_err();
+            let current = day.totals_mut(key);
+            if is_new || *current != totals {
+                *current = totals;
                 self.unwritten.insert((date, key));
             }
         }
     }
 
-    /// Frees excess memory after reading.
-    pub fn trim(&mut self) {
+    /// Frees excess memory after the files have been read.
+    pub fn shrink_to_fit(&mut self) {
         self.days.values_mut().for_each(|day| day.all.shrink_to_fit());
     }
 
     /// The totals of a day.
-    pub fn day(&self, date: Date) -> Totals {
+    pub fn day_totals(&self, date: Date) -> Totals {
         let mut sum = Totals::default();
-        self.days.get(&date).into_iter().flat_map(|day| &day.all).for_each(|one| sum.add(&one.totals));
+        self.days.get(&date).into_iter().flat_map(|day| &day.all).for_each(|entry| sum.add(&entry.totals));
         sum
     }
 
-    fn range(&self, start: Option<Date>, end: Option<Date>) -> impl Iterator<Item = (&Date, &Day)> {
+    fn range(&self, start: Option<Date>, end: Option<Date>) -> impl Iterator<Item = (&Date, &DayUsage)> {
         let (from, to) = (start.unwrap_or(Date::MIN), end.unwrap_or(Date::MAX));
         // An inverted range would panic.
         (from <= to).then(|| self.days.range(from..=to)).into_iter().flatten()
     }
 
-    /// Days with keys that `usage.jsonl` lacks.
+    /// The days with totals that `usage.jsonl` lacks.
     pub fn unwritten_days(&self) -> BTreeSet<Date> {
         self.unwritten.iter().map(|(date, _)| *date).collect()
     }
 
-    fn line(&self, date: Date, key: UsageKey, totals: Totals, seq: u64) -> UsageLine<'_> {
+    fn build_line(&self, date: Date, key: UsageKey, totals: Totals, seq: u64) -> UsageLine<'_> {
         let Totals { cost, tokens_in, tokens_out, dispatches } = totals;
         let (user_id, model) = (self.name(key.user).into(), self.name(key.model).into());
         UsageLine {
@@ -279,18 +278,18 @@ impl Ledger {
         }
     }
 
-    /// The lines that `usage.jsonl` lacks. Report written ones to [`Ledger::mark_written`].
-    pub fn lines(&self) -> impl Iterator<Item = UsageLine<'_>> {
+    /// The lines that `usage.jsonl` lacks. Report written lines to [`Ledger::mark_written`].
+    pub fn unwritten_lines(&self) -> impl Iterator<Item = UsageLine<'_>> {
         self.unwritten.iter().map(|(date, key)| {
             let day = self.days.get(date);
             let (totals, seq) = day.map(|day| (day.totals(*key), day.counted)).unwrap_or_default();
-            self.line(*date, *key, totals, seq)
+            self.build_line(*date, *key, totals, seq)
         })
     }
 
-    /// Marks the first `lines` of [`Ledger::lines`] as written.
-    pub fn mark_written(&mut self, lines: usize) {
-        for _ in 0..lines {
+    /// Marks the first `count` of [`Ledger::unwritten_lines`] as written.
+    pub fn mark_written(&mut self, count: usize) {
+        for _ in 0..count {
             self.unwritten.pop_first();
         }
     }
@@ -301,68 +300,67 @@ impl Ledger {
     }
 
     /// The lines of a whole day.
-    pub fn lines_of(&self, date: Date) -> impl Iterator<Item = UsageLine<'_>> {
+    pub fn day_lines(&self, date: Date) -> impl Iterator<Item = UsageLine<'_>> {
         let day = self.days.get(&date);
         day.into_iter().flat_map(move |day| {
-            let all = day.all.iter().filter(|one| one.totals != Totals::default());
-            all.map(move |one| self.line(date, one.key, one.totals, day.counted))
+            let used = day.all.iter().filter(|entry| entry.totals != Totals::default());
+            used.map(move |entry| self.build_line(date, entry.key, entry.totals, day.counted))
         })
     }
 
-    /// The number of keys.
-    pub fn keys(&self) -> usize {
+    pub fn key_count(&self) -> usize {
         self.days.values().map(|day| day.all.len()).sum()
     }
 
     /// The amount that a user spent in these days, both inclusive.
     pub fn spent(&self, user: &str, start: Date, end: Date) -> Dollars {
-        let Some(user) = self.by_name.get(user) else { return Dollars::ZERO };
+        let Some(user) = self.ids.get(user) else { return Dollars::ZERO };
         let days = self.range(Some(start), Some(end));
-        days.flat_map(|(_, day)| day.keys_of(Some(*user))).map(|one| one.totals.cost).sum()
+        days.flat_map(|(_, day)| day.user_keys(Some(*user))).map(|entry| entry.totals.cost).sum()
     }
 
     /// Users with dispatches on or after this day.
     pub fn users_since(&self, start: Date) -> BTreeSet<&str> {
         let all = self.range(Some(start), None).flat_map(|(_, day)| &day.all);
-        all.filter(|one| one.totals.dispatches > 0).map(|one| self.name(one.key.user)).collect()
+        all.filter(|entry| entry.totals.dispatches > 0).map(|entry| self.name(entry.key.user)).collect()
     }
 
     pub fn report(&self, query: &UsageQuery) -> Report {
-        let user = query.user_id.as_deref().map(|user| self.by_name.get(user).copied());
+        let user = query.user_id.as_deref().map(|user| self.ids.get(user).copied());
         // An unknown user has no usage.
         let Some(user) = user.map_or(Some(None), |user| user.map(Some)) else { return Report::default() };
-        let days = self.range(query.start, query.end).map(|(date, day)| (*date, day.keys_of(user)));
+        let days = self.range(query.start, query.end).map(|(date, day)| (*date, day.user_keys(user)));
         match query.group_by {
-            GroupBy::Day => by_periods(days, |date| date),
-            GroupBy::Week => by_periods(days, monday),
-            GroupBy::Month => by_periods(days, Date::first_of_month),
-            GroupBy::Model => self.by_names(days, |key| key.model, |name| (Some(name), None)),
-            GroupBy::User => self.by_names(days, |key| key.user, |name| (None, Some(name))),
+            GroupBy::Day => group_by_period(days, |date| date),
+            GroupBy::Week => group_by_period(days, first_of_week),
+            GroupBy::Month => group_by_period(days, Date::first_of_month),
+            GroupBy::Model => self.group_by_name(days, |key| key.model, |name| (Some(name), None)),
+            GroupBy::User => self.group_by_name(days, |key| key.user, |name| (None, Some(name))),
         }
     }
 
-    fn by_names<'a>(
+    fn group_by_name<'a>(
         &self,
         days: impl Iterator<Item = (Date, &'a [KeyTotals])>,
-        group_of: impl Fn(UsageKey) -> Name,
+        group_of: impl Fn(UsageKey) -> NameId,
         labels: impl Fn(String) -> (Option<String>, Option<String>),
     ) -> Report {
         let mut total = Totals::default();
-        // Indexed by name: names are dense and few.
+        // Indexed by name ID: the IDs are dense and few.
         let mut groups: Vec<Option<(Date, Totals)>> = vec![None; self.names.len()];
         for (date, all) in days {
-            for one in all.iter().filter(|one| one.totals.dispatches > 0) {
+            for entry in all.iter().filter(|entry| entry.totals.dispatches > 0) {
                 // Days are sorted: the first date of a group is its earliest.
-                let group = &mut groups[group_of(one.key) as usize];
-                group.get_or_insert_with(|| (date, Totals::default())).1.add(&one.totals);
+                let group = &mut groups[group_of(entry.key) as usize];
+                group.get_or_insert_with(|| (date, Totals::default())).1.add(&entry.totals);
             }
         }
         let found = self.names.iter().zip(groups).filter_map(|(name, group)| Some((name, group?)));
-        let mut entries: Vec<Entry> = found
+        let mut entries: Vec<ReportEntry> = found
             .map(|(name, (date, totals))| {
                 total.add(&totals);
                 let (model, user_id) = labels(name.clone());
-                Entry { date, model, user_id, totals }
+                ReportEntry { date, model, user_id, totals }
             })
             .collect();
         entries.sort_by(|a, b| (&a.model, &a.user_id).cmp(&(&b.model, &b.user_id)));
@@ -370,31 +368,35 @@ impl Ledger {
     }
 }
 
-/// Groups by period; days are sorted, and so are their periods.
-fn by_periods<'a>(
+/// Groups usage by period. Days are sorted, and so are their periods.
+fn group_by_period<'a>(
     days: impl Iterator<Item = (Date, &'a [KeyTotals])>,
     start_of_period: impl Fn(Date) -> Date,
 ) -> Report {
     let mut report = Report::default();
     for (date, all) in days {
-        let mut of_day = Totals::default();
-        all.iter().for_each(|one| of_day.add(&one.totals));
-        if of_day.dispatches == 0 {
+        let mut day_totals = Totals::default();
+        all.iter().for_each(|entry| day_totals.add(&entry.totals));
+        if day_totals.dispatches == 0 {
             continue;
         }
-        report.total.add(&of_day);
+        report.total.add(&day_totals);
         let period = start_of_period(date);
         match report.entries.last_mut() {
-            Some(entry) if entry.date == period => entry.totals.add(&of_day),
-            _ => report.entries.push(Entry { date: period, model: None, user_id: None, totals: of_day }),
+            Some(entry) if entry.date == period => entry.totals.add(&day_totals),
+            _ => {
+                let entry = ReportEntry { date: period, model: None, user_id: None, totals: day_totals };
+                report.entries.push(entry);
+            }
         }
     }
     report
 }
 
-fn monday(date: Date) -> Date {
-    let back = date.weekday().since(Weekday::Monday);
-    date.checked_sub(jiff::Span::new().days(back)).unwrap_or(date)
+/// Returns the Monday of the date's week.
+fn first_of_week(date: Date) -> Date {
+    let days_since_monday = date.weekday().since(Weekday::Monday);
+    date.checked_sub(jiff::Span::new().days(days_since_monday)).unwrap_or(date)
 }
 
 #[cfg(test)]

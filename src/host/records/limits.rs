@@ -1,7 +1,7 @@
-//! Cost limits: whether a dispatch may start, and when to warn. Pure.
+//! Cost limits: decides whether a dispatch may start and when to warn. Pure.
 //!
-//! A dispatch starts while the user's spending plus reservations are below the limit; then an amount is reserved for
-//! it. So a limit is exceeded by at most one reservation, plus the cost of dispatches beyond their reservations.
+//! A dispatch may start while the user's spending plus reservations is below the limit; then an amount is reserved for
+//! it. A limit is therefore exceeded by at most one reservation, plus the cost of dispatches beyond their reservations.
 
 use serde::{Deserialize, Serialize};
 
@@ -46,11 +46,11 @@ pub enum Period {
 impl Period {
     pub const ALL: [Self; 2] = [Self::Daily, Self::Monthly];
 
-    pub fn word(self) -> &'static str {
+    pub fn as_str(self) -> &'static str {
         self.into()
     }
 
-    /// The specification's message.
+    /// The message that the specification requires.
     pub fn reached_message(self) -> &'static str {
         match self {
             Self::Daily => "Daily cost limit reached.",
@@ -79,7 +79,7 @@ impl Spent {
 /// Checks whether another dispatch may start.
 ///
 /// # Errors
-/// The period whose limit is reached; if both are, the month, which lasts longer.
+/// The period whose limit is reached; if both are, the month, because it ends later.
 pub fn check_limits(limits: Limits, spent: &Spent) -> Result<(), Period> {
     let is_reached = |period: &Period| {
         let limit = limits.for_period(*period);
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn reservations_count() {
+    fn reservations_count_towards_the_limit() {
         let spent = |today, reserved| Spent {
             today: dollars(today),
             reserved: dollars(reserved),

@@ -1,7 +1,7 @@
 //! The kernel's records: dispatches, their cost, and file changes.
 //!
 //! This module defines their format and writes, counts and reads them; the gateway enforces the limits. Records are
-//! JSON, one object per line, in the owner's `system/logs`. Their days are those of `costLimits.timeZone`.
+//! JSON, one object per line, in the owner's `system/logs`. Days begin at midnight in `costLimits.timeZone`.
 
 pub mod calendar;
 pub mod entry;

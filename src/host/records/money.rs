@@ -1,4 +1,4 @@
-//! Amounts of dollars in billionths, so that sums are exact in any order.
+//! Dollar amounts in billionths, so that sums are exact in any order.
 
 use std::fmt;
 use std::iter::Sum;
@@ -6,8 +6,8 @@ use std::ops::{Add, AddAssign};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-const NANOS: f64 = 1e9;
-/// Amounts up to this fit in 64 bits with all billionths; no price here is higher.
+const NANOS_PER_DOLLAR: f64 = 1e9;
+/// Amounts up to this maximum fit in 64 bits; real costs are far below it.
 const MAX_DOLLARS: f64 = 1e9;
 
 /// A non-negative amount; in JSON, a number of dollars.
@@ -43,12 +43,12 @@ impl Dollars {
             clippy::cast_sign_loss,
             reason = "the range is checked above"
         )]
-        Ok(Self((dollars * NANOS).round() as u64))
+        Ok(Self((dollars * NANOS_PER_DOLLAR).round() as u64))
     }
 
-    /// For JSON and display; exact to 15 digits.
+    /// The number of dollars, exact to 15 digits.
     pub fn as_f64(self) -> f64 {
-        self.0 as f64 / NANOS
+        self.0 as f64 / NANOS_PER_DOLLAR
     }
 
     pub const fn saturating_sub(self, other: Self) -> Self {
@@ -83,7 +83,7 @@ impl Sum for Dollars {
 }
 
 impl fmt::Display for Dollars {
-    /// `$12.30`; with more digits if necessary.
+    /// Formats the amount as `$12.30`, with more digits if necessary.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (whole, nanos) = (self.0 / 1_000_000_000, self.0 % 1_000_000_000);
         let digits = format!("{nanos:09}");
@@ -119,7 +119,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn amounts_show_at_least_their_cents() {
+    fn display_shows_at_least_cents() {
         for (nanos, shown) in
             [(0, "$0.00"), (12_300_000_000, "$12.30"), (1_234, "$0.000001234"), (500_000_000, "$0.50")]
         {
@@ -129,8 +129,8 @@ mod tests {
 
     #[test]
     fn invalid_amounts_are_refused() {
-        for wrong in [-0.01, f64::NAN, f64::INFINITY, 1e10] {
-            assert_eq!(Dollars::from_f64(wrong), Err(InvalidAmount), "{wrong}");
+        for invalid in [-0.01, f64::NAN, f64::INFINITY, 1e10] {
+            assert_eq!(Dollars::from_f64(invalid), Err(InvalidAmount), "{invalid}");
         }
         for text in ["-1", "\"1\"", "null", "1e300"] {
             assert!(serde_json::from_str::<Dollars>(text).is_err(), "{text}");

@@ -2,37 +2,37 @@
 
 use jiff::civil::Date;
 
-/// A record with files by day.
+/// A record with a file for each day.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Record {
+pub struct DatedRecord {
     pub stem: &'static str,
     pub extension: &'static str,
 }
 
-pub const ACTIVITY: Record = Record { stem: "activity", extension: "log" };
-pub const AUDIT: Record = Record { stem: "audit", extension: "jsonl" };
-/// Written directly to each day's file.
-pub const INTERACTIONS: Record = Record { stem: "interactions", extension: "jsonl" };
+pub const ACTIVITY: DatedRecord = DatedRecord { stem: "activity", extension: "log" };
+pub const AUDIT: DatedRecord = DatedRecord { stem: "audit", extension: "jsonl" };
+/// Interactions are written directly to the day's file, without a current file.
+pub const INTERACTIONS: DatedRecord = DatedRecord { stem: "interactions", extension: "jsonl" };
 
-impl Record {
-    /// The current file.
-    pub fn current(self) -> String {
+impl DatedRecord {
+    /// The name of the current file.
+    pub fn current_name(self) -> String {
         format!("{}.{}", self.stem, self.extension)
     }
 
-    /// The `n`th file of a day, from 1.
-    pub fn dated(self, day: Date, n: u32) -> String {
+    /// The name of a day's `n`th file, counted from 1.
+    pub fn dated_name(self, day: Date, n: u32) -> String {
         let Self { stem, extension } = self;
         if n == 1 { format!("{stem}-{day}.{extension}") } else { format!("{stem}-{day}.{n}.{extension}") }
     }
 
-    /// The day in a file name of this record; `None` for other names.
-    pub fn day(self, name: &str) -> Option<Date> {
-        self.day_and_number(name).map(|(day, _)| day)
+    /// Parses the day in a file name of this record; `None` for other names.
+    pub fn parse_day(self, name: &str) -> Option<Date> {
+        self.parse_day_and_number(name).map(|(day, _)| day)
     }
 
-    /// The day, and the number of the file within it.
-    pub fn day_and_number(self, name: &str) -> Option<(Date, u32)> {
+    /// Parses the day and the number of the file within the day.
+    pub fn parse_day_and_number(self, name: &str) -> Option<(Date, u32)> {
         let middle = name.strip_prefix(self.stem)?.strip_prefix('-')?;
         let middle = middle.strip_suffix(self.extension)?.strip_suffix('.')?;
         let (day, n) = match middle.split_once('.') {
@@ -57,14 +57,14 @@ mod tests {
         fn dated_name_round_trips(days in 0_i32..60_000, n in 1_u32..2000) {
             let day = Date::constant(1990, 1, 1).checked_add(jiff::Span::new().days(days)).unwrap();
             for record in [ACTIVITY, AUDIT, INTERACTIONS] {
-                prop_assert_eq!(record.day_and_number(&record.dated(day, n)), Some((day, n)));
+                prop_assert_eq!(record.parse_day_and_number(&record.dated_name(day, n)), Some((day, n)));
             }
-            prop_assert_eq!(AUDIT.day(&ACTIVITY.dated(day, n)), None);
+            prop_assert_eq!(AUDIT.parse_day(&ACTIVITY.dated_name(day, n)), None);
         }
 
         #[test]
-        fn no_name_panics(name in ".*") {
-            let _ = AUDIT.day(&name);
+        fn parse_day_accepts_any_name_without_panic(name in ".*") {
+            let _ = AUDIT.parse_day(&name);
         }
     }
 
@@ -83,7 +83,7 @@ mod tests {
             "my-audit-2026-11-20.jsonl",
             "usage.jsonl",
         ] {
-            assert_eq!(AUDIT.day(name), None, "{name}");
+            assert_eq!(AUDIT.parse_day(name), None, "{name}");
         }
     }
 }

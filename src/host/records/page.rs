@@ -1,4 +1,4 @@
-//! Pages of a record over all its files, newest lines first.
+//! Reads pages of a record across all its files, newest lines first.
 
 use std::fs::File;
 use std::io;
@@ -33,14 +33,14 @@ pub struct Page {
 /// Why a page could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum PageError {
-    #[error("the record that the cursor names no longer exists")]
+    #[error("the lines to which the cursor points no longer exist")]
     Gone,
     #[error(transparent)]
     File(#[from] FileError),
 }
 
 /// Reads at most `limit` lines, backwards from `before`.
-pub fn newest(
+pub fn read_newest(
     kind: RecordKind,
     logs: &Path,
     before: Option<LinePosition>,
@@ -49,29 +49,30 @@ pub fn newest(
 ) -> Result<Page, PageError> {
     let mut files: Vec<PathBuf> = kind.files(logs)?;
     let mut lines = Vec::new();
-    let mut left = MAX_READ_BYTES;
+    let mut budget = MAX_READ_BYTES;
     let mut from = before;
     while let Some(path) = files.pop() {
         let failed = FileError::at("read", &path);
-        let Some(mut back) = Backwards::open(&path, from).map_err(failed)? else { continue };
+        let Some(mut reader) = BackwardReader::open(&path, from).map_err(failed)? else { continue };
         from = None;
         loop {
-            let (offset, is_enough) = match back.step(&mut left).map_err(FileError::at("read", &path))? {
-                Step::Start => break,
-                Step::LimitReached(offset) => (offset, true),
-                Step::Line(offset, line) => {
-                    let line = String::from_utf8_lossy(&line);
-                    match judge(&line) {
-                        Verdict::Take => lines.push(line.into_owned()),
-                        Verdict::Skip => {}
-                        Verdict::Stop => return Ok(Page { lines, next: None }),
+            let (offset, is_enough) =
+                match reader.next_step(&mut budget).map_err(FileError::at("read", &path))? {
+                    Step::Start => break,
+                    Step::LimitReached(offset) => (offset, true),
+                    Step::Line(offset, line) => {
+                        let line = String::from_utf8_lossy(&line);
+                        match judge(&line) {
+                            Verdict::Take => lines.push(line.into_owned()),
+                            Verdict::Skip => {}
+                            Verdict::Stop => return Ok(Page { lines, next: None }),
+                        }
+                        (offset, lines.len() == limit)
                     }
-                    (offset, lines.len() == limit)
-                }
-            };
+                };
             if is_enough {
                 let is_last = offset == 0 && files.is_empty();
-                let next = (!is_last).then_some(LinePosition { file: back.id, offset });
+                let next = (!is_last).then_some(LinePosition { file: reader.id, offset });
                 return Ok(Page { lines, next });
             }
         }
@@ -83,17 +84,17 @@ pub fn newest(
 }
 
 /// Reads the lines of a file backwards from an offset.
-struct Backwards {
+struct BackwardReader {
     file: File,
     id: FileId,
     /// The offset of `text` in the file.
     at: u64,
     /// Text that is read but not yet returned: empty, or ending with a line end.
     text: Vec<u8>,
-    /// Number of bytes at its end without another line end.
+    /// Number of bytes at the end of `text` that were already searched for the start of a line.
     searched: usize,
-    /// The text before `at` is the rest of a skipped line.
-    skips: bool,
+    /// The text before `at` belongs to a line that is being skipped.
+    is_skipping: bool,
 }
 
 enum Step {
@@ -105,10 +106,10 @@ enum Step {
     LimitReached(u64),
 }
 
-impl Backwards {
-    /// `None` if the file is not that of the position, or is shorter than it.
+impl BackwardReader {
+    /// `None` if the position is in another file, or beyond the end of this one.
     fn open(path: &Path, from: Option<LinePosition>) -> io::Result<Option<Self>> {
-        let Some((file, id)) = files::open(path)? else { return Ok(None) };
+        let Some((file, id)) = files::open_regular(path)? else { return Ok(None) };
         let length = file.metadata()?.len();
         if from.is_some_and(|position| position.file != id || position.offset > length) {
             return Ok(None);
@@ -119,30 +120,30 @@ impl Backwards {
         if at > 0 {
             file.read_exact_at(&mut last, at - 1)?;
         }
-        Ok(Some(Self { file, id, at, text: Vec::new(), searched: 0, skips: last != [b'\n'] }))
+        Ok(Some(Self { file, id, at, text: Vec::new(), searched: 0, is_skipping: last != [b'\n'] }))
     }
 
     /// Reads one more chunk, as large as the current text, so that a long line is copied only a few times.
-    fn read(&mut self, left: &mut u64) -> io::Result<()> {
+    fn read_chunk(&mut self, budget: &mut u64) -> io::Result<()> {
         let size = CHUNK_BYTES.max(self.text.len() as u64).min(self.at);
-        let mut piece = vec![0; usize::try_from(size).unwrap_or_default()];
-        self.file.read_exact_at(&mut piece, self.at - size)?;
+        let mut chunk = vec![0; usize::try_from(size).unwrap_or_default()];
+        self.file.read_exact_at(&mut chunk, self.at - size)?;
         self.at -= size;
-        *left = left.saturating_sub(size);
+        *budget = budget.saturating_sub(size);
         self.searched = self.text.len();
-        piece.append(&mut self.text);
-        self.text = piece;
+        chunk.append(&mut self.text);
+        self.text = chunk;
         Ok(())
     }
 
-    fn step(&mut self, left: &mut u64) -> io::Result<Step> {
+    fn next_step(&mut self, budget: &mut u64) -> io::Result<Step> {
         loop {
-            if self.skips {
+            if self.is_skipping {
                 let end = self.text.iter().rposition(|&byte| byte == b'\n');
                 self.text.truncate(end.map_or(0, |at| at + 1));
-                (self.searched, self.skips) = (0, end.is_none());
+                (self.searched, self.is_skipping) = (0, end.is_none());
             }
-            if !self.skips && !self.text.is_empty() {
+            if !self.is_skipping && !self.text.is_empty() {
                 let unsearched = self.text.len() - self.searched.max(1);
                 let before = self.text[..unsearched].iter().rposition(|&byte| byte == b'\n').map(|at| at + 1);
                 if let Some(start) = before.or((self.at == 0).then_some(0)) {
@@ -153,17 +154,17 @@ impl Backwards {
                 }
                 if self.text.len() > MAX_LINE_BYTES {
                     self.text.clear();
-                    self.skips = true;
+                    self.is_skipping = true;
                 }
             }
             if self.at == 0 {
                 return Ok(Step::Start);
             }
-            if *left == 0 {
-                // The partly read line is read again by the next page.
+            if *budget == 0 {
+                // The next page reads the partly read line again.
                 return Ok(Step::LimitReached(self.at + self.text.len() as u64));
             }
-            self.read(left)?;
+            self.read_chunk(budget)?;
         }
     }
 }
@@ -176,10 +177,10 @@ mod tests {
 
     use super::*;
 
-    fn all(kind: RecordKind, logs: &Path, limit: usize) -> Vec<String> {
+    fn read_all_pages(kind: RecordKind, logs: &Path, limit: usize) -> Vec<String> {
         let (mut lines, mut before) = (Vec::new(), None);
         loop {
-            let page = newest(kind, logs, before, limit, |_| Verdict::Take).unwrap();
+            let page = read_newest(kind, logs, before, limit, |_| Verdict::Take).unwrap();
             assert!(page.lines.len() <= limit);
             lines.extend(page.lines);
             before = page.next;
@@ -215,7 +216,7 @@ mod tests {
                 fs::write(dir.path().join(name), text).unwrap();
             }
             expected.reverse();
-            prop_assert_eq!(all(RecordKind::Audit, dir.path(), limit), expected);
+            prop_assert_eq!(read_all_pages(RecordKind::Audit, dir.path(), limit), expected);
         }
     }
 
@@ -224,18 +225,18 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let current = dir.path().join("audit.jsonl");
         fs::write(&current, "1\n2\n3\n").unwrap();
-        let page = newest(RecordKind::Audit, dir.path(), None, 1, |_| Verdict::Take).unwrap();
+        let page = read_newest(RecordKind::Audit, dir.path(), None, 1, |_| Verdict::Take).unwrap();
         let renamed = dir.path().join("audit-2026-11-21.jsonl");
         fs::rename(&current, &renamed).unwrap();
         fs::write(&current, "4\n").unwrap();
         let cursor = page.next.unwrap().to_string().parse().unwrap();
-        let next = newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take).unwrap();
+        let next = read_newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take).unwrap();
         assert_eq!(
             (page.lines, next),
             (vec!["3".to_owned()], Page { lines: vec!["2".into(), "1".into()], next: None })
         );
         fs::remove_file(renamed).unwrap();
-        let gone = newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
+        let gone = read_newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
         assert!(matches!(gone, Err(PageError::Gone)));
         for wrong in ["", "1", "1-2", "1-2-", "-1-2", "01-2-3", "1-2-3-4", "a-b-c"] {
             assert!(wrong.parse::<LinePosition>().is_err(), "{wrong}");
@@ -247,14 +248,17 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let line = "x".repeat(1 << 20);
         fs::write(dir.path().join("backup.jsonl"), format!("{line}\n").repeat(20)).unwrap();
-        let page = newest(RecordKind::Backups, dir.path(), None, 5, |_| Verdict::Skip).unwrap();
+        let page = read_newest(RecordKind::Backups, dir.path(), None, 5, |_| Verdict::Skip).unwrap();
         assert!(page.lines.is_empty() && page.next.is_some());
-        let page = newest(RecordKind::Backups, dir.path(), page.next, 5, |_| Verdict::Skip).unwrap();
+        let page = read_newest(RecordKind::Backups, dir.path(), page.next, 5, |_| Verdict::Skip).unwrap();
         assert_eq!(page.next, None);
-        let page = newest(RecordKind::Backups, dir.path(), None, 5, |_| Verdict::Stop).unwrap();
+        let page = read_newest(RecordKind::Backups, dir.path(), None, 5, |_| Verdict::Stop).unwrap();
         assert_eq!(page, Page { lines: Vec::new(), next: None });
         assert_eq!(
-            newest(RecordKind::Interactions, dir.path(), None, 5, |_| Verdict::Take).unwrap().lines.len(),
+            read_newest(RecordKind::Interactions, dir.path(), None, 5, |_| Verdict::Take)
+                .unwrap()
+                .lines
+                .len(),
             0
         );
     }
@@ -264,26 +268,28 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("audit.jsonl");
         fs::write(&path, "1\n2\n3\n").unwrap();
-        let cursor = newest(RecordKind::Audit, dir.path(), None, 1, |_| Verdict::Take).unwrap().next.unwrap();
-        let of = |cursor| newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
-        assert_eq!(of(cursor).unwrap().lines, ["2", "1"]);
+        let cursor =
+            read_newest(RecordKind::Audit, dir.path(), None, 1, |_| Verdict::Take).unwrap().next.unwrap();
+        let read_from =
+            |cursor| read_newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
+        assert_eq!(read_from(cursor).unwrap().lines, ["2", "1"]);
         fs::write(&path, "1\n").unwrap();
-        assert!(matches!(of(cursor), Err(PageError::Gone)), "the file is shorter");
-        // The inode is not enough: another file may have it now.
+        assert!(matches!(read_from(cursor), Err(PageError::Gone)), "the file is shorter");
+        // The inode alone does not identify a file: it may have been reused.
         fs::write(&path, "4\n5\n6\n").unwrap();
         let text = cursor.to_string();
         let mut numbers = text.split('-');
         let (inode, born) = (numbers.next().unwrap(), numbers.next().unwrap().parse::<u64>().unwrap());
-        assert!(born > 0, "this file system reports birth times");
+        assert!(born > 0, "the file system does not report birth times");
         let earlier = format!("{inode}-{}-4", born - 1).parse().unwrap();
-        assert!(matches!(of(earlier), Err(PageError::Gone)));
+        assert!(matches!(read_from(earlier), Err(PageError::Gone)));
     }
 
     #[test]
     fn page_reads_a_bounded_amount_for_any_line() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("audit.jsonl");
-        // 200 MiB without a line end, in a sparse file; then a long line, then an unfinished one.
+        // 200 MiB without a line end, in a sparse file; then a long line and an unfinished one.
         fs::write(&path, "first\n").unwrap();
         let mut file = fs::OpenOptions::new().append(true).open(&path).unwrap();
         file.set_len(200 << 20).unwrap();
@@ -292,7 +298,7 @@ mod tests {
         file.set_len(file.metadata().unwrap().len() + (50 << 20)).unwrap();
         let (mut found, mut before, mut pages) = (Vec::new(), None, 0);
         loop {
-            let page = newest(RecordKind::Audit, dir.path(), before, 100, |_| Verdict::Take).unwrap();
+            let page = read_newest(RecordKind::Audit, dir.path(), before, 100, |_| Verdict::Take).unwrap();
             found.extend(page.lines.iter().map(|line| (line.len(), line.chars().next())));
             (before, pages) = (page.next, pages + 1);
             if before.is_none() {

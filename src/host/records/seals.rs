@@ -1,7 +1,7 @@
-//! Seals of days whose interactions are completely in `usage.jsonl`, so that they need not be recounted.
+//! Seals mark days whose interactions are all counted in `usage.jsonl`, so that the days need not be recounted.
 //!
-//! A day's files only grow: if their length is unchanged since they were counted, so are their lines. A seal is only
-//! valid with the totals that it was made for: if lines of `usage.jsonl` are lost, the day is recounted.
+//! A day's files only grow: if their length is unchanged since they were counted, so are their lines. A seal is valid
+//! only for the totals with which it was created: if lines of `usage.jsonl` are lost, the day is recounted.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -37,11 +37,11 @@ impl Seals {
         fsx::write_atomic(file, &serde_json::to_vec(self).expect("plain fields are JSON"), 0o600)
     }
 
-    pub fn holds(&self, day: Date, seal: &Seal) -> bool {
+    /// Whether the day was sealed with this length and these totals.
+    pub fn contains(&self, day: Date, seal: &Seal) -> bool {
         self.days.get(&day) == Some(seal)
     }
 
-    /// Exactly these days.
     pub fn new(days: impl IntoIterator<Item = (Date, Seal)>) -> Self {
         Self { days: days.into_iter().collect() }
     }

@@ -1,7 +1,7 @@
-//! Follows a growing record: returns each complete line once, across rotations and all of its files.
+//! Follows a growing record: returns each complete line once, across rotations and all of the record's files.
 //!
-//! All files are checked, not only the newest: after a change of the time zone, or with a late line, an earlier day's
-//! file grows.
+//! All files are checked, not only the newest: after a change of the time zone, or because of a late line, the file of
+//! an earlier day can grow.
 
 use std::fs::File;
 use std::io;
@@ -14,9 +14,9 @@ use svc_base::fsx::FileError;
 const CHUNK_BYTES: usize = 256 << 10;
 /// Longer lines are invalid.
 const MAX_LINE_BYTES: usize = 8 << 20;
-/// Maximum bytes read per call; more than a line.
+/// Maximum bytes read per call; more than the longest line.
 const MAX_READ_BYTES: usize = 16 << 20;
-/// Bytes of lines after which a call returns.
+/// A call returns once it has found lines of this many bytes.
 const BATCH_BYTES: usize = 1 << 20;
 
 /// A reader of a growing record.
@@ -24,63 +24,68 @@ pub struct Tail {
     kind: RecordKind,
     logs: PathBuf,
     /// All files seen so far: a few per day.
-    files: Vec<Followed>,
+    files: Vec<FollowedFile>,
     /// The file of the last line, and that of the latest line in another file.
     last: Option<FileId>,
     other: Option<FileId>,
 }
 
-struct Followed {
+struct FollowedFile {
     id: FileId,
     /// The end of the last returned line.
     offset: u64,
     /// Length of the file when it was last read to its end.
     read_length: Option<u64>,
     /// The text at `offset` is the rest of a line that is too long.
-    skips: bool,
+    is_skipping: bool,
 }
 
 /// The budget and result of one call.
 struct ReadBatch {
-    left: usize,
-    found: Vec<(TailPosition, String)>,
-    bytes: usize,
+    /// Bytes that may still be read.
+    budget: usize,
+    lines: Vec<(TailPosition, String)>,
+    line_bytes: usize,
 }
 
 impl Tail {
     /// Starts at the current end.
-    pub fn at_end(kind: RecordKind, logs: PathBuf) -> Result<Self, FileError> {
+    pub fn from_end(kind: RecordKind, logs: PathBuf) -> Result<Self, FileError> {
         let mut tail = Self { kind, logs, files: Vec::new(), last: None, other: None };
         for path in tail.kind.files(&tail.logs)? {
-            if let Some((id, file)) = open(&path)? {
-                tail.files.push(Followed::from_end(id, &file).map_err(FileError::at("read", &path))?);
+            if let Some((id, file)) = open_regular(&path)? {
+                tail.files.push(FollowedFile::from_end(id, &file).map_err(FileError::at("read", &path))?);
                 tail.last = Some(id);
             }
         }
         Ok(tail)
     }
 
-    /// Starts after an earlier line; `None` if its file is gone.
-    pub fn after(kind: RecordKind, logs: PathBuf, position: TailPosition) -> Result<Option<Self>, FileError> {
+    /// Starts after an earlier line; `None` if its position no longer exists.
+    pub fn resume_after(
+        kind: RecordKind,
+        logs: PathBuf,
+        position: TailPosition,
+    ) -> Result<Option<Self>, FileError> {
         let mut files = Vec::new();
         for path in kind.files(&logs)? {
-            files.extend(open(&path)?.map(|(id, file)| (path, id, file)));
+            files.extend(open_regular(&path)?.map(|(id, file)| (path, id, file)));
         }
-        let at = |position: LinePosition| files.iter().position(|(_, id, _)| *id == position.file);
-        let Some(last) = at(position.last) else { return Ok(None) };
-        // Newer files are unread, older ones are read.
-        let newest = position.other.and_then(at).map_or(last, |other| other.max(last));
+        let index_of = |position: LinePosition| files.iter().position(|(_, id, _)| *id == position.file);
+        let Some(last) = index_of(position.last) else { return Ok(None) };
+        // Files after the newest one of the position are unread; earlier ones have been read.
+        let newest = position.other.and_then(index_of).map_or(last, |other| other.max(last));
         let mut tail = Self { kind, logs, files: Vec::new(), last: Some(position.last.file), other: None };
-        for (at, (path, id, file)) in files.iter().enumerate() {
+        for (index, (path, id, file)) in files.iter().enumerate() {
             let followed = if *id == position.last.file {
-                Followed::after(position.last, file)
+                FollowedFile::after(position.last, file)
             } else if let Some(other) = position.other.filter(|other| other.file == *id) {
                 tail.other = Some(*id);
-                Followed::after(other, file)
-            } else if at > newest {
-                Ok(Some(Followed::new(*id)))
+                FollowedFile::after(other, file)
+            } else if index > newest {
+                Ok(Some(FollowedFile::new(*id)))
             } else {
-                Followed::from_end(*id, file).map(Some)
+                FollowedFile::from_end(*id, file).map(Some)
             };
             let Some(followed) = followed.map_err(FileError::at("read", path))? else { return Ok(None) };
             tail.files.push(followed);
@@ -90,133 +95,132 @@ impl Tail {
 
     /// The position after the last returned line.
     pub fn position(&self) -> Option<TailPosition> {
-        let of = |id: FileId| {
+        let position_in = |id: FileId| {
             let followed = self.files.iter().find(|followed| followed.id == id)?;
             Some(LinePosition { file: id, offset: followed.offset })
         };
-        Some(TailPosition { last: of(self.last?)?, other: self.other.and_then(of) })
+        Some(TailPosition { last: position_in(self.last?)?, other: self.other.and_then(position_in) })
     }
 
-    /// Returns new lines, each with the position after it; a bounded number per call.
-    pub fn lines(&mut self) -> Result<Vec<(TailPosition, String)>, FileError> {
-        let mut batch = ReadBatch { left: MAX_READ_BYTES, found: Vec::new(), bytes: 0 };
+    /// Reads new lines, each with the position after it; a bounded number per call.
+    pub fn read_lines(&mut self) -> Result<Vec<(TailPosition, String)>, FileError> {
+        let mut batch = ReadBatch { budget: MAX_READ_BYTES, lines: Vec::new(), line_bytes: 0 };
         for path in self.kind.files(&self.logs)? {
             let Ok(meta) = path.symlink_metadata() else { continue };
-            let known = self.files.iter().find(|followed| followed.id == FileId::of(&meta));
+            let known = self.files.iter().find(|followed| followed.id == FileId::from_metadata(&meta));
             if known.is_some_and(|followed| followed.read_length == Some(meta.len())) {
                 continue;
             }
-            // The name may belong to another file now: the opened one counts.
-            let Some((id, file)) = open(&path)? else { continue };
-            let at = self.files.iter().position(|followed| followed.id == id).unwrap_or_else(|| {
-                self.files.push(Followed::new(id));
+            // The name may belong to another file by now, so use the ID of the opened file.
+            let Some((id, file)) = open_regular(&path)? else { continue };
+            let index = self.files.iter().position(|followed| followed.id == id).unwrap_or_else(|| {
+                self.files.push(FollowedFile::new(id));
                 self.files.len() - 1
             });
-            self.read(at, &file, &mut batch).map_err(FileError::at("read", &path))?;
+            self.read_file(index, &file, &mut batch).map_err(FileError::at("read", &path))?;
             if batch.is_full() {
                 break;
             }
         }
-        Ok(batch.found)
+        Ok(batch.lines)
     }
 
-    fn read(&mut self, at: usize, file: &File, batch: &mut ReadBatch) -> io::Result<()> {
-        let followed = &mut self.files[at];
+    fn read_file(&mut self, index: usize, file: &File, batch: &mut ReadBatch) -> io::Result<()> {
+        let followed = &mut self.files[index];
         let length = file.metadata()?.len();
         if length < followed.offset {
             // The file was truncated.
-            (followed.offset, followed.skips) = (length, false);
+            (followed.offset, followed.is_skipping) = (length, false);
         }
         let id = followed.id;
-        let (mut piece, mut begun) = (vec![0; CHUNK_BYTES], Vec::new());
+        let (mut chunk, mut line) = (vec![0; CHUNK_BYTES], Vec::new());
         while !batch.is_full() {
-            let followed = &mut self.files[at];
-            let from = followed.offset + begun.len() as u64;
-            let read = file.read_at(&mut piece, from)?;
+            let followed = &mut self.files[index];
+            let from = followed.offset + line.len() as u64;
+            let read = file.read_at(&mut chunk, from)?;
             if read == 0 {
                 followed.read_length = Some(from);
                 break;
             }
-            batch.left = batch.left.saturating_sub(read);
-            let mut rest = &piece[..read];
+            batch.budget = batch.budget.saturating_sub(read);
+            let mut rest = &chunk[..read];
             while let Some(length) = rest.iter().position(|&byte| byte == b'\n') {
-                begun.extend_from_slice(&rest[..length]);
+                line.extend_from_slice(&rest[..length]);
                 rest = &rest[length + 1..];
-                let followed = &mut self.files[at];
-                followed.offset += begun.len() as u64 + 1;
-                if !std::mem::take(&mut followed.skips) {
+                let followed = &mut self.files[index];
+                followed.offset += line.len() as u64 + 1;
+                if !std::mem::take(&mut followed.is_skipping) {
                     if self.last != Some(id) {
                         self.other = self.last.replace(id);
                     }
-                    batch.push(self.position(), &begun);
+                    batch.push(self.position(), &line);
                 }
-                begun.clear();
+                line.clear();
             }
-            let followed = &mut self.files[at];
-            if followed.skips {
+            let followed = &mut self.files[index];
+            if followed.is_skipping {
                 followed.offset += rest.len() as u64;
             } else {
-                begun.extend_from_slice(rest);
+                line.extend_from_slice(rest);
             }
-            if begun.len() > MAX_LINE_BYTES {
-                let followed = &mut self.files[at];
-                followed.offset += begun.len() as u64;
-                followed.skips = true;
-                begun.clear();
+            if line.len() > MAX_LINE_BYTES {
+                let followed = &mut self.files[index];
+                followed.offset += line.len() as u64;
+                followed.is_skipping = true;
+                line.clear();
             }
         }
         Ok(())
     }
 }
 
-impl Followed {
+impl FollowedFile {
     fn new(id: FileId) -> Self {
-        Self { id, offset: 0, read_length: None, skips: false }
+        Self { id, offset: 0, read_length: None, is_skipping: false }
     }
 
-    /// `None` if the file has no such position.
+    /// Starts after a line; `None` if the file has no such position.
     fn after(position: LinePosition, file: &File) -> io::Result<Option<Self>> {
-        let is_valid = position.offset <= file.metadata()?.len() && ends_line(file, position.offset)?;
+        let is_valid = position.offset <= file.metadata()?.len() && is_line_start(file, position.offset)?;
         Ok(is_valid.then(|| Self { offset: position.offset, ..Self::new(position.file) }))
     }
 
     /// Starts after the last complete line.
     fn from_end(id: FileId, file: &File) -> io::Result<Self> {
         let length = file.metadata()?.len();
-        let (mut end, mut skips) = (length, false);
-        while !ends_line(file, end)? {
+        let (mut end, mut is_skipping) = (length, false);
+        while !is_line_start(file, end)? {
             let size = (CHUNK_BYTES as u64).min(end);
-            let mut piece = vec![0; usize::try_from(size).unwrap_or_default()];
-            file.read_exact_at(&mut piece, end - size)?;
-            let at = piece.iter().rposition(|&byte| byte == b'\n').map(|at| at as u64 + 1);
-            end = end - size + at.unwrap_or_default();
+            let mut chunk = vec![0; usize::try_from(size).unwrap_or_default()];
+            file.read_exact_at(&mut chunk, end - size)?;
+            let line_start = chunk.iter().rposition(|&byte| byte == b'\n').map(|at| at as u64 + 1);
+            end = end - size + line_start.unwrap_or_default();
             if length - end > MAX_LINE_BYTES as u64 {
-                (end, skips) = (length, true);
+                (end, is_skipping) = (length, true);
                 break;
             }
         }
-        Ok(Self { id, offset: end, read_length: Some(length), skips })
+        Ok(Self { id, offset: end, read_length: Some(length), is_skipping })
     }
 }
 
 impl ReadBatch {
     fn is_full(&self) -> bool {
-        self.left == 0 || self.bytes >= BATCH_BYTES
+        self.budget == 0 || self.line_bytes >= BATCH_BYTES
     }
 
     fn push(&mut self, position: Option<TailPosition>, line: &[u8]) {
-        self.bytes += line.len();
-        self.found.extend(position.map(|position| (position, String::from_utf8_lossy(line).into_owned())));
+        self.line_bytes += line.len();
+        self.lines.extend(position.map(|position| (position, String::from_utf8_lossy(line).into_owned())));
     }
 }
 
-fn open(path: &Path) -> Result<Option<(FileId, File)>, FileError> {
-    let opened = files::open(path).map_err(FileError::at("read", path))?;
+fn open_regular(path: &Path) -> Result<Option<(FileId, File)>, FileError> {
+    let opened = files::open_regular(path).map_err(FileError::at("read", path))?;
     Ok(opened.map(|(file, id)| (id, file)))
 }
 
-/// Whether the offset is at the start of a line.
-fn ends_line(file: &File, offset: u64) -> io::Result<bool> {
+fn is_line_start(file: &File, offset: u64) -> io::Result<bool> {
     let mut last = [b'\n'];
     if offset > 0 {
         file.read_exact_at(&mut last, offset - 1)?;
@@ -236,10 +240,10 @@ mod tests {
         file.write_all(text.as_bytes()).unwrap();
     }
 
-    fn read(tail: &mut Tail) -> Vec<String> {
+    fn read_all(tail: &mut Tail) -> Vec<String> {
         let mut all = Vec::new();
         loop {
-            let lines = tail.lines().unwrap();
+            let lines = tail.read_lines().unwrap();
             if lines.is_empty() {
                 return all;
             }
@@ -252,28 +256,28 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "0\n");
-        let mut tail = Tail::at_end(RecordKind::Audit, logs.clone()).unwrap();
-        assert!(read(&mut tail).is_empty());
+        let mut tail = Tail::from_end(RecordKind::Audit, logs.clone()).unwrap();
+        assert!(read_all(&mut tail).is_empty());
         append(&current, "1\n2\nhal");
-        assert_eq!(read(&mut tail), ["1", "2"]);
+        assert_eq!(read_all(&mut tail), ["1", "2"]);
         let position = tail.position().unwrap();
         append(&current, "f\n");
         fs::rename(&current, dir.path().join("audit-2026-11-21.jsonl")).unwrap();
         append(&current, "3\n");
-        assert_eq!(read(&mut tail), ["half", "3"]);
+        assert_eq!(read_all(&mut tail), ["half", "3"]);
         // Two rotations between two reads.
         fs::rename(&current, dir.path().join("audit-2026-11-22.jsonl")).unwrap();
         append(&dir.path().join("audit-2026-11-23.jsonl"), "4\n");
         append(&current, "5\n");
-        assert_eq!(read(&mut tail), ["4", "5"]);
-        let mut again = Tail::after(RecordKind::Audit, logs.clone(), position).unwrap().unwrap();
-        assert_eq!(read(&mut again), ["half", "3", "4", "5"]);
+        assert_eq!(read_all(&mut tail), ["4", "5"]);
+        let mut again = Tail::resume_after(RecordKind::Audit, logs.clone(), position).unwrap().unwrap();
+        assert_eq!(read_all(&mut again), ["half", "3", "4", "5"]);
         fs::write(&current, "").unwrap();
-        assert!(read(&mut tail).is_empty());
+        assert!(read_all(&mut tail).is_empty());
         append(&current, "6\n");
-        assert_eq!(read(&mut tail), ["6"]);
+        assert_eq!(read_all(&mut tail), ["6"]);
         let unknown = "1-1-0".parse().unwrap();
-        assert!(Tail::after(RecordKind::Audit, logs, unknown).unwrap().is_none());
+        assert!(Tail::resume_after(RecordKind::Audit, logs, unknown).unwrap().is_none());
     }
 
     #[test]
@@ -282,11 +286,11 @@ mod tests {
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&dir.path().join("audit-2026-11-20.jsonl"), "old\n");
         append(&current, "0\n");
-        let mut tail = Tail::at_end(RecordKind::Audit, logs).unwrap();
+        let mut tail = Tail::from_end(RecordKind::Audit, logs).unwrap();
         fs::remove_file(&current).unwrap();
-        assert!(read(&mut tail).is_empty());
+        assert!(read_all(&mut tail).is_empty());
         append(&current, "1\n");
-        assert_eq!(read(&mut tail), ["1"]);
+        assert_eq!(read_all(&mut tail), ["1"]);
     }
 
     #[test]
@@ -294,25 +298,25 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "0\n");
-        let mut tail = Tail::at_end(RecordKind::Audit, logs).unwrap();
+        let mut tail = Tail::from_end(RecordKind::Audit, logs).unwrap();
         let long = "x".repeat(3 * CHUNK_BYTES);
         append(&current, &format!("{long}\n1\n"));
         fs::rename(&current, dir.path().join("audit-2026-11-21.jsonl")).unwrap();
         append(&current, "2\n");
-        assert_eq!(read(&mut tail), [&*long, "1", "2"]);
+        assert_eq!(read_all(&mut tail), [&*long, "1", "2"]);
     }
 
     #[test]
     fn absent_record_and_next_day_are_followed() {
         let dir = tempfile::tempdir().unwrap();
-        let mut tail = Tail::at_end(RecordKind::Interactions, dir.path().join("logs")).unwrap();
-        assert!(read(&mut tail).is_empty());
+        let mut tail = Tail::from_end(RecordKind::Interactions, dir.path().join("logs")).unwrap();
+        assert!(read_all(&mut tail).is_empty());
         fs::create_dir(dir.path().join("logs")).unwrap();
         append(&dir.path().join("logs/interactions-2026-11-22.jsonl"), "1\n");
-        assert_eq!(read(&mut tail), ["1"]);
+        assert_eq!(read_all(&mut tail), ["1"]);
         append(&dir.path().join("logs/interactions-2026-11-23.jsonl"), "2\n");
         append(&dir.path().join("logs/interactions-2026-11-22.jsonl"), "late\n");
-        assert_eq!(read(&mut tail), ["late", "2"]);
+        assert_eq!(read_all(&mut tail), ["late", "2"]);
     }
 
     /// The time zone moved west at noon: the previous day continues.
@@ -324,15 +328,15 @@ mod tests {
         append(&path(20), "old\n");
         append(&path(21), "1\n");
         append(&path(22), "2\n");
-        let mut tail = Tail::at_end(RecordKind::Interactions, logs.clone()).unwrap();
+        let mut tail = Tail::from_end(RecordKind::Interactions, logs.clone()).unwrap();
         append(&path(22), "3\n");
-        assert_eq!(read(&mut tail), ["3"]);
+        assert_eq!(read_all(&mut tail), ["3"]);
         append(&path(21), "4\n");
-        assert_eq!(read(&mut tail), ["4"]);
+        assert_eq!(read_all(&mut tail), ["4"]);
         append(&path(22), "5\n");
         append(&path(21), "6\n");
         let mut again = Vec::new();
-        for (position, line) in tail.lines().unwrap() {
+        for (position, line) in tail.read_lines().unwrap() {
             again.push((position, line));
         }
         assert_eq!(again.iter().map(|(_, line)| &**line).collect::<Vec<_>>(), ["6", "5"]);
@@ -340,25 +344,28 @@ mod tests {
         append(&path(23), "8\n");
         for (position, rest) in [(again[0].0, vec!["7", "5", "8"]), (again[1].0, vec!["7", "8"])] {
             let position = position.to_string().parse().unwrap();
-            let mut resumed = Tail::after(RecordKind::Interactions, logs.clone(), position).unwrap().unwrap();
-            assert_eq!(read(&mut resumed), rest, "{position:?}");
+            let mut resumed =
+                Tail::resume_after(RecordKind::Interactions, logs.clone(), position).unwrap().unwrap();
+            assert_eq!(read_all(&mut resumed), rest, "{position:?}");
         }
-        assert_eq!(read(&mut tail), ["7", "8"]);
+        assert_eq!(read_all(&mut tail), ["7", "8"]);
     }
 
     #[test]
-    fn invalid_position_is_gone() {
+    fn resume_at_invalid_position_returns_none() {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "one\ntwo\n");
-        let position = Tail::at_end(RecordKind::Audit, logs.clone()).unwrap().position().unwrap();
-        let at = |offset: u64| {
+        let position = Tail::from_end(RecordKind::Audit, logs.clone()).unwrap().position().unwrap();
+        let resume_at = |offset: u64| {
             let position = TailPosition { last: LinePosition { offset, ..position.last }, other: None };
-            Tail::after(RecordKind::Audit, logs.clone(), position).unwrap().map(|mut tail| read(&mut tail))
+            Tail::resume_after(RecordKind::Audit, logs.clone(), position)
+                .unwrap()
+                .map(|mut tail| read_all(&mut tail))
         };
-        assert_eq!(at(8), Some(vec![]));
-        assert_eq!(at(4), Some(vec!["two".to_owned()]));
-        assert_eq!((at(3), at(9)), (None, None));
+        assert_eq!(resume_at(8), Some(vec![]));
+        assert_eq!(resume_at(4), Some(vec!["two".to_owned()]));
+        assert_eq!((resume_at(3), resume_at(9)), (None, None));
     }
 
     #[test]
@@ -366,14 +373,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "0\n");
-        let mut tail = Tail::at_end(RecordKind::Audit, logs.clone()).unwrap();
+        let mut tail = Tail::from_end(RecordKind::Audit, logs.clone()).unwrap();
         // A sparse file.
         OpenOptions::new().write(true).open(&current).unwrap().set_len(100 << 20).unwrap();
         append(&current, "rest\n1\n");
-        assert!(tail.lines().unwrap().is_empty());
+        assert!(tail.read_lines().unwrap().is_empty());
         let mut reads = 1;
         let lines = loop {
-            let lines = tail.lines().unwrap();
+            let lines = tail.read_lines().unwrap();
             reads += 1;
             if !lines.is_empty() {
                 break lines;
@@ -382,8 +389,8 @@ mod tests {
         assert_eq!((lines.len(), &*lines[0].1), (1, "1"));
         assert!((6..12).contains(&reads), "{reads}");
         OpenOptions::new().write(true).open(&current).unwrap().set_len(200 << 20).unwrap();
-        let mut late = Tail::at_end(RecordKind::Audit, logs).unwrap();
+        let mut late = Tail::from_end(RecordKind::Audit, logs).unwrap();
         append(&current, "rest\n2\n");
-        assert_eq!(read(&mut late), ["2"]);
+        assert_eq!(read_all(&mut late), ["2"]);
     }
 }

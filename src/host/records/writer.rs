@@ -1,8 +1,8 @@
 //! The writer of the kernel's records. Callers append lines to a queue in memory; one thread writes them to the disk,
 //! and another syncs the files.
 //!
-//! Accepted lines are written in order and at most [`FLUSH_INTERVAL`] later; only a crash of the process loses them
-//! before. The queue is bounded: a line that does not fit is refused and counted, and a gap in its record reports it.
+//! Accepted lines are written in order, at most [`FLUSH_INTERVAL`] later; until then, only a crash of the process loses
+//! them. The queue is bounded: a line that does not fit is refused and counted, and a gap in its record reports it.
 //! Files are opened by name for each write (`host::records::jsonl`), so that concurrent rotation and deletion lose
 //! nothing; writes to a full disk are retried until they succeed.
 
@@ -65,23 +65,23 @@ struct Batch {
 #[derive(Clone)]
 pub struct Records(Arc<Shared>);
 
-/// The threads. On drop, they end after a last attempt to write and sync all lines.
+/// The writer's threads. On drop, they end after a last attempt to write and sync all lines.
 pub struct Writer {
     records: Records,
-    writes: Option<JoinHandle<()>>,
-    syncs: Option<JoinHandle<()>>,
+    write_thread: Option<JoinHandle<()>>,
+    sync_thread: Option<JoinHandle<()>>,
 }
 
 impl Writer {
-    /// Starts the threads; files are in `logs`.
+    /// Starts the threads, which write to files in `logs`.
     ///
     /// # Errors
     /// A thread cannot be started.
     pub fn start(logs: PathBuf) -> std::io::Result<Self> {
-        Self::begin(logs, Box::new(File::sync_data))
+        Self::start_with_sync(logs, Box::new(File::sync_data))
     }
 
-    fn begin(logs: PathBuf, sync: SyncFn) -> std::io::Result<Self> {
+    fn start_with_sync(logs: PathBuf, sync: SyncFn) -> std::io::Result<Self> {
         let shared = Shared {
             logs,
             queue: Mutex::default(),
@@ -91,13 +91,13 @@ impl Writer {
             syncer: Syncer::default(),
         };
         let records = Records(Arc::new(shared));
-        let mut writer = Self { records: records.clone(), writes: None, syncs: None };
+        let mut writer = Self { records: records.clone(), write_thread: None, sync_thread: None };
         let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());
         let work = records.clone();
-        writer.syncs = Some(thread("records-sync").spawn(move || {
-            work.0.syncer.work(&sync, |flush| work.0.finish_flush(flush));
+        writer.sync_thread = Some(thread("records-sync").spawn(move || {
+            work.0.syncer.run(&sync, |flush| work.0.finish_flush(flush));
         })?);
-        writer.writes = Some(thread("records").spawn(move || records.0.write())?);
+        writer.write_thread = Some(thread("records").spawn(move || records.0.run_writer())?);
         Ok(writer)
     }
 
@@ -112,12 +112,12 @@ impl Drop for Writer {
         shared.lock().stop = true;
         shared.wake.notify_all();
         // The panic hook has logged a panic of a thread.
-        if let Some(writes) = self.writes.take() {
-            let _ = writes.join();
+        if let Some(thread) = self.write_thread.take() {
+            let _ = thread.join();
         }
         shared.syncer.stop();
-        if let Some(syncs) = self.syncs.take() {
-            let _ = syncs.join();
+        if let Some(thread) = self.sync_thread.take() {
+            let _ = thread.join();
         }
         shared.lock().thread = Thread::Ended;
         shared.flushed.notify_all();
@@ -146,32 +146,32 @@ impl Records {
     ///
     /// # Errors
     /// [`QueueFull`].
-    pub fn note(&self, what: &str) -> Result<(), QueueFull> {
-        let what: String = what.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-        self.accept(Record::Activity, format!("{} {what}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
+    pub fn note(&self, text: &str) -> Result<(), QueueFull> {
+        let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+        self.accept(Record::Activity, format!("{} {text}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
     }
 
     fn accept(&self, record: Record, line: &[u8]) -> Result<(), QueueFull> {
-        let wakes = self.0.lock().accept(record, line)?;
-        if wakes {
+        let must_wake = self.0.lock().accept(record, line)?;
+        if must_wake {
             self.0.wake.notify_one();
         }
         Ok(())
     }
 
-    /// Replaces a record's file by a durable one, between two of its lines, if the record is unchanged; the caller
-    /// prevents concurrent lines. `false` if the record has changed nevertheless.
+    /// Replaces a record's file with a durable one, between two lines, if the file has the `expected` extent. The
+    /// caller prevents concurrent lines; if the file has changed nevertheless, returns `false`.
+    ///
     /// # Errors
     /// The rename failed; the record is unchanged.
-    /// The files'; the record is then what it was.
-    pub fn replace(&self, record: Record, by: PathBuf, was: Extent) -> std::io::Result<bool> {
+    pub fn replace(&self, record: Record, new: PathBuf, expected: Extent) -> std::io::Result<bool> {
         let (reply, replied) = mpsc::sync_channel(1);
         {
             let mut queue = self.0.lock();
             if queue.stop || queue.replacement.is_some() {
                 return Ok(false);
             }
-            queue.replacement = Some(Replacement { record, by, was, reply });
+            queue.replacement = Some(Replacement { record, new, expected, reply });
         }
         self.0.wake.notify_one();
         // On a slow disk, the replacement happens later or finds a changed record.
@@ -179,14 +179,14 @@ impl Records {
     }
 
     /// Waits until all earlier lines are durable; `false` on timeout.
-    pub fn flush(&self, within: Duration) -> bool {
+    pub fn flush(&self, timeout: Duration) -> bool {
         let mut queue = self.0.lock();
         queue.flushes_requested += 1;
-        let mine = queue.flushes_requested;
+        let flush = queue.flushes_requested;
         self.0.wake.notify_one();
-        let end = Instant::now() + within;
-        while queue.flushes_done < mine {
-            let remaining = end.saturating_duration_since(Instant::now());
+        let deadline = Instant::now() + timeout;
+        while queue.flushes_done < flush {
+            let remaining = deadline.saturating_duration_since(Instant::now());
             if remaining.is_zero() || queue.thread == Thread::Ended {
                 return false;
             }
@@ -200,7 +200,7 @@ impl Records {
         self.0.is_stuck.load(Ordering::Relaxed)
     }
 
-    /// Bytes that are accepted and not yet written.
+    /// The number of bytes that are accepted and not yet written.
     pub fn waiting_bytes(&self) -> usize {
         self.0.lock().bytes()
     }
@@ -212,7 +212,7 @@ impl Shared {
     }
 
     /// The loop of the writing thread.
-    fn write(&self) {
+    fn run_writer(&self) {
         let mut files: Vec<(Record, AppendFile)> = Vec::new();
         let mut synced_at = Instant::now();
         loop {
@@ -220,12 +220,12 @@ impl Shared {
             let Batch { lines, flush, replacement, stop } =
                 self.take_batch(is_dirty.then(|| synced_at + SYNC_INTERVAL));
             for (record, pieces) in lines {
-                let file = file_of(&mut files, record, &self.logs);
+                let file = file_for(&mut files, record, &self.logs);
                 pieces.into_iter().for_each(|piece| file.push(piece));
             }
             files.sort_by_key(|(record, _)| *record);
             let written = self.write_files(&mut files, stop);
-            self.give_back(&mut files);
+            self.return_pieces(&mut files);
             let directory = replacement.and_then(|replacement| self.replace_file(replacement, &mut files));
             let flush = flush.filter(|_| written);
             if stop || flush.is_some() || synced_at.elapsed() >= SYNC_INTERVAL {
@@ -245,7 +245,7 @@ impl Shared {
                 return;
             }
             if !written {
-                self.pause();
+                self.wait_before_retry();
             }
         }
     }
@@ -261,7 +261,7 @@ impl Shared {
     fn take_batch(&self, sync_at: Option<Instant>) -> Batch {
         let mut queue = self.wait_for_work(self.lock(), sync_at);
         queue.thread = Thread::Writing;
-        let lines = queue.take();
+        let lines = queue.take_lines();
         let flush = (queue.flushes_requested > queue.flushes_written).then_some(queue.flushes_requested);
         Batch { lines, flush, replacement: queue.replacement.take(), stop: queue.stop }
     }
@@ -277,7 +277,7 @@ impl Shared {
             queue.thread = Thread::Polling;
             // Limits the age of lines that were accepted since the last interval.
             let end = Instant::now() + FLUSH_INTERVAL;
-            while !queue.is_enough() && !queue.has_request() {
+            while !queue.has_full_batch() && !queue.has_request() {
                 let remaining = end.saturating_duration_since(Instant::now());
                 if remaining.is_zero() {
                     break;
@@ -305,12 +305,12 @@ impl Shared {
         }
     }
 
-    /// Replaces a record's file; returns the directory, which must be synced then.
+    /// Replaces a record's file. Returns the directory if it must be synced.
     fn replace_file(&self, replacement: Replacement, files: &mut [(Record, AppendFile)]) -> Option<Unsynced> {
-        let Replacement { record, by, was, reply } = replacement;
-        let is_behind = files.iter().any(|(of, file)| *of == record && file.unwritten_bytes() > 0);
+        let Replacement { record, new, expected, reply } = replacement;
+        let is_behind = files.iter().any(|(other, file)| *other == record && file.unwritten_bytes() > 0);
         let path = self.logs.join(record.file_name());
-        let replaced = if is_behind { Ok(false) } else { file::replace_if_unchanged(&path, &by, was) };
+        let replaced = if is_behind { Ok(false) } else { file::replace_if_unchanged(&path, &new, expected) };
         let is_replaced = matches!(replaced, Ok(true));
         // The caller may have timed out.
         let _ = reply.send(replaced);
@@ -348,29 +348,31 @@ impl Shared {
         false
     }
 
-    fn give_back(&self, files: &mut [(Record, AppendFile)]) {
-        let left = files
+    /// Returns written pieces to the queue for reuse, and reports the unwritten bytes.
+    fn return_pieces(&self, files: &mut [(Record, AppendFile)]) {
+        let unwritten = files
             .iter()
             .map(|(record, file)| (*record, file.unwritten_bytes()))
-            .filter(|(_, left)| *left > 0);
-        let left = left.collect();
+            .filter(|(_, bytes)| *bytes > 0);
+        let unwritten = unwritten.collect();
         let pieces = files.iter_mut().flat_map(|(_, file)| file.take_finished());
-        self.lock().give_back(left, pieces);
+        self.lock().finish_batch(unwritten, pieces);
     }
 
-    fn pause(&self) {
+    /// Waits before failed writes are retried.
+    fn wait_before_retry(&self) {
         let idle = |queue: &mut RecordQueue| queue.is_empty() && !queue.stop;
         let waited = self.wake.wait_timeout_while(self.lock(), RETRY_INTERVAL, idle);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 }
 
-fn file_of<'a>(files: &'a mut Vec<(Record, AppendFile)>, record: Record, logs: &Path) -> &'a mut AppendFile {
-    let at = files.iter().position(|(of, _)| *of == record).unwrap_or_else(|| {
-        files.push((record, AppendFile::new(logs.join(record.file_name()), record.form())));
+fn file_for<'a>(files: &'a mut Vec<(Record, AppendFile)>, record: Record, logs: &Path) -> &'a mut AppendFile {
+    let index = files.iter().position(|(other, _)| *other == record).unwrap_or_else(|| {
+        files.push((record, AppendFile::new(logs.join(record.file_name()), record.line_format())));
         files.len() - 1
     });
-    &mut files[at].1
+    &mut files[index].1
 }
 
 #[cfg(test)]

@@ -1,12 +1,12 @@
-//! Decides whether the system clock is trusted, from earlier readings and the time since boot. Pure, apart from its file.
+//! Decides whether the system clock is trusted, from earlier readings and the time since boot.
 //!
-//! A clock set weeks ahead would expire every record at once. After a jump, the earlier time is used until the new one
-//! has been stable for a day. NTP corrects a clock in less than an hour, so a wrong clock is not stable for that long
-//! unless the machine has no time server.
+//! A clock that is set weeks ahead would expire every record immediately. After a jump, the earlier time is used until
+//! the new one has been stable for a day. NTP corrects a clock in less than an hour, so a wrong clock is not stable for
+//! that long unless the machine has no time server.
 //!
-//! A boot also ends at a jump if the clock is more than a day ahead of the last check, or, without an earlier check, of
-//! the last write to a record: `time-sync.target` is reached even if no time server answers. A machine that was off for
-//! weeks therefore expires its records one day after it was switched on.
+//! A boot also counts as a jump if the clock is more than a day ahead of the last check or, without an earlier check,
+//! of the last write to a record: `time-sync.target` is reached even if no time server responds. A machine that was off
+//! for weeks therefore expires its records one day after it was switched on.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -18,7 +18,7 @@ use crate::system::process_stat::{ProcessStat, TICKS_PER_SECOND};
 use svc_base::fsx::{self, FileError};
 
 const DAY_SECONDS: i64 = 86_400;
-/// Clocks that differ by at most this are the same clock, corrected.
+/// A clock that differs by at most this has been corrected, and has not jumped.
 const MAX_DRIFT_SECONDS: i64 = 900;
 
 /// The clock and the time since boot, in seconds.
@@ -61,7 +61,7 @@ pub fn assess_clock(state: Option<ClockState>, now: Reading) -> (i64, ClockState
             }
             (state.started, state.doubted)
         }
-        // The first check, or a boot: at least the time since boot has passed since the last check.
+        // This is the first check, or the first after a boot: since the last check, at least the uptime has passed.
         _ => {
             let expected = state.map(|state| state.started + state.up);
             let Some(expected) = expected.or(now.last_write.map(|last| last - now.up)) else {
@@ -82,8 +82,8 @@ pub fn assess_clock(state: Option<ClockState>, now: Reading) -> (i64, ClockState
     (now.clock.min(expected + now.up), ClockState { started: expected, up: now.up, doubted })
 }
 
-/// The last modification of a file in this directory, in seconds; `None` if there is none.
-fn last_write(dir: &Path) -> Result<Option<i64>, FileError> {
+/// Finds the last modification of a file in this directory, in seconds; `None` if there is no file.
+fn find_last_write(dir: &Path) -> Result<Option<i64>, FileError> {
     let mut last = None;
     for entry in std::fs::read_dir(dir).map_err(FileError::at("read", dir))? {
         let path = entry.map_err(FileError::at("read", dir))?.path();
@@ -97,12 +97,12 @@ fn last_write(dir: &Path) -> Result<Option<i64>, FileError> {
 
 /// Returns the time to use for the expiry of the records in `logs`. `file` holds the state of earlier checks.
 pub fn trusted_time(file: &Path, logs: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
-    // The unit hides other files with the uptime.
-    let own = ProcessStat::of_this_process().map_err(FileError::at("read", Path::new("/proc/self/stat")))?;
-    let up = (own.started / TICKS_PER_SECOND).cast_signed();
+    // The systemd unit hides other files that contain the uptime.
+    let stat = ProcessStat::of_this_process().map_err(FileError::at("read", Path::new("/proc/self/stat")))?;
+    let up = (stat.started / TICKS_PER_SECOND).cast_signed();
     let text = fsx::read_if_exists(file)?;
     let state = text.and_then(|text| serde_json::from_slice(&text).ok());
-    let reading = Reading { clock: clock.as_second(), up, last_write: last_write(logs)? };
+    let reading = Reading { clock: clock.as_second(), up, last_write: find_last_write(logs)? };
     let (believed, new_state) = assess_clock(state, reading);
     fsx::write_atomic(file, &serde_json::to_vec(&new_state).expect("plain fields are JSON"), 0o600)?;
     if believed < clock.as_second() {
@@ -122,7 +122,7 @@ mod tests {
         Reading { clock: START + up + ahead * DAY_SECONDS, up, last_write: None }
     }
 
-    /// Days by which the trusted clock is ahead at each check.
+    /// The days by which the trusted clock is ahead at each check.
     fn ahead(checks: &[Reading]) -> Vec<i64> {
         let mut state = None;
         let day = |reading: &Reading| {
@@ -145,11 +145,11 @@ mod tests {
     }
 
     #[test]
-    fn trusts_earlier_clock_and_short_boot_at_once() {
+    fn trusts_earlier_clock_and_short_boot_immediately() {
         assert_eq!(ahead(&[at(1, 0), at(2, -40)]), [0, -40]);
         let booted = Reading { clock: START + 31 * 3600, up: 60, last_write: None };
         assert_eq!(assess_clock(Some(assess_clock(None, at(30, 0)).1), booted).0, booted.clock);
-        assert_eq!(ahead(&[at(1, 40)]), [40], "neither an earlier reading nor a record");
+        assert_eq!(ahead(&[at(1, 40)]), [40], "there is neither an earlier reading nor a record");
         let Reading { clock, up, .. } = at(2, 0);
         let step = Reading { clock: clock + 600, up, last_write: None };
         let (believed, new_state) = assess_clock(Some(assess_clock(None, at(1, 0)).1), step);
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(believed, last + DAY_SECONDS);
         let (believed, state) = assess_clock(Some(state), booted(60 + DAY_SECONDS));
         assert_eq!((believed, state.doubted), (booted(60 + DAY_SECONDS).clock, None));
-        // A lost state file: the records show the last time.
+        // Without a state file, the records show the last time.
         let (believed, _) = assess_clock(None, booted(60));
         assert_eq!(believed, START);
         let recent = Reading { last_write: Some(booted(60).clock - 3600), ..booted(60) };

@@ -1,7 +1,7 @@
 //! Retention: deletes records whose name has a date more than 30 days ago. Files without a date are never touched.
 //!
-//! The age depends only on today, so that records of an idle machine expire as well. A wrong clock must not delete
-//! everything: `clock_trust` decides what today is.
+//! The age depends only on the current day, so that records of an idle machine expire as well. A wrong clock must not
+//! delete everything, so `clock_trust` determines the current day.
 
 use std::path::Path;
 
@@ -11,12 +11,12 @@ use jiff::civil::Date;
 use crate::records::names::{ACTIVITY, AUDIT, INTERACTIONS};
 use svc_base::fsx::{self, FileError};
 
-/// Specification, part 8.
+/// The retention that part 8 of the specification requires.
 const RETENTION_DAYS: i32 = 30;
 
 /// The date in a record's name.
 fn record_day(name: &str) -> Option<Date> {
-    [ACTIVITY, AUDIT, INTERACTIONS].iter().find_map(|record| record.day(name))
+    [ACTIVITY, AUDIT, INTERACTIONS].iter().find_map(|record| record.parse_day(name))
 }
 
 /// Returns the expired names, sorted.
@@ -62,7 +62,7 @@ mod tests {
             today in -1000_i32..1000,
         ) {
             let date = |days: i32| TODAY.checked_add(days.days()).unwrap();
-            let name = |days: i32| AUDIT.dated(date(days), 1);
+            let name = |days: i32| AUDIT.dated_name(date(days), 1);
             let names = days.iter().map(|day| name(*day)).collect();
             let expired: BTreeSet<String> = expired_names(names, date(today)).into_iter().collect();
             for day in &days {
@@ -75,7 +75,7 @@ mod tests {
     #[test]
     fn keeps_thirty_days_and_deletes_older() {
         let dir = tempfile::tempdir().unwrap();
-        let stay = [
+        let kept = [
             "activity-2026-10-22.log",
             "audit-2026-11-20.jsonl",
             "interactions-2026-11-21.jsonl",
@@ -84,13 +84,13 @@ mod tests {
             "backup-2020-01-01.jsonl",
             "audit.jsonl",
         ];
-        let go = ["activity-2026-10-21.log", "audit-2026-10-21.2.jsonl", "interactions-2025-12-31.jsonl"];
-        for name in stay.iter().chain(&go) {
+        let old = ["activity-2026-10-21.log", "audit-2026-10-21.2.jsonl", "interactions-2025-12-31.jsonl"];
+        for name in kept.iter().chain(&old) {
             std::fs::write(dir.path().join(name), "x").unwrap();
         }
-        assert_eq!(expire(dir.path(), TODAY).unwrap(), go);
+        assert_eq!(expire(dir.path(), TODAY).unwrap(), old);
         assert!(expire(dir.path(), TODAY).unwrap().is_empty());
-        assert!(stay.iter().all(|name| dir.path().join(name).exists()));
+        assert!(kept.iter().all(|name| dir.path().join(name).exists()));
     }
 
     #[test]
@@ -105,21 +105,21 @@ mod tests {
         assert!(dir.path().join(first).exists() && !dir.path().join(last).exists());
     }
 
-    /// Simulates four months by the hour. The clock jumps for less than a day at a time, and the machine is off for
-    /// weeks. The check runs hourly. A record is written daily by the current clock, except while it is behind.
-    fn four_months(jumps: &[(u16, i64, u8)], off: Option<(u16, u16)>) -> Result<(), TestCaseError> {
+    /// Simulates four months hour by hour. The clock jumps for less than a day at a time, and the machine is off for
+    /// weeks. The check runs hourly. A record is written daily by the current clock, except while the clock is behind.
+    fn simulate_four_months(jumps: &[(u16, i64, u8)], off: Option<(u16, u16)>) -> Result<(), TestCaseError> {
         const HOUR: i64 = 3600;
         let start: i64 = TODAY.to_zoned(jiff::tz::TimeZone::UTC).unwrap().timestamp().as_second();
         let day_at =
             |at: i64| jiff::Timestamp::from_second(at).unwrap().to_zoned(jiff::tz::TimeZone::UTC).date();
-        // Names, with the true hour of the last write.
+        // File names, with the true hour of the last write.
         let mut files: std::collections::BTreeMap<String, i64> = std::collections::BTreeMap::new();
-        let (mut known, mut up, mut right_for) = (None, 0, 0);
+        let (mut state, mut up, mut correct_hours) = (None, 0, 0);
         for hour in 0..120 * 24 {
             if off.is_some_and(|(from, days)| {
                 (i64::from(from)..i64::from(from) + i64::from(days) * 24).contains(&hour)
             }) {
-                (up, right_for) = (0, 0);
+                (up, correct_hours) = (0, 0);
                 continue;
             }
             let truth = start + hour * HOUR;
@@ -127,12 +127,13 @@ mod tests {
                 .iter()
                 .find(|(at, _, hours)| (i64::from(*at)..i64::from(*at) + i64::from(*hours)).contains(&hour));
             let ahead = at_jump.filter(|_| up > 0).map_or(0, |(_, days, _)| *days);
-            right_for = if ahead == 0 { right_for + 1 } else { 0 };
+            correct_hours = if ahead == 0 { correct_hours + 1 } else { 0 };
             let clock = truth + ahead * 24 * HOUR;
-            let (believed, kept) = assess_clock(known, Reading { clock, up: up * HOUR, last_write: None });
-            (known, up) = (Some(kept), up + 1);
+            let (believed, new_state) =
+                assess_clock(state, Reading { clock, up: up * HOUR, last_write: None });
+            (state, up) = (Some(new_state), up + 1);
             if ahead >= 0 {
-                files.insert(AUDIT.dated(day_at(clock), 1), hour);
+                files.insert(AUDIT.dated_name(day_at(clock), 1), hour);
             }
             let today = day_at(believed);
             for name in expired_names(files.keys().cloned().collect(), today) {
@@ -145,7 +146,7 @@ mod tests {
                     written
                 );
             }
-            if right_for > 25 {
+            if correct_hours > 25 {
                 let late = files.keys().find(|name| {
                     day_at(truth).since(record_day(name).unwrap()).unwrap().get_days() > RETENTION_DAYS
                 });
@@ -163,7 +164,7 @@ mod tests {
             jumps in prop::collection::vec((0_u16..2800, -400_i64..400, 1_u8..23), 0..6),
             off in prop::option::of((0_u16..2000, 1_u16..60)),
         ) {
-            four_months(&jumps, off)?;
+            simulate_four_months(&jumps, off)?;
         }
     }
 }

@@ -1,7 +1,7 @@
-//! `svc-heartbeat`: the daily maintenance of the machine's records: rotation, retention and the storage measurement.
+//! `svc-heartbeat`: rotates and expires the machine's records once a day, and measures its storage.
 //!
-//! This module owns the command line, the configuration and the order of the steps. Each run derives its work from the
-//! files on disk, so a killed run is simply repeated. A failed step does not stop the others.
+//! This module contains the command line, the configuration and the order of the steps. Each run derives its work from
+//! the files on disk, so a killed run is simply repeated. A failed step does not stop the others.
 
 pub mod clock_trust;
 mod expire;
@@ -36,7 +36,7 @@ pub const FAILPOINTS: &[&str] =
     name = "svc-heartbeat",
     version = applet::version(),
     about = "Rotates the machine's records, deletes those older than 30 days, and measures its storage",
-    after_help = "Days are those of costLimits.timeZone in the owner's system/config.json. It can run at any time, any number of times."
+    after_help = "Days begin at midnight in costLimits.timeZone of the owner's system/config.json. The program can run at any time and any number of times."
 )]
 struct Args {}
 
@@ -50,15 +50,15 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         return code;
     }
     begin_log("svc-heartbeat", &Layout::from_process());
-    applet::block_on("svc-heartbeat", request_id::run_with_new_id(check(Layout::from_process())))
+    applet::block_on("svc-heartbeat", request_id::run_with_new_id(run_maintenance(Layout::from_process())))
 }
 
-async fn check(layout: Layout) -> Result<(), Failure> {
+async fn run_maintenance(layout: Layout) -> Result<(), Failure> {
     let mut env = config::environment(&layout);
     let database = DatabaseUrl::read(&mut env);
     let server = Server::new(env.finish(database)?.config()?);
     let _lock = Lock::take(&layout.heartbeat_lock()).map_err(|error| match error {
-        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another check is under way")),
+        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another run is under way")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
     failpoint::pass("heartbeat.begin").or_exit(Exit::Internal)?;
@@ -66,15 +66,15 @@ async fn check(layout: Layout) -> Result<(), Failure> {
     std::fs::create_dir_all(&logs)
         .map_err(FileError::at("create directory", &logs))
         .or_exit(Exit::Internal)?;
-    let settings = Settings::load(&layout.settings(), &layout.good_settings());
+    let settings = Settings::load(&layout.settings(), &layout.last_good_settings());
     if let Some(mistake) = &settings.mistake {
-        tracing::warn!(mistake, "system/config.json is invalid and is not used");
+        tracing::warn!(mistake, "system/config.json is invalid; using the last valid settings");
     }
     let calendar = settings.calendar;
     let now = Timestamp::now();
     let today = calendar.day(now);
     let rotated = rotate_and_expire(&layout, &calendar, now);
-    let measured = measure(&layout, &server, today).await;
+    let measured = measure_storage(&layout, &server, today).await;
     rotated.and(measured)
 }
 
@@ -83,30 +83,31 @@ fn rotate_and_expire(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Re
     let rotated = [names::ACTIVITY, names::AUDIT].map(|record| {
         let name = rotate::rotate(&logs, record, calendar, today).or_exit(Exit::Internal)?;
         if let Some(name) = name {
-            tracing::info!(name, "rotated");
+            tracing::info!(name, "rotated a record");
         }
         failpoint::pass("heartbeat.rotated").or_exit(Exit::Internal)
     });
-    let believed = clock_trust::trusted_time(&layout.heartbeat_clock(), &logs, now);
-    let expired = believed.and_then(|now| expire::expire(&logs, calendar.day(now))).or_exit(Exit::Internal);
+    let trusted_now = clock_trust::trusted_time(&layout.heartbeat_clock(), &logs, now);
+    let expired =
+        trusted_now.and_then(|now| expire::expire(&logs, calendar.day(now))).or_exit(Exit::Internal);
     let expired = expired.and_then(|names| {
         if !names.is_empty() {
-            tracing::info!(?names, "deleted: older than 30 days");
+            tracing::info!(?names, "deleted records older than 30 days");
         }
         failpoint::pass("heartbeat.expired").or_exit(Exit::Internal)
     });
     rotated.into_iter().chain([expired]).collect()
 }
 
-async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<(), Failure> {
-    if storage::is_measured(&storage::path(layout), today).or_exit(Exit::Internal)? {
+async fn measure_storage(layout: &Layout, server: &Server, today: Date) -> Result<(), Failure> {
+    if storage::is_measured(&storage::record_path(layout), today).or_exit(Exit::Internal)? {
         return Ok(());
     }
     let line = storage::measure(layout, server, today).await.map_err(|error| {
         let exit = if error.is_unavailable() { Exit::Unavailable } else { Exit::Internal };
         Failure::new(exit, error)
     })?;
-    tracing::info!(home = line.files.home_bytes, database = line.database_bytes, "measured");
+    tracing::info!(home = line.files.home_bytes, database = line.database_bytes, "measured the storage");
     failpoint::pass("heartbeat.measured").or_exit(Exit::Internal)
 }
 
@@ -124,16 +125,16 @@ mod tests {
         std::fs::write(&old, "{}\n").unwrap();
         std::fs::write(layout.logs().join("interactions-2020-01-02.jsonl"), "{}\n").unwrap();
         let files = || std::fs::read_dir(&logs).unwrap().count();
-        let check = |days: i64| {
+        let run_after = |days: i64| {
             let now = now.checked_add(jiff::SignedDuration::from_hours(24 * days)).unwrap();
             assert!(rotate_and_expire(&layout, &Calendar::utc(), now).is_ok());
         };
-        check(0);
-        assert_eq!(files(), 0, "no newer record has to be written first");
+        run_after(0);
+        assert_eq!(files(), 0, "records expire although no newer ones were written");
         // A clock that jumps ahead deletes nothing.
         std::fs::write(logs.join(format!("interactions-{}.jsonl", Calendar::utc().day(now))), "{}\n")
             .unwrap();
-        check(400);
+        run_after(400);
         assert_eq!(files(), 1);
     }
 }

@@ -1,8 +1,8 @@
 //! Rotation: renames a record that was started before today to a dated name.
 //!
-//! A rename loses nothing: a writer with the file open keeps writing to it (`host::records::jsonl` says how writers
-//! follow). No file is overwritten: a taken name gets a number. The first line's timestamp says on which day the file
-//! was started, so rotation needs no state and catches up on missed days.
+//! A rename loses nothing: a writer that has the file open keeps writing to it, and each append opens the file by name
+//! (`host::records::jsonl`). No file is overwritten: if a name is taken, a number is added. The first line's timestamp
+//! shows on which day the file was started, so rotation needs no state and catches up on missed days.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -16,42 +16,43 @@ use nix::fcntl::{AT_FDCWD, OFlag, RenameFlags, renameat2};
 use serde::Deserialize;
 
 use crate::records::calendar::Calendar;
-use crate::records::names::Record;
+use crate::records::names::DatedRecord;
 use svc_base::fsx::{self, FileError};
 
-/// Maximum files per day; more means that something else is wrong.
+/// Maximum files per day; more files would indicate another error.
 const MAX_FILES_PER_DAY: u32 = 1000;
 /// Maximum length of a first line whose timestamp is read.
 const MAX_FIRST_LINE_BYTES: u64 = 64 << 10;
 
 /// The first and last day of a record's content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Span {
+pub struct DaySpan {
     pub first: Date,
     pub last: Date,
 }
 
-/// Returns the day to name a record after, `None` if it is today's. The last day is used, so that no line is younger than
-/// the name and expires early, even if the clock was set back. It is never today, which is not over.
-pub fn due(span: Span, today: Date) -> Option<Date> {
+/// Returns the day for the new name of a record, or `None` if the record was started today. It is the record's last
+/// day, so that no line is younger than the name and expires early, even if the clock was set back; but never today,
+/// which is not over yet.
+pub fn rotation_day(span: DaySpan, today: Date) -> Option<Date> {
     let yesterday = today.yesterday().ok()?;
     (span.first < today).then(|| if span.last == today { yesterday } else { span.last })
 }
 
-/// Rotates a record if due; returns its new name.
+/// Rotates a record if it is due. Returns its new name.
 pub fn rotate(
     logs: &Path,
-    record: Record,
+    record: DatedRecord,
     calendar: &Calendar,
     today: Date,
 ) -> Result<Option<String>, FileError> {
-    let current = logs.join(record.current());
-    let Some(span) = span(&current, calendar).map_err(FileError::at("read", &current))? else {
+    let current = logs.join(record.current_name());
+    let Some(span) = read_span(&current, calendar).map_err(FileError::at("read", &current))? else {
         return Ok(None);
     };
-    let Some(day) = due(span, today) else { return Ok(None) };
+    let Some(day) = rotation_day(span, today) else { return Ok(None) };
     for n in 1..=MAX_FILES_PER_DAY {
-        let name = record.dated(day, n);
+        let name = record.dated_name(day, n);
         let renamed =
             renameat2(AT_FDCWD, &current, AT_FDCWD, &logs.join(&name), RenameFlags::RENAME_NOREPLACE);
         match renamed {
@@ -65,11 +66,11 @@ pub fn rotate(
             Err(error) => return Err(FileError::at("rename", &current)(error.into())),
         }
     }
-    Err(FileError::at("rename", &current)(io::Error::other("all names for its day are taken")))
+    Err(FileError::at("rename", &current)(io::Error::other("all file names of the day are taken")))
 }
 
 /// Returns `None` if the record is missing or empty.
-fn span(path: &Path, calendar: &Calendar) -> io::Result<Option<Span>> {
+fn read_span(path: &Path, calendar: &Calendar) -> io::Result<Option<DaySpan>> {
     let mut options = File::options();
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
     let file = match opened {
@@ -83,20 +84,20 @@ fn span(path: &Path, calendar: &Calendar) -> io::Result<Option<Span>> {
     let modified = Timestamp::try_from(meta.modified()?).map_err(io::Error::other)?;
     // Prefer the first line's timestamp, then the file's creation time.
     let born = meta.created().ok().and_then(|at| Timestamp::try_from(at).ok());
-    let line_time = line_time(first_line(file)?.as_slice());
+    let line_time = parse_line_time(read_first_line(file)?.as_slice());
     let first = line_time.or(born).unwrap_or(modified).min(modified);
     let last = line_time.unwrap_or(modified).max(modified);
-    Ok(Some(Span { first: calendar.day(first), last: calendar.day(last) }))
+    Ok(Some(DaySpan { first: calendar.day(first), last: calendar.day(last) }))
 }
 
-fn first_line(file: File) -> io::Result<Vec<u8>> {
+fn read_first_line(file: File) -> io::Result<Vec<u8>> {
     let mut line = Vec::new();
     BufReader::new(file.take(MAX_FIRST_LINE_BYTES)).read_until(b'\n', &mut line)?;
     Ok(line)
 }
 
-/// The time of a line: its `timestamp`, or its first word.
-fn line_time(line: &[u8]) -> Option<Timestamp> {
+/// Parses the time of a line: its `timestamp`, or its first word.
+fn parse_line_time(line: &[u8]) -> Option<Timestamp> {
     #[derive(Deserialize)]
     struct Entry {
         timestamp: Timestamp,
@@ -135,7 +136,7 @@ mod tests {
         format!("{{\"timestamp\":\"{at}\",\"n\":{n}}}\n")
     }
 
-    /// Files of the directory with their content.
+    /// Reads the files of a directory with their content.
     fn files(dir: &Path) -> BTreeMap<String, String> {
         let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
         entries
@@ -195,13 +196,13 @@ mod tests {
     fn clock_set_back_never_backdates_a_line() {
         let dir = tempfile::tempdir().unwrap();
         let long_ago = TODAY.checked_sub(20.days()).unwrap();
-        // Started on the right day, continued and checked under a clock that is weeks behind.
+        // The record is started on the right day, then continued and rotated with a clock that is weeks behind.
         let text = line(at(TODAY, 3), 1) + &line(at(long_ago, 9), 2);
         write_record(&dir.path().join("audit.jsonl"), &text, at(long_ago, 9));
         let next = long_ago.tomorrow().unwrap();
         let name = rotate(dir.path(), AUDIT, &utc(), next).unwrap();
         assert_eq!(name.as_deref(), Some("audit-2026-11-21.jsonl"));
-        // Under the right clock it replaces no other file.
+        // With the right clock, it replaces no other file.
         write_record(&dir.path().join("audit.jsonl"), &line(at(TODAY, 4), 3), at(TODAY, 4));
         let name = rotate(dir.path(), AUDIT, &utc(), TODAY.tomorrow().unwrap()).unwrap();
         assert_eq!(name.as_deref(), Some("audit-2026-11-21.2.jsonl"));
@@ -210,7 +211,7 @@ mod tests {
     #[test]
     fn days_follow_the_owners_time_zone() {
         for (zone, last, first, day) in [
-            // 23 and 25 hours, no midnight, two midnights, a leap day.
+            // Days of 23 and 25 hours, a day without midnight, one with two midnights, a leap day.
             ("Europe/Berlin", "2026-03-29T21:59:59Z", "2026-03-29T22:00:00Z", "2026-03-29"),
             ("Europe/Berlin", "2026-10-25T22:59:59Z", "2026-10-25T23:00:00Z", "2026-10-25"),
             ("America/Santiago", "2026-09-06T03:59:59Z", "2026-09-06T04:00:00Z", "2026-09-05"),
@@ -262,21 +263,21 @@ mod tests {
     }
 
     #[test]
-    fn line_time_reads_both_formats() {
+    fn parse_line_time_reads_both_formats() {
         let at: Timestamp = "2026-11-20T03:00:00Z".parse().unwrap();
-        assert_eq!(line_time(br#"{"op":"write","timestamp":"2026-11-20T03:00:00.000Z"}"#), Some(at));
-        assert_eq!(line_time(b"2026-11-20T04:00:00+01:00 something happened\n"), Some(at));
-        assert_eq!(line_time(b"[2026-11-20T03:00:00Z] x"), Some(at));
-        assert_eq!(line_time(b"something happened"), None);
+        assert_eq!(parse_line_time(br#"{"op":"write","timestamp":"2026-11-20T03:00:00.000Z"}"#), Some(at));
+        assert_eq!(parse_line_time(b"2026-11-20T04:00:00+01:00 something happened\n"), Some(at));
+        assert_eq!(parse_line_time(b"[2026-11-20T03:00:00Z] x"), Some(at));
+        assert_eq!(parse_line_time(b"something happened"), None);
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// With any missed days and any number of checks per day, no line is lost or doubled, and none is in a file of an
-        /// earlier day than its own, except lines of today.
+        /// With any missed days and any number of runs per day, no line is lost or duplicated, and none is in a file of
+        /// a day before its own, except lines of today.
         #[test]
-        fn keeps_every_line_once(days in prop::collection::vec((0_i32..3, 0_usize..3, 0_usize..3), 1..12)) {
+        fn rotation_keeps_every_line_once(days in prop::collection::vec((0_i32..3, 0_usize..3, 0_usize..3), 1..12)) {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("audit.jsonl");
             let (mut today, mut lines) = (TODAY, Vec::new());
@@ -299,15 +300,15 @@ mod tests {
             prop_assert_eq!(kept, lines.len());
             for (day, text) in lines {
                 let (name, _) = files.iter().find(|(_, content)| content.contains(&text)).unwrap();
-                prop_assert!(AUDIT.day(name).unwrap() >= day.yesterday().unwrap(), "{} in {}", text, name);
+                prop_assert!(AUDIT.parse_day(name).unwrap() >= day.yesterday().unwrap(), "{} in {}", text, name);
             }
         }
 
         #[test]
-        fn due_day_is_never_today(first in -40_i32..3, length in 0_i32..40) {
+        fn rotation_day_is_never_today(first in -40_i32..3, length in 0_i32..40) {
             let first = TODAY.checked_add(first.days()).unwrap();
-            let span = Span { first, last: first.checked_add(length.days()).unwrap() };
-            match due(span, TODAY) {
+            let span = DaySpan { first, last: first.checked_add(length.days()).unwrap() };
+            match rotation_day(span, TODAY) {
                 Some(day) => {
                     prop_assert!(first < TODAY && first <= day && day != TODAY);
                     prop_assert!(day == span.last || (span.last == TODAY && day == TODAY.yesterday().unwrap()));

@@ -1,6 +1,7 @@
-//! The daily measurement: one line of `storage.jsonl` with the size of disk, home, apps, logs and database.
+//! The daily measurement: one line of `storage.jsonl` with the sizes of the disk, the home, apps, logs and the
+//! database.
 //!
-//! Apps and logs are part of the home; an app's schema is part of the database. A day has at most one line.
+//! Apps and logs are part of the home; an app's schema is part of the database. Each day has at most one line.
 
 mod walk;
 
@@ -22,23 +23,23 @@ use svc_base::clock;
 use svc_base::fsx::FileError;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Directories that remain after this are not counted. The unit's own limit is half an hour.
+/// Directories that remain after this time are not counted. The unit's own limit is half an hour.
 const WALK_TIMEOUT: Duration = Duration::from_secs(600);
-/// Maximum apps per line; the largest are kept.
+/// Maximum apps per line; the largest apps are kept.
 const MAX_APPS: usize = 200;
 /// A line is about 300 bytes, plus 70 per app: this holds the last month's largest lines.
 const TAIL_BYTES: u64 = 512 << 10;
 
-/// Why today has no line yet.
+/// The reason why today has no line yet.
 #[derive(Debug, thiserror::Error)]
 pub enum StorageError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    #[error("measure the database")]
+    #[error("cannot measure the database")]
     Database(#[source] tokio_postgres::Error),
-    #[error("measure the database: timed out")]
+    #[error("cannot measure the database: timed out")]
     TimedOut,
 }
 
@@ -51,27 +52,27 @@ impl StorageError {
 /// A line of `storage.jsonl`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Line {
+pub struct StorageLine {
     pub version: u32,
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
     pub date: Date,
-    /// Size of the home's file system.
+    /// The size of the home's file system.
     pub disk_bytes: u64,
     pub disk_free_bytes: u64,
     #[serde(flatten)]
-    pub files: Sizes,
+    pub files: FileSizes,
     pub database_bytes: u64,
-    pub apps: Vec<App>,
+    pub apps: Vec<AppUsage>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Sizes {
+pub struct FileSizes {
     pub home_bytes: u64,
     pub apps_bytes: u64,
     pub logs_bytes: u64,
-    /// Number of directories not read, or not in time: the sizes are then too small.
+    /// Number of directories that were unreadable or not reached in time. If there are any, the sizes are too small.
     #[serde(rename = "unreadable", skip_serializing_if = "is_zero")]
     pub skipped_directories: u64,
 }
@@ -79,7 +80,7 @@ pub struct Sizes {
 /// An app's sizes: its folder, and its schema with indexes and TOAST tables.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct App {
+pub struct AppUsage {
     pub slug: String,
     pub files_bytes: u64,
     pub database_bytes: u64,
@@ -90,15 +91,15 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-pub fn path(layout: &Layout) -> PathBuf {
+pub fn record_path(layout: &Layout) -> PathBuf {
     layout.logs().join("storage.jsonl")
 }
 
 /// Measures and appends the line.
 ///
 /// # Errors
-/// [`StorageError`]; no line is written then, and a later run of the day measures again.
-pub async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<Line, StorageError> {
+/// [`StorageError`]; no line is written, and a later run on this day measures again.
+pub async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<StorageLine, StorageError> {
     let owned = layout.clone();
     let deadline = Instant::now() + WALK_TIMEOUT;
     let walked = tokio::task::spawn_blocking(move || {
@@ -109,9 +110,9 @@ pub async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<Li
     // Re-raise a panic of the walk.
     let (disk, (files, folders)) =
         walked.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
-    let result = tokio::time::timeout(DATABASE_TIMEOUT, database(server)).await;
+    let result = tokio::time::timeout(DATABASE_TIMEOUT, measure_database(server)).await;
     let (database_bytes, schemas) = result.map_err(|_| StorageError::TimedOut)??;
-    let line = Line {
+    let line = StorageLine {
         version: 1,
         timestamp: clock::now_ms(),
         date: today,
@@ -119,15 +120,15 @@ pub async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<Li
         disk_free_bytes: disk.available_space(),
         files,
         database_bytes,
-        apps: apps(folders, schemas),
+        apps: merge_apps(folders, schemas),
     };
     let text = serde_json::to_vec(&line).expect("plain fields are JSON");
-    jsonl::append_line(&path(layout), &text)?;
+    jsonl::append_line(&record_path(layout), &text)?;
     Ok(line)
 }
 
-/// Merges both by slug and keeps the largest apps.
-fn apps(folders: BTreeMap<String, u64>, schemas: BTreeMap<String, u64>) -> Vec<App> {
+/// Merges folders and schemas by slug, and keeps the largest apps.
+fn merge_apps(folders: BTreeMap<String, u64>, schemas: BTreeMap<String, u64>) -> Vec<AppUsage> {
     let mut apps: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     for (slug, bytes) in folders {
         apps.entry(slug).or_default().0 = bytes;
@@ -135,16 +136,16 @@ fn apps(folders: BTreeMap<String, u64>, schemas: BTreeMap<String, u64>) -> Vec<A
     for (slug, bytes) in schemas {
         apps.entry(slug).or_default().1 = bytes;
     }
-    let app = |(slug, (files_bytes, database_bytes))| App { slug, files_bytes, database_bytes };
-    let mut apps: Vec<App> = apps.into_iter().map(app).collect();
+    let app = |(slug, (files_bytes, database_bytes))| AppUsage { slug, files_bytes, database_bytes };
+    let mut apps: Vec<AppUsage> = apps.into_iter().map(app).collect();
     apps.sort_by_key(|app| std::cmp::Reverse(app.files_bytes + app.database_bytes));
     apps.truncate(MAX_APPS);
     apps.sort_by(|a, b| a.slug.cmp(&b.slug));
     apps
 }
 
-/// Returns the size of the database, and of each app's schema by slug.
-async fn database(server: &Server) -> Result<(u64, BTreeMap<String, u64>), StorageError> {
+/// Returns the size of the database, and the size of each app's schema by slug.
+async fn measure_database(server: &Server) -> Result<(u64, BTreeMap<String, u64>), StorageError> {
     let client = server.connect(server.database(), "svc-heartbeat").await?;
     let size = client.query_one("SELECT pg_database_size(current_database())", &[]).await;
     let size = size.and_then(|row| row.try_get::<_, i64>(0)).map_err(StorageError::Database)?;
@@ -153,13 +154,13 @@ async fn database(server: &Server) -> Result<(u64, BTreeMap<String, u64>), Stora
     Ok((u64::try_from(size).unwrap_or(0), schemas))
 }
 
-/// Returns whether this day has its line.
+/// Whether the record has the line of this day.
 pub fn is_measured(file: &Path, day: Date) -> Result<bool, FileError> {
     #[derive(Deserialize)]
     struct DatedLine {
         date: Date,
     }
-    let tail = match tail(file) {
+    let tail = match read_tail(file) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         tail => tail.map_err(FileError::at("read", file))?,
     };
@@ -169,7 +170,7 @@ pub fn is_measured(file: &Path, day: Date) -> Result<bool, FileError> {
     Ok(days.any(|line| line.date == day))
 }
 
-fn tail(file: &Path) -> io::Result<Vec<u8>> {
+fn read_tail(file: &Path) -> io::Result<Vec<u8>> {
     let mut file = fs::File::open(file)?;
     let length = file.metadata()?.len();
     file.seek(SeekFrom::Start(length.saturating_sub(TAIL_BYTES)))?;
@@ -183,15 +184,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn apps_keeps_the_largest_sorted_by_slug() {
+    fn merge_apps_keeps_the_largest_sorted_by_slug() {
         let sizes =
-            |of: &[(&str, u64)]| of.iter().map(|(slug, bytes)| ((*slug).to_owned(), *bytes)).collect();
-        let listed = apps(sizes(&[("notes", 7), ("todo", 1)]), sizes(&[("notes", 5), ("gone", 3)]));
+            |pairs: &[(&str, u64)]| pairs.iter().map(|(slug, bytes)| ((*slug).to_owned(), *bytes)).collect();
+        let listed = merge_apps(sizes(&[("notes", 7), ("todo", 1)]), sizes(&[("notes", 5), ("old", 3)]));
         let listed: Vec<_> =
             listed.iter().map(|app| (&*app.slug, app.files_bytes, app.database_bytes)).collect();
-        assert_eq!(listed, [("gone", 0, 3), ("notes", 7, 5), ("todo", 1, 0)]);
+        assert_eq!(listed, [("notes", 7, 5), ("old", 0, 3), ("todo", 1, 0)]);
         let many = (0..500).map(|n| (format!("app-{n:03}"), n)).collect();
-        let listed = apps(many, BTreeMap::new());
+        let listed = merge_apps(many, BTreeMap::new());
         assert_eq!((listed.len(), &*listed[0].slug), (MAX_APPS, "app-300"));
     }
 

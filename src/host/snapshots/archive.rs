@@ -22,9 +22,9 @@ use svc_machine::name::{IdpUserId, Slot};
 pub const VERSION: u32 = 1;
 /// Describes the archive: [`ArchiveInfo`].
 pub const ARCHIVE_INFO: &str = "export.json";
-/// In `pg_dump`'s custom format.
+/// The database, in `pg_dump`'s custom format.
 pub const DUMP: &str = "database.dump";
-/// The dump's side record, as snapshots have it.
+/// The dump's side record, in the format of a snapshot's.
 pub const SIDE_RECORD: &str = "database.json";
 /// Prefix of the home's files.
 pub const HOME: &str = "home";
@@ -46,7 +46,7 @@ pub struct ArchiveInfo {
     pub slot: Slot,
     pub machine_id: MachineId,
     pub epoch: Epoch,
-    /// Version of the program that wrote it.
+    /// Version of the program that wrote the archive.
     pub made_by: String,
 }
 
@@ -58,7 +58,7 @@ pub struct ArchiveEntry {
     pub path: String,
     pub kind: EntryKind,
     pub size_bytes: u64,
-    /// Of a file's content, or of a link's target.
+    /// Digest of a file's content or of a link's target.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
 }
@@ -82,12 +82,12 @@ pub fn encode_path(path: &Path) -> String {
     text
 }
 
-/// The SHA-256 of a byte string, in hexadecimal.
+/// Returns the SHA-256 of a byte string, in hexadecimal.
 pub fn sha256(bytes: &[u8]) -> String {
     hex::encode(Sha256::digest(bytes))
 }
 
-/// Copies to the end; returns the length and the SHA-256.
+/// Copies `from` to its end; returns the length and the SHA-256.
 ///
 /// # Errors
 /// I/O errors of the reader or the writer.

@@ -1,4 +1,4 @@
-//! Progress of the running backup: `svc-db-backup` writes it, the gateway shows it to the platform.
+//! Progress of the running backup: `svc-db-backup` writes it, the gateway reports it to the platform.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -38,7 +38,7 @@ impl BackupProgress {
         }
     }
 
-    /// An unreadable file was written by a later version, and counts as none.
+    /// Returns `None` also if the file does not parse: a later version wrote it.
     ///
     /// # Errors
     /// [`FileError`] if the file exists and cannot be read.

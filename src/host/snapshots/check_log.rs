@@ -1,5 +1,5 @@
-//! The record of a snapshot check: a line of `backup-checks.jsonl`, and the last check of each kind for heartbeat,
-//! metrics and doctor.
+//! The record of a snapshot check: a line of `backup-checks.jsonl`, and the last check of each kind for the
+//! heartbeat, the metrics and the doctor.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -72,7 +72,7 @@ impl Check {
         jsonl::append_line(&layout.logs().join("backup-checks.jsonl"), &line)
     }
 
-    /// The check, as a line of `activity.log`.
+    /// Describes the check for `activity.log`.
     fn describe(&self) -> String {
         let what = match self.check {
             CheckKind::Verify => "the verification of snapshots",
@@ -85,10 +85,10 @@ impl Check {
         }
     }
 
-    /// The last check of a kind on this machine.
+    /// Returns the last check of a kind on this machine. Returns `None` also if the file does not parse.
     ///
     /// # Errors
-    /// [`FileError`]. An unparsable file counts as none.
+    /// [`FileError`] if the file exists and cannot be read.
     pub fn last(layout: &Layout, kind: CheckKind) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.last_check(kind.as_str()))?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn check_is_noted_in_activity_log() {
+    fn write_describes_check_in_activity_log() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         std::fs::create_dir_all(layout.logs()).unwrap();

@@ -1,7 +1,7 @@
 //! The identity of this machine's database: the restore marker names it, and the database carries it.
 //!
 //! A server that lost its volume starts with an empty database, while the marker says that the restore is complete. Its
-//! system identifier differs and it has no restore id, so gateway and backup refuse it.
+//! system identifier differs and it has no restore id, so the gateway and backups refuse it.
 //!
 //! The restore id is a setting of the database (`svc.restore_id`): a rename keeps it, and no dump contains it.
 
@@ -16,8 +16,8 @@ use svc_base::applet::Exit;
 use svc_base::fsx::FileError;
 use svc_store::snapshot::DatabaseIdentity;
 
-/// The setting with the restore id. Snapshots leave it out.
-pub const SETTING: &str = "svc.restore_id";
+/// The setting with the restore id. Snapshots do not contain it.
+pub const RESTORE_ID_SETTING: &str = "svc.restore_id";
 
 const ADOPTION_LOCK: &str = "hashtext('svc-database-identity')";
 
@@ -35,8 +35,8 @@ struct LiveIdentity {
 pub enum IdentityError {
     #[error(
         "the database is not the one that was restored on this machine ({difference}): it is neither served nor backed up\n  \
-         next: `svcctl recover` brings the latest snapshot to a new server; `svc-restore replace` restores it here and keeps \
-         this database as svc_before_<n>; if this database is the right one, `svc-restore adopt`"
+         next: `svcctl recover` restores the latest snapshot on a new server; `svc-restore replace` restores it here and \
+         keeps this database as svc_before_<n>; if this database is the right one, run `svc-restore adopt`"
     )]
     Mismatch { difference: String },
     #[error("there is no database {0}")]
@@ -68,21 +68,24 @@ pub async fn check(layout: &Layout, client: &Client) -> Result<Option<DatabaseId
     let Some(expected) = Marker::read(layout)?.and_then(|marker| marker.database_identity) else {
         return Ok(None);
     };
-    let live = read_identity(client, &current_database(client).await?).await?;
-    match difference(&expected, &live) {
+    let live = read_identity(client, &read_current_database(client).await?).await?;
+    match find_difference(&expected, &live) {
         None => Ok(Some(expected)),
         Some(difference) => Err(IdentityError::Mismatch { difference }),
     }
 }
 
-/// Like [`check`], but adopts a database under a marker of an earlier release, once.
-pub async fn verify(layout: &Layout, client: &Client) -> Result<Option<DatabaseIdentity>, IdentityError> {
+/// Like [`check`], but adopts the database if the marker is of an earlier release, which named none.
+pub async fn check_or_adopt(
+    layout: &Layout,
+    client: &Client,
+) -> Result<Option<DatabaseIdentity>, IdentityError> {
     match Marker::read(layout)? {
         None => return Ok(None),
         Some(marker) if marker.database_identity.is_some() => return check(layout, client).await,
         Some(_) => {}
     }
-    // Gateway and backup may adopt at the same time: the lock lets one of them do it.
+    // The gateway and a backup may adopt at the same time: the lock lets only one of them do it.
     client.batch_execute(&format!("SELECT pg_advisory_lock({ADOPTION_LOCK})")).await?;
     let adopted = adopt_under_lock(layout, client).await;
     client.batch_execute(&format!("SELECT pg_advisory_unlock({ADOPTION_LOCK})")).await?;
@@ -97,13 +100,13 @@ async fn adopt_under_lock(
     if marker.database_identity.is_some() {
         return check(layout, client).await;
     }
-    let identity = adopt(client, &current_database(client).await?).await?;
-    marker.naming(identity.clone()).write(layout)?;
+    let identity = adopt(client, &read_current_database(client).await?).await?;
+    marker.with_identity(identity.clone()).write(layout)?;
     tracing::info!(restore_id = %identity.restore_id, "added the database's identity to the marker");
     Ok(Some(identity))
 }
 
-fn difference(expected: &DatabaseIdentity, live: &LiveIdentity) -> Option<String> {
+fn find_difference(expected: &DatabaseIdentity, live: &LiveIdentity) -> Option<String> {
     if expected.system_identifier != live.system_identifier {
         let (expected, live) = (&expected.system_identifier, &live.system_identifier);
         return Some(format!("its server's system identifier is {live} instead of {expected}"));
@@ -118,7 +121,7 @@ fn difference(expected: &DatabaseIdentity, live: &LiveIdentity) -> Option<String
     }
 }
 
-/// Returns the identity of a database that becomes this machine's, with a new restore id if it has none.
+/// Returns the identity of a database that becomes this machine's. Assigns a restore id if the database has none.
 pub async fn adopt(client: &Client, database: &str) -> Result<DatabaseIdentity, IdentityError> {
     let live = read_identity(client, database).await?;
     let restore_id = match live.restore_id {
@@ -138,11 +141,13 @@ pub async fn adopt(client: &Client, database: &str) -> Result<DatabaseIdentity, 
 /// Errors of the database.
 pub async fn assign_restore_id(client: &Client, database: &str) -> Result<Uuid, IdentityError> {
     let id = Uuid::now_v7();
-    client.batch_execute(&format!("ALTER DATABASE {} SET {SETTING} = '{id}'", ident(database))).await?;
+    client
+        .batch_execute(&format!("ALTER DATABASE {} SET {RESTORE_ID_SETTING} = '{id}'", ident(database)))
+        .await?;
     Ok(read_identity(client, database).await?.restore_id.unwrap_or(id))
 }
 
-async fn current_database(client: &Client) -> Result<String, Error> {
+async fn read_current_database(client: &Client) -> Result<String, Error> {
     client.query_one("SELECT current_database()::text", &[]).await?.try_get(0)
 }
 

@@ -1,5 +1,5 @@
-//! A verified snapshot that was held back: it has lost many rows since the previous one, and no person has confirmed the
-//! loss.
+//! A verified snapshot that is held back, because the database has lost many rows since the previous snapshot and no
+//! person has confirmed the loss.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 
 const FORMAT: u32 = 1;
-/// Minimum time between two agreeing snapshots: allows for hourly runs, also after retries.
+/// Minimum time between two agreeing snapshots: less than an hour, because retries may delay the earlier run.
 const MIN_INTERVAL: Duration = Duration::from_secs(45 * 60);
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,27 +30,27 @@ pub struct HeldSnapshot {
     pub since: Timestamp,
     /// Number of agreeing snapshots in a row, each at least `MIN_INTERVAL` after the previous one.
     pub agreeing: u32,
-    /// Uptime when the last agreeing snapshot was taken. Unlike the clock, it never steps.
+    /// Uptime when the last agreeing snapshot was taken. Unlike the clock, the uptime never jumps.
     #[serde(default)]
     counted_at_uptime_ms: Option<i64>,
 }
 
 impl HeldSnapshot {
-    /// The first snapshot held back in favour of `latest`.
+    /// Creates the record of the first snapshot that is held back in favour of `latest`.
     pub fn new(key: String, latest: String, loss: String) -> Self {
         let since = clock::now_ms();
         Self { version: FORMAT, key, latest, loss, since, agreeing: 0, counted_at_uptime_ms: None }
     }
 
-    /// The next snapshot of the series.
+    /// Returns the record with the next snapshot of the series.
     #[must_use]
-    pub fn followed_by(self, key: String, loss: String) -> Self {
+    pub fn with_next_snapshot(self, key: String, loss: String) -> Self {
         Self { key, loss, ..self }
     }
 
     /// Counts the newest snapshot as agreeing, unless it was taken too soon after the last counted one.
     #[must_use]
-    pub fn counted(self, uptime: Duration) -> Self {
+    pub fn count_agreement(self, uptime: Duration) -> Self {
         let now = i64::try_from(uptime.as_millis()).unwrap_or(i64::MAX);
         let agreeing = match self.counted_at_uptime_ms {
             // The first one, or a count of an earlier release, which recorded no uptime.
@@ -61,7 +61,7 @@ impl HeldSnapshot {
         Self { agreeing, counted_at_uptime_ms: Some(now), ..self }
     }
 
-    /// An unreadable file holds nothing back.
+    /// Returns `None` also if the file does not parse.
     ///
     /// # Errors
     /// [`FileError`] if the file exists and cannot be read.
@@ -87,12 +87,12 @@ impl fmt::Display for HeldSnapshot {
         let since = clock::rfc3339_ms(*since);
         write!(
             f,
-            "{loss}: since {since} snapshots are kept and {latest} stays the latest; the newest is {key}"
+            "{loss}: since {since}, snapshots are held back and {latest} stays the latest; the newest is {key}"
         )
     }
 }
 
-/// Minimum time between two uptimes. After a reboot, only the later uptime is known to have passed.
+/// Returns the minimum time between two uptimes. After a reboot, only the later uptime is known to have passed.
 fn min_elapsed_ms(from: i64, to: i64) -> u128 {
     let elapsed = if to >= from { to.saturating_sub(from) } else { to };
     u128::try_from(elapsed).unwrap_or_default()
@@ -109,25 +109,27 @@ mod tests {
     }
 
     #[test]
-    fn snapshots_agree_only_at_min_interval() {
-        let quick =
-            held().counted(HOUR).counted(HOUR).counted(HOUR + MIN_INTERVAL - Duration::from_millis(1));
+    fn count_agreement_counts_only_after_min_interval() {
+        let quick = held()
+            .count_agreement(HOUR)
+            .count_agreement(HOUR)
+            .count_agreement(HOUR + MIN_INTERVAL - Duration::from_millis(1));
         assert_eq!(quick.agreeing, 1);
-        assert_eq!(quick.clone().counted(HOUR + MIN_INTERVAL).agreeing, 2);
-        assert_eq!(quick.counted(2 * HOUR).counted(3 * HOUR).agreeing, 3);
+        assert_eq!(quick.clone().count_agreement(HOUR + MIN_INTERVAL).agreeing, 2);
+        assert_eq!(quick.count_agreement(2 * HOUR).count_agreement(3 * HOUR).agreeing, 3);
     }
 
     #[test]
-    fn reboot_counts_only_the_new_uptime() {
-        let late = held().counted(100 * HOUR);
-        assert_eq!(late.clone().counted(HOUR / 2).agreeing, 1);
-        assert_eq!(late.counted(HOUR).agreeing, 2);
+    fn count_agreement_uses_only_new_uptime_after_reboot() {
+        let late = held().count_agreement(100 * HOUR);
+        assert_eq!(late.clone().count_agreement(HOUR / 2).agreeing, 1);
+        assert_eq!(late.count_agreement(HOUR).agreeing, 2);
     }
 
     #[test]
-    fn count_of_earlier_release_restarts() {
+    fn count_agreement_restarts_count_of_earlier_release() {
         let text = r#"{"version":1,"key":"k","latest":"l","loss":"x","since":"2026-01-02T03:04:05.678Z","agreeing":2}"#;
         let earlier: HeldSnapshot = serde_json::from_str(text).unwrap();
-        assert_eq!(earlier.counted(HOUR).agreeing, 1);
+        assert_eq!(earlier.count_agreement(HOUR).agreeing, 1);
     }
 }

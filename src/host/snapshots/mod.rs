@@ -1,5 +1,5 @@
 //! Snapshots of the owner's database and archives of all of the owner's data: [`backup`] takes and verifies them,
-//! [`staging`] loads them into a scratch database, and [`restore`] puts them in the live database's place.
+//! [`staging`] loads them into a scratch database, and [`restore`] replaces the live database with them.
 
 pub mod archive;
 pub mod backup;

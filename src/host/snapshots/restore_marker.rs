@@ -17,7 +17,7 @@ pub struct Marker {
     version: u32,
     #[serde(with = "clock::wire_option")]
     pub completed_at: Option<Timestamp>,
-    /// `null`: the machine started with an empty database.
+    /// `None`: the machine started with an empty database.
     pub snapshot: Option<String>,
     /// Absent in markers of earlier releases.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -36,11 +36,11 @@ impl Marker {
 
     /// Returns the marker with the identity of a database.
     #[must_use]
-    pub fn naming(self, identity: DatabaseIdentity) -> Self {
+    pub fn with_identity(self, identity: DatabaseIdentity) -> Self {
         Self { database_identity: Some(identity), ..self }
     }
 
-    /// `None`: the gate is shut. An unreadable marker still opens the gate, but names no database.
+    /// Reads the marker; `None` if the gate is closed. A marker that does not parse opens the gate, but names no database.
     ///
     /// # Errors
     /// [`FileError`] if the file exists and cannot be read.
@@ -66,7 +66,7 @@ mod tests {
     fn marker_of_earlier_release_has_no_identity() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
-        assert_eq!(Marker::read(&layout).unwrap(), None, "the gate is shut");
+        assert_eq!(Marker::read(&layout).unwrap(), None, "the gate is closed");
         let earlier = r#"{"version":1,"completedAt":"2026-01-02T03:04:05.000Z","snapshot":null}"#;
         for text in ["", "{}", earlier] {
             fsx::write_atomic(&layout.restore_complete(), text.as_bytes(), 0o644).unwrap();

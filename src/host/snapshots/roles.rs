@@ -1,4 +1,4 @@
-//! The roles of a server with attributes, settings and memberships. They are read when a snapshot is taken and compared
+//! The roles of a server with attributes, settings and memberships. They are read when a snapshot is taken, and compared
 //! when it is restored.
 
 use tokio_postgres::{Error, GenericClient};
@@ -25,11 +25,11 @@ const MEMBERSHIPS: &str = "
       FROM pg_auth_members a JOIN pg_roles m ON m.oid = a.member JOIN pg_roles r ON r.oid = a.roleid
      GROUP BY 1, 2 ORDER BY 1, 2";
 
-/// Returns all roles except built-in ones and those of drills, by name.
+/// Returns all roles except built-in ones and those of drills, sorted by name.
 ///
 /// # Errors
 /// Errors of the database.
-pub async fn read(client: &impl GenericClient) -> Result<Vec<RoleFacts>, Error> {
+pub async fn read_roles(client: &impl GenericClient) -> Result<Vec<RoleFacts>, Error> {
     let mut roles = Vec::new();
     for row in client.query(ROLES, &[&DRILL_ROLE_COMMENT]).await? {
         roles.push(RoleFacts {
@@ -49,7 +49,7 @@ pub async fn read(client: &impl GenericClient) -> Result<Vec<RoleFacts>, Error> 
     for row in client.query(SETTINGS, &[]).await? {
         let (name, setting) =
             (row.try_get(0)?, RoleSetting { name: row.try_get(1)?, value: row.try_get(2)? });
-        if let Some(role) = find(&mut roles, name) {
+        if let Some(role) = find_role(&mut roles, name) {
             role.settings.push(setting);
         }
     }
@@ -60,13 +60,13 @@ pub async fn read(client: &impl GenericClient) -> Result<Vec<RoleFacts>, Error> 
             inherit: row.try_get(3)?,
             set: row.try_get(4)?,
         };
-        if let Some(role) = find(&mut roles, row.try_get(0)?) {
+        if let Some(role) = find_role(&mut roles, row.try_get(0)?) {
             role.member_of.push(membership);
         }
     }
     Ok(roles)
 }
 
-fn find<'a>(roles: &'a mut [RoleFacts], name: &str) -> Option<&'a mut RoleFacts> {
+fn find_role<'a>(roles: &'a mut [RoleFacts], name: &str) -> Option<&'a mut RoleFacts> {
     roles.iter_mut().find(|role| role.name == name)
 }

@@ -8,7 +8,7 @@ use svc_store::snapshot::TableCount;
 ///
 /// # Errors
 /// Errors of the database.
-pub async fn tables(client: &Client) -> Result<Vec<String>, Error> {
+pub async fn list_tables(client: &Client) -> Result<Vec<String>, Error> {
     let rows = client
         .query(
             "SELECT format('%I.%I', n.nspname, c.relname) \
@@ -24,12 +24,12 @@ pub async fn tables(client: &Client) -> Result<Vec<String>, Error> {
     rows.iter().map(|row| row.try_get(0)).collect()
 }
 
-/// Returns the first of the owner's tables that has a row. The schema `svc` belongs to the gateway.
+/// Returns the first of the owner's tables that has a row.
 ///
 /// # Errors
 /// Errors of the database.
-pub async fn first_with_rows(client: &Client) -> Result<Option<String>, Error> {
-    for name in tables(client).await?.into_iter().filter(|name| is_owners(name)) {
+pub async fn find_table_with_rows(client: &Client) -> Result<Option<String>, Error> {
+    for name in list_tables(client).await?.into_iter().filter(|name| is_owner_table(name)) {
         let row = client.query_one(&format!("SELECT EXISTS (SELECT FROM ONLY {name})"), &[]).await?;
         if row.try_get(0)? {
             return Ok(Some(name));
@@ -38,8 +38,8 @@ pub async fn first_with_rows(client: &Client) -> Result<Option<String>, Error> {
     Ok(None)
 }
 
-/// Returns whether a table, as `schema.table`, belongs to the owner rather than the gateway.
-pub fn is_owners(table: &str) -> bool {
+/// Returns whether a table, as `schema.table`, belongs to the owner. The schema `svc` belongs to the gateway.
+pub fn is_owner_table(table: &str) -> bool {
     !table.starts_with("svc.")
 }
 
@@ -47,7 +47,7 @@ pub fn is_owners(table: &str) -> bool {
 ///
 /// # Errors
 /// Errors of the database.
-pub async fn count(client: &Client, tables: &[String]) -> Result<Vec<TableCount>, Error> {
+pub async fn count_rows(client: &Client, tables: &[String]) -> Result<Vec<TableCount>, Error> {
     let mut counts = Vec::with_capacity(tables.len());
     for name in tables {
         let row = client.query_one(&format!("SELECT count(*) FROM ONLY {name}"), &[]).await?;

@@ -1,6 +1,6 @@
 //! The side database: a snapshot loaded beside the owner's database, to copy tables back from.
 //!
-//! This module is shared by the gateway and `svc-db-backup`: the request file, and the state file that the gateway shows.
+//! The gateway and `svc-db-backup` share this module: the request file, and the state file, which the gateway serves.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -12,9 +12,9 @@ use svc_http::request_id;
 use svc_machine::choice::must_be_one_of;
 use svc_store::snapshot::TableCount;
 
-/// Database name at the machine's PostgreSQL.
+/// The side database's name in the machine's PostgreSQL.
 pub const DATABASE: &str = "svc_side";
-/// Maximum tables per copy.
+/// Maximum number of tables per copy.
 pub const MAX_TABLES: usize = 500;
 
 /// How a copy treats rows that exist in the snapshot, in the owner's database, or in both.
@@ -22,7 +22,7 @@ pub const MAX_TABLES: usize = 500;
 #[serde(rename_all = "lowercase")]
 #[derive(strum::EnumString, strum::VariantNames)]
 #[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_mode)]
-pub enum Mode {
+pub enum CopyMode {
     /// Insert missing rows; existing rows are not touched
     Missing,
     /// Restore the snapshot's rows; newer rows stay
@@ -31,19 +31,19 @@ pub enum Mode {
     Replace,
 }
 
-impl Mode {
+impl CopyMode {
     pub const NAMES: &'static [&'static str] = <Self as strum::VariantNames>::VARIANTS;
 }
 
 fn unknown_mode(_: &str) -> String {
-    must_be_one_of(Mode::NAMES)
+    must_be_one_of(CopyMode::NAMES)
 }
 
-/// The snapshot to open.
+/// Selects the snapshot to open.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SnapshotChoice {
-    /// Its key.
+    /// The snapshot's key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
     /// Without a key: the last snapshot taken at or before this time. Without either, the latest.
@@ -54,10 +54,10 @@ pub struct SnapshotChoice {
 /// Tables to copy back, and how.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Copy {
+pub struct TableCopy {
     /// `schema.table`, as listed in the state.
     pub tables: Vec<String>,
-    pub mode: Mode,
+    pub mode: CopyMode,
     /// Copy, count, and roll back.
     pub dry_run: bool,
     /// Take a snapshot of the current database first.
@@ -66,25 +66,25 @@ pub struct Copy {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "action")]
-pub enum Action {
+pub enum SideAction {
     Open(SnapshotChoice),
-    Copy(Copy),
+    Copy(TableCopy),
     Close,
 }
 
 /// The request file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Request {
+pub struct SideRequest {
     pub request_id: String,
     #[serde(with = "clock::wire")]
     pub requested_at: Timestamp,
-    pub action: Action,
+    pub action: SideAction,
 }
 
-impl Request {
-    /// Creates a request with the id of the current one.
-    pub fn new(action: Action) -> Self {
+impl SideRequest {
+    /// Creates a request with the current request id.
+    pub fn new(action: SideAction) -> Self {
         Self { request_id: request_id::current(), requested_at: clock::now_ms(), action }
     }
 
@@ -94,7 +94,7 @@ impl Request {
         fsx::create_atomic(&layout.request("side"), &text, 0o600)
     }
 
-    /// Reads the pending request. The inner error is of a file that does not parse, which no retry can serve.
+    /// Reads the pending request. The inner error means that the file does not parse: a retry is pointless.
     pub fn read(layout: &Layout) -> Result<Option<Result<Self, serde_json::Error>>, FileError> {
         let text = fsx::read_if_exists(&layout.request("side"))?;
         Ok(text.map(|text| serde_json::from_slice(&text)))
@@ -108,12 +108,12 @@ impl Request {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Status {
+pub enum SideStatus {
     Closed,
     Opening,
     Open,
     Copying,
-    /// The side database could not be opened; `error` says why.
+    /// The side database could not be opened; `error` has the reason.
     Failed,
 }
 
@@ -148,7 +148,7 @@ pub struct CopyResult {
     pub request_id: String,
     #[serde(with = "clock::wire")]
     pub at: Timestamp,
-    pub mode: Mode,
+    pub mode: CopyMode,
     pub dry_run: bool,
     /// Why the copy failed. The tables in `tables` are done, the others unchanged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -159,9 +159,9 @@ pub struct CopyResult {
 /// The state of the side database.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct State {
+pub struct SideState {
     pub version: u32,
-    pub status: Status,
+    pub status: SideStatus,
     #[serde(with = "clock::wire")]
     pub updated_at: Timestamp,
     /// Id of the request that led to this state.
@@ -169,7 +169,7 @@ pub struct State {
     /// Key of the snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
-    /// The owner's tables in it.
+    /// The owner's tables in the snapshot.
     #[serde(default)]
     pub tables: Vec<TableCount>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -177,14 +177,14 @@ pub struct State {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_copy: Option<CopyResult>,
     /// Tables that the running copy recreates, all or none.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub making: Vec<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty", rename = "making")]
+    pub recreating: Vec<String>,
 }
 
-impl State {
+impl SideState {
     const VERSION: u32 = 1;
 
-    pub fn new(status: Status, request_id: &str) -> Self {
+    pub fn new(status: SideStatus, request_id: &str) -> Self {
         Self {
             version: Self::VERSION,
             status,
@@ -194,11 +194,11 @@ impl State {
             tables: Vec::new(),
             error: None,
             last_copy: None,
-            making: Vec::new(),
+            recreating: Vec::new(),
         }
     }
 
-    /// The last written state; `None` if there is none or it cannot be parsed.
+    /// Reads the last written state; `None` if the file does not exist or does not parse.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.side_state())?;
         let state = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
@@ -217,25 +217,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn request_file_holds_one_request() {
+    fn submit_refuses_second_pending_request() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
-        assert!(Request::read(&layout).unwrap().is_none());
-        let copy = Copy { tables: vec!["a.b".into()], mode: Mode::Missing, dry_run: true, backup: true };
-        let request = Request::new(Action::Copy(copy));
+        assert!(SideRequest::read(&layout).unwrap().is_none());
+        let copy =
+            TableCopy { tables: vec!["a.b".into()], mode: CopyMode::Missing, dry_run: true, backup: true };
+        let request = SideRequest::new(SideAction::Copy(copy));
         assert!(request.submit(&layout).unwrap());
-        assert!(!Request::new(Action::Close).submit(&layout).unwrap());
-        assert_eq!(Request::read(&layout).unwrap().unwrap().unwrap(), request);
-        Request::remove(&layout).unwrap();
-        assert!(Request::new(Action::Open(SnapshotChoice::default())).submit(&layout).unwrap());
+        assert!(!SideRequest::new(SideAction::Close).submit(&layout).unwrap());
+        assert_eq!(SideRequest::read(&layout).unwrap().unwrap().unwrap(), request);
+        SideRequest::remove(&layout).unwrap();
+        assert!(SideRequest::new(SideAction::Open(SnapshotChoice::default())).submit(&layout).unwrap());
     }
 
     #[test]
-    fn mode_parses_exactly_its_names() {
-        for name in Mode::NAMES {
-            let mode: Mode = name.parse().unwrap();
+    fn mode_parses_only_its_names() {
+        for name in CopyMode::NAMES {
+            let mode: CopyMode = name.parse().unwrap();
             assert_eq!(serde_json::to_value(mode).unwrap(), *name);
         }
-        assert!("all".parse::<Mode>().is_err());
+        assert!("all".parse::<CopyMode>().is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! Lines of `activity.log` by programs other than the gateway, which has a writer of its own.
+//! Writes lines to `activity.log` for programs other than the gateway, which has its own writer.
 //!
 //! Each line is one append to the file that has this name at that time, so that no line of another writer is
 //! overwritten and a rotation loses none. `svc-update` runs as root: it follows no link, writes only to a file of the
@@ -19,10 +19,10 @@ use svc_base::clock;
 const FILE: &str = "activity.log";
 
 /// Appends a line with the current time. A failure is only logged: no work depends on it.
-pub fn note(layout: &Layout, what: &str) {
-    match append(layout, what) {
+pub fn note(layout: &Layout, text: &str) {
+    match append(layout, text) {
         Ok(()) => {}
-        // A machine gets the directory at its boot, before any of these programs runs.
+        // The directory is created at a machine's boot, before any of these programs runs.
         Err(error) if error.kind() == ErrorKind::NotFound => {
             tracing::debug!(error = %chain(&error), "there is no directory for activity.log");
         }
@@ -30,7 +30,7 @@ pub fn note(layout: &Layout, what: &str) {
     }
 }
 
-fn append(layout: &Layout, what: &str) -> io::Result<()> {
+fn append(layout: &Layout, text: &str) -> io::Result<()> {
     let logs = layout.logs();
     let below = logs.strip_prefix(layout.root()).unwrap_or(Path::new(""));
     let mut file = Folder::open(layout.root())?.folder(below)?.append(OsStr::new(FILE))?;
@@ -40,8 +40,8 @@ fn append(layout: &Layout, what: &str) -> io::Result<()> {
         file.read_exact_at(&mut last, length - 1)?;
     }
     let missing_end = if last == [b'\n'] { "" } else { "\n" };
-    let what: String = what.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-    file.write_all(format!("{missing_end}{} {what}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
+    let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    file.write_all(format!("{missing_end}{} {text}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
 }
 
 #[cfg(test)]
@@ -60,7 +60,7 @@ mod tests {
 
     fn lines(layout: &Layout) -> Vec<String> {
         let text = fs::read_to_string(layout.logs().join(FILE)).unwrap();
-        text.lines().map(|line| line.split_once(' ').map_or(line, |(_, what)| what).to_owned()).collect()
+        text.lines().map(|line| line.split_once(' ').map_or(line, |(_, text)| text).to_owned()).collect()
     }
 
     #[test]
@@ -95,7 +95,7 @@ mod tests {
         note(&layout, "x");
         assert_eq!(fs::read_to_string(&victim).unwrap(), "A=1\n");
         fs::remove_file(&path).unwrap();
-        // A directory on the way is not followed either.
+        // A symbolic link in place of a directory is not followed either.
         let system = layout.home().join("system");
         fs::rename(&system, dir.path().join("elsewhere")).unwrap();
         symlink(dir.path().join("elsewhere"), &system).unwrap();

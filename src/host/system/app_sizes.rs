@@ -14,9 +14,9 @@ const SIZES_QUERY: &str = "SELECT n.nspname::text, coalesce(sum(pg_total_relatio
 /// The database size of an app's schema.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AppSize {
-    /// Size including indexes and large values.
+    /// The size in bytes, including indexes and large values.
     pub bytes: u64,
-    /// Rows as PostgreSQL last estimated them; 0 before the first estimate.
+    /// The number of rows that PostgreSQL last estimated; 0 before the first estimate.
     pub rows: u64,
 }
 

@@ -4,35 +4,35 @@ use std::time::{Duration, Instant};
 
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 
-/// The jitter adds up to the same again: the first pause is at most 250 ms, and each at most 10 s.
+/// The jitter at most doubles a delay: the first pause is at most 250 ms, and every pause at most 10 s.
 const DELAYS: ExponentialBuilder = ExponentialBuilder::new()
     .with_min_delay(Duration::from_millis(125))
     .with_max_delay(Duration::from_secs(5))
     .with_jitter()
     .without_max_times();
 
-/// Its deadline counts from the last progress, so a long transfer that advances is never given up.
+/// A backoff with a deadline that progress resets, so that a long transfer is not abandoned while it advances.
 #[derive(Debug)]
 pub struct Backoff {
     stall_timeout: Duration,
-    end: Instant,
+    deadline: Instant,
     delays: ExponentialBackoff,
 }
 
 impl Backoff {
     pub fn new(stall_timeout: Duration) -> Self {
-        Self { stall_timeout, end: Instant::now() + stall_timeout, delays: DELAYS.build() }
+        Self { stall_timeout, deadline: Instant::now() + stall_timeout, delays: DELAYS.build() }
     }
 
     /// Records progress: resets the deadline and the backoff.
-    pub fn progress(&mut self) {
-        self.end = Instant::now() + self.stall_timeout;
+    pub fn record_progress(&mut self) {
+        self.deadline = Instant::now() + self.stall_timeout;
         self.delays = DELAYS.build();
     }
 
     /// Pauses before the next attempt, or returns [`DeadlinePassed`].
     pub async fn pause(&mut self) -> Result<(), DeadlinePassed> {
-        let remaining = self.end.saturating_duration_since(Instant::now());
+        let remaining = self.deadline.saturating_duration_since(Instant::now());
         if remaining.is_zero() {
             return Err(DeadlinePassed);
         }

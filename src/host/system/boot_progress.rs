@@ -1,6 +1,6 @@
-//! Reports the progress of a restore to the platform, so that the boot with a large database is not taken for a hang.
+//! Reports the progress of a restore to the platform, so that a boot with a large database is not mistaken for a hang.
 //!
-//! Best effort: the restore neither waits for a report nor fails with it.
+//! Reports are best effort: the restore neither waits for a report nor fails because of one.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ use svc_wire::registration::{BootStageName, BootStageReport, StageProgress};
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Reports until it is dropped.
+/// Reports progress until it is dropped.
 pub struct BootReporter(JoinHandle<()>);
 
 impl Drop for BootReporter {
@@ -47,15 +47,15 @@ impl BootReporter {
         let token = env.secret(&vars::REGISTRATION_TOKEN);
         let client = client::build(Deadlines::CALL).ok()?;
         let link = ReportLink { client, platform: platform?, machine: identity?.machine, token: token? };
-        Some(Self(tokio::spawn(report(link, amount))))
+        Some(Self(tokio::spawn(send_reports(link, amount))))
     }
 }
 
-async fn report(link: ReportLink, mut amount: watch::Receiver<Option<StageProgress>>) {
+async fn send_reports(link: ReportLink, mut amount: watch::Receiver<Option<StageProgress>>) {
     while amount.changed().await.is_ok() {
         let Some(now) = *amount.borrow_and_update() else { continue };
         match tokio::time::timeout(CALL_TIMEOUT, link.send(now)).await {
-            // The token is used up: this machine is registered, and its boot is over.
+            // The token has been used: this machine is registered, and its boot is over.
             Ok(Ok(StatusCode::UNAUTHORIZED)) => return,
             Ok(Ok(status)) if status.is_success() => {}
             Ok(Ok(status)) => {

@@ -1,5 +1,5 @@
-//! What the platform wants of this machine's certificate, and what the gateway presents: files shared by the gateway,
-//! the sync agent and the doctor.
+//! The certificate settings that the platform delivered, and the certificate that the gateway presents: files shared by
+//! the gateway, the sync agent and the doctor.
 
 use crate::system::config;
 use crate::system::layout::Layout;
@@ -8,8 +8,8 @@ use svc_base::fsx::{self, FileError};
 use svc_wire::heartbeat::CertificateSettings;
 use svc_wire::host::HostCertificate;
 
-/// The settings that the platform delivered last, or the name of user-data.
-pub fn settings(layout: &Layout) -> CertificateSettings {
+/// Reads the settings that the platform delivered last, or else the host name from user-data.
+pub fn read_settings(layout: &Layout) -> CertificateSettings {
     let delivered = fsx::read_if_exists(&layout.certificate_settings()).ok().flatten();
     let delivered = delivered.and_then(|text| serde_json::from_slice(&text).ok());
     let first = || {
@@ -19,12 +19,12 @@ pub fn settings(layout: &Layout) -> CertificateSettings {
     delivered.unwrap_or_else(first)
 }
 
-/// Stores delivered settings, which contain a secret if the account is bound to another one.
+/// Stores delivered settings, which contain a secret if they bind the ACME account to an external one.
 pub fn store_settings(layout: &Layout, settings: &CertificateSettings) -> Result<(), FileError> {
     write_if_changed(&layout.certificate_settings(), settings, 0o600)
 }
 
-/// The certificate that the gateway presents; `None` before its first start.
+/// Reads the certificate that the gateway presents; `None` before the gateway's first start.
 pub fn read(layout: &Layout) -> Option<HostCertificate> {
     let text = fsx::read_if_exists(&layout.certificate()).ok().flatten()?;
     serde_json::from_slice(&text).ok()

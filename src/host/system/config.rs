@@ -18,8 +18,9 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 
-/// The environment of a host applet: the process, then the env files below `SVC_ROOT`. From a file that another user
-/// can write, root takes only the settings in [`root_settings::ALLOWED_FROM_OTHERS`]; its own file takes precedence.
+/// The environment of a host applet: the process environment, then the env files below `SVC_ROOT`. From a file that
+/// another user can write, root takes only the settings in [`root_settings::ALLOWED_FROM_OTHERS`]; root's own file
+/// takes precedence.
 pub fn environment(layout: &Layout) -> Env {
     if nix::unistd::geteuid().is_root() {
         let own = Env::from_process().with_file(&layout.update_env());
@@ -45,10 +46,10 @@ fn service_files(layout: &Layout) -> [PathBuf; 3] {
 /// read.
 pub fn begin_log(applet: &'static str, layout: &Layout) {
     let machine = environment(layout).text(&vars::SVC_MACHINE_ID).and_then(|id| id.parse().ok());
-    telemetry::init_on(applet, machine);
+    telemetry::init_on_machine(applet, machine);
 }
 
-/// Identity and owner of this machine, as provisioning wrote them.
+/// The identity and the owner of this machine, as written at provisioning.
 #[derive(Debug, Clone)]
 pub struct Identity {
     pub machine: MachineId,
@@ -75,7 +76,7 @@ impl Identity {
     }
 }
 
-/// Address and credential for calls to the platform.
+/// The address and the credential for calls to the platform.
 #[derive(Debug, Clone)]
 pub struct PlatformLink {
     pub base: Url,
@@ -102,12 +103,12 @@ impl PlatformLink {
     }
 }
 
-/// The initial proof keys, from `SVC_PROOF_KEYS`.
+/// Reads the initial proof keys from `SVC_PROOF_KEYS`.
 pub fn first_proof_keys(env: &mut Env) -> Option<ProofKeys> {
     let text: String = env.required(&vars::SVC_PROOF_KEYS)?;
     // The serde message quotes the value, so only the position is used.
     let position = |error: serde_json::Error| {
-        format!("are no proof keys at line {}, column {}", error.line(), error.column())
+        format!("must be a JWK set (error at line {}, column {})", error.line(), error.column())
     };
     serde_json::from_str(&text).map_err(|error| env.mistake(&vars::SVC_PROOF_KEYS, position(error))).ok()
 }
@@ -133,7 +134,7 @@ impl DatabaseUrl {
     }
 
     /// # Errors
-    /// If it does not parse. The error does not quote it.
+    /// If the URL is invalid. The error does not quote it.
     pub fn config(&self) -> Result<tokio_postgres::Config, ConfigError> {
         use secrecy::ExposeSecret;
         self.0.expose_secret().parse().map_err(|_| ConfigError {

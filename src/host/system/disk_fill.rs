@@ -1,4 +1,4 @@
-//! How full a disk is.
+//! Classifies how full a disk is.
 
 const GIB: u64 = 1 << 30;
 
@@ -13,7 +13,7 @@ pub enum DiskFill {
 }
 
 impl DiskFill {
-    pub fn of(total_bytes: u64, free_bytes: u64) -> Self {
+    pub fn classify(total_bytes: u64, free_bytes: u64) -> Self {
         let percent = free_percent(total_bytes, free_bytes);
         if free_bytes < GIB / 2 || percent < 3 {
             Self::Full
@@ -25,12 +25,12 @@ impl DiskFill {
     }
 }
 
-/// The free share; 0 of a disk without space.
+/// The percentage of free space; 0 for a disk of size 0.
 pub fn free_percent(total_bytes: u64, free_bytes: u64) -> u64 {
     free_bytes.saturating_mul(100).checked_div(total_bytes).unwrap_or(0)
 }
 
-pub fn gib(bytes: u64) -> f64 {
+pub fn to_gib(bytes: u64) -> f64 {
     bytes as f64 / GIB as f64
 }
 
@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn share_and_amount_of_free_space_count() {
+    fn classify_considers_share_and_amount_of_free_space() {
         for (total, free, fill) in [
             (40 * GIB, 20 * GIB, DiskFill::Room),
             (40 * GIB, 3 * GIB, DiskFill::Low),
@@ -48,7 +48,7 @@ mod tests {
             (10 * GIB, GIB / 4, DiskFill::Full),
             (0, 0, DiskFill::Full),
         ] {
-            assert_eq!(DiskFill::of(total, free), fill, "{free} of {total}");
+            assert_eq!(DiskFill::classify(total, free), fill, "{free} of {total}");
         }
     }
 }

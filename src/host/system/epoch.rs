@@ -1,7 +1,7 @@
 //! The epoch of this machine: the one it was provisioned with, or a higher one that the platform assigned in a
 //! heartbeat, after a recovery was undone and the old machine was raised past its fence.
 //!
-//! Invariant: it only grows.
+//! Invariant: the epoch only grows.
 
 use serde::{Deserialize, Serialize};
 
@@ -19,8 +19,8 @@ struct RaisedEpoch {
     epoch: Epoch,
 }
 
-/// The higher of `provisioned` and the assigned epoch. An unreadable file raises nothing; the fence then refuses this
-/// machine's backups, which is the safe outcome.
+/// The higher of `provisioned` and the assigned epoch. If the file is unreadable, `provisioned` counts; the fence then
+/// refuses this machine's backups, which is the safe outcome.
 pub fn current(layout: &Layout, provisioned: Epoch) -> Epoch {
     match read(layout) {
         Ok(raised) => raised.map_or(provisioned, |raised| raised.max(provisioned)),

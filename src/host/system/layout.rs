@@ -1,11 +1,11 @@
-//! Paths on a host: the specification's layout below `SVC_ROOT` (default `/`).
+//! The paths on a host: the specification's layout below `SVC_ROOT` (default `/`).
 
 use std::path::{Path, PathBuf};
 
 use super::vars;
 use svc_machine::name::ImageVersion;
 
-/// The agents' socket in [`Layout::bridge_sockets`].
+/// The file name of the agents' socket in [`Layout::bridge_sockets`].
 pub const BRIDGE_SOCKET: &str = "bridge.sock";
 
 /// All paths of one host.
@@ -19,7 +19,7 @@ impl Layout {
         Self { root: root.into() }
     }
 
-    /// From `SVC_ROOT`.
+    /// The layout below `SVC_ROOT`.
     pub fn from_process() -> Self {
         Self::new(vars::SVC_ROOT.from_process().unwrap_or_else(|| vars::SVC_ROOT.default_value()))
     }
@@ -71,12 +71,12 @@ impl Layout {
         self.releases().join(version.as_str())
     }
 
-    /// The one link that a switch renames.
+    /// The link that an update replaces to switch releases.
     pub fn current(&self) -> PathBuf {
         self.opt("current")
     }
 
-    /// `bin`, `app` and `runtime`: links into the current release.
+    /// A link into the current release: `bin`, `app` or `runtime`.
     pub fn link(&self, name: &str) -> PathBuf {
         self.opt(name)
     }
@@ -87,7 +87,7 @@ impl Layout {
     }
 
     /// Home of the user `svc` with the owner's program settings; the owner's files are in [`Layout::home`].
-    pub fn owner(&self) -> PathBuf {
+    pub fn user_home(&self) -> PathBuf {
         self.root.join("home/svc")
     }
 
@@ -104,8 +104,8 @@ impl Layout {
         self.opt("current/app/apps")
     }
 
-    /// Record of the copies of bundled apps. It lies among the apps, so that it moves with them and the same users
-    /// can write it.
+    /// The record of the copies of bundled apps. It is stored among the apps, so that it moves with them and the same
+    /// users can write it.
     pub fn bundled_apps_record(&self) -> PathBuf {
         self.apps().join(".bundled-apps.json")
     }
@@ -129,11 +129,11 @@ impl Layout {
     }
 
     /// The owner's last valid settings.
-    pub fn good_settings(&self) -> PathBuf {
+    pub fn last_good_settings(&self) -> PathBuf {
         self.state("good-config.json")
     }
 
-    /// Days whose usage is final.
+    /// The days whose interactions are all counted.
     pub fn usage_seals(&self) -> PathBuf {
         self.state("usage-seals.json")
     }
@@ -156,7 +156,7 @@ impl Layout {
         self.state("tls/chain.pem")
     }
 
-    /// The account with the authority, including its key.
+    /// The account at the authority, including its key.
     pub fn acme_account(&self) -> PathBuf {
         self.state("tls/acme-account.json")
     }
@@ -206,7 +206,7 @@ impl Layout {
     }
 
     /// Time of the last verification of each snapshot.
-    pub fn verified(&self) -> PathBuf {
+    pub fn verification_times(&self) -> PathBuf {
         self.state("verified.json")
     }
 
@@ -262,7 +262,7 @@ impl Layout {
         self.state("heartbeat.lock")
     }
 
-    /// Files that request a run of a unit; a path unit watches them.
+    /// A file that requests a run of a unit; a path unit watches it.
     pub fn request(&self, name: &str) -> PathBuf {
         self.state("requests").join(name)
     }
@@ -311,28 +311,29 @@ impl Layout {
         self.root.join("run/svc/import.lock")
     }
 
-    /// Owned by the owner's user: files that hooks leave for the watcher.
+    /// The directory of files that hooks leave for the watcher. It belongs to the owner's user.
     pub fn hook_notes(&self) -> PathBuf {
         self.root.join("run/svc/hooks")
     }
 
-    /// Owned by the gateway's user: `watch.sock`, which all hooks connect to, including those of agents.
+    /// The directory of `watch.sock`, to which all hooks connect, including those of agents. It belongs to the
+    /// gateway's user.
     pub fn watch_sockets(&self) -> PathBuf {
         self.root.join("run/svc/watch")
     }
 
-    /// Owned by the gateway's user: `bridge.sock`, for agents with a token.
+    /// The directory of `bridge.sock`, for agents with a token. It belongs to the gateway's user.
     pub fn bridge_sockets(&self) -> PathBuf {
         self.root.join("run/svc/bridge")
     }
 
-    /// Owned by the gateway's user: `gateway.sock`. Agents' units cannot see it.
+    /// The directory of `gateway.sock`, which agents' units cannot see. It belongs to the gateway's user.
     pub fn gateway_sockets(&self) -> PathBuf {
         self.root.join("run/svc/gateway")
     }
 
-    /// Owned by the owner's user: `shell.sock`, `code.sock` and `agent.sock`, which the gateway connects to. Agents'
-    /// units cannot see them.
+    /// The directory of `shell.sock`, `code.sock` and `agent.sock`, to which the gateway connects and which agents'
+    /// units cannot see. It belongs to the owner's user.
     pub fn owner_sockets(&self) -> PathBuf {
         self.root.join("run/svc/owner")
     }

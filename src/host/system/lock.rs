@@ -1,4 +1,5 @@
-//! Allows one run at a time, with an exclusive flock(2) on a file. The kernel releases it however the process ends.
+//! Allows one run at a time, with an exclusive flock(2) on a file. The kernel releases the lock however the process
+//! ends.
 
 use std::fs::{File, TryLockError};
 use std::io::ErrorKind;
@@ -24,7 +25,7 @@ pub enum LockError {
 
 impl Lock {
     /// # Errors
-    /// `Held` if another process holds it.
+    /// `Held` if another process holds the lock.
     pub fn take(path: &Path) -> Result<Self, LockError> {
         if let Some(dir) = path.parent() {
             std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
@@ -42,8 +43,8 @@ impl Lock {
         }
     }
 
-    /// Whether a run holds the lock now. The probe holds it shared for a moment, so callers that take the lock should
-    /// use [`Self::wait`] with a second or more.
+    /// Whether a run holds the lock. The check itself holds a shared lock for a moment, so programs that take the lock
+    /// should use [`Self::wait`] with a timeout of at least a second.
     ///
     /// # Errors
     /// [`LockError::File`].
@@ -59,18 +60,18 @@ impl Lock {
         }
     }
 
-    /// Waits for the lock until a deadline.
+    /// Waits for the lock.
     ///
     /// # Errors
-    /// `Held` if another run still holds it then.
-    pub async fn wait(path: &Path, deadline: Duration) -> Result<Self, LockError> {
-        let end = Instant::now() + deadline;
+    /// `Held` if another run still holds the lock at the timeout.
+    pub async fn wait(path: &Path, timeout: Duration) -> Result<Self, LockError> {
+        let deadline = Instant::now() + timeout;
         loop {
             match Self::take(path) {
-                Err(LockError::Held) if Instant::now() < end => {
+                Err(LockError::Held) if Instant::now() < deadline => {
                     tokio::time::sleep(Duration::from_millis(200)).await;
                 }
-                end => return end,
+                result => return result,
             }
         }
     }

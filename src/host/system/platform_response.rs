@@ -4,13 +4,13 @@ use serde::Deserialize;
 
 use svc_http::body::{ResponseBodyError, read_response};
 
-/// Far above the largest response, a heartbeat's with many proof keys.
+/// Far above the size of the largest response: that to a heartbeat, with many proof keys.
 pub const MAX_RESPONSE_BYTES: usize = 256 << 10;
 
-/// The body of a response.
+/// Reads the body of a response.
 ///
 /// # Errors
-/// If it is longer than [`MAX_RESPONSE_BYTES`], or does not arrive completely.
+/// If the body is longer than [`MAX_RESPONSE_BYTES`], or does not arrive completely.
 pub async fn read_body(mut response: reqwest::Response) -> Result<Vec<u8>, ResponseBodyError> {
     let mut body = Vec::new();
     read_response(&mut response, MAX_RESPONSE_BYTES, &mut body).await?;

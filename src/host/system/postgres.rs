@@ -26,18 +26,18 @@ pub struct Server {
 pub enum ConnectError {
     #[error(transparent)]
     Resolve(#[from] ResolveError),
-    #[error("connect to the database {database}")]
+    #[error("cannot connect to the database {database}")]
     Refused {
         database: String,
         #[source]
         source: tokio_postgres::Error,
     },
-    #[error("connect to the database {database}: timed out")]
+    #[error("cannot connect to the database {database}: timed out")]
     Timeout { database: String },
 }
 
 impl Server {
-    /// `config` names the owner's database. As in libpq, the user's name is the default.
+    /// `config` names the owner's database. As in libpq, the default is the user's name.
     pub fn new(config: Config) -> Self {
         let database = config.get_dbname().or_else(|| config.get_user()).unwrap_or(MAINTENANCE).to_owned();
         Self { config, database }
@@ -79,14 +79,14 @@ impl Server {
 
     /// Resolves host names here: tokio-postgres would call getaddrinfo for a name without an address.
     async fn add_addresses(&self, config: &mut Config) -> Result<(), ResolveError> {
-        let named =
+        let is_name =
             |host: &Host| matches!(host, Host::Tcp(name) if name.parse::<std::net::IpAddr>().is_err());
-        if !self.config.get_hostaddrs().is_empty() || !self.config.get_hosts().iter().any(named) {
+        if !self.config.get_hostaddrs().is_empty() || !self.config.get_hosts().iter().any(is_name) {
             return Ok(());
         }
         for host in self.config.get_hosts() {
             if let Host::Tcp(name) = host {
-                let found = resolve::addresses(name).await?;
+                let found = resolve::lookup_addresses(name).await?;
                 config.hostaddr(found[0]);
             }
         }
@@ -94,7 +94,7 @@ impl Server {
     }
 }
 
-/// Whether the database is unreachable, and not the statement wrong.
+/// Whether the error means that the database is unreachable, rather than that the statement is wrong.
 pub fn is_unavailable(error: &tokio_postgres::Error) -> bool {
     match error.code() {
         None => true,

@@ -1,4 +1,4 @@
-//! `pg_dump` and `pg_restore`: their location and their arguments.
+//! The location and the arguments of `pg_dump` and `pg_restore`.
 //!
 //! The password is passed only in the environment, never in an argument list. The environment of a call starts empty,
 //! so that no inherited `PG*` variable affects it.
@@ -24,16 +24,16 @@ const CONTAINER: &str = "svc-postgres";
 const RESTORE_JOBS: usize = 2;
 const PIPE_BYTES: i32 = 1 << 20;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
-/// Inherited variables of a tool: enough to find itself, its libraries and the container runtime.
+/// Variables that a tool inherits: enough to find itself, its libraries and the container runtime.
 const PASSED_VARIABLES: [&str; 5] = ["PATH", "HOME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG"];
 
 /// Compression of a dump's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compression {
     None,
-    /// With this level; every `pg_restore` supports it.
+    /// gzip with this level, which every `pg_restore` supports.
     Gzip(u8),
-    /// With this level; for tools that were built with zstd.
+    /// zstd with this level, for tools that were built with zstd.
     Zstd(u8),
 }
 
@@ -55,16 +55,16 @@ impl FromStr for Compression {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        const WRONG: &str = "must be none, gzip:1 to gzip:9, or zstd:1 to zstd:19";
+        const EXPECTED: &str = "must be none, gzip:1 to gzip:9, or zstd:1 to zstd:19";
         let level = |text: &str, max: u8| match text.parse::<u8>() {
             Ok(level) if (1..=max).contains(&level) => Ok(level),
-            _ => Err(WRONG),
+            _ => Err(EXPECTED),
         };
         match text.split_once(':') {
             None if text == "none" => Ok(Self::None),
-            Some(("gzip", of)) => level(of, 9).map(Self::Gzip),
-            Some(("zstd", of)) => level(of, 19).map(Self::Zstd),
-            _ => Err(WRONG),
+            Some(("gzip", text)) => level(text, 9).map(Self::Gzip),
+            Some(("zstd", text)) => level(text, 19).map(Self::Zstd),
+            _ => Err(EXPECTED),
         }
     }
 }
@@ -79,7 +79,7 @@ impl fmt::Display for Compression {
     }
 }
 
-/// Location of the client tools of PostgreSQL 16.
+/// The location of the client tools of PostgreSQL 16.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PgTools {
     /// Executables in a directory of this machine.
@@ -89,7 +89,7 @@ pub enum PgTools {
 }
 
 impl PgTools {
-    /// `SVC_PG_BIN_DIR`, else the tools of the release's runtime, else those of the container.
+    /// Selects `SVC_PG_BIN_DIR`, or else the tools of the release's runtime, or else those of the container.
     pub fn locate(env: &mut Env, layout: &Layout) -> Self {
         if let Some(dir) = env.path(&vars::SVC_PG_BIN_DIR) {
             if !dir.join("pg_dump").is_file() {
@@ -101,7 +101,7 @@ impl PgTools {
         if bundled.join("pg_dump").is_file() { Self::Directory(bundled) } else { Self::Container }
     }
 
-    /// The given compression if the tools support it, else the default.
+    /// Returns the given compression if the tools support it, or else the default.
     pub async fn choose_compression(&self, compression: Compression) -> Compression {
         if !matches!(compression, Compression::Zstd(_)) {
             return compression;
@@ -119,9 +119,9 @@ impl PgTools {
         ]);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let output = tokio::time::timeout(PROBE_TIMEOUT, command.output()).await;
-        let lacks = |output: &[u8]| String::from_utf8_lossy(output).contains("compression");
+        let is_rejected = |stderr: &[u8]| String::from_utf8_lossy(stderr).contains("compression");
         match output {
-            Ok(Ok(output)) if !lacks(&output.stderr) => compression,
+            Ok(Ok(output)) if !is_rejected(&output.stderr) => compression,
             _ => Compression::DEFAULT,
         }
     }
@@ -192,8 +192,8 @@ impl PgTools {
         command
     }
 
-    /// Loads the entries named by a list from a dump file into a database. The server's user owns all of them.
-    pub fn load_chosen(&self, server: &Server, database: &str, dump: &Path, chosen: &Path) -> Command {
+    /// Loads the entries named by a list from a dump file into a database. The server's user will own all of them.
+    pub fn load_listed(&self, server: &Server, database: &str, dump: &Path, list: &Path) -> Command {
         let mut command = self.command("pg_restore", Some(server));
         command.args([
             "--exit-on-error",
@@ -203,7 +203,7 @@ impl PgTools {
             "--no-privileges",
         ]);
         command.args(["--no-security-labels", "--no-publications", "--no-subscriptions"]);
-        command.args(["-d", database, &format!("-j{RESTORE_JOBS}"), "-L"]).arg(chosen).arg(dump);
+        command.args(["-d", database, &format!("-j{RESTORE_JOBS}"), "-L"]).arg(list).arg(dump);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         command
     }
@@ -264,10 +264,10 @@ fn connection_vars(server: &Server) -> Vec<(&'static str, String)> {
     vars
 }
 
-/// Options of sessions that load a database not in use yet. Statements do not wait for the disk; the step after the
-/// load waits for all of it. If the jobs use all cores, indexes are built without parallel workers, which would only
-/// slow down the other job. `maintenance_work_mem` stays at the server's setting: larger sorts leave the CPU caches
-/// and are slower.
+/// Options of sessions that load a database that is not in use yet. Statements do not wait for the disk; the step after
+/// the load waits until all data is durable. If the jobs use all cores, indexes are built without parallel workers,
+/// which would only slow down the other job. `maintenance_work_mem` stays at the server's setting: larger sorts exceed
+/// the CPU caches and are slower.
 fn load_options(cores: usize) -> String {
     let workers = if cores <= RESTORE_JOBS { " -c max_parallel_maintenance_workers=0" } else { "" };
     format!("-c synchronous_commit=off{workers}")
@@ -283,8 +283,8 @@ pub fn summarize_stderr(output: &str) -> String {
     lines.collect::<Vec<_>>().join("; ")
 }
 
-/// Enlarges the pipe, for fewer wake-ups per byte. If the kernel refuses, the size stays.
-pub fn widen_pipe(pipe: impl AsFd) {
+/// Enlarges the pipe, for fewer wake-ups per byte. If the kernel refuses, the pipe keeps its size.
+pub fn enlarge_pipe(pipe: impl AsFd) {
     let _ = nix::fcntl::fcntl(pipe, nix::fcntl::FcntlArg::F_SETPIPE_SZ(PIPE_BYTES));
 }
 
@@ -317,8 +317,8 @@ mod tests {
         for text in ["none", "gzip:1", "gzip:9", "zstd:1", "zstd:19"] {
             assert_eq!(text.parse::<Compression>().unwrap().to_string(), text);
         }
-        for wrong in ["", "gzip", "gzip:0", "gzip:10", "zstd:20", "lz4:1", "gzip:1:long", "none:1"] {
-            assert!(wrong.parse::<Compression>().is_err(), "{wrong}");
+        for invalid in ["", "gzip", "gzip:0", "gzip:10", "zstd:20", "lz4:1", "gzip:1:long", "none:1"] {
+            assert!(invalid.parse::<Compression>().is_err(), "{invalid}");
         }
     }
 

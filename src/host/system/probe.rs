@@ -10,7 +10,7 @@ use svc_http::tls::{self, ChainCheck, Identity, SpkiPin};
 ///
 /// # Errors
 /// If the certificate exists and cannot be read.
-pub fn pin(layout: &Layout) -> anyhow::Result<Option<SpkiPin>> {
+pub fn read_pin(layout: &Layout) -> anyhow::Result<Option<SpkiPin>> {
     match Identity::read(&layout.tls_cert(), &layout.tls_key()) {
         Ok(identity) => identity.pin().map(Some),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
@@ -22,8 +22,8 @@ pub fn pin(layout: &Layout) -> anyhow::Result<Option<SpkiPin>> {
 #[derive(Debug, Clone)]
 pub struct Gateway {
     client: reqwest::Client,
-    ready: String,
-    live: String,
+    ready_url: String,
+    live_url: String,
 }
 
 impl Gateway {
@@ -31,22 +31,22 @@ impl Gateway {
     /// If the HTTP client cannot be created.
     pub fn new(listen: SocketAddr, pin: SpkiPin) -> anyhow::Result<Self> {
         let config = tls::pinned_client_config(pin, ChainCheck::PinOnly)?;
-        let client = client::with_tls(Deadlines::CALL, config)?;
+        let client = client::build_with_tls(Deadlines::CALL, config)?;
         let base = format!("https://{}", replace_unspecified(listen));
-        Ok(Self { client, ready: format!("{base}/readyz"), live: format!("{base}/livez") })
+        Ok(Self { client, ready_url: format!("{base}/readyz"), live_url: format!("{base}/livez") })
     }
 
     /// Whether the gateway is ready.
     pub async fn is_ready(&self) -> bool {
-        self.is_success(&self.ready).await
+        self.responds_with_success(&self.ready_url).await
     }
 
     /// Whether the gateway's process runs and responds.
     pub async fn is_alive(&self) -> bool {
-        self.is_success(&self.live).await
+        self.responds_with_success(&self.live_url).await
     }
 
-    async fn is_success(&self, url: &str) -> bool {
+    async fn responds_with_success(&self, url: &str) -> bool {
         self.client.get(url).send().await.is_ok_and(|response| response.status().is_success())
     }
 }

@@ -2,15 +2,15 @@
 
 use std::io;
 
-/// The start times of processes are in these units.
+/// Clock ticks, the unit of process start times.
 pub const TICKS_PER_SECOND: u64 = 100;
 
-/// The fields that are used.
+/// The fields of the file that are used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProcessStat {
     pub is_zombie: bool,
     pub parent: i32,
-    /// In clock ticks since boot.
+    /// The start time in clock ticks since boot.
     pub started: u64,
 }
 
@@ -29,7 +29,8 @@ impl ProcessStat {
 
     fn read(process: &str) -> io::Result<Self> {
         let stat = std::fs::read_to_string(format!("/proc/{process}/stat"))?;
-        Self::parse(&stat).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "not as in proc(5)"))
+        Self::parse(&stat)
+            .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "invalid format of /proc/PID/stat"))
     }
 
     fn parse(stat: &str) -> Option<Self> {

@@ -32,24 +32,24 @@ impl Default for Progress {
 }
 
 impl Progress {
-    /// A receiver for each change of the progress.
+    /// Subscribes to changes of the progress.
     pub fn subscribe(&self) -> watch::Receiver<Option<StageProgress>> {
         self.amount.subscribe()
     }
 
     /// Reports counted rows.
-    pub fn rows(&self, done: u64, total: u64) {
+    pub fn report_rows(&self, done: u64, total: u64) {
         self.amount.send_replace(Some(StageProgress::of_rows(done, total)));
     }
 
     /// Starts a phase of unknown length.
-    pub fn at(&self, what: &'static str) {
+    pub fn start_phase(&self, what: &'static str) {
         systemd::notify(&[NotifyState::Status(what)]);
         self.show("{spinner} {msg} ({elapsed})", what);
     }
 
     /// Starts a phase of `total` bytes.
-    pub fn of_bytes(&self, what: &'static str, total: u64) {
+    pub fn start_bytes_phase(&self, what: &'static str, total: u64) {
         systemd::notify(&[NotifyState::Status(what)]);
         self.show(
             "{spinner} {msg}: {bytes} of {total_bytes} {wide_bar} {binary_bytes_per_sec}, {eta} left",
@@ -61,9 +61,9 @@ impl Progress {
     }
 
     /// Reports processed bytes.
-    pub fn bytes(&self, what: &'static str, done: u64, total: u64) {
+    pub fn report_bytes(&self, what: &'static str, done: u64, total: u64) {
         let amount = Some(StageProgress::of_bytes(done, total));
-        // Repeats are no progress.
+        // A repeated amount is not progress.
         self.amount.send_if_modified(|now| std::mem::replace(now, amount) != amount);
         if let Some(bar) = &self.bar {
             bar.set_position(done);

@@ -1,4 +1,4 @@
-//! The file that marks the writers of this machine as stopped, and for which operation of the platform.
+//! The file that marks this machine's writers as stopped for an operation of the platform.
 //!
 //! The gateway writes the file and follows it. The sync agent removes it once the platform no longer names the
 //! operation. Both change it under one lock, so that neither removes what the other has just written.
@@ -18,7 +18,7 @@ const FORMAT: u32 = 1;
 /// Time limit for the lock, whose holder writes one small file.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The writers are stopped, or are stopping, for this operation.
+/// The file's content: the operation for which the writers are stopped or stopping.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Quiesce {
@@ -34,7 +34,7 @@ pub struct Quiesce {
 /// Reason why the file was not changed.
 #[derive(Debug, thiserror::Error)]
 pub enum QuiesceError {
-    #[error("lock the state of the writers")]
+    #[error("cannot lock the state of the writers")]
     Lock(#[from] LockError),
     #[error(transparent)]
     File(#[from] FileError),
@@ -45,18 +45,18 @@ impl Quiesce {
         Self { version: FORMAT, operation_id, requested_at: clock::now_ms(), quiesced_at: None }
     }
 
-    /// `None` if the writers may write. The file is written atomically, so an unreadable one is not ours and stops no
-    /// writer.
+    /// `None` if the writers may write. The file is written atomically, so one with invalid content is not ours and
+    /// stops no writer.
     ///
     /// # Errors
-    /// If the file exists and the disk does not return it.
+    /// If the file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.quiesce())?;
         let quiesce = text.and_then(|text| match serde_json::from_slice::<Self>(&text) {
             Ok(quiesce) if quiesce.version == FORMAT => Some(quiesce),
             Ok(_) => None,
             Err(error) => {
-                tracing::error!(%error, "ignoring quiesce.json, which is not readable");
+                tracing::error!(%error, "ignoring quiesce.json: its content is invalid");
                 None
             }
         });
@@ -70,16 +70,16 @@ impl Quiesce {
 }
 
 /// Waits for the lock that protects the file.
-pub async fn lock(layout: &Layout) -> Result<Lock, LockError> {
+pub async fn acquire_lock(layout: &Layout) -> Result<Lock, LockError> {
     Lock::wait(&layout.quiesce_lock(), LOCK_TIMEOUT).await
 }
 
 /// Resumes the writers if they are stopped for this operation. Returns whether they were.
 pub async fn resume(layout: &Layout, operation: OperationId) -> Result<bool, QuiesceError> {
-    let _lock = lock(layout).await?;
-    let is_for_it = Quiesce::read(layout)?.is_some_and(|now| now.operation_id == operation);
-    if is_for_it {
+    let _lock = acquire_lock(layout).await?;
+    let is_for_operation = Quiesce::read(layout)?.is_some_and(|now| now.operation_id == operation);
+    if is_for_operation {
         fsx::remove_if_exists(&layout.quiesce())?;
     }
-    Ok(is_for_it)
+    Ok(is_for_operation)
 }

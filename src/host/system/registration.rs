@@ -17,8 +17,8 @@ struct RegistrationRecord {
     registered_at: Option<String>,
 }
 
-/// The request that the platform accepted; `None` if the file cannot be read.
-pub fn accepted(layout: &Layout, machine: MachineId) -> Option<Registration> {
+/// Reads the request that the platform accepted; `None` if there is none for this machine, or the file is unreadable.
+pub fn read_accepted(layout: &Layout, machine: MachineId) -> Option<Registration> {
     let text = fsx::read_if_exists(&layout.registration()).ok().flatten()?;
     let record: RegistrationRecord = serde_json::from_slice(&text).ok()?;
     let is_accepted = record.machine_id == machine && record.registered_at.is_some();

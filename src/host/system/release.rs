@@ -8,9 +8,9 @@ use super::layout::Layout;
 use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
-pub const MANIFEST: &str = "release.json";
-/// Written at installation beside the unpacked files; never part of a bundle.
-pub const DIGEST: &str = ".bundle-sha256";
+pub const MANIFEST_FILE: &str = "release.json";
+/// This file is written at installation beside the unpacked files; it is never part of a bundle.
+pub const DIGEST_FILE: &str = ".bundle-sha256";
 
 /// `release.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,24 +47,24 @@ impl Release {
     /// # Errors
     /// [`ReleaseError`], also if the file is missing.
     pub fn read(dir: &Path) -> Result<Self, ReleaseError> {
-        let path = dir.join(MANIFEST);
+        let path = dir.join(MANIFEST_FILE);
         let text = std::fs::read(&path).map_err(FileError::at("read", &path))?;
         serde_json::from_slice(&text)
             .map_err(|why| ReleaseError::Malformed { path: path.display().to_string(), why: why.to_string() })
     }
 }
 
-/// The digest of the bundle that the release came from.
+/// Reads the digest of the bundle that the release came from.
 ///
 /// # Errors
-/// If it exists and cannot be read.
-pub fn digest(dir: &Path) -> Result<Option<String>, FileError> {
-    let read = fsx::read_if_exists(&dir.join(DIGEST))?;
+/// If the file exists and cannot be read.
+pub fn read_digest(dir: &Path) -> Result<Option<String>, FileError> {
+    let read = fsx::read_if_exists(&dir.join(DIGEST_FILE))?;
     Ok(read.map(|text| String::from_utf8_lossy(&text).trim().to_owned()))
 }
 
-/// The version that `current` points to.
-pub fn current(layout: &Layout) -> Option<ImageVersion> {
+/// The version to which the link `current` points.
+pub fn current_version(layout: &Layout) -> Option<ImageVersion> {
     let target = std::fs::read_link(layout.current()).ok()?;
     target.file_name()?.to_str()?.parse().ok()
 }

@@ -1,5 +1,5 @@
-//! Settings that root accepts from env files writable by another user. It is an allowlist, so that a new setting
-//! stays root's own until it has been reviewed.
+//! The settings that root accepts from env files writable by another user. They are an allowlist, so that root ignores
+//! a new setting in such a file until the setting has been reviewed.
 //!
 //! Root's own settings are in its process environment and in `update.env`, which take precedence over every other
 //! file.
@@ -23,13 +23,13 @@ pub enum AcceptReason {
     Identifier,
     /// Parsed as a number or an enumerated value, within limits.
     Choice,
-    /// A credential that the other user has itself. Root sends it to its own address of the platform or to an address
-    /// of this list, and never in place of its own credential.
+    /// A credential that the other user has anyway. Root sends it to the platform's address in root's own settings or
+    /// to an address of this list, and never in place of root's own credential.
     Credential,
     /// An address to which root sends only values of this list.
     Address,
-    /// Only checked by the doctor; used by services that do not run as root.
-    Judged,
+    /// Root's doctor only checks the value; services that do not run as root use it.
+    CheckedOnly,
 }
 
 /// The settings that root accepts from files of other users.
@@ -59,9 +59,9 @@ pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 28] = [
     (&store::OBJECT_STORE_BUCKET, AcceptReason::Address),
     (&store::S3_BUCKET, AcceptReason::Address),
     (&vars::GATEWAY_LISTEN, AcceptReason::Address),
-    // Only until root has its own value: see `copy_platform_url`.
+    // Accepted only until root has its own value: see `copy_platform_url`.
     (&vars::PLATFORM_INTERNAL_URL, AcceptReason::Address),
-    (&vars::SVC_PROOF_KEYS, AcceptReason::Judged),
+    (&vars::SVC_PROOF_KEYS, AcceptReason::CheckedOnly),
     (&vars::ADMIN_TOKEN, AcceptReason::Credential),
 ];
 
@@ -73,19 +73,23 @@ pub fn is_accepted(name: &str, value: &str) -> bool {
     !is_directory && ALLOWED_FROM_OTHERS.iter().any(|(accepted, _)| accepted.name == name)
 }
 
-/// Adds the files under root's restrictions.
+/// Adds the files; from those of another user, only the accepted settings.
 pub fn with_untrusted_files(env: Env, files: &[PathBuf]) -> Env {
     files.iter().fold(env, |env, file| {
-        if is_of_another_user(file) { env.with_file_where(file, is_accepted) } else { env.with_file(file) }
+        if belongs_to_another_user(file) {
+            env.with_file_where(file, is_accepted)
+        } else {
+            env.with_file(file)
+        }
     })
 }
 
-fn is_of_another_user(file: &Path) -> bool {
+fn belongs_to_another_user(file: &Path) -> bool {
     std::fs::metadata(file).is_ok_and(|meta| meta.uid() != 0)
 }
 
-/// Copies the platform's address to a file that only root can change, on a machine whose user-data did not. From then
-/// on root ignores the address in `host.env`.
+/// Copies the platform's address to a file that only root can change, on a machine whose user-data did not write it
+/// there. From then on, root ignores the address in `host.env`.
 pub fn copy_platform_url(layout: &Layout) -> Result<(), FileError> {
     let file = layout.update_env();
     if !geteuid().is_root() || Env::default().with_file(&file).is_set(&vars::PLATFORM_INTERNAL_URL) {
@@ -114,7 +118,7 @@ mod tests {
     use super::*;
     use crate::system::config;
 
-    /// Needs root, to give a file to another user.
+    /// `None` if this process is not root, which can give a file to another user.
     fn machine(others: &str, own: &str) -> Option<(tempfile::TempDir, Layout)> {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
@@ -160,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn root_writes_to_no_directory_that_another_user_names() {
+    fn root_refuses_store_directory_of_another_user() {
         for url in ["file:///etc", "FILE:///etc", " file:///etc"] {
             let Some((_dir, layout)) = machine(&env_line(store::OBJECT_STORE_URL.name, url), "") else {
                 return;
@@ -170,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn kept_platform_url_outranks_that_of_others() {
+    fn copied_platform_url_takes_precedence() {
         let Some((_dir, layout)) = machine("PLATFORM_INTERNAL_URL=https://one.example\n", "A_KEY=1") else {
             return;
         };

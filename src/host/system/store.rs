@@ -1,10 +1,10 @@
-//! Opens the object store for a host applet: with the credentials of `r2.env`, or with renewed ones if those expire.
+//! Opens the object store for a host applet, with the credentials in `r2.env` or, if those expire, with renewed ones.
 
 use std::sync::Arc;
 
 use super::config::PlatformLink;
 use super::layout::Layout;
-use super::store_credentials::{DuringOutage, RenewingCredentials};
+use super::store_credentials::{OutagePolicy, RenewingCredentials};
 use crate::system::vars;
 use svc_base::applet::Exit;
 use svc_base::config::Env;
@@ -14,7 +14,7 @@ use svc_store::credentials::{CredentialSource, TemporaryCredentials};
 use svc_store::{Bucket, StoreError};
 
 /// The exit code for a failed read of the store.
-pub fn exit(error: &StoreError) -> Exit {
+pub fn exit_code(error: &StoreError) -> Exit {
     match error {
         StoreError::Withdrawn { .. } => Exit::Permission,
         StoreError::Unavailable { .. } | StoreError::Denied { .. } | StoreError::Clock { .. } => {
@@ -68,15 +68,15 @@ impl StoreLink {
     /// # Errors
     /// If the HTTP client cannot be created.
     pub fn open(self) -> anyhow::Result<Bucket> {
-        self.open_for(DuringOutage::Wait)
+        self.open_for(OutagePolicy::RequirePlatform)
     }
 
     /// [`Self::open`] for a backup, which may store snapshots while the platform is unreachable.
     ///
     /// # Errors
     /// If the HTTP client cannot be created.
-    pub fn open_for(self, during_outage: DuringOutage) -> anyhow::Result<Bucket> {
-        self.open_with_source(during_outage).map(|(bucket, _)| bucket)
+    pub fn open_for(self, outage_policy: OutagePolicy) -> anyhow::Result<Bucket> {
+        self.open_with_source(outage_policy).map(|(bucket, _)| bucket)
     }
 
     /// [`Self::open_for`], also returning the source of expiring credentials.
@@ -85,14 +85,14 @@ impl StoreLink {
     /// If the HTTP client cannot be created.
     pub fn open_with_source(
         self,
-        during_outage: DuringOutage,
+        outage_policy: OutagePolicy,
     ) -> anyhow::Result<(Bucket, Option<Arc<RenewingCredentials>>)> {
         let source = match self.renewal {
             None => None,
             Some(Renewal { machine, platform, first, layout }) => {
                 let renewed =
                     RenewingCredentials::new(machine, platform, layout.store_credentials(), &first)?;
-                Some(Arc::new(renewed.during_outage(during_outage)))
+                Some(Arc::new(renewed.with_outage_policy(outage_policy)))
             }
         };
         let credentials = source.clone().map(|source| source as Arc<dyn CredentialSource>);

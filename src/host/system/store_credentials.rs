@@ -1,6 +1,6 @@
 //! Credentials for the object store that the platform renews before they expire.
 //!
-//! The initial ones are in `r2.env`. Renewed ones are stored in a file for the next applet and the next boot. A
+//! The initial credentials are in `r2.env`. Renewed ones are stored in a file for the next applet and the next boot. A
 //! process runs one renewal at a time. Expiry is computed from the response's own `Date`, so that a wrong clock does
 //! not affect it.
 //!
@@ -46,16 +46,16 @@ const RETRY_INTERVAL: SignedDuration = SignedDuration::from_secs(30);
 
 /// Whether an applet may use the outage session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DuringOutage {
-    /// For a backup, which stores its snapshot.
-    StoreSnapshots,
-    /// The store is unavailable without the platform.
-    Wait,
+pub enum OutagePolicy {
+    /// Store snapshots with the outage session: for a backup.
+    UseOutageSession,
+    /// Fail while the platform is unreachable.
+    RequirePlatform,
 }
 
 /// The source of a host's credentials.
 pub struct RenewingCredentials {
-    during_outage: DuringOutage,
+    outage_policy: OutagePolicy,
     machine: MachineId,
     platform: PlatformLink,
     client: reqwest::Client,
@@ -75,7 +75,7 @@ struct SourceState {
 #[derive(Clone)]
 struct ActiveSession {
     key: Arc<AwsCredential>,
-    /// By this machine's clock.
+    /// The expiry by this machine's clock.
     expires_at: Timestamp,
     renew_at: Timestamp,
     renewed_at: Option<Timestamp>,
@@ -96,30 +96,34 @@ impl OutageSession {
 }
 
 impl ActiveSession {
-    /// Renewal is due when a third of the lifetime is left, or somewhat earlier, so that hosts do not renew at the
-    /// same time.
-    fn new(key: AwsCredential, expires_at: Timestamp, life: SignedDuration) -> Self {
-        let third = life.as_secs().max(0) / 3;
-        let early = SignedDuration::from_secs(third) + SignedDuration::from_secs(third * random() / 512);
+    /// Renewal is due when a third of the lifetime remains, or slightly earlier, so that hosts do not renew at the same
+    /// time.
+    fn new(key: AwsCredential, expires_at: Timestamp, lifetime: SignedDuration) -> Self {
+        let third = lifetime.as_secs().max(0) / 3;
+        let jitter = third * random_byte() / 512;
+        let early = SignedDuration::from_secs(third + jitter);
         let renew_at = expires_at.saturating_sub(early).unwrap_or(Timestamp::MIN);
         Self { key: Arc::new(key), expires_at, renew_at, renewed_at: None, outage: None }
     }
 
     fn from_stored(stored: &StoredSessions) -> Self {
         let outage = stored.outage.as_ref();
-        let outage =
-            outage.map(|it| OutageSession { expires_at: it.expires_at, key: Arc::new(it.signing()) });
-        let session = Self::new(stored.session.signing(), stored.session.expires_at, stored.life());
+        let outage = outage.map(|outage| OutageSession {
+            expires_at: outage.expires_at,
+            key: Arc::new(outage.to_aws_credential()),
+        });
+        let session =
+            Self::new(stored.session.to_aws_credential(), stored.session.expires_at, stored.lifetime());
         Self { renewed_at: stored.renewed_at, outage, ..session }
     }
 
     fn is_usable(&self, now: Timestamp) -> bool {
-        // A session shorter than the margin is used to its end.
+        // A session shorter than the margin is used until its renewal is due.
         now < self.expires_at.saturating_sub(EXPIRY_MARGIN).unwrap_or(Timestamp::MIN).max(self.renew_at)
     }
 }
 
-fn random() -> i64 {
+fn random_byte() -> i64 {
     i64::from(uuid::Uuid::new_v4().as_bytes()[0])
 }
 
@@ -139,20 +143,20 @@ impl RenewingCredentials {
         first: &TemporaryCredentials,
     ) -> anyhow::Result<Self> {
         let client = client::build(Deadlines::CALL)?;
-        let first = ActiveSession::new(first.signing(), first.expires_at, DEFAULT_SESSION_TTL);
+        let first = ActiveSession::new(first.to_aws_credential(), first.expires_at, DEFAULT_SESSION_TTL);
         let state = SourceState { active: first, not_before: Timestamp::MIN, is_withdrawn: false };
-        let during_outage = DuringOutage::Wait;
-        Ok(Self { during_outage, machine, platform, client, file, state: Mutex::new(state) })
+        let outage_policy = OutagePolicy::RequirePlatform;
+        Ok(Self { outage_policy, machine, platform, client, file, state: Mutex::new(state) })
     }
 
     #[must_use]
-    pub fn during_outage(self, during_outage: DuringOutage) -> Self {
-        Self { during_outage, ..self }
+    pub fn with_outage_policy(self, outage_policy: OutagePolicy) -> Self {
+        Self { outage_policy, ..self }
     }
 
     /// The key of the outage session, if this applet may use it and it has not expired.
     fn outage_key(&self, state: &SourceState, now: Timestamp) -> Option<Arc<AwsCredential>> {
-        if self.during_outage == DuringOutage::Wait {
+        if self.outage_policy == OutagePolicy::RequirePlatform {
             return None;
         }
         let outage = state.active.outage.as_ref().filter(|outage| outage.is_usable(now))?;
@@ -218,8 +222,8 @@ impl RenewingCredentials {
                     return Ok(());
                 }
                 Err(error @ CredentialError::Unavailable(_)) if attempt < attempts => {
-                    tracing::info!(%error, attempt, "retrying");
-                    let pause = 250 * u64::from(2_u32.pow(attempt)) + random().unsigned_abs();
+                    tracing::info!(%error, attempt, "cannot renew the credentials for the object store; retrying");
+                    let pause = 250 * u64::from(2_u32.pow(attempt)) + random_byte().unsigned_abs();
                     tokio::time::sleep(Duration::from_millis(pause)).await;
                     attempt += 1;
                 }
@@ -238,7 +242,7 @@ impl RenewingCredentials {
         let url = self.platform.url(&format!("/vps/{}/storage-credentials", self.machine));
         let token = self.platform.upgrade_token.current();
         let request = self.client.post(url).bearer_auth(token.expose_secret());
-        let response = request_id::onward(request).send().await.map_err(unavailable)?;
+        let response = request_id::attach(request).send().await.map_err(unavailable)?;
         let now = clock::now_ms();
         let (status, date) = (response.status(), response_date(response.headers()));
         let body = read_body(response).await.map_err(|error| CredentialError::Unavailable(chain(&error)))?;
@@ -305,14 +309,14 @@ impl CredentialSource for RenewingCredentials {
     }
 }
 
-/// Converts a session's expiry to this machine's clock; `sent_at` is the time of the response by the platform's clock.
+/// Converts a session's expiry to this machine's clock. `sent_at` is the time of the response by the platform's clock.
 fn to_stored(session: &StoreSession, sent_at: Timestamp, now: Timestamp) -> StoredSession {
-    let life = session.expires_at.duration_since(sent_at);
+    let lifetime = session.expires_at.duration_since(sent_at);
     StoredSession {
         access_key_id: session.access_key_id.clone(),
         secret_access_key: session.secret_access_key.expose_secret().to_owned(),
         session_token: session.session_token.as_ref().map(|token| token.expose_secret().to_owned()),
-        expires_at: now.saturating_add(life).unwrap_or(session.expires_at),
+        expires_at: now.saturating_add(lifetime).unwrap_or(session.expires_at),
     }
 }
 
@@ -338,17 +342,17 @@ fn refusal_error(status: StatusCode, body: &[u8]) -> CredentialError {
 mod tests {
     use super::*;
 
-    fn active(life: SignedDuration) -> (Timestamp, ActiveSession) {
+    fn active_session(lifetime: SignedDuration) -> (Timestamp, ActiveSession) {
         let now = Timestamp::now();
         let key = AwsCredential { key_id: "a".into(), secret_key: "b".into(), token: None };
-        (now, ActiveSession::new(key, now.saturating_add(life).unwrap(), life))
+        (now, ActiveSession::new(key, now.saturating_add(lifetime).unwrap(), lifetime))
     }
 
     #[test]
     fn short_session_is_renewed_in_its_middle_third() {
-        let life = SignedDuration::from_mins(15);
-        let (now, active) = active(life);
+        let lifetime = SignedDuration::from_mins(15);
+        let (now, active) = active_session(lifetime);
         let age = active.renew_at.duration_since(now);
-        assert!(age >= life / 3 && age <= life * 2 / 3, "{age:?}");
+        assert!(age >= lifetime / 3 && age <= lifetime * 2 / 3, "{age:?}");
     }
 }

@@ -10,17 +10,17 @@ use super::layout::Layout;
 use super::vars;
 
 /// Whether systemd runs on the machine below a root.
-pub fn runs(layout: &Layout) -> bool {
+pub fn is_running(layout: &Layout) -> bool {
     layout.root().join("run/systemd/system").is_dir()
 }
 
-/// The `systemctl` of this machine. `SVC_SYSTEMCTL` names another one, for a root without systemd.
+/// The program `systemctl` of this machine, or the program in `SVC_SYSTEMCTL`, for a root without systemd.
 pub fn systemctl(layout: &Layout) -> Option<OsString> {
     if let Some(named) = vars::SVC_SYSTEMCTL.from_process() {
         return Some(named);
     }
-    let runs = layout.root() == Path::new("/") && runs(layout);
-    runs.then(|| "systemctl".into())
+    let has_systemd = layout.root() == Path::new("/") && is_running(layout);
+    has_systemd.then(|| "systemctl".into())
 }
 
 pub fn notify(states: &[NotifyState<'_>]) {

@@ -1,4 +1,4 @@
-//! The one reader for tar archives from outside: bundles and owners' archives.
+//! The only reader for tar archives that come from outside: bundles and owners' archives.
 //!
 //! Returns files, directories and links by their full names, including GNU and PAX long names, and refuses all other
 //! kinds of entries. Memory is bounded by [`TarLimits`], not by the claims of a header: a record's size is checked
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use tar::EntryType;
 
-/// Maximum size of an entry's attributes besides its path and its link.
+/// Maximum size of an entry's attributes, in addition to its path and its link.
 const MAX_ATTRIBUTE_BYTES: u64 = 16 * 1024;
 /// Maximum length of a name in an error.
 const MAX_QUOTED_CHARS: usize = 200;
@@ -52,12 +52,12 @@ pub enum TarError {
     #[error("{entry}: {why}")]
     Refused { entry: String, why: &'static str },
     #[error("it has more than {limit} {what}")]
-    TooMuch { what: &'static str, limit: u64 },
+    LimitExceeded { what: &'static str, limit: u64 },
 }
 
 impl TarError {
     fn refused(path: &Path, why: &'static str) -> Self {
-        Self::Refused { entry: quoted(path), why }
+        Self::Refused { entry: quote_path(path), why }
     }
 }
 
@@ -82,14 +82,14 @@ impl<'a, R: Read> TarReader<'a, R> {
     /// The next file, directory or link; `None` at the end of the archive.
     ///
     /// # Errors
-    /// [`TarError`]; the rest of the archive must not be used then.
+    /// [`TarError`]; the rest of the archive must not be used.
     pub fn next_entry(&mut self) -> Result<Option<TarEntry<'a, R>>, TarError> {
         let mut names = LongNames::default();
         while let Some(raw) = self.entries.next() {
             let mut raw = raw.map_err(TarError::Damaged)?;
             self.count += 1;
             if self.count > self.limits.entries {
-                return Err(TarError::TooMuch { what: "entries", limit: self.limits.entries as u64 });
+                return Err(TarError::LimitExceeded { what: "entries", limit: self.limits.entries as u64 });
             }
             if !names.read_record(&mut raw, self.limits.name_bytes)? {
                 return self.accept(raw, names).map(Some);
@@ -111,14 +111,14 @@ impl<'a, R: Read> TarReader<'a, R> {
             EntryType::Regular => EntryKind::File,
             EntryType::Directory => EntryKind::Directory,
             EntryType::Symlink => EntryKind::Link,
-            other => return Err(TarError::refused(&path, refusal(other))),
+            other => return Err(TarError::refused(&path, refusal_reason(other))),
         };
         let link = match (kind, names.link) {
             (EntryKind::Link, Some(link)) => link,
             (EntryKind::Link, None) => {
                 raw.link_name().map_err(TarError::Damaged)?.unwrap_or_default().into_owned()
             }
-            (_, Some(_)) => return Err(TarError::refused(&path, "it is no link, and has a target")),
+            (_, Some(_)) => return Err(TarError::refused(&path, "it is not a link, but has a target")),
             (_, None) => PathBuf::new(),
         };
         let max_len = path.as_os_str().len().max(link.as_os_str().len());
@@ -131,30 +131,29 @@ impl<'a, R: Read> TarReader<'a, R> {
         let header = raw.header();
         let size = header.entry_size().map_err(TarError::Damaged)?;
         if kind != EntryKind::File && size != 0 {
-            return Err(TarError::refused(&path, "it is no file, and has content"));
+            return Err(TarError::refused(&path, "it is not a file, but has content"));
         }
         let (mode, modified) = (header.mode(), header.mtime());
         let (mode, modified) = (mode.map_err(TarError::Damaged)?, modified.map_err(TarError::Damaged)?);
-        self.measure(&path, &link, size)?;
+        self.count_against_limits(&path, &link, size)?;
         if !self.seen.insert(name_digest(&path)) {
-            return Err(TarError::refused(&path, "it is there twice"));
+            return Err(TarError::refused(&path, "it occurs twice"));
         }
         Ok(TarEntry { path, link, kind, mode, modified, size, unread: size, body: raw })
     }
 
-    /// Counts an entry against the limits of the whole archive.
-    fn measure(&mut self, path: &Path, link: &Path, size: u64) -> Result<(), TarError> {
+    fn count_against_limits(&mut self, path: &Path, link: &Path, size: u64) -> Result<(), TarError> {
         let limits = self.limits;
         if size > limits.file_bytes {
-            return Err(TarError::refused(path, "it is larger than a file of such an archive may be"));
+            return Err(TarError::refused(path, "it exceeds the size limit of a file"));
         }
         self.file_bytes = self.file_bytes.saturating_add(size);
         if self.file_bytes > limits.all_file_bytes {
-            return Err(TarError::TooMuch { what: "bytes in files", limit: limits.all_file_bytes });
+            return Err(TarError::LimitExceeded { what: "bytes in files", limit: limits.all_file_bytes });
         }
         self.name_bytes += (path.as_os_str().len() + link.as_os_str().len()) as u64;
         if self.name_bytes > limits.all_name_bytes {
-            return Err(TarError::TooMuch { what: "bytes in names", limit: limits.all_name_bytes });
+            return Err(TarError::LimitExceeded { what: "bytes in names", limit: limits.all_name_bytes });
         }
         Ok(())
     }
@@ -163,7 +162,7 @@ impl<'a, R: Read> TarReader<'a, R> {
 /// A file, a directory or a link. Reading returns a file's whole content, or an error.
 pub struct TarEntry<'a, R: Read> {
     pub path: PathBuf,
-    /// A link's target; empty for all others.
+    /// A link's target; empty for all other kinds.
     pub link: PathBuf,
     pub kind: EntryKind,
     pub mode: u32,
@@ -178,7 +177,7 @@ impl<R: Read> Read for TarEntry<'_, R> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let read = self.body.read(into)?;
         if read == 0 && self.unread > 0 && !into.is_empty() {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the archive is cut off"));
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the archive is truncated"));
         }
         self.unread = self.unread.saturating_sub(read as u64);
         Ok(read)
@@ -200,19 +199,19 @@ impl LongNames {
         match raw.header().entry_type() {
             EntryType::GNULongName => {
                 let text = read_bounded(raw, max_name)?;
-                set_once(&mut self.path, until_nul(&text))?;
+                set_once(&mut self.path, truncate_at_nul(&text))?;
             }
             EntryType::GNULongLink => {
                 let text = read_bounded(raw, max_name)?;
-                set_once(&mut self.link, until_nul(&text))?;
+                set_once(&mut self.link, truncate_at_nul(&text))?;
             }
             EntryType::XHeader => self.read_attributes(&read_bounded(raw, max_attributes)?)?,
-            // Attributes of all later entries. Some writers put a commit or a time there, which is ignored.
+            // Attributes of all later entries. Some writers store a commit or a time there, which is ignored.
             EntryType::XGlobalHeader => {
                 let mut global = Self::default();
                 global.read_attributes(&read_bounded(raw, max_attributes)?)?;
                 if global != Self::default() {
-                    return Err(attribute_refused(b"path", "it would name every entry"));
+                    return Err(attribute_refused(b"path", "it would apply to every entry"));
                 }
             }
             _ => return Ok(false),
@@ -252,7 +251,7 @@ fn attribute_refused(key: &[u8], why: &'static str) -> TarError {
 fn read_bounded(raw: &mut tar::Entry<'_, impl Read>, max: u64) -> Result<Vec<u8>, TarError> {
     let claimed = raw.header().entry_size().map_err(TarError::Damaged)?;
     if claimed > max {
-        return Err(TarError::TooMuch { what: "bytes in a record of a name", limit: max });
+        return Err(TarError::LimitExceeded { what: "bytes in a name record", limit: max });
     }
     let mut text = Vec::new();
     raw.read_to_end(&mut text).map_err(TarError::Damaged)?;
@@ -262,11 +261,11 @@ fn read_bounded(raw: &mut tar::Entry<'_, impl Read>, max: u64) -> Result<Vec<u8>
     Ok(text)
 }
 
-fn until_nul(text: &[u8]) -> &[u8] {
+fn truncate_at_nul(text: &[u8]) -> &[u8] {
     text.split(|&byte| byte == 0).next().unwrap_or_default()
 }
 
-fn refusal(kind: EntryType) -> &'static str {
+fn refusal_reason(kind: EntryType) -> &'static str {
     match kind {
         EntryType::Link => "it is a hard link",
         EntryType::Char | EntryType::Block | EntryType::Fifo => "it is a device or a pipe",
@@ -286,8 +285,8 @@ pub fn name_digest(path: &Path) -> u128 {
     u128::from_be_bytes(first)
 }
 
-/// A path for the terminal: quoted, without control characters, and truncated.
-pub fn quoted(path: &Path) -> String {
+/// Formats a path for the terminal: quoted, without control characters, and truncated.
+pub fn quote_path(path: &Path) -> String {
     let text = path.as_os_str().to_string_lossy();
     match text.char_indices().nth(MAX_QUOTED_CHARS) {
         Some((end, _)) => format!("{:?}…", &text[..end]),

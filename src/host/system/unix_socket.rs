@@ -1,6 +1,6 @@
 //! Unix sockets of the machine's own services. Members of a socket's group that can enter its directory may connect.
 //!
-//! On a machine, tmpfiles creates the directories with their owners. Elsewhere they are created here, closed to all
+//! On a machine, tmpfiles creates the directories with their owners. Elsewhere, this module creates them, closed to all
 //! other users.
 
 use std::fs::{self, Permissions};
@@ -39,7 +39,7 @@ pub fn bind(dir: &Path, name: &str) -> io::Result<UnixListener> {
         .and_then(|()| fs::set_permissions(&temp, Permissions::from_mode(SOCKET_MODE)))
         .and_then(|()| fs::rename(&temp, &target));
     if let Err(error) = renamed {
-        // A socket without its name is useless.
+        // The socket cannot be used under its temporary name.
         let _ = fs::remove_file(&temp);
         return Err(error);
     }
@@ -62,7 +62,7 @@ pub struct PeerCredentials {
 }
 
 impl PeerCredentials {
-    pub fn of(stream: &UnixStream) -> Self {
+    pub fn from_stream(stream: &UnixStream) -> Self {
         let credentials = stream.peer_cred().ok();
         Self { uid: credentials.as_ref().map(UCred::uid), pid: credentials.as_ref().and_then(UCred::pid) }
     }
@@ -70,7 +70,7 @@ impl PeerCredentials {
 
 impl Connected<IncomingStream<'_, UnixListener>> for PeerCredentials {
     fn connect_info(stream: IncomingStream<'_, UnixListener>) -> Self {
-        Self::of(stream.io())
+        Self::from_stream(stream.io())
     }
 }
 

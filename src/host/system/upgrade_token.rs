@@ -2,8 +2,8 @@
 //!
 //! Only the sync agent writes the file. It stores the next token durably before it sends a heartbeat with it, and
 //! keeps the previous one, which the platform may still accept if it refuses the stored one. Every call reads the
-//! file again, so a long backup notices a rotation. Root reads it too, although another user can write it: only as a
-//! regular file without following links, and only if it has the form of this machine's token.
+//! file again, so a long backup notices a rotation. Root also reads the file, although another user can write it: root
+//! follows no links, and accepts only a regular file whose content has the form of this machine's token.
 //!
 //! Invariant: the file holds the latest stored token or the previous one.
 
@@ -24,12 +24,12 @@ use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
 use svc_machine::id::MachineId;
 
-/// Fail points of the storage of a token.
+/// Fail points in the storage of a token.
 pub const FAILPOINTS: &[&str] = &["token.before_store", "token.stored"];
 const FORMAT: u32 = 1;
 const MAX_BYTES: u64 = 4096;
 
-/// The tokens of a machine, as an applet finds them.
+/// The source of a machine's tokens.
 #[derive(Debug, Clone)]
 pub struct UpgradeToken {
     /// The token of `host.env`.
@@ -47,8 +47,8 @@ struct TokenFile {
 #[derive(Debug, Clone)]
 pub struct Tokens {
     pub current: SecretString,
-    /// The fallback if the platform refuses the current one.
-    pub before: Option<SecretString>,
+    /// The fallback if the platform refuses the current token.
+    pub previous: Option<SecretString>,
 }
 
 /// Reason why a token was not stored.
@@ -67,7 +67,8 @@ pub enum TokenError {
 struct StoredToken {
     version: u32,
     token: String,
-    before: Option<String>,
+    #[serde(rename = "before")]
+    previous: Option<String>,
 }
 
 impl UpgradeToken {
@@ -76,7 +77,7 @@ impl UpgradeToken {
         Self { first: token, stored: None }
     }
 
-    /// The token of `host.env`, and later ones of this machine.
+    /// The token of `host.env`, replaced by later tokens of this machine.
     pub fn rotating(first: SecretString, layout: &Layout, machine: MachineId) -> Self {
         Self { first, stored: Some(TokenFile { path: layout.upgrade_token(), machine }) }
     }
@@ -87,19 +88,19 @@ impl UpgradeToken {
     }
 
     pub fn tokens(&self) -> Tokens {
-        let first = || Tokens { current: self.first.clone(), before: None };
+        let first = || Tokens { current: self.first.clone(), previous: None };
         let Some(token_file) = &self.stored else { return first() };
         match token_file.read() {
             Ok(Some(tokens)) if is_current_generation(&tokens.current, &self.first) => tokens,
             Ok(_) => first(),
             Err(error) => {
-                tracing::error!(error = %chain(&error), "cannot read the stored token; using that of host.env");
+                tracing::error!(error = %chain(&error), "cannot read the stored token; using the one in host.env");
                 first()
             }
         }
     }
 
-    /// Stores the token for later calls. `accepted` is the one that the platform has just accepted.
+    /// Stores the token for later calls. `accepted` is the token that the platform has just accepted.
     ///
     /// # Errors
     /// [`TokenError`]; the stored token is unchanged.
@@ -111,7 +112,7 @@ impl UpgradeToken {
         let stored = StoredToken {
             version: FORMAT,
             token: next.expose_secret().to_owned(),
-            before: Some(accepted.expose_secret().to_owned()),
+            previous: Some(accepted.expose_secret().to_owned()),
         };
         let text = serde_json::to_vec(&stored).expect("plain fields are JSON");
         failpoint::pass("token.before_store")?;
@@ -120,8 +121,8 @@ impl UpgradeToken {
         Ok(())
     }
 
-    /// Makes the stored token durable. A killed agent may have left a file that a power failure would revert, and no
-    /// call may be made with it before.
+    /// Makes the stored token durable, which must happen before a call uses it: a killed agent may have left a file
+    /// that a power failure would revert.
     pub fn make_durable(&self) -> Result<(), FileError> {
         let Some(token_file) = &self.stored else { return Ok(()) };
         fsx::remove_leftover_temp(&token_file.path)?;
@@ -154,12 +155,12 @@ impl TokenFile {
             stored.filter(|stored| stored.version == FORMAT && belongs_to(&stored.token, self.machine));
         Ok(stored.map(|stored| Tokens {
             current: stored.token.into(),
-            before: stored.before.filter(|token| belongs_to(token, self.machine)).map(Into::into),
+            previous: stored.previous.filter(|token| belongs_to(token, self.machine)).map(Into::into),
         }))
     }
 }
 
-/// Whether the text has the form of this machine's token. Nothing else from the file is ever sent.
+/// Whether the text has the form of this machine's token. No other content of the file is ever sent.
 fn belongs_to(token: &str, machine: MachineId) -> bool {
     let rest = token.strip_prefix(&format!("svcu_{}_", machine.0.simple()));
     rest.is_some_and(|rest| {
@@ -167,7 +168,8 @@ fn belongs_to(token: &str, machine: MachineId) -> bool {
     })
 }
 
-/// Whether the stored token is at least of the generation of that in `host.env`, which an operator may have replaced.
+/// Whether the stored token's generation is at least that of the token in `host.env`, which an operator may have
+/// replaced.
 fn is_current_generation(stored: &SecretString, first: &SecretString) -> bool {
     generation(stored.expose_secret()) >= generation(first.expose_secret())
 }
@@ -180,8 +182,8 @@ fn generation(token: &str) -> u32 {
     }
 }
 
-/// Writes the current token into `host.env`, as root, before a switch to another release: an older one reads it only
-/// there. No rotation begins during an update.
+/// Writes the current token into `host.env`, as root, before a switch to another release: an older release reads the
+/// token only there. No rotation begins during an update.
 ///
 /// # Errors
 /// [`FileError`]; `host.env` is unchanged.
@@ -198,7 +200,7 @@ pub fn write_to_host_env(layout: &Layout, token: &UpgradeToken) -> Result<(), Fi
     let temp = path.with_extension("env.next");
     fsx::write_atomic(&temp, text.as_bytes(), 0o600)?;
     std::os::unix::fs::chown(&temp, Some(meta.uid()), Some(meta.gid()))
-        .map_err(FileError::at("give away", &temp))?;
+        .map_err(FileError::at("change the owner of", &temp))?;
     std::fs::rename(&temp, &path).map_err(FileError::at("replace", &path))?;
     fsx::sync_dir(path.parent().unwrap_or(Path::new("/")))
 }
@@ -213,12 +215,12 @@ mod tests {
         format!("svcu_{}_{counted}{}", machine.0.simple(), "a".repeat(64)).into()
     }
 
-    fn shown(token: &UpgradeToken) -> String {
+    fn current_text(token: &UpgradeToken) -> String {
         token.current().expose_secret().to_owned()
     }
 
     #[test]
-    fn store_updates_every_holder_and_keeps_previous() {
+    fn store_updates_every_holder_and_keeps_previous_token() {
         let dir = tempfile::tempdir().unwrap();
         let (layout, machine) = (Layout::new(dir.path()), MachineId::new());
         let first = token(machine, 1);
@@ -226,15 +228,15 @@ mod tests {
             UpgradeToken::rotating(first.clone(), &layout, machine),
             UpgradeToken::rotating(first.clone(), &layout, machine),
         );
-        assert_eq!(shown(&one), first.expose_secret());
+        assert_eq!(current_text(&one), first.expose_secret());
         one.store(&token(machine, 2), &first).unwrap();
-        assert_eq!(shown(&other), token(machine, 2).expose_secret());
-        assert_eq!(other.tokens().before.unwrap().expose_secret(), first.expose_secret());
+        assert_eq!(current_text(&other), token(machine, 2).expose_secret());
+        assert_eq!(other.tokens().previous.unwrap().expose_secret(), first.expose_secret());
         other.make_durable().unwrap();
         let meta = std::fs::metadata(layout.upgrade_token()).unwrap();
         assert_eq!(meta.mode() & 0o777, 0o600);
         let replaced = UpgradeToken::rotating(token(machine, 3), &layout, machine);
-        assert_eq!(shown(&replaced), token(machine, 3).expose_secret(), "host.env has a newer token");
+        assert_eq!(current_text(&replaced), token(machine, 3).expose_secret(), "host.env has a newer token");
     }
 
     #[test]
@@ -250,15 +252,15 @@ mod tests {
         let text = |token: &str| serde_json::json!({"version": 1, "token": token}).to_string();
         std::fs::write(&secret, text(token(machine, 2).expose_secret())).unwrap();
         std::os::unix::fs::symlink(&secret, layout.upgrade_token()).unwrap();
-        assert_eq!(shown(&held), first.expose_secret(), "a link is not followed");
+        assert_eq!(current_text(&held), first.expose_secret(), "a link is not followed");
         for content in [text("root:x:0:0"), text(others.expose_secret()), "{".to_owned()] {
             std::fs::remove_file(layout.upgrade_token()).unwrap();
             std::fs::write(layout.upgrade_token(), content).unwrap();
-            assert_eq!(shown(&held), first.expose_secret());
+            assert_eq!(current_text(&held), first.expose_secret());
         }
         std::fs::remove_file(layout.upgrade_token()).unwrap();
         nix::unistd::mkfifo(&layout.upgrade_token(), nix::sys::stat::Mode::S_IRWXU).unwrap();
-        assert_eq!(shown(&held), first.expose_secret(), "a FIFO does not block");
+        assert_eq!(current_text(&held), first.expose_secret(), "a FIFO does not block");
     }
 
     #[test]

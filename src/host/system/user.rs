@@ -1,7 +1,7 @@
-//! The user that a program of the machine runs as when root starts it by hand.
+//! Runs programs that root starts manually as the right user of the machine.
 //!
 //! Root opens no path that one of the machine's two users can change. A process of that user reads and writes there:
-//! [`step_down`] for a whole program, [`program_as`] for a part of it.
+//! [`drop_privileges`] is for a whole program, [`applet_command`] for a part of one.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -14,26 +14,26 @@ use super::layout::Layout;
 use super::vars;
 use svc_base::failpoint;
 
-/// Root becomes the user that owns the env files, as the units do: the next run of a unit could not write files of
-/// root. Must be called before another thread exists.
+/// Switches from root to the user that owns the env files, as the units do: files that root creates would not be
+/// writable for the next run of a unit. Must be called before another thread exists.
 ///
 /// # Errors
 /// If the kernel refuses.
-pub fn step_down(layout: &Layout) -> anyhow::Result<()> {
+pub fn drop_privileges(layout: &Layout) -> anyhow::Result<()> {
     let has_tools = vars::SVC_PG_BIN_DIR.from_process().is_some()
         || layout.link("runtime").join("postgres/bin/pg_dump").exists();
     if !has_tools {
-        // The tools in the database's container are usable only by root.
+        // Only root can use the tools in the database's container.
         return Ok(());
     }
-    become_gateway(layout)
+    switch_to_gateway_user(layout)
 }
 
-/// Like [`step_down`], but even without PostgreSQL tools, for programs that read or write the home.
+/// Like [`drop_privileges`], but even without PostgreSQL tools, for programs that read or write the home.
 ///
 /// # Errors
 /// If the kernel refuses.
-pub fn become_gateway(layout: &Layout) -> anyhow::Result<()> {
+pub fn switch_to_gateway_user(layout: &Layout) -> anyhow::Result<()> {
     let Ok(meta) = std::fs::metadata(layout.host_env()) else { return Ok(()) };
     if !geteuid().is_root() || meta.uid() == 0 {
         return Ok(());
@@ -56,16 +56,16 @@ pub enum MachineUser {
     Owner,
 }
 
-/// Variables of root's environment that a process of the owner's user inherits.
+/// Variables that a process of the owner's user inherits from root.
 const OWNER_VARIABLES: [&str; 4] = ["PATH", "LANG", "RUST_LOG", "SVC_ROOT"];
 
-/// One of our applets as a process of another user, killed when it is dropped. For the gateway's user the applet
-/// calls [`become_gateway`] first; for the owner's user it starts as that user. If this process is not root, or the
-/// machine has only root, it keeps the current user.
+/// Builds the command that runs one of our applets as another user; the process is killed when its handle is dropped.
+/// For the gateway's user, the applet calls [`switch_to_gateway_user`] first; for the owner's user, it starts as that
+/// user. If this process is not root, or the machine has only root, the applet keeps the current user.
 ///
 /// # Errors
 /// If the user is unknown.
-pub fn program_as(layout: &Layout, user: MachineUser, args: &[&str]) -> io::Result<Command> {
+pub fn applet_command(layout: &Layout, user: MachineUser, args: &[&str]) -> io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args(args).kill_on_drop(true).current_dir("/");
     if user == MachineUser::Owner {
@@ -73,17 +73,17 @@ pub fn program_as(layout: &Layout, user: MachineUser, args: &[&str]) -> io::Resu
         let passed = names.filter_map(|name| Some((name, std::env::var_os(name)?)));
         let passed: Vec<_> = passed.collect();
         command.env_clear().envs(passed);
-        if let Some((uid, gid)) = owner_ids(layout)? {
+        if let Some((uid, gid)) = read_owner_ids(layout)? {
             command.uid(uid).gid(gid);
         }
     }
     Ok(command)
 }
 
-/// Makes the kernel end this process, which [`program_as`] started, together with its parent.
+/// Makes the kernel end this process, which [`applet_command`] started, when its parent ends.
 pub fn end_with_parent() {
     if let Err(error) = nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGTERM) {
-        tracing::warn!(%error, "could not bind this process to its parent; it may outlive it");
+        tracing::warn!(%error, "cannot make this process end with its parent; it may outlive the parent");
     }
 }
 
@@ -91,20 +91,20 @@ pub fn end_with_parent() {
 ///
 /// # Errors
 /// If the machine has no env file.
-pub fn is_root_for_others(layout: &Layout) -> io::Result<bool> {
+pub fn is_root_with_separate_users(layout: &Layout) -> io::Result<bool> {
     Ok(geteuid().is_root() && std::fs::metadata(layout.host_env())?.uid() != 0)
 }
 
 /// The parent directories belong to root, so only root can change these owners.
-fn owner_ids(layout: &Layout) -> io::Result<Option<(u32, u32)>> {
-    if !is_root_for_others(layout)? {
+fn read_owner_ids(layout: &Layout) -> io::Result<Option<(u32, u32)>> {
+    if !is_root_with_separate_users(layout)? {
         return Ok(None);
     }
-    let of = |path: &Path| {
+    let metadata_of = |path: &Path| {
         std::fs::symlink_metadata(path)
             .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))
     };
-    let (uid, gid) = (of(&layout.owner_sockets())?.uid(), of(&layout.home())?.gid());
+    let (uid, gid) = (metadata_of(&layout.owner_sockets())?.uid(), metadata_of(&layout.home())?.gid());
     if uid == 0 || gid == 0 {
         let why = format!("{} does not belong to the owner's user", layout.owner_sockets().display());
         return Err(io::Error::other(why));

@@ -10,15 +10,15 @@ svc_base::variables! {
         SVC_HANDLE: "text" = required;
         /// The machine's slot.
         SVC_SLOT: "text" = "primary";
-        /// The machine's epoch when it was created. Later ones come with heartbeats.
+        /// The machine's epoch when it was created. Heartbeats deliver later epochs.
         SVC_EPOCH: "number" = required;
-        /// URL of the platform. Root reads only that of `update.env`.
+        /// URL of the platform. Root reads only the value in `update.env`.
         PLATFORM_INTERNAL_URL: "URL" = required, in "`host.env`, `update.env`";
         /// The machine's own token for the platform.
         UPGRADE_TOKEN: "text" = required;
-        /// The platform's first public keys. Heartbeats deliver later ones.
+        /// The platform's initial public keys. Heartbeats deliver later keys.
         SVC_PROOF_KEYS: "JWK set" = required, by ["svc-gateway", "svc-sync-agent"];
-        /// The machine's name, for its certificate. Heartbeats deliver later ones, and the authority.
+        /// The machine's host name, for its certificate. Heartbeats deliver later names, and the authority.
         SVC_HOST_NAME: "host name" = unset, by ["svc-gateway", "svcctl"];
         /// The identity provider's issuer.
         IDP_ISSUER: "text" = unset, by ["svc-gateway"];
@@ -33,7 +33,7 @@ svc_base::variables! {
         /// The requested release.
         SVC_IMAGE_VERSION: "version" = required,
             in "`host.env`, `boot.env`", by ["svc-update", "svc-register", "svc-sync-agent"];
-        /// Token of the one registration and of the reports of the boot.
+        /// Token for the single registration and for reports during the boot.
         REGISTRATION_TOKEN: "text" = required, in "`boot.env`", by ["svc-register", "svc-restore"];
         /// URL of the first release's bundle.
         SVC_HOST_BUNDLE_URL: "URL" = required, in "`update.env`", by ["svc-update"];
@@ -46,7 +46,7 @@ svc_base::variables! {
         /// Ed25519 keys whose signature on a bundle's manifest is trusted. An update that brings a later set
         /// writes this variable and the next. The process environment does not count.
         SVC_BUNDLE_PUBLIC_KEYS: "list, separated by commas" = unset, in "`update.env`", by ["svc-update"];
-        /// Number of that key set.
+        /// Sequence number of that key set.
         SVC_BUNDLE_KEYS_SEQUENCE: "number" = "0", in "`update.env`", by ["svc-update"];
         /// Password of the database's container. `svc-update boot` generates it on the machine. It is not
         /// quoted, because podman reads it.
@@ -63,8 +63,8 @@ svc_base::variables! {
         /// Address of the gateway.
         GATEWAY_LISTEN: "address and port" = "0.0.0.0:443",
             by ["svc-gateway", "svc-register", "svc-sync-agent", "svc-update"];
-        /// PostgreSQL 16 client tools. If there are none, those in the container `svc-postgres` are used.
-        /// Programs that run as root read it only from their own environment.
+        /// Directory of the PostgreSQL 16 client tools. If there are none, those in the container `svc-postgres` are
+        /// used. Programs that run as root read this variable only from their own environment.
         SVC_PG_BIN_DIR: "path" = derived "the release's runtime", by ["svc-db-backup", "svc-restore"];
         /// How long a release may take to become healthy before `svc-update` rolls back.
         SVC_UPDATE_HEALTH_SECONDS: "seconds" = "180",
@@ -92,7 +92,7 @@ svc_base::variables! {
         /// Compression of dumps. See below.
         BACKUP_COMPRESSION: "`none`, `gzip:1` to `gzip:9`, `zstd:1` to `zstd:19`" = "gzip:1",
             by ["svc-db-backup"];
-        /// How long a restore, a drill or a check retries an unreachable store or database, since the last
+        /// How long a restore, a drill or a check retries an unreachable store or database, counted from the last
         /// progress.
         RESTORE_STORE_DEADLINE_SECONDS: "seconds" = "300", by ["svc-restore", "svc-db-backup"];
         /// First backoff after a failed hourly backup. It doubles, up to 15 minutes, until the next hourly
@@ -106,9 +106,9 @@ svc_base::variables! {
         REGISTER_PLATFORM_DEADLINE_SECONDS: "seconds" = "120", by ["svc-register"];
         /// Interval of heartbeats to the platform.
         HEARTBEAT_SECONDS: "seconds, at least 1" = "30", by ["svc-sync-agent"];
-        /// Interval of checks whether `system/vps-meta.json` has changed and must be written.
+        /// Interval of checks whether the content of `system/vps-meta.json` has changed.
         VPS_META_SECONDS: "seconds, at least 1" = "300", by ["svc-sync-agent"];
-        /// Maximum time between two writes of it.
+        /// Maximum time between two writes of `system/vps-meta.json`.
         VPS_META_AT_LEAST_SECONDS: "seconds, at least 1" = "86400", by ["svc-sync-agent"];
         /// Development only. See below.
         GATEWAY_AUTH: "flag" = "true";

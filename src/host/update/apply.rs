@@ -21,10 +21,10 @@ use svc_base::config::Env;
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
-/// A requested run waits for the lock: if it failed instead, the path unit would start it over and over.
+/// A requested run waits for the lock: if it failed instead, the path unit would start it repeatedly.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
-/// Fail points of an update, besides those of a boot.
+/// Fail points of an update, in addition to those of a boot.
 pub const APPLY_FAILPOINTS: &[&str] = &[
     "update.opened",
     "update.believed",
@@ -53,11 +53,11 @@ pub enum UpdateTarget {
     Requested,
     /// The release before the current one.
     Previous,
-    /// None: only an open update is finished.
+    /// No release: only an open update is finished.
     Resume,
 }
 
-/// The caller that waits for the result.
+/// The caller of this run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Caller {
     Operator,
@@ -65,14 +65,14 @@ enum Caller {
 }
 
 fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {
-    let services = Systemctl::find(&layout).ok_or(ServicesError::None).or_exit(Exit::Config)?;
+    let services = Systemctl::find(&layout).ok_or(ServicesError::Missing).or_exit(Exit::Config)?;
     root_settings::copy_platform_url(&layout).or_exit(Exit::Internal)?;
     let mut env = config::environment(&layout);
     let has_database = env.is_set(&vars::DATABASE_URL);
     let platform = PlatformLink::read(&mut env, &layout);
     let listen = env.or_default(&vars::GATEWAY_LISTEN);
     let platform = env.finish(platform);
-    trust::report(&layout)?;
+    trust::report_key_ids(&layout)?;
     let mut env = Env::from_process().with_file(&layout.update_env());
     let seconds: u64 = env.or_default(&vars::SVC_UPDATE_HEALTH_SECONDS);
     let snapshot_seconds: u64 = env.or_default(&vars::SVC_UPDATE_SNAPSHOT_SECONDS);
@@ -88,17 +88,19 @@ fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {
     })
 }
 
+/// Finishes an open update, then updates to the target.
+///
 /// # Errors
-/// [`Failure`] with the exit code of the contract.
+/// [`Failure`] with the documented exit code.
 pub async fn run(layout: Layout, wanted: UpdateTarget) -> Result<(), Failure> {
     let updater = build_updater(layout)?;
-    let _lock = lock(&updater.layout, &wanted).await?;
+    let _lock = acquire_lock(&updater.layout, &wanted).await?;
     releases::remove_leftovers(&updater.layout).or_exit(Exit::Internal)?;
     let open = Journal::read(&updater.layout).map_err(journal_failure)?;
     let mut ended = match open {
         Some(open) => {
             let id = open.plan.request_id.clone();
-            tracing::warn!(from = %open.plan.from, to = %open.plan.to, "resuming an update that was cut off");
+            tracing::warn!(from = %open.plan.from, to = %open.plan.to, "resuming an interrupted update");
             Some(request_id::run_with_id(id, updater.finish(open)).await?)
         }
         None => None,
@@ -107,14 +109,14 @@ pub async fn run(layout: Layout, wanted: UpdateTarget) -> Result<(), Failure> {
         UpdateTarget::Requested | UpdateTarget::Resume => Caller::PathUnit,
         UpdateTarget::Version(..) | UpdateTarget::Previous => Caller::Operator,
     };
-    if let Some((aim, to, allow, id)) = resolve_target(&updater.layout, wanted)? {
-        let from = machine::current(&updater.layout)?;
+    if let Some((kind, to, allow, id)) = resolve_target(&updater.layout, wanted)? {
+        let from = machine::current_release(&updater.layout)?;
         if from == to {
             request::complete(&updater.layout, &to).or_exit(Exit::Internal)?;
             println!("{to} is current");
             return Ok(());
         }
-        let update = async { updater.finish(updater.open(aim, from, to, allow).await).await };
+        let update = async { updater.finish(updater.open(kind, from, to, allow).await).await };
         ended = Some(request_id::run_with_id(id, update).await?);
     }
     match ended {
@@ -123,7 +125,7 @@ pub async fn run(layout: Layout, wanted: UpdateTarget) -> Result<(), Failure> {
     }
 }
 
-async fn lock(layout: &Layout, wanted: &UpdateTarget) -> Result<Lock, Failure> {
+async fn acquire_lock(layout: &Layout, wanted: &UpdateTarget) -> Result<Lock, Failure> {
     let path = layout.update_state().join("lock");
     let lock = match wanted {
         UpdateTarget::Requested | UpdateTarget::Resume => Lock::wait(&path, LOCK_TIMEOUT).await,
@@ -153,8 +155,8 @@ fn resolve_target(layout: &Layout, wanted: UpdateTarget) -> Result<Option<Resolv
             Ok(Some((UpdateKind::Apply, version, allow, request_id::current())))
         }
         UpdateTarget::Previous => {
-            let current = machine::current(layout)?;
-            let previous = history::previous(layout).or_exit(Exit::Internal)?;
+            let current = machine::current_release(layout)?;
+            let previous = history::find_previous(layout).or_exit(Exit::Internal)?;
             let previous = previous.filter(|version| *version != current);
             let previous = previous.ok_or(UpdateError::NoPrevious)?;
             Ok(Some((UpdateKind::Rollback, previous, none, request_id::current())))
@@ -162,7 +164,7 @@ fn resolve_target(layout: &Layout, wanted: UpdateTarget) -> Result<Option<Resolv
         UpdateTarget::Requested => match request::read(layout) {
             RequestFile::Missing => Ok(None),
             RequestFile::Valid(request) => {
-                let id = request.request_id.unwrap_or_else(request_id::fresh);
+                let id = request.request_id.unwrap_or_else(request_id::generate);
                 Ok(Some((UpdateKind::Apply, request.version, none, id)))
             }
             RequestFile::Invalid => {
@@ -173,8 +175,8 @@ fn resolve_target(layout: &Layout, wanted: UpdateTarget) -> Result<Option<Resolv
     }
 }
 
-/// Reports the outcome. A unit run that served a request succeeds for every outcome but `Failed`: the heartbeat
-/// reports it to the platform.
+/// Reports the outcome. A run of the unit succeeds for every outcome except `Failed`, because the heartbeat reports the
+/// outcome to the platform.
 fn report_outcome(outcome: &Outcome, caller: Caller) -> Result<(), Failure> {
     let Outcome { version, outcome: end, stage, error, .. } = outcome;
     let error = error.as_deref().unwrap_or_default();
@@ -185,9 +187,9 @@ fn report_outcome(outcome: &Outcome, caller: Caller) -> Result<(), Failure> {
         }
         UpdateResult::RolledBack => (
             Exit::Refused,
-            format!("{version} failed its checks ({stage}): {error}; the release before runs again"),
+            format!("{version} failed its checks ({stage}): {error}; the previous release runs again"),
         ),
-        UpdateResult::Refused => (Exit::Refused, format!("{version} is refused ({stage}): {error}")),
+        UpdateResult::Refused => (Exit::Refused, format!("{version} was refused ({stage}): {error}")),
         UpdateResult::Failed => {
             (Exit::Internal, format!("the update to {version} failed ({stage}): {error}"))
         }

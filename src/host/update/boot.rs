@@ -1,9 +1,9 @@
-//! The first release of a machine: installs the bundle named by user-data, its units, and the password of the
-//! machine's database.
+//! Installs the first release of a machine: the bundle named by user-data, its units, and the password of the machine's
+//! database.
 //!
-//! Nothing is switched before the digest of the whole bundle is verified. Each step is idempotent, so an interrupted
-//! run is simply repeated. A complete current release is never replaced here: only its missing links, units and
-//! password are added, and later releases need a signed manifest.
+//! The switch happens only after the digest of the whole bundle has been verified. Each step is idempotent, so an
+//! interrupted run is simply repeated. A complete current release is never replaced here: only its missing links, units
+//! and password are added. Later releases need a signed manifest.
 
 use super::database::{self, DatabaseError};
 use super::download::{BundleSource, DownloadError};
@@ -50,7 +50,7 @@ pub const FAILPOINTS: &[&str] = &[
 #[derive(Debug, thiserror::Error)]
 enum BootError {
     #[error(
-        "the update from {from} to {to} was interrupted\n  next: `svc-update resume` finishes it; then boot again"
+        "the update from {from} to {to} was interrupted\n  next: `svc-update resume` finishes it; then run `svc-update boot` again"
     )]
     Open { from: ImageVersion, to: ImageVersion },
     #[error(transparent)]
@@ -105,8 +105,8 @@ struct FirstBundle {
 impl FirstBundle {
     fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
         let url = env.required(&vars::SVC_HOST_BUNDLE_URL);
-        let stated: Option<String> = env.required(&vars::SVC_BUNDLE_SHA256);
-        let sha256 = stated.and_then(|text| {
+        let sha256: Option<String> = env.required(&vars::SVC_BUNDLE_SHA256);
+        let sha256 = sha256.and_then(|text| {
             let digest = bundle::parse_digest(&text);
             if digest.is_none() {
                 env.mistake(&vars::SVC_BUNDLE_SHA256, "must be 64 hexadecimal digits");
@@ -122,7 +122,7 @@ impl FirstBundle {
 
 impl BootConfig {
     fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
-        let release = match releases::current(layout) {
+        let release = match releases::find_complete_current(layout) {
             Some(current) => BootRelease::Current(current),
             None => BootRelease::First(FirstBundle::read(env, layout)?),
         };
@@ -133,7 +133,7 @@ impl BootConfig {
 /// Fetches the release and makes it current, unless a release is current already.
 ///
 /// # Errors
-/// [`Failure`] with the exit code of the contract.
+/// [`Failure`] with the documented exit code.
 pub async fn run(layout: Layout) -> Result<(), Failure> {
     let _lock = Lock::take(&layout.update_state().join("lock")).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another update is under way")),
@@ -166,8 +166,8 @@ async fn install_release(layout: &Layout, config: &BootConfig) -> Result<ImageVe
     releases::switch(layout, version)?;
     units::install(layout, version)?;
     database::ensure_password(layout)?;
-    if let Err(error) = trust::report(layout) {
-        // Not needed to boot; the next update reports the error.
+    if let Err(error) = trust::report_key_ids(layout) {
+        // A boot does not need the report; the next update fails with the same error.
         tracing::warn!(error = %chain(&error), "could not report the trusted keys");
     }
     if let Some(services) = &config.services {

@@ -1,7 +1,7 @@
 //! The password of the machine's own database: generated here once, and stored only on this machine.
 //!
-//! A `DATABASE_URL` that is set already is kept. The container's file is written first, so a run interrupted between
-//! the two files reuses the same password.
+//! An existing `DATABASE_URL` is kept. The container's file is written first, so that a run after an interruption between
+//! the two files reuses the password.
 
 use std::path::Path;
 
@@ -25,6 +25,7 @@ pub enum DatabaseError {
     Injected(#[from] Injected),
 }
 
+/// Creates the password, if `DATABASE_URL` is not set.
 pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
     if config::environment(layout).is_set(&vars::DATABASE_URL) {
         return Ok(());
@@ -90,7 +91,7 @@ mod tests {
         }
         ensure_password(&layout).unwrap();
         assert_eq!(fs::read_to_string(layout.host_env()).unwrap(), host);
-        // A run interrupted between the two files reuses the password.
+        // After an interruption between the two files, the password is reused.
         fs::write(layout.host_env(), "SVC_SLOT=\"primary\"\n").unwrap();
         ensure_password(&layout).unwrap();
         assert_eq!(fs::read_to_string(layout.host_env()).unwrap(), host);

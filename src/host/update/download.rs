@@ -32,7 +32,7 @@ pub struct BundleSource {
 /// Reason for an incomplete download.
 #[derive(Debug, thiserror::Error)]
 pub enum DownloadError {
-    #[error("make the HTTP client")]
+    #[error("create the HTTP client")]
     Client(#[source] anyhow::Error),
     #[error("download {url}")]
     Transport {
@@ -54,8 +54,8 @@ pub enum DownloadError {
     TooLarge { url: String, limit: u64 },
     #[error("download {url}: it was changed during the download")]
     Changed { url: String },
-    #[error("download {url}: ended after {at} bytes")]
-    CutShort { url: String, at: u64 },
+    #[error("download {url}: ended after {received} bytes")]
+    Truncated { url: String, received: u64 },
     /// The unpacker stopped reading; its error is reported instead.
     #[error("the archive was refused")]
     Abandoned,
@@ -66,7 +66,7 @@ pub enum DownloadError {
 impl DownloadError {
     fn is_transient(&self) -> bool {
         match self {
-            Self::Transport { .. } | Self::CutShort { .. } => true,
+            Self::Transport { .. } | Self::Truncated { .. } => true,
             Self::Status { status, .. } => {
                 status.is_server_error()
                     || [StatusCode::TOO_MANY_REQUESTS, StatusCode::REQUEST_TIMEOUT].contains(status)
@@ -82,35 +82,36 @@ impl BundleSource {
         Self { url, token: is_platform.then_some(platform.upgrade_token) }
     }
 
-    /// Reads a small file whole.
+    /// Reads a small file completely.
     ///
     /// # Errors
-    /// [`DownloadError`], for example when the file has more than `limit` bytes.
+    /// [`DownloadError`], for example if the file has more than `max_bytes`.
     pub async fn read(&self, max_bytes: u64) -> Result<Vec<u8>, DownloadError> {
         let download = self.open().await?;
         let url = download.url();
-        let (chunks, mut pieces) = mpsc::channel::<Bytes>(4);
-        let gather = async move {
-            let mut all = Vec::new();
-            while let Some(piece) = pieces.recv().await {
-                if (all.len() + piece.len()) as u64 > max_bytes {
+        let (sender, mut receiver) = mpsc::channel::<Bytes>(4);
+        let collect = async move {
+            let mut content = Vec::new();
+            while let Some(chunk) = receiver.recv().await {
+                if (content.len() + chunk.len()) as u64 > max_bytes {
                     return Err(DownloadError::TooLarge { url, limit: max_bytes });
                 }
-                all.extend_from_slice(&piece);
+                content.extend_from_slice(&chunk);
             }
-            Ok(all)
+            Ok(content)
         };
-        // A reader that stops early also ends the download, so its error comes first.
-        let (streamed, gathered) = tokio::join!(download.stream_to(chunks), gather);
-        let all = gathered?;
+        // A receiver that stops early also ends the download, so the receiver's error takes precedence.
+        let (streamed, collected) = tokio::join!(download.stream_to(sender), collect);
+        let content = collected?;
         streamed?;
-        Ok(all)
+        Ok(content)
     }
 
     /// Sends the first request; its response gives the length.
     pub async fn open(&self) -> Result<Download<'_>, DownloadError> {
         let client = client::build(Deadlines::DOWNLOAD).map_err(DownloadError::Client)?;
-        let mut download = Download { source: self, client, etag: None, length: None, at: 0, body: None };
+        let mut download =
+            Download { source: self, client, etag: None, length: None, received: 0, body: None };
         let mut backoff = Backoff::new(STALL_TIMEOUT);
         loop {
             match download.send_request().await {
@@ -136,7 +137,8 @@ pub struct Download<'a> {
     /// A strong ETag; a download without one cannot be resumed.
     etag: Option<String>,
     length: Option<u64>,
-    at: u64,
+    /// Number of bytes received so far.
+    received: u64,
     body: Option<PendingBody>,
 }
 
@@ -167,21 +169,22 @@ impl Download<'_> {
         if let Some(token) = &self.source.token {
             request = request.bearer_auth(token.current().expose_secret());
         }
-        if let (1.., Some(etag)) = (self.at, &self.etag) {
-            request =
-                request.header(header::RANGE, format!("bytes={}-", self.at)).header(header::IF_RANGE, etag);
+        if let (1.., Some(etag)) = (self.received, &self.etag) {
+            request = request
+                .header(header::RANGE, format!("bytes={}-", self.received))
+                .header(header::IF_RANGE, etag);
         }
-        let response = request_id::onward(request).send().await;
+        let response = request_id::attach(request).send().await;
         let response = response
             .map_err(|source| DownloadError::Transport { url: self.url(), source: source.without_url() })?;
         let skip = match response.status() {
-            StatusCode::PARTIAL_CONTENT if self.at > 0 => {
-                if range_start(&response) != Some(self.at) || self.has_changed(&response) {
+            StatusCode::PARTIAL_CONTENT if self.received > 0 => {
+                if range_start(&response) != Some(self.received) || self.has_changed(&response) {
                     return Err(DownloadError::Changed { url: self.url() });
                 }
                 0
             }
-            StatusCode::OK if self.at == 0 => {
+            StatusCode::OK if self.received == 0 => {
                 self.etag = strong_etag(&response);
                 self.length = response.content_length();
                 0
@@ -190,7 +193,7 @@ impl Download<'_> {
                 if self.etag.is_none() || self.has_changed(&response) {
                     return Err(DownloadError::Changed { url: self.url() });
                 }
-                self.at
+                self.received
             }
             status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => {
                 return Err(DownloadError::Refused { url: self.url(), status });
@@ -201,7 +204,7 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Opens a `file:` URL, for a bundle that is already on the machine. It is read once.
+    /// Opens a `file:` URL, for a bundle that is already on the machine. The file is read once.
     async fn open_file(&mut self) -> Result<(), DownloadError> {
         let unreadable = |source| DownloadError::File { url: self.url(), source };
         let path = self.source.url.to_file_path().unwrap_or_default();
@@ -220,17 +223,17 @@ impl Download<'_> {
     /// Sends every byte to `chunks`, in order, and returns their SHA-256.
     ///
     /// # Errors
-    /// [`DownloadError`]; `Abandoned` when the receiver has been dropped.
+    /// [`DownloadError`]; `Abandoned` if the receiver has been dropped.
     pub async fn stream_to(mut self, chunks: mpsc::Sender<Bytes>) -> Result<String, DownloadError> {
         let mut digest = Sha256::new();
         let mut backoff = Backoff::new(STALL_TIMEOUT);
         loop {
-            let before = self.at;
+            let before = self.received;
             match self.stream_body(&chunks, &mut digest).await {
                 Ok(()) => return Ok(hex::encode(digest.finalize())),
                 Err(error) => {
-                    if self.at > before {
-                        backoff.progress();
+                    if self.received > before {
+                        backoff.record_progress();
                     }
                     back_off(&mut backoff, error).await?;
                 }
@@ -248,7 +251,7 @@ impl Download<'_> {
         }
         let Some(PendingBody { response, mut skip }) = self.body.take() else { return Ok(()) };
         let mut body = response.bytes_stream();
-        while let Some(chunk) = self.next(&mut body).await? {
+        while let Some(chunk) = self.next_chunk(&mut body).await? {
             let skipped = skip.min(chunk.len() as u64);
             skip -= skipped;
             let new = chunk.slice(skipped as usize..);
@@ -256,17 +259,19 @@ impl Download<'_> {
                 continue;
             }
             digest.update(&new);
-            self.at += new.len() as u64;
+            self.received += new.len() as u64;
             chunks.send(new).await.map_err(|_| DownloadError::Abandoned)?;
             failpoint::pass("update.downloading")?;
         }
         match self.length {
-            Some(length) if self.at < length => Err(DownloadError::CutShort { url: self.url(), at: self.at }),
+            Some(length) if self.received < length => {
+                Err(DownloadError::Truncated { url: self.url(), received: self.received })
+            }
             _ => Ok(()),
         }
     }
 
-    async fn next(
+    async fn next_chunk(
         &self,
         body: &mut (impl Stream<Item = reqwest::Result<Bytes>> + Unpin),
     ) -> Result<Option<Bytes>, DownloadError> {
@@ -283,7 +288,7 @@ fn strong_etag(response: &reqwest::Response) -> Option<String> {
     (!etag.starts_with("W/")).then(|| etag.to_owned())
 }
 
-/// The first byte position in `Content-Range: bytes 5-9/10`.
+/// Parses the first byte position in `Content-Range: bytes 5-9/10`.
 fn range_start(response: &reqwest::Response) -> Option<u64> {
     let range = response.headers().get(header::CONTENT_RANGE)?.to_str().ok()?;
     range.strip_prefix("bytes ")?.split('-').next()?.parse().ok()

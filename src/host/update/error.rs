@@ -1,4 +1,4 @@
-//! Why an update did not end.
+//! The errors that interrupt an update.
 
 use super::history::HistoryError;
 use svc_base::applet::{Exit, Failure};
@@ -6,12 +6,12 @@ use svc_base::config::ConfigError;
 use svc_base::failpoint::Injected;
 use svc_base::fsx::FileError;
 
-/// Reason why an update did not end; the journal stays open for the next run.
+/// Reason why an update did not reach its end; the journal stays open for the next run.
 #[derive(Debug, thiserror::Error)]
 pub enum UpdateError {
     #[error("no release is installed on this machine")]
     NoRelease,
-    #[error("there is no release to go back to")]
+    #[error("there is no previous release to roll back to")]
     NoPrevious,
     #[error(transparent)]
     File(#[from] FileError),

@@ -1,4 +1,4 @@
-//! Fetches a release: downloads, verifies and unpacks it. A release is installed whole or not at all.
+//! Fetches a release: downloads, verifies and unpacks it. A release is installed completely or not at all.
 
 use std::path::{Path, PathBuf};
 
@@ -37,7 +37,7 @@ pub enum FetchError {
     Injected(#[from] Injected),
 }
 
-/// Properties of the archive as a trusted source states them.
+/// Expected properties of the archive, from a trusted source.
 pub struct Expected<'a> {
     pub sha256: &'a str,
     pub size_bytes: Option<u64>,
@@ -57,7 +57,7 @@ pub async fn ensure_release(
     if !dir.is_dir() {
         return fetch_release(layout, source, version, expected).await;
     }
-    let found = release::digest(&dir)?.unwrap_or_default();
+    let found = release::read_digest(&dir)?.unwrap_or_default();
     if found == expected.sha256 {
         return Ok(());
     }
@@ -90,8 +90,8 @@ async fn fetch_release(
     let downloaded = download.stream_to(chunks).await;
     // A panic in the unpacker has no error to report, so it is propagated.
     let unpacked = unpacking.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
-    // An unpacker that refuses the archive also ends the download, so its error comes first, unless the download
-    // itself failed.
+    // An unpacker that refuses the archive also ends the download, so the unpacker's error takes precedence, unless the
+    // download itself failed.
     let found = match (downloaded, unpacked) {
         (Ok(found), Ok(())) => found,
         (Err(error), Ok(())) => return Err(error.into()),
@@ -109,8 +109,8 @@ async fn fetch_release(
 
 /// # Errors
 /// [`FetchError::NoSpace`].
-fn ensure_disk_space(dir: &Path, archive: u64) -> Result<(), FetchError> {
-    let needed = archive.saturating_mul(UNPACKED_SIZE_FACTOR).saturating_add(RESERVED_BYTES);
+fn ensure_disk_space(dir: &Path, archive_bytes: u64) -> Result<(), FetchError> {
+    let needed = archive_bytes.saturating_mul(UNPACKED_SIZE_FACTOR).saturating_add(RESERVED_BYTES);
     let free = fs4::available_space(dir).map_err(FileError::at("measure", dir))?;
     if free < needed {
         return Err(FetchError::NoSpace { path: dir.to_owned(), needed, free });

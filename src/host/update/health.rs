@@ -1,7 +1,6 @@
-//! Health check of a release after its services were restarted, from unit states and the gateway's probe.
+//! Checks the health of a release after a restart of its services, by unit states and a probe of the gateway.
 //!
-//! A unit that is starting has not failed. The release is healthy once it stays healthy for a moment within the
-//! deadline.
+//! A unit that is starting has not failed. The release passes if it stays healthy for a few seconds before the deadline.
 
 use std::time::{Duration, Instant};
 
@@ -26,7 +25,7 @@ pub enum HealthState {
     Failed(String),
 }
 
-/// The gateway probe to use.
+/// How the gateway is probed.
 pub enum GatewayProbe {
     /// No certificate exists yet.
     Unavailable,
@@ -36,7 +35,7 @@ pub enum GatewayProbe {
 }
 
 impl GatewayProbe {
-    async fn is_answering(&self) -> bool {
+    async fn is_responding(&self) -> bool {
         match self {
             Self::Unavailable => false,
             Self::Ready(gateway) => gateway.is_ready().await,
@@ -46,24 +45,27 @@ impl GatewayProbe {
 }
 
 /// Combines the unit states and the gateway's probe result.
-fn assess(units: &[(String, UnitState)], is_answering: bool) -> HealthState {
+fn assess(units: &[(String, UnitState)], is_responding: bool) -> HealthState {
     let mut starting = None;
     for (name, unit) in units {
         if unit.restarts >= MAX_RESTARTS {
-            return HealthState::Failed(format!("{name} ended {} times ({})", unit.restarts, unit.result));
+            return HealthState::Failed(format!(
+                "{name} was restarted {} times ({})",
+                unit.restarts, unit.result
+            ));
         }
         match unit.active.as_str() {
             "active" => {}
             "failed" => return HealthState::Failed(format!("{name} failed ({})", unit.result)),
-            // A release may lack any other service, or give it nothing to run.
+            // A release may lack any other service, or the program that it runs.
             "inactive" if name != GATEWAY_UNIT => {}
-            "inactive" => return HealthState::Failed(format!("{name} does not run ({})", unit.result)),
+            "inactive" => return HealthState::Failed(format!("{name} is not running ({})", unit.result)),
             other => starting = Some(format!("{name} is {other}")),
         }
     }
     match starting {
         Some(why) => HealthState::Starting(why),
-        None if is_answering => HealthState::Healthy,
+        None if is_responding => HealthState::Healthy,
         None => HealthState::Starting("the gateway is running but not ready".to_owned()),
     }
 }
@@ -77,7 +79,7 @@ async fn check_health(
     for name in units {
         states.push((name.clone(), services.state(name).await?));
     }
-    Ok(assess(&states, probe.is_answering().await))
+    Ok(assess(&states, probe.is_responding().await))
 }
 
 /// Waits until the release is healthy.

@@ -17,9 +17,9 @@ use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
 const FORMAT: u32 = 1;
-/// Maximum lines in the history.
+/// Maximum number of lines in the history.
 const MAX_HISTORY_LINES: usize = 200;
-/// Releases kept in addition to the current and the previous one.
+/// Number of releases kept in addition to the current and the previous one.
 const EXTRA_RELEASES: usize = 1;
 
 #[derive(Debug, thiserror::Error)]
@@ -63,7 +63,7 @@ pub fn record(layout: &Layout, entry: &HistoryEntry) -> Result<(), HistoryError>
     let line = serde_json::to_string(entry).expect("plain fields are JSON");
     fsx::write_atomic(&layout.last_update(), line.as_bytes(), 0o644)?;
     failpoint::pass("update.outcome_told")?;
-    let mut entries = history(layout)?;
+    let mut entries = read_history(layout)?;
     if entries.iter().any(|known| known.id == entry.id) {
         return Ok(());
     }
@@ -84,8 +84,8 @@ fn history_path(layout: &Layout) -> PathBuf {
     layout.update_state().join("history.jsonl")
 }
 
-/// Every update that ended on this machine, oldest first. Unreadable lines are skipped.
-pub fn history(layout: &Layout) -> Result<Vec<HistoryEntry>, FileError> {
+/// Returns every update that ended on this machine, oldest first. Lines that do not parse are skipped.
+pub fn read_history(layout: &Layout) -> Result<Vec<HistoryEntry>, FileError> {
     let text = fsx::read_if_exists(&history_path(layout))?.unwrap_or_default();
     let text = String::from_utf8_lossy(&text).into_owned();
     Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
@@ -127,8 +127,8 @@ fn update_releases(layout: &Layout, change: impl FnOnce(&mut ReleaseRecord)) -> 
     Ok(fsx::write_atomic(&layout.update_state().join("releases.json"), &text, 0o644)?)
 }
 
-/// The release that was current before this one, if it is still installed.
-pub fn previous(layout: &Layout) -> Result<Option<ImageVersion>, HistoryError> {
+/// Returns the release that was current before this one, if it is still installed.
+pub fn find_previous(layout: &Layout) -> Result<Option<ImageVersion>, HistoryError> {
     Ok(read_releases(layout)?.previous.filter(|version| layout.release(version).is_dir()))
 }
 
@@ -136,7 +136,7 @@ pub fn record_previous(layout: &Layout, version: &ImageVersion) -> Result<(), Hi
     update_releases(layout, |releases| releases.previous = Some(version.clone()))
 }
 
-pub fn quarantined(layout: &Layout) -> Result<Vec<QuarantinedRelease>, HistoryError> {
+pub fn read_quarantined(layout: &Layout) -> Result<Vec<QuarantinedRelease>, HistoryError> {
     Ok(read_releases(layout)?.quarantined)
 }
 
@@ -159,27 +159,26 @@ pub fn unquarantine(layout: &Layout, version: &ImageVersion) -> Result<(), Histo
     update_releases(layout, |releases| releases.quarantined.retain(|other| other.version != *version))
 }
 
-/// Removes old releases. Keeps the current one, the previous one, and the newest other release that is not
-/// quarantined.
+/// Removes old releases. Keeps the current one, the previous one, and the newest other release that is not quarantined.
 pub fn prune(layout: &Layout) -> Result<(), HistoryError> {
-    let Some(current) = release::current(layout) else { return Ok(()) };
+    let Some(current) = release::current_version(layout) else { return Ok(()) };
     let releases = read_releases(layout)?;
-    let mut others: Vec<_> = releases::versions(layout)?
+    let mut others: Vec<_> = releases::list_versions(layout)?
         .into_iter()
         .filter(|version| *version != current && Some(version) != releases.previous.as_ref())
         .map(|version| {
-            let bad = releases.quarantined.iter().any(|other| other.version == version);
+            let is_quarantined = releases.quarantined.iter().any(|other| other.version == version);
             let created = fs::metadata(layout.release(&version)).and_then(|meta| meta.modified()).ok();
-            (!bad, created, version)
+            (!is_quarantined, created, version)
         })
         .collect();
     others.sort();
-    let good = others.iter().filter(|(good, _, _)| *good).count();
-    let keep = good.min(EXTRA_RELEASES);
+    let usable = others.iter().filter(|(is_usable, _, _)| *is_usable).count();
+    let keep = usable.min(EXTRA_RELEASES);
     others.truncate(others.len() - keep);
     for (_, _, version) in others {
         let dir = layout.release(&version);
-        // Renamed first, so that a partly removed directory is not taken for a release.
+        // The directory is renamed first, so that a partly removed one is not mistaken for a release.
         let removed = layout.releases().join(format!(".{version}.partial-removed"));
         fs::rename(&dir, &removed).map_err(FileError::at("rename", &dir))?;
         fs::remove_dir_all(&removed).map_err(FileError::at("remove", &removed))?;
@@ -208,10 +207,11 @@ mod tests {
         record_previous(&layout, &version("1")).unwrap();
         quarantine(&layout, &version("5"), Timestamp::UNIX_EPOCH, "x").unwrap();
         prune(&layout).unwrap();
-        let kept: Vec<_> = releases::versions(&layout).unwrap().iter().map(ToString::to_string).collect();
+        let kept: Vec<_> =
+            releases::list_versions(&layout).unwrap().iter().map(ToString::to_string).collect();
         assert_eq!(kept, ["1", "2", "4"]);
         prune(&layout).unwrap();
-        assert_eq!(releases::versions(&layout).unwrap().len(), 3);
+        assert_eq!(releases::list_versions(&layout).unwrap().len(), 3);
         assert_eq!(fs::read_dir(layout.releases()).unwrap().count(), 3);
     }
 
@@ -236,13 +236,13 @@ mod tests {
         );
         record(&layout, &entry).unwrap();
         record(&layout, &entry).unwrap();
-        assert_eq!(history(&layout).unwrap(), std::slice::from_ref(&entry));
-        let last = crate::update::protocol::last(&layout).unwrap().unwrap();
+        assert_eq!(read_history(&layout).unwrap(), std::slice::from_ref(&entry));
+        let last = crate::update::protocol::read_last(&layout).unwrap().unwrap();
         assert_eq!((last.outcome, last.request_id.as_deref()), (outcome, Some("r")));
         let mut text = fs::read(history_path(&layout)).unwrap();
         text.extend(b"{\"torn");
         fs::write(history_path(&layout), text).unwrap();
         record(&layout, &HistoryEntry { id: Uuid::new_v4(), ..entry }).unwrap();
-        assert_eq!(history(&layout).unwrap().len(), 2);
+        assert_eq!(read_history(&layout).unwrap().len(), 2);
     }
 }

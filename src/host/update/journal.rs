@@ -1,7 +1,6 @@
-//! The progress of an update on disk. It is written before each step, so that the next run resumes an interrupted
-//! update.
+//! The journal of an update, on disk. It is written before each step, so that the next run resumes an interrupted update.
 //!
-//! The file exists exactly while an update is open. Invariant: at most one update is open, under the lock.
+//! The file exists only while an update is open. Invariant: at most one update is open, under the lock.
 
 use std::path::{Path, PathBuf};
 
@@ -17,7 +16,7 @@ use svc_machine::name::ImageVersion;
 use svc_store::bundle::KeySet;
 
 const FORMAT: u32 = 1;
-/// Maximum attempts of one step.
+/// Maximum number of attempts per step.
 const MAX_ATTEMPTS: u32 = 5;
 
 #[derive(Debug, thiserror::Error)]
@@ -53,11 +52,12 @@ pub struct Allowances {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Plan {
-    pub aim: UpdateKind,
+    #[serde(rename = "aim")]
+    pub kind: UpdateKind,
     pub from: ImageVersion,
     pub to: ImageVersion,
     pub allow: Allowances,
-    /// Services that ran when the update began; they must run when it ends.
+    /// Services that were running when the update began; they must be running when it ends.
     pub running: Vec<String>,
     /// Whether the gateway was ready when the update began. If it was not, liveness is enough.
     pub was_ready: bool,
@@ -73,7 +73,7 @@ pub struct Journal {
     pub plan: Plan,
     #[serde(with = "svc_base::clock::wire")]
     pub started_at: Timestamp,
-    /// Attempts of the current state.
+    /// Number of attempts at the current step.
     attempts: u32,
     pub state: State,
     /// The wait for a snapshot, if the update is waiting for one.
@@ -98,7 +98,7 @@ impl Journal {
         }
     }
 
-    /// The open update, if any.
+    /// Reads the journal of the open update, if any.
     pub fn read(layout: &Layout) -> Result<Option<Self>, JournalError> {
         let path = layout.update_journal();
         let Some(text) = fsx::read_if_exists(&path)? else { return Ok(None) };
@@ -110,7 +110,7 @@ impl Journal {
         fsx::write_atomic(&layout.update_journal(), &text, 0o644)
     }
 
-    /// Counts an attempt of the current step. Returns `false` once the attempts are exhausted.
+    /// Counts an attempt at the current step. Returns `false` once the attempts are exhausted.
     #[must_use]
     pub fn start_attempt(&mut self) -> bool {
         self.attempts += 1;
@@ -118,8 +118,8 @@ impl Journal {
     }
 
     #[must_use]
-    pub fn after(self, event: Event) -> Self {
-        Self { attempts: 0, state: self.state.clone().after(event), waiting: None, ..self }
+    pub fn apply_event(self, event: Event) -> Self {
+        Self { attempts: 0, state: self.state.clone().apply_event(event), waiting: None, ..self }
     }
 }
 

@@ -1,7 +1,7 @@
-//! Runs the state machine of an update: writes each state to the journal, does its step, and chooses the next state.
+//! Runs the state machine of an update: writes each state to the journal, performs its step, and selects the next state.
 //!
-//! Every step is idempotent, so the next run finishes an interrupted update. A failed step becomes an event; only a
-//! journal that cannot be written ends the run with an error.
+//! Every step is idempotent, so the next run can finish an interrupted update. A failed step becomes an event; only errors
+//! of the journal and of the final records end the run.
 
 use std::error::Error;
 use std::net::SocketAddr;
@@ -41,7 +41,7 @@ use svc_base::failpoint;
 use svc_base::fsx;
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
-use svc_store::bundle::{KeySet, MAX_COMPANION_BYTES, Signed, Verified, verify};
+use svc_store::bundle::{KeySet, MAX_COMPANION_BYTES, SignedManifest, VerifiedManifest, verify};
 use svc_store::key::BUNDLE_FILE;
 
 const SVC_TARGET: &str = "svc.target";
@@ -51,7 +51,7 @@ const OWN_UNIT_PREFIX: &str = "svc-update.";
 pub struct Updater<S> {
     pub layout: Layout,
     pub services: S,
-    /// Needed only to fetch a release; a rollback works without it.
+    /// Required only to fetch a release; a rollback works without it.
     pub platform: Result<PlatformLink, ConfigError>,
     pub listen: SocketAddr,
     pub health_deadline: Duration,
@@ -79,7 +79,7 @@ fn failed<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> StepError {
     move |error| StepError::Failed(step_failure(stage, &error))
 }
 
-/// An error about the release refuses it; an error of this machine or its network is a failure that may be retried.
+/// Refuses the release if the release is at fault. If this machine or its network is at fault, the update may be retried.
 fn classify_fetch_error(error: FetchError) -> StepError {
     match &error {
         FetchError::NoSpace { .. } => failed(Stage::Preflight)(error),
@@ -99,7 +99,7 @@ impl<S: Services> Updater<S> {
     /// Plans an update; nothing is written yet.
     pub async fn open(
         &self,
-        aim: UpdateKind,
+        kind: UpdateKind,
         from: ImageVersion,
         to: ImageVersion,
         allow: Allowances,
@@ -110,12 +110,12 @@ impl<S: Services> Updater<S> {
                 running.push(name.to_owned());
             }
         }
-        let was_ready = match self.gateway() {
+        let was_ready = match self.gateway_client() {
             Some(gateway) => gateway.is_ready().await,
             None => false,
         };
         let request_id = request_id::current();
-        let plan = Plan { aim, from, to, allow, running, was_ready, request_id };
+        let plan = Plan { kind, from, to, allow, running, was_ready, request_id };
         Journal::open(plan, Timestamp::now())
     }
 
@@ -140,15 +140,15 @@ impl<S: Services> Updater<S> {
             }
             tracing::info!(from = %journal.plan.from, to = %journal.plan.to, state = ?journal.state, "update");
             let event =
-                if has_attempts_left { self.step(&mut journal).await } else { Event::AttemptsExhausted };
+                if has_attempts_left { self.run_step(&mut journal).await } else { Event::AttemptsExhausted };
             if let Event::Refused(why) | Event::Failed(why) = &event {
                 tracing::error!(stage = why.stage.as_str(), error = why.error, "update step failed");
             }
-            journal = journal.after(event);
+            journal = journal.apply_event(event);
         }
     }
 
-    async fn step(&self, journal: &mut Journal) -> Event {
+    async fn run_step(&self, journal: &mut Journal) -> Event {
         let end = match &journal.state {
             State::Preparing => self.prepare(journal).await,
             State::TakingSnapshot => self.take_snapshot(journal).await,
@@ -169,7 +169,7 @@ impl<S: Services> Updater<S> {
         failpoint::pass("update.opened").map_err(failed(Stage::Preflight))?;
         policy::check_machine(&self.layout, &journal.plan.to, &journal.plan.allow)
             .map_err(refused(Stage::Preflight))?;
-        if journal.plan.aim == UpdateKind::Apply {
+        if journal.plan.kind == UpdateKind::Apply {
             let verified = self.fetch_manifest(&journal.plan.to).await?;
             journal.key_set = self.next_key_set(&verified)?;
             failpoint::pass("update.believed").map_err(failed(Stage::Manifest))?;
@@ -184,9 +184,9 @@ impl<S: Services> Updater<S> {
         failpoint::pass("update.tried").map_err(failed(Stage::Trial))
     }
 
-    async fn fetch_manifest(&self, version: &ImageVersion) -> Result<Verified, StepError> {
+    async fn fetch_manifest(&self, version: &ImageVersion) -> Result<VerifiedManifest, StepError> {
         let read = async |suffix: &str| {
-            let source = self.source(version, suffix)?;
+            let source = self.bundle_source(version, suffix)?;
             source.read(MAX_COMPANION_BYTES).await.map_err(|error| match error {
                 DownloadError::Status { status: http::StatusCode::NOT_FOUND, .. } => {
                     refused(Stage::Manifest)(error)
@@ -194,20 +194,20 @@ impl<S: Services> Updater<S> {
                 error => failed(Stage::Manifest)(error),
             })
         };
-        let signed = Signed { manifest: read(".json").await?, signature: read(".json.sig").await? };
-        // Read only now, because the update that was finished just before may have changed the keys.
+        let signed = SignedManifest { manifest: read(".json").await?, signature: read(".json.sig").await? };
+        // The keys are read only now, because an update that this run has just finished may have changed them.
         let trusted = trust::read(&self.layout).map_err(failed(Stage::Manifest))?;
         verify(&signed, &trusted.keys, version, Timestamp::now()).map_err(refused(Stage::Manifest))
     }
 
-    /// The key set to trust once the release is healthy, if it brings a new one.
-    fn next_key_set(&self, verified: &Verified) -> Result<Option<KeySet>, StepError> {
+    /// Returns the key set to trust once the release is healthy, if the release brings a new one.
+    fn next_key_set(&self, verified: &VerifiedManifest) -> Result<Option<KeySet>, StepError> {
         let Some(offered) = &verified.manifest().trusted_keys else { return Ok(None) };
         let trusted = trust::read(&self.layout).map_err(failed(Stage::Manifest))?;
         trusted.successor(offered).map_err(refused(Stage::Manifest))
     }
 
-    fn source(&self, version: &ImageVersion, suffix: &str) -> Result<BundleSource, StepError> {
+    fn bundle_source(&self, version: &ImageVersion, suffix: &str) -> Result<BundleSource, StepError> {
         let platform = self
             .platform
             .as_ref()
@@ -216,21 +216,25 @@ impl<S: Services> Updater<S> {
         Ok(BundleSource::new(url, platform.clone()))
     }
 
-    async fn fetch_bundle(&self, version: &ImageVersion, verified: &Verified) -> Result<(), StepError> {
+    async fn fetch_bundle(
+        &self,
+        version: &ImageVersion,
+        verified: &VerifiedManifest,
+    ) -> Result<(), StepError> {
         let manifest = verified.manifest();
         let expected = Expected { sha256: &manifest.sha256, size_bytes: Some(manifest.size_bytes) };
-        let source = self.source(version, "")?;
+        let source = self.bundle_source(version, "")?;
         fetch::ensure_release(&self.layout, &source, version, &expected).await.map_err(classify_fetch_error)
     }
 
-    /// A rollback never waits for a snapshot, and neither does an update to the previous release by its version.
+    /// Takes a snapshot, unless the update is a rollback or names the previous release.
     async fn take_snapshot(&self, journal: &mut Journal) -> Result<(), StepError> {
-        let is_going_back = journal.plan.aim == UpdateKind::Rollback
-            || history::previous(&self.layout)
+        let is_to_previous = journal.plan.kind == UpdateKind::Rollback
+            || history::find_previous(&self.layout)
                 .ok()
                 .flatten()
                 .is_some_and(|version| version == journal.plan.to);
-        if self.has_database && !is_going_back {
+        if self.has_database && !is_to_previous {
             let wait = snapshot::SnapshotWaiter::new(&self.layout, &self.services, self.snapshot_deadline);
             wait.take(journal).await.map_err(failed(Stage::Snapshot))?;
         }
@@ -243,7 +247,7 @@ impl<S: Services> Updater<S> {
         releases::switch(&self.layout, &journal.plan.to).map_err(failed(Stage::Switch))
     }
 
-    /// An older release reads the token only from `host.env`.
+    /// Writes the token to `host.env`, from which older releases read it.
     fn write_token_to_host_env(&self) -> Result<(), fsx::FileError> {
         match &self.platform {
             Ok(platform) => upgrade_token::write_to_host_env(&self.layout, &platform.upgrade_token),
@@ -263,25 +267,24 @@ impl<S: Services> Updater<S> {
         for name in &names {
             // The health check below decides whether this is a failure.
             if let Err(error) = self.services.restart(name).await {
-                tracing::warn!(error = %chain(&error), "could not restart a service at once");
+                tracing::warn!(error = %chain(&error), "could not restart a service; the health check decides");
             }
         }
         for name in OTHER_SERVICES.iter().filter(|name| !names.iter().any(|other| other == *name)) {
-            // Other services may still run the other release. Neither their restart nor their absence decides the
-            // update.
+            // These services may still run the old release. A failed restart does not fail the update.
             if let Err(error) = self.services.try_restart(name).await {
-                tracing::warn!(error = %chain(&error), "a service may still run the other release");
+                tracing::warn!(error = %chain(&error), "could not restart a service: it may still run the old release");
             }
         }
         if self.layout.root().join("etc/systemd/system").join(SVC_TARGET).exists() {
-            // Starts services that are new in this release. They do not decide the update.
+            // This starts services that are new in the release. A failed start does not fail the update.
             if let Err(error) = self.services.start(SVC_TARGET).await {
                 tracing::warn!(error = %chain(&error), "could not start all units of the release");
             }
         }
         failpoint::pass("update.restarted").map_err(failed(Stage::Restart))?;
         let unhealthy = |error: String| StepError::Failed(StepFailure { stage: Stage::Health, error });
-        let gateway_probe = match (self.gateway(), journal.plan.was_ready) {
+        let gateway_probe = match (self.gateway_client(), journal.plan.was_ready) {
             (None, _) => GatewayProbe::Unavailable,
             (Some(gateway), true) => GatewayProbe::Ready(gateway),
             (Some(gateway), false) => GatewayProbe::Alive(gateway),
@@ -292,10 +295,10 @@ impl<S: Services> Updater<S> {
         failpoint::pass("update.well").map_err(failed(Stage::Health))
     }
 
-    /// Stops units that this release does not have, while systemd still has them loaded.
+    /// Stops units that this release does not have, before their files are removed.
     async fn stop_removed_units(&self, version: &ImageVersion) -> Result<(), StepError> {
-        let removed = units::removed_units(&self.layout, version).map_err(failed(Stage::Units))?;
-        // This process may be a run of one of its own units.
+        let removed = units::list_removed_units(&self.layout, version).map_err(failed(Stage::Units))?;
+        // This process may run in one of the units of svc-update.
         for unit in removed.iter().filter(|unit| !unit.starts_with(OWN_UNIT_PREFIX)) {
             if let Err(error) = self.services.stop(unit).await {
                 tracing::warn!(error = %chain(&error), "could not stop a removed unit");
@@ -325,7 +328,7 @@ impl<S: Services> Updater<S> {
         self.activate(journal, &journal.plan.from).await
     }
 
-    /// The step of the last state: writes the records, then removes the journal.
+    /// Performs the last step: writes the records, then removes the journal.
     fn finish_journal(&self, journal: &Journal, outcome: &Outcome) -> Result<(), UpdateError> {
         failpoint::pass("update.ended")?;
         match outcome.outcome {
@@ -361,28 +364,28 @@ impl<S: Services> Updater<S> {
             trust::adopt(&self.layout, keys)?;
         }
         history::unquarantine(&self.layout, &journal.plan.to)?;
-        match journal.plan.aim {
+        match journal.plan.kind {
             UpdateKind::Apply => history::record_previous(&self.layout, &journal.plan.from)?,
             UpdateKind::Rollback => {
-                let why = "an operator went back from it";
+                let why = "an operator rolled it back";
                 history::quarantine(&self.layout, &journal.plan.from, Timestamp::now(), why)?;
             }
         }
         Ok(())
     }
 
-    fn gateway(&self) -> Option<probe::Gateway> {
-        let pin = probe::pin(&self.layout).ok().flatten()?;
+    fn gateway_client(&self) -> Option<probe::Gateway> {
+        let pin = probe::read_pin(&self.layout).ok().flatten()?;
         probe::Gateway::new(self.listen, pin).ok()
     }
 }
 
-/// The current release.
+/// Returns the current release.
 ///
 /// # Errors
 /// [`UpdateError::NoRelease`].
-pub fn current(layout: &Layout) -> Result<ImageVersion, UpdateError> {
-    release::current(layout).ok_or(UpdateError::NoRelease)
+pub fn current_release(layout: &Layout) -> Result<ImageVersion, UpdateError> {
+    release::current_version(layout).ok_or(UpdateError::NoRelease)
 }
 
 #[cfg(test)]
@@ -405,10 +408,10 @@ mod tests {
             };
             assert_eq!(why.stage, Stage::Download);
         }
-        let twice = write(io::ErrorKind::AlreadyExists.into());
+        let duplicate = write(io::ErrorKind::AlreadyExists.into());
         let damaged = FetchError::from(UnpackError::Archive(io::ErrorKind::InvalidData.into()));
-        for of_the_release in [twice, damaged] {
-            assert!(matches!(classify_fetch_error(of_the_release), StepError::Refused(_)));
+        for archive_error in [duplicate, damaged] {
+            assert!(matches!(classify_fetch_error(archive_error), StepError::Refused(_)));
         }
     }
 }

@@ -1,7 +1,8 @@
 //! `svc-update`: fetches a release and makes it the current one.
 //!
-//! `boot` trusts the digest named by user-data; every later release needs a signed manifest. An update is a journal
-//! of states: the next run resumes an interrupted one, and an unhealthy release is rolled back automatically.
+//! `boot` trusts the digest named by user-data; every later release needs a signed manifest. The states of an update are
+//! written to a journal: the next run resumes an interrupted update, and an unhealthy release is rolled back
+//! automatically.
 
 mod apply;
 mod boot;
@@ -60,19 +61,19 @@ enum Command {
     /// Fetch the release that user-data names, and make it current
     Boot,
     /// Fetch a release by its signed manifest and make it current; roll back if it is not healthy
-    Apply(Apply),
+    Apply(ApplyArgs),
     /// Make the previous release current again
     Rollback,
     /// Finish an interrupted update
     Resume,
     /// Print the installed releases, the update in progress and the last one
-    Status(Print),
+    Status(PrintArgs),
     /// Print the updates that ended on this machine
-    History(Print),
+    History(PrintArgs),
 }
 
 #[derive(clap::Args)]
-struct Apply {
+struct ApplyArgs {
     #[command(flatten)]
     target: TargetArg,
     /// Allow a release that is older than the current one
@@ -101,8 +102,8 @@ struct TargetArg {
     request: bool,
 }
 
-impl Apply {
-    /// Also waives it for an update that another run has in progress.
+impl ApplyArgs {
+    /// Waives the snapshot, also for an update that another run has in progress.
     fn waive_snapshot(&self, layout: &Layout) -> Result<(), Failure> {
         let Some(version) = self.target.version.as_ref().filter(|_| self.without_snapshot) else {
             return Ok(());
@@ -121,13 +122,13 @@ impl Apply {
 }
 
 #[derive(clap::Args)]
-struct Print {
+struct PrintArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
 }
 
-impl Print {
+impl PrintArgs {
     fn format(&self) -> status::Format {
         if self.json { status::Format::Json } else { status::Format::Table }
     }
@@ -156,7 +157,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                 }
                 Command::Rollback => apply::run(layout, UpdateTarget::Previous).await,
                 Command::Resume => apply::run(layout, UpdateTarget::Resume).await,
-                Command::Status(print) => status::print(&layout, print.format()),
+                Command::Status(print) => status::print_status(&layout, print.format()),
                 Command::History(print) => status::print_history(&layout, print.format()),
             }
         }),

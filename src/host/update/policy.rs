@@ -19,7 +19,7 @@ const BUNDLED_APPS: &str = "app/apps/";
 /// The policy that forbids an update.
 #[derive(Debug, thiserror::Error)]
 pub enum PolicyError {
-    #[error("another machine has taken this one's place")]
+    #[error("this machine has been replaced")]
     Superseded,
     #[error("the machine has not been restored yet")]
     NotRestored,
@@ -27,7 +27,7 @@ pub enum PolicyError {
     Quarantined { version: ImageVersion, why: String },
     #[error(transparent)]
     History(#[from] history::HistoryError),
-    #[error("{to} needs at least {needed}, and {from} is current")]
+    #[error("{to} requires at least {needed}, but {from} is current")]
     TooFar { from: ImageVersion, to: ImageVersion, needed: ImageVersion },
     #[error("{} (--allow-downgrade installs it anyway)", describe_older(from, to, *.created, *.current_created))]
     Older { from: ImageVersion, to: ImageVersion, created: Timestamp, current_created: Timestamp },
@@ -36,17 +36,17 @@ pub enum PolicyError {
     #[error(
         "{to} lacks {}, which {from} has: publish a bundle that contains it, or one whose manifest removes it ({} \
          installs this one anyway)",
-        .parts.join(", "), allow_removal(.parts)
+        .parts.join(", "), removal_arguments(.parts)
     )]
     RemovedParts { from: ImageVersion, to: ImageVersion, parts: Vec<String> },
 }
 
-/// The arguments that permit the removal of these parts.
-fn allow_removal(parts: &[String]) -> String {
+/// Returns the arguments that permit the removal of these parts.
+fn removal_arguments(parts: &[String]) -> String {
     parts.iter().map(|part| format!("--allow-removal {part}")).collect::<Vec<_>>().join(" ")
 }
 
-/// Why a release is older: its time, or between two of the same time, its name.
+/// Explains why a release is older: by its creation time or, for equal times, by its name.
 fn describe_older(
     from: &ImageVersion,
     to: &ImageVersion,
@@ -56,7 +56,7 @@ fn describe_older(
     let created_at = rfc3339_ms(created);
     if created == current_created {
         return format!(
-            "{to} and {from} were made at the same time ({created_at}), and by its name {to} comes before {from}"
+            "{to} and {from} were created at the same time ({created_at}), and the name {to} comes before {from}"
         );
     }
     format!("{to} of {created_at} is older than {from} of {}", rfc3339_ms(current_created))
@@ -73,10 +73,10 @@ pub fn check_machine(layout: &Layout, to: &ImageVersion, allow: &Allowances) -> 
     if !layout.restore_complete().exists() {
         return Err(PolicyError::NotRestored);
     }
-    let known = history::quarantined(layout)?.into_iter().find(|one| one.version == *to);
-    match known {
-        Some(known) if !allow.quarantined => {
-            Err(PolicyError::Quarantined { version: known.version, why: known.why })
+    let quarantined = history::read_quarantined(layout)?.into_iter().find(|release| release.version == *to);
+    match quarantined {
+        Some(release) if !allow.quarantined => {
+            Err(PolicyError::Quarantined { version: release.version, why: release.why })
         }
         _ => Ok(()),
     }
@@ -85,7 +85,7 @@ pub fn check_machine(layout: &Layout, to: &ImageVersion, allow: &Allowances) -> 
 /// A release, compared with the one that it would replace.
 pub struct Candidate<'a> {
     from: &'a ImageVersion,
-    /// `None` if the current release does not state it.
+    /// `None` if the current release does not record its creation time.
     current_created: Option<Timestamp>,
     manifest: &'a Manifest,
 }
@@ -132,23 +132,24 @@ pub fn check_parts(
     if let Some(part) = REQUIRED_PARTS.into_iter().find(|part| has(from, part) && !has(to, part)) {
         return Err(PolicyError::LostPart { from: from.clone(), to: to.clone(), part });
     }
-    let next = installed_parts(layout, to);
+    let next = list_installed_parts(layout, to);
     let is_allowed = |part: &String| manifest.removes.contains(part) || allow.removal.contains(part);
     let is_removed = |part: &String| !next.contains(part) && !is_allowed(part);
-    let parts: Vec<String> = installed_parts(layout, from).into_iter().filter(is_removed).collect();
+    let parts: Vec<String> = list_installed_parts(layout, from).into_iter().filter(is_removed).collect();
     if parts.is_empty() {
         return Ok(());
     }
     Err(PolicyError::RemovedParts { from: from.clone(), to: to.clone(), parts })
 }
 
-/// The parts that `release.json` lists and the release has. A release without a valid list has none: an older one
-/// may lack it.
-fn installed_parts(layout: &Layout, version: &ImageVersion) -> Vec<String> {
+/// Returns the parts that `release.json` lists and the release contains. A release without a valid list, such as an older
+/// one, has none.
+fn list_installed_parts(layout: &Layout, version: &ImageVersion) -> Vec<String> {
     let dir = layout.release(version);
     let components = Release::read(&dir).map(|release| release.components).unwrap_or_default();
     let is_part = |path: &String| !path.starts_with(BUNDLED_APPS) && dir.join(path).exists();
-    components.into_iter().filter(|one| one.path.as_ref().is_some_and(is_part)).map(|one| one.name).collect()
+    let parts = components.into_iter().filter(|component| component.path.as_ref().is_some_and(is_part));
+    parts.map(|component| component.name).collect()
 }
 
 #[cfg(test)]
@@ -169,14 +170,14 @@ mod tests {
         }
     }
 
-    fn end(manifest: &Manifest, from: &str, allow: &Allowances) -> Result<(), PolicyError> {
+    fn check(manifest: &Manifest, from: &str, allow: &Allowances) -> Result<(), PolicyError> {
         let from = from.parse().unwrap();
         let current_created = Some("2026-06-01T00:00:00Z".parse().unwrap());
         check_release(&Candidate { from: &from, current_created, manifest }, allow)
     }
 
     #[test]
-    fn older_release_needs_allowance() {
+    fn check_release_refuses_older_one_without_allowance() {
         let downgrade = || Allowances { downgrade: true, ..Allowances::default() };
         for (version, created, older) in [
             ("9", "2026-06-02T00:00:00Z", false),
@@ -187,24 +188,24 @@ mod tests {
         ] {
             let manifest = manifest(version, created, None);
             assert_eq!(
-                matches!(end(&manifest, "1.10", &Allowances::default()), Err(PolicyError::Older { .. })),
+                matches!(check(&manifest, "1.10", &Allowances::default()), Err(PolicyError::Older { .. })),
                 older,
                 "{version} {created}"
             );
-            end(&manifest, "1.10", &downgrade()).unwrap();
+            check(&manifest, "1.10", &downgrade()).unwrap();
         }
     }
 
     #[test]
-    fn older_reports_whether_times_or_names_decided() {
-        let describe = |version: &str, made: &str, from: &str| {
-            end(&manifest(version, made, None), from, &Allowances::default()).unwrap_err().to_string()
+    fn older_error_names_time_or_name_as_reason() {
+        let describe = |version: &str, created: &str, from: &str| {
+            check(&manifest(version, created, None), from, &Allowances::default()).unwrap_err().to_string()
         };
-        let of_one_time = describe("r1", "2026-06-01T00:00:00Z", "story-1");
+        let same_time = describe("r1", "2026-06-01T00:00:00Z", "story-1");
         assert!(
-            of_one_time.contains("made at the same time")
-                && of_one_time.contains("by its name r1 comes before story-1"),
-            "{of_one_time}"
+            same_time.contains("created at the same time")
+                && same_time.contains("the name r1 comes before story-1"),
+            "{same_time}"
         );
         assert!(
             describe("r1", "2026-05-31T00:00:00Z", "story-1").contains("is older than story-1 of 2026-06-01")
@@ -212,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn removed_part_needs_allowance() {
+    fn check_parts_refuses_removed_part_without_allowance() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let release = |version: &str, parts: &[(&str, &str)]| -> ImageVersion {
@@ -248,17 +249,17 @@ mod tests {
         check_with(&old, &new, &["code-server"], &["agents/claude"]).unwrap();
         assert!(check_with(&old, &new, &[], &["agents/claude"]).is_err());
         check(&new, &old, &[]).unwrap();
-        // A part that is listed, but not there, is lost too.
+        // A part that is listed but missing counts as removed.
         let listed = release("3", &[("svc", "bin/svc"), code, agent]);
         std::fs::remove_dir(layout.release(&listed).join(code.1)).unwrap();
         assert!(check(&old, &listed, &[]).unwrap_err().to_string().contains("3 lacks code-server, which"));
     }
 
     #[test]
-    fn release_can_require_earlier_one() {
+    fn check_release_enforces_min_version() {
         let manifest = manifest("3", "2026-07-01T00:00:00Z", Some("1.10"));
-        assert!(matches!(end(&manifest, "1.9", &Allowances::default()), Err(PolicyError::TooFar { .. })));
-        end(&manifest, "1.10", &Allowances::default()).unwrap();
-        end(&manifest, "2", &Allowances::default()).unwrap();
+        assert!(matches!(check(&manifest, "1.9", &Allowances::default()), Err(PolicyError::TooFar { .. })));
+        check(&manifest, "1.10", &Allowances::default()).unwrap();
+        check(&manifest, "2", &Allowances::default()).unwrap();
     }
 }

@@ -1,4 +1,5 @@
-//! Formats shared about updates: the request, the wait for a snapshot, and the outcome that the heartbeat reports.
+//! Files of updates that other programs write or read: the request, the wait for a snapshot, and the outcome that the
+//! heartbeat reports.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -19,13 +20,13 @@ pub struct UpdateRequest {
 }
 
 impl UpdateRequest {
-    /// Creates an update request under the current request id.
+    /// Creates an update request with the current request id.
     pub fn new(image_version: ImageVersion) -> Self {
-        Self::under(request_id::current(), image_version)
+        Self::with_request_id(request_id::current(), image_version)
     }
 
-    /// Creates an update request under an earlier request id.
-    pub fn under(request_id: String, image_version: ImageVersion) -> Self {
+    /// Creates an update request with an earlier request id.
+    pub fn with_request_id(request_id: String, image_version: ImageVersion) -> Self {
         Self { image_version, requested_at: svc_base::clock::now_ms(), request_id }
     }
 
@@ -47,10 +48,10 @@ pub struct SnapshotWait {
 }
 
 impl SnapshotWait {
-    /// The wait of the open update, with its target release.
+    /// Reads the wait of the open update, with its target release.
     ///
     /// # Errors
-    /// If the journal exists and cannot be read.
+    /// [`FileError`] if the journal exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<(ImageVersion, Self)>, FileError> {
         #[derive(Deserialize)]
         struct OpenUpdate {
@@ -67,9 +68,9 @@ impl SnapshotWait {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum UpdateResult {
-    /// The release runs and is healthy.
+    /// The release is running and healthy.
     Updated,
-    /// The release was not healthy; the previous one runs again and is healthy.
+    /// The release was unhealthy; the previous one is running again and healthy.
     RolledBack,
     /// A policy forbade the update; nothing was changed.
     Refused,
@@ -93,16 +94,16 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// The end of the update, as a line of `activity.log`.
+    /// Describes the outcome for `activity.log`.
     pub fn describe(&self, from: &ImageVersion) -> String {
         let Self { version, stage, .. } = self;
         let error = self.error.as_deref().unwrap_or("unknown error");
         match self.outcome {
-            UpdateResult::Updated => format!("the machine is updated from {from} to {version}"),
+            UpdateResult::Updated => format!("the machine was updated from {from} to {version}"),
             UpdateResult::RolledBack => {
-                format!("the update to {version} is rolled back to {from} ({stage}): {error}")
+                format!("the update to {version} was rolled back to {from} ({stage}): {error}")
             }
-            UpdateResult::Refused => format!("the update to {version} is refused ({stage}): {error}"),
+            UpdateResult::Refused => format!("the update to {version} was refused ({stage}): {error}"),
             UpdateResult::Failed => format!("the update to {version} failed ({stage}): {error}"),
         }
     }
@@ -118,10 +119,10 @@ pub struct LastUpdate {
     pub request_id: Option<String>,
 }
 
-/// The outcome of the last update; `None` if there is none or it is malformed.
+/// Reads the outcome of the last update; `None` if the file does not exist or does not parse.
 ///
 /// # Errors
-/// If the file exists and cannot be read.
-pub fn last(layout: &Layout) -> Result<Option<LastUpdate>, FileError> {
+/// [`FileError`] if the file exists and cannot be read.
+pub fn read_last(layout: &Layout) -> Result<Option<LastUpdate>, FileError> {
     Ok(fsx::read_if_exists(&layout.last_update())?.and_then(|text| serde_json::from_slice(&text).ok()))
 }

@@ -1,4 +1,4 @@
-//! Releases on disk. A release is complete or absent, and one link names the current one.
+//! Releases on disk. A release is complete or absent, and one symbolic link names the current release.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -32,7 +32,7 @@ pub enum InstallError {
 /// A release in staging. Dropping it removes the directory, unless it was committed.
 pub struct StagedRelease {
     path: PathBuf,
-    committed: bool,
+    is_committed: bool,
 }
 
 impl StagedRelease {
@@ -42,14 +42,14 @@ impl StagedRelease {
         fs::create_dir_all(&path).map_err(FileError::at("create directory", &path))?;
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755))
             .map_err(FileError::at("set permissions of", &path))?;
-        Ok(Self { path, committed: false })
+        Ok(Self { path, is_committed: false })
     }
 
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Installs it durably as the release `version`. The caller has verified its digest.
+    /// Installs the directory durably as the release `version`. The caller has verified the digest.
     ///
     /// # Errors
     /// [`InstallError`]; the release is not installed then.
@@ -60,7 +60,7 @@ impl StagedRelease {
         sha256: &str,
     ) -> Result<(), InstallError> {
         check_release(&self.path, version)?;
-        let digest = self.path.join(release::DIGEST);
+        let digest = self.path.join(release::DIGEST_FILE);
         fs::write(&digest, format!("{sha256}\n")).map_err(FileError::at("write", &digest))?;
         // One sync of the file system is cheaper than one per file.
         File::open(&self.path)
@@ -69,7 +69,7 @@ impl StagedRelease {
         failpoint::pass("update.synced")?;
         let target = layout.release(version);
         fs::rename(&self.path, &target).map_err(FileError::at("rename", &self.path))?;
-        self.committed = true;
+        self.is_committed = true;
         fsx::sync_dir(&layout.releases())?;
         failpoint::pass("update.renamed")?;
         Ok(())
@@ -78,7 +78,7 @@ impl StagedRelease {
 
 impl Drop for StagedRelease {
     fn drop(&mut self) {
-        if !self.committed
+        if !self.is_committed
             && let Err(error) = fs::remove_dir_all(&self.path)
         {
             tracing::warn!(%error, path = %self.path.display(), "could not remove a staged release");
@@ -98,9 +98,10 @@ fn check_release(dir: &Path, version: &ImageVersion) -> Result<(), InstallError>
     Ok(())
 }
 
-/// The current release, if it is complete.
-pub fn current(layout: &Layout) -> Option<ImageVersion> {
-    release::current(layout).filter(|version| check_release(&layout.release(version), version).is_ok())
+/// Returns the current release, if it is complete.
+pub fn find_complete_current(layout: &Layout) -> Option<ImageVersion> {
+    release::current_version(layout)
+        .filter(|version| check_release(&layout.release(version), version).is_ok())
 }
 
 /// Makes a release current by renaming one link. Idempotent.
@@ -116,7 +117,7 @@ pub fn switch(layout: &Layout, version: &ImageVersion) -> Result<(), InstallErro
 
 fn set_link(link: &Path, target: &Path) -> Result<(), FileError> {
     match fs::read_link(link) {
-        Ok(now) if now == target => Ok(()),
+        Ok(existing) if existing == target => Ok(()),
         _ => fsx::symlink_atomic(target, link),
     }
 }
@@ -125,7 +126,7 @@ fn set_link(link: &Path, target: &Path) -> Result<(), FileError> {
 pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
     let releases = layout.releases();
     fs::create_dir_all(&releases).map_err(FileError::at("create directory", &releases))?;
-    for entry in entries(&releases)? {
+    for entry in list_names(&releases)? {
         if entry.starts_with('.') && entry.contains(".partial-") {
             let path = releases.join(entry);
             fs::remove_dir_all(&path).map_err(FileError::at("remove", &path))?;
@@ -133,7 +134,7 @@ pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
     }
     let current = layout.current();
     let opt = current.parent().unwrap_or(&releases);
-    for entry in entries(opt)? {
+    for entry in list_names(opt)? {
         let is_ours = ["current"].iter().chain(&LINKS).any(|name| entry.starts_with(&format!(".{name}.")));
         if is_ours && entry.ends_with(".tmp") {
             fsx::remove_if_exists(&opt.join(entry))?;
@@ -142,19 +143,19 @@ pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
     fsx::remove_leftover_temps_in(&layout.update_state(), |_| true)
 }
 
-fn entries(dir: &Path) -> Result<Vec<String>, FileError> {
+fn list_names(dir: &Path) -> Result<Vec<String>, FileError> {
     let read = fs::read_dir(dir).map_err(FileError::at("read", dir))?;
     Ok(read.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
 }
 
-/// The installed versions, in order.
-pub fn versions(layout: &Layout) -> Result<Vec<ImageVersion>, FileError> {
+/// Returns the installed versions, in order.
+pub fn list_versions(layout: &Layout) -> Result<Vec<ImageVersion>, FileError> {
     let releases = layout.releases();
     if !releases.is_dir() {
         return Ok(Vec::new());
     }
     let mut versions: Vec<ImageVersion> =
-        entries(&releases)?.iter().filter_map(|name| name.parse().ok()).collect();
+        list_names(&releases)?.iter().filter_map(|name| name.parse().ok()).collect();
     versions.sort();
     Ok(versions)
 }

@@ -1,6 +1,6 @@
-//! The request file. The gateway or the sync agent names the wanted release; the run that serves it removes the file.
+//! The request file. The gateway or the sync agent requests a release; the run that serves the request removes the file.
 //!
-//! Its writers are not root, so its content is untrusted. It can name a version, and waives no policy.
+//! The writers are not root, so the content is untrusted. A request can name a version, but waives no policy.
 
 use std::fs::OpenOptions;
 use std::io::Read;
@@ -40,7 +40,7 @@ pub fn read(layout: &Layout) -> RequestFile {
     read_untrusted(&path).and_then(|text| parse(&text)).map_or(RequestFile::Invalid, RequestFile::Valid)
 }
 
-/// The first bytes of a file that another user can write. Links are not followed, and a FIFO does not block.
+/// Reads the first bytes of a file that another user can write. Links are not followed, and a FIFO does not block.
 pub fn read_untrusted(path: &Path) -> Option<Vec<u8>> {
     let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
@@ -62,7 +62,7 @@ fn parse(text: &[u8]) -> Option<ParsedRequest> {
     Some(ParsedRequest { version: wire.image_version, request_id })
 }
 
-/// Removes the request, unless it names another release by now.
+/// Removes the request, unless it now names another release.
 pub fn complete(layout: &Layout, served: &ImageVersion) -> Result<(), FileError> {
     match read(layout) {
         RequestFile::Valid(request) if request.version != *served => Ok(()),
@@ -79,7 +79,7 @@ pub fn remove(layout: &Layout) -> Result<(), FileError> {
 mod tests {
     use super::*;
 
-    fn at(content: &[u8]) -> (tempfile::TempDir, Layout) {
+    fn layout_with_request(content: &[u8]) -> (tempfile::TempDir, Layout) {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         fsx::write_atomic(&layout.request("update"), content, 0o600).unwrap();
@@ -88,7 +88,8 @@ mod tests {
 
     #[test]
     fn request_names_version_and_ignores_other_fields() {
-        let (_dir, layout) = at(br#"{"imageVersion":"2","requestId":"abc","allowDowngrade":true}"#);
+        let (_dir, layout) =
+            layout_with_request(br#"{"imageVersion":"2","requestId":"abc","allowDowngrade":true}"#);
         let RequestFile::Valid(request) = read(&layout) else { panic!("no request") };
         assert_eq!(request.version.as_str(), "2");
         complete(&layout, &"1".parse().unwrap()).unwrap();
@@ -100,10 +101,10 @@ mod tests {
     #[test]
     fn read_rejects_untrusted_content() {
         for content in [&b""[..], b"{}", b"{\"imageVersion\":\"../x\"}", &vec![b' '; 1 << 20]] {
-            let (_dir, layout) = at(content);
+            let (_dir, layout) = layout_with_request(content);
             assert_eq!(read(&layout), RequestFile::Invalid);
         }
-        let (dir, layout) = at(b"");
+        let (dir, layout) = layout_with_request(b"");
         remove(&layout).unwrap();
         let secret = dir.path().join("secret");
         std::fs::write(&secret, br#"{"imageVersion":"2"}"#).unwrap();

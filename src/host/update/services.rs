@@ -1,4 +1,4 @@
-//! The service manager of the machine: a short port, and `systemctl` as its implementation.
+//! The service manager of the machine: a trait, and its implementation by `systemctl`.
 //!
 //! Each call has a timeout. Under a root without a service manager, `SVC_SYSTEMCTL` may name a program that accepts
 //! the same arguments.
@@ -24,17 +24,17 @@ const RESTART_TIMEOUT: Duration = Duration::from_secs(150);
 #[derive(Debug, thiserror::Error)]
 pub enum ServicesError {
     #[error("no service manager found: /run/systemd/system is missing and SVC_SYSTEMCTL is not set")]
-    None,
+    Missing,
     #[error("start {program}")]
     Start {
         program: String,
         #[source]
         source: std::io::Error,
     },
-    #[error("{what}: no result within {} s", .timeout.as_secs())]
-    Timeout { what: String, timeout: Duration },
-    #[error("{what}: {status}: {stderr}")]
-    Failed { what: String, status: std::process::ExitStatus, stderr: String },
+    #[error("{command}: no result within {} s", .timeout.as_secs())]
+    Timeout { command: String, timeout: Duration },
+    #[error("{command}: {status}: {stderr}")]
+    Failed { command: String, status: std::process::ExitStatus, stderr: String },
 }
 
 /// The state of a unit as the service manager reports it.
@@ -51,7 +51,7 @@ pub struct UnitState {
 /// The service manager.
 #[async_trait]
 pub trait Services: Send + Sync {
-    /// Applies the users, directories and units in `/etc`.
+    /// Applies the definitions of users, directories and units in `/etc`.
     async fn reload(&self) -> Result<(), ServicesError>;
     /// Starts the unit and its dependencies; running units are unaffected.
     async fn start(&self, unit: &str) -> Result<(), ServicesError>;
@@ -72,17 +72,17 @@ pub struct Systemctl {
 }
 
 impl Systemctl {
-    /// The service manager of this machine, if any. Root takes the program only from its own environment, never from
-    /// a file that the gateway can write.
+    /// Finds the service manager of this machine, if any. Root takes the program only from its own environment, never
+    /// from a file that the gateway can write.
     pub fn find(layout: &Layout) -> Option<Self> {
-        Self::find_by(&Env::from_process(), layout)
+        Self::find_in_env(&Env::from_process(), layout)
     }
 
-    fn find_by(env: &Env, layout: &Layout) -> Option<Self> {
+    fn find_in_env(env: &Env, layout: &Layout) -> Option<Self> {
         if let Some(program) = env.text(&vars::SVC_SYSTEMCTL).map(PathBuf::from) {
             return Some(Self { program, setup_commands: Vec::new() });
         }
-        if !systemd::runs(layout) {
+        if !systemd::is_running(layout) {
             return None;
         }
         let conf = |dir: &str| layout.root().join("etc").join(dir).join("svc.conf").display().to_string();
@@ -99,7 +99,7 @@ impl Systemctl {
 }
 
 async fn run(program: &str, args: &[&str], timeout: Duration) -> Result<String, ServicesError> {
-    let what = format!("{program} {}", args.join(" "));
+    let command = format!("{program} {}", args.join(" "));
     let child = Command::new(program)
         .args(args)
         .stdin(Stdio::null())
@@ -109,13 +109,17 @@ async fn run(program: &str, args: &[&str], timeout: Duration) -> Result<String, 
         .spawn()
         .map_err(|source| ServicesError::Start { program: program.to_owned(), source })?;
     let Ok(finished) = tokio::time::timeout(timeout, child.wait_with_output()).await else {
-        return Err(ServicesError::Timeout { what, timeout });
+        return Err(ServicesError::Timeout { command, timeout });
     };
     let finished = finished.map_err(|source| ServicesError::Start { program: program.to_owned(), source })?;
     if !finished.status.success() {
         let stderr = String::from_utf8_lossy(&finished.stderr);
         let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
-        return Err(ServicesError::Failed { what, status: finished.status, stderr: last.trim().to_owned() });
+        return Err(ServicesError::Failed {
+            command,
+            status: finished.status,
+            stderr: last.trim().to_owned(),
+        });
     }
     Ok(String::from_utf8_lossy(&finished.stdout).into_owned())
 }
@@ -188,7 +192,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn failure_quotes_last_line_of_stderr() {
+    async fn error_quotes_last_line_of_stderr() {
         let (_dir, services) = fake_systemctl("echo first >&2; echo 'the last' >&2; exit 5");
         let error = services.restart("svc-gateway.service").await.unwrap_err().to_string();
         assert!(error.contains("restart svc-gateway.service") && error.ends_with("the last"), "{error}");
@@ -198,10 +202,10 @@ mod tests {
     fn find_returns_none_without_systemd() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
-        assert!(Systemctl::find_by(&Env::default(), &layout).is_none());
+        assert!(Systemctl::find_in_env(&Env::default(), &layout).is_none());
         std::fs::create_dir_all(dir.path().join("run/systemd/system")).unwrap();
-        assert_eq!(Systemctl::find_by(&Env::default(), &layout).unwrap().setup_commands.len(), 2);
+        assert_eq!(Systemctl::find_in_env(&Env::default(), &layout).unwrap().setup_commands.len(), 2);
         let env = Env::from_pairs([("SVC_SYSTEMCTL", "/x")]);
-        assert!(Systemctl::find_by(&env, &layout).unwrap().setup_commands.is_empty());
+        assert!(Systemctl::find_in_env(&env, &layout).unwrap().setup_commands.is_empty());
     }
 }

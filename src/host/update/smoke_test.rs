@@ -1,4 +1,4 @@
-//! Checks that a release's own updater starts: after the switch it is the one that would have to roll back.
+//! Checks that a release's own updater starts: after the switch, that updater would have to roll the release back.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -14,7 +14,7 @@ pub enum SmokeTestError {
     Start(#[source] std::io::Error),
     #[error("the release's updater failed: {0}")]
     Failed(std::process::ExitStatus),
-    #[error("the release's updater gave no result within {} s", TIMEOUT.as_secs())]
+    #[error("the release's updater did not exit within {} s", TIMEOUT.as_secs())]
     Timeout,
 }
 

@@ -1,8 +1,8 @@
-//! The snapshot before a release is switched: starts the unit of a requested backup until a snapshot newer than this
-//! update exists.
+//! The snapshot before the switch to a release: starts the unit for requested backups until a snapshot exists that is
+//! newer than this update.
 //!
-//! The unit owns the backup, its lock and its user. Root treats the backup's records as untrusted. The wait is
-//! limited by the last progress of a backup, and an operator can waive it.
+//! The unit owns the backup, its lock and its user. Root treats the backup's records as untrusted. The timeout of the wait
+//! is counted from the last progress of a backup, and an operator can waive the snapshot.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -27,9 +27,9 @@ use svc_store::key;
 /// The unit waits for a running backup and takes its snapshot after that.
 const BACKUP_UNIT: &str = "svc-db-backup-request.service";
 /// A failed unit is restarted with exponential backoff; systemd ignores the call while the unit runs.
-const FIRST_START_PAUSE: Duration = Duration::from_secs(5);
-const MAX_START_PAUSE: Duration = Duration::from_secs(60);
-/// An interrupted update that is resumed later takes another snapshot.
+const MIN_START_BACKOFF: Duration = Duration::from_secs(5);
+const MAX_START_BACKOFF: Duration = Duration::from_secs(60);
+/// An update that is resumed later than this takes another snapshot.
 const MAX_SNAPSHOT_AGE: SignedDuration = SignedDuration::from_hours(1);
 const MAX_WAIVER_AGE: SignedDuration = SignedDuration::from_hours(1);
 
@@ -46,7 +46,7 @@ pub enum SnapshotError {
     File(#[from] FileError),
 }
 
-/// The fields of the last backup record that matter here.
+/// The fields of the last backup record that this module reads.
 #[derive(Debug, Deserialize)]
 struct LastRun {
     #[serde(with = "clock::wire")]
@@ -61,7 +61,7 @@ impl LastRun {
         serde_json::from_slice(&read_untrusted(&layout.last_backup())?).ok()
     }
 
-    /// The time of a snapshot that became the latest.
+    /// Returns the time of the snapshot, if it became the latest.
     fn taken_at(&self) -> Option<Timestamp> {
         (self.status == "success").then(|| self.key.as_deref().and_then(key::taken_at))?
     }
@@ -79,14 +79,14 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
         Self { layout, services, deadline }
     }
 
-    /// Waits until there is a snapshot, or until an operator waives it. Meanwhile the journal records the reason.
+    /// Waits until there is a snapshot, or until an operator waives it. Meanwhile, the journal has the reason for the wait.
     ///
     /// # Errors
     /// `Timeout` if no backup makes progress within the deadline.
     pub async fn take(&self, journal: &mut Journal) -> Result<(), SnapshotError> {
         let mut backoff = Backoff::new(self.deadline);
-        let (mut next_start, mut pause) = (Instant::now(), FIRST_START_PAUSE);
-        let (mut seen, mut max_bytes) = (Timestamp::now(), 0);
+        let (mut next_start, mut start_backoff) = (Instant::now(), MIN_START_BACKOFF);
+        let (mut last_checked, mut max_bytes) = (Timestamp::now(), 0);
         let since = clock::now_ms();
         loop {
             if is_waived(self.layout, &journal.plan.to) {
@@ -98,25 +98,25 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
             {
                 return Ok(());
             }
-            let ended = last.filter(|last| last.timestamp >= seen);
+            let ended = last.filter(|last| last.timestamp >= last_checked);
             if let Some(ended) = &ended {
-                seen = Timestamp::now();
+                last_checked = Timestamp::now();
                 let error = ended.error.as_deref().unwrap_or("the snapshot is older than this update");
-                self.record(journal, since, &format!("svc-db-backup failed: {error}"))?;
+                self.record_wait(journal, since, &format!("svc-db-backup failed: {error}"))?;
             }
             if Instant::now() >= next_start {
-                next_start = Instant::now() + pause;
-                pause = (pause * 2).min(MAX_START_PAUSE);
+                next_start = Instant::now() + start_backoff;
+                start_backoff = (start_backoff * 2).min(MAX_START_BACKOFF);
                 if let Err(error) = self.services.start(BACKUP_UNIT).await {
-                    self.record(journal, since, &chain(&error))?;
+                    self.record_wait(journal, since, &chain(&error))?;
                 } else if journal.waiting.is_none() {
-                    self.record(journal, since, "")?;
+                    self.record_wait(journal, since, "")?;
                 }
             }
-            let bytes = self.progress_bytes();
+            let bytes = self.read_progress_bytes();
             if bytes > max_bytes {
                 max_bytes = bytes;
-                backoff.progress();
+                backoff.record_progress();
             }
             if let Err(DeadlinePassed) = backoff.pause().await {
                 return Err(self.timeout_error(journal));
@@ -124,15 +124,15 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
         }
     }
 
-    /// Bytes of the current backup. Only more than in any earlier run counts as progress: a backup may fail at the
-    /// same place each time.
-    fn progress_bytes(&self) -> u64 {
+    /// Reads the number of bytes of the current backup. Only more bytes than in any earlier run count as progress, because
+    /// a backup may fail at the same position each time.
+    fn read_progress_bytes(&self) -> u64 {
         let progress = read_untrusted(&self.layout.backup_progress())
             .and_then(|text| serde_json::from_slice::<BackupProgress>(&text).ok());
         progress.map_or(0, |progress| progress.dumped_bytes.saturating_add(progress.uploaded_bytes))
     }
 
-    fn record(&self, journal: &mut Journal, since: Timestamp, why: &str) -> Result<(), FileError> {
+    fn record_wait(&self, journal: &mut Journal, since: Timestamp, why: &str) -> Result<(), FileError> {
         let why: String = why.chars().take(MAX_ERROR_CHARS).collect();
         let waiting = Some(SnapshotWait { since, why });
         if journal.waiting == waiting {
@@ -178,7 +178,7 @@ pub fn waive(layout: &Layout, version: &ImageVersion) -> Result<(), FileError> {
     fsx::write_atomic(&waiver_path(layout), &text, 0o644)
 }
 
-/// Whether an operator recently waived the snapshot for an update to this release.
+/// Returns whether an operator recently waived the snapshot for an update to this release.
 pub fn is_waived(layout: &Layout, version: &ImageVersion) -> bool {
     let text = fsx::read_if_exists(&waiver_path(layout)).ok().flatten();
     let waiver = text.and_then(|text| serde_json::from_slice::<Waiver>(&text).ok());

@@ -1,8 +1,8 @@
-//! The state machine of an update, pure: states with their data, and one total function from state and event to the
-//! next state.
+//! The state machine of an update: states with their data, and one total function from a state and an event to the next
+//! state. Pure: it uses no clock, file or process.
 //!
-//! No clock, file or process. Invariant: once the machine has been changed, every event leads to a release that
-//! passed its health check, or to an end that reports that there is none.
+//! Invariant: once the machine has been changed, the update ends with a release that passed its health check, or with an
+//! outcome that reports that there is none.
 
 use serde::{Deserialize, Serialize};
 
@@ -87,10 +87,11 @@ impl State {
         matches!(self, Self::Ended { .. })
     }
 
-    /// The next state.
+    /// Returns the next state.
     #[must_use]
-    pub fn after(self, event: Event) -> Self {
-        let exhausted = |stage| StepFailure { stage, error: "interrupted too often at this step".to_owned() };
+    pub fn apply_event(self, event: Event) -> Self {
+        let exhausted =
+            |stage| StepFailure { stage, error: "too many interrupted attempts at this step".to_owned() };
         match (self, event) {
             (Self::Preparing, Event::Done) => Self::TakingSnapshot,
             (Self::TakingSnapshot, Event::Done) => Self::Switching,
@@ -175,7 +176,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_history_ends_with_true_outcome(events in proptest::collection::vec(event(), 12)) {
+        fn every_event_sequence_ends_with_true_outcome(events in proptest::collection::vec(event(), 12)) {
             let mut state = State::Preparing;
             let mut machine = MachineModel { is_new: false, is_healthy: true };
             for event in events {
@@ -189,11 +190,11 @@ mod tests {
                     _ => {}
                 }
                 let before = state.clone();
-                state = state.after(event);
+                state = state.apply_event(event);
                 if before.has_ended() {
                     prop_assert_eq!(&state, &before);
                 }
-                // It survives a round trip through JSON.
+                // The state survives a round trip through JSON.
                 let text = serde_json::to_string(&state).unwrap();
                 prop_assert_eq!(&serde_json::from_str::<State>(&text).unwrap(), &state);
                 let State::Ended { end, error, .. } = &state else { continue };

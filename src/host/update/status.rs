@@ -1,4 +1,4 @@
-//! `svc-update status` and `history`: the installed releases, the open update and the ended ones.
+//! `svc-update status` and `history`: the installed releases, the open update and the past ones.
 
 use serde::Serialize;
 
@@ -44,9 +44,9 @@ struct ReleaseRow {
 }
 
 /// # Errors
-/// If a release cannot be read.
-pub fn print(layout: &Layout, format: Format) -> Result<(), Failure> {
-    let status = read(layout)?;
+/// [`Failure`] if a release cannot be read.
+pub fn print_status(layout: &Layout, format: Format) -> Result<(), Failure> {
+    let status = read_status(layout)?;
     match format {
         Format::Json => {
             let text = serde_json::to_string_pretty(&status).or_exit(Exit::Internal)?;
@@ -57,27 +57,27 @@ pub fn print(layout: &Layout, format: Format) -> Result<(), Failure> {
     Ok(())
 }
 
-fn read(layout: &Layout) -> Result<Status, Failure> {
-    let current = release::current(layout);
+fn read_status(layout: &Layout) -> Result<Status, Failure> {
+    let current = release::current_version(layout);
     let mut releases = Vec::new();
-    for version in releases::versions(layout).or_exit(Exit::Internal)? {
+    for version in releases::list_versions(layout).or_exit(Exit::Internal)? {
         let dir = layout.release(&version);
         let manifest = Release::read(&dir).or_exit(Exit::Internal)?;
         releases.push(ReleaseRow {
             current: current.as_ref() == Some(&version),
             created_at: manifest.created_at,
-            bundle_sha256: release::digest(&dir).or_exit(Exit::Internal)?,
+            bundle_sha256: release::read_digest(&dir).or_exit(Exit::Internal)?,
             components: manifest.components,
             version,
         });
     }
     Ok(Status {
         current,
-        previous: history::previous(layout).or_exit(Exit::Internal)?,
+        previous: history::find_previous(layout).or_exit(Exit::Internal)?,
         releases,
-        quarantined: history::quarantined(layout).or_exit(Exit::Internal)?,
+        quarantined: history::read_quarantined(layout).or_exit(Exit::Internal)?,
         update: Journal::read(layout).or_exit(Exit::Internal)?,
-        last: protocol::last(layout).or_exit(Exit::Internal)?.map(|last| last.outcome),
+        last: protocol::read_last(layout).or_exit(Exit::Internal)?.map(|last| last.outcome),
     })
 }
 
@@ -89,10 +89,10 @@ fn print_table(status: &Status) {
     let width = status.releases.iter().map(|row| row.version.as_str().len()).max().unwrap_or(0).max(7);
     println!("  {:width$}  {:24}  BUNDLE", "VERSION", "CREATED");
     for row in &status.releases {
-        let mark = if row.current { '*' } else { ' ' };
+        let marker = if row.current { '*' } else { ' ' };
         let created = row.created_at.as_deref().unwrap_or("-");
         let digest = row.bundle_sha256.as_deref().and_then(|digest| digest.get(..12)).unwrap_or("-");
-        println!("{mark} {:width$}  {created:24}  {digest}", row.version.as_str());
+        println!("{marker} {:width$}  {created:24}  {digest}", row.version.as_str());
     }
     if let Some(update) = &status.update {
         println!("\nin progress: from {} to {}, {:?}", update.plan.from, update.plan.to, update.state);
@@ -121,9 +121,9 @@ fn describe_outcome(outcome: &Outcome) -> String {
 }
 
 /// # Errors
-/// If the history cannot be read.
+/// [`Failure`] if the history cannot be read.
 pub fn print_history(layout: &Layout, format: Format) -> Result<(), Failure> {
-    let entries = history::history(layout).or_exit(Exit::Internal)?;
+    let entries = history::read_history(layout).or_exit(Exit::Internal)?;
     match format {
         Format::Json => println!("{}", serde_json::to_string_pretty(&entries).or_exit(Exit::Internal)?),
         Format::Table if entries.is_empty() => println!("No update has ended on this machine."),

@@ -1,7 +1,7 @@
 //! The keys trusted to sign releases: those of `update.env`, which only root can change.
 //!
-//! A signed manifest may carry a later key set. It is adopted once that release is healthy, so a rolled-back release
-//! changes nothing. Invariant: `update.env` holds one whole set, the old or the new one, with its sequence.
+//! A signed manifest may contain a newer key set. The set is adopted once that release is healthy, so a rolled-back
+//! release changes nothing. Invariant: `update.env` holds one complete set, the old or the new one, with its sequence.
 
 use super::error::UpdateError;
 use super::trusted_keys;
@@ -17,7 +17,7 @@ use svc_wire::heartbeat::TrustedKeyIds;
 /// Fail points of the adoption of a key set.
 pub const KEY_FAILPOINTS: &[&str] = &["update.keys_adopting", "update.keys_written", "update.keys_reported"];
 
-/// The trusted key set. Only the file counts: a variable of the process would survive a rotation.
+/// Reads the trusted key set. Environment variables are ignored, because they would survive a rotation.
 pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
     let mut env = Env::default().with_file(&layout.update_env());
     let keys = env.optional(&vars::SVC_BUNDLE_PUBLIC_KEYS).unwrap_or_default();
@@ -39,7 +39,7 @@ pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
         activity::note(layout, &format!("releases are now trusted by the keys {ids}"));
     }
     failpoint::pass("update.keys_written")?;
-    report(layout)?;
+    report_key_ids(layout)?;
     failpoint::pass("update.keys_reported")?;
     Ok(())
 }
@@ -58,7 +58,7 @@ fn write(layout: &Layout, set: &KeySet) -> Result<(), FileError> {
 }
 
 /// Writes the ids of the trusted keys for the sync agent, which may not read `update.env`.
-pub fn report(layout: &Layout) -> Result<(), UpdateError> {
+pub fn report_key_ids(layout: &Layout) -> Result<(), UpdateError> {
     let KeySet { sequence, keys } = read(layout)?;
     Ok(trusted_keys::write(&TrustedKeyIds { sequence, ids: keys.ids() }, layout)?)
 }
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn adopt_replaces_only_the_keys() {
+    fn adopt_replaces_only_key_variables() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let before = format!("A=1\n SVC_BUNDLE_PUBLIC_KEYS={OLD}\nSVC_BUNDLE_SHA256=\"x\"");

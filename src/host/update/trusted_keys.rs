@@ -14,7 +14,7 @@ pub fn write(ids: &TrustedKeyIds, layout: &Layout) -> Result<(), FileError> {
     fsx::write_atomic(&layout.trusted_keys(), &text, 0o644)
 }
 
-/// The ids that the updater wrote last; `None` before its first run.
+/// Reads the ids that the updater wrote last; `None` before its first run.
 pub fn read(layout: &Layout) -> Option<TrustedKeyIds> {
     let text = fsx::read_if_exists(&layout.trusted_keys()).ok().flatten()?;
     serde_json::from_slice(&text).ok()

@@ -1,6 +1,6 @@
-//! A release's units, users and directories in `/etc`. Files that the release no longer has are removed.
+//! Installs a release's units, users and directories in `/etc`. Files that the release no longer has are removed.
 //!
-//! Only files whose name begins with `svc` are ours; a record beside the journal lists those that we installed.
+//! The names of all installed files begin with `svc`. A record beside the journal lists these files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -23,7 +23,7 @@ const RECORD_VERSION: u32 = 1;
 pub enum UnitsError {
     #[error("{}: the name of a unit must begin with svc", .path.display())]
     Foreign { path: PathBuf },
-    #[error("{}: unsupported version", .path.display())]
+    #[error("{}: malformed, or of an unsupported version", .path.display())]
     Record { path: PathBuf },
     #[error(transparent)]
     File(#[from] FileError),
@@ -31,7 +31,7 @@ pub enum UnitsError {
     Injected(#[from] Injected),
 }
 
-/// The installed files, by paths below the root. During an installation it also lists the new ones.
+/// The paths of the installed files, below the root. During an installation, the list also has the new files.
 #[derive(Debug, Serialize, Deserialize)]
 struct InstalledFiles {
     version: u32,
@@ -40,26 +40,26 @@ struct InstalledFiles {
 
 /// Makes `/etc` hold exactly the files of this release. Idempotent.
 ///
-/// New files are recorded before the first one is written, so that after an interruption the next installation, of
-/// any release, removes those that it does not have.
+/// New files are recorded before the first one is written, so that after an interruption, the next installation of any
+/// release can remove the files that this release does not have.
 ///
 /// # Errors
 /// [`UnitsError`]; the run can be repeated.
 pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError> {
-    let wanted = release_files(layout, version)?;
-    let installed = installed_files(layout)?;
+    let wanted = list_release_files(layout, version)?;
+    let installed = read_installed_files(layout)?;
     write_record(layout, installed.iter().chain(wanted.keys()).cloned().collect())?;
     failpoint::pass("update.units_announced")?;
     let dirs: BTreeSet<PathBuf> =
         installed.iter().chain(wanted.keys()).filter_map(|path| Some(path.parent()?.to_owned())).collect();
     for dir in dirs {
-        // Left by a killed installation.
+        // A killed installation may have left temporary files behind.
         let is_ours =
             |name: &str| installed.contains(&dir.join(name)) || wanted.contains_key(&dir.join(name));
         fsx::remove_leftover_temps_in(&layout.root().join(&dir), is_ours)?;
     }
     for (target, source) in &wanted {
-        copy(source, &layout.root().join(target))?;
+        copy_file(source, &layout.root().join(target))?;
     }
     failpoint::pass("update.units_written")?;
     for removed in installed.iter().filter(|path| !wanted.contains_key(*path)) {
@@ -70,23 +70,29 @@ pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError
     Ok(())
 }
 
-/// Installed units that can run and that this release does not have.
-pub fn removed_units(layout: &Layout, version: &ImageVersion) -> Result<Vec<String>, UnitsError> {
-    let wanted = release_files(layout, version)?;
-    let installed = installed_files(layout)?;
+/// Returns the installed units that can run and that this release does not have.
+pub fn list_removed_units(layout: &Layout, version: &ImageVersion) -> Result<Vec<String>, UnitsError> {
+    let wanted = list_release_files(layout, version)?;
+    let installed = read_installed_files(layout)?;
     let removed = installed.iter().filter(|path| !wanted.contains_key(*path));
     let units = removed.filter_map(|path| path.strip_prefix(UNITS).ok()?.to_str());
     Ok(units.filter(|unit| is_runnable(unit)).map(str::to_owned).collect())
 }
 
-/// Whether a path below the unit directory is a unit that runs, and not a drop-in or a target.
+/// Returns whether a path below the unit directory is a unit that can run, rather than a drop-in or a target.
 fn is_runnable(unit: &str) -> bool {
     let kinds = [".service", ".timer", ".path", ".socket"];
     !unit.contains('/') && kinds.iter().any(|kind| unit.ends_with(kind))
 }
 
-/// The release's files by their target; an error if one is not ours.
-fn release_files(layout: &Layout, version: &ImageVersion) -> Result<BTreeMap<PathBuf, PathBuf>, UnitsError> {
+/// Returns the release's files by their target.
+///
+/// # Errors
+/// [`UnitsError::Foreign`] if a name does not begin with `svc`.
+fn list_release_files(
+    layout: &Layout,
+    version: &ImageVersion,
+) -> Result<BTreeMap<PathBuf, PathBuf>, UnitsError> {
     let root = layout.release(version).join("systemd");
     let mut wanted = BTreeMap::new();
     for (tree, dir) in UNIT_TREES {
@@ -112,7 +118,7 @@ fn write_record(layout: &Layout, files: BTreeSet<PathBuf>) -> Result<(), FileErr
     fsx::write_atomic(&record_path(layout), &text, 0o644)
 }
 
-fn installed_files(layout: &Layout) -> Result<BTreeSet<PathBuf>, UnitsError> {
+fn read_installed_files(layout: &Layout) -> Result<BTreeSet<PathBuf>, UnitsError> {
     let path = record_path(layout);
     let Some(text) = fsx::read_if_exists(&path)? else { return Ok(BTreeSet::new()) };
     match serde_json::from_slice::<InstalledFiles>(&text) {
@@ -140,9 +146,9 @@ fn collect_files(root: &Path, inner: &Path, found: &mut Vec<PathBuf>) -> Result<
     Ok(())
 }
 
-fn copy(from: &Path, to: &Path) -> Result<(), FileError> {
+fn copy_file(from: &Path, to: &Path) -> Result<(), FileError> {
     let content = fs::read(from).map_err(FileError::at("read", from))?;
-    if fsx::read_if_exists(to)?.is_some_and(|there| there == content) {
+    if fsx::read_if_exists(to)?.is_some_and(|existing| existing == content) {
         return Ok(());
     }
     fsx::write_atomic(to, &content, 0o644)
@@ -210,11 +216,11 @@ mod tests {
         fs::write(etc.join("svc-z.service.d"), "a file").unwrap();
         assert!(matches!(install(&layout, &two), Err(UnitsError::File(_))));
         assert!(etc.join("svc-b.service").exists() && etc.join("svc-a.service.d/10-x.conf").exists());
-        assert_eq!(removed_units(&layout, &one).unwrap(), ["svc-b.service"]);
+        assert_eq!(list_removed_units(&layout, &one).unwrap(), ["svc-b.service"]);
         install(&layout, &one).unwrap();
         assert_eq!(fs::read(etc.join("svc-a.service")).unwrap(), b"a1");
         assert!(!etc.join("svc-b.service").exists() && !etc.join("svc-a.service.d/10-x.conf").exists());
-        assert!(removed_units(&layout, &one).unwrap().is_empty());
+        assert!(list_removed_units(&layout, &one).unwrap().is_empty());
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Unpacks an archive into an empty directory while it is being downloaded.
 //!
-//! The archive is not trusted yet, so nothing outside the directory is touched. Only files, directories and links
-//! that stay inside are created; no entry is written through a link, over another entry, or with setuid, setgid or
-//! sticky bits.
+//! The archive is not trusted yet, so nothing outside the directory is touched. Only files, directories and links that
+//! stay inside are created. No entry is written through a link, over another entry, or with setuid, setgid or sticky
+//! bits.
 
 use std::collections::HashSet;
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -15,9 +15,9 @@ use flate2::bufread::MultiGzDecoder;
 use tokio::sync::mpsc;
 
 use crate::system::tar_reader::EntryKind;
-use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, quoted};
+use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, quote_path};
 
-/// Chunks between download and unpacker; each can have a few hundred KiB.
+/// Number of chunks between the download and the unpacker; each can have a few hundred KiB.
 const CHUNK_QUEUE_CAPACITY: usize = 2;
 const MAX_PATH_BYTES: usize = 1024;
 
@@ -69,7 +69,7 @@ impl From<TarError> for UnpackError {
 }
 
 impl UnpackError {
-    /// Whether the machine's disk failed, and not the archive. A full or broken disk is not the release's fault.
+    /// Returns whether this machine's disk is at fault, rather than the archive.
     pub fn is_disk_error(&self) -> bool {
         use io::ErrorKind::{AlreadyExists, InvalidFilename, IsADirectory, NotADirectory};
         let archive_errors = [AlreadyExists, InvalidFilename, IsADirectory, NotADirectory];
@@ -77,7 +77,7 @@ impl UnpackError {
     }
 }
 
-/// A sender for the download, and the archive as a reader.
+/// Creates a sender for the download, and a reader of the archive.
 pub fn channel() -> (mpsc::Sender<Bytes>, impl Read + Send + 'static) {
     let (chunks, receiver) = mpsc::channel(CHUNK_QUEUE_CAPACITY);
     (chunks, ChunkReader { receiver, current: Bytes::new() })
@@ -114,7 +114,7 @@ pub fn unpack(archive: impl Read, into: &Path, limits: UnpackLimits) -> Result<(
     while let Some(entry) = entries.next_entry()? {
         tree.add(entry)?;
     }
-    // Padding after the end mark is part of the digest. Its size is limited too.
+    // Padding after the end marker is part of the digest. Its size is limited, too.
     let mut rest = archive.into_inner().take(limits.bytes);
     io::copy(&mut rest, &mut io::sink()).map_err(UnpackError::Archive)?;
     tree.check_links()
@@ -129,7 +129,7 @@ struct Tree<'a> {
 
 impl Tree<'_> {
     fn add(&mut self, mut entry: TarEntry<'_, impl Read>) -> Result<(), UnpackError> {
-        let refuse = |why| Err(UnpackError::Refused { path: quoted(&entry.path), why });
+        let refuse = |why| Err(UnpackError::Refused { path: quote_path(&entry.path), why });
         let Some(path) = relative_path(&entry.path) else {
             return refuse("its path leaves the release");
         };
@@ -137,36 +137,36 @@ impl Tree<'_> {
             return refuse("it has a setuid, setgid or sticky bit");
         }
         match entry.kind {
-            EntryKind::Directory => self.make_directory(&path),
-            EntryKind::File => self.make_file(&mut entry, &path),
-            EntryKind::Link => self.make_link(&path, &entry.link),
+            EntryKind::Directory => self.create_directory(&path),
+            EntryKind::File => self.create_file(&mut entry, &path),
+            EntryKind::Link => self.create_link(&path, &entry.link),
         }
     }
 
     /// Creates the directory and its parents. Fails if something else has the name.
-    fn make_directory(&mut self, path: &Path) -> Result<(), UnpackError> {
+    fn create_directory(&mut self, path: &Path) -> Result<(), UnpackError> {
         if path.as_os_str().is_empty() || self.directories.contains(path) {
             return Ok(());
         }
         if let Some(parent) = path.parent() {
-            self.make_directory(parent)?;
+            self.create_directory(parent)?;
         }
-        let at = self.root.join(path);
-        fs::create_dir(&at)
-            .and_then(|()| fs::set_permissions(&at, Permissions::from_mode(0o755)))
+        let full_path = self.root.join(path);
+        fs::create_dir(&full_path)
+            .and_then(|()| fs::set_permissions(&full_path, Permissions::from_mode(0o755)))
             .map_err(|source| UnpackError::Write { path: path.to_owned(), source })?;
         self.directories.insert(path.to_owned());
         Ok(())
     }
 
-    fn make_parent(&mut self, path: &Path) -> Result<(), UnpackError> {
-        path.parent().map_or(Ok(()), |parent| self.make_directory(parent))
+    fn create_parent(&mut self, path: &Path) -> Result<(), UnpackError> {
+        path.parent().map_or(Ok(()), |parent| self.create_directory(parent))
     }
 
-    fn make_file(&mut self, entry: &mut TarEntry<'_, impl Read>, path: &Path) -> Result<(), UnpackError> {
-        self.make_parent(path)?;
+    fn create_file(&mut self, entry: &mut TarEntry<'_, impl Read>, path: &Path) -> Result<(), UnpackError> {
+        self.create_parent(path)?;
         let failed = |source| UnpackError::Write { path: path.to_owned(), source };
-        // Readable by all and writable only by root, independent of the builder's umask.
+        // All users can read the file and only root can write it, whatever the umask was when the bundle was built.
         let mode = 0o644 | (entry.mode & 0o111);
         let mut file: File = OpenOptions::new()
             .write(true)
@@ -178,26 +178,25 @@ impl Tree<'_> {
         file.set_permissions(Permissions::from_mode(mode)).map_err(failed)
     }
 
-    fn make_link(&mut self, path: &Path, target: &Path) -> Result<(), UnpackError> {
-        let refuse = |why| Err(UnpackError::Refused { path: quoted(path), why });
+    fn create_link(&mut self, path: &Path, target: &Path) -> Result<(), UnpackError> {
+        let refuse = |why| Err(UnpackError::Refused { path: quote_path(path), why });
         if !stays_inside(path, target) {
             return refuse("it is a link that leaves the release");
         }
-        self.make_parent(path)?;
+        self.create_parent(path)?;
         std::os::unix::fs::symlink(target, self.root.join(path))
             .map_err(|source| UnpackError::Write { path: path.to_owned(), source })?;
         self.links.push(path.to_owned());
         Ok(())
     }
 
-    /// A link through another link can lead elsewhere than its text, so all links are resolved at the end.
+    /// Resolves all links at the end: through another link, a link can lead to a different place than its target says.
     fn check_links(&self) -> Result<(), UnpackError> {
         let failed = |path: &Path, source| UnpackError::Write { path: path.to_owned(), source };
         let root = fs::canonicalize(self.root).map_err(|source| failed(self.root, source))?;
         for link in &self.links {
-            let refuse = |why| UnpackError::Refused { path: quoted(link), why };
-            let end =
-                fs::canonicalize(self.root.join(link)).map_err(|_| refuse("it is a link to nowhere"))?;
+            let refuse = |why| UnpackError::Refused { path: quote_path(link), why };
+            let end = fs::canonicalize(self.root.join(link)).map_err(|_| refuse("it is a dangling link"))?;
             if !end.starts_with(&root) {
                 return Err(refuse("it is a link that leaves the release"));
             }
@@ -206,20 +205,20 @@ impl Tree<'_> {
     }
 }
 
-/// Copies a file, keeping errors of the archive and of the disk apart.
+/// Copies a file. Errors of the archive and of the disk are distinguished.
 fn copy_content(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackError> {
-    let mut piece = [0; 64 * 1024];
+    let mut buffer = [0; 64 * 1024];
     loop {
-        let read = from.read(&mut piece).map_err(UnpackError::Archive)?;
+        let read = from.read(&mut buffer).map_err(UnpackError::Archive)?;
         if read == 0 {
             return Ok(());
         }
-        io::Write::write_all(to, &piece[..read])
+        io::Write::write_all(to, &buffer[..read])
             .map_err(|source| UnpackError::Write { path: path.to_owned(), source })?;
     }
 }
 
-/// The path without `./`; `None` if it is absolute or leaves the directory.
+/// Returns the path without `./`; `None` if it is absolute or leaves the directory.
 fn relative_path(path: &Path) -> Option<PathBuf> {
     let mut clean = PathBuf::new();
     for part in path.components() {
@@ -232,7 +231,7 @@ fn relative_path(path: &Path) -> Option<PathBuf> {
     Some(clean)
 }
 
-/// Whether a link's target, resolved from the link's directory, stays inside the tree.
+/// Returns whether a link's target, resolved from the link's directory, stays inside the tree.
 fn stays_inside(link: &Path, target: &Path) -> bool {
     let mut depth = link.components().count().saturating_sub(1);
     if target.as_os_str().is_empty() {

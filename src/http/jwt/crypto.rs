@@ -1,4 +1,4 @@
-//! Crypto provider of jsonwebtoken with ring: only verification of RS256, ES256 and EdDSA.
+//! A crypto provider on ring for jsonwebtoken: only verification of RS256, ES256 and EdDSA.
 
 use jsonwebtoken::crypto::{CryptoProvider, JwtVerifier, KeyUtils};
 use jsonwebtoken::errors::{Error, ErrorKind};
@@ -10,16 +10,16 @@ use ring::signature::{
 
 static PROVIDER: CryptoProvider = CryptoProvider {
     signer_factory: |_, _| Err(ErrorKind::UnsupportedAlgorithm.into()),
-    verifier_factory: verifier,
+    verifier_factory: create_verifier,
     key_utils: KeyUtils::new_unimplemented(),
 };
 
-/// Installs this as the process's provider. It is the only one, so later calls have no effect.
+/// Installs the process's provider. No other is ever installed, so later calls have no effect.
 pub(super) fn install() {
     let _ = PROVIDER.install_default();
 }
 
-fn verifier(algorithm: &Algorithm, key: &DecodingKey) -> Result<Box<dyn JwtVerifier>, Error> {
+fn create_verifier(algorithm: &Algorithm, key: &DecodingKey) -> Result<Box<dyn JwtVerifier>, Error> {
     let key = match (algorithm, key.kind()) {
         (Algorithm::RS256, DecodingKeyKind::RsaModulusExponent { n, e }) => {
             Key::Rsa(RsaPublicKeyComponents { n: n.clone(), e: e.clone() })
@@ -67,24 +67,24 @@ mod tests {
 
     use super::*;
 
-    /// Signing input, signature.
-    struct Vector(&'static str, &'static str);
+    /// A signing input and its signature.
+    struct TestVector(&'static str, &'static str);
 
     const PAYLOAD_A: &str =
         "eyJpc3MiOiJqb2UiLA0KICJleHAiOjEzMDA4MTkzODAsDQogImh0dHA6Ly9leGFtcGxlLmNvbS9pc19yb290Ijp0cnVlfQ";
 
-    fn check(vector: &Vector, key: &DecodingKey, algorithm: Algorithm) {
+    fn check(vector: &TestVector, key: &DecodingKey, algorithm: Algorithm) {
         install();
-        let Vector(input, signature) = vector;
+        let TestVector(input, signature) = vector;
         assert!(verify(signature, input.as_bytes(), key, algorithm).unwrap());
         let other = input.replacen('e', "f", 1);
-        assert!(!verify(signature, other.as_bytes(), key, algorithm).unwrap(), "another message");
+        assert!(!verify(signature, other.as_bytes(), key, algorithm).unwrap(), "changed message");
         let flipped = format!("{}{}", if signature.starts_with('A') { 'B' } else { 'A' }, &signature[1..]);
-        assert!(!verify(&flipped, input.as_bytes(), key, algorithm).unwrap(), "another signature");
+        assert!(!verify(&flipped, input.as_bytes(), key, algorithm).unwrap(), "changed signature");
     }
 
     #[test]
-    fn rs256_by_rfc_7515_a_2() {
+    fn verify_accepts_rs256_example_of_rfc_7515_a_2() {
         let input = format!("eyJhbGciOiJSUzI1NiJ9.{PAYLOAD_A}");
         let n = "ofgWCuLjybRlzo0tZWJjNiuSfb4p4fAkd_wWJcyQoTbji9k0l8W26mPddxHmfHQp-Vaw-4qPCJrcS2mJPMEzP1Pt0Bm4d4QlL-y\
                  RT-SFd2lZS-pCgNMsD1W_YpRPEwOWvG6b32690r2jZ47soMZo9wGzjb_7OMg0LOL-bSf63kpaSHSXndS5z5rexMdbBYUsLA9e-\
@@ -95,11 +95,11 @@ mod tests {
                          Hlb1L07Qe7K0GarZRmB_eSN9383LcOLn6_dO--xi12jzDwusC-eOkHWEsqtFZESc6BfI7noOPqvhJ1phCnvWh6IeYI\
                          2w9QOYEUipUTI8np6LbgGY9Fs98rqVt5AXLIhWkWywlVmtVrBp0igcN_IoypGlUPQGe77Rw";
         let key = DecodingKey::from_rsa_components(n, "AQAB").unwrap();
-        check(&Vector(input.leak(), signature), &key, Algorithm::RS256);
+        check(&TestVector(input.leak(), signature), &key, Algorithm::RS256);
     }
 
     #[test]
-    fn es256_by_rfc_7515_a_3() {
+    fn verify_accepts_es256_example_of_rfc_7515_a_3() {
         let input = format!("eyJhbGciOiJFUzI1NiJ9.{PAYLOAD_A}");
         let signature =
             "DtEhU3ljbEg8L38VWAfUAqOyKAM6-Xx-F4GawxaepmXFCgfTjDxw5djxLa8ISlSApmWQxfKTUJqPP3-Kg6NU1Q";
@@ -107,16 +107,16 @@ mod tests {
             "f83OJ3D2xF1Bg8vub9tLe1gHMzV76e8Tus9uPHvRVEU",
             "x_FEzRu9m36HLN_tue659LNpXW6pCyStikYjKIWI5a0",
         );
-        check(&Vector(input.leak(), signature), &key.unwrap(), Algorithm::ES256);
+        check(&TestVector(input.leak(), signature), &key.unwrap(), Algorithm::ES256);
     }
 
     #[test]
-    fn eddsa_by_rfc_8037_a_4() {
+    fn verify_accepts_eddsa_example_of_rfc_8037_a_4() {
         let input = "eyJhbGciOiJFZERTQSJ9.RXhhbXBsZSBvZiBFZDI1NTE5IHNpZ25pbmc";
         let signature =
             "hgyY0il_MGCjP0JzlnLWG1PPOt7-09PGcvMg3AIbQR6dWbhijcNR4ki4iylGjg5BhVsPt9g7sVvpAr_MuM0KAg";
         let key = DecodingKey::from_ed_components("11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo").unwrap();
-        check(&Vector(input, signature), &key, Algorithm::EdDSA);
+        check(&TestVector(input, signature), &key, Algorithm::EdDSA);
     }
 
     #[test]

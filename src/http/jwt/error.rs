@@ -1,11 +1,11 @@
-//! Why a token of the identity provider is refused.
+//! The errors of token verification.
 
-/// The reason why a token is refused.
+/// The reason why a token of the identity provider is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum JwtError {
     #[error("the token is malformed")]
     Malformed,
-    #[error("the token's algorithm is not its key's")]
+    #[error("the token's algorithm does not match its key")]
     Algorithm,
     #[error("the token's key is not one of the issuer's")]
     UnknownKey,
@@ -17,10 +17,10 @@ pub enum JwtError {
     Audience,
     #[error("the token is expired or not yet valid")]
     Stale,
-    /// It was refused recently.
-    #[error("the token was refused before")]
+    /// The router's cache has a recent refusal, or the client has made too many checks.
+    #[error("the token was refused recently")]
     Refused,
-    /// The only reason that does not concern the token.
+    /// The only error that is independent of the token.
     #[error("the issuer's keys cannot be fetched")]
     NoKeys,
 }

@@ -16,9 +16,9 @@ use crate::problem::chain;
 
 /// Minimum interval between fetches for an unknown `kid`.
 const MIN_FETCH_INTERVAL: Duration = Duration::from_secs(30);
-/// Minimum interval between fetches without any key: shorter, because every token is refused.
+/// Minimum interval between fetches before the first success. It is shorter, because every token is refused until then.
 const MIN_FETCH_INTERVAL_WITHOUT_KEYS: Duration = Duration::from_secs(2);
-/// Maximum age of the keys: a withdrawn key is trusted no longer, unless the issuer is unreachable.
+/// Maximum age of the keys. A withdrawn key is trusted for at most this long, unless the issuer is unreachable.
 const MAX_KEY_AGE: Duration = Duration::from_secs(600);
 const MAX_BODY_BYTES: usize = 256 * 1024;
 
@@ -38,10 +38,10 @@ pub(super) struct Jwks {
     last_fetch: tokio::sync::Mutex<LastFetch>,
 }
 
-/// The time of the last fetch.
 #[derive(Default)]
 struct LastFetch {
     any: Option<Instant>,
+    /// The last fetch because of an unknown `kid`.
     for_unknown: Option<Instant>,
 }
 
@@ -68,28 +68,31 @@ impl Jwks {
         Self { url, client, known: RwLock::default(), last_fetch: tokio::sync::Mutex::default() }
     }
 
-    /// The key with this id. Fetches the issuer's keys if it is unknown, or if the known keys are stale.
+    /// Finds the key with this id. Fetches the issuer's keys if the id is unknown, or if the known keys are stale.
     pub(super) async fn find(&self, kid: &str) -> Result<Arc<VerifyingKey>, JwtError> {
-        let mut last_fetch = match (self.known(kid), self.last_fetch.try_lock()) {
+        let mut last_fetch = match (self.lookup(kid), self.last_fetch.try_lock()) {
             ((Some(key), Freshness::Fresh), _) => return Ok(key),
             (_, Ok(last_fetch)) => last_fetch,
-            // Use a stale key during a fetch.
+            // Another request is fetching the keys: use the stale key.
             ((Some(key), _), Err(_)) => return Ok(key),
             ((None, _), Err(_)) => self.last_fetch.lock().await,
         };
         // Another request may have fetched the keys in the meantime.
-        let (key, freshness) = self.known(kid);
-        let over = |at: Option<Instant>, pause| at.is_none_or(|at: Instant| at.elapsed() >= pause);
-        let due = match (&key, freshness) {
+        let (key, freshness) = self.lookup(kid);
+        let has_elapsed =
+            |interval, since: Option<Instant>| since.is_none_or(|since: Instant| since.elapsed() >= interval);
+        let is_due = match (&key, freshness) {
             (Some(_), Freshness::Fresh) => false,
-            (_, Freshness::Never) => over(last_fetch.any, MIN_FETCH_INTERVAL_WITHOUT_KEYS),
-            (Some(_), Freshness::Stale) => over(last_fetch.any, MIN_FETCH_INTERVAL),
-            (None, Freshness::Stale | Freshness::Fresh) => over(last_fetch.for_unknown, MIN_FETCH_INTERVAL),
+            (_, Freshness::NeverFetched) => has_elapsed(MIN_FETCH_INTERVAL_WITHOUT_KEYS, last_fetch.any),
+            (Some(_), Freshness::Stale) => has_elapsed(MIN_FETCH_INTERVAL, last_fetch.any),
+            (None, Freshness::Stale | Freshness::Fresh) => {
+                has_elapsed(MIN_FETCH_INTERVAL, last_fetch.for_unknown)
+            }
         };
-        if due {
+        if is_due {
             let now = Some(Instant::now());
             last_fetch.any = now;
-            if key.is_none() && freshness != Freshness::Never {
+            if key.is_none() && freshness != Freshness::NeverFetched {
                 last_fetch.for_unknown = now;
             }
             match self.fetch().await {
@@ -103,21 +106,21 @@ impl Jwks {
             }
         }
         drop(last_fetch);
-        match self.known(kid) {
+        match self.lookup(kid) {
             (Some(key), _) => Ok(key),
-            (None, Freshness::Never) => Err(JwtError::NoKeys),
+            (None, Freshness::NeverFetched) => Err(JwtError::NoKeys),
             (None, _) => Err(JwtError::UnknownKey),
         }
     }
 
     pub(super) fn known_key(&self, kid: &str) -> Option<Arc<VerifyingKey>> {
-        self.known(kid).0
+        self.lookup(kid).0
     }
 
-    fn known(&self, kid: &str) -> (Option<Arc<VerifyingKey>>, Freshness) {
+    fn lookup(&self, kid: &str) -> (Option<Arc<VerifyingKey>>, Freshness) {
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
         let freshness = match known.fetched {
-            None => Freshness::Never,
+            None => Freshness::NeverFetched,
             Some(at) if at.elapsed() >= MAX_KEY_AGE => Freshness::Stale,
             Some(_) => Freshness::Fresh,
         };
@@ -138,7 +141,7 @@ impl Jwks {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Freshness {
-    Never,
+    NeverFetched,
     Stale,
     Fresh,
 }
@@ -150,23 +153,24 @@ fn parse(body: &[u8]) -> Result<Keys, serde_json::Error> {
         keys: Vec<Value>,
     }
     let set: Set = serde_json::from_slice(body)?;
-    Ok(set.keys.into_iter().filter_map(usable).collect())
+    Ok(set.keys.into_iter().filter_map(parse_key).collect())
 }
 
-/// The ids and algorithms of the usable keys in a set, for `tests/fuzz`.
+/// Parses the ids and algorithms of the usable keys in a set, for `tests/fuzz`.
 ///
 /// # Errors
-/// If it is not a key set.
+/// If `body` is not a key set.
 #[cfg(feature = "fuzzing")]
 pub fn read_keys(body: &[u8]) -> Result<Vec<(String, Vec<Algorithm>)>, serde_json::Error> {
     let keys = parse(body)?;
     Ok(keys.into_iter().map(|(kid, key)| (kid, key.validation.algorithms.clone())).collect())
 }
 
-fn usable(jwk: Value) -> Option<(String, Arc<VerifyingKey>)> {
+/// `None` if the key cannot verify our tokens.
+fn parse_key(jwk: Value) -> Option<(String, Arc<VerifyingKey>)> {
     let jwk: Jwk = serde_json::from_value(jwk).ok()?;
     let common = &jwk.common;
-    let (algorithm, named) = match &jwk.algorithm {
+    let (algorithm, key_algorithm) = match &jwk.algorithm {
         AlgorithmParameters::RSA(_) => (Algorithm::RS256, KeyAlgorithm::RS256),
         AlgorithmParameters::EllipticCurve(key) if key.curve == EllipticCurve::P256 => {
             (Algorithm::ES256, KeyAlgorithm::ES256)
@@ -176,13 +180,16 @@ fn usable(jwk: Value) -> Option<(String, Arc<VerifyingKey>)> {
         }
         _ => return None,
     };
-    let signs = common.public_key_use.as_ref().is_none_or(|named| *named == PublicKeyUse::Signature);
-    let verifies = common.key_operations.as_ref().is_none_or(|all| all.contains(&KeyOperations::Verify));
-    if !signs || !verifies || common.key_algorithm.is_some_and(|algorithm| algorithm != named) {
+    let is_for_signatures =
+        common.public_key_use.as_ref().is_none_or(|key_use| *key_use == PublicKeyUse::Signature);
+    let can_verify =
+        common.key_operations.as_ref().is_none_or(|operations| operations.contains(&KeyOperations::Verify));
+    let matches_algorithm = common.key_algorithm.is_none_or(|declared| declared == key_algorithm);
+    if !is_for_signatures || !can_verify || !matches_algorithm {
         return None;
     }
     let mut validation = Validation::new(algorithm);
-    // `Trust` checks the claims, with the time as an argument.
+    // `TrustedIssuer` checks the claims, with the time as an argument.
     validation.required_spec_claims.clear();
     validation.validate_exp = false;
     validation.validate_aud = false;
@@ -197,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parse_keeps_only_keys_for_our_algorithms() {
+    fn parse_keeps_only_keys_that_verify_our_algorithms() {
         let ed = json!({"kty": "OKP", "crv": "Ed25519", "x": "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"});
         let with = |name: &str, more: Value| {
             let mut key = ed.clone();

@@ -1,8 +1,8 @@
-//! Verification of the identity provider's tokens: JWTs (RFC 7519), with its published keys.
+//! Verifies the identity provider's tokens, which are JWTs (RFC 7519), with the provider's published keys.
 //!
 //! A token must be signed with RS256, ES256 or EdDSA by a key of the configured JWKS, and its header must name that key's
-//! algorithm; issuer, audience and times must match. There are no sessions here. Invariant: only the `kid` of a token is
-//! used before its signature is verified.
+//! algorithm; issuer and audience must match, and the token must be valid now. Invariant: only the `kid` of a token is used
+//! before its signature is verified.
 
 mod crypto;
 mod error;
@@ -37,7 +37,7 @@ pub struct TrustedIssuer {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Subject {
     pub user: IdpUserId,
-    /// Unix seconds; the token expires then, plus the leeway.
+    /// Unix seconds; the leeway is not included.
     pub expires_at: i64,
 }
 
@@ -48,7 +48,7 @@ pub struct Verifier {
 }
 
 impl Verifier {
-    /// Fetches nothing yet; the deadlines of `client` limit each fetch.
+    /// Does not fetch keys yet. The deadlines of `client` limit each fetch.
     pub fn new(trust: TrustedIssuer, client: reqwest::Client) -> Self {
         crypto::install();
         let keys = Jwks::new(trust.jwks_url.clone(), client);
@@ -58,8 +58,8 @@ impl Verifier {
     /// # Errors
     /// See [`JwtError`].
     pub async fn verify(&self, token: &str, now: Timestamp) -> Result<Subject, JwtError> {
-        let key = self.keys.find(&kid(token)?).await?;
-        self.trust.accept(open(token, &key)?, now)
+        let key = self.keys.find(&parse_kid(token)?).await?;
+        self.trust.check_claims(decode_claims(token, &key)?, now)
     }
 
     /// Verifies a token without fetching keys.
@@ -67,20 +67,20 @@ impl Verifier {
     /// # Errors
     /// See [`JwtError`]; `NoKeys` if a fetch would be necessary.
     pub fn verify_with_known_keys(&self, token: &str, now: Timestamp) -> Result<Subject, JwtError> {
-        let key = self.keys.known_key(&kid(token)?).ok_or(JwtError::NoKeys)?;
-        self.trust.accept(open(token, &key)?, now)
+        let key = self.keys.known_key(&parse_kid(token)?).ok_or(JwtError::NoKeys)?;
+        self.trust.check_claims(decode_claims(token, &key)?, now)
     }
 }
 
-fn kid(token: &str) -> Result<String, JwtError> {
+fn parse_kid(token: &str) -> Result<String, JwtError> {
     if token.len() > MAX_TOKEN_BYTES {
         return Err(JwtError::Malformed);
     }
     decode_header(token).map_err(|_| JwtError::Malformed)?.kid.ok_or(JwtError::UnknownKey)
 }
 
-/// The claims of a token that this key signed.
-fn open(token: &str, key: &VerifyingKey) -> Result<Claims, JwtError> {
+/// Decodes the claims of a token that this key must have signed.
+fn decode_claims(token: &str, key: &VerifyingKey) -> Result<Claims, JwtError> {
     use jsonwebtoken::errors::ErrorKind;
     let TokenData { header, claims } =
         decode(token, &key.key, &key.validation).map_err(|error| match error.kind() {
@@ -88,7 +88,7 @@ fn open(token: &str, key: &VerifyingKey) -> Result<Claims, JwtError> {
             ErrorKind::InvalidAlgorithm | ErrorKind::UnsupportedAlgorithm => JwtError::Algorithm,
             _ => JwtError::Malformed,
         })?;
-    // A critical extension, and none is supported (RFC 7515, section 4.1.11).
+    // No critical extension is supported (RFC 7515, section 4.1.11).
     if header.crit.is_some() { Err(JwtError::Malformed) } else { Ok(claims) }
 }
 
@@ -110,18 +110,18 @@ enum OneOrMany {
 }
 
 impl TrustedIssuer {
-    fn accept(&self, claims: Claims, now: Timestamp) -> Result<Subject, JwtError> {
+    fn check_claims(&self, claims: Claims, now: Timestamp) -> Result<Subject, JwtError> {
         if claims.iss != self.issuer {
             return Err(JwtError::Issuer);
         }
-        let ours = |name: &String| self.audiences.contains(name);
-        let for_us = match (&claims.aud, &claims.azp) {
-            (Some(OneOrMany::One(one)), _) => ours(one),
-            (Some(OneOrMany::Many(many)), _) => many.iter().any(ours),
-            (None, Some(party)) => ours(party),
+        let is_accepted = |name: &String| self.audiences.contains(name);
+        let is_for_us = match (&claims.aud, &claims.azp) {
+            (Some(OneOrMany::One(one)), _) => is_accepted(one),
+            (Some(OneOrMany::Many(many)), _) => many.iter().any(is_accepted),
+            (None, Some(party)) => is_accepted(party),
             (None, None) => false,
         };
-        if !for_us {
+        if !is_for_us {
             return Err(JwtError::Audience);
         }
         // An f64 represents the seconds of any realistic year exactly.

@@ -1,4 +1,4 @@
-//! Schemas that are derived from types.
+//! Derives schemas from Rust types.
 
 use schemars::generate::{SchemaGenerator, SchemaSettings};
 use schemars::transform::{RecursiveTransform, Transform};
@@ -13,13 +13,13 @@ pub fn schema_of<T: JsonSchema>() -> Value {
     let mut settings = SchemaSettings::draft2020_12().for_serialize();
     settings.definitions_path = "/components/schemas".into();
     let mut schema = T::json_schema(&mut SchemaGenerator::new(settings));
-    RecursiveTransform(close).transform(&mut schema);
+    RecursiveTransform(make_strict).transform(&mut schema);
     schema.to_value()
 }
 
 /// Makes a schema as strict as the serialized value: an object has no other members, and a number is not negative and is
 /// represented exactly by every JSON parser (RFC 7493). Drops the defaults, which only readers apply.
-fn close(schema: &mut Schema) {
+fn make_strict(schema: &mut Schema) {
     schema.remove("default");
     let format = schema.get("format").and_then(Value::as_str).map(str::to_owned);
     match format.as_deref() {
@@ -67,11 +67,11 @@ mod tests {
         cost: f64,
         #[serde(default, skip_serializing_if = "Option::is_none")]
         #[schemars(with = "u32")]
-        left_over: Option<u32>,
+        remaining_parts: Option<u32>,
     }
 
     #[test]
-    fn schema_of_describes_what_is_serialized() {
+    fn schema_of_describes_the_serialized_type() {
         let part = || object(&[("name", text())], &[]);
         let expected = object(
             &[
@@ -80,7 +80,7 @@ mod tests {
                 ("parts", array(part())),
                 ("cost", number()),
             ],
-            &[("leftOver", count())],
+            &[("remainingParts", count())],
         );
         assert_eq!(schema_of::<Whole>(), expected);
     }

@@ -1,7 +1,7 @@
 //! Generates OpenAPI 3.1 documents from the description beside each route's handler.
 //!
-//! Owns the types of descriptions and their conversion; contains no routes. Invariant: implied problems (a body can be too
-//! large, a credential can be missing) are derived, never declared.
+//! Defines the types of these descriptions and converts them; contains no routes. Invariant: implied problems (a body can
+//! be too large, a credential can be missing) are derived, never declared.
 
 use std::collections::BTreeMap;
 
@@ -29,7 +29,7 @@ pub struct Credential {
 pub enum Scheme {
     /// `Authorization: Bearer` (RFC 6750).
     Bearer,
-    /// The same, for callers with scopes: a caller without the route's scope is refused as forbidden.
+    /// Like `Bearer`, for callers with scopes: a caller without the route's scope is refused as forbidden.
     ScopedBearer,
     Header(&'static str),
     Cookie(&'static str),
@@ -41,7 +41,7 @@ pub struct Operation {
     /// In camelCase; unique in a document.
     pub id: &'static str,
     pub method: Method,
-    /// Template with `{name}` for each parameter; `{*name}` is the rest of the path.
+    /// A template with `{name}` for each parameter; `{*name}` is the rest of the path.
     pub path: &'static str,
     pub summary: &'static str,
     /// Empty for a public route.
@@ -94,7 +94,7 @@ pub struct Api {
     pub title: &'static str,
     pub about: &'static str,
     pub version: &'static str,
-    /// Schemas that others reference with [`named`].
+    /// Schemas that other schemas reference with [`named`].
     pub schemas: &'static [(&'static str, Schema)],
 }
 
@@ -108,15 +108,16 @@ impl Operation {
             if !self.problems.contains(&Code::RegistrationRejected) {
                 codes.push(Code::Unauthorized);
             }
-            if self.credentials.iter().any(|one| one.scheme == Scheme::ScopedBearer) {
+            if self.credentials.iter().any(|credential| credential.scheme == Scheme::ScopedBearer) {
                 codes.extend([Code::Forbidden, Code::RateLimited]);
             }
         }
         if self.body.is_some() {
             codes.push(Code::UnsupportedMediaType);
         }
-        let checked = self.parameters.iter().any(|parameter| parameter.location != ParameterLocation::Header);
-        if self.body.is_some() || checked {
+        let has_checked_parameters =
+            self.parameters.iter().any(|parameter| parameter.location != ParameterLocation::Header);
+        if self.body.is_some() || has_checked_parameters {
             codes.push(Code::InvalidRequest);
         }
         codes.extend(self.problems);
@@ -136,13 +137,13 @@ impl Operation {
             by_status.entry(code.status().as_u16()).or_default().push(code.as_str());
         }
         for (status, codes) in by_status {
-            responses.entry(status.to_string()).or_insert_with(|| refusal(status, &codes));
+            responses.entry(status.to_string()).or_insert_with(|| problem_response(status, &codes));
         }
         let mut operation = json!({
             "operationId": self.id,
             "summary": self.summary,
             "responses": responses,
-            "security": self.credentials.iter().map(|one| json!({ one.name: [] })).collect::<Vec<_>>(),
+            "security": self.credentials.iter().map(|credential| json!({ credential.name: [] })).collect::<Vec<_>>(),
         });
         if !self.parameters.is_empty() {
             operation["parameters"] = self.parameters.iter().map(Parameter::document).collect();
@@ -202,7 +203,7 @@ impl DocumentedResponse {
     }
 }
 
-fn refusal(status: u16, codes: &[&str]) -> Value {
+fn problem_response(status: u16, codes: &[&str]) -> Value {
     let schema = json!({
         "allOf": [named("Problem"), { "type": "object", "properties": { "code": { "enum": codes } } }],
     });
@@ -221,10 +222,10 @@ fn refusal(status: u16, codes: &[&str]) -> Value {
     })
 }
 
-fn headers() -> Value {
+fn header_components() -> Value {
     let header = |about: &str, schema: Value| json!({ "description": about, "schema": schema });
     json!({
-        "RequestId": header("The same as the problem's requestId; the log has details under it.", text()),
+        "RequestId": header("The same as the problem's requestId; log lines with this id have the details.", text()),
         "WwwAuthenticate": header("Bearer", text()),
         "Allow": header("The methods of this path.", text()),
         "RetryAfter": header("Seconds after which the same request may succeed.", count()),
@@ -232,7 +233,7 @@ fn headers() -> Value {
 }
 
 /// The schema of a problem (RFC 9457) with our `code` and `requestId`; some codes have other members.
-fn problem() -> Value {
+fn problem_schema() -> Value {
     let errors = array(object(&[("pointer", text()), ("detail", text())], &[]));
     let codes: Vec<&str> = Code::ALL.iter().map(|code| code.as_str()).collect();
     let standard = [
@@ -248,25 +249,25 @@ fn problem() -> Value {
     schema
 }
 
-/// The document for these operations.
+/// Generates the document for these operations.
 pub fn document<'o>(api: &Api, operations: impl IntoIterator<Item = &'o Operation>) -> Value {
     let mut paths: Map<String, Value> = Map::new();
     let mut credentials: BTreeMap<&str, &Credential> = BTreeMap::new();
     for operation in operations {
-        credentials.extend(operation.credentials.iter().map(|one| (one.name, one)));
+        credentials.extend(operation.credentials.iter().map(|credential| (credential.name, credential)));
         let path = paths.entry(operation.path.replace("{*", "{")).or_insert_with(|| json!({}));
         path[operation.method.as_str().to_ascii_lowercase()] = operation.document();
     }
     let mut schemas: Map<String, Value> =
         api.schemas.iter().map(|(name, schema)| ((*name).to_owned(), schema())).collect();
-    schemas.insert("Problem".to_owned(), problem());
+    schemas.insert("Problem".to_owned(), problem_schema());
     let schemes: Map<String, Value> =
-        credentials.into_iter().map(|(name, one)| (name.to_owned(), one.document())).collect();
+        credentials.into_iter().map(|(name, credential)| (name.to_owned(), credential.document())).collect();
     json!({
         "openapi": "3.1.0",
         "info": { "title": api.title, "description": api.about, "version": api.version },
         "paths": paths,
-        "components": { "schemas": schemas, "headers": headers(), "securitySchemes": schemes },
+        "components": { "schemas": schemas, "headers": header_components(), "securitySchemes": schemes },
     })
 }
 
@@ -277,12 +278,12 @@ mod tests {
     const OPERATOR: Credential =
         Credential { name: "operator", scheme: Scheme::Bearer, about: "PLATFORM_SECRET" };
 
-    fn ask() -> Operation {
+    fn rename_thing() -> Operation {
         Operation {
-            id: "ask",
+            id: "renameThing",
             method: Method::POST,
             path: "/things/{id}",
-            summary: "Asks.",
+            summary: "Renames a thing.",
             credentials: &[OPERATOR],
             parameters: &[Parameter {
                 name: "id",
@@ -293,7 +294,7 @@ mod tests {
             body: Some(|| object(&[("name", text())], &[])),
             responses: &[DocumentedResponse {
                 status: 202,
-                about: "Asked.",
+                about: "The thing will be renamed.",
                 content: Content::Json(|| named("Thing")),
             }],
             problems: &[Code::InvalidState, Code::Unauthorized],
@@ -308,7 +309,7 @@ mod tests {
             version: "1",
             schemas: &[("Thing", || object(&[], &[("x", count())]))],
         };
-        let document = document(&api, [&ask()]);
+        let document = document(&api, [&rename_thing()]);
         let operation = &document["paths"]["/things/{id}"]["post"];
         assert_eq!(operation["security"], json!([{ "operator": [] }]));
         assert_eq!(operation["parameters"][0]["required"], true);

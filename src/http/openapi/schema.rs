@@ -19,18 +19,18 @@ pub fn object(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
     json!({ "type": "object", "properties": properties, "required": names, "additionalProperties": false })
 }
 
-pub fn array(of: Value) -> Value {
+pub fn array(items: Value) -> Value {
     let mut array = json!({ "type": "array" });
-    array["items"] = of;
+    array["items"] = items;
     array
 }
 
-/// A string in a response; schemas of requests are stricter.
 /// A non-negative number.
 pub fn number() -> Value {
     json!({ "type": "number", "minimum": 0 })
 }
 
+/// A string in a response; schemas of requests are stricter.
 pub fn text() -> Value {
     json!({ "type": "string" })
 }
@@ -44,17 +44,17 @@ pub fn count() -> Value {
     json!({ "type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER })
 }
 
-/// Text of 1 to `max_chars` characters, none of them NUL.
-pub fn text_to(max_chars: usize) -> Value {
+/// Text of 1 to `max_chars` characters, without NUL.
+pub fn text_up_to(max_chars: usize) -> Value {
     json!({ "type": "string", "minLength": 1, "maxLength": max_chars, "pattern": "^[^\\u0000]*$" })
 }
 
-/// Non-empty text, which is made printable and truncated if necessary.
+/// Non-empty text, which the reader makes printable and truncates if necessary.
 pub fn some_text() -> Value {
     json!({ "type": "string", "minLength": 1 })
 }
 
-/// Any text without NUL, which databases cannot store.
+/// Any text without NUL, which PostgreSQL cannot store.
 pub fn any_text() -> Value {
     json!({ "type": "string", "pattern": "^[^\\u0000]*$" })
 }
@@ -88,7 +88,7 @@ pub fn nullable(mut schema: Value) -> Value {
     schema
 }
 
-/// The same object and its nested ones, with additional members allowed: a newer program may send more.
+/// Allows additional members in an object and its nested objects: a newer program may send more.
 pub fn extensible(mut schema: Value) -> Value {
     match &mut schema {
         Value::Object(members) => {

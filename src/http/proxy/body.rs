@@ -26,19 +26,19 @@ impl Upload {
         self.done.load(Ordering::Acquire)
     }
 
-    pub(super) fn moved(&self) -> u64 {
+    pub(super) fn sent_frames(&self) -> u64 {
         self.frames.load(Ordering::Relaxed)
     }
 }
 
-/// A request's body for the upstream; the inner body is dropped with the last byte.
+/// A request's body for the upstream. hyper drops it after the last byte.
 pub(super) struct RequestBody {
     body: Body,
     upload: Option<Arc<Upload>>,
 }
 
 impl RequestBody {
-    /// Returns the progress only if there is a body.
+    /// Returns the progress if the body is not empty.
     pub(super) fn new(body: Body) -> (Self, Option<Arc<Upload>>) {
         let upload = (!body.is_end_stream()).then(Arc::<Upload>::default);
         (Self { body, upload: upload.clone() }, upload)
@@ -84,17 +84,21 @@ impl Drop for RequestBody {
 /// A response's body. Read to its end, it returns the connection to the pool; dropped earlier, it closes the connection.
 pub(super) struct ResponseBody {
     body: Incoming,
-    /// `None` if a separate task drives the connection, or it has ended.
-    wire: Option<Box<UpstreamConnection>>,
+    /// `None` if a separate task drives the connection, or the connection has ended.
+    upstream: Option<Box<UpstreamConnection>>,
     pool: Arc<Pool>,
-    /// Created at the first wait: most bodies are available at once.
+    /// Created at the first wait: most bodies are available immediately.
     closed: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
 }
 
 impl ResponseBody {
-    /// The response's body if the request has been sent completely.
-    pub(super) fn driving(body: Incoming, pool: Arc<Pool>, wire: Box<UpstreamConnection>) -> Body {
-        let mut response = Self { body, wire: Some(wire), pool, closed: None };
+    /// The body of a response to a request that has been sent completely.
+    pub(super) fn with_connection(
+        body: Incoming,
+        pool: Arc<Pool>,
+        upstream: Box<UpstreamConnection>,
+    ) -> Body {
+        let mut response = Self { body, upstream: Some(upstream), pool, closed: None };
         if response.body.is_end_stream() {
             response.release();
             return Body::empty();
@@ -102,11 +106,15 @@ impl ResponseBody {
         Body::new(response)
     }
 
-    /// The response's body while the request is still being sent.
-    pub(super) fn detached(body: Incoming, pool: Arc<Pool>, wire: Box<UpstreamConnection>) -> Body {
+    /// The body of a response to a request that is still being sent; a task drives the connection.
+    pub(super) fn with_detached_connection(
+        body: Incoming,
+        pool: Arc<Pool>,
+        upstream: Box<UpstreamConnection>,
+    ) -> Body {
         let closed = pool.closed.clone();
         tokio::spawn(async move {
-            let UpstreamConnection { sender: _sender, connection, permit: _permit } = *wire;
+            let UpstreamConnection { sender: _sender, connection, permit: _permit } = *upstream;
             tokio::select! {
                 () = closed.cancelled() => {}
                 ended = connection => if let Err(error) = ended {
@@ -114,27 +122,27 @@ impl ResponseBody {
                 }
             }
         });
-        Self::undriven(body, pool)
+        Self::without_connection(body, pool)
     }
 
-    /// The response's body if the connection is driven elsewhere.
-    pub(super) fn undriven(body: Incoming, pool: Arc<Pool>) -> Body {
+    /// The body of a response whose connection is driven elsewhere.
+    pub(super) fn without_connection(body: Incoming, pool: Arc<Pool>) -> Body {
         if body.is_end_stream() {
             return Body::empty();
         }
-        Body::new(Self { body, wire: None, pool, closed: None })
+        Body::new(Self { body, upstream: None, pool, closed: None })
     }
 
     fn release(&mut self) {
-        if let Some(wire) = self.wire.take() {
-            self.pool.keep(wire);
+        if let Some(upstream) = self.upstream.take() {
+            self.pool.keep(upstream);
         }
     }
 
     fn poll_body(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Boxed>>> {
         let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
         match &frame {
-            Some(Err(_)) => self.wire = None,
+            Some(Err(_)) => self.upstream = None,
             Some(Ok(_)) if !self.body.is_end_stream() => {}
             _ => self.release(),
         }
@@ -157,21 +165,21 @@ impl HttpBody for ResponseBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Boxed>>> {
         let this = &mut *self;
-        // Polling the body first makes the connection read; then the body may have a frame.
+        // Polling the body makes the connection read; then the body may have a frame.
         if let Poll::Ready(frame) = this.poll_body(cx) {
             return Poll::Ready(frame);
         }
-        if let Some(wire) = &mut this.wire {
-            if Pin::new(&mut wire.connection).poll(cx).is_ready() {
-                // Its remaining data, and its end, are in the body.
-                this.wire = None;
+        if let Some(upstream) = &mut this.upstream {
+            if Pin::new(&mut upstream.connection).poll(cx).is_ready() {
+                // The body has the connection's remaining data and its end.
+                this.upstream = None;
             }
             if let Poll::Ready(frame) = this.poll_body(cx) {
                 return Poll::Ready(frame);
             }
         }
         ready!(this.poll_closed(cx));
-        this.wire = None;
+        this.upstream = None;
         Poll::Ready(Some(Err("the proxy to the upstream was closed".into())))
     }
 

@@ -1,4 +1,4 @@
-//! Hop-by-hop headers (RFC 9110, section 7.6.1): the standard ones, and those named in `Connection`.
+//! Removes hop-by-hop headers (RFC 9110, section 7.6.1): the standard ones, and those named in `Connection`.
 
 use http::header::{
     CONNECTION, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
@@ -8,14 +8,14 @@ use http::header::{
 static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 static PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
-/// Removes them all. An upgrade that may be tunnelled is kept, as exactly `Connection: upgrade` and one `Upgrade`; returns
-/// whether there is one. Idempotent.
+/// Removes all hop-by-hop headers except those of an upgrade that may be tunnelled, which becomes exactly
+/// `Connection: upgrade` and one `Upgrade`. Returns whether there is such an upgrade. Idempotent.
 pub fn strip_hop_by_hop(headers: &mut HeaderMap) -> bool {
     let mut upgrade = None;
     if headers.contains_key(CONNECTION) {
-        let named: Vec<HeaderName> = headers.get_all(CONNECTION).iter().flat_map(names).collect();
+        let named: Vec<HeaderName> = headers.get_all(CONNECTION).iter().flat_map(parse_names).collect();
         if named.contains(&UPGRADE) {
-            upgrade = headers.remove(UPGRADE).filter(tunnels);
+            upgrade = headers.remove(UPGRADE).filter(can_tunnel);
         }
         for name in named {
             headers.remove(name);
@@ -34,24 +34,24 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap) -> bool {
     true
 }
 
-fn names(value: &HeaderValue) -> impl Iterator<Item = HeaderName> + '_ {
+fn parse_names(value: &HeaderValue) -> impl Iterator<Item = HeaderName> + '_ {
     value.as_bytes().split(|b| *b == b',').filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
 }
 
 /// Whether the protocol may be tunnelled. HTTP may not: requests in the tunnel would bypass the rules for headers.
-fn tunnels(protocol: &HeaderValue) -> bool {
-    let http = |name: &[u8]| {
+fn can_tunnel(protocol: &HeaderValue) -> bool {
+    let is_http = |name: &[u8]| {
         let name = name.trim_ascii().to_ascii_lowercase();
         name.is_empty() || name.starts_with(b"h2c") || name.starts_with(b"http") || name.starts_with(b"tls")
     };
-    !protocol.as_bytes().split(|b| *b == b',').any(http)
+    !protocol.as_bytes().split(|b| *b == b',').any(is_http)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn stripped(lines: &[(&'static str, &'static str)]) -> (bool, HeaderMap) {
+    fn strip(lines: &[(&'static str, &'static str)]) -> (bool, HeaderMap) {
         let mut headers = HeaderMap::new();
         for (name, value) in lines {
             headers.append(*name, HeaderValue::from_static(value));
@@ -59,13 +59,13 @@ mod tests {
         let upgrade = strip_hop_by_hop(&mut headers);
         let once = headers.clone();
         assert_eq!(strip_hop_by_hop(&mut headers), upgrade);
-        assert_eq!(headers, once, "idempotent");
+        assert_eq!(headers, once, "not idempotent");
         (upgrade, headers)
     }
 
     #[test]
     fn strip_removes_standard_and_named_headers() {
-        let (upgrade, left) = stripped(&[
+        let (upgrade, remaining) = strip(&[
             ("connection", "close, X-Svc-Proof"),
             ("connection", "x-other"),
             ("x-svc-proof", "forged"),
@@ -78,20 +78,20 @@ mod tests {
             ("accept", "*/*"),
         ]);
         assert!(!upgrade);
-        assert_eq!(left.keys().map(HeaderName::as_str).collect::<Vec<_>>(), ["accept"]);
+        assert_eq!(remaining.keys().map(HeaderName::as_str).collect::<Vec<_>>(), ["accept"]);
     }
 
     #[test]
     fn strip_keeps_upgrades_except_to_http() {
-        let (upgrade, left) = stripped(&[("connection", "keep-alive, Upgrade"), ("upgrade", "websocket")]);
+        let (upgrade, remaining) = strip(&[("connection", "keep-alive, Upgrade"), ("upgrade", "websocket")]);
         assert!(upgrade);
         assert_eq!(
-            (left["connection"].as_bytes(), left["upgrade"].as_bytes()),
+            (remaining["connection"].as_bytes(), remaining["upgrade"].as_bytes()),
             (&b"upgrade"[..], &b"websocket"[..])
         );
         for http in ["h2c", "websocket, H2C", "HTTP/2.0", "TLS/1.0", ""] {
-            let (upgrade, left) = stripped(&[("connection", "upgrade"), ("upgrade", http)]);
-            assert!(!upgrade && left.is_empty(), "{http}");
+            let (upgrade, remaining) = strip(&[("connection", "upgrade"), ("upgrade", http)]);
+            assert!(!upgrade && remaining.is_empty(), "{http}");
         }
     }
 }

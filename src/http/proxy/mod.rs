@@ -1,15 +1,15 @@
-//! The reverse proxy of router and host gateway: one [`Proxy`] per upstream, HTTP/1.1 with keep-alive, tunnelled upgrades,
-//! and streamed bodies that are never buffered whole.
+//! The reverse proxy of the router and the gateway: one [`Proxy`] per upstream, HTTP/1.1 with keep-alive, tunnelled
+//! upgrades, and streamed bodies that are never buffered whole.
 //!
-//! A request and its upstream connection run in one task, without switching threads: the connection is driven while waiting
-//! for the response's head and while its body is read. Authorization and additional headers are up to the caller. Invariant:
-//! no hop-by-hop header is forwarded in either direction.
+//! A request and its upstream connection run in one task, without switching threads: the task drives the connection while it
+//! waits for the response's head, and while the body is read. Authorization and additional headers are up to the caller.
+//! Invariant: no hop-by-hop header is forwarded in either direction.
 
 mod body;
 mod headers;
 mod pool;
+mod time_limit;
 mod tunnel;
-mod until;
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -26,7 +26,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use body::{RequestBody, ResponseBody, Upload};
 pub use headers::strip_hop_by_hop;
 use pool::{Pool, UpstreamConnection};
-pub use until::TimeLimit;
+pub use time_limit::TimeLimit;
 
 /// A connected byte stream to the upstream.
 pub trait Io: AsyncRead + AsyncWrite + Unpin + Send {}
@@ -45,10 +45,10 @@ pub struct ProxyLimits {
     pub connections: usize,
     /// Maximum idle connections.
     pub idle_connections: usize,
-    /// Timeout of an idle connection; shorter than the upstream's, so that the upstream seldom closes one.
+    /// Timeout for an idle connection; shorter than the upstream's, so that the upstream seldom closes one.
     pub idle: Duration,
     pub connect: Duration,
-    /// Timeout for the response's head, during which no byte of the request's body was sent.
+    /// Timeout for the response's head. It is extended while the request's body is being sent.
     pub response_head: Duration,
 }
 
@@ -78,8 +78,8 @@ pub enum ProxyError {
     #[error("the upstream has reached its connection limit")]
     Full,
     #[error("the upstream switched protocols without a request")]
-    UnaskedUpgrade,
-    #[error("a proxy does not tunnel CONNECT")]
+    UnrequestedUpgrade,
+    #[error("the method CONNECT is not supported")]
     Tunnel,
     #[error("the proxy to this upstream is closed")]
     Closed,
@@ -94,7 +94,7 @@ impl ProxyError {
             Self::Exchange(_) => "exchange",
             Self::HeadTimeout => "head_timeout",
             Self::Full => "full",
-            Self::UnaskedUpgrade => "unasked_upgrade",
+            Self::UnrequestedUpgrade => "unasked_upgrade",
             Self::Tunnel => "tunnel",
             Self::Closed => "closed",
         }
@@ -114,7 +114,7 @@ impl Proxy {
     /// Forwards a request, and returns the response as soon as its head is received.
     ///
     /// # Errors
-    /// See [`ProxyError`]; no part of the response was received.
+    /// See [`ProxyError`].
     pub async fn forward(&self, mut request: Request<Body>) -> Result<Response<Body>, ProxyError> {
         if request.method() == Method::CONNECT {
             return Err(ProxyError::Tunnel);
@@ -122,30 +122,31 @@ impl Proxy {
         let is_upgrade = strip_hop_by_hop(request.headers_mut());
         let client = is_upgrade.then(|| hyper::upgrade::on(&mut request));
         let (mut parts, body) = request.into_parts();
-        let until = if is_upgrade { parts.extensions.remove() } else { None };
-        origin_form(&mut parts.uri);
+        let time_limit = if is_upgrade { parts.extensions.remove() } else { None };
+        convert_to_origin_form(&mut parts.uri);
         parts.version = Version::HTTP_11;
         let (body, upload) = RequestBody::new(body);
-        // Only an idempotent request is kept for a retry on a new connection.
-        let replayable = upload.is_none() && parts.method.is_idempotent();
+        // Only an idempotent request without a body is copied for a retry on a new connection.
+        let is_replayable = upload.is_none() && parts.method.is_idempotent();
         let request = Request::from_parts(parts, body);
-        let exchange = Exchange { pool: &self.pool, upload, client, until };
+        let exchange = Exchange { pool: &self.pool, upload, client, time_limit };
         // The futures of a new connection and of a retry are boxed: most requests need neither.
-        let Some(wire) = self.pool.reuse() else {
+        let Some(upstream) = self.pool.reuse() else {
             return Box::pin(exchange.run_on_new_connection(request)).await;
         };
-        let spare = replayable.then(|| copy_request(&request));
-        let failed = match exchange.run(wire, request).await {
+        let copy = is_replayable.then(|| copy_request(&request));
+        let failed = match exchange.run(upstream, request).await {
             Ok(response) => return Ok(response),
             Err(failed) => failed,
         };
-        match (failed.retry, failed.unsent.or(spare)) {
+        match (failed.retry, failed.unsent.or(copy)) {
             (Some(exchange), Some(request)) => Box::pin(exchange.run_on_new_connection(request)).await,
             _ => Err(failed.error),
         }
     }
 
-    /// Closes pooled and upgraded connections and responses in flight; later requests fail with [`ProxyError::Closed`].
+    /// Closes all connections: idle, upgraded, and those of requests in flight. Later requests fail with
+    /// [`ProxyError::Closed`].
     pub fn close(&self) {
         self.pool.close();
     }
@@ -165,7 +166,7 @@ struct Exchange<'a> {
     /// The client's side of the requested upgrade.
     client: Option<hyper::upgrade::OnUpgrade>,
     /// The time limit of the upgraded connection, if any.
-    until: Option<TimeLimit>,
+    time_limit: Option<TimeLimit>,
 }
 
 struct FailedExchange<'a> {
@@ -182,51 +183,51 @@ impl<'a> Exchange<'a> {
         self,
         request: Request<RequestBody>,
     ) -> Result<Response<Body>, ProxyError> {
-        let wire = self.pool.connect().await?;
-        self.run(wire, request).await.map_err(|failed| failed.error)
+        let upstream = self.pool.connect().await?;
+        self.run(upstream, request).await.map_err(|failed| failed.error)
     }
 
     async fn run(
         self,
-        wire: Box<UpstreamConnection>,
+        upstream: Box<UpstreamConnection>,
         request: Request<RequestBody>,
     ) -> Result<Response<Body>, Box<FailedExchange<'a>>> {
         if self.client.is_some() {
-            Box::pin(self.upgrade(wire, request)).await
+            Box::pin(self.run_upgrade(upstream, request)).await
         } else {
-            self.plain(wire, request).await
+            self.run_plain(upstream, request).await
         }
     }
 
-    async fn plain(
+    async fn run_plain(
         self,
-        mut wire: Box<UpstreamConnection>,
+        mut upstream: Box<UpstreamConnection>,
         request: Request<RequestBody>,
     ) -> Result<Response<Body>, Box<FailedExchange<'a>>> {
-        let sent = wire.sender.try_send_request(request);
-        let response = self.head(sent, Some(&mut wire)).await;
+        let sent = upstream.sender.try_send_request(request);
+        let response = self.receive_head(sent, Some(&mut upstream)).await;
         let (parts, body) = match response {
             Ok(response) => response.into_parts(),
-            Err(failed) => return Err(self.failed(failed)),
+            Err(error) => return Err(self.into_failed(error)),
         };
         if parts.status == StatusCode::SWITCHING_PROTOCOLS {
-            return Err(self.failed((ProxyError::UnaskedUpgrade, None)));
+            return Err(self.into_failed((ProxyError::UnrequestedUpgrade, None)));
         }
         let body = if self.upload.as_ref().is_some_and(|upload| !upload.is_done()) {
-            // The response came before the end of the request, so a separate task drives the connection.
-            ResponseBody::detached(body, Arc::clone(self.pool), wire)
+            // The response began before the request was sent completely, so a separate task drives the connection.
+            ResponseBody::with_detached_connection(body, Arc::clone(self.pool), upstream)
         } else {
-            ResponseBody::driving(body, Arc::clone(self.pool), wire)
+            ResponseBody::with_connection(body, Arc::clone(self.pool), upstream)
         };
         Ok(to_response(parts, body))
     }
 
-    async fn upgrade(
+    async fn run_upgrade(
         mut self,
-        wire: Box<UpstreamConnection>,
+        upstream: Box<UpstreamConnection>,
         request: Request<RequestBody>,
     ) -> Result<Response<Body>, Box<FailedExchange<'a>>> {
-        let UpstreamConnection { mut sender, connection, permit } = *wire;
+        let UpstreamConnection { mut sender, connection, permit } = *upstream;
         let closed = self.pool.closed.clone();
         tokio::spawn(async move {
             let _permit = permit;
@@ -238,41 +239,46 @@ impl<'a> Exchange<'a> {
             }
         });
         let sent = sender.try_send_request(request);
-        let mut response = match self.head(sent, None).await {
+        let mut response = match self.receive_head(sent, None).await {
             Ok(response) => response,
-            Err(failed) => return Err(self.failed(failed)),
+            Err(error) => return Err(self.into_failed(error)),
         };
         match self.client.take() {
             Some(client) if response.status() == StatusCode::SWITCHING_PROTOCOLS => {
-                tunnel::open(client, hyper::upgrade::on(&mut response), self.pool.closed.clone(), self.until);
+                tunnel::open(
+                    client,
+                    hyper::upgrade::on(&mut response),
+                    self.pool.closed.clone(),
+                    self.time_limit,
+                );
                 let (parts, _) = response.into_parts();
                 Ok(to_response(parts, Body::empty()))
             }
             _ => {
                 let (parts, body) = response.into_parts();
-                Ok(to_response(parts, ResponseBody::undriven(body, Arc::clone(self.pool))))
+                Ok(to_response(parts, ResponseBody::without_connection(body, Arc::clone(self.pool))))
             }
         }
     }
 
     /// Waits for the response's head, and drives the connection unless it is driven elsewhere.
-    async fn head(
+    async fn receive_head(
         &self,
         sent: impl Future<
             Output = Result<Response<Incoming>, hyper::client::conn::TrySendError<Request<RequestBody>>>,
         >,
-        mut wire: Option<&mut Box<UpstreamConnection>>,
+        mut upstream: Option<&mut Box<UpstreamConnection>>,
     ) -> Result<Response<Incoming>, (ProxyError, Option<Request<RequestBody>>)> {
         let mut sent = pin!(sent);
         let mut deadline = pin!(tokio::time::sleep(self.pool.limits.response_head));
         let mut closed = pin!(self.pool.closed.cancelled());
-        let mut moved = 0;
+        let mut sent_frames = 0;
         poll_fn(|cx| {
-            if let Some(driven) = &mut wire
+            if let Some(driven) = &mut upstream
                 && Pin::new(&mut driven.connection).poll(cx).is_ready()
             {
-                // Its error, if any, is returned by the response future.
-                wire = None;
+                // The response future returns the connection's error, if any.
+                upstream = None;
             }
             if let Poll::Ready(response) = sent.as_mut().poll(cx) {
                 return Poll::Ready(response.map_err(|mut failed| {
@@ -284,11 +290,11 @@ impl<'a> Exchange<'a> {
                 return Poll::Ready(Err((ProxyError::Closed, None)));
             }
             while deadline.as_mut().poll(cx).is_ready() {
-                let now = self.upload.as_ref().map_or(0, |upload| upload.moved());
-                if now == moved {
+                let now = self.upload.as_ref().map_or(0, |upload| upload.sent_frames());
+                if now == sent_frames {
                     return Poll::Ready(Err((ProxyError::HeadTimeout, None)));
                 }
-                moved = now;
+                sent_frames = now;
                 deadline.as_mut().reset(tokio::time::Instant::now() + self.pool.limits.response_head);
             }
             Poll::Pending
@@ -296,21 +302,24 @@ impl<'a> Exchange<'a> {
         .await
     }
 
-    fn failed(self, (error, unsent): (ProxyError, Option<Request<RequestBody>>)) -> Box<FailedExchange<'a>> {
-        let ended = matches!(&error, ProxyError::Exchange(error)
-            if error.is_canceled() || error.is_closed() || error.is_incomplete_message() || is_io(error));
-        Box::new(FailedExchange { retry: ended.then_some(self), error, unsent })
+    fn into_failed(
+        self,
+        (error, unsent): (ProxyError, Option<Request<RequestBody>>),
+    ) -> Box<FailedExchange<'a>> {
+        let has_connection_ended = matches!(&error, ProxyError::Exchange(error)
+            if error.is_canceled() || error.is_closed() || error.is_incomplete_message() || is_io_error(error));
+        Box::new(FailedExchange { retry: has_connection_ended.then_some(self), error, unsent })
     }
 }
 
 /// Whether the transport failed.
-fn is_io(error: &hyper::Error) -> bool {
+fn is_io_error(error: &hyper::Error) -> bool {
     std::error::Error::source(error).is_some_and(<dyn std::error::Error>::is::<std::io::Error>)
 }
 
 fn to_response(mut parts: http::response::Parts, body: impl Into<Body>) -> Response<Body> {
-    let upgraded = strip_hop_by_hop(&mut parts.headers);
-    if upgraded && parts.status != StatusCode::SWITCHING_PROTOCOLS {
+    let has_upgrade = strip_hop_by_hop(&mut parts.headers);
+    if has_upgrade && parts.status != StatusCode::SWITCHING_PROTOCOLS {
         parts.headers.remove(http::header::UPGRADE);
         parts.headers.remove(http::header::CONNECTION);
     }
@@ -320,7 +329,7 @@ fn to_response(mut parts: http::response::Parts, body: impl Into<Body>) -> Respo
     Response::from_parts(parts, body.into())
 }
 
-/// A copy of the request, whose body must be empty.
+/// Copies a request, whose body must be empty.
 fn copy_request(request: &Request<RequestBody>) -> Request<RequestBody> {
     let (mut parts, ()) = Request::new(()).into_parts();
     let request::Parts { method, uri, version, headers, .. } = &mut parts;
@@ -332,7 +341,7 @@ fn copy_request(request: &Request<RequestBody>) -> Request<RequestBody> {
 }
 
 /// Converts a URI to origin form: only path and query (RFC 9112, section 3.2.1).
-fn origin_form(uri: &mut Uri) {
+fn convert_to_origin_form(uri: &mut Uri) {
     if uri.authority().is_none() {
         return;
     }

@@ -24,8 +24,8 @@ pub(super) struct UpstreamConnection {
 }
 
 impl UpstreamConnection {
-    /// Polls the connection once after a response, and returns whether it can take another request. No task is woken for it
-    /// afterwards.
+    /// Polls the connection once, and returns whether it can take another request. Later events on the connection wake no
+    /// task.
     fn is_reusable(&mut self) -> bool {
         let mut cx = Context::from_waker(Waker::noop());
         Pin::new(&mut self.connection).poll(&mut cx).is_pending() && self.sender.is_ready()
@@ -36,22 +36,22 @@ pub(super) struct Pool {
     dial: Box<dyn Dial>,
     pub(super) limits: ProxyLimits,
     permits: Arc<Semaphore>,
-    idle: Mutex<Idle>,
+    idle: Mutex<IdleConnections>,
     pub(super) closed: CancellationToken,
 }
 
 struct IdleConnection {
-    wire: Box<UpstreamConnection>,
+    upstream: Box<UpstreamConnection>,
     since: Instant,
-    /// The shard that drives its socket; only that shard reuses it.
+    /// The shard that drives the connection's socket; only that shard can reuse the connection.
     shard: Option<usize>,
 }
 
 #[derive(Default)]
-struct Idle {
-    /// The most recently used one is reused first, so that unneeded ones expire.
-    wires: Vec<IdleConnection>,
-    reaped: bool,
+struct IdleConnections {
+    /// The oldest is first. The most recently used one is reused first, so that unneeded ones expire.
+    connections: Vec<IdleConnection>,
+    has_reaper: bool,
 }
 
 impl Pool {
@@ -67,15 +67,15 @@ impl Pool {
 
     pub(super) fn close(&self) {
         self.closed.cancel();
-        self.idle().wires.clear();
+        self.idle().connections.clear();
     }
 
-    /// A live idle connection.
+    /// Takes a live idle connection of the current shard, if there is one.
     pub(super) fn reuse(&self) -> Option<Box<UpstreamConnection>> {
         loop {
-            let mut wire = self.idle().take(shards::current())?;
-            if wire.is_reusable() {
-                return Some(wire);
+            let mut upstream = self.idle().take(shards::current())?;
+            if upstream.is_reusable() {
+                return Some(upstream);
             }
         }
     }
@@ -85,18 +85,18 @@ impl Pool {
             return Err(ProxyError::Closed);
         }
         let permit = Arc::clone(&self.permits).try_acquire_owned().map_err(|_| ProxyError::Full)?;
-        let dialled = tokio::select! {
+        let connected = tokio::select! {
             () = self.closed.cancelled() => return Err(ProxyError::Closed),
-            dialled = tokio::time::timeout(self.limits.connect, self.dial.dial()) => dialled,
+            connected = tokio::time::timeout(self.limits.connect, self.dial.dial()) => connected,
         };
-        let io = dialled.map_err(|_| ProxyError::ConnectTimeout)?.map_err(ProxyError::Connect)?;
+        let io = connected.map_err(|_| ProxyError::ConnectTimeout)?.map_err(ProxyError::Connect)?;
         let (sender, connection) = http1::handshake(TokioIo::new(io)).await.map_err(ProxyError::Exchange)?;
         Ok(Box::new(UpstreamConnection { sender, connection, permit }))
     }
 
     /// Keeps a connection after its response has been read to the end, if it can be reused.
-    pub(super) fn keep(self: &Arc<Self>, mut wire: Box<UpstreamConnection>) {
-        if !wire.is_reusable() {
+    pub(super) fn keep(self: &Arc<Self>, mut upstream: Box<UpstreamConnection>) {
+        if !upstream.is_reusable() {
             return;
         }
         let mut idle = self.idle();
@@ -104,39 +104,43 @@ impl Pool {
         if self.closed.is_cancelled() {
             return;
         }
-        // The oldest one is evicted, regardless of its shard, so that an inactive shard does not occupy the pool.
-        let full = idle.wires.len() >= self.limits.idle_connections;
-        let oldest = (full && !idle.wires.is_empty()).then(|| idle.wires.remove(0));
-        idle.wires.push(IdleConnection { wire, since: Instant::now(), shard: shards::current() });
-        if !std::mem::replace(&mut idle.reaped, true) {
+        // The oldest connection is evicted, regardless of its shard, so that an inactive shard does not occupy the pool.
+        let is_full = idle.connections.len() >= self.limits.idle_connections;
+        let oldest = (is_full && !idle.connections.is_empty()).then(|| idle.connections.remove(0));
+        idle.connections.push(IdleConnection { upstream, since: Instant::now(), shard: shards::current() });
+        if !std::mem::replace(&mut idle.has_reaper, true) {
             tokio::spawn(reap(Arc::downgrade(self), self.limits.idle));
         }
         drop(idle);
         drop(oldest);
     }
 
-    fn idle(&self) -> std::sync::MutexGuard<'_, Idle> {
+    fn idle(&self) -> std::sync::MutexGuard<'_, IdleConnections> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Idle {
+impl IdleConnections {
     fn take(&mut self, shard: Option<usize>) -> Option<Box<UpstreamConnection>> {
-        let index = self.wires.iter().rposition(|kept| kept.shard == shard)?;
-        Some(self.wires.remove(index).wire)
+        let index = self.connections.iter().rposition(|connection| connection.shard == shard)?;
+        Some(self.connections.remove(index).upstream)
     }
 }
 
-/// Drops expired connections; ends with the last connection or the pool.
-async fn reap(pool: Weak<Pool>, limit: std::time::Duration) {
+/// Drops expired connections until none is idle, or the pool is dropped.
+async fn reap(pool: Weak<Pool>, idle_timeout: std::time::Duration) {
     loop {
-        tokio::time::sleep(limit / 4).await;
+        tokio::time::sleep(idle_timeout / 4).await;
         let Some(pool) = pool.upgrade() else { return };
         let mut idle = pool.idle();
-        let old = idle.wires.iter().take_while(|kept| kept.since.elapsed() >= limit).count();
-        let dropped: Vec<_> = idle.wires.drain(..old).collect();
-        let done = idle.wires.is_empty();
-        idle.reaped = !done;
+        let expired = idle
+            .connections
+            .iter()
+            .take_while(|connection| connection.since.elapsed() >= idle_timeout)
+            .count();
+        let dropped: Vec<_> = idle.connections.drain(..expired).collect();
+        let done = idle.connections.is_empty();
+        idle.has_reaper = !done;
         drop(idle);
         drop(dropped);
         if done {

@@ -5,31 +5,31 @@ use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use tokio_util::sync::CancellationToken;
 
-use super::until::TimeLimit;
+use super::time_limit::TimeLimit;
 
 /// Connects both sides once both have switched protocols.
 pub(super) fn open(
     client: OnUpgrade,
     upstream: OnUpgrade,
     closed: CancellationToken,
-    until: Option<TimeLimit>,
+    time_limit: Option<TimeLimit>,
 ) {
     tokio::spawn(async move {
-        let joined = async {
+        let copying = async {
             let (client, upstream) = tokio::try_join!(client, upstream).map_err(std::io::Error::other)?;
             let (mut client, mut upstream) = (TokioIo::new(client), TokioIo::new(upstream));
             tokio::io::copy_bidirectional(&mut client, &mut upstream).await
         };
-        let until = async {
-            match until {
-                Some(until) => until.wait().await,
+        let time_limit = async {
+            match time_limit {
+                Some(limit) => limit.wait().await,
                 None => std::future::pending().await,
             }
         };
         tokio::select! {
             () = closed.cancelled() => {}
-            () = until => {}
-            ended = joined => if let Err(error) = ended {
+            () = time_limit => {}
+            ended = copying => if let Err(error) = ended {
                 tracing::debug!(%error, "tunnel ended");
             }
         }

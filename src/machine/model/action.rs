@@ -38,7 +38,7 @@ pub enum Action {
     Undelete {
         machine: Index,
     },
-    /// Every step succeeds until the slot's machine serves; random steps seldom get that far.
+    /// Runs every step successfully until the slot's machine serves; random steps rarely get that far.
     Serve {
         slot: usize,
     },
@@ -49,10 +49,10 @@ pub enum Action {
         operation: Index,
         call_result: CallResult,
     },
-    ServerDies {
+    LoseServer {
         machine: Index,
     },
-    CreatesLand,
+    CompleteCreates,
     /// An owner's request, routed by the rows.
     Connect {
         slot: usize,
@@ -68,11 +68,11 @@ pub enum HostAction {
 }
 
 pub fn small() -> ServerType {
-    "cpx22".parse().expect("a server type")
+    "cpx22".parse().expect("valid server type")
 }
 
 pub fn large() -> ServerType {
-    "cpx32".parse().expect("a server type")
+    "cpx32".parse().expect("valid server type")
 }
 
 /// Sequences that mostly let operations run, so that deep states are reached.
@@ -102,8 +102,8 @@ pub fn actions() -> impl Strategy<Value = Vec<Action>> {
         2 => (any::<Index>(), event).prop_map(|(machine, event)| Action::Deliver { machine, event }),
         4 => (any::<Index>(), host_action).prop_map(|(machine, host_action)| Action::Host { machine, host_action }),
         12 => (any::<Index>(), call_result).prop_map(|(operation, call_result)| Action::Work { operation, call_result }),
-        1 => any::<Index>().prop_map(|machine| Action::ServerDies { machine }),
-        1 => Just(Action::CreatesLand),
+        1 => any::<Index>().prop_map(|machine| Action::LoseServer { machine }),
+        1 => Just(Action::CompleteCreates),
         1 => (any::<Index>(), decision).prop_map(|(operation, decision)| Action::Decide { operation, decision }),
         1 => any::<Index>().prop_map(|machine| Action::Undelete { machine }),
         2 => Just(Action::Reconcile),
@@ -114,11 +114,11 @@ pub fn actions() -> impl Strategy<Value = Vec<Action>> {
 }
 
 impl World {
-    pub fn act(&mut self, action: &Action) {
+    pub fn apply_action(&mut self, action: &Action) {
         match action {
             Action::Provision { slot } => match self.active(*slot) {
                 Some(id) => self.apply(id, &Event::ProvisionRequested { restore: RestoreMode::Empty }),
-                None => self.begin(*slot),
+                None => self.provision(*slot),
             },
             Action::Recover { slot } => {
                 if let Some(id) = self.active(*slot) {
@@ -129,18 +129,18 @@ impl World {
                 let id = machine.index(self.rows.len());
                 match event {
                     // The token exists only in its server's user-data.
-                    Event::Registered { .. } => self.host(id, HostAction::Register),
+                    Event::Registered { .. } => self.run_host_action(id, HostAction::Register),
                     Event::HealthyHeartbeat { epoch, .. } => self.receive_heartbeat(id, *epoch),
                     Event::ResumeRequested { .. } => self.resume(id),
                     event => self.apply(id, event),
                 }
             }
             Action::Host { machine, host_action } if !self.rows.is_empty() => {
-                self.host(machine.index(self.rows.len()), *host_action);
+                self.run_host_action(machine.index(self.rows.len()), *host_action);
             }
             Action::Work { operation, call_result } => {
                 if let Some(index) = self.open_operation(*operation) {
-                    self.work(index, *call_result);
+                    self.run_step(index, *call_result);
                 }
             }
             Action::Decide { operation, decision } => {
@@ -157,13 +157,13 @@ impl World {
                     self.serve(id);
                 }
             }
-            Action::ServerDies { machine } if !self.rows.is_empty() => {
+            Action::LoseServer { machine } if !self.rows.is_empty() => {
                 let id = machine.index(self.rows.len());
                 self.lose_server(id);
             }
-            Action::CreatesLand => self.cloud.complete_creates(),
+            Action::CompleteCreates => self.cloud.complete_creates(),
             Action::Connect { slot } => {
-                if let Some(id) = self.routed(*slot) {
+                if let Some(id) = self.routed_machine(*slot) {
                     self.rows[id].connections += 1;
                     self.write(id);
                 }
@@ -172,7 +172,7 @@ impl World {
         }
     }
 
-    /// The operator's request. Its caller has checked the server at the provider and has received the host's
+    /// Applies an operator's request after the checks that its caller makes: the server is on, and the host has sent a
     /// heartbeat.
     fn resume(&mut self, id: usize) {
         let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) else { return };
@@ -184,16 +184,16 @@ impl World {
 
     fn serve(&mut self, id: usize) {
         for _ in 0..5 {
-            let of_machine = |index: &usize| {
+            let is_open = |index: &usize| {
                 self.operations[*index].machine == id && self.operations[*index].ending.is_none()
             };
-            let Some(index) = (0..self.operations.len()).find(of_machine) else { break };
-            self.work(index, CallResult::Success);
+            let Some(index) = (0..self.operations.len()).find(is_open) else { break };
+            self.run_step(index, CallResult::Success);
         }
         for host_action in
             [HostAction::Register, HostAction::Heartbeat, HostAction::Heartbeat, HostAction::Write]
         {
-            self.host(id, host_action);
+            self.run_host_action(id, host_action);
         }
     }
 
@@ -203,13 +203,13 @@ impl World {
         (!open.is_empty()).then(|| *index.get(&open))
     }
 
-    /// The router's query.
-    pub fn routed(&self, slot: usize) -> Option<usize> {
+    /// The machine that the router finds for a slot.
+    pub fn routed_machine(&self, slot: usize) -> Option<usize> {
         self.active(slot)
             .filter(|&id| self.rows[id].machine.state.status().is_some_and(super::Status::is_routable))
     }
 
-    /// A heartbeat, possibly late. The caller of the transition looks up the server at the provider first.
+    /// Applies a heartbeat, which may be late, if the provider has the server.
     fn receive_heartbeat(&mut self, id: usize, epoch: Epoch) {
         let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) else { return };
         self.apply(id, &Event::HealthyHeartbeat { epoch, server_type });
@@ -222,7 +222,7 @@ impl World {
         row.proven |= row.registered && row.machine.state.is_active() && epoch == row.machine.epoch;
     }
 
-    /// A host registers once it has restored the pointer's snapshot.
+    /// Registers a host, which has restored the pointer's snapshot.
     fn register(&mut self, id: usize) {
         let row = &mut self.rows[id];
         if !row.registered && matches!(row.machine.state, State::Provisioning | State::Recovering) {
@@ -240,7 +240,7 @@ impl World {
         row.quiesced &= !row.machine.state.is_active();
     }
 
-    fn host(&mut self, id: usize, host_action: HostAction) {
+    fn run_host_action(&mut self, id: usize, host_action: HostAction) {
         self.rows[id].booted |= self.cloud.server_of(id).is_some();
         if !self.rows[id].booted {
             return;

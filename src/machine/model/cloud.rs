@@ -60,7 +60,7 @@ impl Cloud {
         }
     }
 
-    pub fn switch(&mut self, machine: usize, power: Power) {
+    pub fn set_power(&mut self, machine: usize, power: Power) {
         for server in self.servers.iter_mut().filter(|server| server.machine == machine) {
             server.power = power;
         }

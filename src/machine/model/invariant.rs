@@ -21,10 +21,10 @@ pub enum Violation {
     WrongType,
     EpochDidNotGrow,
     /// A machine that left its slot holds it again, without a reinstatement or after a later machine has served.
-    CameBack,
+    InvalidReturn,
     /// An acknowledged row is on no server and in no snapshot, and no operator accepted the loss.
     LostRows,
-    /// A replaced machine's server was deleted, and no later machine of the slot that served has one.
+    /// A replaced machine's server was deleted, and no later machine that has served has a server.
     LastServerRemoved,
     /// A machine that never served holds the slot, although the one with the newest data still has its server.
     NotReinstated,
@@ -63,10 +63,10 @@ pub fn check_always(world: &World) -> BTreeSet<Violation> {
         require(!running || row.registered, Violation::RunningUnregistered);
         require(!waits || in_progress, Violation::Stuck);
         if let State::Running { server_type } = state
-            && let Some(there) = world.server_type(id)
+            && let Some(actual_type) = world.server_type(id)
         {
             require(world.is_on(id), Violation::RunsSwitchedOff);
-            require(there == *server_type, Violation::WrongType);
+            require(actual_type == *server_type, Violation::WrongType);
         }
     }
     for slot in 0..world.pointers.len() {
@@ -93,17 +93,17 @@ pub fn check_settled(world: &World) -> BTreeSet<Violation> {
     }
     let has_server = |id: usize| !world.rows[id].is_server_known_gone();
     for (id, row) in world.rows.iter().enumerate() {
-        let left_off = row.machine.state.is_active() && world.server_type(id).is_some() && !world.is_on(id);
-        if left_off && !row.power_off_ordered && !row.may_stay_off {
+        let is_off = row.machine.state.is_active() && world.server_type(id).is_some() && !world.is_on(id);
+        if is_off && !row.power_off_ordered && !row.may_stay_off {
             found.insert(Violation::LeftSwitchedOff);
         }
-        let gave_up = matches!(row.machine.state, State::Failed { .. }) && !row.registered;
+        let never_served = matches!(row.machine.state, State::Failed { .. }) && !row.registered;
         let is_retired = |row: &Row| matches!(row.machine.state, State::Retired { .. });
-        // A machine without a server and without a backup does not count.
-        let left_something =
+        // A retired machine without a server and without a backup does not count.
+        let counts =
             |one: &usize| !is_retired(&world.rows[*one]) || world.rows[*one].backed_up || has_server(*one);
-        let newest = world.registered_before(id).into_iter().find(left_something);
-        if gave_up && newest.is_some_and(|one| has_server(one) && is_retired(&world.rows[one])) {
+        let newest = world.registered_before(id).into_iter().find(counts);
+        if never_served && newest.is_some_and(|one| has_server(one) && is_retired(&world.rows[one])) {
             found.insert(Violation::NotReinstated);
         }
     }

@@ -52,13 +52,13 @@ pub struct Operation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CallResult {
     Success,
-    /// Done, but the response was lost, or the process was killed before it recorded it.
+    /// The call took effect, but its response was lost, or the process was killed before recording it.
     LostReply,
-    /// Not done within the timeout; it may still happen.
+    /// The call timed out; it may still take effect.
     Late,
     /// Refused permanently; or the host never registers, never responds again, or is unreachable.
     Refused,
-    /// The host responds but takes no final backup; for other steps like [`Self::Late`].
+    /// The host responds but takes no final backup; other steps treat this as [`Self::Late`].
     BackupFailed,
 }
 
@@ -84,8 +84,8 @@ impl Operation {
 }
 
 impl World {
-    /// One attempt of the operation's current step.
-    pub fn work(&mut self, index: usize, call_result: CallResult) {
+    /// Makes one attempt at the operation's current step.
+    pub fn run_step(&mut self, index: usize, call_result: CallResult) {
         let operation = &self.operations[index];
         if operation.ending.is_some() || operation.awaits_decision {
             return;
@@ -120,7 +120,7 @@ impl World {
             }
             Step::StartServer => {
                 if matches!(call_result, CallResult::Success | CallResult::LostReply) {
-                    self.cloud.switch(id, Power::On);
+                    self.cloud.set_power(id, Power::On);
                 }
                 if call_result == CallResult::Success {
                     self.end(index, Ending::Succeeded);
@@ -203,7 +203,7 @@ impl World {
         }
     }
 
-    /// An operator's decision about a waiting operation, or its abandonment.
+    /// Applies an operator's decision about a waiting operation, or the abandonment of an operation.
     pub fn decide(&mut self, index: usize, decision: Decision) {
         let operation = &mut self.operations[index];
         if operation.ending.is_some() {
@@ -231,7 +231,7 @@ impl World {
         }
     }
 
-    /// Undoes the deletion. Returns whether the machine has its slot again.
+    /// Undoes the deletion. Returns whether the machine has its slot back.
     pub fn undelete(&mut self, id: usize) -> bool {
         let row = &self.rows[id];
         let is_deleted = matches!(row.machine.state, State::Deleted { .. });
@@ -251,7 +251,7 @@ impl World {
         {
             self.rows[outgoing].power_off_ordered = true;
             if matches!(call_result, CallResult::Success | CallResult::LostReply) {
-                self.cloud.switch(outgoing, Power::Off);
+                self.cloud.set_power(outgoing, Power::Off);
             }
         }
         // A refusal by the provider does not block the new machine.
@@ -271,7 +271,7 @@ impl World {
             return self.end(index, Ending::Succeeded);
         }
         if matches!(call_result, CallResult::Success | CallResult::LostReply) {
-            self.cloud.switch(id, Power::On);
+            self.cloud.set_power(id, Power::On);
         }
         if call_result == CallResult::Success {
             let row = &mut self.rows[id];
@@ -286,7 +286,7 @@ impl World {
         if self.cloud.find_by_name(id).is_some() {
             return self.advance(index, call_result, Step::AwaitRegistration);
         }
-        // It has registered, so it had a server; nothing is created again.
+        // The machine has registered, so it had a server: no second one is created.
         if !self.is_booting(id) {
             return self.end(index, Ending::Succeeded);
         }
@@ -313,28 +313,28 @@ impl World {
         let Some(server_type) = self.server_type(id) else {
             return self.apply(id, &Event::ServerGone);
         };
-        let happens = matches!(call_result, CallResult::Success | CallResult::LostReply);
+        let takes_effect = matches!(call_result, CallResult::Success | CallResult::LostReply);
         match self.operations[index].step {
             // Every failure leads to the power-on step.
             Step::PowerOff | Step::ChangeType if call_result == CallResult::Refused => {
                 self.operations[index].step = Step::PowerOn;
             }
             Step::PowerOff => {
-                if happens {
-                    self.cloud.switch(id, Power::Off);
+                if takes_effect {
+                    self.cloud.set_power(id, Power::Off);
                 }
                 self.advance(index, call_result, Step::ChangeType);
             }
             Step::ChangeType => {
-                if happens {
+                if takes_effect {
                     self.cloud.change_type(id, &to);
                 }
                 self.advance(index, call_result, Step::PowerOn);
             }
             _ if call_result == CallResult::Refused => self.apply(id, &Event::ResizeFailed),
             Step::PowerOn => {
-                if happens {
-                    self.cloud.switch(id, Power::On);
+                if takes_effect {
+                    self.cloud.set_power(id, Power::On);
                 }
                 self.advance(index, call_result, Step::AwaitHealth);
             }
@@ -365,8 +365,8 @@ impl World {
     pub fn settle(&mut self, attempts: usize) {
         self.run_all(attempts);
         for index in 0..self.operations.len() {
-            self.work(index, CallResult::Refused);
-            self.work(index, CallResult::Success);
+            self.run_step(index, CallResult::Refused);
+            self.run_step(index, CallResult::Success);
         }
         // A failed operation may have returned a slot.
         self.run_all(attempts);
@@ -380,9 +380,9 @@ impl World {
         for _ in 0..attempts {
             self.cloud.complete_creates();
             for index in 0..self.operations.len() {
-                // An operator without another choice.
+                // The operator accepts every loss, so that no operation waits forever.
                 self.decide(index, Decision::AcceptLoss);
-                self.work(index, CallResult::Success);
+                self.run_step(index, CallResult::Success);
             }
         }
     }

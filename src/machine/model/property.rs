@@ -1,4 +1,4 @@
-//! The invariants hold in every random history, and breaking a rule is detected.
+//! The invariants hold in every random history, and a broken rule is detected.
 
 use std::collections::BTreeSet;
 
@@ -28,11 +28,11 @@ const SOUND_RULES: Rules = Rules {
 /// Enough attempts for the longest operation, which has five steps, behind a deletion.
 const MAX_ATTEMPTS: usize = 10;
 
-/// Runs a history on a new world. The error has the violations and the step.
+/// Runs a history on a new world. The error contains the step and the violations.
 fn run_history(rules: Rules, history: &[Action]) -> Result<(), (usize, BTreeSet<Violation>)> {
     let mut world = World::new(rules, SLOTS);
     for (step, action) in history.iter().enumerate() {
-        world.act(action);
+        world.apply_action(action);
         expect_none(step, check_always(&world))?;
     }
     world.settle(MAX_ATTEMPTS);
@@ -57,12 +57,12 @@ proptest! {
 fn long_million_histories_keep_the_invariants() {
     let config = ProptestConfig { cases: 1_000_000, failure_persistence: None, ..ProptestConfig::default() };
     let mut runner = TestRunner::new(config);
-    let held = runner.run(&actions(), |history| {
+    let result = runner.run(&actions(), |history| {
         prop_assert_eq!(run_history(SOUND_RULES, &history), Ok(()));
         Ok(())
     });
-    if let Err(broken) = held {
-        panic!("{broken}");
+    if let Err(error) = result {
+        panic!("{error}");
     }
 }
 
@@ -71,7 +71,7 @@ fn violations_under(rules: Rules, violation: Violation) -> BTreeSet<Violation> {
     let mut runner = TestRunner::deterministic();
     let mut found = BTreeSet::new();
     for _ in 0..2000 {
-        let history = actions().new_tree(&mut runner).expect("no filter rejects").current();
+        let history = actions().new_tree(&mut runner).expect("no action is filtered out").current();
         found.extend(run_history(rules, &history).err().map(|(_, found)| found).unwrap_or_default());
         if found.contains(&violation) {
             break;
@@ -85,8 +85,8 @@ fn assert_detects(violation: Violation, broken: fn(&Machine, &Event) -> Result<O
     assert!(found.contains(&violation), "{violation:?} was not detected, only {found:?}");
 }
 
-/// The sound result with changed effects.
-fn with_effects(
+/// The result of the sound transition, with changed effects.
+fn change_effects(
     machine: &Machine,
     event: &Event,
     change: impl Fn(Effect) -> Option<Effect>,
@@ -121,7 +121,7 @@ fn detects_replaced_machine_that_keeps_slot() {
 #[test]
 fn detects_connection_to_stopped_machine() {
     assert_detects(Violation::RoutedWhileNotRunning, |machine, event| {
-        with_effects(machine, event, |effect| (effect != Effect::CloseConnections).then_some(effect))
+        change_effects(machine, event, |effect| (effect != Effect::CloseConnections).then_some(effect))
     });
 }
 
@@ -138,7 +138,7 @@ fn detects_running_without_registration() {
 #[test]
 fn detects_replacement_with_same_epoch() {
     assert_detects(Violation::EpochDidNotGrow, |machine, event| {
-        with_effects(machine, event, |effect| match effect {
+        change_effects(machine, event, |effect| match effect {
             Effect::Replace { status, restore, .. } => {
                 Some(Effect::Replace { status, restore, epoch: machine.epoch })
             }
@@ -149,7 +149,7 @@ fn detects_replacement_with_same_epoch() {
 
 #[test]
 fn detects_return_of_replaced_machine() {
-    assert_detects(Violation::CameBack, |machine, event| match (event, &machine.state) {
+    assert_detects(Violation::InvalidReturn, |machine, event| match (event, &machine.state) {
         (Event::HealthyHeartbeat { server_type, .. }, State::Retired { .. }) => {
             Ok(Outcome::Moved { next: State::Running { server_type: server_type.clone() }, effects: vec![] })
         }
@@ -160,7 +160,7 @@ fn detects_return_of_replaced_machine() {
 #[test]
 fn detects_wait_without_operation() {
     assert_detects(Violation::Stuck, |machine, event| {
-        with_effects(machine, event, |effect| {
+        change_effects(machine, event, |effect| {
             (!matches!(effect, Effect::ChangeType { .. })).then_some(effect)
         })
     });
@@ -189,7 +189,7 @@ fn detects_failed_resize_that_claims_to_run() {
 #[test]
 fn detects_cancelled_resize_that_leaves_server_off() {
     assert_detects(Violation::LeftSwitchedOff, |machine, event| {
-        with_effects(machine, event, |effect| (effect != Effect::SwitchOn).then_some(effect))
+        change_effects(machine, event, |effect| (effect != Effect::SwitchOn).then_some(effect))
     });
 }
 
@@ -201,11 +201,11 @@ fn detects_operation_that_never_ends() {
     });
 }
 
-/// No operation removes a server whose machine left its slot without a deletion.
+/// No operation removes this server, because the machine left its slot without one.
 #[test]
 fn detects_server_that_outlives_machine() {
     let mut world = World::new(SOUND_RULES, 1);
-    world.begin(0);
+    world.provision(0);
     world.cloud.create(0);
     world.pointers[0].fence = 1;
     world.rows[0].machine.state = State::Deleted { was: Box::new(State::Provisioning) };
@@ -247,7 +247,7 @@ fn detects_writes_after_final_backup() {
 #[test]
 fn detects_slot_not_returned() {
     assert_detects(Violation::NotReinstated, |machine, event| {
-        with_effects(machine, event, |effect| (effect != Effect::ReinstatePredecessor).then_some(effect))
+        change_effects(machine, event, |effect| (effect != Effect::ReinstatePredecessor).then_some(effect))
     });
 }
 
@@ -259,19 +259,19 @@ fn detects_slot_not_returned_to_older_machine() {
 
 #[test]
 fn detects_older_machine_over_newer_snapshot() {
-    // Random histories seldom get this far: the second machine is lost after a backup, and the third does not start.
+    // Random histories rarely get this far: the second machine is lost after a backup, and the third does not start.
     let loses_rows = |rules: Rules| {
         let mut world = World::new(rules, 1);
         let (recover, serve) = (Action::Recover { slot: 0 }, Action::Serve { slot: 0 });
         for action in [&Action::Provision { slot: 0 }, &serve, &recover, &serve] {
-            world.act(action);
+            world.apply_action(action);
         }
         world.back_up(1);
         world.lose_server(1);
         world.apply(1, &Event::ServerGone);
-        world.act(&recover);
+        world.apply_action(&recover);
         world.apply(2, &Event::OperationAbandoned);
-        world.act(&serve);
+        world.apply_action(&serve);
         world.back_up(0);
         check_always(&world).contains(&Violation::LostRows)
     };
@@ -279,16 +279,16 @@ fn detects_older_machine_over_newer_snapshot() {
     assert!(!loses_rows(SOUND_RULES));
 }
 
-/// The executor ensures these two invariants, so the world is built by hand.
+/// The model's own operations cannot violate these two invariants, so the world is built by hand.
 #[test]
 fn detects_server_before_fence_and_pointer_rollback() {
     let mut world = World::new(SOUND_RULES, 1);
-    world.begin(0);
+    world.provision(0);
     world.cloud.create(0);
     assert!(check_always(&world).contains(&Violation::ServerBeforeFence));
 
     let mut world = World::new(SOUND_RULES, 1);
-    world.begin(0);
+    world.provision(0);
     world.rows[0].booted = true;
     world.rows[0].registered = true;
     world.pointers[0] = super::Pointer { fence: 1, writer: 2, ..super::Pointer::default() };
@@ -303,8 +303,8 @@ fn histories_reach_every_state() {
     let mut reached = BTreeSet::new();
     for _ in 0..300 {
         let mut world = World::new(SOUND_RULES, SLOTS);
-        for action in actions().new_tree(&mut runner).expect("no filter rejects").current() {
-            world.act(&action);
+        for action in actions().new_tree(&mut runner).expect("no action is filtered out").current() {
+            world.apply_action(&action);
             for row in &world.rows {
                 let name = row.machine.state.status().map_or("ended", Status::as_str);
                 reached.insert((name, row.machine.epoch.0.min(2)));

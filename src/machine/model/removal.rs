@@ -50,7 +50,7 @@ impl World {
         }
     }
 
-    /// Looks up the missing server of a machine that has served, and records when the provider has it.
+    /// Looks up the missing server of a machine that has served, and records that the provider has it, if so.
     pub fn detect_returned_server(&mut self, id: usize) -> bool {
         let row = &self.rows[id];
         let was_gone = row.is_server_known_gone() && !row.removed;
@@ -69,8 +69,8 @@ impl World {
         let holds = |other: &Row| other.registered && !other.is_server_known_gone();
         let is_deleted = |other: &Row| matches!(other.machine.state, State::Deleted { .. });
         let mut later = self.rows.iter().filter(is_other);
-        let was_there = row.registered && self.cloud.server_of(id).is_some() && !is_deleted(row);
-        was_there && !later.any(|other| holds(other) || is_deleted(other))
+        let had_server = row.registered && self.cloud.server_of(id).is_some() && !is_deleted(row);
+        had_server && !later.any(|other| holds(other) || is_deleted(other))
     }
 
     /// Deletes a server. Data that only it held is lost; an operator may have accepted that.

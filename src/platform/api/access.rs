@@ -1,7 +1,8 @@
 //! Access control of the control API: the access that a route declares, and the verification of operators' tokens.
 //!
 //! Invariants: a route declares its access beside its handler, and a route without access for operators rejects them.
-//! Tokens of named operators are looked up for every request, so that a revocation takes effect at once in every process.
+//! Tokens of named operators are looked up for every request, so that a revocation takes effect immediately in every
+//! process.
 
 use std::time::Duration;
 
@@ -45,8 +46,8 @@ impl Access {
 /// Authenticates an operator and checks that they may call a route with this access.
 ///
 /// # Errors
-/// `unauthorized` for a token that is unknown, expired or revoked, `rate_limited` for too many requests of the operator,
-/// `forbidden` for a missing scope, `database_unavailable`.
+/// `unauthorized` for a token that is unknown, expired or revoked, `rate_limited` if the operator sends too many
+/// requests, `forbidden` for a missing scope, `database_unavailable`.
 pub async fn authorize(
     platform: &Platform,
     access: Access,
@@ -83,7 +84,7 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
         TokenState::Valid => {}
         TokenState::Expired => {
             let detail = format!(
-                "This token of operator {name} has expired: use the newer one, or have an operator with the scope admin \
+                "This token of operator {name} has expired: use the newer one, or have an operator with the scope `admin` \
                  issue one with `svcctl operator rotate {name}`."
             );
             return Err(Problem::new(Code::Unauthorized, detail));

@@ -13,7 +13,7 @@ use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, docu
 use super::mutation::{AuditChange, Effect, Mutation, Outcome, Reply};
 use crate::alarms::{self, Alarm};
 use crate::context::Platform;
-use crate::db::{self};
+use crate::db;
 use svc_http::openapi::{Operation, Parameter, ParameterLocation, fields, named, text};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
@@ -37,11 +37,12 @@ pub async fn handle(
     let mutation = Mutation::from_call(&call, &operator)?;
     let outcome = mutation
         .run(&platform, async |tx| {
-            let unknown = async || db::unknown_servers::count(tx, platform.config.timing.orphan_grace).await;
+            let count_unknown =
+                async || db::unknown_servers::count(tx, platform.config.timing.orphan_grace).await;
             let before = db::alarms::get(tx, alarm_kind.as_str()).await?.ok_or_else(not_found)?;
-            let before = alarms::resource(&before, &unknown().await?);
+            let before = alarms::resource(&before, &count_unknown().await?);
             let after = alarms::release(tx, alarm_kind).await?.ok_or_else(not_found)?;
-            let after = alarms::resource(&after, &unknown().await?);
+            let after = alarms::resource(&after, &count_unknown().await?);
             let change = AuditChange {
                 action: "alarm.release",
                 target: alarm_kind.as_str().to_owned(),
@@ -58,7 +59,7 @@ pub async fn handle(
     Ok(outcome.into_reply().into_response())
 }
 
-/// The problem of an alarm that holds nothing back.
+/// The problem of an alarm that is not a fuse.
 fn not_releasable(alarm: Alarm) -> Problem {
     let detail = format!(
         "The alarm {} holds nothing back, so there is nothing to release: it ends {}. `svcctl fleet` shows what to do about it.",

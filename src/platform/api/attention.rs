@@ -1,21 +1,21 @@
-//! Items that need attention, in a heartbeat: `[{code, detail}]`.
+//! A heartbeat's list of items that need attention: `[{code, detail}]`.
 
 use svc_http::fields::Fields;
 use svc_wire::heartbeat::{MAX_ATTENTION_CODE_CHARS, MAX_ATTENTION_ITEMS};
 use svc_wire::machine::Attention;
 
-/// Reads the items of a heartbeat; an empty list if the field is absent.
-pub fn read(heartbeat: &mut Fields) -> Vec<Attention> {
+/// Reads the items; returns an empty list if the field is absent.
+pub fn read_items(heartbeat: &mut Fields) -> Vec<Attention> {
     if !heartbeat.has("attention") {
         return Vec::new();
     }
     let mut items = Vec::new();
-    for mut item in heartbeat.each("attention", 0..=MAX_ATTENTION_ITEMS).unwrap_or_default() {
+    for mut item in heartbeat.nested_array("attention", 0..=MAX_ATTENTION_ITEMS).unwrap_or_default() {
         let code = item.text("code", MAX_ATTENTION_CODE_CHARS);
         if code.as_deref().is_some_and(|code| !is_code(code)) {
             item.wrong("code", "must consist of lower-case letters and underscores");
         }
-        let detail = item.required_reported("detail");
+        let detail = item.required_reported_text("detail");
         heartbeat.close(item);
         items.extend(code.zip(detail).map(|(code, detail)| Attention { code, detail }));
     }

@@ -13,7 +13,7 @@ use super::call::ApiCall;
 use super::endpoint::{Access, CURSOR, Endpoint, OPERATOR, READ_OR_ADMIN, documented_json};
 use crate::context::Platform;
 use crate::db::audit::{self, AuditFilter};
-use svc_http::openapi::{Operation, Parameter, ParameterLocation, schema_of, text_to, time, uuid};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, schema_of, text_up_to, time, uuid};
 use svc_http::problem::{Code, Problem};
 use svc_wire::audit::AuditPage;
 
@@ -33,7 +33,7 @@ async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Resu
         until: query.time("until"),
         before: query.optional("cursor"),
     };
-    let limit = query.within("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
+    let limit = query.number_in_range("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
     query.finish(Some(()))?;
 
     let session = platform.report_db.session().await?;
@@ -52,35 +52,36 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "listAudit",
         method: Method::GET,
         path: "/audit",
-        summary: "Lists changes and reads of owners' data with their actors, newest first.",
+        summary: "Lists audit entries, newest first: changes, and reads of owners' data, with their actors.",
         credentials: &[OPERATOR],
         parameters: &[ACTOR, ACTION, TARGET, SINCE, UNTIL, LIMIT, Parameter { schema: uuid, ..CURSOR }],
         body: None,
-        responses: &[documented_json(200, "A page.", schema_of::<AuditPage>)],
+        responses: &[documented_json(200, "A page of entries.", schema_of::<AuditPage>)],
         problems: &[Code::DatabaseUnavailable],
     },
     serve: || get(handle),
 };
 
-const fn filter(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
+const fn filter_parameter(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
     Parameter { name, location: ParameterLocation::Query, schema, about }
 }
 
 fn filter_schema() -> Value {
-    text_to(MAX_FILTER_CHARS)
+    text_up_to(MAX_FILTER_CHARS)
 }
 
-const ACTOR: Parameter = filter(
+const ACTOR: Parameter = filter_parameter(
     "actor",
     filter_schema,
     "An operator's name, `operator` for PLATFORM_SECRET, `platform` for the platform itself, or `machine:<id>`.",
 );
-const ACTION: Parameter = filter("action", filter_schema, "For example `recover` or `operator.add`.");
+const ACTION: Parameter =
+    filter_parameter("action", filter_schema, "The action, for example `recover` or `operator.add`.");
 const TARGET: Parameter =
-    filter("target", filter_schema, "A machine's id, USER/SLOT, or another subject of the action.");
-const SINCE: Parameter = filter("since", time, "Entries at or after this time.");
-const UNTIL: Parameter = filter("until", time, "Entries before this time.");
-const LIMIT: Parameter = filter(
+    filter_parameter("target", filter_schema, "A machine's id, USER/SLOT, or another object of the action.");
+const SINCE: Parameter = filter_parameter("since", time, "Entries at or after this time.");
+const UNTIL: Parameter = filter_parameter("until", time, "Entries before this time.");
+const LIMIT: Parameter = filter_parameter(
     "limit",
     || json!({ "type": "integer", "minimum": 1, "maximum": MAX_PAGE_SIZE, "default": DEFAULT_PAGE_SIZE }),
     "Page size.",

@@ -1,6 +1,6 @@
-//! POST `/vps/:id/backup`, `/vps/:id/drill` and `/vps/:id/backup-accept`: requests a backup from the host of a running
-//! machine, a trial restore of the latest snapshot, or that the host makes the snapshot that it holds back the latest. The
-//! result shows in its next heartbeats and in `/vps/:id/backups`.
+//! POST `/vps/:id/backup`, `/vps/:id/drill` and `/vps/:id/backup-accept`: requests from a machine's host a backup, a
+//! trial restore of the latest snapshot, or the acceptance of a held-back snapshot as the latest. The host's next
+//! heartbeats and `/vps/:id/backups` show the result.
 
 use std::sync::Arc;
 
@@ -15,19 +15,19 @@ use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OP
 use super::mutation::{AuditChange, Effect, Mutation, Reply};
 use super::problems;
 use crate::context::Platform;
+use crate::db;
 use crate::db::machine_row::MachineRow;
-use crate::db::{self};
 use crate::operations::{host_call, last_backup};
 use axum::routing::post;
 use svc_base::clock::now_ms;
 use svc_http::openapi::{Operation, fields, schema_of};
 use svc_http::path_params::PathParams;
-use svc_http::problem::{Code, Problem};
+use svc_http::problem::{Code, Problem, chain};
 use svc_machine::id::MachineId;
 use svc_machine::state::Status;
 use svc_wire::change::HostRequest;
 
-/// The requested task of the host.
+/// The task that the host is requested to run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum HostTask {
     Backup,
@@ -98,20 +98,23 @@ async fn request_from_host(
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
     let machine = match task {
         HostTask::Backup | HostTask::Drill => ensure_running(&machine).map(|()| machine)?,
-        HostTask::Accept => find_holding_machine(&session, machine).await?,
+        HostTask::Accept => find_machine_holding_snapshot(&session, machine).await?,
     };
     let id = machine.id;
     // No session is held during the request to the host.
     drop(session);
     let response = match task {
-        HostTask::Backup => host_call::backup(platform, &machine).await,
-        HostTask::Drill => host_call::drill(platform, &machine).await,
-        HostTask::Accept => host_call::accept_backup(platform, &machine).await,
+        HostTask::Backup => host_call::request_backup(platform, &machine).await,
+        HostTask::Drill => host_call::request_drill(platform, &machine).await,
+        HostTask::Accept => host_call::request_backup_acceptance(platform, &machine).await,
     };
     let requested_at = response.map_err(|error| {
         let task = task.as_str();
-        tracing::warn!(machine = %id, task, error = format!("{error:#}"), "the request to the host failed");
-        Problem::new(Code::HostUnreachable, "The machine's host did not accept the request.")
+        tracing::warn!(machine = %id, task, error = %chain(&error), "the request to the host failed");
+        let detail = format!(
+            "The host of machine {id} did not accept the request: `svcctl status {id}` shows its state; then try again."
+        );
+        Problem::new(Code::HostUnreachable, detail)
     })?;
     let requested_at = requested_at.unwrap_or_else(now_ms).into();
     let requested = HostRequest { machine_id: id.into(), requested_at };
@@ -130,9 +133,9 @@ async fn request_from_host(
     Ok(outcome.into_reply())
 }
 
-/// Finds the machine whose host holds a snapshot back: the named one, or its predecessor while that still has to make its
-/// final backup.
-async fn find_holding_machine(
+/// Finds the machine whose host holds a snapshot back: the named one, or its predecessor while that machine's final
+/// backup is pending.
+async fn find_machine_holding_snapshot(
     session: &impl GenericClient,
     named: MachineRow,
 ) -> Result<MachineRow, Problem> {
@@ -140,15 +143,15 @@ async fn find_holding_machine(
         Some(replaced) => replaced,
         None => named,
     };
-    let mut is_asked_about = false;
+    let mut has_held_back_question = false;
     if let Err(refusal) = ensure_running(&machine) {
         // An operation may be waiting for a decision about the final backup of a machine that is out of service.
         let operation = db::slot_operations::find_operation_needing_server(session, &machine).await?;
         let question = operation.and_then(|operation| operation.question);
         let question = question.filter(|_| machine.server_exists()).ok_or(refusal)?;
-        is_asked_about = question["code"] == last_backup::HELD_BACK;
+        has_held_back_question = question["code"] == last_backup::HELD_BACK;
     }
-    if is_asked_about || reports_held_snapshot(&machine) {
+    if has_held_back_question || reports_held_snapshot(&machine) {
         return Ok(machine);
     }
     let detail = format!(
@@ -161,7 +164,7 @@ async fn find_holding_machine(
         .with("allowed", json!([])))
 }
 
-/// Finds the predecessor whose final backup an operation still needs before this machine replaces it.
+/// Finds the predecessor whose final backup an operation needs before the successor can replace it.
 async fn find_predecessor(
     session: &impl GenericClient,
     successor: &MachineRow,
@@ -262,9 +265,10 @@ pub static ACCEPT: Endpoint = Endpoint {
         id: "acceptBackup",
         method: Method::POST,
         path: "/vps/{id}/backup-accept",
-        summary: "Makes the snapshot that a host holds back, because its database has shrunk, the latest. The host is that of a \
-                  running machine, or of one whose final backup an operation waits for. Naming the replacement of such a \
-                  machine has the same effect; `machineId` in the response names the machine whose host got the request.",
+        summary: "Accepts the snapshot that a host holds back because its database has shrunk: it becomes the latest. The \
+                  machine must be running, or an operation must be waiting for its final backup. In the latter case, the \
+                  machine's replacement may be named instead; `machineId` in the response is the machine whose host got the \
+                  request.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),

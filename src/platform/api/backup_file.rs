@@ -1,5 +1,5 @@
-//! GET and HEAD `/vps/:id/backups/:name`: a snapshot's dump, streamed from the object store, with ranges. It contains the
-//! owner's data, so each read is audited.
+//! GET and HEAD `/vps/:id/backups/:name`: a snapshot's dump, streamed from the object store, with ranges. It contains
+//! the owner's data, so each read is audited.
 
 use std::sync::Arc;
 
@@ -56,11 +56,11 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "getBackup",
         method: Method::GET,
         path: "/vps/{id}/backups/{name}",
-        summary: "A snapshot's dump, for `pg_restore`; Range, If-Range and If-None-Match as in RFC 9110.",
+        summary: "Serves a snapshot's dump, for `pg_restore`; Range, If-Range and If-None-Match as in RFC 9110.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, NAME],
         body: None,
-        responses: &object::ANSWERS,
+        responses: &object::RESPONSES,
         problems: &[
             Code::MachineNotFound,
             Code::NotFound,

@@ -1,4 +1,5 @@
-//! GET `/vps/:id/backups`: the verified snapshots of the machine's slot, newest first, including those of earlier machines.
+//! GET `/vps/:id/backups`: the verified snapshots of the machine's slot, newest first, including those of earlier
+//! machines.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +13,7 @@ use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, CURSOR, Endpoint, MACHINE_ID, OPERATOR, READ, documented_json};
 use super::problems;
 use crate::context::Platform;
-use crate::db::{self};
+use crate::db;
 use axum::routing::get;
 use http::Method;
 use svc_http::openapi::{Operation, Parameter, ParameterLocation, boolean, matching, schema_of};
@@ -38,7 +39,7 @@ pub async fn handle(
     call.authenticate_operator(&platform).await?;
     let id: MachineId = path_id("machineId", &id)?;
     let mut query = call.query_fields();
-    let limit = query.within("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
+    let limit = query.number_in_range("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
     let before: Option<SnapshotCursor> = query.optional("cursor");
     let only_latest = query.optional::<bool>("latest").unwrap_or(false);
     query.finish(Some(()))?;
@@ -61,7 +62,7 @@ pub async fn handle(
         let latest = pointer.and_then(|pointer| pointer.value.snapshot);
         let page = if only_latest {
             let record = match &latest {
-                Some(latest) => snapshots::one(&platform.bucket, &slot, &latest.key).await?,
+                Some(latest) => snapshots::read_record(&platform.bucket, &slot, &latest.key).await?,
                 None => None,
             };
             Page { records: record.into_iter().collect(), next: None }
@@ -69,18 +70,18 @@ pub async fn handle(
             let taken_at = latest.as_ref().map(|latest| latest.taken_at);
             let window =
                 PageWindow { before: before.as_ref().map(SnapshotCursor::as_str), latest: taken_at, limit };
-            snapshots::page(&platform.bucket, &slot, window).await?
+            snapshots::list_page(&platform.bucket, &slot, window).await?
         };
         Ok::<_, Problem>((latest, page))
     };
     let (latest, page) =
         tokio::time::timeout(STORE_TIMEOUT, read).await.map_err(|_| svc_store::problem::unavailable())??;
     let latest = latest.map(|latest| latest.key);
-    let backups = page.records.iter().map(|record| backup(record, latest.as_deref())).collect();
+    let backups = page.records.iter().map(|record| backup_resource(record, latest.as_deref())).collect();
     Ok(Json(BackupPage { latest, backups, next_cursor: page.next }).into_response())
 }
 
-fn backup(record: &ListedSnapshot, latest: Option<&str>) -> Backup {
+fn backup_resource(record: &ListedSnapshot, latest: Option<&str>) -> Backup {
     Backup {
         key: record.key.clone(),
         size_bytes: record.size_bytes,
@@ -108,7 +109,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             LATEST,
         ],
         body: None,
-        responses: &[documented_json(200, "A page.", schema_of::<BackupPage>)],
+        responses: &[documented_json(200, "A page of snapshots.", schema_of::<BackupPage>)],
         problems: &[Code::MachineNotFound, Code::StoreUnavailable, Code::DatabaseUnavailable],
     },
     serve: || get(handle),
@@ -118,7 +119,7 @@ const LATEST: Parameter = Parameter {
     name: "latest",
     location: ParameterLocation::Query,
     schema: boolean,
-    about: "true: only the snapshot that the pointer names.",
+    about: "true: list only the snapshot that the pointer names.",
 };
 
 const LIMIT: Parameter = Parameter {

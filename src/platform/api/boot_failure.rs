@@ -12,7 +12,7 @@ use super::endpoint::{Access, Endpoint, MACHINE_ID, REGISTRATION, documented_jso
 use super::mutation::{self, AuditChange, Reply};
 use super::{problems, register};
 use crate::context::Platform;
-use crate::db::{self};
+use crate::db;
 use crate::lifecycle::{self, EventContext};
 use axum::routing::post;
 use svc_base::untrusted_text;
@@ -40,13 +40,13 @@ pub async fn handle(
         return Err(registration_rejected());
     }
     let stage = fields.text("stage", MAX_STAGE_CHARS).map(|stage| untrusted_text::bounded(&stage));
-    let message = fields.required_reported("message");
+    let message = fields.required_reported_text("message");
     let report = stage.zip(message).map(|(stage, message)| BootFailureReport { stage, message });
     let report = fields.finish(report)?;
     let BootFailureReport { stage, message } = &report;
 
-    let with = EventContext { failed_at: Some((stage, message)), ..EventContext::default() };
-    lifecycle::apply(&tx, &platform.mint, &machine, &Event::BootFailureReported, with)
+    let context = EventContext { failed_at: Some((stage, message)), ..EventContext::default() };
+    lifecycle::apply(&tx, &platform.mint, &machine, &Event::BootFailureReported, context)
         .await
         .map_err(|error| problems::lifecycle_problem(error, &machine))?;
     let (target, after) = (id.to_string(), json!(report));

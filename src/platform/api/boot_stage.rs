@@ -69,18 +69,19 @@ fn boot_progress(stage: BootStageName, progress: StageProgress) -> BootProgress 
 
 fn read_progress(fields: &mut Fields) -> Option<StageProgress> {
     let mut inner = fields.optional_nested("progress")?;
-    let mut figure = |name: &str| inner.optional_number(name);
+    let mut number = |name: &str| inner.optional_number(name);
     let progress = StageProgress {
-        bytes: figure("bytes"),
-        total_bytes: figure("totalBytes"),
-        rows: figure("rows"),
-        total_rows: figure("totalRows"),
+        bytes: number("bytes"),
+        total_bytes: number("totalBytes"),
+        rows: number("rows"),
+        total_rows: number("totalRows"),
     };
     fields.close(inner);
     Some(progress)
 }
 
-/// Records progress, which extends the deadlines of the registration and its operation. A repeated report does not.
+/// Records progress, which extends the deadlines of the registration and its operation. A report that repeats the last
+/// one is not progress.
 async fn record_progress(
     platform: &Platform,
     tx: &Transaction<'_>,

@@ -25,18 +25,18 @@ pub async fn handle(
     let call = ApiCall::read(request).await?;
     call.authenticate_operator_or_host(&platform).await?;
     let suffix = file.strip_prefix(BUNDLE_FILE).filter(|s| ["", ".sha256", ".json", ".json.sig"].contains(s));
-    let suffix = suffix.ok_or_else(|| Problem::new(Code::NotFound, "Bundles have no such file."))?;
+    let suffix = suffix.ok_or_else(|| Problem::new(Code::NotFound, "A bundle has no file of this name."))?;
     let not_found = || {
         Problem::new(Code::BundleNotFound, format!("Version {version} has no published file of this name."))
     };
     let parsed: ImageVersion = version.parse().map_err(|_| not_found())?;
-    let kind = match suffix {
+    let media_type = match suffix {
         "" => "application/gzip",
         ".sha256" => "text/plain; charset=utf-8",
         ".json" => "application/json",
         _ => "application/octet-stream",
     };
-    object::serve(&platform.bucket, &key::bundle(&parsed, suffix), kind, &call, not_found).await
+    object::serve(&platform.bucket, &key::bundle(&parsed, suffix), media_type, &call, not_found).await
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {
@@ -49,7 +49,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR, HOST],
         parameters: &[VERSION, FILE],
         body: None,
-        responses: &object::ANSWERS,
+        responses: &object::RESPONSES,
         problems: &[
             Code::Superseded,
             Code::NotFound,

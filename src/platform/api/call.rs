@@ -1,4 +1,4 @@
-//! An incoming API call. Checks run in the contract's order: size, credential, JSON; then schema and state.
+//! An incoming API call. Checks run in the order of the contract: size, credential, JSON; then schema and state.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -13,8 +13,8 @@ use sha2::{Digest, Sha256};
 use super::access::{self, Access, unauthorized};
 use super::refused_hosts;
 use crate::context::Platform;
+use crate::db;
 use crate::db::machine_row::MachineRow;
-use crate::db::{self};
 use crate::operators::Operator;
 use crate::token_rotation::TokenStatus;
 use crate::tokens::{self, Purpose};
@@ -46,7 +46,7 @@ pub struct ApiCall {
 /// A host's accepted token, and its machine.
 pub struct AuthenticatedHost {
     pub machine: MachineRow,
-    pub standing: TokenStatus,
+    pub status: TokenStatus,
     pub hash: Vec<u8>,
 }
 
@@ -68,7 +68,7 @@ impl ApiCall {
                 return Err(too_large());
             }
             Err(RequestBodyError::Timeout | RequestBodyError::Incomplete) => {
-                return Err(Problem::field("", "the body is incomplete"));
+                return Err(Problem::field("", "is incomplete"));
             }
         };
         let access = parts.extensions.get().copied().unwrap_or(Access::Open);
@@ -82,7 +82,7 @@ impl ApiCall {
         if scheme.eq_ignore_ascii_case("bearer") { Ok(token.trim()) } else { Err(unauthorized()) }
     }
 
-    /// The bearer token, within the check limit of the client's address.
+    /// The bearer token, if the client's address has not exceeded its limit of token checks.
     fn rate_limited_bearer(&self, platform: &Platform) -> Result<&str, Problem> {
         let token = self.bearer()?;
         platform.rates.admit_check(self.client, token)?;
@@ -98,7 +98,7 @@ impl ApiCall {
         access::authorize(platform, self.access, &self.method, token).await
     }
 
-    /// Authenticates a host by its `UPGRADE_TOKEN`; its machine may have left its slot.
+    /// Authenticates a host by its `UPGRADE_TOKEN`. Its machine may have left its slot.
     pub async fn authenticate_host(&self, platform: &Platform) -> Result<MachineRow, Problem> {
         Ok(self.authenticate_host_token(platform).await?.machine)
     }
@@ -109,16 +109,16 @@ impl ApiCall {
         let claim = tokens::parse_claim(token, Purpose::Upgrade).ok_or_else(unauthorized)?;
         let session = platform.host_db.session().await?;
         let machine = db::machines::get(&session, claim.machine).await?.ok_or_else(unauthorized)?;
-        match machine.upgrade_token.judge(token, claim, &platform.mint, Timestamp::now()) {
+        match machine.upgrade_token.check_token(token, claim, &platform.mint, Timestamp::now()) {
             TokenStatus::Refused => {
                 drop(session);
                 refused_hosts::report_rejected_token(platform, &machine, token, claim).await;
                 Err(unauthorized())
             }
-            standing => {
+            status => {
                 platform.rates.accept(token);
                 platform.rates.admit_host(machine.id)?;
-                Ok(AuthenticatedHost { machine, standing, hash: tokens::hash(token) })
+                Ok(AuthenticatedHost { machine, status, hash: tokens::hash(token) })
             }
         }
     }
@@ -151,7 +151,7 @@ impl ApiCall {
         content_type.and_then(|value| value.split(';').next()).map(str::trim).unwrap_or_default()
     }
 
-    /// Whether the body is a browser's form.
+    /// Whether the body is an HTML form's.
     pub fn is_form(&self) -> bool {
         self.media_type().eq_ignore_ascii_case("application/x-www-form-urlencoded")
     }
@@ -159,7 +159,7 @@ impl ApiCall {
     /// The fields of a form.
     pub fn form_fields(&self) -> Result<Fields, Problem> {
         let text = std::str::from_utf8(&self.body).map_err(|_| Problem::field("", "is not a valid form"))?;
-        Ok(Fields::of_form(text))
+        Ok(Fields::from_form(text))
     }
 
     /// The fields of a JSON body.
@@ -168,7 +168,7 @@ impl ApiCall {
             return Err(Problem::new(Code::UnsupportedMediaType, "Send the body as application/json."));
         }
         match serde_json::from_slice(&self.body) {
-            Ok(Value::Object(map)) => Ok(Fields::of_body(map)),
+            Ok(Value::Object(map)) => Ok(Fields::from_body(map)),
             Ok(_) => Err(Problem::field("", "must be a JSON object")),
             Err(error) => Err(Problem::field("", format!("is not valid JSON: {error}"))),
         }
@@ -190,7 +190,7 @@ impl ApiCall {
     }
 
     pub fn query_fields(&self) -> Fields {
-        Fields::of_query(self.uri.query().unwrap_or_default())
+        Fields::from_query(self.uri.query().unwrap_or_default())
     }
 
     /// SHA-256 of the body's bytes.

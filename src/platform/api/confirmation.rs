@@ -1,5 +1,5 @@
-//! What an operator confirms before a customer is added: the monthly cost, and the customer's consent. A machine that
-//! replaces one of another server type has another cost, which is confirmed, too.
+//! The confirmations that an operator gives before a customer is added: the monthly cost and the customer's consent.
+//! The cost must also be confirmed if a replacement has a different server type.
 
 use serde_json::{Value, json};
 
@@ -12,11 +12,11 @@ use svc_wire::quote::Price;
 const COST: &str = "confirmedMonthlyCost";
 const OPT_IN: &str = "confirmedOptIn";
 
-/// What a provision has to confirm.
+/// The confirmations that a provision requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Confirmed {
+pub enum RequiredConfirmation {
     Nothing,
-    /// A known customer gets another server type.
+    /// An existing customer gets a different server type.
     Cost,
     /// A customer is added.
     CostAndConsent,
@@ -42,23 +42,27 @@ impl Confirmation {
     }
 
     /// # Errors
-    /// `confirmation_required` if the platform requires them, and one is missing.
-    pub fn check_complete(&self, confirmed: Confirmed, required: Flag) -> Result<(), Problem> {
-        let lacks_cost = confirmed != Confirmed::Nothing && self.monthly_cost.is_none();
-        let lacks_consent = confirmed == Confirmed::CostAndConsent && !self.opt_in;
+    /// `confirmation_required` if one is missing and the platform enforces confirmations.
+    pub fn check_complete(&self, required: RequiredConfirmation, enforcement: Flag) -> Result<(), Problem> {
+        let lacks_cost = required != RequiredConfirmation::Nothing && self.monthly_cost.is_none();
+        let lacks_consent = required == RequiredConfirmation::CostAndConsent && !self.opt_in;
         let missing: Vec<_> = [(COST, lacks_cost), (OPT_IN, lacks_consent)]
             .into_iter()
             .filter_map(|(name, is_missing)| is_missing.then_some(name))
             .collect();
-        if !required.is_on() || missing.is_empty() {
+        if !enforcement.is_on() || missing.is_empty() {
             return Ok(());
         }
-        let what = match confirmed {
-            Confirmed::Cost => "The cost of another server type than that of the replaced machine",
-            Confirmed::Nothing | Confirmed::CostAndConsent => "A new customer's cost and consent",
+        let subject = match required {
+            RequiredConfirmation::Cost => {
+                "The cost of a server type that differs from the replaced machine's"
+            }
+            RequiredConfirmation::Nothing | RequiredConfirmation::CostAndConsent => {
+                "A new customer's cost and consent"
+            }
         };
         let detail = format!(
-            "{what} must be confirmed: {} is missing. POST /vps/provision/quote returns the cost.",
+            "{subject} must be confirmed: {} is missing. POST /vps/provision/quote returns the cost.",
             missing.join(" and ")
         );
         Err(Problem::new(Code::ConfirmationRequired, detail).with("missing", json!(missing)))
@@ -70,15 +74,17 @@ impl Confirmation {
         let current = &cost.highest;
         match &self.monthly_cost {
             Some(confirmed) if confirmed != current => {
-                let detail = format!("The server costs {current} a month, and {confirmed} was confirmed.");
+                let detail = format!(
+                    "The server costs {current} a month, but {confirmed} was confirmed. Confirm the current cost."
+                );
                 Err(Problem::new(Code::PriceChanged, detail).with("monthlyCost", json!(current.to_string())))
             }
             _ => Ok(()),
         }
     }
 
-    /// The confirmations in the audit, which has the operator and the time.
-    pub fn record(&self) -> Value {
+    /// The confirmations for the audit entry, which also names the operator and the time.
+    pub fn audit_record(&self) -> Value {
         json!({ "monthlyCost": self.monthly_cost.as_ref().map(Price::to_string), "optIn": self.opt_in })
     }
 }
@@ -88,21 +94,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn incomplete_confirmation_is_refused_only_where_required() {
+    fn check_complete_refuses_missing_confirmation_if_enforced() {
         let cost: Price = "9.50 EUR".parse().unwrap();
-        for (monthly_cost, opt_in, adds, replaces) in [
+        for (monthly_cost, opt_in, suffices_for_customer, suffices_for_cost) in [
             (None, false, false, false),
             (Some(cost.clone()), false, false, true),
             (None, true, false, false),
             (Some(cost), true, true, true),
         ] {
             let confirmation = Confirmation { monthly_cost, opt_in };
-            for (confirmed, is_complete) in
-                [(Confirmed::CostAndConsent, adds), (Confirmed::Cost, replaces), (Confirmed::Nothing, true)]
-            {
-                assert!(confirmation.check_complete(confirmed, Flag::Off).is_ok());
-                let checked = confirmation.check_complete(confirmed, Flag::On);
-                assert_eq!(checked.is_ok(), is_complete, "{confirmed:?} {confirmation:?}");
+            for (required, is_complete) in [
+                (RequiredConfirmation::CostAndConsent, suffices_for_customer),
+                (RequiredConfirmation::Cost, suffices_for_cost),
+                (RequiredConfirmation::Nothing, true),
+            ] {
+                assert!(confirmation.check_complete(required, Flag::Off).is_ok());
+                let checked = confirmation.check_complete(required, Flag::On);
+                assert_eq!(checked.is_ok(), is_complete, "{required:?} {confirmation:?}");
             }
         }
     }

@@ -1,4 +1,5 @@
-//! DELETE `/vps/:id`: the machine leaves its slot at once, and its server is deleted later. Its objects are kept.
+//! DELETE `/vps/:id`: the machine leaves its slot immediately, and its server is deleted later. The slot's objects in
+//! the store are kept.
 
 use std::sync::Arc;
 
@@ -40,8 +41,8 @@ pub async fn handle(
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
     let mut query = call.query_fields();
     let options = OperationOptions {
-        now: flag(&mut query, "now"),
-        accept_loss: flag(&mut query, "acceptLoss"),
+        now: read_flag(&mut query, "now"),
+        accept_loss: read_flag(&mut query, "acceptLoss"),
         ..OperationOptions::default()
     };
     let options = query.finish(Some(options))?;
@@ -50,7 +51,7 @@ pub async fn handle(
     mutation::respond(&platform, &call, reply).await
 }
 
-fn flag(query: &mut Fields, name: &str) -> bool {
+fn read_flag(query: &mut Fields, name: &str) -> bool {
     query.optional::<bool>(name).unwrap_or(false)
 }
 
@@ -62,36 +63,37 @@ async fn delete(
 ) -> Result<Reply, Problem> {
     let session = platform.db.session().await?;
     let not_found = || problems::machine_not_found(&id.to_string());
-    let seen = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
-    let copies = copies::of_slot(&session, &seen, &platform.config.timing).await?;
+    let unlocked = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
+    let copies = copies::load_copies(&session, &unlocked, &platform.config.timing).await?;
     // No session is held during requests to the store.
     drop(session);
     let copies = copies.with_snapshot(&platform.bucket).await;
     let change = async |tx: &Transaction<'_>| {
         let machine = db::machines::lock(tx, id).await?.ok_or_else(not_found)?;
         let event = Event::DeleteRequested;
-        let with = EventContext { options, ..EventContext::default() };
-        let change = lifecycle::apply(tx, &platform.mint, &machine, &event, with).await;
+        let context = EventContext { options, ..EventContext::default() };
+        let change = lifecycle::apply(tx, &platform.mint, &machine, &event, context).await;
         let created = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
             Change::Moved { created } => created.map(|created| created.operation),
             Change::Unchanged => {
-                // A repeated request responds with the operation of the first one.
+                // The response to a repeated request names the first request's operation.
                 let operation = db::operations::find_newest(tx, id, "delete").await?;
                 let options = operation.as_ref().map_or(options, |operation| operation.options);
                 let operation = operation.map(|operation| operation.id);
                 let deletion = Deletion { operation, options, copies };
-                let body = body(platform, tx, &machine, &deletion).await?;
+                let body = response_body(platform, tx, &machine, &deletion).await?;
                 let reply = Reply::new(StatusCode::ACCEPTED, body);
                 return Ok(Effect::unchanged(reply));
             }
         };
         let deleted = db::machines::get(tx, id).await?.ok_or_else(not_found)?;
-        let body = body(platform, tx, &deleted, &Deletion { operation: created, options, copies }).await?;
+        let body =
+            response_body(platform, tx, &deleted, &Deletion { operation: created, options, copies }).await?;
         let reply = Reply::new(StatusCode::ACCEPTED, body);
         let (before, after) = (Some(machine.record()), Some(deleted.record()));
         Ok(Effect::changed(reply, AuditChange { action: "delete", target: id.to_string(), before, after }))
     };
-    mutation.run_for_user(platform, &seen.user, change).await
+    mutation.run_for_user(platform, &unlocked.user, change).await
 }
 
 /// The deletion of a machine's server.
@@ -102,7 +104,7 @@ struct Deletion {
     copies: Copies,
 }
 
-async fn body(
+async fn response_body(
     platform: &Platform,
     tx: &Transaction<'_>,
     machine: &MachineRow,
@@ -182,9 +184,9 @@ pub static ENDPOINT: Endpoint = Endpoint {
         responses: &[documented_json(
             202,
             "The machine has been deleted; undelete restores it while its server is kept. `alsoDeleted` is the machine that it \
-             was to replace, whose server has the slot's data and is kept. `newestSnapshotAt` is the time of the snapshot that \
-             the store's pointer names; if the store is unavailable, of the last one that a host reported, with the reason in \
-             `snapshotProblem`.",
+             was going to replace; that machine's server has the slot's data and is kept. `newestSnapshotAt` is the time of the \
+             snapshot that the store's pointer names, or, if the store is unavailable, of the last one that a host reported; \
+             then `snapshotProblem` has the reason.",
             schema_of::<DeletedMachine>,
         )],
         problems: &[

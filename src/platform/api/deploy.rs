@@ -1,5 +1,5 @@
-//! `/vps/deploy`: rolls out a release to many machines in batches. Rollouts can be started, listed, shown, paused, resumed
-//! and aborted.
+//! `/vps/deploy`: rolls out a release to many machines in batches. Rollouts can be started, listed, shown, paused,
+//! resumed and aborted.
 
 use std::sync::Arc;
 
@@ -43,7 +43,7 @@ const DEFAULT_MAX_FAILURES: u64 = 1;
 struct RolloutRequest {
     version: ImageVersion,
     handles: Option<Vec<Handle>>,
-    /// Handles of machines that it does not reach.
+    /// Handles of machines to leave out.
     except: Vec<Handle>,
     canary: u64,
     batch_size: u64,
@@ -83,7 +83,7 @@ fn parse_request(mut fields: Fields) -> Result<RolloutRequest, Problem> {
     let batch_size = number("batchSize", 1, DEFAULT_BATCH_SIZE);
     let max_failures = number("maxFailures", 1, DEFAULT_MAX_FAILURES);
     let verify = fields.boolean("verify").unwrap_or(true);
-    let built = version.map(|version| RolloutRequest {
+    let request = version.map(|version| RolloutRequest {
         version,
         handles,
         except,
@@ -92,10 +92,10 @@ fn parse_request(mut fields: Fields) -> Result<RolloutRequest, Problem> {
         max_failures,
         verify,
     });
-    fields.finish(built)
+    fields.finish(request)
 }
 
-/// A list of handles, if the field is given and not null.
+/// Reads a list of handles, if the field is present and not null.
 fn read_handles(fields: &mut Fields, name: &str) -> Option<Vec<Handle>> {
     let is_given = fields.has(name);
     let texts = fields.strings(name, MAX_HANDLES);
@@ -111,7 +111,7 @@ fn read_handles(fields: &mut Fields, name: &str) -> Option<Vec<Handle>> {
 
 /// Rejects a release that hosts would refuse, because its manifest is missing or not signed with a trusted key.
 async fn check_release(platform: &Platform, version: &ImageVersion) -> Result<(), Problem> {
-    let published = bundle::digest(&platform.bucket, version).await?;
+    let published = bundle::read_digest(&platform.bucket, version).await?;
     let Some(digest) = published else {
         return Err(Problem::new(Code::BundleNotFound, format!("Version {version} is not published.")));
     };
@@ -133,13 +133,13 @@ async fn create_rollout(
             db::lock(tx, "rollouts").await?;
             let id = insert_rollout(tx, request).await?;
             let row = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
-            let rollout = json!(resource::rollout::with_machines(tx, &row).await?);
+            let rollout = json!(resource::rollout::load_with_machines(tx, &row).await?);
             let reply = Reply::new(StatusCode::ACCEPTED, &rollout);
-            // Without the machines, which the rollout keeps: an entry of a fleet would have a megabyte.
+            // The rollout keeps the list of machines. In the audit, a large fleet's list would take a megabyte.
             let mut after = rollout;
             after.as_object_mut().map(|rollout| rollout.remove("machines"));
-            after["except"] = names(&request.except);
-            after["handles"] = request.handles.as_deref().map_or(Value::Null, names);
+            after["except"] = handle_names(&request.except);
+            after["handles"] = request.handles.as_deref().map_or(Value::Null, handle_names);
             let change =
                 AuditChange { action: "deploy", target: id.to_string(), before: None, after: Some(after) };
             Ok(Effect::changed(reply, change))
@@ -148,18 +148,18 @@ async fn create_rollout(
     Ok(outcome.into_reply())
 }
 
-fn names(handles: &[Handle]) -> Value {
+fn handle_names(handles: &[Handle]) -> Value {
     json!(handles.iter().map(Handle::as_str).collect::<Vec<_>>())
 }
 
-/// Inserts the rollout with the machines that it reaches.
+/// Inserts the rollout with the machines that it will update.
 async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Result<RolloutId, Problem> {
     if let Some(open) = rollouts::find_open(tx).await? {
         let problem = Problem::new(Code::Conflict, format!("Rollout {} is already running.", open.id));
         return Err(problem.with("rolloutId", json!(open.id)));
     }
     for handle in &request.except {
-        // A mistyped handle would update the machine that it should leave out.
+        // If a mistyped handle were ignored, the machine to leave out would be updated.
         if db::machines::find_by_handle(tx, handle).await?.is_none() {
             return Err(problems::machine_not_found(handle.as_str()));
         }
@@ -167,19 +167,20 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
     let handles = request.handles.as_deref();
     let reachable = rollouts::list_reachable_machines(tx, handles, &request.except).await?;
     for handle in request.handles.iter().flatten() {
-        if !reachable.iter().any(|(_, of)| of == handle.as_str()) {
+        if !reachable.iter().any(|(_, reachable)| reachable == handle.as_str()) {
             return Err(unreachable_target(tx, handle).await?);
         }
     }
-    let count = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
-    let batches = rollout_plan::batches(reachable.len(), count(request.canary), count(request.batch_size));
+    let to_usize = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
+    let batches =
+        rollout_plan::assign_batches(reachable.len(), to_usize(request.canary), to_usize(request.batch_size));
     let machines: Vec<_> = reachable.iter().map(|(id, _)| *id).zip(batches).collect();
-    let whole = |number: u64| i32::try_from(number).unwrap_or(i32::MAX);
+    let to_i32 = |number: u64| i32::try_from(number).unwrap_or(i32::MAX);
     let new = NewRollout {
         image_version: &request.version,
-        canary: whole(request.canary),
-        batch_size: whole(request.batch_size),
-        max_failures: whole(request.max_failures),
+        canary: to_i32(request.canary),
+        batch_size: to_i32(request.batch_size),
+        max_failures: to_i32(request.max_failures),
         verify: request.verify,
         machines: &machines,
     };
@@ -192,11 +193,11 @@ async fn unreachable_target(client: &impl GenericClient, handle: &Handle) -> Res
         return Ok(problems::machine_not_found(handle.as_str()));
     };
     let (state, next) = match machine.powered_off_at {
-        Some(_) => ("switched off", format!("`svcctl power on {handle} --wait` first")),
+        Some(_) => ("switched off", format!("`svcctl power on {handle} --wait` switches it on")),
         None => (machine.status.as_str(), format!("`svcctl status {handle}` shows the reason")),
     };
     let detail = format!(
-        "Machine {handle} is {state}, and a rollout reaches only running machines: {next}, or leave it out. Nothing was changed."
+        "Machine {handle} is {state}, and a rollout updates only running machines: {next}, or leave it out. Nothing was changed."
     );
     Ok(Problem::new(Code::InvalidState, detail)
         .with("machineStatus", json!(machine.status))
@@ -213,7 +214,7 @@ async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result
     call.query_fields().finish(Some(()))?;
     let session = platform.db.session().await?;
     let rollouts = rollouts::list_newest(&session, MAX_LISTED_ROLLOUTS).await?;
-    let rollouts = resource::rollout::summaries(&session, &rollouts).await?;
+    let rollouts = resource::rollout::load_summaries(&session, &rollouts).await?;
     Ok(Json(RolloutList { rollouts }).into_response())
 }
 
@@ -227,7 +228,7 @@ pub async fn show(
     let id: RolloutId = path_id("rolloutId", &id)?;
     let session = platform.db.session().await?;
     let found = rollouts::get(&session, id).await?.ok_or_else(|| not_found(id))?;
-    Ok(Json(resource::rollout::with_machines(&session, &found).await?).into_response())
+    Ok(Json(resource::rollout::load_with_machines(&session, &found).await?).into_response())
 }
 
 /// An operator's command to a rollout.
@@ -287,7 +288,7 @@ async fn execute_command(
                 rollouts::reset_verification(tx, id).await?;
             }
             let after = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
-            let reply = Reply::new(StatusCode::OK, resource::rollout::with_machines(tx, &after).await?);
+            let reply = Reply::new(StatusCode::OK, resource::rollout::load_with_machines(tx, &after).await?);
             if next == before.state {
                 return Ok(Effect::unchanged(reply));
             }
@@ -301,7 +302,8 @@ async fn execute_command(
 
 fn rollout_ended(rollout: &RolloutRow) -> Problem {
     let state = rollout.state.as_str();
-    Problem::new(Code::Conflict, format!("The rollout is {state}.")).with("state", state.into())
+    let detail = format!("The rollout is {state}, so its state cannot change.");
+    Problem::new(Code::Conflict, detail).with("state", state.into())
 }
 
 async fn pause(
@@ -334,7 +336,7 @@ pub static START: Endpoint = Endpoint {
         id: "deploy",
         method: Method::POST,
         path: "/vps/deploy",
-        summary: "Rolls out a release to machines: a canary first, then batches, and halts at failures.",
+        summary: "Rolls out a release to machines: first a canary, then batches. The rollout halts on failures.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(request_schema),
@@ -404,7 +406,7 @@ pub static SHOW: Endpoint = Endpoint {
 const ROLLOUT_ID: Parameter =
     Parameter { name: "id", location: ParameterLocation::Path, schema: uuid, about: "The rollout." };
 
-const THE_ROLLOUT: DocumentedResponse = documented_json(200, "The rollout.", || named("Rollout"));
+const ROLLOUT_RESPONSE: DocumentedResponse = documented_json(200, "The rollout.", || named("Rollout"));
 
 const fn command_operation(id: &'static str, path: &'static str, summary: &'static str) -> Operation {
     Operation {
@@ -415,7 +417,7 @@ const fn command_operation(id: &'static str, path: &'static str, summary: &'stat
         credentials: &[OPERATOR],
         parameters: &[ROLLOUT_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),
-        responses: &[THE_ROLLOUT],
+        responses: &[ROLLOUT_RESPONSE],
         problems: &[Code::NotFound, Code::Conflict, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     }
 }
@@ -439,7 +441,7 @@ pub static ABORT: Endpoint = Endpoint {
     operation: command_operation(
         "abortDeploy",
         "/vps/deploy/{id}/abort",
-        "Ends a rollout; machines stay as they are.",
+        "Aborts a rollout; updated machines keep the new release.",
     ),
     serve: || post(abort),
 };

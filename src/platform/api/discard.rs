@@ -1,4 +1,5 @@
-//! POST `/vps/:id/discard`: deletes the kept server of a machine that left its slot before its grace period ends.
+//! POST `/vps/:id/discard`: deletes the kept server of a machine that has left its slot, without waiting for the end of
+//! the server's grace period.
 
 use std::sync::Arc;
 
@@ -56,55 +57,64 @@ async fn discard(
         ChangeStart::Started(change) => change,
     };
     ensure_left_slot(&change.machine)?;
-    let removal = pending_removal(&change.tx, id).await?;
+    let removal = find_pending_removal(&change.tx, id).await?;
     if removal.is_some() || is_discard_ordered(&change.machine) {
-        let body = |after: &MachineRow| body(after, removal, true);
+        let body = |after: &MachineRow| response_body(after, removal, true);
         return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
     }
     if loss == Loss::Refused {
         ensure_data_saved(&change.tx, &change.machine).await?;
     }
     machine_changes::record_discard(&change.tx, id).await?;
-    // The reconciler files the removal after it has listed the provider's servers.
-    change.end(ChangeEffect::Changed("discard"), StatusCode::ACCEPTED, |after| body(after, None, false)).await
+    // The reconciler creates the removal after it has listed the provider's servers.
+    change
+        .end(ChangeEffect::Changed("discard"), StatusCode::ACCEPTED, |after| {
+            response_body(after, None, false)
+        })
+        .await
 }
 
-/// The running operation that deletes the server.
-async fn pending_removal(tx: &Transaction<'_>, id: MachineId) -> Result<Option<OperationId>, Problem> {
+/// Finds the running operation that deletes the server.
+async fn find_pending_removal(tx: &Transaction<'_>, id: MachineId) -> Result<Option<OperationId>, Problem> {
     let removal = db::operations::find_newest(tx, id, OperationKind::RemoveServer.as_str()).await?;
     Ok(removal.filter(|removal| !removal.has_ended()).map(|removal| removal.id))
 }
 
-/// Whether the discard has been ordered and not abandoned since.
+/// Whether a discard has been ordered, and its removal has not been abandoned since.
 fn is_discard_ordered(machine: &MachineRow) -> bool {
     machine.discard_ordered_at.is_some() && machine.removal_abandoned_at.is_none()
 }
 
-fn body(machine: &MachineRow, removal: Option<OperationId>, already_ordered: bool) -> DiscardedMachine {
+fn response_body(
+    machine: &MachineRow,
+    removal: Option<OperationId>,
+    already_ordered: bool,
+) -> DiscardedMachine {
     DiscardedMachine { machine: machine.into(), operation_id: removal.map(Into::into), already_ordered }
 }
 
 fn ensure_left_slot(machine: &MachineRow) -> Result<(), Problem> {
     if machine.is_active() {
         let detail = format!("The machine holds its slot: `svcctl delete {}` deletes it.", machine.id);
-        return Err(invalid(machine.status.as_str(), &detail));
+        return Err(invalid_state(machine.status.as_str(), &detail));
     }
     if machine.server_deleted_at.is_some() {
         let detail = format!(
-            "Its server has already been deleted; `svcctl backup list {}` lists the snapshots of its slot.",
+            "The machine's server has already been deleted; `svcctl backup list {}` lists the snapshots of its slot.",
             machine.id
         );
-        return Err(invalid("server_deleted", &detail));
+        return Err(invalid_state("server_deleted", &detail));
     }
     Ok(())
 }
 
-/// Rejects a server that is still needed, or that may hold the only copy of the slot's data: without `acceptLoss`, the
-/// database must have a final backup or an earlier accepted loss on record.
+/// Refuses to discard a server that is still needed, or that may hold the only copy of the slot's data: without
+/// `acceptLoss`, the database must record a final backup or an earlier accepted loss.
 async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
     if let Some(since) = machine.unsaved_since {
-        let why = format!("No snapshot contains the data written on it since {}.", rfc3339_ms(since));
-        return Err(refused(machine, &why));
+        let why =
+            format!("No snapshot contains the data written on this machine since {}.", rfc3339_ms(since));
+        return Err(kept_problem(machine, &why));
     }
     if let Some(operation) = db::slot_operations::find_operation_needing_server(tx, machine).await? {
         let why = format!(
@@ -112,7 +122,7 @@ async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result
             operation.noun(),
             operation.id
         );
-        return Err(refused(machine, &why));
+        return Err(kept_problem(machine, &why));
     }
     if db::machines::is_successor_unproven(tx, machine).await? {
         let holds = match machine.final_backup_at {
@@ -124,27 +134,27 @@ async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result
             "No later machine of the slot has served yet: if the new one does not start, the slot falls back to this \
              server. {holds}."
         );
-        return Err(refused(machine, &why));
+        return Err(kept_problem(machine, &why));
     }
-    // A machine that returns to its slot loses its `final_backup_at`, so a value is of this departure.
+    // `final_backup_at` is cleared when a machine returns to its slot, so a value belongs to its latest departure.
     if machine.registered_at.is_none() || machine.final_backup_at.is_some() {
         return Ok(());
     }
     if db::slot_operations::is_loss_accepted(tx, machine.id).await? {
         return Ok(());
     }
-    Err(refused(machine, "Neither a final backup of this machine nor an accepted loss is on record."))
+    Err(kept_problem(machine, "Neither a final backup of this machine nor an accepted loss is on record."))
 }
 
-fn refused(machine: &MachineRow, why: &str) -> Problem {
+fn kept_problem(machine: &MachineRow, why: &str) -> Problem {
     let detail = format!(
         "{why} `svcctl status {0}` shows what its server holds; `svcctl discard {0} --accept-loss` deletes it anyway.",
         machine.id
     );
-    invalid("kept", &detail)
+    invalid_state("kept", &detail)
 }
 
-fn invalid(status: &str, detail: &str) -> Problem {
+fn invalid_state(status: &str, detail: &str) -> Problem {
     Problem::new(Code::InvalidState, detail).with("machineStatus", json!(status)).with("allowed", json!([]))
 }
 
@@ -161,7 +171,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         responses: &[documented_json(
             202,
             "The server will be deleted after the reconciler has listed the provider's servers. `operationId` is the removal, \
-             once it has been created; `alreadyOrdered`: an earlier request or the end of the grace period ordered it.",
+             once it has been created. `alreadyOrdered`: an earlier request, or the end of the grace period, ordered it.",
             schema_of::<DiscardedMachine>,
         )],
         problems: &[

@@ -1,4 +1,4 @@
-//! A route with its description. The router and the OpenAPI document are built from one list.
+//! A route with its description. The router and the OpenAPI document are built from the same list.
 
 use std::sync::Arc;
 

@@ -27,7 +27,7 @@ pub async fn ensure_entitled(
         Some(subscription) => ensure_plan_includes(subscription.plan, server_type),
         None => Err(Problem::new(
             Code::SubscriptionRequired,
-            format!("The slot {slot} has no active subscription."),
+            format!("The slot {slot} of user {user} has no active subscription."),
         )),
     }
 }

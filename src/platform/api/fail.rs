@@ -1,4 +1,4 @@
-//! POST `/vps/:id/fail`: marks a machine as failed that should not run, or is stuck in another state.
+//! POST `/vps/:id/fail`: marks a machine that should not run, or is stuck in another state, as failed.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use super::problems;
 use crate::context::Platform;
 use crate::lifecycle::{self, Change, EventContext};
 use axum::routing::post;
-use svc_http::openapi::{Operation, fields, named, text_to};
+use svc_http::openapi::{Operation, fields, named, text_up_to};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
@@ -21,7 +21,7 @@ use svc_machine::id::MachineId;
 use svc_wire::machine::Machine;
 
 const MAX_REASON_CHARS: usize = 1024;
-/// The failure stage of a machine that an operator failed.
+/// The failure stage of a machine that an operator marked as failed.
 const FAILURE_STAGE: &str = "operator";
 
 pub async fn handle(
@@ -50,9 +50,9 @@ async fn fail(
         ChangeStart::Replayed(reply) => return Ok(reply),
         ChangeStart::Started(change) => change,
     };
-    let with = EventContext { failed_at: Some((FAILURE_STAGE, reason)), ..EventContext::default() };
+    let context = EventContext { failed_at: Some((FAILURE_STAGE, reason)), ..EventContext::default() };
     let event = Event::OperatorFailed;
-    let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, with).await;
+    let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, context).await;
     let effect = match changed.map_err(|error| problems::lifecycle_problem(error, &change.machine))? {
         Change::Unchanged => ChangeEffect::Unchanged,
         Change::Moved { .. } => ChangeEffect::Changed("fail"),
@@ -66,10 +66,10 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "fail",
         method: Method::POST,
         path: "/vps/{id}/fail",
-        summary: "Marks a machine as failed that should not run, or is stuck in another state.",
+        summary: "Marks a machine that should not run, or is stuck in another state, as failed.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
-        body: Some(|| fields(&[("reason", text_to(MAX_REASON_CHARS))], &[])),
+        body: Some(|| fields(&[("reason", text_up_to(MAX_REASON_CHARS))], &[])),
         responses: &[documented_json(200, "The machine has failed.", || named("Machine"))],
         problems: &[
             Code::MachineNotFound,

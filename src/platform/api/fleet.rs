@@ -1,5 +1,5 @@
-//! GET `/vps/fleet`: a summary of all active machines, the machines that need attention, overdue operations, alarms, and
-//! the running rollout.
+//! GET `/vps/fleet`: a summary of all active machines, the machines that need attention, overdue operations, alarms,
+//! and the running rollout.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,9 +23,9 @@ use svc_http::problem::{Code, Problem};
 use svc_wire::fleet::{self as wire, Fleet};
 use svc_wire::text::Text;
 
-/// An operation that has been running for longer needs attention.
-const OPERATION_OVERDUE: Duration = Duration::from_secs(1800);
-const MAX_LISTED: i64 = 100;
+/// An operation that has been running for longer is overdue.
+const MAX_OPERATION_AGE: Duration = Duration::from_secs(1800);
+const MAX_LISTED_OPERATIONS: i64 = 100;
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
@@ -37,16 +37,17 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     ended_machines::add_to(&mut summary, &db::ended_machines::list_needing_attention(&session).await?);
     let hosts = &platform.config.hosts;
     let open = rollouts::find_open(&session).await?;
-    let (overdue, total) = db::operations::list_overdue(&session, OPERATION_OVERDUE, MAX_LISTED).await?;
+    let (overdue, total) =
+        db::operations::list_overdue(&session, MAX_OPERATION_AGE, MAX_LISTED_OPERATIONS).await?;
     let fleet = Fleet {
         totals: summary.totals,
         backups: summary.backups,
         attention: summary.attention,
         attention_total: summary.attention_total,
-        bundle_keys: Some(bundle_keys::summary(&rows, &hosts.trusted_keys(), hosts.bundle_keys_sequence)),
-        certificates: certificates::summary(&rows, &platform.config.trust),
-        rollout: resource::rollout::summaries(&session, open.as_slice()).await?.pop(),
-        overdue_operations: overdue.iter().map(overdue_operation).collect(),
+        bundle_keys: Some(bundle_keys::summarize(&rows, &hosts.trusted_keys(), hosts.bundle_keys_sequence)),
+        certificates: certificates::summarize(&rows, &platform.config.trust),
+        rollout: resource::rollout::load_summaries(&session, open.as_slice()).await?.pop(),
+        overdue_operations: overdue.iter().map(overdue_resource).collect(),
         overdue_operations_total: total.unsigned_abs(),
         alarms: alarms::list_active(&session, &platform.config.timing).await?,
         exercises: Some(exercises::load(&session).await?),
@@ -55,7 +56,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     Ok(Json(fleet).into_response())
 }
 
-fn overdue_operation(overdue: &OverdueOperation) -> wire::OverdueOperation {
+fn overdue_resource(overdue: &OverdueOperation) -> wire::OverdueOperation {
     let operation = &overdue.operation;
     wire::OverdueOperation {
         operation_id: operation.id.into(),

@@ -1,5 +1,5 @@
-//! Corrections of a machine's state by its heartbeats: a failed machine with a healthy host runs again, and a machine that
-//! was switched off and sends heartbeats has been switched on.
+//! Corrects a machine's state by its heartbeats: a failed machine with a healthy host returns to service, and a
+//! switched-off machine that sends heartbeats has been switched on.
 
 use super::mutation::{self, AuditChange};
 use crate::context::Platform;
@@ -12,18 +12,20 @@ use svc_machine::event::Event;
 use svc_machine::state::Status;
 use svc_provider::{ServerId, ServerStatus};
 
-/// Returns a machine with a healthy host to service after its resize failed, or after it got its slot back, with the type
-/// that the provider reports. On an error, the next heartbeat retries.
+/// Returns a machine with a healthy host to service after its resize failed or its deletion was undone. Its server type
+/// becomes the one that the provider reports. If this fails, the next heartbeat retries.
 pub async fn resume_healthy_machine(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
-    let failed = machine.failure.as_ref().is_some_and(|failure| failure.cause.heals());
-    if !machine.is_active() || machine.status != Status::Failed || !failed || epoch != machine.epoch {
+    let heals = machine.failure.as_ref().is_some_and(|failure| failure.cause.is_healed_by_heartbeat());
+    if !machine.is_active() || machine.status != Status::Failed || !heals || epoch != machine.epoch {
         return;
     }
     if !platform.server_checks.take_turn(machine.id) {
         return;
     }
     match try_resume(platform, machine, epoch).await {
-        Ok(true) => tracing::info!(machine = %machine.id, "machine runs again after a healthy heartbeat"),
+        Ok(true) => {
+            tracing::info!(machine = %machine.id, "machine returned to service after a healthy heartbeat")
+        }
         Ok(false) => {}
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %chain(error.as_ref()), "cannot return the machine to service yet");

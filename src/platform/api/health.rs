@@ -1,7 +1,7 @@
 //! GET `/livez`, `/readyz` and `/readyz/control`: liveness, readiness to route, and readiness to manage machines.
 //!
-//! Routing needs no object store, and works for a while without the database: a load balancer that checks `/readyz` keeps
-//! sending users' requests while either is unreachable.
+//! Routing does not need the object store, and works for a while without the database. A load balancer that checks
+//! `/readyz` keeps sending users' requests while either is unreachable.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use serde_json::json;
 
 use super::endpoint::{Access, Endpoint, component_status, documented_json};
 use crate::context::Platform;
-use crate::db::{self};
+use crate::db;
 use crate::route_freshness::RoutesState;
 use axum::routing::get;
 use svc_http::openapi::{Operation, count, nullable, object, one_of};
@@ -28,14 +28,14 @@ pub async fn live() -> Response {
 }
 
 pub async fn ready(State(platform): State<Arc<Platform>>) -> Response {
-    let routes = platform.routes.routes();
+    let routes = platform.routes.state();
     let ok = routes.are_served() && !platform.stop.is_cancelled();
     let age = platform.routes.age().map(|age| age.as_secs());
     respond(ok, json!({"status": status_text(ok), "routes": routes.as_str(), "routesAgeSeconds": age}))
 }
 
 pub async fn ready_to_control(State(platform): State<Arc<Platform>>) -> Response {
-    let (database, store) = tokio::join!(database(&platform), store(&platform));
+    let (database, store) = tokio::join!(probe_database(&platform), probe_store(&platform));
     let clock = platform.clock.is_ok();
     let ok = database && store && clock && !platform.stop.is_cancelled();
     let skew = platform.clock.skew_ms();
@@ -54,7 +54,7 @@ fn respond(ok: bool, body: serde_json::Value) -> Response {
     (status, Json(body)).into_response()
 }
 
-async fn database(platform: &Platform) -> bool {
+async fn probe_database(platform: &Platform) -> bool {
     let probe = async {
         let session = platform.db.session().await?;
         db::query(&session, "SELECT 1", &[]).await
@@ -62,23 +62,29 @@ async fn database(platform: &Platform) -> bool {
     match tokio::time::timeout(PROBE_TIMEOUT, probe).await {
         Ok(Ok(_)) => true,
         Ok(Err(error)) => {
-            tracing::warn!(error = %chain(&error), "not ready: database");
+            tracing::warn!(error = %chain(&error), "not ready: database error");
             false
         }
-        Err(_) => false,
+        Err(_) => {
+            tracing::warn!("not ready: the database did not respond in time");
+            false
+        }
     }
 }
 
-/// The store is available even if the object does not exist.
-async fn store(platform: &Platform) -> bool {
+/// Whether the store responds; the object need not exist.
+async fn probe_store(platform: &Platform) -> bool {
     let key = Path::from("system-bundles/.ready");
     match tokio::time::timeout(PROBE_TIMEOUT, platform.bucket.head(&key)).await {
         Ok(Ok(_)) => true,
         Ok(Err(error)) => {
-            tracing::warn!(error = %chain(&error), "not ready: object store");
+            tracing::warn!(error = %chain(&error), "not ready: object store error");
             false
         }
-        Err(_) => false,
+        Err(_) => {
+            tracing::warn!("not ready: the object store did not respond in time");
+            false
+        }
     }
 }
 
@@ -92,7 +98,7 @@ pub static LIVE: Endpoint = Endpoint {
         credentials: &[],
         parameters: &[],
         body: None,
-        responses: &[documented_json(200, "The process runs.", || {
+        responses: &[documented_json(200, "The process is running.", || {
             object(&[("status", component_status())], &[])
         })],
         problems: &[],
@@ -106,13 +112,13 @@ pub static READY: Endpoint = Endpoint {
         id: "ready",
         method: Method::GET,
         path: "/readyz",
-        summary: "Readiness of the router, for load balancers: its routes are loaded and young enough.",
+        summary: "Readiness of the router, for load balancers: its routes are loaded and not too old.",
         credentials: &[],
         parameters: &[],
         body: None,
         responses: &[
-            documented_json(200, "Ready.", readiness),
-            documented_json(503, "Not ready.", readiness),
+            documented_json(200, "Ready.", readiness_schema),
+            documented_json(503, "Not ready.", readiness_schema),
         ],
         problems: &[],
     },
@@ -125,20 +131,20 @@ pub static READY_TO_CONTROL: Endpoint = Endpoint {
         id: "readyToControl",
         method: Method::GET,
         path: "/readyz/control",
-        summary: "Readiness of the control plane, for alerts: its database and object store are reachable, and its clock is right.",
+        summary: "Readiness of the control plane, for alerts: its database and object store are reachable, and its clock is correct.",
         credentials: &[],
         parameters: &[],
         body: None,
         responses: &[
-            documented_json(200, "Ready.", control_readiness),
-            documented_json(503, "Not ready.", control_readiness),
+            documented_json(200, "Ready.", control_readiness_schema),
+            documented_json(503, "Not ready.", control_readiness_schema),
         ],
         problems: &[],
     },
     serve: || get(ready_to_control),
 };
 
-fn readiness() -> serde_json::Value {
+fn readiness_schema() -> serde_json::Value {
     let routes = [RoutesState::NotLoaded, RoutesState::Current, RoutesState::Stale, RoutesState::TooOld]
         .map(RoutesState::as_str);
     object(
@@ -151,7 +157,7 @@ fn readiness() -> serde_json::Value {
     )
 }
 
-fn control_readiness() -> serde_json::Value {
+fn control_readiness_schema() -> serde_json::Value {
     let skew = nullable(json!({ "type": "integer" }));
     let parts = [
         ("database", component_status()),

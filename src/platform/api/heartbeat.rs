@@ -18,11 +18,11 @@ use super::heal;
 use super::mutation::{self, AuditChange};
 use super::register;
 use crate::context::Platform;
+use crate::db;
 use crate::db::machine_changes;
 use crate::db::machine_row::MachineRow;
 use crate::db::machine_server;
 use crate::db::upgrade_token;
-use crate::db::{self};
 use crate::operations::later_holder;
 use crate::token_rotation::{TokenOffer, TokenStatus, UpgradeToken};
 use crate::tokens::{Generation, Purpose};
@@ -52,13 +52,13 @@ pub async fn handle(
         return Err(Problem::new(Code::Forbidden, "This token belongs to another machine."));
     }
     let report = parse_report(&call)?;
-    let next_token = next_token(&platform, &host).await?;
-    // A machine that may still get its slot back is not superseded yet; its writers stay stopped.
+    let next_token = issue_next_token(&platform, &host).await?;
+    // A machine that may still return to its slot is not superseded yet; its writers stay stopped.
     let stopped_for = {
         let session = platform.host_db.session().await?;
         db::machines::find_stopping_operation(&session, machine).await?
     };
-    let holds_slot_in_store = holds_slot_in_store(&platform, machine, &report).await?;
+    let holds_slot_in_store = reconcile_with_store(&platform, machine, &report).await?;
     let superseded = !machine.is_active() && stopped_for.is_none() && !holds_slot_in_store;
     let epoch = report.sent.epoch;
     let is_healthy = report.sent.health.is_ok();
@@ -73,7 +73,7 @@ pub async fn handle(
             if machine.proven_at.is_none() {
                 machine_changes::record_proven(&session, id).await?;
             }
-            // The next machine of the slot starts with the release that works, also after a rollback on the host.
+            // The slot's next machine starts with the release that works, even after a rollback on the host.
             if !report.sent.updating {
                 db::slots::set_release_for_machine(&session, id, &report.sent.image_version).await?;
             }
@@ -83,10 +83,10 @@ pub async fn handle(
         heal::resume_healthy_machine(&platform, machine, epoch).await;
     }
     heal::detect_power_on(&platform, machine, epoch).await;
-    // Do not use this process's cache: it may lack a key that another process has delivered and already signs with.
+    // Do not use this process's cache: another process may already sign with a key that the cache lacks.
     let session = platform.host_db.session().await?;
     let keys = db::keys::public_keys_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
-    let desired = if superseded { None } else { db::rollouts::desired_release(&session, id).await? };
+    let desired = if superseded { None } else { db::rollouts::find_desired_release(&session, id).await? };
     drop(session);
     let (desired_image_version, desired_request_id) = match desired {
         Some(desired) => (desired.image_version, Some(desired.request_id)),
@@ -109,28 +109,31 @@ pub async fn handle(
 }
 
 /// Records a token of a later generation, because its use proves that the host has stored it. Returns the token that
-/// the host must use from now on, if it differs.
-async fn next_token(platform: &Platform, host: &AuthenticatedHost) -> Result<Option<SecretString>, Problem> {
+/// the host must use next, if it is not the one that it used.
+async fn issue_next_token(
+    platform: &Platform,
+    host: &AuthenticatedHost,
+) -> Result<Option<SecretString>, Problem> {
     let (id, timing) = (host.machine.id, platform.config.timing.tokens);
-    let (current, standing) = match host.standing {
+    let (current, status) = match host.status {
         TokenStatus::Later(generation) => {
             (advance_token(platform, host, generation).await?, TokenStatus::Current)
         }
-        standing => (host.machine.upgrade_token.clone(), standing),
+        status => (host.machine.upgrade_token.clone(), status),
     };
-    let offer = current.offer(id, standing, &platform.mint, timing, Timestamp::now());
+    let offer = current.next_offer(id, status, &platform.mint, timing, Timestamp::now());
     match offer.filter(|_| host.machine.registered_at.is_some()) {
         None => Ok(None),
         Some(TokenOffer::Stored(token)) => Ok(Some(token)),
-        Some(TokenOffer::Next(generation)) if is_next_due(platform).await? => {
+        Some(TokenOffer::Next(generation)) if may_issue_next(platform).await? => {
             Ok(Some(platform.mint.token(id, Purpose::Upgrade, generation)))
         }
         Some(TokenOffer::Next(_)) => Ok(None),
     }
 }
 
-/// Whether a token of a later generation may be issued: not while processes with another current platform key run.
-async fn is_next_due(platform: &Platform) -> Result<bool, Problem> {
+/// Whether a token of a later generation may be issued: not while processes with a different current platform key run.
+async fn may_issue_next(platform: &Platform) -> Result<bool, Problem> {
     if platform.process.ids.previous.is_none() {
         return Ok(true);
     }
@@ -148,7 +151,7 @@ async fn advance_token(
     let tx = db::begin(&mut session).await?;
     let overlap = platform.config.timing.tokens.overlap;
     upgrade_token::advance(&tx, id, generation, &host.hash, overlap).await?;
-    let after = before.clone().advanced(generation, host.hash.clone(), overlap, Timestamp::now());
+    let after = before.clone().advance(generation, host.hash.clone(), overlap, Timestamp::now());
     let change = AuditChange {
         action: "token.taken_up",
         target: id.to_string(),
@@ -163,21 +166,22 @@ async fn advance_token(
     Ok(after)
 }
 
-/// Adds facts that a database restored from an older copy lacks: that the host has registered, or holds its slot
-/// under a later epoch. Returns whether the machine holds its slot although it is inactive in the database.
-async fn holds_slot_in_store(
+/// Records two facts that the database lacks after it was restored from an older copy: that the host has registered,
+/// and that it holds its slot under a later epoch. Returns whether the machine holds its slot although it is inactive
+/// in the database.
+async fn reconcile_with_store(
     platform: &Platform,
     machine: &MachineRow,
     report: &HeartbeatReport,
 ) -> Result<bool, Problem> {
-    let registration = report.registration.as_ref().filter(|registration| registration.is_of(machine.id));
+    let registration = report.registration.as_ref().filter(|registration| registration.is_for(machine.id));
     if let Some(registration) = registration.filter(|_| machine.registered_at.is_none()) {
         match register::register_from_heartbeat(platform, machine, registration).await {
             Ok(()) => {
-                tracing::warn!(machine = %machine.id, "registered by its heartbeat; the database is outdated");
+                tracing::warn!(machine = %machine.id, "machine registered by its heartbeat: the database was restored from an older copy");
             }
             Err(problem) => {
-                tracing::warn!(machine = %machine.id, %problem, "a machine serves, but cannot be registered");
+                tracing::warn!(machine = %machine.id, %problem, "the machine is serving, but cannot be registered");
                 // Keep its server, which may hold the only copy of the data.
                 let session = platform.host_db.session().await?;
                 machine_changes::mark_unsaved(&session, machine.id).await?;
@@ -188,10 +192,11 @@ async fn holds_slot_in_store(
     if epoch <= machine.epoch || epoch > machine.epoch.max_plausible() {
         return Ok(false);
     }
-    let found = later_holder::find(platform, &platform.host_db, &machine.user, &machine.slot).await;
+    let found = later_holder::find_claim(platform, &platform.host_db, &machine.user, &machine.slot).await;
     let holder = match found {
         Ok(found) => found.holder().filter(|holder| holder.machine == machine.id),
-        // The machine may hold its slot, so it is not superseded before the fence is known. The next heartbeat retries.
+        // The machine may hold its slot, so it is not superseded until the fence has been read. The next heartbeat
+        // retries.
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot read the fence of the slot");
             return Ok(true);
@@ -213,8 +218,11 @@ async fn holds_slot_in_store(
     Ok(false)
 }
 
-/// Whether the platform still waits for the machine's final backup, which its host must be able to write.
-pub(super) async fn needs_last_backup(platform: &Platform, machine: &MachineRow) -> Result<bool, Problem> {
+/// Whether an operation is waiting for the machine's final backup, so that its host needs access to the store.
+pub(super) async fn is_final_backup_pending(
+    platform: &Platform,
+    machine: &MachineRow,
+) -> Result<bool, Problem> {
     let session = platform.host_db.session().await?;
     let Some(operation) = db::machines::find_stopping_operation(&session, machine).await? else {
         return Ok(false);

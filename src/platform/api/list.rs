@@ -38,7 +38,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
         scope,
         before: query.optional("cursor"),
     };
-    let limit = query.within("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
+    let limit = query.number_in_range("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
     query.finish(Some(()))?;
 
     let session = platform.report_db.session().await?;
@@ -61,23 +61,23 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[STATUS, USER, SLOT, HANDLE, DELETED, LIMIT, Parameter { schema: uuid, ..CURSOR }],
         body: None,
-        responses: &[documented_json(200, "A page.", schema_of::<MachinePage>)],
+        responses: &[documented_json(200, "A page of machines.", schema_of::<MachinePage>)],
         problems: &[Code::DatabaseUnavailable],
     },
     serve: || get(handle),
 };
 
-const fn filter(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
+const fn filter_parameter(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
     Parameter { name, location: ParameterLocation::Query, schema, about }
 }
 
-const STATUS: Parameter = filter("status", status, "Only machines with this status.");
-const USER: Parameter = filter("idpUserId", idp_user_id, "Only machines of this user.");
-const SLOT: Parameter = filter("slot", slot_name, "Only machines of slots with this name.");
-const HANDLE: Parameter = filter("handle", handle_name, "Only machines with this handle.");
+const STATUS: Parameter = filter_parameter("status", status, "Only machines with this status.");
+const USER: Parameter = filter_parameter("idpUserId", idp_user_id, "Only machines of this user.");
+const SLOT: Parameter = filter_parameter("slot", slot_name, "Only machines of slots with this name.");
+const HANDLE: Parameter = filter_parameter("handle", handle_name, "Only machines with this handle.");
 const DELETED: Parameter =
-    filter("deleted", boolean, "true: deleted and replaced machines instead of active ones.");
-const LIMIT: Parameter = filter(
+    filter_parameter("deleted", boolean, "true: list deleted and replaced machines instead of active ones.");
+const LIMIT: Parameter = filter_parameter(
     "limit",
     || json!({ "type": "integer", "minimum": 1, "maximum": MAX_PAGE_SIZE, "default": DEFAULT_PAGE_SIZE }),
     "Page size.",

@@ -25,25 +25,25 @@ impl RequestedLocations {
         Self { location, fallback }
     }
 
-    /// Rejects unknown locations. An unreachable provider passes the check, because the order of the server checks again.
+    /// Rejects unknown locations. If the provider is unreachable, the check passes: the order of the server repeats it.
     ///
     /// # Errors
     /// `invalid_request`.
-    pub async fn check(&self, platform: &Platform) -> Result<(), Problem> {
+    pub async fn ensure_known(&self, platform: &Platform) -> Result<(), Problem> {
         for (pointer, location) in self.named() {
-            require_known(pointer, location, has_location(platform, location).await)?;
+            ensure_found(pointer, location, has_location(platform, location).await)?;
         }
         Ok(())
     }
 
-    /// [`Self::check`], by what quotes have read from the provider.
+    /// [`Self::ensure_known`], with the locations that quotes have cached.
     ///
     /// # Errors
     /// `invalid_request`.
-    pub async fn check_for_quote(&self, platform: &Platform) -> Result<(), Problem> {
+    pub async fn ensure_known_for_quote(&self, platform: &Platform) -> Result<(), Problem> {
         for (pointer, location) in self.named() {
             let found = platform.quotes.has_location(location, has_location(platform, location)).await;
-            require_known(pointer, location, found)?;
+            ensure_found(pointer, location, found)?;
         }
         Ok(())
     }
@@ -54,7 +54,7 @@ impl RequestedLocations {
         self.location.iter().map(|location| ("/location", location)).chain(fallback)
     }
 
-    /// The requested fallbacks, or the platform's; without the location itself.
+    /// The requested fallback locations, or the platform's, without `location` itself.
     pub fn fallback_for(&self, platform: &Platform, location: &Location) -> Vec<Location> {
         let fallback = self.fallback.as_ref().unwrap_or(&platform.config.provisioning.fallback_locations);
         fallback.iter().filter(|other| *other != location).cloned().collect()
@@ -68,7 +68,7 @@ async fn has_location(platform: &Platform, location: &Location) -> Result<bool, 
     })
 }
 
-fn require_known(pointer: &str, location: &Location, found: Result<bool, Problem>) -> Result<(), Problem> {
+fn ensure_found(pointer: &str, location: &Location, found: Result<bool, Problem>) -> Result<(), Problem> {
     if found.unwrap_or(true) {
         return Ok(());
     }

@@ -1,4 +1,4 @@
-//! GET `/vps/:id`: a machine with its operations, also after it has been replaced or deleted.
+//! GET `/vps/:id`: a machine with its operations, even after it has been replaced or deleted.
 
 use std::sync::Arc;
 
@@ -30,10 +30,11 @@ pub async fn handle(
     call.authenticate_operator(&platform).await?;
     let id = path_id("machineId", &id)?;
     call.query_fields().finish(Some(()))?;
-    let read = read_machine(&platform, id).await?;
+    let stored = read_machine(&platform, id).await?;
     // No session is held during requests to the store.
-    let copies = Some(read.copies.with_snapshot(&platform.bucket).await);
-    let detail = MachineDetail { machine: Machine::from(&read.machine), operations: read.operations, copies };
+    let copies = Some(stored.copies.with_snapshot(&platform.bucket).await);
+    let detail =
+        MachineDetail { machine: Machine::from(&stored.machine), operations: stored.operations, copies };
     Ok(Json(detail).into_response())
 }
 
@@ -44,15 +45,15 @@ struct StoredMachine {
     copies: Copies,
 }
 
-/// Reads the machine with its operations and the copies of its slot in one snapshot, so that the log of an operation never
-/// names a step whose effect the machine does not show yet.
+/// Reads the machine, its operations and the copies of its slot in one database snapshot, so that an operation's log
+/// never names a step whose effect the machine does not show yet.
 async fn read_machine(platform: &Platform, id: MachineId) -> Result<StoredMachine, Problem> {
     let mut session = platform.report_db.session().await?;
     let tx = db::begin_snapshot(&mut session).await?;
     let machine = db::machines::get(&tx, id).await?;
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
-    let operations = resource::operation::of_machine(&tx, id).await?;
-    let copies = copies::of_slot(&tx, &machine, &platform.config.timing).await?;
+    let operations = resource::operation::load_for_machine(&tx, id).await?;
+    let copies = copies::load_copies(&tx, &machine, &platform.config.timing).await?;
     db::commit(tx).await?;
     Ok(StoredMachine { machine, operations, copies })
 }
@@ -63,7 +64,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "getMachine",
         method: Method::GET,
         path: "/vps/{id}",
-        summary: "Shows a machine with its operations, also after it has been replaced or deleted.",
+        summary: "Shows a machine with its operations, even after it has been replaced or deleted.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID],
         body: None,

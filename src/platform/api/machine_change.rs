@@ -1,5 +1,5 @@
-//! The common part of the routes that change one machine: replay, the lock of the row, and the audit row and the stored
-//! response in the transaction of the change.
+//! The common part of the routes that change one machine: replay, the lock on the machine's row, and, in the
+//! transaction of the change, the audit row and the stored response.
 
 use axum::extract::Request;
 use deadpool_postgres::{Object, Transaction};
@@ -23,7 +23,7 @@ pub struct ChangeRequest {
 }
 
 impl ChangeRequest {
-    /// Reads the operator, the machine's id and the idempotency key.
+    /// Authenticates the operator, and parses the machine's id and the idempotency key.
     ///
     /// # Errors
     /// `request_too_large`, `unauthorized`, `invalid_request`.
@@ -36,7 +36,7 @@ impl ChangeRequest {
     }
 }
 
-/// The scope of the lock, besides the machine's row.
+/// The scope of the lock, in addition to the machine's row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LockScope {
     Machine,
@@ -44,14 +44,14 @@ pub enum LockScope {
     User,
 }
 
-/// Result of beginning a change.
+/// The result of [`MachineChange::begin`].
 pub enum ChangeStart<'a> {
     /// An earlier request with this key already got this response.
     Replayed(Reply),
     Started(Box<MachineChange<'a>>),
 }
 
-/// A change of one machine in progress.
+/// A change of one machine that is in progress.
 pub struct MachineChange<'a> {
     pub tx: Transaction<'a>,
     /// The locked row before the change.

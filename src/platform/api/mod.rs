@@ -1,4 +1,5 @@
-//! The control API, with one route per file. Errors are problem+json; the contract defines the order of checks.
+//! The control API: each route, or group of related routes, has a file. Errors are problem+json; `call.rs` defines the
+//! order of the checks.
 
 pub mod access;
 pub mod alarm;
@@ -85,7 +86,7 @@ pub static ENDPOINTS: [&Endpoint; 52] = [
     &fail::ENDPOINT,
     &resume::ENDPOINT,
     &rotate_token::ENDPOINT,
-    &rotate_token::ALL,
+    &rotate_token::FLEET_ENDPOINT,
     &undelete::ENDPOINT,
     &discard::ENDPOINT,
     &backup::BACKUP,
@@ -125,7 +126,8 @@ pub static ENDPOINTS: [&Endpoint; 52] = [
     &DESCRIPTION,
 ];
 
-/// The OpenAPI document of all routes, in this router and others. The caller of [`routes`] adds it as an [`Extension`].
+/// The OpenAPI document of all routes, including those of other routers. The caller of [`routes`] adds it as an
+/// [`Extension`].
 #[derive(Clone, Copy)]
 pub struct OpenApi(pub &'static LazyLock<Bytes>);
 
@@ -159,7 +161,7 @@ pub fn routes(platform: Arc<Platform>) -> Router {
 
 async fn not_found(request: Request) -> Problem {
     call::BODY_LIMITS.drain(request.into_body()).await;
-    Problem::new(Code::NotFound, "No such route.")
+    Problem::new(Code::NotFound, "There is no such route.")
 }
 
 async fn method_not_allowed(request: Request) -> Problem {

@@ -1,6 +1,6 @@
-//! The common part of all mutating calls of operators: replay by `Idempotency-Key`, the audit row, `Prefer: wait`.
+//! The common part of all mutating calls by operators: replay by `Idempotency-Key`, the audit row, `Prefer: wait`.
 //!
-//! Invariant: the change, its audit row and the stored response are one transaction.
+//! Invariant: the change, its audit row and the stored response are written in one transaction.
 
 use std::time::Duration;
 
@@ -45,7 +45,7 @@ impl IntoResponse for Reply {
 
 /// One mutating call.
 pub struct Mutation {
-    /// The operator. Idempotency keys are separate per operator.
+    /// The operator's name in the audit. Each operator has a separate space of idempotency keys.
     actor: String,
     key: Option<String>,
     route: String,
@@ -60,7 +60,7 @@ pub struct AuditChange {
     pub after: Option<Value>,
 }
 
-/// What [`Mutation::run`] stores: the response, and the audit row of a change.
+/// The result of a change, which [`Mutation::run`] stores: the response and, if anything changed, the audit row.
 pub struct Effect {
     reply: Reply,
     change: Option<AuditChange>,
@@ -71,14 +71,15 @@ impl Effect {
         Self { reply, change: Some(change) }
     }
 
-    /// The request found its effect in place.
+    /// The effect of the request was already in place.
     pub fn unchanged(reply: Reply) -> Self {
         Self { reply, change: None }
     }
 }
 
-/// The response of [`Mutation::run`], and its origin.
+/// The response that [`Mutation::run`] returns, and its origin.
 pub enum Outcome {
+    /// This request ran.
     Done(Reply),
     /// An earlier request with this key already got this response.
     Replayed(Reply),
@@ -102,7 +103,7 @@ impl Mutation {
                 _ => return Err(Problem::field("Idempotency-Key", "must be 1 to 255 printable characters")),
             },
         };
-        // Options in the query are part of the request.
+        // Options in the query are part of the request's identity.
         let path = call.uri.path_and_query().map_or_else(|| call.uri.path(), |path| path.as_str());
         let route = format!("{} {path}", call.method);
         Ok(Self { actor: operator.actor().to_owned(), key, route, body_hash: call.body_hash() })
@@ -116,7 +117,7 @@ impl Mutation {
     /// The stored response to an earlier request with this key.
     ///
     /// # Errors
-    /// `idempotency_mismatch` if that was a different request.
+    /// `idempotency_mismatch` if the earlier request was a different one.
     pub async fn replay(&self, client: &impl GenericClient) -> Result<Option<Reply>, Problem> {
         let Some(key) = &self.key else { return Ok(None) };
         let Some(stored) = db::idempotency::find_response(client, &self.actor, key).await? else {
@@ -135,7 +136,7 @@ impl Mutation {
     /// Runs the change, its audit row and the stored response in one transaction, unless the request is replayed.
     ///
     /// # Errors
-    /// As [`Self::replay`] and `change`; then nothing is changed.
+    /// As [`Self::replay`] and `change`. On an error, nothing is changed.
     pub async fn run(
         &self,
         platform: &Platform,
@@ -146,7 +147,7 @@ impl Mutation {
         self.run_in(tx, change).await
     }
 
-    /// [`Self::run`], with a lock on all machines of a user: the change may assign or release a slot.
+    /// [`Self::run`], with a lock on all machines of a user, for a change that may assign or release a slot.
     ///
     /// # Errors
     /// As [`Self::run`].
@@ -185,13 +186,14 @@ impl Mutation {
     /// As [`Self::replay`].
     pub async fn begin(&self, tx: &Transaction<'_>) -> Result<Option<Reply>, Problem> {
         if let Some(key) = &self.key {
-            db::lock(tx, &self.lock_subject(key)).await?;
+            db::lock(tx, &self.lock_name(key)).await?;
         }
         self.replay(tx).await
     }
 
-    /// The lock name. For [`PLATFORM_SECRET_ACTOR`] it is that of earlier releases, which may run at the same time.
-    fn lock_subject(&self, key: &str) -> String {
+    /// The name of the lock. For [`PLATFORM_SECRET_ACTOR`], earlier releases use the same name, and may run at the same
+    /// time.
+    fn lock_name(&self, key: &str) -> String {
         if self.actor == PLATFORM_SECRET_ACTOR {
             format!("idempotency {key}")
         } else {
@@ -224,7 +226,8 @@ pub async fn write_audit(tx: &Transaction<'_>, actor: &str, change: &AuditChange
     db::audit::write(tx, &entry).await
 }
 
-/// Responds; with `Prefer: wait=N`, after the operation has ended or N seconds have passed, with the current status.
+/// Responds. With `Prefer: wait=N`, first waits until the operation has ended or N seconds have passed, and responds
+/// with the current status.
 pub async fn respond(platform: &Platform, call: &ApiCall, mut reply: Reply) -> Result<Response, Problem> {
     let body_text = |name: &str| reply.body.get(name).and_then(Value::as_str).map(str::to_owned);
     let operation: Option<OperationId> = body_text("operationId").and_then(|id| id.parse().ok());
@@ -236,7 +239,7 @@ pub async fn respond(platform: &Platform, call: &ApiCall, mut reply: Reply) -> R
     let session = platform.db.session().await?;
     if let Some(row) = db::machines::get(&session, machine).await? {
         reply.body["status"] = json!(row.status);
-        // A resize responds with the requested type; after a failed one, respond with the actual type.
+        // The response to a resize has the requested type. After a failed resize, it must have the actual type.
         if reply.body.get("serverType").is_some() && row.resize_to.is_none() {
             reply.body["serverType"] = json!(row.server_type);
         }

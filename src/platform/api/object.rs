@@ -15,7 +15,7 @@ use svc_http::problem::{Code, Problem};
 use svc_store::Bucket;
 
 /// The responses of a route that serves an object.
-pub const ANSWERS: [DocumentedResponse; 3] = [
+pub const RESPONSES: [DocumentedResponse; 3] = [
     DocumentedResponse {
         status: 200,
         about: "The file.",
@@ -29,19 +29,19 @@ pub const ANSWERS: [DocumentedResponse; 3] = [
     DocumentedResponse { status: 304, about: "The file has not changed.", content: Content::Nothing },
 ];
 
-/// Responds with the object or the requested range of it; `kind` is its media type.
+/// Responds with the object or its requested range.
 ///
 /// # Errors
 /// `absent` if there is no such object; `StoreUnavailable`, `RangeNotSatisfiable`.
 pub async fn serve(
     bucket: &Bucket,
     object: &Path,
-    kind: &'static str,
+    media_type: &'static str,
     call: &ApiCall,
     absent: impl FnOnce() -> Problem,
 ) -> Result<Response, Problem> {
     let meta = bucket.head(object).await?.ok_or_else(absent)?;
-    let mut headers = base_headers(&meta, kind);
+    let mut headers = base_headers(&meta, media_type);
     if matches_etag(&call.headers, &header::IF_NONE_MATCH, &meta) {
         return Ok((StatusCode::NOT_MODIFIED, headers).into_response());
     }
@@ -59,7 +59,7 @@ pub async fn serve(
     if call.method == Method::HEAD || range.is_empty() {
         return Ok((status, headers).into_response());
     }
-    // Only the object that the headers describe: if it has been overwritten since, the request fails.
+    // The headers describe this version of the object: if it has been overwritten since, the read fails.
     let options = GetOptions {
         range: Some(GetRange::Bounded(range)),
         if_match: meta.e_tag.clone(),
@@ -72,9 +72,9 @@ pub async fn serve(
     Ok((status, headers, Body::from_stream(got.into_stream())).into_response())
 }
 
-fn base_headers(meta: &ObjectMeta, kind: &'static str) -> HeaderMap {
+fn base_headers(meta: &ObjectMeta, media_type: &'static str) -> HeaderMap {
     let mut headers = HeaderMap::new();
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(media_type));
     headers.insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("private, no-cache"));
     if let Some(etag) = &meta.e_tag {
@@ -96,7 +96,7 @@ fn quoted(etag: &str) -> String {
 fn matches_etag(headers: &HeaderMap, name: &HeaderName, meta: &ObjectMeta) -> bool {
     let Some(etag) = meta.e_tag.as_deref().map(quoted) else { return false };
     let Some(given) = headers.get(name).and_then(|value| value.to_str().ok()) else { return false };
-    given.split(',').map(str::trim).any(|one| one == "*" || one == etag)
+    given.split(',').map(str::trim).any(|candidate| candidate == "*" || candidate == etag)
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_follow_rfc_9110() {
+    fn parse_range_follows_rfc_9110() {
         assert_eq!(parse_range("bytes=0-4", 10), RequestedRange::Partial(0..5));
         assert_eq!(parse_range("bytes=5-", 10), RequestedRange::Partial(5..10));
         assert_eq!(parse_range("bytes=-3", 10), RequestedRange::Partial(7..10));

@@ -28,7 +28,7 @@ pub async fn handle(
     let session = platform.db.session().await?;
     let found = db::operations::get(&session, id).await?;
     let found = found.ok_or_else(|| Problem::new(Code::NotFound, format!("There is no operation {id}.")))?;
-    Ok(Json(resource::operation::with_log(&session, &found).await?).into_response())
+    Ok(Json(resource::operation::load_with_log(&session, &found).await?).into_response())
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {

@@ -1,5 +1,5 @@
-//! POST `/vps/operations/:id/continue` and `…/abandon`: an operator's decision about an operation that waits for one or
-//! makes no progress.
+//! POST `/vps/operations/:id/continue` and `…/abandon`: an operator's decision about an operation that is waiting for a
+//! decision or makes no progress.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,7 +33,7 @@ use svc_machine::operation::{OperationKind, OperationOptions, Step};
 use svc_store::key::{SlotPrefix, SnapshotKey};
 use svc_store::snapshot;
 
-/// Timeout of reading the record of a snapshot.
+/// Timeout for reading a snapshot's side record.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 const ID: Parameter =
@@ -65,12 +65,12 @@ async fn continue_operation(
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
     let mut body = call.json_fields()?;
-    let accepts = body.boolean("acceptLoss").unwrap_or(false);
+    let accept_loss = body.boolean("acceptLoss").unwrap_or(false);
     let snapshot: Option<SnapshotKey> = body.optional("snapshotKey");
-    let is_ambiguous = accepts && snapshot.is_some();
+    let is_ambiguous = accept_loss && snapshot.is_some();
     let decision = match snapshot {
         Some(key) => Decision::Restore(key),
-        None if accepts => Decision::AcceptLoss,
+        None if accept_loss => Decision::AcceptLoss,
         None => Decision::Retry,
     };
     let decision = body.finish(Some(decision))?;
@@ -100,19 +100,19 @@ async fn apply_decision(
     let id: OperationId = path_id("operationId", id)?;
     let not_found = || Problem::new(Code::NotFound, format!("There is no operation {id}."));
     let session = platform.db.session().await?;
-    let seen = db::operations::get(&session, id).await?.ok_or_else(not_found)?;
-    let machine = db::machines::get(&session, seen.machine).await?.ok_or_else(not_found)?;
+    let unlocked = db::operations::get(&session, id).await?.ok_or_else(not_found)?;
+    let machine = db::machines::get(&session, unlocked.machine).await?.ok_or_else(not_found)?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply.into_response());
     }
     drop(session);
-    let is_undo = matches!(decision, Decision::Abandon) && seen.kind == OperationKind::Delete.as_str();
-    if is_undo && machine.deleted_at.is_some() && !seen.has_ended() {
+    let is_undo = matches!(decision, Decision::Abandon) && unlocked.kind == OperationKind::Delete.as_str();
+    if is_undo && machine.deleted_at.is_some() && !unlocked.has_ended() {
         undelete::ensure_may_return(platform, &machine).await?;
     }
     if let Decision::Restore(key) = &decision {
         let slot = SlotPrefix::new(&machine.user, &machine.slot);
-        let record = snapshot::by_key(&platform.bucket, &slot, key.as_str());
+        let record = snapshot::load(&platform.bucket, &slot, key.as_str());
         let record = tokio::time::timeout(STORE_TIMEOUT, record)
             .await
             .map_err(|_| svc_store::problem::unavailable())?;
@@ -125,22 +125,22 @@ async fn apply_decision(
     }
     let change = async |tx: &Transaction<'_>| {
         // Lock order: machines before their operations.
-        let machine = db::machines::lock(tx, seen.machine).await?.ok_or_else(not_found)?;
+        let machine = db::machines::lock(tx, unlocked.machine).await?.ok_or_else(not_found)?;
         let operation = db::operations::lock(tx, id).await?.ok_or_else(not_found)?;
         if operation.has_ended() {
-            return Err(invalid(&operation, &ended_detail(&operation)));
+            return Err(invalid_state(&operation, &describe_end(&operation)));
         }
         match &decision {
             Decision::Retry => {
                 let options = OperationOptions { give_up_backup: false, ..operation.options };
                 resume_step(tx, &operation, options, "the operator retried the step").await?;
             }
-            Decision::AcceptLoss => accept_loss(tx, &operation).await?,
+            Decision::AcceptLoss => resume_with_loss_accepted(tx, &operation).await?,
             Decision::Restore(key) => restore_snapshot(tx, &operation, key).await?,
             Decision::Abandon => abandon_operation(platform, tx, &machine, &operation).await?,
         }
         let now = db::operations::get(tx, id).await?.ok_or_else(not_found)?;
-        let reply = Reply::new(StatusCode::OK, resource::operation::with_log(tx, &now).await?);
+        let reply = Reply::new(StatusCode::OK, resource::operation::load_with_log(tx, &now).await?);
         let change = AuditChange {
             action: decision.action(),
             target: id.to_string(),
@@ -155,9 +155,9 @@ async fn apply_decision(
     Ok(reply.into_response())
 }
 
-/// Accepts the loss that the question describes. For an outdated deletion this only confirms the deletion: a missing last
-/// backup raises its own question.
-async fn accept_loss(tx: &Transaction<'_>, operation: &OperationRow) -> Result<(), Problem> {
+/// Accepts the loss that the question describes. If the question is whether a deletion is outdated, this only confirms
+/// the deletion: a missing final backup raises its own question.
+async fn resume_with_loss_accepted(tx: &Transaction<'_>, operation: &OperationRow) -> Result<(), Problem> {
     let has_question =
         |code: &str| operation.question.as_ref().is_some_and(|question| question["code"] == code);
     if has_question(later_holder::UNVERIFIED_FENCE) {
@@ -166,13 +166,19 @@ async fn accept_loss(tx: &Transaction<'_>, operation: &OperationRow) -> Result<(
     }
     if has_question(later_holder::BEHIND_STORE) {
         resume_step(tx, operation, operation.options, "the operator confirmed the deletion").await?;
-        return Ok(db::operations::add_fact(tx, operation.id, later_holder::CONFIRMED, &json!(true)).await?);
+        return Ok(db::operations::add_fact(
+            tx,
+            operation.id,
+            later_holder::DELETION_CONFIRMED,
+            &json!(true),
+        )
+        .await?);
     }
     if is_snapshot_question(operation) {
         resume_step(tx, operation, operation.options, "the operator chose the latest snapshot").await?;
         return Ok(db::operations::add_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?);
     }
-    // The host may report progress for hours.
+    // An operator may give up a backup without a question, because the host may report progress for hours.
     let give_up_backup = operation.question.is_none() && operation.step == Step::LastBackup.as_str();
     let options = OperationOptions { accept_loss: true, give_up_backup, ..operation.options };
     resume_step(tx, operation, options, "the operator accepted the loss").await
@@ -182,7 +188,7 @@ fn is_snapshot_question(operation: &OperationRow) -> bool {
     operation.question.as_ref().is_some_and(|question| question["code"] == NEWER_SNAPSHOT)
 }
 
-/// Sets the snapshot that the new machine restores, if that is the question.
+/// Sets the snapshot that the new machine restores, if the question is which one.
 async fn restore_snapshot(
     tx: &Transaction<'_>,
     operation: &OperationRow,
@@ -190,12 +196,12 @@ async fn restore_snapshot(
 ) -> Result<(), Problem> {
     if !is_snapshot_question(operation) {
         let detail = format!(
-            "The {} is not waiting for the choice of a snapshot, and nothing was changed. To restore another one: `svcctl \
+            "The {} is not waiting for the choice of a snapshot, and nothing was changed. To restore another snapshot: `svcctl \
              operation abandon {}`, then `svcctl recover` with `--snapshot`.",
             operation.noun(),
             operation.id
         );
-        return Err(invalid(operation, &detail));
+        return Err(invalid_state(operation, &detail));
     }
     let why = format!("the operator chose the snapshot {}", key.as_str());
     resume_step(tx, operation, operation.options, &why).await?;
@@ -203,7 +209,7 @@ async fn restore_snapshot(
     Ok(db::operations::add_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?)
 }
 
-/// Runs the waiting step again with the decision.
+/// Runs the waiting step again, with the options that the decision sets.
 async fn resume_step(
     tx: &Transaction<'_>,
     operation: &OperationRow,
@@ -217,7 +223,7 @@ async fn resume_step(
             operation.step,
             operation.id
         );
-        return Err(invalid(operation, &detail));
+        return Err(invalid_state(operation, &detail));
     }
     db::operations::resume(tx, operation.id, options).await?;
     Ok(db::operations::log(tx, operation.id, &operation.step, "continued", Some(why)).await?)
@@ -231,16 +237,17 @@ async fn abandon_operation(
     operation: &OperationRow,
 ) -> Result<(), Problem> {
     db::operations::log(tx, operation.id, &operation.step, "abandoned", None).await?;
-    let kind: OperationKind =
-        operation.kind.parse().map_err(|_| invalid(operation, "This release does not know its kind."))?;
+    let kind: OperationKind = operation.kind.parse().map_err(|_| {
+        invalid_state(operation, "This release of the platform does not support operations of this kind.")
+    })?;
     match kind {
         OperationKind::Provision | OperationKind::Recover => {
-            let with = EventContext {
+            let context = EventContext {
                 failed_at: Some((&operation.step, "the operator abandoned the operation")),
                 ..EventContext::default()
             };
             let event = Event::OperationAbandoned;
-            let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
+            let change = lifecycle::apply(tx, &platform.mint, machine, &event, context).await;
             change.map_err(|error| problems::lifecycle_problem(error, machine))?;
         }
         OperationKind::Delete if machine.registered_at.is_some() => {
@@ -248,7 +255,7 @@ async fn abandon_operation(
         }
         // The operation ends after it has switched its server on again.
         OperationKind::Resize => {
-            return Ok(db::operations::skip_to(tx, operation.id, Step::PowerOn.as_str()).await?);
+            return Ok(db::operations::skip_to_step(tx, operation.id, Step::PowerOn.as_str()).await?);
         }
         OperationKind::RemoveServer => machine_changes::record_removal_abandoned(tx, machine.id).await?,
         OperationKind::Delete
@@ -257,12 +264,12 @@ async fn abandon_operation(
         | OperationKind::PowerOff
         | OperationKind::Reboot => {}
     }
-    // Unless the change of the machine has ended it.
+    // If the change of the machine has already ended the operation, this has no effect.
     Ok(db::operations::end(tx, operation.id, "cancelled", Some("abandoned")).await?)
 }
 
-/// The detail of a decision about an operation that has ended.
-fn ended_detail(operation: &OperationRow) -> String {
+/// Describes how an operation ended, for a decision that came too late.
+fn describe_end(operation: &OperationRow) -> String {
     let how = match operation.state.as_str() {
         "cancelled" => "was cancelled",
         state => state,
@@ -276,7 +283,7 @@ fn ended_detail(operation: &OperationRow) -> String {
     )
 }
 
-fn invalid(operation: &OperationRow, detail: &str) -> Problem {
+fn invalid_state(operation: &OperationRow, detail: &str) -> Problem {
     Problem::new(Code::InvalidState, detail)
         .with("machineStatus", json!(operation.state))
         .with("allowed", json!([]))
@@ -288,7 +295,7 @@ pub static CONTINUE: Endpoint = Endpoint {
         id: "continueOperation",
         method: Method::POST,
         path: "/vps/operations/{id}/continue",
-        summary: "Runs the waiting step of an operation again. `acceptLoss` accepts the loss that the question describes; it also works at any time during `last_backup`. `snapshotKey` answers `newer_snapshot`: the new machine restores that snapshot.",
+        summary: "Runs the waiting step of an operation again. `acceptLoss` accepts the loss that the question describes; it also works at any time during `last_backup`. `snapshotKey` answers the question `newer_snapshot`: the new machine restores that snapshot.",
         credentials: &[OPERATOR],
         parameters: &[ID, IDEMPOTENCY_KEY],
         body: Some(|| {

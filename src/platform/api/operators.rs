@@ -1,5 +1,5 @@
-//! `/operators`: named operators, their scopes and tokens. Only the response to the request that issues a token contains
-//! it; the stored response and the audit do not.
+//! `/operators`: named operators, their scopes and tokens. Only the response to the request that issues a token
+//! contains the token; the stored response and the audit do not.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,8 +45,8 @@ async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<
     let operator = call.authenticate_operator(&platform).await?;
     let mut fields = call.json_fields()?;
     let name: Option<OperatorName> = fields.required("name");
-    let scopes = scopes(&mut fields);
-    let ttl = ttl(&mut fields);
+    let scopes = read_scopes(&mut fields);
+    let ttl = read_ttl(&mut fields);
     let (name, scopes) = fields.finish(name.zip(scopes))?;
     ensure_may_grant(&operator, &scopes)?;
     let mutation = Mutation::from_call(&call, &operator)?;
@@ -57,7 +57,7 @@ async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<
         .run(&platform, async |tx| {
             db::lock(tx, "operators").await?;
             if db::operators::count(tx).await? >= MAX_OPERATORS {
-                let detail = format!("There are already {MAX_OPERATORS} operators.");
+                let detail = format!("There are already {MAX_OPERATORS} operators, which is the maximum.");
                 return Err(Problem::new(Code::Conflict, detail));
             }
             let hash = tokens::hash(token_value.expose_secret());
@@ -66,7 +66,7 @@ async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<
             let added = added.ok_or_else(|| name_taken(&name))?;
             Ok(Effect::changed(
                 issue_reply(StatusCode::CREATED, &added),
-                change("operator.add", None, &added),
+                audit_change("operator.add", None, &added),
             ))
         })
         .await?;
@@ -89,9 +89,10 @@ async fn rotate(
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
     let mut fields = call.json_fields()?;
-    let ttl = ttl(&mut fields);
-    let overlap = seconds(&mut fields, "overlapSeconds", 0, MAX_OVERLAP_SECONDS, DEFAULT_OVERLAP_SECONDS);
-    let name = fields.finish(Some(path_name(&name)?))?;
+    let ttl = read_ttl(&mut fields);
+    let overlap =
+        read_seconds(&mut fields, "overlapSeconds", 0, MAX_OVERLAP_SECONDS, DEFAULT_OVERLAP_SECONDS);
+    let name = fields.finish(Some(parse_name(&name)?))?;
     let mutation = Mutation::from_call(&call, &operator)?;
 
     let id = OperatorTokenId::new();
@@ -102,12 +103,13 @@ async fn rotate(
             // A rotation hands the operator's scopes to the caller.
             ensure_may_grant(&operator, &before.scopes)?;
             if before.revoked_at.is_some() {
-                let detail = format!("Operator {name} has been revoked: add one with another name instead.");
+                let detail =
+                    format!("Operator {name} has been revoked: add an operator with another name instead.");
                 return Err(Problem::new(Code::Conflict, detail));
             }
             let hash = tokens::hash(token_value.expose_secret());
             let after = db::operators::rotate(tx, &name, &NewToken { id, hash: &hash, ttl }, overlap).await?;
-            let change = change("operator.rotate", Some(&before), &after);
+            let change = audit_change("operator.rotate", Some(&before), &after);
             Ok(Effect::changed(issue_reply(StatusCode::OK, &after), change))
         })
         .await?;
@@ -122,7 +124,7 @@ async fn revoke(
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
     call.ensure_no_body()?;
-    let name = path_name(&name)?;
+    let name = parse_name(&name)?;
     let mutation = Mutation::from_call(&call, &operator)?;
 
     let outcome = mutation
@@ -133,7 +135,7 @@ async fn revoke(
             if before.revoked_at.is_some() {
                 return Ok(Effect::unchanged(reply));
             }
-            Ok(Effect::changed(reply, change("operator.revoke", Some(&before), &after)))
+            Ok(Effect::changed(reply, audit_change("operator.revoke", Some(&before), &after)))
         })
         .await?;
     Ok(outcome.into_reply().into_response())
@@ -163,7 +165,7 @@ async fn who_am_i(State(platform): State<Arc<Platform>>, request: Request) -> Re
     Ok(Json(WhoAmI { name, scopes, expires_at }).into_response())
 }
 
-fn scopes(fields: &mut Fields) -> Option<Scopes> {
+fn read_scopes(fields: &mut Fields) -> Option<Scopes> {
     let names = fields.strings("scopes", Scope::ALL.len());
     match names.iter().map(|name| name.parse()).collect::<Result<Scopes, UnknownWord>>() {
         Ok(scopes) if !scopes.is_empty() => Some(scopes),
@@ -178,11 +180,11 @@ fn scopes(fields: &mut Fields) -> Option<Scopes> {
     }
 }
 
-fn ttl(fields: &mut Fields) -> Duration {
-    seconds(fields, "ttlSeconds", MIN_TTL_SECONDS, MAX_TTL_SECONDS, DEFAULT_TTL_SECONDS)
+fn read_ttl(fields: &mut Fields) -> Duration {
+    read_seconds(fields, "ttlSeconds", MIN_TTL_SECONDS, MAX_TTL_SECONDS, DEFAULT_TTL_SECONDS)
 }
 
-fn seconds(fields: &mut Fields, name: &str, min: u64, max: u64, default: u64) -> Duration {
+fn read_seconds(fields: &mut Fields, name: &str, min: u64, max: u64, default: u64) -> Duration {
     let seconds = fields.optional_number(name).unwrap_or(default);
     if !(min..=max).contains(&seconds) {
         fields.wrong(name, format!("must be from {min} to {max} seconds"));
@@ -190,7 +192,7 @@ fn seconds(fields: &mut Fields, name: &str, min: u64, max: u64, default: u64) ->
     Duration::from_secs(seconds)
 }
 
-fn path_name(name: &str) -> Result<OperatorName, Problem> {
+fn parse_name(name: &str) -> Result<OperatorName, Problem> {
     name.parse().map_err(|why: svc_machine::name::NameError| Problem::field("operator", why.to_string()))
 }
 
@@ -219,7 +221,7 @@ fn issue_reply(status: StatusCode, operator: &OperatorRow) -> Reply {
     Reply::new(status, TokenIssue { operator: operator.into(), token_id: operator.token_id.into() })
 }
 
-/// The response with the token; a replayed one gets the token that was issued first.
+/// The response with the token. A replayed response contains the token that was issued first.
 async fn issue_response(
     platform: &Platform,
     outcome: Outcome,
@@ -227,7 +229,7 @@ async fn issue_response(
 ) -> Result<Response, Problem> {
     let reply = match outcome {
         Outcome::Done(reply) => with_token(reply, token),
-        Outcome::Replayed(reply) => replayed(platform, reply).await?,
+        Outcome::Replayed(reply) => with_stored_token(platform, reply).await?,
     };
     Ok(reply.into_response())
 }
@@ -238,12 +240,12 @@ fn with_token(mut reply: Reply, token: &SecretString) -> Reply {
 }
 
 /// Adds the token to a stored response. The token is derived again from its id with the platform key that issued it.
-async fn replayed(platform: &Platform, reply: Reply) -> Result<Reply, Problem> {
+async fn with_stored_token(platform: &Platform, reply: Reply) -> Result<Reply, Problem> {
     let id: Option<OperatorTokenId> = reply.body["tokenId"].as_str().and_then(|id| id.parse().ok());
     let Some(id) = id else { return Ok(reply) };
     let session = platform.db.session().await?;
     let stored = db::operators::find_by_token(&session, id, Duration::ZERO).await?;
-    // A token that has expired or was replaced is useless, so any key will do.
+    // The token has expired or was replaced, so it is useless, whichever key derives it.
     let Some(stored) = stored else { return Ok(with_token(reply, &platform.mint.operator_token(id))) };
     let token = platform.mint.stored_operator_token(id, &stored.token_hash).ok_or_else(|| {
         let detail = format!(
@@ -256,7 +258,7 @@ async fn replayed(platform: &Platform, reply: Reply) -> Result<Reply, Problem> {
     Ok(with_token(reply, &token))
 }
 
-fn change(action: &'static str, before: Option<&OperatorRow>, after: &OperatorRow) -> AuditChange {
+fn audit_change(action: &'static str, before: Option<&OperatorRow>, after: &OperatorRow) -> AuditChange {
     let record = |row: &OperatorRow| json!(wire::Operator::from(row));
     AuditChange {
         action,

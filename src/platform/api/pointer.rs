@@ -1,5 +1,5 @@
-//! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: shows a slot's snapshot pointer, and replaces one that is
-//! missing, unreadable, or names a missing snapshot.
+//! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: shows a slot's snapshot pointer, and replaces one
+//! that is missing, unreadable, or names a missing snapshot.
 //!
 //! The audit row, with the unreadable bytes, is committed before the pointer is written, so that they are never lost.
 
@@ -36,33 +36,33 @@ use svc_store::pointer_repair::{
 };
 use svc_wire::pointer as wire;
 
-/// Timeout of all requests to the store together. It is shorter than that of an operator's client.
+/// Timeout for all store requests of a call together. It is shorter than the timeout of an operator's client.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 struct PointerTarget {
     user: IdpUserId,
     slot: Slot,
     /// The snapshot to name, instead of the newest one of the highest epoch.
-    to: Option<SnapshotKey>,
+    snapshot_key: Option<SnapshotKey>,
     /// Whether the pointer should name no snapshot.
-    empty: bool,
+    should_be_empty: bool,
 }
 
 impl PointerTarget {
     fn read(fields: &mut Fields) -> Option<Self> {
         let user = fields.required("idpUserId");
         let slot = fields.optional("slot").unwrap_or_else(Slot::primary);
-        let to = fields.optional("snapshotKey");
-        user.map(|user| Self { user, slot, to, empty: false })
+        let snapshot_key = fields.optional("snapshotKey");
+        user.map(|user| Self { user, slot, snapshot_key, should_be_empty: false })
     }
 
     fn prefix(&self) -> SlotPrefix {
         SlotPrefix::new(&self.user, &self.slot)
     }
 
-    fn wanted(&self) -> RebuildTarget<'_> {
-        match &self.to {
-            _ if self.empty => RebuildTarget::Nothing,
+    fn rebuild_target(&self) -> RebuildTarget<'_> {
+        match &self.snapshot_key {
+            _ if self.should_be_empty => RebuildTarget::Nothing,
             Some(key) => RebuildTarget::Snapshot(key),
             None => RebuildTarget::Newest,
         }
@@ -81,7 +81,7 @@ impl PointerTarget {
         mint: &TokenMint,
     ) -> Result<SlotRecord, DbError> {
         let current = db::machines::find_in_slot(client, &self.user, &self.slot).await?;
-        // Until its server has been ordered, the fence is still its predecessor's.
+        // Until the current machine's server has been ordered, the fence is still the predecessor's.
         let holder = match current {
             Some(current) if current.create_ordered_at.is_none() && current.provider_server_id.is_none() => {
                 db::machines::find_last_registered(client, &current).await?
@@ -123,12 +123,12 @@ pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) ->
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
     let mut body = call.json_fields()?;
-    let empty = body.boolean("empty") == Some(true);
-    let target = PointerTarget::read(&mut body).map(|target| PointerTarget { empty, ..target });
+    let should_be_empty = body.boolean("empty") == Some(true);
+    let target = PointerTarget::read(&mut body).map(|target| PointerTarget { should_be_empty, ..target });
     let sound = if body.boolean("force") == Some(true) { SoundPointer::Replace } else { SoundPointer::Keep };
     let target = body.finish(target)?;
-    if empty && target.to.is_some() {
-        return Err(Problem::field("/empty", "cannot be combined with a snapshot to name"));
+    if should_be_empty && target.snapshot_key.is_some() {
+        return Err(Problem::field("/empty", "cannot be combined with `snapshotKey`"));
     }
     let mutation = Mutation::from_call(&call, &operator)?;
     Ok(replace(&platform, &target, sound, &mutation).await?.into_response())
@@ -150,7 +150,7 @@ async fn replace(
     let inspection = inspect(platform, target, record.clone()).await?;
     ensure_exists(target, is_known, &inspection)?;
     if inspection.found.is_sound() && sound == SoundPointer::Keep {
-        // The original of a repeated request may have completed in the meantime.
+        // If this request is a repetition, the original may have completed in the meantime.
         if let Some(reply) = mutation.replay(&platform.db.session().await?).await? {
             return Ok(reply);
         }
@@ -160,15 +160,15 @@ async fn replace(
         );
         return Err(Problem::new(Code::Conflict, detail));
     }
-    if target.empty && sound == SoundPointer::Keep {
+    if target.should_be_empty && sound == SoundPointer::Keep {
         ensure_nothing_restorable(platform, target, record).await?;
     }
     let Some(next) = &inspection.next else {
-        return Err(Problem::new(Code::SnapshotUnusable, no_complete_snapshot(&inspection)));
+        return Err(Problem::new(Code::SnapshotUnusable, describe_failed_search(&inspection)));
     };
     let (before, after) = (audit_record(&inspection.found), json!(pointer_resource(next)));
     let name = format!("{}/{}", target.user, target.slot);
-    let changed = AuditChange {
+    let change = AuditChange {
         action: "pointer.rebuild",
         target: name.clone(),
         before: Some(before),
@@ -176,7 +176,7 @@ async fn replace(
     };
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    mutation::write_audit(&tx, mutation.actor(), &changed).await?;
+    mutation::write_audit(&tx, mutation.actor(), &change).await?;
     db::commit(tx).await?;
     drop(session);
 
@@ -225,9 +225,9 @@ async fn ensure_nothing_restorable(
             .await?;
     if found.unchecked > 0 {
         let detail = format!(
-            "{} The pointer was not changed; `svcctl pointer rebuild {user} --slot {slot} --to KEY` names one, and \
-             `svcctl pointer rebuild {user} --slot {slot} --empty --force` ignores all of them.",
-            no_complete_snapshot(&found),
+            "{} The pointer was not changed; `svcctl pointer rebuild {user} --slot {slot} --to KEY` makes it name a snapshot, \
+             and `svcctl pointer rebuild {user} --slot {slot} --empty --force` ignores all snapshots.",
+            describe_failed_search(&found),
             user = target.user,
             slot = target.slot
         );
@@ -245,8 +245,8 @@ async fn ensure_nothing_restorable(
     Err(Problem::new(Code::Conflict, detail))
 }
 
-/// The detail if no complete snapshot was found.
-fn no_complete_snapshot(inspection: &Inspection) -> String {
+/// Describes the result of a search that found no complete snapshot.
+fn describe_failed_search(inspection: &Inspection) -> String {
     let (all, untried) = (inspection.snapshots, inspection.unchecked);
     if untried == 0 {
         return "The slot has no complete snapshot.".to_owned();
@@ -263,7 +263,7 @@ async fn inspect(
     record: SlotRecord,
 ) -> Result<Inspection, Problem> {
     let prefix = target.prefix();
-    with_timeout(pointer_repair::inspect(&platform.bucket, &prefix, record, target.wanted())).await
+    with_timeout(pointer_repair::inspect(&platform.bucket, &prefix, record, target.rebuild_target())).await
 }
 
 async fn with_timeout<T>(work: impl Future<Output = Result<T, RepairError>>) -> Result<T, Problem> {
@@ -282,7 +282,7 @@ fn inspection_resource(target: &PointerTarget, inspection: &Inspection) -> wire:
     wire::PointerInspection {
         idp_user_id: (&target.user).into(),
         slot: (&target.slot).into(),
-        state: state(&inspection.found).into(),
+        state: pointer_state(&inspection.found).into(),
         problem: inspection.found.problem().map(str::to_owned),
         snapshots: inspection.snapshots as u64,
         current: inspection.found.pointer().map(pointer_resource),
@@ -290,7 +290,7 @@ fn inspection_resource(target: &PointerTarget, inspection: &Inspection) -> wire:
     }
 }
 
-fn state(found: &PointerState) -> wire::PointerState {
+fn pointer_state(found: &PointerState) -> wire::PointerState {
     match found {
         PointerState::Sound(_) => wire::PointerState::Sound,
         PointerState::Unsound { .. } => wire::PointerState::Unsound,
@@ -301,7 +301,7 @@ fn state(found: &PointerState) -> wire::PointerState {
 
 fn audit_record(found: &PointerState) -> Value {
     let mut before = json!({
-        "state": state(found).as_str(),
+        "state": pointer_state(found).as_str(),
         "problem": found.problem(),
         "pointer": found.pointer().map(pointer_resource),
     });

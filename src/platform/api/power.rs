@@ -1,7 +1,7 @@
-//! POST `/vps/:id/power`: switches the server of a slot's machine off and on, or restarts it.
+//! POST `/vps/:id/power`: switches the server of a slot's machine off or on, or restarts it.
 //!
-//! A machine that is switched off keeps its slot, status and data. It is not routed to, and only an operator switches it
-//! on again.
+//! A machine that is switched off keeps its slot, status and data. It is not routed to, and only an operator switches
+//! it on again.
 
 use std::sync::Arc;
 
@@ -72,19 +72,19 @@ async fn power(
     };
     ensure_can_switch(&change.machine, action)?;
     if let Some(operation) = find_same_operation(&change.tx, &change.machine, action).await? {
-        let body = |after: &MachineRow| body(after, action, Some(operation));
+        let body = |after: &MachineRow| response_body(after, action, Some(operation));
         return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
     }
     let is_off = change.machine.powered_off_at.is_some();
     match action {
         PowerAction::Off if is_off => {
-            let body = |after: &MachineRow| body(after, action, None);
+            let body = |after: &MachineRow| response_body(after, action, None);
             return change.end(ChangeEffect::Unchanged, StatusCode::OK, body).await;
         }
         PowerAction::Reboot if is_off => {
-            return Err(refused(
+            return Err(invalid_state(
                 &change.machine,
-                "Its server is switched off; switch it on with `svcctl power on`.",
+                "The machine's server is switched off; switch it on with `svcctl power on`.",
             ));
         }
         PowerAction::Off => machine_server::mark_powered_off(&change.tx, id).await?,
@@ -92,7 +92,7 @@ async fn power(
     }
     let created =
         db::operations::create(&change.tx, id, operation_kind(action), OperationOptions::default()).await?;
-    let body = |after: &MachineRow| body(after, action, Some(created));
+    let body = |after: &MachineRow| response_body(after, action, Some(created));
     change.end(ChangeEffect::Changed(audit_action(action)), StatusCode::ACCEPTED, body).await
 }
 
@@ -106,17 +106,18 @@ fn ensure_can_switch(machine: &MachineRow, action: PowerAction) -> Result<(), Pr
     if !matches!(machine.status, Status::Running | Status::Failed) {
         return Err(problems::invalid_state(machine.status.as_str(), &[Status::Running, Status::Failed]));
     }
-    // Switching on retries a server that the provider has reported missing.
+    // Power-on looks up a server again that the provider has reported missing.
     let may_be_found = action == PowerAction::On && machine.may_have_server();
     if may_be_found || machine.server_exists() {
         Ok(())
     } else {
-        Err(refused(
+        Err(invalid_state(
             machine,
             if machine.may_have_server() {
-                "The provider has reported its server missing: `svcctl power on` looks it up again; else recover the slot."
+                "The provider has reported the machine's server missing: `svcctl power on` looks it up again; otherwise \
+                 recover the slot."
             } else {
-                "It has no server: recover the slot."
+                "The machine has no server: recover the slot."
             },
         ))
     }
@@ -136,19 +137,19 @@ async fn find_same_operation(
         return Ok(Some(operation.id));
     }
     let detail = format!(
-        "Its operation {} ({}) is running; wait until it has ended, or abandon it.",
+        "Operation {} ({}) of the machine is running; wait until it has ended, or abandon it.",
         operation.id, operation.kind
     );
-    Err(refused(machine, &detail))
+    Err(invalid_state(machine, &detail))
 }
 
-fn refused(machine: &MachineRow, detail: &str) -> Problem {
+fn invalid_state(machine: &MachineRow, detail: &str) -> Problem {
     Problem::new(Code::InvalidState, detail)
         .with("machineStatus", json!(machine.status))
         .with("allowed", json!([machine.status]))
 }
 
-fn body(machine: &MachineRow, action: PowerAction, operation: Option<OperationId>) -> PowerChange {
+fn response_body(machine: &MachineRow, action: PowerAction, operation: Option<OperationId>) -> PowerChange {
     PowerChange {
         machine_id: machine.id.into(),
         action: action.into(),

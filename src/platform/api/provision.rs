@@ -9,7 +9,7 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::ApiCall;
-use super::confirmation::{Confirmation, Confirmed};
+use super::confirmation::{Confirmation, RequiredConfirmation};
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, PREFER, documented_json, fallback_locations,
     handle_name, idp_user_id, image_version, kind, location, server_type, slot_name,
@@ -19,11 +19,11 @@ use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
 use super::restorable::EmptyStart;
 use super::{entitlement, problems, restorable, server_quota};
 use crate::context::Platform;
+use crate::db;
 use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
-use crate::db::{self};
 use crate::lifecycle::{self, Change, CreatedOperation, EventContext, MachineRequest};
-use crate::server_cost::{self, Places};
+use crate::server_cost::{self, ServerLocations};
 use axum::routing::post;
 use svc_base::config::Flag;
 use svc_http::openapi::{Operation, boolean, fields, matching, schema_of};
@@ -58,18 +58,21 @@ pub struct ProvisionRequest {
 }
 
 impl ProvisionRequest {
-    /// Whether it adds a customer. A failed machine is replaced for a customer who was added before.
+    /// Whether the request adds a customer. The customer of a failed machine already exists.
     pub fn adds_customer(&self, existing: Option<&MachineRow>) -> bool {
         self.kind == MachineKind::Customer && existing.is_none()
     }
 
-    /// What it has to confirm. `existing` is the slot's machine, which it replaces if that has failed.
-    pub fn confirmed(&self, existing: Option<&MachineRow>) -> Confirmed {
+    /// The confirmations that the request requires. `existing` is the slot's machine, which is replaced if it has
+    /// failed.
+    pub fn required_confirmation(&self, existing: Option<&MachineRow>) -> RequiredConfirmation {
         match existing {
-            _ if self.kind != MachineKind::Customer => Confirmed::Nothing,
-            None => Confirmed::CostAndConsent,
-            Some(failed) if has_failed(failed) && failed.server_type != self.server_type => Confirmed::Cost,
-            Some(_) => Confirmed::Nothing,
+            _ if self.kind != MachineKind::Customer => RequiredConfirmation::Nothing,
+            None => RequiredConfirmation::CostAndConsent,
+            Some(failed) if has_failed(failed) && failed.server_type != self.server_type => {
+                RequiredConfirmation::Cost
+            }
+            Some(_) => RequiredConfirmation::Nothing,
         }
     }
 }
@@ -128,9 +131,9 @@ async fn provision(
     drop(session);
     // Before the transaction, so that no row or session is held during requests to the store.
     let plan = if existing.as_ref().is_none_or(has_failed) {
-        request.locations.check(platform).await?;
-        let plan = prepare(platform, request, existing.as_ref()).await?;
-        check_confirmation(platform, request, request.confirmed(existing.as_ref())).await?;
+        request.locations.ensure_known(platform).await?;
+        let plan = prepare_plan(platform, request, existing.as_ref()).await?;
+        check_confirmation(platform, request, request.required_confirmation(existing.as_ref())).await?;
         Some((plan, server_quota::count_for_limit(platform).await?))
     } else {
         None
@@ -140,10 +143,11 @@ async fn provision(
         let existing = db::machines::lock_in_slot(tx, &request.user, &request.slot).await?;
         if let Some(machine) = existing.as_ref().filter(|machine| !has_failed(machine)) {
             let operation = db::operations::list_for_machine(tx, machine.id).await?.into_iter().next();
-            let reply = Reply::new(StatusCode::OK, body(machine, operation.map(|operation| operation.id)));
+            let reply =
+                Reply::new(StatusCode::OK, response_body(machine, operation.map(|operation| operation.id)));
             return Ok(Effect::unchanged(reply));
         }
-        // What must be confirmed was decided for the former state.
+        // The required confirmations were determined for an earlier state of the slot.
         let replaced = existing.as_ref().map(|failed| failed.id);
         let Some((plan, listed)) = plan.filter(|(plan, _)| plan.replaces == replaced) else {
             return Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1));
@@ -161,10 +165,10 @@ async fn provision(
         let created = create_machine(platform, tx, request, plan, existing.as_ref()).await?;
         let machine =
             db::machines::get(tx, created.machine).await?.ok_or_else(|| machine_missing(created))?;
-        let reply = Reply::new(StatusCode::ACCEPTED, body(&machine, Some(created.operation)));
+        let reply = Reply::new(StatusCode::ACCEPTED, response_body(&machine, Some(created.operation)));
         let mut after = machine.record();
         after["allowEmpty"] = (request.empty == EmptyStart::Allowed).into();
-        after["confirmed"] = request.confirmation.record();
+        after["confirmed"] = request.confirmation.audit_record();
         let change = AuditChange {
             action: "provision",
             target: format!("{}/{}", request.user, request.slot),
@@ -183,38 +187,38 @@ struct ProvisionPlan {
     restore: RestoreMode,
     /// The highest epoch of the slot in the store.
     epoch_floor: Epoch,
-    /// The failed machine that it replaces.
+    /// The failed machine that the new one replaces.
     replaces: Option<MachineId>,
 }
 
-async fn prepare(
+async fn prepare_plan(
     platform: &Platform,
     request: &ProvisionRequest,
     existing: Option<&MachineRow>,
 ) -> Result<ProvisionPlan, Problem> {
     let image_version = match &request.image_version {
         Some(version) => version.clone(),
-        None => release_of_slot(platform, &request.user, &request.slot).await?,
+        None => find_slot_release(platform, &request.user, &request.slot).await?,
     };
-    let bundle_sha256 = bundle_digest(&platform.bucket, &image_version).await?;
-    let restore = restore_mode(platform, request).await?;
+    let bundle_sha256 = find_bundle_digest(&platform.bucket, &image_version).await?;
+    let restore = choose_restore_mode(platform, request).await?;
     let slot_key = (&request.user, &request.slot);
     let starts_as_requested = restore == RestoreMode::Required || request.empty == EmptyStart::Allowed;
     let accepted = request.options.accept_loss && starts_as_requested;
     restorable::ensure_no_unknown_holder(platform, slot_key, existing, accepted).await?;
-    let epoch_floor = restorable::epoch_floor(platform, &request.user, &request.slot).await?;
+    let epoch_floor = restorable::find_epoch_floor(platform, &request.user, &request.slot).await?;
     let replaces = existing.map(|failed| failed.id);
     Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor, replaces })
 }
 
-/// Makes the checks of a provision that change nothing, for a quote, and returns the release of the new machine.
+/// Runs a provision's checks for a quote, without changing anything. Returns the new machine's release.
 pub async fn check_possible(
     platform: &Platform,
     request: &ProvisionRequest,
     existing: Option<&MachineRow>,
 ) -> Result<ImageVersion, Problem> {
-    request.locations.check_for_quote(platform).await?;
-    let plan = prepare(platform, request, existing).await?;
+    request.locations.ensure_known_for_quote(platform).await?;
+    let plan = prepare_plan(platform, request, existing).await?;
     if let Some(failed) = existing {
         restorable::ensure_not_switched_off(failed, request.options.accept_loss)?;
     }
@@ -224,20 +228,20 @@ pub async fn check_possible(
 async fn check_confirmation(
     platform: &Platform,
     request: &ProvisionRequest,
-    confirmed: Confirmed,
+    required: RequiredConfirmation,
 ) -> Result<(), Problem> {
     let ProvisionRequest { confirmation, server_type, location, .. } = request;
-    confirmation.check_complete(confirmed, platform.config.provisioning.confirmation)?;
-    if confirmed == Confirmed::Nothing || !confirmation.has_cost() {
+    confirmation.check_complete(required, platform.config.provisioning.confirmation)?;
+    if required == RequiredConfirmation::Nothing || !confirmation.has_cost() {
         return Ok(());
     }
     let fallback = request.locations.fallback_for(platform, location);
-    let places = Places { location, fallback: &fallback };
-    confirmation.check_cost(&server_cost::read(platform, server_type, places).await?)
+    let places = ServerLocations { location, fallback: &fallback };
+    confirmation.check_cost(&server_cost::read_cost(platform, server_type, places).await?)
 }
 
-/// The release with which the slot's next machine starts.
-pub async fn release_of_slot(
+/// Finds the release with which the slot's next machine starts.
+pub async fn find_slot_release(
     platform: &Platform,
     user: &IdpUserId,
     slot: &Slot,
@@ -254,7 +258,7 @@ async fn create_machine(
     failed: Option<&MachineRow>,
 ) -> Result<CreatedOperation, Problem> {
     let config = &platform.config;
-    let wanted = MachineRequest {
+    let machine_request = MachineRequest {
         user: request.user.clone(),
         slot: request.slot.clone(),
         handle: request.handle.clone(),
@@ -265,25 +269,26 @@ async fn create_machine(
         image_version: plan.image_version,
         bundle_sha256: plan.bundle_sha256,
         https_port: config.hosts.https_port,
-        lives_for: (request.kind == MachineKind::Preview).then_some(config.provisioning.preview_ttl),
+        preview_ttl: (request.kind == MachineKind::Preview).then_some(config.provisioning.preview_ttl),
         restore_snapshot: None,
     };
     let restore = plan.restore;
-    let with = EventContext {
-        successor: Some(&wanted),
+    let context = EventContext {
+        successor: Some(&machine_request),
         options: request.options,
         epoch_floor: plan.epoch_floor,
         ..EventContext::default()
     };
     let Some(failed) = failed else {
-        let begun = lifecycle::create_machine(tx, &platform.mint, &wanted, restore, &with).await;
-        return begun.map_err(|error| match error {
+        let created =
+            lifecycle::create_machine(tx, &platform.mint, &machine_request, restore, &context).await;
+        return created.map_err(|error| match error {
             lifecycle::LifecycleError::Db(error) => error.into(),
             error => Problem::internal(&error),
         });
     };
     let event = Event::ProvisionRequested { restore };
-    let change = lifecycle::apply(tx, &platform.mint, failed, &event, with).await;
+    let change = lifecycle::apply(tx, &platform.mint, failed, &event, context).await;
     match change.map_err(|error| problems::lifecycle_problem(error, failed))? {
         Change::Moved { created: Some(created) } => Ok(created),
         Change::Moved { created: None } | Change::Unchanged => {
@@ -292,7 +297,7 @@ async fn create_machine(
     }
 }
 
-/// Checks that need no store. Returns the slot's machine, if any.
+/// Makes the checks that do not need the object store. Returns the slot's machine, if any.
 pub async fn check_admission(
     platform: &Platform,
     client: &impl GenericClient,
@@ -307,12 +312,12 @@ pub async fn check_admission(
         && let Some(deletion) =
             db::slot_operations::find_pending_final_backup(client, &request.user, &request.slot).await?
     {
-        return Err(being_deleted(&deletion));
+        return Err(deletion_pending(&deletion));
     }
     if let Some(other) = existing.as_ref().filter(|machine| machine.kind != request.kind) {
         let (held, requested) = (other.kind.as_str(), request.kind.as_str());
         let detail = format!(
-            "The slot holds a {held} machine, and a {requested} machine was requested; delete the former first."
+            "The slot holds a {held} machine, but a {requested} machine was requested; delete the existing machine first."
         );
         return Err(Problem::new(Code::InvalidState, detail)
             .with("machineStatus", json!(other.status))
@@ -332,7 +337,7 @@ pub async fn check_admission(
             }
         }
     }
-    let owner = db::slots::handle_owner(client, &request.handle).await?;
+    let owner = db::slots::find_handle_owner(client, &request.handle).await?;
     if owner.is_some_and(|owner| owner != request.user.as_str()) {
         return Err(handle_taken(&request.handle));
     }
@@ -340,19 +345,22 @@ pub async fn check_admission(
 }
 
 /// Looks up the digest of a published bundle.
-pub async fn bundle_digest(bucket: &Bucket, version: &ImageVersion) -> Result<String, Problem> {
-    let found = bundle::digest(bucket, version).await?;
+pub async fn find_bundle_digest(bucket: &Bucket, version: &ImageVersion) -> Result<String, Problem> {
+    let found = bundle::read_digest(bucket, version).await?;
     found.ok_or_else(|| {
         Problem::new(Code::BundleNotFound, format!("No bundle of version {version} is published."))
     })
 }
 
 /// A slot that has a snapshot, or should have one, never starts empty.
-async fn restore_mode(platform: &Platform, request: &ProvisionRequest) -> Result<RestoreMode, Problem> {
+async fn choose_restore_mode(
+    platform: &Platform,
+    request: &ProvisionRequest,
+) -> Result<RestoreMode, Problem> {
     let slot = SlotPrefix::new(&request.user, &request.slot);
     match snapshot::latest(&platform.bucket, &slot).await {
         Ok(named) => {
-            let side = snapshot::side_record(&platform.bucket, &slot, &named).await?;
+            let side = snapshot::read_side_record(&platform.bucket, &slot, &named).await?;
             restorable::ensure_fits_disk(platform, &side, &request.server_type).await?;
             Ok(RestoreMode::Required)
         }
@@ -372,17 +380,17 @@ fn has_failed(machine: &MachineRow) -> bool {
     machine.status == Status::Failed
 }
 
-/// The problem of a slot whose deleted machine is still taking its final backup, which decides what the new one restores.
-fn being_deleted(deletion: &OperationRow) -> Problem {
+/// The problem of a slot whose deleted machine is still taking the final backup that a new machine would restore.
+fn deletion_pending(deletion: &OperationRow) -> Problem {
     let OperationRow { id, machine, .. } = deletion;
-    let what = format!("The deletion of the slot's machine {machine} (operation {id})");
+    let subject = format!("The deletion of the slot's machine {machine} (operation {id})");
     let (problem, state) = if deletion.question.is_some() {
         let answer = format!("answer it (`svcctl operation show {id}`), then provision again.");
-        let detail = format!("{what} waits for an operator's decision: {answer}");
+        let detail = format!("{subject} is waiting for an operator's decision: {answer}");
         (Problem::new(Code::InvalidState, detail), "waiting")
     } else {
         let wait = format!("provision again when it has ended (`svcctl operation show {id} --wait`).");
-        let detail = format!("{what} is still taking its final backup: {wait}");
+        let detail = format!("{subject} is still taking the final backup: {wait}");
         (Problem::new(Code::InvalidState, detail).retry_after(5), "deleting")
     };
     problem.with("machineStatus", json!(state)).with("operationId", json!(id))
@@ -396,7 +404,7 @@ fn machine_missing(created: CreatedOperation) -> Problem {
     problems::machine_not_found(&created.machine.to_string())
 }
 
-fn body(machine: &MachineRow, operation: Option<OperationId>) -> ProvisionedMachine {
+fn response_body(machine: &MachineRow, operation: Option<OperationId>) -> ProvisionedMachine {
     ProvisionedMachine {
         machine_id: machine.id.into(),
         idp_user_id: (&machine.user).into(),

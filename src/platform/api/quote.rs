@@ -1,5 +1,6 @@
-//! POST `/vps/provision/quote`: what a provision would do, cost and use. It refuses what a provision would refuse, and
-//! changes nothing. Quotes that follow one another share what was read from the provider ([`crate::quote_cache`]).
+//! POST `/vps/provision/quote`: describes what a provision would do, cost and use, without changing anything. A request
+//! that a provision would refuse is refused. Consecutive quotes share the data read from the provider
+//! ([`crate::quote_cache`]).
 
 use std::sync::Arc;
 
@@ -10,12 +11,12 @@ use axum::routing::post;
 use http::Method;
 
 use super::call::ApiCall;
-use super::confirmation::Confirmed;
+use super::confirmation::RequiredConfirmation;
 use super::endpoint::{Access, Endpoint, OPERATE, OPERATOR, documented_json};
 use super::provision::{self, ProvisionRequest};
 use super::server_quota;
 use crate::context::Platform;
-use crate::server_cost::{self, Places};
+use crate::server_cost::{self, ServerLocations};
 use crate::{db, exercises};
 use svc_base::config::Flag;
 use svc_http::openapi::{Operation, schema_of};
@@ -37,16 +38,17 @@ async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<Provis
     drop(session);
     let orders_server = existing.as_ref().is_none_or(|machine| machine.status == Status::Failed);
     let adds_customer = request.adds_customer(existing.as_ref());
-    let needs_cost_confirmation = request.confirmed(existing.as_ref()) != Confirmed::Nothing;
+    let needs_cost_confirmation =
+        request.required_confirmation(existing.as_ref()) != RequiredConfirmation::Nothing;
     let (mut image_version, mut cost, mut listed) = (None, None, None);
     if orders_server {
         image_version = Some(provision::check_possible(platform, request, existing.as_ref()).await?);
         let fallback = request.locations.fallback_for(platform, &request.location);
-        let places = Places { location: &request.location, fallback: &fallback };
-        let read = server_cost::quote(platform, &request.server_type, places).await;
-        cost = if needs_cost_confirmation { Some(read?) } else { read.ok() };
+        let places = ServerLocations { location: &request.location, fallback: &fallback };
+        let quoted = server_cost::read_quoted_cost(platform, &request.server_type, places).await;
+        cost = if needs_cost_confirmation { Some(quoted?) } else { quoted.ok() };
         let count = async { Ok(server_quota::count_listed(platform).await?) };
-        listed = Some(platform.quotes.servers(count).await?);
+        listed = Some(platform.quotes.get_servers(count).await?);
     }
     let session = platform.db.session().await?;
     let servers = match (listed, &existing) {
@@ -90,7 +92,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "quoteProvision",
         method: Method::POST,
         path: "/vps/provision/quote",
-        summary: "Returns what a provision would do, cost and use. It changes nothing.",
+        summary: "Describes what a provision would do, cost and use, without changing anything.",
         credentials: &[OPERATOR],
         parameters: &[],
         body: Some(provision::body_schema),

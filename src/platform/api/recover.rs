@@ -1,7 +1,7 @@
-//! POST `/vps/recover`: replaces the slot's machine by a new one, restored from its latest snapshot.
+//! POST `/vps/recover`: replaces the slot's machine with a new one, restored from the slot's latest snapshot.
 //!
-//! The snapshot is checked before any change. During a recovery, a repeated request gets the same response, and one with
-//! other options is rejected.
+//! The snapshot is checked before any change. During a recovery, a repeated request gets the same response, and a
+//! request with different options is rejected.
 
 use std::sync::Arc;
 
@@ -22,9 +22,9 @@ use super::restorable::EmptyStart;
 use super::{entitlement, problems, provision, restorable, server_quota};
 use crate::context::Platform;
 use crate::copies;
+use crate::db;
 use crate::db::machine_row::MachineRow;
 use crate::db::servers::ListedServers;
-use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, MachineRequest};
 use axum::routing::post;
 use svc_http::openapi::{Operation, boolean, fields, matching, schema_of};
@@ -47,10 +47,10 @@ struct RecoveryRequest {
     /// The snapshot that the operator expects to be restored.
     snapshot_key: Option<SnapshotKey>,
     options: OperationOptions,
-    /// `None` means that of the current machine.
+    /// `None` means the current machine's type.
     server_type: Option<ServerType>,
     locations: RequestedLocations,
-    /// `None` means that of the slot.
+    /// `None` means the slot's version.
     image_version: Option<ImageVersion>,
 }
 
@@ -106,12 +106,12 @@ struct RecoveryPlan {
     listed: Option<ListedServers>,
 }
 
-async fn prepare(
+async fn prepare_plan(
     platform: &Platform,
     request: &RecoveryRequest,
     machine: &MachineRow,
 ) -> Result<RecoveryPlan, Problem> {
-    request.locations.check(platform).await?;
+    request.locations.ensure_known(platform).await?;
     let server_type = request.server_type.clone().unwrap_or_else(|| machine.server_type.clone());
     if server_type != machine.server_type {
         entitlement::ensure_machine_entitled(platform, &platform.db.session().await?, machine, &server_type)
@@ -123,15 +123,15 @@ async fn prepare(
     }
     let image_version = match &request.image_version {
         Some(version) => version.clone(),
-        None => provision::release_of_slot(platform, &request.user, &request.slot).await?,
+        None => provision::find_slot_release(platform, &request.user, &request.slot).await?,
     };
-    let bundle_sha256 = provision::bundle_digest(&platform.bucket, &image_version).await?;
+    let bundle_sha256 = provision::find_bundle_digest(&platform.bucket, &image_version).await?;
     let slot_key = (&request.user, &request.slot);
     let accepted = request.options.accept_loss;
     restorable::ensure_no_unknown_holder(platform, slot_key, Some(machine), accepted).await?;
-    let epoch_floor = restorable::epoch_floor(platform, &request.user, &request.slot).await?;
+    let epoch_floor = restorable::find_epoch_floor(platform, &request.user, &request.slot).await?;
     let newer = match &initial.side {
-        Some(side) => copies::newer_than(&platform.bucket, machine, &side.named()).await,
+        Some(side) => copies::find_newer_for_machine(&platform.bucket, machine, &side.named()).await,
         None => None,
     };
     let (restore, snapshot) = (initial.restore, initial.key);
@@ -164,24 +164,25 @@ async fn recover(
     let plan = if machine.status == Status::Recovering {
         None
     } else {
-        Some(prepare(platform, request, &machine).await?)
+        Some(prepare_plan(platform, request, &machine).await?)
     };
 
     let change = async |tx: &Transaction<'_>| {
         let machine =
             require_machine(db::machines::lock_in_slot(tx, &request.user, &request.slot).await?, request)?;
         if machine.status == Status::Recovering {
-            // Stored, so that a repeated request does not start another recovery after this one has ended.
+            // The response is stored, so that a repeated request does not start another recovery after this one has
+            // ended.
             let reply = respond_during_recovery(tx, &machine, request).await?;
             return Ok(Effect::unchanged(reply));
         }
         let Some(plan) = plan else {
-            return Err(changed_meanwhile());
+            return Err(slot_changed());
         };
         restorable::ensure_not_switched_off(&machine, request.options.accept_loss)?;
         server_quota::ensure_room_for_replacement(platform, tx, plan.listed, &machine).await?;
         let location = request.locations.location.clone().unwrap_or_else(|| machine.location.clone());
-        let wanted = MachineRequest {
+        let machine_request = MachineRequest {
             user: machine.user.clone(),
             slot: machine.slot.clone(),
             handle: machine.handle.clone(),
@@ -192,26 +193,26 @@ async fn recover(
             image_version: plan.image_version,
             bundle_sha256: plan.bundle_sha256,
             https_port: platform.config.hosts.https_port,
-            lives_for: preview_ttl(platform, &machine),
+            preview_ttl: preview_ttl(platform, &machine),
             restore_snapshot: plan.snapshot,
         };
         let event = Event::RecoverRequested { restore: plan.restore };
-        let with = EventContext {
-            successor: Some(&wanted),
+        let context = EventContext {
+            successor: Some(&machine_request),
             options: request.options,
             epoch_floor: plan.epoch_floor,
             ..EventContext::default()
         };
-        let change = lifecycle::apply(tx, &platform.mint, &machine, &event, with).await;
+        let change = lifecycle::apply(tx, &platform.mint, &machine, &event, context).await;
         let created = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
             Change::Moved { created: Some(created) } => created,
-            Change::Moved { created: None } | Change::Unchanged => return Err(changed_meanwhile()),
+            Change::Moved { created: None } | Change::Unchanged => return Err(slot_changed()),
         };
         let new = db::machines::get(tx, created.machine).await?;
         let new = new.ok_or_else(|| problems::machine_not_found(&created.machine.to_string()))?;
         let recovered = RecoveredMachine {
-            newer_snapshot: plan.newer.as_ref().map(copies::newer_resource),
-            ..body(machine.id, &new, created.operation)
+            newer_snapshot: plan.newer.as_ref().map(copies::to_newer_snapshot),
+            ..response_body(machine.id, &new, created.operation)
         };
         let reply = Reply::new(StatusCode::ACCEPTED, recovered);
         let change = AuditChange {
@@ -225,7 +226,7 @@ async fn recover(
     mutation.run_for_user(platform, &request.user, change).await
 }
 
-fn changed_meanwhile() -> Problem {
+fn slot_changed() -> Problem {
     Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1)
 }
 
@@ -254,7 +255,7 @@ async fn find_initial_data(
 ) -> Result<InitialData, Problem> {
     let slot = SlotPrefix::new(&request.user, &request.slot);
     if let Some(key) = &request.snapshot_key {
-        let side = snapshot::by_key(&platform.bucket, &slot, key.as_str())
+        let side = snapshot::load(&platform.bucket, &slot, key.as_str())
             .await
             .map_err(problems::snapshot_unusable)?;
         return Ok(InitialData {
@@ -265,7 +266,7 @@ async fn find_initial_data(
     }
     match snapshot::latest(&platform.bucket, &slot).await {
         Ok(named) => {
-            let side = snapshot::side_record(&platform.bucket, &slot, &named).await?;
+            let side = snapshot::read_side_record(&platform.bucket, &slot, &named).await?;
             Ok(InitialData { restore: RestoreMode::Required, key: None, side: Some(side) })
         }
         Err(SnapshotUnusable::Absent) => {
@@ -296,7 +297,8 @@ fn unsaved_machine_problem(machine: &MachineRow) -> Option<Problem> {
     Some(Problem::new(Code::SnapshotUnusable, detail))
 }
 
-/// The response to a request during a recovery. The recovery keeps its options, so a request with others is rejected.
+/// The response to a request during a recovery. The recovery keeps its options, so a request with different ones is
+/// rejected.
 async fn respond_during_recovery(
     client: &impl GenericClient,
     machine: &MachineRow,
@@ -320,18 +322,18 @@ async fn respond_during_recovery(
             .with("allowed", json!([]))
             .with("operationId", json!(operation.id)));
     }
-    Ok(Reply::new(StatusCode::ACCEPTED, body(old.id, machine, operation.id)))
+    Ok(Reply::new(StatusCode::ACCEPTED, response_body(old.id, machine, operation.id)))
 }
 
-/// The options of a request that differ from those of the running recovery. `has_moved`: its server was ordered in a
-/// fallback location.
+/// The options of a request that differ from those of the running recovery. `has_moved`: whether the recovery's server
+/// was ordered in a fallback location.
 fn differing_options(
     request: &RecoveryRequest,
     machine: &MachineRow,
     options: OperationOptions,
     has_moved: bool,
 ) -> Vec<&'static str> {
-    let is_known =
+    let is_candidate =
         |location: &Location| machine.location == *location || machine.fallback_locations.contains(location);
     let (server_type, image, snapshot) =
         (&request.server_type, &request.image_version, &request.snapshot_key);
@@ -346,22 +348,22 @@ fn differing_options(
         (
             "the location",
             location.is_some_and(
-                |wanted| if has_moved { !is_known(wanted) } else { *wanted != machine.location },
+                |wanted| if has_moved { !is_candidate(wanted) } else { *wanted != machine.location },
             ),
         ),
         (
             "the fallback locations",
-            request.locations.fallback.iter().flatten().any(|wanted| !is_known(wanted)),
+            request.locations.fallback.iter().flatten().any(|wanted| !is_candidate(wanted)),
         ),
         ("the accepted loss", request.options.accept_loss && !options.accept_loss),
-        ("replace first", request.options.replace_first && !options.replace_first),
+        ("replaceFirst", request.options.replace_first && !options.replace_first),
     ]
     .into_iter()
     .filter_map(|(name, differs)| differs.then_some(name))
     .collect()
 }
 
-fn body(old: MachineId, new: &MachineRow, operation: OperationId) -> RecoveredMachine {
+fn response_body(old: MachineId, new: &MachineRow, operation: OperationId) -> RecoveredMachine {
     RecoveredMachine {
         old_machine_id: old.into(),
         machine_id: new.id.into(),
@@ -380,7 +382,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "recover",
         method: Method::POST,
         path: "/vps/recover",
-        summary: "Replaces the slot's machine by a new one, restored from its latest snapshot.",
+        summary: "Replaces the slot's machine with a new one, restored from the slot's latest snapshot.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY, PREFER],
         body: Some(|| {

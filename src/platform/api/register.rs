@@ -1,6 +1,6 @@
 //! POST `/vps/register`: registers a host with a single-use token, which makes its machine routable.
 //!
-//! A repeated request with the identical body gets the same response until the token expires, because the first response
+//! A repeated request with an identical body gets the same response until the token expires, because the first response
 //! may have been lost.
 
 use std::sync::Arc;
@@ -19,9 +19,9 @@ use super::call::{ApiCall, registration_rejected};
 use super::endpoint::{Access, Endpoint, REGISTRATION, documented_json};
 use super::mutation::{self, AuditChange};
 use crate::context::Platform;
+use crate::db;
 use crate::db::machine_changes::{self, Registration};
 use crate::db::machine_row::MachineRow;
-use crate::db::{self};
 use crate::lifecycle::{self, EventContext, LifecycleError};
 use crate::operations::later_holder;
 use crate::tokens;
@@ -44,8 +44,8 @@ pub struct HostRegistration {
     pin: SpkiPin,
 }
 
-/// The canonical form of a registration. Its hash is stored to recognise a repeated request, and the audit records
-/// it. It must not change, because the platform may be updated between a request and its repetition.
+/// The canonical form of a registration. The audit records it, and its hash is stored, so that a repeated request is
+/// recognised. The form must not change, because the platform may be updated between a request and its repetition.
 #[derive(Serialize)]
 struct CanonicalRegistration<'a> {
     machine: MachineId,
@@ -64,13 +64,13 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     // Before the transaction, so that no row or session is held during requests to the store.
     ensure_not_fenced_out(&platform, &machine).await?;
     let mut session = platform.host_db.session().await?;
-    // The token is checked before the body. The lock serializes its uses.
+    // The token is checked before the body is parsed. The lock serializes the uses of the token.
     let tx = db::begin(&mut session).await?;
     let machine = lock_claimed_machine(&tx, claimed, token).await?;
     let mut body = call.host_fields()?;
     let registration = HostRegistration::read(&mut body);
     let registration = body.finish(registration)?;
-    if !registration.is_of(machine.id) {
+    if !registration.is_for(machine.id) {
         return Err(registration_rejected());
     }
     let response = register(&platform, &tx, &machine, &registration).await?;
@@ -104,7 +104,7 @@ async fn ensure_not_fenced_out(platform: &Platform, machine: &MachineRow) -> Res
     if machine.registered_at.is_some() {
         return Ok(());
     }
-    let found = later_holder::find(platform, &platform.host_db, &machine.user, &machine.slot).await?;
+    let found = later_holder::find_claim(platform, &platform.host_db, &machine.user, &machine.slot).await?;
     let Some(holder) =
         found.holder().filter(|holder| holder.machine != machine.id && holder.epoch >= machine.epoch)
     else {
@@ -118,7 +118,8 @@ async fn ensure_not_fenced_out(platform: &Platform, machine: &MachineRow) -> Res
     Err(Problem::new(Code::InvalidState, detail).with("machineStatus", json!(machine.status)))
 }
 
-/// Registers a machine by its heartbeat. It had registered before, but the database was restored from an older copy.
+/// Registers a machine again, by its heartbeat, after the database was restored from a copy older than its
+/// registration.
 ///
 /// # Errors
 /// As for a registration.
@@ -162,7 +163,7 @@ impl HostRegistration {
     }
 
     /// Whether the registration is for this machine.
-    pub fn is_of(&self, machine: MachineId) -> bool {
+    pub fn is_for(&self, machine: MachineId) -> bool {
         self.sent.machine_id == machine
     }
 
@@ -195,7 +196,7 @@ async fn register(
         return if same { Ok(response) } else { Err(registration_rejected()) };
     }
     if machine.registration_expires_at.is_none() || machine.provider_server_id.is_none() {
-        // The host registered before the provider's response to its creation was stored, so it must retry.
+        // The host has booted before the provider's response to the create request was stored, so it must retry.
         return Err(
             Problem::new(Code::Unavailable, "The server is not recorded yet; try again.").retry_after(1)
         );

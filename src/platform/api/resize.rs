@@ -17,8 +17,8 @@ use super::machine_change::ChangeRequest;
 use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
 use super::{entitlement, problems, restorable};
 use crate::context::Platform;
+use crate::db;
 use crate::db::machine_row::MachineRow;
-use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, LifecycleError};
 use axum::routing::post;
 use svc_http::openapi::{Operation, fields, schema_of};
@@ -55,26 +55,29 @@ async fn resize(
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
-    let seen = require_machine(db::machines::get(&session, id).await?, id)?;
-    if is_change(&seen, to)? {
-        entitlement::ensure_machine_entitled(platform, &session, &seen, to).await?;
+    let unlocked = require_machine(db::machines::get(&session, id).await?, id)?;
+    if is_change(&unlocked, to)? {
+        entitlement::ensure_machine_entitled(platform, &session, &unlocked, to).await?;
         // No session is held during requests to the provider and the store.
         drop(session);
         let info = require_server_type(platform, to).await?;
-        ensure_disk_fits(platform, &seen, &info).await?;
-        restorable::ensure_holds_slot(platform, &seen).await?;
+        ensure_disk_fits(platform, &unlocked, &info).await?;
+        restorable::ensure_holds_slot(platform, &unlocked).await?;
     } else {
         drop(session);
     }
     let change = async |tx: &Transaction<'_>| {
         let machine = require_machine(db::machines::lock(tx, id).await?, id)?;
-        if machine.server_type != seen.server_type {
+        if machine.server_type != unlocked.server_type {
             return Err(Problem::new(Code::Unavailable, "The machine has changed; try again.").retry_after(1));
         }
         if is_change(&machine, to)? {
             entitlement::ensure_machine_entitled(platform, tx, &machine, to).await?;
             if let Some(operation) = db::operations::find_running(tx, id).await? {
-                let detail = format!("Its operation {} ({}) is running.", operation.id, operation.kind);
+                let detail = format!(
+                    "Operation {} ({}) of the machine is running; wait until it has ended.",
+                    operation.id, operation.kind
+                );
                 return Err(Problem::new(Code::InvalidState, detail)
                     .with("machineStatus", json!(machine.status))
                     .with("allowed", json!(["running"])));
@@ -85,15 +88,15 @@ async fn resize(
         let created = match change.map_err(|error| problems::lifecycle_problem(error, &machine))? {
             Change::Moved { created } => created.map(|created| created.operation),
             Change::Unchanged => {
-                return Ok(Effect::unchanged(Reply::new(StatusCode::OK, body(&machine, to, None))));
+                return Ok(Effect::unchanged(Reply::new(StatusCode::OK, response_body(&machine, to, None))));
             }
         };
         let resizing = require_machine(db::machines::get(tx, id).await?, id)?;
-        let reply = Reply::new(StatusCode::ACCEPTED, body(&resizing, to, created));
+        let reply = Reply::new(StatusCode::ACCEPTED, response_body(&resizing, to, created));
         let (before, after) = (Some(machine.record()), Some(resizing.record()));
         Ok(Effect::changed(reply, AuditChange { action: "resize", target: id.to_string(), before, after }))
     };
-    mutation.run_for_user(platform, &seen.user, change).await
+    mutation.run_for_user(platform, &unlocked.user, change).await
 }
 
 /// Treats a deleted machine as not found.
@@ -105,14 +108,14 @@ fn require_machine(machine: Option<MachineRow>, id: MachineId) -> Result<Machine
 /// Whether the request changes the machine's type.
 ///
 /// # Errors
-/// If the machine cannot be resized.
+/// `invalid_state` if the machine cannot be resized.
 fn is_change(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> {
     let event = Event::ResizeRequested { to: to.clone() };
     let outcome = transition(&machine.lifecycle(), &event);
     let outcome =
         outcome.map_err(|refusal| problems::lifecycle_problem(LifecycleError::Refused(refusal), machine))?;
     if machine.powered_off_at.is_some() {
-        let detail = "Its server is switched off; switch it on with `svcctl power on` first.";
+        let detail = "The machine's server is switched off; switch it on with `svcctl power on` first.";
         return Err(Problem::new(Code::InvalidState, detail)
             .with("machineStatus", json!(machine.status))
             .with("allowed", json!(["running"])));
@@ -142,7 +145,7 @@ async fn ensure_disk_fits(
     let Some(server) = server else {
         // The reconciler decides what a missing server means.
         platform.reconcile.notify_one();
-        tracing::warn!(machine = %machine.id, server = id, "the provider does not know the server");
+        tracing::warn!(machine = %machine.id, server = id, "the provider has no server with this id");
         return Err(problems::provisioning_error());
     };
     if to.disk_gb < server.disk_gb {
@@ -155,7 +158,7 @@ async fn ensure_disk_fits(
     Ok(())
 }
 
-fn body(machine: &MachineRow, to: &ServerType, operation: Option<OperationId>) -> Resize {
+fn response_body(machine: &MachineRow, to: &ServerType, operation: Option<OperationId>) -> Resize {
     Resize {
         machine_id: machine.id.into(),
         server_type: to.into(),

@@ -1,4 +1,5 @@
-//! Preconditions of replacing a slot's machine: checks everything that a new machine needs while the old one still serves.
+//! Preconditions for replacing a slot's machine: checks everything that a new machine needs while the old one still
+//! serves.
 
 use deadpool_postgres::GenericClient;
 use serde_json::json;
@@ -35,8 +36,8 @@ const RESERVED_BYTES: u64 = 6 << 30;
 /// A restored database is smaller than the dumped one, but building its indexes needs extra space.
 const BYTES_PER_DATABASE_BYTE: f64 = 1.25;
 
-/// Rejects a snapshot whose database does not fit the disk of a server type. An unreachable provider passes the check,
-/// because the host checks again before it restores.
+/// Rejects a snapshot whose database does not fit on the disk of a server type. If the provider is unreachable, the
+/// check passes: the host repeats it before it restores.
 ///
 /// # Errors
 /// `disk_too_small`.
@@ -77,13 +78,14 @@ fn needed_bytes(database: u64) -> u64 {
     RESERVED_BYTES.saturating_add((database as f64 * BYTES_PER_DATABASE_BYTE) as u64)
 }
 
-/// The highest epoch of the slot in the store. An unreadable pointer is an error, because no fence could be written to it.
+/// The highest epoch of the slot in the store. An unreadable pointer is an error, because no fence could be written to
+/// it.
 ///
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
-pub async fn epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> Result<Epoch, Problem> {
+pub async fn find_epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> Result<Epoch, Problem> {
     let known = db::machines::find_highest_epoch(&platform.db.session().await?, user, slot).await?;
-    match epochs::floor(&platform.bucket, &SlotPrefix::new(user, slot), known).await {
+    match epochs::read_floor(&platform.bucket, &SlotPrefix::new(user, slot), known).await {
         Ok(floor) => Ok(floor),
         Err(StoreError::Corrupt { key, why }) => {
             Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, why }))
@@ -93,8 +95,8 @@ pub async fn epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> 
 }
 
 /// Rejects a slot that is held, according to the store, by a machine that is not in this database, unless an operator
-/// accepts the loss: the database was restored from an older copy, and that machine may serve. The slot's current machine
-/// under a later epoch passes.
+/// accepts the loss: the database was restored from an older copy, and that machine may be serving. The slot's current
+/// machine is accepted under a later epoch, too.
 ///
 /// # Errors
 /// `invalid_state`, `snapshot_unusable`, `store_unavailable`.
@@ -104,7 +106,7 @@ pub async fn ensure_no_unknown_holder(
     current: Option<&MachineRow>,
     accepted: bool,
 ) -> Result<(), Problem> {
-    let found = match later_holder::find(platform, &platform.db, user, slot).await {
+    let found = match later_holder::find_claim(platform, &platform.db, user, slot).await {
         Ok(found) => found,
         Err(LookupError::Store(StoreError::Corrupt { key, why })) => {
             return Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, why }));
@@ -123,22 +125,22 @@ pub async fn ensure_no_unknown_holder(
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
-        "In the store, machine {} holds the slot under epoch {}, which is not in this database: it was restored from an \
-         older copy. Data that this machine wrote after the newest snapshot is only on its server, which is kept. `svcctl \
-         pointer show {user} --slot {slot}` shows that snapshot. To start the slot from it anyway, repeat with \
-         `--accept-loss`; if there is none, also with `--allow-empty`.",
+        "According to the store, machine {} holds the slot under epoch {}, which is not in this database: the database was \
+         restored from an older copy. Data that this machine wrote after the newest snapshot is only on its server, which \
+         is kept. `svcctl pointer show {user} --slot {slot}` shows that snapshot. To start the slot from it anyway, repeat \
+         with `--accept-loss`; if there is no snapshot, also with `--allow-empty`.",
         holder.machine, holder.epoch
     );
     Err(held_by_another(detail, current))
 }
 
 /// Rejects a change of a machine's server if, according to the store, a machine that is not in this database holds its
-/// slot. An unreadable pointer passes.
+/// slot. If the pointer is unreadable, the check passes.
 ///
 /// # Errors
 /// `invalid_state`, `store_unavailable`.
 pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
-    let found = match later_holder::find(platform, &platform.db, &machine.user, &machine.slot).await {
+    let found = match later_holder::find_claim(platform, &platform.db, &machine.user, &machine.slot).await {
         Ok(found) => found,
         Err(LookupError::Store(StoreError::Corrupt { .. })) => FenceClaim::Nothing,
         Err(error) => return Err(error.into()),
@@ -157,28 +159,28 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
-        "In the store, machine {} holds the slot under epoch {}, which is not in this database: it was restored from an \
-         older copy. Nothing was changed; `svcctl {command}` with `--accept-loss` creates a new machine from the newest \
-         snapshot. Data that the other machine wrote after it is only on that machine's server.",
+        "According to the store, machine {} holds the slot under epoch {}, which is not in this database: the database was \
+         restored from an older copy. Nothing was changed; `svcctl {command}` with `--accept-loss` creates a new machine \
+         from the newest snapshot. Data that the other machine wrote after that snapshot is only on that machine's server.",
         holder.machine, holder.epoch
     );
     Err(held_by_another(detail, Some(machine)))
 }
 
-/// Rejects replacing a machine that is or is being switched off, unless the loss is accepted: its host can take a final
-/// backup only after it has been switched on again.
+/// Refuses to replace a machine that is switched off, or is being switched off, unless the loss is accepted: its host
+/// can take a final backup only after the machine has been switched on again.
 ///
 /// # Errors
 /// `invalid_state`.
 pub fn ensure_not_switched_off(machine: &MachineRow, accepted: bool) -> Result<(), Problem> {
-    let is_there = machine.server_exists() && machine.server_missing_since.is_none();
-    let holds_data = machine.registered_at.is_some() && is_there;
+    let has_server = machine.server_exists() && machine.server_missing_since.is_none();
+    let holds_data = machine.registered_at.is_some() && has_server;
     let Some(since) = machine.powered_off_at.filter(|_| holds_data && !accepted) else { return Ok(()) };
     let (id, since) = (machine.id, rfc3339_ms(since));
     let detail = format!(
         "Machine {id} has been switched off since {since}, so its host cannot take a final backup: data that it wrote after \
-         the newest snapshot is only on its server. Switch it on first (`svcctl power on {id} --wait`), or accept that \
-         loss (`--accept-loss`)."
+         the newest snapshot is only on its server. Switch it on first (`svcctl power on {id} --wait`), or accept the \
+         loss of that data (`--accept-loss`)."
     );
     Err(Problem::new(Code::InvalidState, detail)
         .with("machineStatus", json!(machine.status))
@@ -198,8 +200,8 @@ fn held_by_another(detail: String, current: Option<&MachineRow>) -> Problem {
     }
 }
 
-/// Rejects an empty start if the store has no snapshot but the database has one on record: it is lost, unless an operator
-/// has emptied the slot since.
+/// Rejects an empty start if the store has no snapshot but the database records one: that snapshot is lost, unless an
+/// operator has emptied the slot since.
 ///
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
@@ -215,8 +217,8 @@ pub async fn ensure_may_start_empty(
         return Ok(());
     }
     let detail = format!(
-        "The store's pointer names no snapshot, but a host reported one of {}: `svcctl pointer show` shows the slot's \
-         snapshots, `svcctl pointer rebuild` restores the pointer.",
+        "The store's pointer names no snapshot, but a host reported a snapshot of {}: `svcctl pointer show` shows the slot's \
+         snapshots, and `svcctl pointer rebuild` restores the pointer.",
         rfc3339_ms(taken_at)
     );
     Err(Problem::new(Code::SnapshotUnusable, detail))
@@ -257,9 +259,9 @@ fn unsaved_problem(machine: &MachineRow) -> Problem {
     let next_step = if !machine.server_exists() {
         "Its server no longer exists.".to_owned()
     } else if machine.is_active() {
-        format!("`svcctl resume {id}` brings it back if its server runs and its host is healthy.")
+        format!("`svcctl resume {id}` returns it to service if its server runs and its host is healthy.")
     } else if machine.deleted_at.is_some() {
-        format!("`svcctl undelete {id}` brings it back.")
+        format!("`svcctl undelete {id}` returns it to its slot.")
     } else {
         format!("`svcctl status {id}` shows its state.")
     };

@@ -14,8 +14,8 @@ use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope,
 use super::mutation::{Mutation, Reply};
 use super::problems;
 use crate::context::Platform;
+use crate::db;
 use crate::db::machine_row::MachineRow;
-use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext};
 use svc_http::openapi::{Operation, named};
 use svc_http::path_params::PathParams;
@@ -27,7 +27,7 @@ use svc_machine::state::Status;
 use svc_provider::{ServerId, ServerStatus};
 use svc_wire::machine::Machine;
 
-/// Maximum age of the last heartbeat of a live host.
+/// Maximum age of a live host's last heartbeat.
 const MAX_HEARTBEAT_AGE: SignedDuration = SignedDuration::from_mins(2);
 
 pub async fn handle(
@@ -46,25 +46,25 @@ async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
-    let seen = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
+    let unlocked = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
     let now = db::servers::now(&session).await?;
-    let server_type = match seen.status {
-        Status::Failed if seen.is_active() => check_server_and_host(platform, &seen, now).await?,
+    let server_type = match unlocked.status {
+        Status::Failed if unlocked.is_active() => check_server_and_host(platform, &unlocked, now).await?,
         // The transition rejects other states.
-        _ => seen.server_type.clone(),
+        _ => unlocked.server_type.clone(),
     };
     let change = match MachineChange::begin(&mut session, mutation, id, LockScope::Machine).await? {
         ChangeStart::Replayed(reply) => return Ok(reply),
         ChangeStart::Started(change) => change,
     };
     // The checks ran without a lock, so the machine must not have changed since.
-    let (was, is) = ((seen.status, seen.epoch, seen.is_active()), &change.machine);
-    if was != (is.status, is.epoch, is.is_active()) {
+    let (before, now) = ((unlocked.status, unlocked.epoch, unlocked.is_active()), &change.machine);
+    if before != (now.status, now.epoch, now.is_active()) {
         return Err(Problem::new(Code::Unavailable, "The machine has changed; try again.").retry_after(1));
     }
     let event = Event::ResumeRequested { server_type };
-    let with = EventContext::default();
-    let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, with).await;
+    let context = EventContext::default();
+    let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, context).await;
     let effect = match changed.map_err(|error| problems::lifecycle_problem(error, &change.machine))? {
         Change::Unchanged => ChangeEffect::Unchanged,
         Change::Moved { .. } => ChangeEffect::Changed("resume"),
@@ -79,32 +79,32 @@ async fn check_server_and_host(
     now: Timestamp,
 ) -> Result<ServerType, Problem> {
     if machine.registered_at.is_none() {
-        return Err(refused("Its host never registered: recover or provision the slot."));
+        return Err(invalid_state("The machine's host never registered: recover or provision the slot."));
     }
     let is_live = machine.heartbeat_at.is_some_and(|beat| now.duration_since(beat) < MAX_HEARTBEAT_AGE);
     if !is_live || !machine.is_healthy() {
-        return Err(refused(&format!(
-            "Its host has sent no healthy heartbeat within two minutes: `svcctl power on {0}` if its server is off, \
-             `svcctl power reboot {0}` if its host hangs, or recover the slot.",
+        return Err(invalid_state(&format!(
+            "The machine's host has sent no healthy heartbeat in the last two minutes: use `svcctl power on {0}` if its \
+             server is off, `svcctl power reboot {0}` if its host hangs, or recover the slot.",
             machine.id
         )));
     }
     let Some(server) = machine.provider_server_id else {
-        return Err(refused("It has no server: recover the slot."));
+        return Err(invalid_state("The machine has no server: recover the slot."));
     };
     let server =
         platform.provider.get(ServerId(server)).await.map_err(|error| problems::provider_problem(&error))?;
     match server {
         Some(server) if server.status == ServerStatus::Running => Ok(server.server_type),
-        Some(_) => Err(refused(&format!(
-            "Its server is not running: `svcctl power on {}` switches it on.",
+        Some(_) => Err(invalid_state(&format!(
+            "The machine's server is not running: `svcctl power on {}` switches it on.",
             machine.id
         ))),
-        None => Err(refused("The provider has no such server: recover the slot.")),
+        None => Err(invalid_state("The provider no longer has the machine's server: recover the slot.")),
     }
 }
 
-fn refused(detail: &str) -> Problem {
+fn invalid_state(detail: &str) -> Problem {
     Problem::new(Code::InvalidState, detail)
         .with("machineStatus", json!(Status::Failed))
         .with("allowed", json!([Status::Failed]))

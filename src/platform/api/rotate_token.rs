@@ -40,7 +40,7 @@ async fn rotate(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
         ChangeStart::Started(change) => change,
     };
     if !change.machine.is_active() || change.machine.registered_at.is_none() {
-        let detail = "Only the token of a registered machine that holds its slot can rotate.";
+        let detail = "Only the token of a registered machine that holds its slot can be rotated.";
         return Err(
             Problem::new(Code::InvalidState, detail).with("machineStatus", json!(change.machine.status))
         );
@@ -59,11 +59,11 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "rotateToken",
         method: Method::POST,
         path: "/vps/{id}/rotate-token",
-        summary: "Rotates a machine's UPGRADE_TOKEN with its next heartbeat.",
+        summary: "Rotates a machine's UPGRADE_TOKEN at its next heartbeat.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: None,
-        responses: &[documented_json(200, "The machine, whose token will rotate.", || named("Machine"))],
+        responses: &[documented_json(200, "The machine whose token will be rotated.", || named("Machine"))],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,
@@ -74,14 +74,14 @@ pub static ENDPOINT: Endpoint = Endpoint {
     serve: || post(handle),
 };
 
-async fn handle_all(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+async fn handle_fleet(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
     call.ensure_no_body()?;
     let mutation = Mutation::from_call(&call, &operator)?;
     let outcome = mutation
         .run(&platform, async |tx| {
-            let rotations = TokenRotations { requested: upgrade_token::request_all(tx).await? };
+            let rotations = TokenRotations { requested: upgrade_token::request_all_rotations(tx).await? };
             let reply = Reply::new(StatusCode::OK, rotations);
             let target = "fleet".to_owned();
             let after = Some(json!(rotations));
@@ -92,7 +92,7 @@ async fn handle_all(State(platform): State<Arc<Platform>>, request: Request) -> 
     Ok(outcome.into_reply().into_response())
 }
 
-pub static ALL: Endpoint = Endpoint {
+pub static FLEET_ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "rotateTokens",
@@ -109,5 +109,5 @@ pub static ALL: Endpoint = Endpoint {
         )],
         problems: &[Code::InvalidRequest, Code::IdempotencyMismatch, Code::DatabaseUnavailable],
     },
-    serve: || post(handle_all),
+    serve: || post(handle_fleet),
 };

@@ -46,17 +46,18 @@ pub async fn count_for_limit(platform: &Platform) -> Result<Option<ListedServers
     }
 }
 
-/// The servers that exist or have been ordered.
+/// The number of servers that exist or have been ordered.
 ///
 /// # Errors
 /// [`DbError`].
 async fn count_used(client: &impl GenericClient, listed: Option<ListedServers>) -> Result<u64, DbError> {
-    Ok(used(listed, db::servers::count_own(client).await?))
+    Ok(total_used(listed, db::servers::count_own(client).await?))
 }
 
-/// Without a list, the servers of the platform's machines. A server that was recorded after the list was requested may
-/// be missing from it. It no longer counts as ordered, so it is added to the list.
-fn used(listed: Option<ListedServers>, own: OwnServers) -> u64 {
+/// Without a list, only the servers of the platform's machines count. A server that was recorded after the list was
+/// requested may be missing from the list. It no longer counts as ordered, so it is added. A server that the provider
+/// has created but the platform has not recorded yet counts twice, as listed and as ordered.
+fn total_used(listed: Option<ListedServers>, own: OwnServers) -> u64 {
     let listed = listed.and_then(|list| Some(list.listed? + own.existing.saturating_sub(list.recorded)));
     listed.unwrap_or_default().max(own.existing) + own.ordered
 }
@@ -128,7 +129,7 @@ pub async fn check_room_for_replacement(
     let others: Vec<_> = others.iter().map(ToString::to_string).collect();
     let detail = format!(
         "{} A replacement may exceed the limit by one server, but the slot still has the servers of other machines \
-         ({}): `svcctl discard <machine>` deletes one before its time.",
+         ({}): `svcctl discard <machine>` deletes one early.",
         shortage.detail,
         others.join(", ")
     );
@@ -150,7 +151,7 @@ async fn measure_room(
     }
     let shortage = platform.config.provider.server_limit.filter(|limit| used >= *limit).map(|limit| {
         let detail = format!(
-            "The provider's project has {used} servers, ordered ones included, and PROVIDER_SERVER_LIMIT is {limit}."
+            "The provider's project has {used} servers, including ordered ones, and PROVIDER_SERVER_LIMIT is {limit}."
         );
         Problem::new(Code::ServerLimitReached, detail)
             .with("servers", json!(used))
@@ -164,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn used_counts_servers_recorded_since_the_list() {
+    fn total_used_counts_servers_recorded_since_list() {
         let own = |existing, ordered| OwnServers { existing, ordered };
         let list = |listed, recorded| Some(ListedServers { listed, recorded });
         for (listed, own, servers) in [
@@ -172,13 +173,13 @@ mod tests {
             (list(None, 2), own(2, 1), 3),
             // Three of the listed servers are not the platform's.
             (list(Some(5), 2), own(2, 1), 6),
-            // An order became a server after the list.
+            // An ordered server was created and recorded after the list was requested.
             (list(Some(5), 2), own(3, 0), 6),
-            // A server was deleted since then, or the list is incomplete.
+            // A server has been deleted since then, or the list is incomplete.
             (list(Some(5), 2), own(1, 0), 5),
             (list(Some(1), 3), own(3, 0), 3),
         ] {
-            assert_eq!(used(listed, own), servers, "{listed:?} {own:?}");
+            assert_eq!(total_used(listed, own), servers, "{listed:?} {own:?}");
         }
     }
 }

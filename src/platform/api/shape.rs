@@ -1,4 +1,4 @@
-//! Schemas of names and words, which requests and parameters of several routes share.
+//! Schemas of names and enumerated words that the requests and parameters of several routes share.
 
 use serde_json::{Value, json};
 

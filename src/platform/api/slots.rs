@@ -27,8 +27,8 @@ use svc_wire::slot::{Subscription, SubscriptionList};
 
 const PAGE_SIZE: usize = 1000;
 
-/// `USER/SLOT`.
-fn cursor() -> Value {
+/// The schema of a cursor, `USER/SLOT`.
+fn cursor_schema() -> Value {
     let (user, slot) = (IdpUserId::PATTERN, Slot::PATTERN);
     matching(&format!("{}/{}", user.trim_end_matches('$'), slot.trim_start_matches('^')))
 }
@@ -139,10 +139,10 @@ pub static LIST: Endpoint = Endpoint {
                 schema: idp_user_id,
                 about: "Only subscriptions of this user.",
             },
-            Parameter { schema: cursor, ..CURSOR },
+            Parameter { schema: cursor_schema, ..CURSOR },
         ],
         body: None,
-        responses: &[documented_json(200, "A page.", schema_of::<SubscriptionList>)],
+        responses: &[documented_json(200, "A page of subscriptions.", schema_of::<SubscriptionList>)],
         problems: &[Code::DatabaseUnavailable],
     },
     serve: || routing::get(list),

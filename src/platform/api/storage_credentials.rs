@@ -1,6 +1,6 @@
 //! POST `/vps/:id/storage-credentials`: issues credentials for the host's slot in the object store.
 //!
-//! Only the slot's current machine gets them, and for a short time a machine whose final backup is pending.
+//! Only the slot's current machine gets credentials, and, for a short time, a machine whose final backup is pending.
 
 use std::sync::Arc;
 
@@ -38,19 +38,20 @@ pub async fn handle(
     platform.rates.admit_credentials(id)?;
     let grant = if machine.is_active() {
         SessionGrant::WithOutage
-    } else if heartbeat::needs_last_backup(&platform, &machine).await? {
+    } else if heartbeat::is_final_backup_pending(&platform, &machine).await? {
         SessionGrant::Working
     } else if machine.deleted_at.is_some() {
         return Err(unauthorized());
     } else {
         return Err(Problem::new(Code::Superseded, "Another machine has replaced this one."));
     };
-    let access = platform.host_store.access(&machine, grant).await.map_err(|error| {
+    let access = platform.host_store.grant_access(&machine, grant).await.map_err(|error| {
         tracing::warn!(machine = %id, error = %chain(&error), "cannot issue storage credentials");
         svc_store::problem::unavailable()
     })?;
-    let credentials =
-        access.wire().ok_or_else(|| Problem::new(Code::Disabled, "The store does not use credentials."))?;
+    let credentials = access
+        .to_response()
+        .ok_or_else(|| Problem::new(Code::Disabled, "The store does not use credentials."))?;
     let mut response = Json(credentials).into_response();
     response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     Ok(response)

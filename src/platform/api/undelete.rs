@@ -16,8 +16,8 @@ use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope,
 use super::mutation::{self, Mutation, Reply};
 use super::{problems, restorable};
 use crate::context::Platform;
+use crate::db;
 use crate::db::machine_row::MachineRow;
-use crate::db::{self};
 use crate::lifecycle::{self, Change, CreatedOperation, EventContext};
 use svc_http::openapi::{Operation, schema_of};
 use svc_http::path_params::PathParams;
@@ -43,8 +43,8 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
-    let seen = db::machines::get(&session, id).await?;
-    if let Some(deleted) = seen.filter(|machine| machine.deleted_at.is_some()) {
+    let unlocked = db::machines::get(&session, id).await?;
+    if let Some(deleted) = unlocked.filter(|machine| machine.deleted_at.is_some()) {
         // No session is held during requests to the store.
         drop(session);
         ensure_may_return(platform, &deleted).await?;
@@ -55,16 +55,16 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
         ChangeStart::Started(change) => change,
     };
     if let Some(created) = find_undo(&change.tx, &change.machine).await? {
-        let body = |after: &MachineRow| body(after, created, true);
+        let body = |after: &MachineRow| response_body(after, created, true);
         return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
     }
     let created = reinstate(platform, &change.tx, &change.machine).await?;
-    let body = |after: &MachineRow| body(after, created, false);
+    let body = |after: &MachineRow| response_body(after, created, false);
     change.end(ChangeEffect::Changed("undelete"), StatusCode::ACCEPTED, body).await
 }
 
-/// Rejects a machine whose slot is held by another machine in the store. An unavailable store passes, because the operation
-/// checks again before any change.
+/// Rejects a machine whose slot is, according to the store, held by another machine. If the store is unavailable, the
+/// check passes: the operation repeats it before any change.
 ///
 /// # Errors
 /// `invalid_state`.
@@ -92,7 +92,8 @@ async fn find_undo(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<
 /// Returns a deleted machine to its slot.
 ///
 /// # Errors
-/// `invalid_state` if it is not deleted, its server is or is being deleted, or a later machine has served the slot.
+/// `invalid_state` if the machine is not deleted, its server has been or is being deleted, or a later machine has
+/// served the slot.
 pub async fn reinstate(
     platform: &Platform,
     tx: &Transaction<'_>,
@@ -102,11 +103,11 @@ pub async fn reinstate(
     let highest = db::machines::find_highest_epoch(tx, &machine.user, &machine.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: machine.server_power() };
     // A machine that had failed before its deletion stays failed for the same reason.
-    let failure = machine.failure.as_ref().filter(|failure| !failure.cause.heals());
+    let failure = machine.failure.as_ref().filter(|failure| !failure.cause.is_healed_by_heartbeat());
     let earlier = failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
-    let undone = ("reinstate", "its deletion was undone; it runs with its next healthy heartbeat");
-    let with = EventContext { failed_at: earlier.or(Some(undone)), ..EventContext::default() };
-    let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
+    let undone = ("reinstate", "its deletion was undone; its next healthy heartbeat returns it to service");
+    let context = EventContext { failed_at: earlier.or(Some(undone)), ..EventContext::default() };
+    let change = lifecycle::apply(tx, &platform.mint, machine, &event, context).await;
     match change.map_err(|error| problems::lifecycle_problem(error, machine))? {
         Change::Moved { created: Some(created) } => Ok(created),
         Change::Moved { created: None } | Change::Unchanged => Err(not_deleted(machine)),
@@ -118,25 +119,29 @@ async fn ensure_can_reinstate(tx: &Transaction<'_>, machine: &MachineRow) -> Res
         return Err(not_deleted(machine));
     }
     if machine.registered_at.is_none() {
-        return Err(refused("The machine never served: provision the slot."));
+        return Err(invalid_state("The machine never served: provision the slot."));
     }
     let removal = db::operations::find_newest(tx, machine.id, "remove_server").await?;
     // A removal that was abandoned, or failed because the machine serves, has left the server untouched.
     if !machine.server_exists() || removal.as_ref().is_some_and(|removal| removal.state == "succeeded") {
-        return Err(refused("Its server is deleted: provision the slot, which restores its snapshot."));
+        return Err(invalid_state(
+            "The machine's server has been deleted: provision the slot, which restores its latest snapshot.",
+        ));
     }
     if let Some(removal) = removal.filter(|removal| removal.state == "running") {
-        return Err(refused(&format!(
-            "Operation {0} is deleting its server: `svcctl operation abandon {0}` keeps the server if the provider still has \
-             it, then undelete again. Else provision the slot, which restores its snapshot.",
+        return Err(invalid_state(&format!(
+            "Operation {0} is deleting the machine's server: `svcctl operation abandon {0}` keeps the server if the provider \
+             still has it; then undelete again. Otherwise provision the slot, which restores its latest snapshot.",
             removal.id
         )));
     }
     if db::machines::find_in_slot(tx, &machine.user, &machine.slot).await?.is_some() {
-        return Err(refused("Another machine holds the slot; delete that machine first."));
+        return Err(invalid_state("Another machine holds the slot; delete that machine first."));
     }
     if db::machines::has_registered_successor(tx, machine).await? {
-        return Err(refused("A later machine has served the slot, so this machine's data is outdated."));
+        return Err(invalid_state(
+            "A later machine has served the slot, so this machine's data is outdated.",
+        ));
     }
     Ok(())
 }
@@ -148,13 +153,13 @@ fn not_deleted(machine: &MachineRow) -> Problem {
         .with("allowed", json!([]))
 }
 
-fn refused(detail: &str) -> Problem {
+fn invalid_state(detail: &str) -> Problem {
     Problem::new(Code::InvalidState, detail)
         .with("machineStatus", json!("deleted"))
         .with("allowed", json!([]))
 }
 
-fn body(machine: &MachineRow, created: CreatedOperation, already_undone: bool) -> UndeletedMachine {
+fn response_body(machine: &MachineRow, created: CreatedOperation, already_undone: bool) -> UndeletedMachine {
     UndeletedMachine {
         machine_id: machine.id.into(),
         kind: machine.kind.into(),

@@ -1,5 +1,5 @@
-//! GET `/vps/:id/usage`: the cost of an owner's dispatches, as reported by the machine's host. It is the owner's
-//! data, so each read is audited, including failed ones.
+//! GET `/vps/:id/usage`: the cost of an owner's dispatches, as reported by the machine's host. The report is the
+//! owner's data, so each read is audited, even if it fails.
 
 use std::sync::Arc;
 
@@ -42,20 +42,24 @@ pub async fn handle(
     let mut fields = call.query_fields();
     let query = UsageQuery::read(&mut fields);
     let query = fields.finish(Some(query))?;
-    let read = read(&platform, id, &query).await;
-    // Before the response: a read that cannot be recorded is refused.
-    record(&platform, &operator, id, &query, &read).await?;
-    Ok(([(header::CACHE_CONTROL, "no-store")], Json(read?)).into_response())
+    let report = fetch_report(&platform, id, &query).await;
+    // If the read cannot be audited, the report is withheld.
+    audit_read(&platform, &operator, id, &query, &report).await?;
+    Ok(([(header::CACHE_CONTROL, "no-store")], Json(report?)).into_response())
 }
 
-async fn read(platform: &Platform, id: MachineId, query: &UsageQuery) -> Result<UsageReport, Problem> {
+async fn fetch_report(
+    platform: &Platform,
+    id: MachineId,
+    query: &UsageQuery,
+) -> Result<UsageReport, Problem> {
     let session = platform.report_db.session().await?;
     let machine = db::machines::get(&session, id).await?;
     // No connection is held while the host is called.
     drop(session);
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
-    check_serves(&machine)?;
-    let response = host_call::usage(platform, &machine, query).await.map_err(|error| {
+    ensure_serving(&machine)?;
+    let response = host_call::fetch_usage(platform, &machine, query).await.map_err(|error| {
         tracing::warn!(machine = %id, error = %chain(&error), "cannot read the host's usage");
         host_problem(id, &error)
     })?;
@@ -68,7 +72,7 @@ async fn read(platform: &Platform, id: MachineId, query: &UsageQuery) -> Result<
 }
 
 /// Rejects a machine whose host does not serve.
-fn check_serves(machine: &MachineRow) -> Result<(), Problem> {
+fn ensure_serving(machine: &MachineRow) -> Result<(), Problem> {
     let id = machine.id;
     if machine.deleted_at.is_some() {
         let detail = format!("Machine {id} has been deleted, so no host reports its usage.");
@@ -140,18 +144,18 @@ fn host_problem(id: MachineId, error: &UsageError) -> Problem {
 }
 
 /// Audits the read and its outcome.
-async fn record(
+async fn audit_read(
     platform: &Platform,
     operator: &Operator,
     id: MachineId,
     query: &UsageQuery,
-    read: &Result<UsageReport, Problem>,
+    report: &Result<UsageReport, Problem>,
 ) -> Result<(), Problem> {
     let mut after = json!({});
     for (name, value) in query.pairs() {
         after[name] = value.into();
     }
-    after["outcome"] = read.as_ref().map_or_else(|problem| problem.code.as_str(), |_| "read").into();
+    after["outcome"] = report.as_ref().map_or_else(|problem| problem.code.as_str(), |_| "read").into();
     let change =
         AuditChange { action: "usage.read", target: id.to_string(), before: None, after: Some(after) };
     let mut session = platform.report_db.session().await?;
@@ -192,11 +196,15 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "getUsage",
         method: Method::GET,
         path: "/vps/{id}/usage",
-        summary: "Reports the cost of the machine's dispatches, as reported by its host. Each read is audited.",
+        summary: "Returns the cost of the machine's dispatches, as reported by its host. Each read is audited.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, usage::USER_ID, usage::START_DATE, usage::END_DATE, usage::GROUP_BY],
         body: None,
-        responses: &[documented_json(200, "The sums.", schema_of::<UsageReport>)],
+        responses: &[documented_json(
+            200,
+            "The costs, summed by the requested grouping.",
+            schema_of::<UsageReport>,
+        )],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,
@@ -226,14 +234,14 @@ mod tests {
     }
 
     #[test]
-    fn parse_keeps_known_fields_and_truncates_texts() {
-        let passed = serde_json::to_value(report(|it| it["secret"] = json!("x")).unwrap()).unwrap();
-        assert_eq!(passed["entries"][0]["userId"], "a\u{FFFD}[2J");
-        assert_eq!((&passed["totalCost"], &passed["secret"]), (&json!(1.5), &Value::Null));
+    fn parse_report_drops_unknown_fields_and_sanitizes_texts() {
+        let parsed = serde_json::to_value(report(|it| it["secret"] = json!("x")).unwrap()).unwrap();
+        assert_eq!(parsed["entries"][0]["userId"], "a\u{FFFD}[2J");
+        assert_eq!((&parsed["totalCost"], &parsed["secret"]), (&json!(1.5), &Value::Null));
     }
 
     #[test]
-    fn parse_rejects_invalid_reports() {
+    fn parse_report_rejects_invalid_reports() {
         assert!(report(|it| it["totalCost"] = json!(-1)).is_err());
         assert!(report(|it| it["entries"][0]["cost"] = json!(-0.1)).is_err());
         assert!(report(|it| it["entries"][0]["date"] = json!("soon")).is_err());

@@ -1,9 +1,9 @@
-//! The numbers of database connections of a platform process, by purpose.
+//! Limits on the database connections of one platform process, by purpose.
 
 use crate::vars;
 use svc_base::config::Env;
 
-/// Maximum database connections of one process, by purpose.
+/// Maximum number of database connections of one process, by purpose.
 #[derive(Debug, Clone, Copy)]
 pub struct Connections {
     /// For operators' changes, operations and the reconciler.
@@ -12,7 +12,7 @@ pub struct Connections {
     pub hosts: usize,
     /// For operators' reports on the fleet.
     pub reports: usize,
-    /// For sessions of the router.
+    /// For the router's sessions.
     pub router: usize,
 }
 

@@ -9,26 +9,26 @@ use crate::vars;
 use svc_base::config::Env;
 use svc_base::variable::Variable;
 
-/// Reads both keys and reports every mistake.
+/// Reads both keys. Records mistakes in `env` and returns `None` if there are any.
 pub fn read(env: &mut Env) -> Option<PlatformKeys> {
     let (variable, previous_variable) = (&vars::PLATFORM_KEY, &vars::PLATFORM_KEY_PREVIOUS);
-    let current = env.required_secret(variable).and_then(|text| key_of(env, variable, &text));
+    let current = env.required_secret(variable).and_then(|text| parse_key(env, variable, &text));
     let previous = match env.secret(previous_variable) {
-        Some(text) => Some(key_of(env, previous_variable, &text)?),
+        Some(text) => Some(parse_key(env, previous_variable, &text)?),
         None => None,
     };
     let (current, previous) = (current?, previous);
     if previous.as_ref().is_some_and(|previous| previous.expose_secret() == current.expose_secret()) {
         env.mistake(
             previous_variable,
-            "must be another key than PLATFORM_KEY; unset it unless a key is being replaced",
+            "must differ from PLATFORM_KEY; unset it unless a key is being replaced",
         );
         return None;
     }
     Some(PlatformKeys { current, previous })
 }
 
-fn key_of(env: &mut Env, variable: &Variable, text: &SecretString) -> Option<SecretSlice<u8>> {
+fn parse_key(env: &mut Env, variable: &Variable, text: &SecretString) -> Option<SecretSlice<u8>> {
     let text = text.expose_secret();
     let bytes = hex::decode(text).ok().filter(|bytes| bytes.len() == 32).or_else(|| B64.decode(text).ok());
     match bytes {
@@ -44,7 +44,7 @@ fn key_of(env: &mut Env, variable: &Variable, text: &SecretString) -> Option<Sec
 mod tests {
     use super::*;
 
-    /// The mistakes of two settings, if any.
+    /// The mistakes reported for these two settings.
     fn mistakes(current: &'static str, previous: &'static str) -> Vec<String> {
         let mut env = Env::from_pairs([("PLATFORM_KEY", current), ("PLATFORM_KEY_PREVIOUS", previous)]);
         let keys = read(&mut env);
@@ -54,10 +54,10 @@ mod tests {
     #[test]
     fn previous_platform_key_must_differ() {
         let zeros = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
-        // The same 32 bytes in the other form.
+        // The same 32 bytes in hexadecimal.
         let same = mistakes(zeros, "0000000000000000000000000000000000000000000000000000000000000000");
         assert_eq!(same.len(), 1, "{same:?}");
-        assert!(same[0].starts_with("PLATFORM_KEY_PREVIOUS: must be another key"), "{same:?}");
+        assert!(same[0].starts_with("PLATFORM_KEY_PREVIOUS: must differ"), "{same:?}");
         assert!(!same[0].contains("0000"), "{same:?}");
         assert!(mistakes(zeros, "AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=").is_empty());
         let both = mistakes("hunter2", "hunter2-too");

@@ -1,4 +1,4 @@
-//! The settings of new machines and of the provider that they are created at.
+//! Settings for new machines and for the provider that creates their servers.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -6,19 +6,19 @@ use std::time::Duration;
 use secrecy::SecretString;
 use url::Url;
 
-use super::seconds;
+use super::read_seconds;
 use crate::vars;
 use svc_base::config::{Env, Flag};
 use svc_base::variable::Variable;
 use svc_machine::name::{ImageVersion, Location, ServerType};
 
-/// Settings of the provision route.
+/// Settings for provisioning.
 pub struct Provisioning {
     pub enabled: Flag,
     pub billing_enforcement: Flag,
-    /// Whether a provision that adds a customer needs the confirmations.
+    /// Whether a provision that adds a customer requires confirmation.
     pub confirmation: Flag,
-    /// The environment's name, for people.
+    /// The environment's name, shown to operators.
     pub environment: Option<String>,
     pub image_version: ImageVersion,
     pub server_type: ServerType,
@@ -32,30 +32,30 @@ pub struct Provisioning {
 pub struct ProviderConfig {
     pub api_url: Url,
     pub token: SecretString,
-    /// The project's name, for people.
+    /// The project's name, shown to operators.
     pub project: Option<String>,
-    /// The project's limit of servers.
+    /// Maximum number of servers in the project.
     pub server_limit: Option<u64>,
     pub image: String,
-    /// How long a create request without a response may still produce a server.
+    /// How long after an unanswered create request its server may still appear.
     pub ambiguous_wait: Duration,
 }
 
-/// Maximum length of the names of environment and project.
+/// Maximum length of the environment's and the project's name.
 const MAX_NAME_CHARS: usize = 64;
 
-/// Maximum fallback locations per machine.
+/// Maximum number of fallback locations per machine.
 pub const MAX_FALLBACK_LOCATIONS: usize = 8;
 
-pub(super) fn provisioning(env: &mut Env) -> Option<Provisioning> {
+pub(super) fn read_provisioning(env: &mut Env) -> Option<Provisioning> {
     let enabled = env.flag(&vars::CUSTOMER_VPS_ENABLED);
     let billing_enforcement = env.flag(&vars::BILLING_ENFORCEMENT);
     let confirmation = env.flag(&vars::PROVISION_CONFIRMATION);
-    let environment = short_name(env, &vars::PLATFORM_ENVIRONMENT);
+    let environment = read_short_name(env, &vars::PLATFORM_ENVIRONMENT);
     let image_version = env.required(&vars::CUSTOMER_VPS_IMAGE_VERSION);
-    let server_type = named(env, &vars::PROVIDER_SERVER_TYPE);
-    let location = named(env, &vars::PROVIDER_LOCATION);
-    let fallback_locations = fallback_locations(env);
+    let server_type = read_or_default(env, &vars::PROVIDER_SERVER_TYPE);
+    let location = read_or_default(env, &vars::PROVIDER_LOCATION);
+    let fallback_locations = read_fallback_locations(env);
     let preview_max_per_owner = env.or_default(&vars::PREVIEW_MAX_PER_OWNER);
     let preview_ttl =
         Duration::from_secs(env.or_default::<u64>(&vars::PREVIEW_TTL_HOURS).saturating_mul(3600));
@@ -73,8 +73,8 @@ pub(super) fn provisioning(env: &mut Env) -> Option<Provisioning> {
     })
 }
 
-/// `nbg1,hel1`, in the order in which they are tried.
-fn fallback_locations(env: &mut Env) -> Option<Vec<Location>> {
+/// Reads a list such as `nbg1,hel1`, in the order in which the locations are tried.
+fn read_fallback_locations(env: &mut Env) -> Option<Vec<Location>> {
     let variable = &vars::PROVIDER_FALLBACK_LOCATIONS;
     let text = env.text(variable).unwrap_or_default();
     let names = text.split(',').map(str::trim).filter(|name| !name.is_empty());
@@ -91,28 +91,31 @@ fn fallback_locations(env: &mut Env) -> Option<Vec<Location>> {
     }
 }
 
-fn named<T: std::str::FromStr<Err: std::fmt::Display>>(env: &mut Env, variable: &Variable) -> Option<T> {
+fn read_or_default<T: std::str::FromStr<Err: std::fmt::Display>>(
+    env: &mut Env,
+    variable: &Variable,
+) -> Option<T> {
     if env.is_set(variable) { env.optional(variable) } else { Some(variable.default_value()) }
 }
 
-pub(super) fn provider(env: &mut Env) -> Option<ProviderConfig> {
+pub(super) fn read_provider(env: &mut Env) -> Option<ProviderConfig> {
     let api_url = match env.is_set(&vars::PROVIDER_API_URL) {
         true => env.web_url(&vars::PROVIDER_API_URL),
         false => Some(vars::PROVIDER_API_URL.default_value()),
     };
     let token = env.required_secret(&vars::PROVIDER_API_TOKEN);
-    let project = short_name(env, &vars::PROVIDER_PROJECT);
+    let project = read_short_name(env, &vars::PROVIDER_PROJECT);
     let server_limit = env.optional(&vars::PROVIDER_SERVER_LIMIT).map(NonZeroU64::get);
     let image = env.or_default(&vars::PROVIDER_IMAGE);
-    let ambiguous_wait = seconds(env, &vars::PROVIDER_AMBIGUOUS_WAIT_SECONDS);
+    let ambiguous_wait = read_seconds(env, &vars::PROVIDER_AMBIGUOUS_WAIT_SECONDS);
     Some(ProviderConfig { api_url: api_url?, token: token?, project, server_limit, image, ambiguous_wait })
 }
 
-/// A name that is shown to operators in one line.
-fn short_name(env: &mut Env, variable: &Variable) -> Option<String> {
+/// Reads a name that is shown to operators on one line.
+fn read_short_name(env: &mut Env, variable: &Variable) -> Option<String> {
     let name = env.text(variable)?;
     if name.chars().count() > MAX_NAME_CHARS || name.chars().any(char::is_control) {
-        env.mistake(variable, format!("must have at most {MAX_NAME_CHARS} characters, in one line"));
+        env.mistake(variable, format!("must have at most {MAX_NAME_CHARS} characters, on one line"));
         return None;
     }
     Some(name)

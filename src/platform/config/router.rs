@@ -11,7 +11,7 @@ use svc_http::networks::Networks;
 
 use crate::public_host::PublicHost;
 
-/// A change of a machine must take effect within one second.
+/// Upper limit of the poll interval: a change of a machine must take effect within one second.
 const MAX_POLL_INTERVAL_MS: u64 = 500;
 
 #[derive(Debug, Clone)]
@@ -22,21 +22,22 @@ pub struct RouterConfig {
     pub public_scheme: Option<&'static str>,
     pub idp: TrustedIssuer,
     pub sign_in: Url,
-    /// Redirect target for users without a running machine. Only for legacy deployments.
+    /// Redirect target for users without a running machine; only for legacy deployments.
     pub legacy_fallback: Option<Url>,
     pub poll_interval: Duration,
-    /// Maximum age at which routes are served while the database is unreachable.
+    /// Maximum age of the routes that are served while the database is unreachable.
     pub max_staleness: Duration,
     /// Requests per user per second; 0 means no limit.
     pub user_rate: u32,
-    /// Checks of uncached credentials per address per second; 0 means no limit.
+    /// Verifications of uncached credentials per client address per second; 0 means no limit.
     pub check_rate: u32,
-    /// Load balancers in front of the router, exempt from the limit per address.
+    /// Load balancers in front of the router. They are exempt from the limit per address.
     pub trusted_proxies: Networks,
 }
 
 impl RouterConfig {
-    /// Reads `APP_HOST`, `CODE_HOST`, `ROUTER_*`, `IDP_*`, `LEGACY_FALLBACK_URL` and `PLATFORM_ROUTES_POLL_MS`. Records mistakes in `env` and returns `None` if there are any.
+    /// Reads `APP_HOST`, `CODE_HOST`, `ROUTER_*`, `IDP_*`, `LEGACY_FALLBACK_URL` and `PLATFORM_ROUTES_POLL_MS`. Records
+    /// mistakes in `env` and returns `None` if there are any.
     pub fn read(env: &mut Env) -> Option<Self> {
         let app_host: Option<HostAndPort> = env.required(&vars::APP_HOST);
         let code_host: Option<HostAndPort> = env.required(&vars::CODE_HOST);
@@ -53,8 +54,8 @@ impl RouterConfig {
             }
         };
         let issuer: Option<String> = env.required(&vars::IDP_ISSUER);
-        let audiences = audiences(env);
-        let jwks_url = jwks_url(env, issuer.as_deref());
+        let audiences = read_audiences(env);
+        let jwks_url = read_jwks_url(env, issuer.as_deref());
         env.require(&vars::IDP_SIGN_IN_URL);
         let sign_in = env.web_url(&vars::IDP_SIGN_IN_URL);
         let legacy_fallback = env.web_url(&vars::LEGACY_FALLBACK_URL);
@@ -79,12 +80,12 @@ impl RouterConfig {
         })
     }
 
-    /// The public host of a request's authority.
+    /// Returns the public host that a request's authority names.
     pub fn find_host(&self, authority: &str) -> Option<PublicHost> {
-        if self.app_host.is(authority) {
+        if self.app_host.matches(authority) {
             Some(PublicHost::App)
         } else {
-            self.code_host.is(authority).then_some(PublicHost::Code)
+            self.code_host.matches(authority).then_some(PublicHost::Code)
         }
     }
 
@@ -96,17 +97,17 @@ impl RouterConfig {
     }
 }
 
-fn audiences(env: &mut Env) -> Option<Vec<String>> {
+fn read_audiences(env: &mut Env) -> Option<Vec<String>> {
     let text: String = env.required(&vars::IDP_AUDIENCE)?;
     let all: Vec<String> =
         text.split(',').map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).collect();
     if all.is_empty() {
-        env.mistake(&vars::IDP_AUDIENCE, "must name at least one audience; several are separated by commas");
+        env.mistake(&vars::IDP_AUDIENCE, "must name at least one audience; separate several by commas");
     }
     Some(all)
 }
 
-fn jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
+fn read_jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
     if env.is_set(&vars::IDP_JWKS_URL) {
         return env.web_url(&vars::IDP_JWKS_URL);
     }
@@ -126,26 +127,26 @@ pub struct HostAndPort {
 }
 
 impl HostAndPort {
-    /// Without the port, in lower case.
+    /// The host name without the port, in lower case.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    fn is(&self, authority: &str) -> bool {
-        let (name, port) = split(authority);
+    fn matches(&self, authority: &str) -> bool {
+        let (name, port) = split_port(authority);
         name.eq_ignore_ascii_case(&self.name) && self.port.is_none_or(|own| port == Some(own))
     }
 
-    /// The authority of a URL to this host, for a client that reached the router at `here`.
-    pub fn authority(&self, here: &str) -> String {
-        match self.port.or_else(|| split(here).1) {
+    /// The authority of a URL to this host, for a client whose own request had the authority `requested`.
+    pub fn authority(&self, requested: &str) -> String {
+        match self.port.or_else(|| split_port(requested).1) {
             Some(port) => format!("{}:{port}", self.name),
             None => self.name.clone(),
         }
     }
 }
 
-fn split(authority: &str) -> (&str, Option<u16>) {
+fn split_port(authority: &str) -> (&str, Option<u16>) {
     match authority.rsplit_once(':') {
         Some((name, port)) => match port.parse() {
             Ok(port) => (name, Some(port)),
@@ -159,10 +160,10 @@ impl std::str::FromStr for HostAndPort {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let (name, port) = split(text);
-        let fits = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
-        if name.is_empty() || !name.chars().all(fits) {
-            return Err("must be a host name, optionally with the :port that requests must match");
+        let (name, port) = split_port(text);
+        let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
+        if name.is_empty() || !name.chars().all(is_allowed) {
+            return Err("must be a host name, optionally followed by the :port that requests must use");
         }
         Ok(Self { name: name.to_ascii_lowercase(), port })
     }

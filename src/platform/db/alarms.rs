@@ -15,7 +15,7 @@ pub struct AlarmRow {
     pub since: Timestamp,
     pub seen_at: Timestamp,
     pub detail: Value,
-    /// Work continues until this time, although the alarm is raised.
+    /// Until this time, the alarm does not block work.
     pub released_until: Option<Timestamp>,
 }
 
@@ -33,7 +33,7 @@ fn parse(row: &Row) -> AlarmRow {
     }
 }
 
-/// Lifetime of an alarm that is not raised again.
+/// How long an alarm stays active if it is not raised again.
 #[derive(Debug, Clone, Copy)]
 pub enum AlarmLifetime {
     UntilCleared,
@@ -42,50 +42,50 @@ pub enum AlarmLifetime {
 
 #[derive(Debug, Clone, Copy)]
 pub struct RaiseOutcome {
-    /// It was not active before.
+    /// Whether the alarm was inactive before.
     pub is_new: bool,
     pub is_released: bool,
 }
 
-/// Raises an alarm. The detail replaces an earlier one.
+/// Raises an alarm. Its detail replaces the stored detail.
 pub async fn raise(
     client: &impl GenericClient,
     alarm: &str,
     detail: &Value,
-    lasting: AlarmLifetime,
+    lifetime: AlarmLifetime,
 ) -> Result<RaiseOutcome, DbError> {
-    raise_with(client, alarm, (detail, "excluded.detail"), lasting).await
+    raise_with(client, alarm, (detail, "excluded.detail"), lifetime).await
 }
 
-/// Raises an alarm about one more case. Its detail is an object, which is merged into those of earlier cases, up to
-/// 100.
+/// Raises an alarm for one more case. Its detail must be an object; it is merged into the stored detail unless that has
+/// 100 members already.
 pub async fn raise_case(
     client: &impl GenericClient,
     alarm: &str,
     detail: &Value,
-    lasting: AlarmLifetime,
+    lifetime: AlarmLifetime,
 ) -> Result<RaiseOutcome, DbError> {
     let merged = "CASE WHEN known.expires_at <= clock_timestamp() THEN excluded.detail \
                   WHEN (SELECT count(*) FROM jsonb_object_keys(known.detail)) >= 100 THEN known.detail \
                   ELSE known.detail || excluded.detail END";
-    raise_with(client, alarm, (detail, merged), lasting).await
+    raise_with(client, alarm, (detail, merged), lifetime).await
 }
 
 async fn raise_with(
     client: &impl GenericClient,
     alarm: &str,
-    (detail, kept): (&Value, &str),
-    lasting: AlarmLifetime,
+    (detail, merge_sql): (&Value, &str),
+    lifetime: AlarmLifetime,
 ) -> Result<RaiseOutcome, DbError> {
     let sql = format!(
         "INSERT INTO fleet_alarms AS known (alarm, detail, expires_at) \
          VALUES ($1, $2, clock_timestamp() + make_interval(secs => $3)) \
-         ON CONFLICT (alarm) DO UPDATE SET detail = {kept}, seen_at = excluded.seen_at, \
+         ON CONFLICT (alarm) DO UPDATE SET detail = {merge_sql}, seen_at = excluded.seen_at, \
          since = CASE WHEN known.expires_at <= clock_timestamp() THEN excluded.since ELSE known.since END, \
          expires_at = excluded.expires_at \
          RETURNING since = seen_at, coalesce(released_until > clock_timestamp(), false)"
     );
-    let seconds = match lasting {
+    let seconds = match lifetime {
         AlarmLifetime::UntilCleared => None,
         AlarmLifetime::For(time) => Some(time.as_secs_f64()),
     };
@@ -109,7 +109,7 @@ pub async fn list_active(client: &impl GenericClient) -> Result<Vec<AlarmRow>, D
     Ok(query(client, &sql, &[]).await?.iter().map(parse).collect())
 }
 
-/// Allows work for `time` although the alarm is active; `None` where it is not.
+/// Allows work for `time` although the alarm is active; `None` if it is not active.
 pub async fn release(
     client: &impl GenericClient,
     alarm: &str,

@@ -1,4 +1,4 @@
-//! `operator_audit`: every mutating call, written in the transaction of the change and read in pages.
+//! `operator_audit`: every mutating call, recorded in the transaction that makes the change.
 
 use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
@@ -27,7 +27,7 @@ pub async fn write(tx: &Transaction<'_>, entry: &AuditEntry<'_>) -> Result<(), D
     execute(tx, sql, &[&id, actor, action, target, before, after, request_id]).await.map(drop)
 }
 
-/// Selects audit entries.
+/// Selects audit entries; a field that is `None` matches every entry.
 #[derive(Debug, Default)]
 pub struct AuditFilter {
     pub actor: Option<String>,
@@ -35,7 +35,7 @@ pub struct AuditFilter {
     pub target: Option<String>,
     pub since: Option<Timestamp>,
     pub until: Option<Timestamp>,
-    /// Only entries after this one in the list.
+    /// Only entries that come after this one in the list, which is newest first.
     pub before: Option<AuditId>,
 }
 
@@ -59,7 +59,7 @@ pub async fn list(
     limit: i64,
 ) -> Result<Vec<AuditRow>, DbError> {
     let before = filter.before.map(|id| id.0);
-    // A filter that is not set is left out: the planner could not use an index for an optional condition.
+    // Unset filters are omitted from the SQL: the planner cannot use an index for an optional condition.
     let mut sql =
         "SELECT audit_id, at, actor, action, target, before, after, request_id FROM operator_audit \
                    WHERE true"

@@ -1,4 +1,4 @@
-//! `provider_budget`: the provider's rate limit as one bucket for all processes.
+//! `provider_budget`: the provider's rate limit as one token bucket that all processes share.
 
 use std::time::Duration;
 
@@ -7,21 +7,22 @@ use deadpool_postgres::GenericClient;
 use super::{DbError, execute, query_opt};
 use svc_provider::{BudgetGrant, ObservedBudget};
 
+/// Reserves up to `wanted` calls after returning `unused` calls, and updates the bucket from the `observed` limit.
 pub async fn reserve(
     client: &impl GenericClient,
     account: &str,
-    want: u32,
-    back: u32,
-    seen: Option<ObservedBudget>,
+    wanted: u32,
+    unused: u32,
+    observed: Option<ObservedBudget>,
 ) -> Result<BudgetGrant, DbError> {
     let sql = "SELECT granted, wait_seconds FROM provider_reserve($1, $2, $3, $4, $5, $6, $7)";
-    let (want, back) = (i32::try_from(want).unwrap_or(i32::MAX), i32::try_from(back).unwrap_or(0));
-    let left = seen.map(|seen| seen.left);
-    let capacity = seen.map(|seen| seen.capacity);
-    let per_second = seen.and_then(|seen| seen.per_second);
-    let age = seen.map(|seen| seen.at.elapsed().as_secs_f64());
-    let found =
-        query_opt(client, sql, &[&account, &want, &back, &left, &capacity, &per_second, &age]).await?;
+    let (wanted, unused) = (i32::try_from(wanted).unwrap_or(i32::MAX), i32::try_from(unused).unwrap_or(0));
+    let remaining = observed.map(|budget| budget.remaining);
+    let capacity = observed.map(|budget| budget.capacity);
+    let per_second = observed.and_then(|budget| budget.per_second);
+    let age = observed.map(|budget| budget.at.elapsed().as_secs_f64());
+    let params: super::Params<'_> = &[&account, &wanted, &unused, &remaining, &capacity, &per_second, &age];
+    let found = query_opt(client, sql, params).await?;
     let (granted, wait) = found.map_or((0, 0.0), |row| (row.get::<_, i32>(0), row.get::<_, f64>(1)));
     Ok(BudgetGrant {
         calls: u32::try_from(granted).unwrap_or(0),
@@ -29,7 +30,7 @@ pub async fn reserve(
     })
 }
 
-/// Closes the budget for `wait`, because the provider refused a call.
+/// Closes the budget for `wait` after the provider refused a call.
 pub async fn close(client: &impl GenericClient, account: &str, wait: Duration) -> Result<(), DbError> {
     let sql = "UPDATE provider_budget SET tokens = 0, at = clock_timestamp(), \
                closed_until = greatest(closed_until, clock_timestamp() + make_interval(secs => $2)) \

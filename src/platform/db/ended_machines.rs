@@ -1,12 +1,12 @@
-//! Machines that left their slots and still need a person: a kept server with unsaved changes, an abandoned removal,
-//! or an operation that waits for a decision.
+//! Machines that left their slots and still need an operator: because of a kept server with unsaved changes, an
+//! abandoned removal, or an operation that waits for a decision.
 
 use deadpool_postgres::GenericClient;
 
 use super::{DbError, query};
 use svc_machine::id::{MachineId, OperationId};
 
-/// One such machine.
+/// A machine that left its slot and needs an operator.
 #[derive(Debug, Clone)]
 pub struct EndedMachineRow {
     pub machine: MachineId,
@@ -15,13 +15,14 @@ pub struct EndedMachineRow {
     pub handle: String,
     pub status: String,
     pub is_deleted: bool,
-    /// Its server holds changes that no snapshot has, and no operator has accepted their loss.
+    /// Whether its server holds changes that are in no snapshot and whose loss no operator has accepted.
     pub has_unsaved_changes: bool,
     pub is_removal_abandoned: bool,
     pub waiting_operation: Option<OperationId>,
 }
 
-/// Oldest first. Only machines whose servers may still exist are read, so the cost does not grow with the history.
+/// Lists these machines, oldest first. Only machines whose servers may still exist are read, so that the cost does not
+/// grow with the history.
 pub async fn list_needing_attention(client: &impl GenericClient) -> Result<Vec<EndedMachineRow>, DbError> {
     let sql = "SELECT * FROM (SELECT m.machine_id, m.idp_user_id, m.slot, m.handle, m.status, m.deleted_at IS NOT NULL, \
                    m.unsaved_since IS NOT NULL AND m.discard_ordered_at IS NULL AS unsaved, \

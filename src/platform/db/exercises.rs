@@ -1,4 +1,4 @@
-//! Recoveries and rollbacks on test slots, found in the records that exist anyway.
+//! Recoveries and rollbacks on test slots, found in existing tables: exercises have no table of their own.
 
 use deadpool_postgres::GenericClient;
 use jiff::Timestamp;
@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use super::{DbError, query_opt};
 use svc_machine::id::MachineId;
 
-/// The last success of an exercise.
+/// The newest successful exercise of a kind.
 #[derive(Debug, Clone, Copy)]
 pub struct ExerciseRow {
     pub at: Timestamp,
@@ -25,7 +25,8 @@ pub async fn find_recovery(client: &impl GenericClient) -> Result<Option<Exercis
     find(client, &sql).await
 }
 
-/// The newest rollback on a test slot: an operator took its machine out of service, or its host rolled a release back.
+/// The newest rollback on a test slot: an operator marked its machine as failed or deleted it, or its host rolled back
+/// a release.
 pub async fn find_rollback(client: &impl GenericClient) -> Result<Option<ExerciseRow>, DbError> {
     let sql = format!(
         "SELECT a.at, m.machine_id FROM {TEST_MACHINES} JOIN operator_audit a ON a.target = m.machine_id::text \

@@ -1,6 +1,6 @@
-//! The state of every active machine, in one statement, for the fleet view.
+//! Reads the state of every active machine, for the fleet view.
 //!
-//! The invariant: running operations and backups are each read once for the fleet, never once per machine.
+//! Invariant: one statement reads everything; operations and backups are never queried per machine.
 
 use deadpool_postgres::GenericClient;
 use jiff::Timestamp;
@@ -18,27 +18,27 @@ pub struct FleetRow {
     pub status: String,
     pub failure_cause: Option<String>,
     pub image_version: String,
-    /// Since its creation.
+    /// Age of the machine's row.
     pub age: f64,
     pub heartbeat_age: Option<f64>,
     /// `ok` or `failing`; `None` before the first heartbeat.
     pub gateway: Option<String>,
     pub database: Option<String>,
-    /// `None` also if the release has no code-server.
+    /// Also `None` if the release has no code-server.
     pub code: Option<String>,
-    /// The last heartbeat had no measurement of the disk.
+    /// Whether the last heartbeat lacked a measurement of the disk.
     pub is_disk_unknown: bool,
-    /// Age of the last verified snapshot of the slot, by any of its machines.
+    /// Age of the slot's last verified snapshot, from any of its machines.
     pub backup_age: Option<f64>,
-    /// `success` or `error`: the outcome of the last run.
+    /// Outcome of the last backup: `success` or `error`.
     pub backup_status: Option<String>,
-    /// The error of a failed run, truncated.
+    /// Error of a failed backup, truncated.
     pub backup_error: Option<String>,
     /// Outcome of the last update.
     pub update_outcome: Option<String>,
-    /// The last verification of stored snapshots found damage.
+    /// Whether the last verification of stored snapshots found damage.
     pub is_snapshot_damaged: bool,
-    /// The last trial restore of a snapshot failed.
+    /// Whether the last drill failed.
     pub has_drill_failed: bool,
     /// Age of the running operation.
     pub operation_age: Option<f64>,
@@ -46,27 +46,26 @@ pub struct FleetRow {
     /// The running operation, if it waits for an operator's decision.
     pub waiting_operation: Option<OperationId>,
     pub operation_waits_for_account: bool,
-    /// Since an operator ordered its server switched off.
+    /// Time since an operator ordered the server switched off.
     pub powered_off_age: Option<f64>,
-    /// Since its token last rotated.
+    /// Time since the last rotation of the upgrade token.
     pub token_age: f64,
-    /// Since an operator requested a rotation of its token.
+    /// Time since an operator requested a rotation of the upgrade token.
     pub token_request_age: Option<f64>,
-    /// Codes of the problems that its host last reported for a person.
+    /// Codes of the problems that the host last reported for an operator.
     pub attention: Vec<String>,
-    /// Since its registration.
+    /// Time since the registration.
     pub registered_age: Option<f64>,
-    /// The certificate that its host last reported; `None` also if its times cannot be read.
+    /// The certificate that the host last reported; also `None` if its times cannot be parsed.
     pub certificate: Option<ReportedCertificate>,
-    /// The sequence number of the key set by which its host verifies releases, and the ids of the keys, as last
-    /// reported.
+    /// The last reported set of keys with which the host verifies releases: its sequence number and the keys' ids.
     pub bundle_keys: Option<(i64, Vec<String>)>,
 }
 
-/// A certificate as its host last reported it. Times are in seconds; `expires_in` counts from now.
+/// A certificate as the host last reported it. Times are in seconds; `expires_in` counts from now.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReportedCertificate {
-    /// The name that it was verified for.
+    /// The name that the certificate was verified for.
     pub host_name: Option<String>,
     pub is_trusted: bool,
     pub expires_in: f64,
@@ -74,7 +73,8 @@ pub struct ReportedCertificate {
 }
 
 impl ReportedCertificate {
-    /// From the stored report. PostgreSQL would refuse the whole statement for one time that it cannot cast.
+    /// Parses the stored report here, not in SQL: a single time that PostgreSQL cannot cast would fail the whole
+    /// statement.
     fn parse(
         host_name: Option<String>,
         is_trusted: bool,

@@ -1,6 +1,6 @@
 //! Retention of the servers of machines that left their slots.
 //!
-//! The invariant: one SQL expression is the rule, for the reconciler's deletions and for the API.
+//! Invariant: the reconciler's deletions and the API use the same SQL expression for the end of the retention.
 
 use std::time::Duration;
 
@@ -12,16 +12,16 @@ use super::{DbError, Params, query};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{IdpUserId, Slot};
 
-/// Retention periods of servers.
+/// How long servers are kept.
 #[derive(Debug, Clone, Copy)]
 pub struct ServerRetention {
-    /// After a later machine of the slot was proven.
+    /// Period after a later machine of the slot was proven.
     pub replaced: Duration,
-    /// After the deletion or, if later, the order to switch the server off: a deletion may first wait for an
+    /// Period after the deletion or, if later, after the order to switch off the server: a deletion may first wait for an
     /// operator.
     pub deleted: Duration,
-    /// For machines that never registered: a host that this database has forgotten sends a heartbeat within this
-    /// time.
+    /// Period for machines that never registered. If this database has lost the registration, the host sends a heartbeat
+    /// within this time.
     pub unregistered: Duration,
 }
 
@@ -31,22 +31,21 @@ pub struct KeptServerRow {
     pub machine: MachineId,
     pub server: i64,
     pub is_deleted: bool,
-    /// When the reconciler deletes it; `None` while that waits for a proven successor or for an operator.
+    /// When the reconciler deletes the server; `None` while the deletion waits for a proven successor or an operator.
     pub until: Option<Timestamp>,
-    /// No snapshot holds what was written after this time.
+    /// Changes made after this time are in no snapshot.
     pub unsaved_since: Option<Timestamp>,
-    /// When an operator abandoned its removal.
+    /// When an operator abandoned the server's removal.
     pub removal_abandoned_at: Option<Timestamp>,
-    /// Since when the provider reports it missing.
+    /// The time since which the provider has reported the server missing.
     pub missing_since: Option<Timestamp>,
-    /// The running deletion that does not keep it.
+    /// The running deletion that removes the server without a retention period.
     pub deleted_by: Option<OperationId>,
 }
 
-/// When the retention of the server of machine `m` ends; `$1` to `$3` are the retention periods. `NULL`: it waits for
-/// an operator, or for a later machine of the slot that is proven and still has its server. If the later one was
-/// deleted, the time counts from the deletion of its server. A machine whose server the provider has lost replaces no
-/// other.
+/// When the retention of machine `m`'s server ends; `$1` to `$3` are the retention periods. `NULL` if the server is kept
+/// until an operator decides, or until a later machine of the slot is proven. Such a machine does not count if the
+/// provider has lost its server. If the later machine was deleted, the period starts when its server is deleted.
 const KEPT_UNTIL: &str = "CASE WHEN m.removal_abandoned_at IS NULL THEN least(m.discard_ordered_at, \
     CASE WHEN m.unsaved_since IS NULL THEN least( \
         CASE WHEN m.registered_at IS NULL \

@@ -28,7 +28,7 @@ pub async fn list_active(client: &impl GenericClient, purpose: &str) -> Result<V
     let sql = "SELECT kid, public_key, sealed, \
                extract(epoch FROM clock_timestamp() - created_at)::float8 FROM signing_keys \
                WHERE purpose = $1 AND retired_at IS NULL ORDER BY created_at, kid";
-    Ok(query(client, sql, &[&purpose]).await?.iter().map(stored).collect())
+    Ok(query(client, sql, &[&purpose]).await?.iter().map(parse).collect())
 }
 
 /// Retired keys of a purpose, newest first.
@@ -40,10 +40,10 @@ pub async fn list_retired(
     let sql = "SELECT kid, public_key, sealed, \
                extract(epoch FROM clock_timestamp() - created_at)::float8 FROM signing_keys \
                WHERE purpose = $1 AND retired_at IS NOT NULL ORDER BY created_at DESC, kid DESC LIMIT $2";
-    Ok(query(client, sql, &[&purpose, &limit]).await?.iter().map(stored).collect())
+    Ok(query(client, sql, &[&purpose, &limit]).await?.iter().map(parse).collect())
 }
 
-/// Keys of every purpose, including retired ones, whose `kid` is greater than this one, in order.
+/// Keys of every purpose, including retired ones, with a greater `kid`, ordered by `kid`.
 pub async fn list_after(
     client: &impl GenericClient,
     kid: &str,
@@ -52,7 +52,7 @@ pub async fn list_after(
     let sql = "SELECT kid, public_key, sealed, \
                extract(epoch FROM clock_timestamp() - created_at)::float8 FROM signing_keys \
                WHERE kid > $1 ORDER BY kid LIMIT $2";
-    Ok(query(client, sql, &[&kid, &limit]).await?.iter().map(stored).collect())
+    Ok(query(client, sql, &[&kid, &limit]).await?.iter().map(parse).collect())
 }
 
 /// Replaces the sealed form of a key.
@@ -60,11 +60,16 @@ pub async fn reseal(client: &impl GenericClient, kid: &str, sealed: &[u8]) -> Re
     execute(client, "UPDATE signing_keys SET sealed = $2 WHERE kid = $1", &[&kid, &sealed]).await.map(drop)
 }
 
-fn stored(row: &Row) -> StoredKey {
-    StoredKey { kid: row.get(0), public_key: row.get(1), sealed: row.get(2), age: span(row.get(3)) }
+fn parse(row: &Row) -> StoredKey {
+    StoredKey {
+        kid: row.get(0),
+        public_key: row.get(1),
+        sealed: row.get(2),
+        age: duration_from_secs(row.get(3)),
+    }
 }
 
-fn span(seconds: f64) -> Duration {
+fn duration_from_secs(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default()
 }
 
@@ -73,8 +78,8 @@ pub async fn public_keys(client: &impl GenericClient, purpose: &str) -> Result<P
     public_keys_for(client, purpose, &[]).await
 }
 
-/// The public halves of the keys that a host needs: all active ones and, if it has acknowledged only retired ones,
-/// those as well. A retired key signs for a host until a router has read its next acknowledgement.
+/// The public halves of the keys that a host needs: all active keys and, if the host has acknowledged only retired keys,
+/// those as well, because routers sign with a retired key until they have read the host's next acknowledgement.
 pub async fn public_keys_for(
     client: &impl GenericClient,
     purpose: &str,
@@ -109,17 +114,17 @@ pub async fn list_distribution(
         .iter()
         .map(|row| KeyDistribution {
             kid: row.get(0),
-            age: span(row.get(1)),
-            acknowledged_for: row.get::<_, Option<f64>>(2).map(span),
+            age: duration_from_secs(row.get(1)),
+            acknowledged_for: row.get::<_, Option<f64>>(2).map(duration_from_secs),
         })
         .collect())
 }
 
-/// Machines that are or may become routable and whose hosts have not acknowledged a key.
+/// Number of machines that are or may become routable and whose hosts have not acknowledged a key.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnacknowledgedHosts {
     pub reporting: i64,
-    /// Without a heartbeat for `max_silence`: not waited for.
+    /// Hosts without a heartbeat for `max_silence`, for which a rotation does not wait.
     pub silent: i64,
 }
 
@@ -129,17 +134,17 @@ pub async fn count_unacknowledged(
     max_silence: Duration,
 ) -> Result<UnacknowledgedHosts, DbError> {
     let sql = format!(
-        "SELECT count(*) FILTER (WHERE is_heard), count(*) FILTER (WHERE NOT is_heard) FROM (SELECT \
-         greatest(heartbeat_at, registered_at, created_at) > now() - make_interval(secs => $2) AS is_heard \
+        "SELECT count(*) FILTER (WHERE reporting), count(*) FILTER (WHERE NOT reporting) FROM (SELECT \
+         greatest(heartbeat_at, registered_at, created_at) > now() - make_interval(secs => $2) AS reporting \
          FROM user_machines WHERE {ACTIVE} \
-         AND (status <> 'failed' OR failure_cause = 'resize') AND NOT ($1 = ANY(proof_kids))) laggards"
+         AND (status <> 'failed' OR failure_cause = 'resize') AND NOT ($1 = ANY(proof_kids))) hosts"
     );
     let found = query(client, &sql, &[&kid, &max_silence.as_secs_f64()]).await?;
     let counts = |row: &Row| UnacknowledgedHosts { reporting: row.get(0), silent: row.get(1) };
     Ok(found.first().map(counts).unwrap_or_default())
 }
 
-/// Records whether every relevant host has this key.
+/// Records whether every relevant host has acknowledged this key.
 pub async fn acknowledge(
     client: &impl GenericClient,
     kid: &str,
@@ -156,7 +161,7 @@ pub enum Acknowledged {
     NotByAll,
 }
 
-/// Retires every other key of the purpose.
+/// Retires every key of the purpose except `kid`.
 pub async fn retire_all_but(client: &impl GenericClient, purpose: &str, kid: &str) -> Result<u64, DbError> {
     let sql = "UPDATE signing_keys SET retired_at = clock_timestamp() \
                WHERE purpose = $1 AND kid <> $2 AND retired_at IS NULL";

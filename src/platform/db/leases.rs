@@ -1,4 +1,4 @@
-//! Leases on operations, and when an operation is retried.
+//! Leases on operations, and delays of operations whose outcome could not be stored.
 
 use std::time::Duration;
 
@@ -8,27 +8,27 @@ use uuid::Uuid;
 use super::{DbError, execute, query_opt};
 use svc_machine::id::{MachineId, OperationId};
 
-/// Whether another process may still be running an ended operation of the machine.
-pub async fn has_ended_lease(
+/// Whether a process may still be running another operation of the machine, including one that has ended.
+pub async fn has_other_machine_lease(
     client: &impl GenericClient,
     machine: MachineId,
-    besides: OperationId,
+    except: OperationId,
 ) -> Result<bool, DbError> {
     let sql = "SELECT 1 FROM operations WHERE machine_id = $1 AND operation_id <> $2 \
                AND lease_until > clock_timestamp() LIMIT 1";
-    Ok(query_opt(client, sql, &[&machine.0, &besides.0]).await?.is_some())
+    Ok(query_opt(client, sql, &[&machine.0, &except.0]).await?.is_some())
 }
 
-/// Whether another process is running another operation of any machine of the slot.
-pub async fn has_slot_lease(
+/// Whether a process may still be running another operation of any machine in this machine's slot.
+pub async fn has_other_slot_lease(
     client: &impl GenericClient,
-    of: MachineId,
-    besides: OperationId,
+    machine: MachineId,
+    except: OperationId,
 ) -> Result<bool, DbError> {
     let sql = "SELECT 1 FROM operations o JOIN user_machines m USING (machine_id) \
                JOIN user_machines mine ON mine.machine_id = $1 AND mine.idp_user_id = m.idp_user_id \
                AND mine.slot = m.slot WHERE o.operation_id <> $2 AND o.lease_until > clock_timestamp() LIMIT 1";
-    Ok(query_opt(client, sql, &[&of.0, &besides.0]).await?.is_some())
+    Ok(query_opt(client, sql, &[&machine.0, &except.0]).await?.is_some())
 }
 
 /// Delays an operation whose outcome could not be stored: one second, doubled with each attempt, up to `max`.

@@ -1,4 +1,4 @@
-//! Writes of `user_machines`. State changes go through `platform::lifecycle`, the only caller of [`compare_and_set`].
+//! Writes to `user_machines`. State changes go through `platform::lifecycle`, the only caller of [`compare_and_set`].
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -28,7 +28,7 @@ pub struct NewMachine {
     pub status: Status,
     pub epoch: Epoch,
     pub restore: RestoreMode,
-    /// The snapshot's key, if it is not the one that the pointer names.
+    /// The key of the snapshot to restore; `None`: the snapshot that the pointer names.
     pub restore_snapshot: Option<String>,
     pub server_type: ServerType,
     pub location: Location,
@@ -38,12 +38,12 @@ pub struct NewMachine {
     pub https_port: u16,
     pub registration_token_hash: Vec<u8>,
     pub upgrade_token_hash: Vec<u8>,
-    /// Lifetime of a preview.
-    pub lives_for: Option<Duration>,
+    /// Lifetime of a preview; `None` for other machines.
+    pub preview_ttl: Option<Duration>,
 }
 
 /// # Errors
-/// [`DbError`]; `user_machines_active` is violated where the slot is held.
+/// [`DbError`]; `Violated` with the constraint `user_machines_active` if the slot already has an active machine.
 pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbError> {
     let sql = "INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, \
                restore_mode, server_type, location, image_version, bundle_sha256, https_port, \
@@ -52,7 +52,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbErro
                now() + make_interval(secs => $16), $17, $18)";
     let epoch = stored_epoch(new.epoch)?;
     let fallback_locations: Vec<&str> = new.fallback_locations.iter().map(Location::as_str).collect();
-    let lives_for = new.lives_for.map(|time| time.as_secs_f64());
+    let preview_ttl = new.preview_ttl.map(|time| time.as_secs_f64());
     execute(
         tx,
         sql,
@@ -72,7 +72,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbErro
             &i32::from(new.https_port),
             &new.registration_token_hash,
             &new.upgrade_token_hash,
-            &lives_for,
+            &preview_ttl,
             &new.restore_snapshot,
             &fallback_locations,
         ],
@@ -94,7 +94,7 @@ pub struct NextState<'a> {
     pub place: SlotPlace,
 }
 
-/// How a state change affects the machine's hold of its slot.
+/// How a state change affects which machine holds the slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SlotPlace {
     Unchanged,
@@ -102,13 +102,13 @@ pub enum SlotPlace {
         by: MachineId,
     },
     Deleted,
-    /// It holds the slot again, under this epoch.
+    /// The machine holds its slot again, under this epoch.
     Reinstated {
         epoch: Epoch,
     },
 }
 
-/// Writes the next state if the machine has not changed since it was read.
+/// Writes the next state if status, epoch and hold of the slot have not changed since the row was read.
 ///
 /// # Errors
 /// [`DbError`]; `Contended` if the machine has changed.
@@ -170,7 +170,7 @@ pub async fn record_create_refused(tx: &Transaction<'_>, id: MachineId) -> Resul
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Removes a machine that never served from its slot, in favour of the one that is reinstated.
+/// Removes a machine that never served from its slot, in favour of the machine that is reinstated.
 pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET retired_at = now(), replaced_by = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &to.0]).await.map(drop)
@@ -182,13 +182,13 @@ pub async fn raise_epoch(tx: &Transaction<'_>, id: MachineId, epoch: Epoch) -> R
     execute(tx, sql, &[&id.0, &stored_epoch(epoch)?]).await.map(drop)
 }
 
-/// Records a snapshot that is newer than the one that the machine is restored from.
+/// Records the key of a snapshot that is newer than the one from which the machine is restored.
 pub async fn record_unrestored(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unrestored_snapshot = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &key]).await.map(drop)
 }
 
-/// Sets the snapshot that a new machine is restored from.
+/// Sets the snapshot from which a new machine is restored.
 pub async fn set_restore_snapshot(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET restore_snapshot = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &key]).await.map(drop)
@@ -204,7 +204,7 @@ pub async fn record_final_backup(
     execute(tx, sql, &[&id.0, &taken_at]).await.map(drop)
 }
 
-/// Records that no snapshot holds what was written after `since`; `None`: an operator has accepted that loss.
+/// Records that changes made after `since` are in no snapshot; `None`: an operator has accepted their loss.
 pub async fn record_unsaved(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -214,7 +214,7 @@ pub async fn record_unsaved(
     execute(tx, sql, &[&id.0, &since]).await.map(drop)
 }
 
-/// Records that an operator discards the kept server now, with any unsaved data, even if its removal was abandoned.
+/// Records that an operator discards the kept server with any unsaved data, even if its removal was abandoned.
 pub async fn record_discard(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp(), unsaved_since = NULL, \
                removal_abandoned_at = NULL WHERE machine_id = $1";
@@ -241,8 +241,8 @@ pub async fn record_proven(client: &impl GenericClient, id: MachineId) -> Result
     execute(client, sql, &[&id.0]).await.map(drop)
 }
 
-/// Records a booting host's restore progress and extends its registration by `ttl`, up to `limit` after its server
-/// was accepted. The registration period starts only when the server is recorded.
+/// Records a booting host's restore progress and extends its registration period by `ttl`, up to `limit` after the
+/// machine's creation. The period starts only when the server is recorded.
 pub async fn record_boot_progress(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -305,8 +305,8 @@ pub async fn record_registration(
         .map(drop)
 }
 
-/// Records that a machine that left its slot, or never registered, turned out to have a server or to serve: that
-/// server may hold changes since the newest backup that its host reported.
+/// Records unsaved changes of a machine that left its slot, or never registered, and turned out to have a server or to
+/// serve: the server may hold changes made since the newest backup that its host reported.
 pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unsaved_since = coalesce(unsaved_since, backup_taken_at, registered_at, now()) \
                WHERE machine_id = $1 AND server_deleted_at IS NULL \
@@ -314,7 +314,7 @@ pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<
     execute(client, sql, &[&id.0]).await.map(drop)
 }
 
-/// [`mark_unsaved`] for a server whose deletion was due. It also revokes an operator's order to discard it.
+/// [`mark_unsaved`] for a server that was about to be deleted. Also revokes an operator's order to discard the server.
 pub async fn mark_kept(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     mark_unsaved(tx, id).await?;
     execute(tx, "UPDATE user_machines SET discard_ordered_at = NULL WHERE machine_id = $1", &[&id.0])
@@ -329,21 +329,21 @@ pub struct Heartbeat<'a> {
     pub last_backup: Option<Value>,
     pub last_update: Option<Value>,
     pub checks: Option<Value>,
-    /// Its host is updating.
-    pub updating: bool,
-    /// Problems that its host reports for a person: `[{code, detail}]`.
+    /// Whether the host is updating.
+    pub is_updating: bool,
+    /// Problems that the host reports for an operator: `[{code, detail}]`.
     pub attention: Value,
-    /// When the verified snapshot that it reports was taken.
+    /// When the reported verified snapshot was taken.
     pub backup_taken_at: Option<Timestamp>,
     pub proof_kids: &'a [String],
     /// `None` keeps the last reported value.
     pub trusted_keys: Option<&'a TrustedKeyIds>,
-    /// `None`: its release reports none.
+    /// `None` if the host's release does not report certificates.
     pub certificate: Option<Value>,
 }
 
-/// Writes a heartbeat. A snapshot dated after the database's clock is ignored: it would silence the slot's backup
-/// alarms until that time.
+/// Writes a heartbeat. A snapshot dated more than five minutes in the future is ignored: it would suppress the slot's
+/// backup alarms until that time.
 pub async fn record_heartbeat(
     client: &impl GenericClient,
     id: MachineId,
@@ -366,7 +366,7 @@ pub async fn record_heartbeat(
         &beat.last_backup,
         &beat.backup_taken_at,
         &beat.last_update,
-        &beat.updating,
+        &beat.is_updating,
         &beat.checks,
         &beat.attention,
         &beat.trusted_keys.map(|keys| i64::from(keys.sequence)),
@@ -375,9 +375,9 @@ pub async fn record_heartbeat(
     ];
     if query_opt(client, sql, params).await?.is_some_and(|row| row.get(0)) {
         tracing::warn!(machine = %id, taken_at = ?beat.backup_taken_at,
-            "ignored a snapshot dated in the future: check the host's clock");
+            "ignored a snapshot that is dated in the future: check the host's clock");
     }
-    // Separate, because an update of this column makes every router reload the machine's keys.
+    // A separate statement, because an update of this column makes every router reload the machine's keys.
     let kids = "UPDATE user_machines SET proof_kids = $2 WHERE machine_id = $1 AND proof_kids <> $2";
     execute(client, kids, &[&id.0, &beat.proof_kids]).await.map(drop)
 }

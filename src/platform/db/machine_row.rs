@@ -28,15 +28,15 @@ pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, 
     removal_abandoned_at, server_missing_since, boot_stages, boot_progress, preview_expires_at, powered_off_at, attention, fallback_locations, created_at, updated_at, \
     upgrade_token_generation, upgrade_token_rotated_at, upgrade_token_requested_at, previous_token_hash, previous_token_until";
 
-/// Condition of machines that hold their slots.
+/// SQL condition for machines that hold their slots.
 pub const ACTIVE: &str = "deleted_at IS NULL AND retired_at IS NULL";
 
-/// An epoch, to be compared with the column: no row has one above `i32::MAX`.
+/// Converts an epoch for comparison with the column. Saturates, because no row has an epoch above `i32::MAX`.
 pub fn sql_epoch(epoch: Epoch) -> i32 {
     i32::try_from(epoch.0).unwrap_or(i32::MAX)
 }
 
-/// Why a machine has failed, for people.
+/// Why a machine has failed.
 #[derive(Debug, Clone)]
 pub struct Failure {
     pub cause: FailureCause,
@@ -55,7 +55,7 @@ pub struct MachineRow {
     pub failure: Option<Failure>,
     pub epoch: Epoch,
     pub restore: RestoreMode,
-    /// The requested snapshot; `None`: the one that the pointer names.
+    /// The key of the snapshot to restore; `None`: the snapshot that the pointer names.
     pub restore_snapshot: Option<String>,
     /// A snapshot of an earlier machine that is newer than the restored one.
     pub unrestored_snapshot: Option<String>,
@@ -76,13 +76,13 @@ pub struct MachineRow {
     pub heartbeat_at: Option<Timestamp>,
     pub health: Option<Value>,
     pub last_backup: Option<Value>,
-    /// When the newest verified snapshot that its host reported was taken.
+    /// When the newest verified snapshot that the host reported was taken.
     pub backup_taken_at: Option<Timestamp>,
     pub last_update: Option<Value>,
-    /// Results of its host's last snapshot checks, by kind.
+    /// Results of the host's last snapshot checks, by kind.
     pub checks: Option<Value>,
     pub proof_kids: Vec<String>,
-    /// The certificate that its host last reported.
+    /// The certificate that the host last reported.
     pub certificate: Option<Value>,
     pub replaced_by: Option<MachineId>,
     pub retired_at: Option<Timestamp>,
@@ -90,27 +90,27 @@ pub struct MachineRow {
     pub create_ordered_at: Option<Timestamp>,
     pub server_deleted_at: Option<Timestamp>,
     pub power_ordered_at: Option<Timestamp>,
-    /// When the server of a replaced or deleted machine was ordered off.
+    /// When the server of a replaced or deleted machine was ordered to be switched off.
     pub power_off_ordered_at: Option<Timestamp>,
-    /// The first healthy heartbeat after the registration.
+    /// When the first healthy heartbeat after the registration arrived.
     pub proven_at: Option<Timestamp>,
-    /// When its final backup was taken, after its writers had stopped.
+    /// When the final backup was taken, after the writers had stopped.
     pub final_backup_at: Option<Timestamp>,
-    /// It left its slot without a final snapshot: changes since then exist only on its server.
+    /// Set if the machine left its slot without a final backup: changes since then exist only on its server.
     pub unsaved_since: Option<Timestamp>,
     pub discard_ordered_at: Option<Timestamp>,
-    /// When an operator abandoned the removal of its server.
+    /// When an operator abandoned the removal of the server.
     pub removal_abandoned_at: Option<Timestamp>,
-    /// Since when the provider reports its server missing.
+    /// The time since which the provider has reported the server missing.
     pub server_missing_since: Option<Timestamp>,
     /// `[{stage, at}]`, oldest first.
     pub boot_stages: Value,
     /// `{stage, bytes, totalBytes, rows, totalRows}`.
     pub boot_progress: Option<Value>,
     pub preview_expires_at: Option<Timestamp>,
-    /// Since when an operator wants its server off.
+    /// When an operator ordered the server to be switched off.
     pub powered_off_at: Option<Timestamp>,
-    /// Problems that its host last reported for a person: `[{code, detail}]`.
+    /// Problems that the host last reported for an operator: `[{code, detail}]`.
     pub attention: Value,
     /// Tried in this order when the provider has no capacity in `location`.
     pub fallback_locations: Vec<Location>,
@@ -136,7 +136,7 @@ fn read_list<T: FromStr<Err: Display>>(row: &Row, column: &'static str) -> Resul
     texts.into_iter().map(|text| text.parse().map_err(unreadable)).collect()
 }
 
-fn number<T: TryFrom<i32>>(row: &Row, column: &'static str) -> Result<T, DbError> {
+fn read_number<T: TryFrom<i32>>(row: &Row, column: &'static str) -> Result<T, DbError> {
     let value: i32 = row.get(column);
     T::try_from(value).map_err(|_| DbError::Unreadable { what: column, why: value.to_string() })
 }
@@ -158,7 +158,7 @@ impl MachineRow {
             kind: read(row, "kind")?,
             status: read(row, "status")?,
             failure,
-            epoch: Epoch(number(row, "epoch")?),
+            epoch: Epoch(read_number(row, "epoch")?),
             restore: read(row, "restore_mode")?,
             restore_snapshot: row.get("restore_snapshot"),
             unrestored_snapshot: row.get("unrestored_snapshot"),
@@ -169,7 +169,7 @@ impl MachineRow {
             bundle_sha256: row.get("bundle_sha256"),
             provider_server_id: row.get("provider_server_id"),
             public_ipv4: read_option(row, "public_ipv4")?,
-            https_port: number(row, "https_port")?,
+            https_port: read_number(row, "https_port")?,
             tls_pin: read_option(row, "tls_spki_sha256")?,
             registration_token_hash: row.get("registration_token_hash"),
             registration_expires_at: row.get("registration_expires_at"),
@@ -208,23 +208,23 @@ impl MachineRow {
         })
     }
 
-    /// The machine as the lifecycle sees it.
+    /// The machine in the form that the lifecycle rules use.
     pub fn lifecycle(&self) -> state::Machine {
         state::Machine { state: self.state(), epoch: self.epoch }
     }
 
     fn state(&self) -> State {
-        let held = self.state_in_slot();
+        let state_in_slot = self.state_in_slot();
         if self.deleted_at.is_some() {
-            State::Deleted { was: Box::new(held) }
+            State::Deleted { was: Box::new(state_in_slot) }
         } else if self.retired_at.is_some() {
-            State::Retired { was: Box::new(held) }
+            State::Retired { was: Box::new(state_in_slot) }
         } else {
-            held
+            state_in_slot
         }
     }
 
-    /// The state of the machine in its slot, or when it left it.
+    /// The machine's state in its slot or, for a former machine, its state when it left the slot.
     fn state_in_slot(&self) -> State {
         match self.status {
             Status::Provisioning => State::Provisioning,
@@ -235,33 +235,33 @@ impl MachineRow {
                 to: self.resize_to.clone().unwrap_or_else(|| self.server_type.clone()),
             },
             Status::Failed => State::Failed {
-                // A failed row always has a cause; for a damaged row, the strictest one is assumed.
+                // A failed row always has a cause; for a damaged row, the strictest cause is assumed.
                 cause: self.failure.as_ref().map_or(FailureCause::Operator, |failure| failure.cause),
             },
         }
     }
 
-    /// Whether the provider has a server of this machine, as far as is known, including one that is to be deleted.
+    /// Whether the machine has a server at the provider, as far as the database shows.
     pub fn server_exists(&self) -> bool {
         self.may_have_server() && !self.has_lost_server()
     }
 
-    /// Whether its server is not confirmed as deleted: the provider may have it although it reported it missing.
+    /// Whether the server is not confirmed as deleted. The provider may still have a server that it reported missing.
     pub fn may_have_server(&self) -> bool {
         self.provider_server_id.is_some() && self.server_deleted_at.is_none()
     }
 
-    /// Whether it failed because the provider reported its server missing.
+    /// Whether the machine failed because the provider reported its server missing.
     pub fn has_lost_server(&self) -> bool {
         self.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::ServerGone)
     }
 
-    /// [`Self::server_exists`], and no operator has ordered it discarded.
+    /// Whether the server exists and has not been ordered discarded.
     pub fn is_server_kept(&self) -> bool {
         self.server_exists() && self.discard_ordered_at.is_none()
     }
 
-    /// The server's power, judged by an ordered power off.
+    /// The server's power state, inferred from recorded orders to switch it off.
     pub fn server_power(&self) -> ServerPower {
         let may_be_off = self.power_off_ordered_at.is_some() || self.powered_off_at.is_some();
         if may_be_off { ServerPower::MaybeOff } else { ServerPower::On }
@@ -271,7 +271,7 @@ impl MachineRow {
         self.deleted_at.is_none() && self.retired_at.is_none()
     }
 
-    /// Whether its host reported itself healthy in its last heartbeat.
+    /// Whether the host's last heartbeat reported gateway and database as healthy.
     pub fn is_healthy(&self) -> bool {
         let ok = |part: &str| self.health.as_ref().is_some_and(|health| health[part] == "ok");
         ok("gateway") && ok("database")

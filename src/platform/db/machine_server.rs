@@ -1,4 +1,4 @@
-//! `user_machines`: power and creation of a machine's server.
+//! Writes to `user_machines` about the creation and the power of a machine's server.
 
 use deadpool_postgres::{GenericClient, Transaction};
 
@@ -6,7 +6,7 @@ use super::machine_row::ACTIVE;
 use super::{DbError, execute, query_opt};
 use svc_machine::id::MachineId;
 
-/// Records that the power is about to be switched on.
+/// Records that the server is about to be switched on.
 pub async fn record_power_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
@@ -22,7 +22,7 @@ pub async fn record_create_actions(
     execute(tx, sql, &[&id.0, &actions]).await.map(drop)
 }
 
-/// The actions that are not known to have ended.
+/// Lists the recorded create actions that are not known to have ended.
 pub async fn list_pending_create_actions(
     client: &impl GenericClient,
     id: MachineId,
@@ -31,7 +31,7 @@ pub async fn list_pending_create_actions(
     Ok(query_opt(client, sql, &[&id.0]).await?.map(|row| row.get(0)).unwrap_or_default())
 }
 
-/// Records that an action has ended.
+/// Records that a create action has ended.
 pub async fn record_create_action_end(
     client: &impl GenericClient,
     id: MachineId,
@@ -42,7 +42,7 @@ pub async fn record_create_action_end(
     execute(client, sql, &[&id.0, &action]).await.map(drop)
 }
 
-/// Moves a machine without a server to the first of its fallback locations; the current one becomes the last of them.
+/// Moves a machine without a server to its first fallback location; the current location becomes the last fallback.
 pub async fn move_to_next_location(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = NULL, location = fallback_locations[1], \
                fallback_locations = fallback_locations[2:] || location \
@@ -50,14 +50,14 @@ pub async fn move_to_next_location(tx: &Transaction<'_>, id: MachineId) -> Resul
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Records that the server of a machine that left its slot is ordered off.
+/// Records that the server of a machine that left its slot is ordered to be switched off.
 pub async fn record_power_off_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_off_ordered_at = coalesce(power_off_ordered_at, clock_timestamp()) \
                WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// [`record_power_on`], if the machine still holds its slot: the marks of a replaced one stay.
+/// [`record_power_on`], only if the machine still holds its slot: the timestamps of a replaced machine are kept.
 pub async fn record_power_on_in_slot(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = format!("{SWITCHED_ON} AND {ACTIVE}");
     execute(client, &sql, &[&id.0]).await.map(drop)
@@ -66,20 +66,20 @@ pub async fn record_power_on_in_slot(client: &impl GenericClient, id: MachineId)
 const SWITCHED_ON: &str = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL, \
      unsaved_since = NULL, final_backup_at = NULL, powered_off_at = NULL WHERE machine_id = $1";
 
-/// Records that the server of a reinstated machine is on. New changes are in no snapshot yet, so earlier final-backup
-/// marks are cleared.
+/// Records that the server of a reinstated machine is on. Clears the final backup, because the machine can make new
+/// changes that are in no snapshot.
 pub async fn record_power_on(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     execute(client, SWITCHED_ON, &[&id.0]).await.map(drop)
 }
 
-/// Records that an operator switches the server off: the machine is not routed until it is on again.
+/// Records that an operator switches off the server: the router sends it no requests until it is on again.
 pub async fn mark_powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET powered_off_at = coalesce(powered_off_at, clock_timestamp()) \
                WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Records that the machine should be on again.
+/// Records that an operator wants the server on again.
 pub async fn clear_powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET powered_off_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)

@@ -1,4 +1,4 @@
-//! Reads of `user_machines`: by id, by slot, in lists, and by pending work.
+//! Reads from `user_machines`: by id, by slot, in lists, and by pending work.
 
 use std::time::Duration;
 
@@ -66,9 +66,8 @@ pub async fn lock_last_registered(
     tx: &Transaction<'_>,
     before: &MachineRow,
 ) -> Result<Option<MachineRow>, DbError> {
-    let found = find_last_registered(tx, before).await?;
-    match found {
-        Some(found) => lock(tx, found.id).await,
+    match find_last_registered(tx, before).await? {
+        Some(machine) => lock(tx, machine.id).await,
         None => Ok(None),
     }
 }
@@ -81,7 +80,7 @@ pub async fn find_last_registered(
     Ok(list_registered_before(client, before, 1).await?.into_iter().next())
 }
 
-/// The newest earlier machines of the slot whose hosts have registered, newest first.
+/// Earlier machines of the slot whose hosts have registered, newest first.
 pub async fn list_registered_before(
     client: &impl GenericClient,
     before: &MachineRow,
@@ -113,7 +112,7 @@ pub async fn find_highest_epoch(
     Ok(Epoch(u32::try_from(highest).unwrap_or(0)))
 }
 
-/// When the newest verified snapshot that any host of the slot reported was taken.
+/// When the newest verified snapshot reported by any host of the slot was taken.
 pub async fn newest_backup_time(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -133,7 +132,7 @@ pub async fn list_newest_of_slot(
     find_many(client, rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
-/// The machine in a slot with this handle.
+/// The active machine with this handle.
 pub async fn find_by_handle(
     client: &impl GenericClient,
     handle: &Handle,
@@ -151,7 +150,7 @@ pub async fn has_registered_successor(
     has_later(client, machine, "registered_at IS NOT NULL").await
 }
 
-/// Whether a registered machine was replaced and no later machine of the slot is proven.
+/// Whether the machine had registered, was replaced, and has no proven successor yet.
 pub async fn is_successor_unproven(
     client: &impl GenericClient,
     machine: &MachineRow,
@@ -169,7 +168,7 @@ async fn has_later(client: &impl GenericClient, than: &MachineRow, condition: &s
     Ok(query_opt(client, &sql, &[&than.user.as_str(), &than.slot.as_str(), &epoch]).await?.is_some())
 }
 
-/// Active previews of one user.
+/// Counts the active previews of a user.
 pub async fn count_active_previews(client: &impl GenericClient, user: &IdpUserId) -> Result<i64, DbError> {
     let sql = format!(
         "SELECT count(*) FROM user_machines WHERE idp_user_id = $1 AND kind = 'preview' AND {ACTIVE}"
@@ -178,7 +177,8 @@ pub async fn count_active_previews(client: &impl GenericClient, user: &IdpUserId
     Ok(found.first().map_or(0, |row| row.get(0)))
 }
 
-/// Booting machines whose registration has expired. `now()` is stable within a statement, so the index can be used.
+/// Booting machines whose registration period has expired. Unlike `clock_timestamp()`, `now()` is stable within a
+/// statement, so that the index can be used.
 pub async fn list_expired_registrations(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
     let sql = format!(
         "SELECT machine_id FROM user_machines WHERE status IN ('provisioning', 'recovering') AND {ACTIVE} \
@@ -187,7 +187,6 @@ pub async fn list_expired_registrations(client: &impl GenericClient) -> Result<V
     Ok(query(client, &sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// Expired previews.
 pub async fn list_expired_previews(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
     let sql = format!(
         "SELECT machine_id FROM user_machines WHERE kind = 'preview' AND {ACTIVE} AND preview_expires_at <= now()"
@@ -238,7 +237,7 @@ fn duration_from_secs(seconds: Option<f64>) -> Duration {
     Duration::try_from_secs_f64(seconds.unwrap_or(0.0).max(0.0)).unwrap_or(Duration::MAX)
 }
 
-/// Selects machines.
+/// Selects machines; a field that is `None` matches every machine.
 #[derive(Debug, Default)]
 pub struct MachineFilter {
     pub status: Option<Status>,
@@ -250,7 +249,7 @@ pub struct MachineFilter {
     pub before: Option<MachineId>,
 }
 
-/// Machines that hold their slots, or those that no longer do.
+/// Machines that hold their slots, or machines that no longer do.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum MachineScope {
     #[default]
@@ -258,10 +257,10 @@ pub enum MachineScope {
     Ended,
 }
 
-/// A handle belongs to one user, and machines are indexed by user.
+/// The condition on the user lets the query use the index by user; a handle belongs to one user.
 const OF_HANDLE: &str = "idp_user_id = (SELECT idp_user_id FROM handles WHERE handle = $) AND handle = $";
 
-/// A page, newest first; ids are ordered by time.
+/// Lists a page of machines, newest first; ids are ordered by creation time.
 pub async fn list(
     client: &impl GenericClient,
     filter: &MachineFilter,
@@ -276,7 +275,7 @@ pub async fn list(
     let user = filter.user.as_ref().map(IdpUserId::as_str);
     let slot = filter.slot.as_ref().map(Slot::as_str);
     let handle = filter.handle.as_ref().map(Handle::as_str);
-    // A filter that is not set is left out: the planner could not use an index for an optional condition.
+    // Unset filters are omitted from the SQL: the planner cannot use an index for an optional condition.
     let mut rest = scope.to_owned();
     let mut params: Vec<&(dyn ToSql + Sync)> = Vec::new();
     let filters: [(&str, Option<&(dyn ToSql + Sync)>); 5] = [

@@ -1,7 +1,7 @@
-//! The platform's database: the pool, and statements with a deadline. Each noun has a file in this folder.
+//! The platform's database: connection pools, and statements with a deadline. Each subject has a file in this folder.
 //!
-//! This module makes no decisions about machines. The invariant: every statement has a deadline, and an error shows
-//! whether the database was unreachable or refused the statement.
+//! This module makes no decisions about machines. Invariants: every statement has a deadline, and an error shows whether
+//! the database was unreachable or refused the statement.
 
 pub mod alarms;
 pub mod audit;
@@ -81,8 +81,8 @@ impl DbError {
         matches!(self, Self::Unavailable { .. } | Self::Contended)
     }
 
-    pub fn violates(&self, rule: &str) -> bool {
-        matches!(self, Self::Violated { constraint } if constraint == rule)
+    pub fn violates(&self, name: &str) -> bool {
+        matches!(self, Self::Violated { constraint } if constraint == name)
     }
 }
 
@@ -104,7 +104,7 @@ impl From<tokio_postgres::Error> for DbError {
         if *code == SqlState::T_R_SERIALIZATION_FAILURE || *code == SqlState::T_R_DEADLOCK_DETECTED {
             return Self::Contended;
         }
-        // Classes 08, 53 and 57: connection, resources, operator intervention (including timeouts).
+        // Classes 08, 53 and 57: connection errors, insufficient resources, operator intervention (including timeouts).
         if ["08", "53", "57"].iter().any(|class| code.code().starts_with(class)) {
             return Self::Unavailable { what: "not serving", source: Some(Box::new(error)) };
         }
@@ -115,22 +115,24 @@ impl From<tokio_postgres::Error> for DbError {
 /// Checks a connection string for unsupported settings.
 pub fn check_supported(config: &Config) -> Result<(), &'static str> {
     if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
-        return Err("names no host");
+        return Err("must name a host");
     }
     if config.get_ssl_mode() == SslMode::Require {
-        return Err("sslmode=require is not supported: reach the database by a socket or a private network");
+        return Err(
+            "must not set sslmode=require, which is not supported: connect by a socket or a private network",
+        );
     }
     Ok(())
 }
 
-/// A connection pool. Each kind of work has its own, so that none waits for another.
+/// A connection pool. Each kind of work has its own pool, so that no kind of work waits for another.
 #[derive(Clone)]
 pub struct Db {
     pool: Pool,
 }
 
 impl Db {
-    /// Makes a pool of at most `max_connections`; connections open on demand.
+    /// Creates a pool of at most `max_connections` connections, which are opened on demand.
     ///
     /// # Errors
     /// When deadpool rejects the settings.
@@ -152,7 +154,7 @@ impl Db {
     }
 
     /// # Errors
-    /// `Unavailable` when no connection is available in time.
+    /// `Unavailable` if no connection becomes available in time.
     pub async fn session(&self) -> Result<Object, DbError> {
         self.pool.get().await.map_err(|error| DbError::Unavailable {
             what: "no connection available",
@@ -161,7 +163,7 @@ impl Db {
     }
 }
 
-/// Begins a transaction. Dropped without [`commit`], it is rolled back.
+/// Begins a transaction. It is rolled back if it is dropped without [`commit`].
 pub async fn begin(session: &mut Object) -> Result<Transaction<'_>, DbError> {
     with_timeout(session.transaction()).await
 }
@@ -173,7 +175,7 @@ pub async fn begin_snapshot(session: &mut Object) -> Result<Transaction<'_>, DbE
 }
 
 /// # Errors
-/// [`DbError`]; after `Unavailable` it is unknown whether the commit happened.
+/// [`DbError`]; after `Unavailable`, it is unknown whether the transaction was committed.
 pub async fn commit(tx: Transaction<'_>) -> Result<(), DbError> {
     with_timeout(tx.commit()).await
 }
@@ -197,7 +199,7 @@ pub async fn execute(client: &impl GenericClient, sql: &str, params: Params<'_>)
     with_timeout(client.execute(&statement, params)).await
 }
 
-/// Locks a subject until the transaction ends; other callers wait.
+/// Locks a subject until the transaction ends; other callers wait for the lock.
 pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
     query(tx, "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&subject]).await.map(drop)
 }
@@ -241,24 +243,24 @@ impl deadpool_postgres::Connect for ResolvingConnector {
 /// # Errors
 /// When the connection fails.
 pub async fn connect(config: &Config) -> ConnectResult {
-    let config = match with_addresses(config).await {
+    let config = match resolve_hosts(config).await {
         Ok(config) => config,
         Err(error) => {
-            tracing::warn!(%error, "the database's host name does not resolve");
-            // The driver's error cannot be constructed here: a config without a host fails with "host missing".
+            tracing::warn!(%error, "cannot resolve the database's host name");
+            // The driver's error cannot be constructed here, but connecting without a host returns one.
             Config::new()
         }
     };
     let (client, connection) = config.connect(NoTls).await?;
     let served = tokio::spawn(async move {
         if let Err(error) = connection.await {
-            tracing::warn!(%error, "a database connection ended");
+            tracing::warn!(%error, "a database connection ended with an error");
         }
     });
     Ok((client, served))
 }
 
-async fn with_addresses(config: &Config) -> Result<Config, resolve::ResolveError> {
+async fn resolve_hosts(config: &Config) -> Result<Config, resolve::ResolveError> {
     let mut config = config.clone();
     if !config.get_hostaddrs().is_empty()
         || config.get_hosts().iter().any(|host| matches!(host, Host::Unix(_)))
@@ -267,8 +269,8 @@ async fn with_addresses(config: &Config) -> Result<Config, resolve::ResolveError
     }
     for host in config.get_hosts().to_vec() {
         if let Host::Tcp(name) = host {
-            let found = resolve::addresses(&name).await?;
-            config.hostaddr(found[0]);
+            let addresses = resolve::lookup_addresses(&name).await?;
+            config.hostaddr(addresses[0]);
         }
     }
     Ok(config)

@@ -1,7 +1,8 @@
-//! The log of an operation, bounded: a repeated failure increments a counter on its line, and only the newest retries
-//! of each step are kept.
+//! The log of an operation. Its size is bounded: a repeated failure increments a counter on its line, and only the
+//! newest retries of each step are kept.
 //!
-//! The invariant: the line that starts a step is never changed or deleted, because the step's age counts from it.
+//! Invariant: the line that records a step's start is never changed or deleted, because the step's age is computed from
+//! it.
 
 use deadpool_postgres::GenericClient;
 use jiff::Timestamp;
@@ -10,11 +11,11 @@ use tokio_postgres::Row;
 use super::{DbError, execute, query, query_opt};
 use svc_machine::id::OperationId;
 
-/// The outcome of a step that failed and runs again.
+/// The outcome of a step that failed and will be retried.
 pub const RETRY: &str = "retry";
-/// Maximum lines shown per operation.
+/// Maximum number of lines shown per operation.
 const MAX_SHOWN: i64 = 200;
-/// Maximum retries kept per step.
+/// Maximum number of retries kept per step.
 const MAX_RETRIES: i64 = 200;
 
 const COLUMNS: &str = "seq, at, step, outcome, detail, repeats, repeated_at";
@@ -49,7 +50,7 @@ impl LogLineRow {
 #[derive(Debug, Default)]
 pub struct NewestLines {
     pub lines: Vec<LogLineRow>,
-    /// Number of older lines.
+    /// Number of older lines that are not shown.
     pub omitted: i64,
 }
 
@@ -75,18 +76,18 @@ pub async fn has_outcome(
     Ok(query_opt(client, sql, &[&id.0, &outcome]).await?.is_some())
 }
 
-/// Logs that a step failed and is retried.
+/// Logs that a step failed and will be retried.
 pub async fn log_retry(
     client: &impl GenericClient,
     id: OperationId,
     step: &str,
     detail: Option<&str>,
 ) -> Result<(), DbError> {
-    let repeat = "UPDATE operation_log SET repeats = repeats + 1, repeated_at = clock_timestamp() \
+    let increment = "UPDATE operation_log SET repeats = repeats + 1, repeated_at = clock_timestamp() \
                   WHERE operation_id = $1 \
                   AND seq = (SELECT max(seq) FROM operation_log WHERE operation_id = $1) \
                   AND step = $2 AND outcome = $3 AND detail IS NOT DISTINCT FROM $4";
-    if execute(client, repeat, &[&id.0, &step, &RETRY, &detail]).await? == 1 {
+    if execute(client, increment, &[&id.0, &step, &RETRY, &detail]).await? == 1 {
         return Ok(());
     }
     super::operations::log(client, id, step, RETRY, detail).await?;

@@ -10,6 +10,6 @@ use svc_base::metrics::{OPERATION_DURATION, OPERATIONS, label};
 pub fn record_end(kind: &str, outcome: &str, since: Timestamp) {
     let kind = label(kind);
     OPERATIONS.add_one([kind, label(outcome)]);
-    let took = Timestamp::now().duration_since(since);
-    OPERATION_DURATION.record([kind], Duration::try_from(took).unwrap_or_default());
+    let elapsed = Timestamp::now().duration_since(since);
+    OPERATION_DURATION.record([kind], Duration::try_from(elapsed).unwrap_or_default());
 }

@@ -1,7 +1,6 @@
-//! `operations` and their log: created, claimed under a lease, advanced by the lease's holder, ended.
+//! `operations` and their log. An operation is created, claimed under a lease, advanced by the lease's holder, and ended.
 //!
-//! The invariant: a write that advances an operation checks the lease, by the database's clock, in the same
-//! statement.
+//! Invariant: a statement that advances an operation also checks the lease, by the database's clock.
 
 use std::time::Duration;
 
@@ -26,14 +25,14 @@ pub struct OperationRow {
     pub step: String,
     pub facts: Value,
     pub options: OperationOptions,
-    /// `{code, detail}`, while it waits for an operator's decision.
+    /// `{code, detail}` while the operation waits for an operator's decision.
     pub question: Option<Value>,
     pub attempts: i32,
     pub error_code: Option<String>,
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
     pub ended_at: Option<Timestamp>,
-    /// Request that it was created for, or of the reconciler's pass.
+    /// Id of the request, or of the reconciler's pass, that created the operation.
     pub request_id: String,
 }
 
@@ -64,7 +63,7 @@ impl OperationRow {
         self.state != "running"
     }
 
-    /// Its name for people; the raw kind if a newer release created it.
+    /// The kind's name for messages; the raw kind if a newer release created the operation.
     pub fn noun(&self) -> &str {
         self.kind.parse().map_or(self.kind.as_str(), |kind: OperationKind| kind.noun())
     }
@@ -133,7 +132,7 @@ pub async fn log(
     execute(client, sql, &[&id.0, &step, &outcome, &detail]).await.map(drop)
 }
 
-/// Ends the running operations of a machine. The lease stays, to show which process may still be working.
+/// Ends the running operations of a machine. The lease remains, to show which process may still be working.
 pub async fn end_running(
     tx: &Transaction<'_>,
     machine: MachineId,
@@ -173,13 +172,13 @@ pub async fn count_by_kind(client: &impl GenericClient) -> Result<Vec<(String, i
 }
 
 /// Running operations without progress for `deadline`, or created or last continued by an operator more than `limit`
-/// ago. Excluded are those that wait for an operator or for the provider's account, those of a newer release, and
+/// ago. Excludes operations that wait for an operator or for the provider's account, operations of a newer release, and
 /// deletions and server removals, which are retried until an operator abandons them.
 pub async fn list_stalled(
     client: &impl GenericClient,
     deadline: Duration,
     limit: Duration,
-    known: &SupportedSteps<'_>,
+    supported: &SupportedSteps<'_>,
 ) -> Result<Vec<OperationRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND kind NOT IN ('delete', 'remove_server') \
@@ -189,19 +188,26 @@ pub async fn list_stalled(
                 AND operation_log.operation_id = operations.operation_id)) \
                 <= clock_timestamp() - make_interval(secs => $2)) ORDER BY created_at LIMIT 100"
     );
-    let params: super::Params<'_> =
-        &[&deadline.as_secs_f64(), &limit.as_secs_f64(), &known.kinds, &known.steps, &WAITS_FOR_ACCOUNT];
+    let params: super::Params<'_> = &[
+        &deadline.as_secs_f64(),
+        &limit.as_secs_f64(),
+        &supported.kinds,
+        &supported.steps,
+        &WAITS_FOR_ACCOUNT,
+    ];
     Ok(query(client, &sql, params).await?.iter().map(OperationRow::parse).collect())
 }
 
-/// A long-running operation, in any state of its machine.
+/// A long-running operation and its machine's handle.
 pub struct OverdueOperation {
     pub operation: OperationRow,
     pub handle: String,
+    /// Age in seconds.
     pub age: f64,
 }
 
-/// Running operations created more than `age` ago, oldest first, at most `limit`; and their total number.
+/// At most `limit` running operations created more than `age` ago, oldest first, and the total number of such
+/// operations.
 pub async fn list_overdue(
     client: &impl GenericClient,
     age: Duration,
@@ -225,7 +231,7 @@ pub async fn list_overdue(
     Ok((found.iter().map(overdue).collect(), total))
 }
 
-/// Suspends a held operation until an operator decides; returns whether `owner` still held it.
+/// Suspends an operation until an operator decides. Returns whether `owner` still held its lease.
 pub async fn suspend(
     client: &impl GenericClient,
     id: OperationId,
@@ -250,7 +256,7 @@ pub async fn resume(tx: &Transaction<'_>, id: OperationId, options: OperationOpt
 }
 
 /// When an operation of the machine last failed with this code.
-pub async fn last_failure_time(
+pub async fn find_last_failure_time(
     client: &impl GenericClient,
     machine: MachineId,
     code: &str,
@@ -277,15 +283,15 @@ pub async fn lock(tx: &Transaction<'_>, id: OperationId) -> Result<Option<Operat
     Ok(query_opt(tx, &sql, &[&id.0]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// Moves a resize directly to switching the server on, regardless of its lease.
-pub async fn skip_to(tx: &Transaction<'_>, id: OperationId, step: &str) -> Result<(), DbError> {
+/// Moves an operation directly to a later step, even if a process holds its lease.
+pub async fn skip_to_step(tx: &Transaction<'_>, id: OperationId, step: &str) -> Result<(), DbError> {
     let sql = "UPDATE operations SET step = $2, facts = '{}', attempts = 0, due_at = clock_timestamp(), \
                lease_owner = NULL, lease_until = NULL, updated_at = clock_timestamp() \
                WHERE operation_id = $1 AND state = 'running'";
     execute(tx, sql, &[&id.0, &step]).await.map(drop)
 }
 
-/// Records progress of the machine's operation.
+/// Records progress of the machine's running operation.
 pub async fn record_progress(client: &impl GenericClient, machine: MachineId) -> Result<(), DbError> {
     let sql =
         "UPDATE operations SET progress_at = clock_timestamp() WHERE machine_id = $1 AND state = 'running'";
@@ -293,7 +299,7 @@ pub async fn record_progress(client: &impl GenericClient, machine: MachineId) ->
 }
 
 /// Age of the operation, by the database's clock.
-pub async fn age(client: &impl GenericClient, id: OperationId) -> Result<Duration, DbError> {
+pub async fn load_age(client: &impl GenericClient, id: OperationId) -> Result<Duration, DbError> {
     let sql = "SELECT extract(epoch FROM clock_timestamp() - created_at)::float8 FROM operations \
                WHERE operation_id = $1";
     let seconds: f64 = query_opt(client, sql, &[&id.0]).await?.map_or(0.0, |row| row.get(0));
@@ -301,29 +307,33 @@ pub async fn age(client: &impl GenericClient, id: OperationId) -> Result<Duratio
 }
 
 /// Time since the first start of a step, by the database's clock.
-pub async fn step_age(client: &impl GenericClient, id: OperationId, step: &str) -> Result<Duration, DbError> {
+pub async fn load_step_age(
+    client: &impl GenericClient,
+    id: OperationId,
+    step: &str,
+) -> Result<Duration, DbError> {
     let sql = "SELECT coalesce(extract(epoch FROM clock_timestamp() - min(at)), 0)::float8 FROM operation_log \
                WHERE operation_id = $1 AND step = $2 AND outcome = 'begun'";
     let seconds: f64 = query_opt(client, sql, &[&id.0, &step]).await?.map_or(0.0, |row| row.get(0));
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
-/// Error code of a running operation that the provider's account blocks: no deadline ends it.
+/// Error code of a running operation that is blocked by the provider's account. Such an operation has no deadline.
 pub const WAITS_FOR_ACCOUNT: &str = "provider_account";
 
-/// The kinds and steps that this release can run. Others belong to a newer release.
+/// The kinds and steps that this release can run. All other kinds and steps belong to a newer release.
 pub struct SupportedSteps<'a> {
     pub kinds: &'a [&'a str],
     pub steps: &'a [&'a str],
 }
 
-/// Claims a due operation that has no lease and that this release can run: first those at a step that has not
-/// started, then the longest due, so that a new one does not wait behind those that poll.
+/// Claims a due operation that has no lease and that this release can run. Operations whose step has not started come
+/// first, then the longest overdue, so that a new operation does not wait behind operations that are polling.
 pub async fn claim(
     client: &impl GenericClient,
     owner: Uuid,
     lease: Duration,
-    known: &SupportedSteps<'_>,
+    supported: &SupportedSteps<'_>,
 ) -> Result<Option<OperationRow>, DbError> {
     let sql = format!(
         "UPDATE operations SET lease_owner = $1, lease_until = clock_timestamp() + make_interval(secs => $2) \
@@ -332,21 +342,21 @@ pub async fn claim(
            AND due_at <= clock_timestamp() AND (lease_until IS NULL OR lease_until <= clock_timestamp()) \
            ORDER BY coalesce(facts ->> 'begun' = step, false), due_at LIMIT 1 FOR UPDATE SKIP LOCKED) RETURNING {COLUMNS}"
     );
-    let params: super::Params<'_> = &[&owner, &lease.as_secs_f64(), &known.kinds, &known.steps];
+    let params: super::Params<'_> = &[&owner, &lease.as_secs_f64(), &supported.kinds, &supported.steps];
     Ok(query_opt(client, &sql, params).await?.as_ref().map(OperationRow::parse))
 }
 
 /// Number of running operations that this release cannot run.
 pub async fn count_unsupported(
     client: &impl GenericClient,
-    known: &SupportedSteps<'_>,
+    supported: &SupportedSteps<'_>,
 ) -> Result<i64, DbError> {
     let sql = "SELECT count(*) FROM operations WHERE state = 'running' \
                AND NOT (kind = ANY($1) AND step = ANY($2))";
-    Ok(query_opt(client, sql, &[&known.kinds, &known.steps]).await?.map_or(0, |row| row.get(0)))
+    Ok(query_opt(client, sql, &[&supported.kinds, &supported.steps]).await?.map_or(0, |row| row.get(0)))
 }
 
-/// The columns that an advance writes. Without a lease, the operation is released.
+/// The columns that [`advance`] writes.
 pub struct Advance<'a> {
     pub state: &'a str,
     pub step: &'a str,
@@ -354,10 +364,11 @@ pub struct Advance<'a> {
     pub attempts: i32,
     pub error_code: Option<&'a str>,
     pub due_in: Duration,
+    /// `None` releases the operation.
     pub lease: Option<Duration>,
 }
 
-/// Advances an operation if `owner` still holds it; returns whether it did.
+/// Advances an operation if `owner` still holds its lease, and returns whether it did.
 pub async fn advance(
     client: &impl GenericClient,
     id: OperationId,
@@ -387,7 +398,7 @@ pub async fn advance(
     Ok(execute(client, sql, params).await? == 1)
 }
 
-/// Renews a lease that is still held; returns whether it was.
+/// Renews a lease if `owner` still holds it, and returns whether it did.
 pub async fn renew(
     client: &impl GenericClient,
     id: OperationId,
@@ -400,7 +411,7 @@ pub async fn renew(
     Ok(execute(client, sql, &[&id.0, &owner, &lease.as_secs_f64()]).await? == 1)
 }
 
-/// Releases a lease, also of an ended operation, so that others need not wait for it to expire.
+/// Releases a lease, even that of an ended operation, so that other processes need not wait for it to expire.
 pub async fn release(client: &impl GenericClient, id: OperationId, owner: Uuid) -> Result<(), DbError> {
     let sql = "UPDATE operations SET lease_owner = NULL, lease_until = NULL \
                WHERE operation_id = $1 AND lease_owner = $2";

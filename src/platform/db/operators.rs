@@ -1,4 +1,4 @@
-//! `operators`: names, scopes and token hashes. All times are the database's.
+//! `operators`: names, scopes and token hashes. All times are read from the database's clock.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ pub struct TokenRow {
     pub scopes: Scopes,
     pub token_hash: Vec<u8>,
     pub state: TokenState,
-    /// Its use was last recorded longer ago than the interval.
+    /// Whether the recorded time of its last use is older than the interval.
     pub is_use_unrecorded: bool,
 }
 
@@ -28,13 +28,13 @@ pub enum TokenState {
     Revoked,
 }
 
-/// The operator of a token, current or previous.
+/// Finds the operator who has this token as the current or the previous one.
 pub async fn find_by_token(
     client: &impl GenericClient,
     id: OperatorTokenId,
     record_interval: Duration,
 ) -> Result<Option<TokenRow>, DbError> {
-    // Two index scans: an OR would use neither.
+    // UNION ALL uses two index scans; an OR would use neither index.
     let sql = "SELECT name, scopes, token_hash, revoked_at IS NOT NULL, expires_at <= clock_timestamp(), \
                  coalesce(last_used_at < clock_timestamp() - make_interval(secs => $2), true) \
                FROM operators WHERE token_id = $1 \
@@ -43,10 +43,10 @@ pub async fn find_by_token(
                  coalesce(previous_used_at < clock_timestamp() - make_interval(secs => $2), true) \
                FROM operators WHERE previous_token_id = $1";
     let found = query_opt(client, sql, &[&id.0, &record_interval.as_secs_f64()]).await?;
-    let read = |row: Row| {
+    let parse = |row: Row| {
         let scopes: Vec<String> = row.get(1);
         Ok(TokenRow {
-            name: stored_name(&row.get::<_, String>(0))?,
+            name: parse_name(&row.get::<_, String>(0))?,
             scopes: Scopes::from_stored(scopes.iter().map(String::as_str)),
             token_hash: row.get(2),
             state: match (row.get(3), row.get(4)) {
@@ -57,7 +57,7 @@ pub async fn find_by_token(
             is_use_unrecorded: row.get(5),
         })
     };
-    found.map(read).transpose()
+    found.map(parse).transpose()
 }
 
 /// Records a use of a token, unless one was recorded within the interval.
@@ -78,7 +78,7 @@ pub async fn record_use(
     Ok(())
 }
 
-/// An operator as the API shows them: only the times of a token.
+/// An operator without token hashes, for the API.
 #[derive(Debug, Clone)]
 pub struct OperatorRow {
     pub name: OperatorName,
@@ -99,10 +99,10 @@ const COLUMNS: &str = "name, scopes, token_id, expires_at, last_used_at, previou
                        created_by, rotated_at, revoked_at, expires_at <= clock_timestamp()";
 
 impl OperatorRow {
-    fn read(row: &Row) -> Result<Self, DbError> {
+    fn parse(row: &Row) -> Result<Self, DbError> {
         let scopes: Vec<String> = row.get(1);
         Ok(Self {
-            name: stored_name(&row.get::<_, String>(0))?,
+            name: parse_name(&row.get::<_, String>(0))?,
             scopes: Scopes::from_stored(scopes.iter().map(String::as_str)),
             token_id: OperatorTokenId(row.get(2)),
             expires_at: row.get(3),
@@ -118,7 +118,7 @@ impl OperatorRow {
     }
 }
 
-fn stored_name(name: &str) -> Result<OperatorName, DbError> {
+fn parse_name(name: &str) -> Result<OperatorName, DbError> {
     name.parse().map_err(|why: svc_machine::name::NameError| DbError::Unreadable {
         what: "operator's name",
         why: why.to_string(),
@@ -147,20 +147,20 @@ pub async fn insert(
     );
     let (ttl, scopes) = (token.ttl.as_secs_f64(), scopes.names());
     let params: super::Params<'_> = &[&name.as_str(), &scopes, &token.id.0, &token.hash, &ttl, &created_by];
-    query_opt(tx, &sql, params).await?.as_ref().map(OperatorRow::read).transpose()
+    query_opt(tx, &sql, params).await?.as_ref().map(OperatorRow::parse).transpose()
 }
 
-/// Locks an operator's row.
+/// Reads and locks an operator's row until the transaction ends.
 pub async fn find_and_lock(
     tx: &Transaction<'_>,
     name: &OperatorName,
 ) -> Result<Option<OperatorRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operators WHERE name = $1 FOR UPDATE");
-    query_opt(tx, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::read).transpose()
+    query_opt(tx, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::parse).transpose()
 }
 
-/// Gives an operator a new token. The previous one stays valid for `overlap`, or until it expires; the one before
-/// that ends now.
+/// Gives an operator a new token. The replaced token stays valid for `overlap`, or until it expires if that is earlier;
+/// the token before it becomes invalid immediately.
 pub async fn rotate(
     tx: &Transaction<'_>,
     name: &OperatorName,
@@ -175,35 +175,36 @@ pub async fn rotate(
          WHERE name = $1 RETURNING {COLUMNS}"
     );
     let (ttl, overlap) = (token.ttl.as_secs_f64(), overlap.as_secs_f64());
-    changed(tx, &sql, &[&name.as_str(), &token.id.0, &token.hash, &ttl, &overlap]).await
+    update(tx, &sql, &[&name.as_str(), &token.id.0, &token.hash, &ttl, &overlap]).await
 }
 
-/// Revokes all tokens of an operator; an earlier revocation keeps its time.
+/// Revokes all tokens of an operator. The time of an earlier revocation is kept.
 pub async fn revoke(tx: &Transaction<'_>, name: &OperatorName) -> Result<OperatorRow, DbError> {
     let sql = format!(
         "UPDATE operators SET revoked_at = coalesce(revoked_at, clock_timestamp()) WHERE name = $1 RETURNING {COLUMNS}"
     );
-    changed(tx, &sql, &[&name.as_str()]).await
+    update(tx, &sql, &[&name.as_str()]).await
 }
 
-async fn changed(tx: &Transaction<'_>, sql: &str, params: super::Params<'_>) -> Result<OperatorRow, DbError> {
+async fn update(tx: &Transaction<'_>, sql: &str, params: super::Params<'_>) -> Result<OperatorRow, DbError> {
     let found = query_opt(tx, sql, params).await?;
-    let missing = || DbError::Unreadable { what: "operator", why: "the locked row is gone".to_owned() };
-    OperatorRow::read(&found.ok_or_else(missing)?)
+    let missing =
+        || DbError::Unreadable { what: "operator", why: "the locked row does not exist".to_owned() };
+    OperatorRow::parse(&found.ok_or_else(missing)?)
 }
 
-/// Number of operators, including ended ones.
+/// Number of operators, including those whose tokens are expired or revoked.
 pub async fn count(client: &impl GenericClient) -> Result<i64, DbError> {
     Ok(query_opt(client, "SELECT count(*) FROM operators", &[]).await?.map_or(0, |row| row.get(0)))
 }
 
-/// Operators by name, at most `limit`.
+/// Lists at most `limit` operators, ordered by name.
 pub async fn list(client: &impl GenericClient, limit: i64) -> Result<Vec<OperatorRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operators ORDER BY name LIMIT $1");
-    query(client, &sql, &[&limit]).await?.iter().map(OperatorRow::read).collect()
+    query(client, &sql, &[&limit]).await?.iter().map(OperatorRow::parse).collect()
 }
 
 pub async fn get(client: &impl GenericClient, name: &OperatorName) -> Result<Option<OperatorRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operators WHERE name = $1");
-    query_opt(client, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::read).transpose()
+    query_opt(client, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::parse).transpose()
 }

@@ -10,14 +10,15 @@ use uuid::Uuid;
 use super::{DbError, Params, execute, query, query_opt};
 use crate::platform_key::{KeyId, KeyIds};
 
-/// Retention of the rows of processes that ended without deleting them.
+/// How long the row of a process that ended without deleting it is kept.
 const ENDED_PROCESS_RETENTION: Duration = Duration::from_secs(3600);
 
-/// A process that writes to this database, and the lifetime of its row without renewal.
+/// A process that writes to this database, with its platform keys.
 #[derive(Debug, Clone)]
 pub struct ProcessKeys {
     pub process: Uuid,
     pub ids: KeyIds,
+    /// Lifetime of the process's row if it is not renewed.
     pub ttl: Duration,
 }
 
@@ -25,15 +26,18 @@ pub struct ProcessKeys {
 #[derive(Debug, Clone)]
 pub struct OtherProcess {
     pub process: Uuid,
+    /// Id of its current platform key.
     pub current: String,
 }
 
-/// Progress of the change to a key.
+/// Progress of the change to a new key.
 #[derive(Debug, Clone, Default)]
 pub struct KeyState {
     /// The last slot whose fence was processed.
     pub fences_after: Option<(String, String)>,
+    /// Whether every fence has been signed with the key.
     pub has_signed_fences: bool,
+    /// Whether every stored secret uses the key.
     pub is_sole: bool,
 }
 
@@ -58,8 +62,8 @@ impl ProcessKeys {
             .map(drop)
     }
 
-    /// Running processes that cannot decrypt this one's secrets, or whose secrets this one cannot decrypt.
-    pub async fn incompatible(&self, client: &impl GenericClient) -> Result<Vec<OtherProcess>, DbError> {
+    /// Running processes that cannot decrypt this process's secrets, or whose secrets this process cannot decrypt.
+    pub async fn list_incompatible(&self, client: &impl GenericClient) -> Result<Vec<OtherProcess>, DbError> {
         let sql = "SELECT process_id, key_id FROM platform_processes WHERE process_id <> $1 \
                    AND seen_at > clock_timestamp() - make_interval(secs => $4) \
                    AND (($2 <> key_id AND $2 IS DISTINCT FROM other_key_id) \
@@ -67,10 +71,10 @@ impl ProcessKeys {
         let previous = self.ids.previous.as_ref().map(KeyId::as_str);
         let params: Params<'_> =
             &[&self.process, &self.ids.current.as_str(), &previous, &self.ttl.as_secs_f64()];
-        Ok(query(client, sql, params).await?.iter().map(other).collect())
+        Ok(query(client, sql, params).await?.iter().map(parse_other).collect())
     }
 
-    /// Whether every running process has used this process's key for long enough.
+    /// Whether all running processes have had this process's key as their current key for the lifetime of a row.
     pub async fn is_settled(&self, client: &impl GenericClient) -> Result<bool, DbError> {
         let sql = "SELECT EXISTS (SELECT 1 FROM platform_processes WHERE process_id = $1 \
                        AND steady_since <= clock_timestamp() - make_interval(secs => $3)) \
@@ -81,11 +85,11 @@ impl ProcessKeys {
     }
 }
 
-fn other(row: &Row) -> OtherProcess {
+fn parse_other(row: &Row) -> OtherProcess {
     OtherProcess { process: row.get(0), current: row.get(1) }
 }
 
-/// Running processes whose current key is another one.
+/// Running processes whose current key differs from `key`.
 pub async fn list_with_other_key(
     client: &impl GenericClient,
     key: &KeyId,
@@ -93,10 +97,10 @@ pub async fn list_with_other_key(
 ) -> Result<Vec<OtherProcess>, DbError> {
     let sql = "SELECT process_id, key_id FROM platform_processes WHERE key_id <> $1 \
                AND seen_at > clock_timestamp() - make_interval(secs => $2) ORDER BY process_id LIMIT 100";
-    Ok(query(client, sql, &[&key.as_str(), &ttl.as_secs_f64()]).await?.iter().map(other).collect())
+    Ok(query(client, sql, &[&key.as_str(), &ttl.as_secs_f64()]).await?.iter().map(parse_other).collect())
 }
 
-/// Number of running processes, and how many of them use `key` as their current key.
+/// Number of running processes, and number of those that have `key` as their current or previous key.
 pub async fn count_with_key(
     client: &impl GenericClient,
     key: &KeyId,
@@ -120,20 +124,20 @@ pub async fn has_any(client: &impl GenericClient) -> Result<bool, DbError> {
     Ok(found.is_some_and(|row| row.get(0)))
 }
 
-/// Whether a process has used this key.
+/// Whether any process has used this key.
 pub async fn is_known(client: &impl GenericClient, key: &KeyId) -> Result<bool, DbError> {
     let sql = "SELECT EXISTS (SELECT 1 FROM platform_keys WHERE key_id = $1)";
     Ok(query_opt(client, sql, &[&key.as_str()]).await?.is_some_and(|row| row.get(0)))
 }
 
-/// Records the first key of a database. No stored secret uses another one.
+/// Records the first key of a database, in which no stored secret uses another key.
 pub async fn insert_first(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
     let sql = "INSERT INTO platform_keys (key_id, fences_signed_at, sole_since) \
                VALUES ($1, clock_timestamp(), clock_timestamp())";
     execute(tx, sql, &[&key.as_str()]).await.map(drop)
 }
 
-/// Records that a process uses this key from now on, which restarts the change to any other key.
+/// Records that a process uses this key. This restarts the change to any other key.
 pub async fn record_use(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
     let sql = "INSERT INTO platform_keys (key_id) VALUES ($1) ON CONFLICT DO NOTHING";
     execute(tx, sql, &[&key.as_str()]).await?;
@@ -153,7 +157,7 @@ pub async fn load_state(client: &impl GenericClient, key: &KeyId) -> Result<KeyS
     }))
 }
 
-/// Records the last slot whose fence was processed, unless re-signing has restarted since `before`.
+/// Records the last slot whose fence was processed, unless the recorded slot is no longer `before`.
 pub async fn advance_fences(
     client: &impl GenericClient,
     key: &KeyId,
@@ -167,7 +171,7 @@ pub async fn advance_fences(
     execute(client, sql, &[&key.as_str(), &user, &slot, &to.0, &to.1]).await.map(drop)
 }
 
-/// Records that every fence has been processed, if `before` is still the last slot.
+/// Records that every fence has been processed, unless the recorded slot is no longer `before`.
 pub async fn finish_fences(
     client: &impl GenericClient,
     key: &KeyId,
@@ -180,7 +184,7 @@ pub async fn finish_fences(
     execute(client, sql, &[&key.as_str(), &user, &slot]).await.map(drop)
 }
 
-/// The next slots, in order.
+/// The slots after this one, in order.
 pub async fn list_slots_after(
     client: &impl GenericClient,
     after: Option<&(String, String)>,
@@ -188,7 +192,7 @@ pub async fn list_slots_after(
 ) -> Result<Vec<(String, String)>, DbError> {
     let sql = "SELECT DISTINCT idp_user_id, slot FROM user_machines WHERE (idp_user_id, slot) > ($1, $2) \
                ORDER BY idp_user_id, slot LIMIT $3";
-    let (user, slot) = bounds(after);
+    let (user, slot) = lower_bounds(after);
     let found = query(client, sql, &[&user, &slot, &limit]).await?;
     Ok(found.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
@@ -200,15 +204,15 @@ pub async fn count_slots_after(
 ) -> Result<i64, DbError> {
     let sql = "SELECT count(*) FROM (SELECT DISTINCT idp_user_id, slot FROM user_machines \
                WHERE (idp_user_id, slot) > ($1, $2)) slots";
-    let (user, slot) = bounds(after);
+    let (user, slot) = lower_bounds(after);
     Ok(query_opt(client, sql, &[&user, &slot]).await?.map_or(0, |row| row.get(0)))
 }
 
-fn bounds(after: Option<&(String, String)>) -> (&str, &str) {
+fn lower_bounds(after: Option<&(String, String)>) -> (&str, &str) {
     after.map_or(("", ""), |(user, slot)| (user.as_str(), slot.as_str()))
 }
 
-/// Records that every stored secret uses the current key. Keys before the previous one are deleted.
+/// Records that every stored secret uses the current key. Deletes all keys except the current and the previous one.
 pub async fn record_sole(tx: &Transaction<'_>, ids: &KeyIds) -> Result<(), DbError> {
     let sql =
         "UPDATE platform_keys SET sole_since = clock_timestamp() WHERE key_id = $1 AND sole_since IS NULL";

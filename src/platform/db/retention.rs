@@ -1,7 +1,7 @@
-//! Deletes expired rows in batches, by an index of their time.
+//! Deletes expired rows in batches. Each statement uses an index on the rows' time.
 //!
-//! Machines, slots, handles and signing keys never expire: their epochs, names and sealed keys stay in use. Rows of
-//! platform keys and processes are deleted where they are written (`db::platform_keys`).
+//! Machines, slots, handles and signing keys never expire, because their epochs, names and sealed keys stay in use. Rows
+//! of platform keys and processes are deleted where they are written (`db::platform_keys`).
 
 use std::time::Duration;
 
@@ -10,26 +10,27 @@ use deadpool_postgres::GenericClient;
 use super::{DbError, execute};
 
 const BATCH_ROWS: i64 = 1000;
-/// A rollout is deleted with thousands of machines.
+/// Small, because each rollout is deleted together with up to thousands of machines.
 const ROLLOUT_BATCH_ROWS: i64 = 5;
 
-/// A table whose rows are deleted some time after they have ended.
+/// A table whose rows are deleted after a retention period.
 #[derive(Debug, Clone, Copy)]
 pub struct Expiring {
-    /// Its name in metrics. Dependent rows of other tables are deleted with its rows.
+    /// The table's name in metrics. Dependent rows of other tables are deleted with its rows.
     pub table: &'static str,
     /// Deletes at most `$2` rows that ended more than `$1` seconds ago.
     statement: &'static str,
+    /// Retention period of ended rows.
     pub keep: Duration,
-    /// Maximum rows of one statement.
+    /// Maximum number of rows that one statement deletes.
     pub batch_rows: i64,
 }
 
 impl Expiring {
-    pub fn new(of: ExpiringTable, keep: Duration) -> Self {
-        let (table, statement) = of.name_and_statement();
-        let batch_rows = if of == ExpiringTable::Rollouts { ROLLOUT_BATCH_ROWS } else { BATCH_ROWS };
-        Self { table, statement, keep, batch_rows }
+    pub fn new(table: ExpiringTable, keep: Duration) -> Self {
+        let (name, statement) = table.name_and_statement();
+        let batch_rows = if table == ExpiringTable::Rollouts { ROLLOUT_BATCH_ROWS } else { BATCH_ROWS };
+        Self { table: name, statement, keep, batch_rows }
     }
 }
 
@@ -39,12 +40,12 @@ pub enum ExpiringTable {
     SessionCodes,
     SignOuts,
     IdempotencyKeys,
-    /// With their logs.
+    /// Operations with their logs.
     Operations,
-    /// With their machines.
+    /// Rollouts with their machines.
     Rollouts,
     Audit,
-    /// Only those whose tokens have ended.
+    /// Operators whose tokens have expired or been revoked.
     Operators,
 }
 
@@ -57,7 +58,7 @@ impl ExpiringTable {
                  WHERE expires_at < now() - make_interval(secs => $1) ORDER BY expires_at LIMIT $2 \
                  FOR UPDATE SKIP LOCKED)",
             ),
-            // A used code expires within a minute like any other.
+            // Includes used codes: they, too, expire within a minute.
             Self::SessionCodes => (
                 "session_codes",
                 "DELETE FROM session_codes WHERE code_hash IN (SELECT code_hash FROM session_codes \
@@ -76,8 +77,8 @@ impl ExpiringTable {
                  WHERE created_at < now() - make_interval(secs => $1) ORDER BY created_at LIMIT $2 \
                  FOR UPDATE SKIP LOCKED)",
             ),
-            // Only the deleted ids leave the second statement; both see the same snapshot, and the foreign key is
-            // checked at the end.
+            // The order of the deletions does not matter: all parts of the statement see the same snapshot, and foreign
+            // keys are checked at its end.
             Self::Operations => (
                 "operations",
                 "WITH expired AS (SELECT operation_id FROM operations \
@@ -109,7 +110,7 @@ impl ExpiringTable {
     }
 }
 
-/// Deletes at most one batch of rows and returns their number.
+/// Deletes at most one batch of rows and returns the number of deleted rows.
 pub async fn delete_batch(client: &impl GenericClient, expiring: &Expiring) -> Result<u64, DbError> {
     execute(client, expiring.statement, &[&expiring.keep.as_secs_f64(), &expiring.batch_rows]).await
 }

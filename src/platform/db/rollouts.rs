@@ -1,6 +1,6 @@
 //! `rollouts` and their machines.
 //!
-//! The invariant: a machine's state changes only in a transaction that has locked its rollout's row.
+//! Invariant: a machine's state changes only in a transaction that has locked its rollout's row.
 
 use std::time::Duration;
 
@@ -29,11 +29,11 @@ pub struct RolloutRow {
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
     pub ended_at: Option<Timestamp>,
-    /// Whether the release is verified on the machines that get it first.
+    /// Whether the release is verified on the first machines that get it.
     pub verify: bool,
     /// The result of the last verification.
     pub verification: Option<Value>,
-    /// The end of the claim of the process that verifies it; it may have passed.
+    /// When the claim of the verifying process ends, which may be in the past.
     pub verifying_until: Option<Timestamp>,
     pub is_verifying: bool,
 }
@@ -66,7 +66,6 @@ impl RolloutRow {
         })
     }
 
-    /// The state of its verification.
     pub fn verification_state(&self) -> Verification {
         let has_passed = self.verification.as_ref().is_some_and(|last| last["passed"] == true);
         match (self.verify, has_passed, self.is_verifying) {
@@ -84,12 +83,12 @@ pub struct NewRollout<'a> {
     pub batch_size: i32,
     pub max_failures: i32,
     pub verify: bool,
-    /// Each with its batch.
+    /// The machines with their batches.
     pub machines: &'a [(MachineId, i32)],
 }
 
 /// # Errors
-/// [`DbError`]; `rollouts_open` is violated if another rollout is open.
+/// [`DbError`]; `Violated` with the constraint `rollouts_open` if another rollout is open.
 pub async fn insert(tx: &Transaction<'_>, new: &NewRollout<'_>) -> Result<RolloutId, DbError> {
     let id = RolloutId::new();
     let sql = "INSERT INTO rollouts (rollout_id, image_version, state, canary, batch_size, max_failures, request_id, verify) \
@@ -102,7 +101,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewRollout<'_>) -> Result<Rollou
     let (machines, batches): (Vec<uuid::Uuid>, Vec<i32>) =
         new.machines.iter().map(|(id, batch)| (id.0, *batch)).unzip();
     let sql = "INSERT INTO rollout_machines (rollout_id, machine_id, batch, state) \
-               SELECT $1, machine, batch, 'waiting' FROM unnest($2::uuid[], $3::int4[]) AS all_of (machine, batch)";
+               SELECT $1, machine, batch, 'waiting' FROM unnest($2::uuid[], $3::int4[]) AS members (machine, batch)";
     execute(tx, sql, &[&id.0, &machines, &batches]).await?;
     Ok(id)
 }
@@ -118,19 +117,19 @@ pub async fn lock(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutR
     query_opt(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// [`lock`], or `None` if another process has locked it.
+/// Like [`lock`], but returns `None` if another transaction holds the lock.
 pub async fn try_lock(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE rollout_id = $1 FOR UPDATE SKIP LOCKED");
     query_opt(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// The open rollout.
+/// The rollout that is running or paused; at most one exists.
 pub async fn find_open(client: &impl GenericClient) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE state IN ('running', 'paused')");
     query_opt(client, &sql, &[]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// Rollouts that are open or still have machines to wait for.
+/// Rollouts that are open or still wait for machines to update.
 pub async fn list_unfinished(client: &impl GenericClient) -> Result<Vec<RolloutRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM rollouts WHERE state IN ('running', 'paused') OR rollout_id IN \
@@ -139,11 +138,11 @@ pub async fn list_unfinished(client: &impl GenericClient) -> Result<Vec<RolloutR
     query(client, &sql, &[]).await?.iter().map(RolloutRow::parse).collect()
 }
 
-/// Running machines that a rollout would reach, in the order of its batches: all of them, or those with these handles,
-/// without those of `except`.
+/// Running machines that a rollout would reach, in the order of its batches: all machines, or only those with these
+/// handles, except those in `except`.
 ///
-/// A canary stops its rollout, and owners have root: machines of test slots come first, since the operator controls
-/// them. The others are in random order, so that none is the canary each time.
+/// Machines of test slots come first: a failing canary stops the rollout, and owners, who have root, could make a canary
+/// fail. The other machines are in random order, so that the canary varies.
 pub async fn list_reachable_machines(
     client: &impl GenericClient,
     handles: Option<&[Handle]>,
@@ -151,7 +150,7 @@ pub async fn list_reachable_machines(
 ) -> Result<Vec<(MachineId, String)>, DbError> {
     let handles: Option<Vec<&str>> = handles.map(|handles| handles.iter().map(Handle::as_str).collect());
     let except: Vec<&str> = except.iter().map(Handle::as_str).collect();
-    // A silent machine would fail as a canary even if the release works.
+    // Silent machines come last: as a canary, one would fail even if the release works.
     let sql = "SELECT m.machine_id, m.handle FROM user_machines m LEFT JOIN slots s USING (idp_user_id, slot) \
                WHERE m.deleted_at IS NULL AND m.retired_at IS NULL AND m.status = 'running' \
                AND m.powered_off_at IS NULL AND ($1::text[] IS NULL OR m.handle = ANY ($1)) AND m.handle <> ALL ($2) \
@@ -161,17 +160,17 @@ pub async fn list_reachable_machines(
     Ok(found.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
 }
 
-/// Timeouts of a host whose update was requested.
+/// Timeouts for a host whose update was requested.
 #[derive(Debug, Clone, Copy)]
 pub struct UpdateTimeouts {
-    /// Since the request, or its last report of an update in progress.
+    /// Counts from the request, or from the host's last report of an update in progress.
     pub silence: Duration,
-    /// Since the request, for any report of the host: it may be running another update, or this one forever.
+    /// Counts from the request regardless of reports: the host may be running another update, or may never finish.
     pub total: Duration,
 }
 
-/// Records which machines report an update in progress, so that a later report of another state does not make them
-/// overdue.
+/// Records which machines report an update in progress, so that they do not become overdue when a later report shows
+/// another state.
 pub async fn record_progress(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
     let sql = "UPDATE rollout_machines r SET updating_at = m.heartbeat_at FROM user_machines m \
                WHERE r.rollout_id = $1 AND r.state = 'asked' AND m.machine_id = r.machine_id AND m.updating \
@@ -185,8 +184,8 @@ pub async fn list_members(
     rollout: &RolloutRow,
     timeouts: UpdateTimeouts,
 ) -> Result<Vec<Member>, DbError> {
-    // A host's last update counts only if it differs from the one before the request. No host becomes overdue while
-    // its rollout is paused: a host that has not received the request yet cannot receive it then.
+    // A host's last update counts only if it differs from the last update before the request. No host becomes overdue
+    // while its rollout is paused, because hosts receive no requests during that time.
     let sql = "SELECT r.machine_id, r.batch, r.state, \
                m.deleted_at IS NULL AND m.retired_at IS NULL AND m.status = 'running' AND m.powered_off_at IS NULL, \
                m.image_version = $2 AND NOT m.updating AND m.health ->> 'gateway' = 'ok' AND m.health ->> 'database' = 'ok', \
@@ -198,9 +197,9 @@ pub async fn list_members(
                FROM rollout_machines r JOIN user_machines m USING (machine_id) WHERE r.rollout_id = $1 \
                ORDER BY r.batch, r.machine_id";
     let version = rollout.image_version.as_str();
-    let counts = rollout.state != RolloutState::Paused;
+    let can_be_overdue = rollout.state != RolloutState::Paused;
     let (silence, total) = (timeouts.silence.as_secs_f64(), timeouts.total.as_secs_f64());
-    let found = query(client, sql, &[&rollout.id.0, &version, &counts, &silence, &total]).await?;
+    let found = query(client, sql, &[&rollout.id.0, &version, &can_be_overdue, &silence, &total]).await?;
     found
         .iter()
         .map(|row| {
@@ -218,7 +217,7 @@ pub async fn list_members(
 }
 
 fn member_state(text: &str) -> Result<MemberState, DbError> {
-    text.parse().map_err(|_| DbError::Unreadable { what: "machine of a rollout", why: text.to_owned() })
+    text.parse().map_err(|_| DbError::Unreadable { what: "rollout machine's state", why: text.to_owned() })
 }
 
 pub async fn end_member(
@@ -250,14 +249,14 @@ pub async fn restart_timeouts(tx: &Transaction<'_>, rollout: RolloutId) -> Resul
     execute(tx, sql, &[&rollout.0]).await.map(drop)
 }
 
-/// Claims the machines whose update was requested and whose hosts have not been notified; they count as notified now.
+/// Claims the machines whose update was requested and whose hosts have not been notified, and marks them as notified.
 pub async fn claim_unnotified(tx: &Transaction<'_>, rollout: RolloutId) -> Result<Vec<MachineId>, DbError> {
     let sql = "UPDATE rollout_machines SET nudged_at = clock_timestamp() WHERE rollout_id = $1 AND state = 'asked' \
                AND nudged_at IS NULL RETURNING machine_id";
     Ok(query(tx, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// Claims the verification for this time, and returns the rollout with the claim.
+/// Claims the verification for the time `claim`, and returns the rollout with the claim.
 pub async fn claim_verification(
     tx: &Transaction<'_>,
     rollout: RolloutId,
@@ -274,7 +273,7 @@ pub async fn claim_verification(
         .transpose()
 }
 
-/// Extends a claim. `None` if it is another process's now, or an operator has reset it.
+/// Extends a claim. `None` if another process holds the claim now, or an operator has reset it.
 pub async fn renew_verification(
     client: &impl GenericClient,
     claimed: &RolloutRow,
@@ -291,7 +290,7 @@ pub async fn renew_verification(
         .transpose()
 }
 
-/// Records the result of a verification and ends its claim. Returns whether the claim was still this one.
+/// Records the result of a verification and ends its claim. Returns whether the claim was still held.
 pub async fn record_verification(
     tx: &Transaction<'_>,
     claimed: &RolloutRow,
@@ -302,14 +301,14 @@ pub async fn record_verification(
     Ok(execute(tx, sql, &[&claimed.id.0, &claimed.verifying_until, &verification]).await? > 0)
 }
 
-/// Forgets the result of a verification that has not passed, and its claim, so that it is made again.
+/// Deletes the result of a verification that has not passed, and its claim, so that the verification is repeated.
 pub async fn reset_verification(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
     let sql = "UPDATE rollouts SET verification = NULL, verifying_until = NULL WHERE rollout_id = $1 \
                AND NOT coalesce((verification ->> 'passed')::boolean, false)";
     execute(tx, sql, &[&rollout.0]).await.map(drop)
 }
 
-/// The first machines that got the release, whether or not they run it now.
+/// The first machines that were updated to the release, whether or not they still run it.
 pub async fn list_updated(
     client: &impl GenericClient,
     rollout: RolloutId,
@@ -319,8 +318,8 @@ pub async fn list_updated(
     Ok(query(client, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// The updated machines that run the release now: one may have been rolled back, replaced, deleted or switched off since
-/// its update. With `only`, that machine or none.
+/// The updated machines that still run the release: a machine may have been rolled back, replaced, deleted or switched
+/// off since its update. With `only`, at most that machine.
 pub async fn list_running_release(
     client: &impl GenericClient,
     rollout: &RolloutRow,
@@ -346,14 +345,14 @@ pub async fn set_state(
     execute(tx, sql, &[&rollout.0, &state.as_str(), &why, &state.has_ended()]).await.map(drop)
 }
 
-/// The release that a machine should run, and the request that ordered it.
+/// The release that a machine should run, and the id of the request that started its rollout.
 pub struct DesiredRelease {
     pub image_version: ImageVersion,
     pub request_id: String,
 }
 
-/// The release that a running rollout requests of a machine.
-pub async fn desired_release(
+/// The release to which a running rollout wants to update a machine.
+pub async fn find_desired_release(
     client: &impl GenericClient,
     machine: MachineId,
 ) -> Result<Option<DesiredRelease>, DbError> {
@@ -373,7 +372,7 @@ pub async fn list_newest(client: &impl GenericClient, limit: i64) -> Result<Vec<
     query(client, &sql, &[&limit]).await?.iter().map(RolloutRow::parse).collect()
 }
 
-/// Number of machines of these rollouts by rollout and state.
+/// Number of machines by rollout and state.
 pub async fn count_machines(
     client: &impl GenericClient,
     rollouts: &[RolloutRow],
@@ -410,7 +409,7 @@ pub async fn list_machines(
                FROM rollout_machines r JOIN user_machines m USING (machine_id) WHERE r.rollout_id = $1 \
                ORDER BY r.batch, r.machine_id";
     let found = query(client, sql, &[&rollout.0]).await?;
-    let read = |row: &Row| {
+    let parse = |row: &Row| {
         Ok(RolloutMachineRow {
             machine: MachineId(row.get(0)),
             handle: row.get(1),
@@ -423,5 +422,5 @@ pub async fn list_machines(
             image_version: row.get(8),
         })
     };
-    found.iter().map(read).collect()
+    found.iter().map(parse).collect()
 }

@@ -1,5 +1,5 @@
-//! Servers as the inventory compares them with the provider's list: which must exist and which are missing. Also the
-//! installation's id, which labels them.
+//! The servers that the inventory compares with the provider's list, and the installation's id, with which they are
+//! labelled.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -13,41 +13,42 @@ use super::machine_row::MachineRow;
 use super::{DbError, execute, query, query_opt};
 use svc_machine::id::MachineId;
 
-/// A machine whose server must exist, or is kept.
+/// A machine whose server must exist or may hold data.
 #[derive(Debug, Clone, Copy)]
 pub struct ExpectedServer {
     pub machine: MachineId,
     pub server: i64,
-    /// Since its host's last heartbeat, or its registration.
+    /// Time since the host's last heartbeat or, without one, since its registration.
     pub silent_for: Duration,
 }
 
-/// The id of this platform, shared by all its processes.
-pub async fn installation_id(client: &impl GenericClient) -> Result<Uuid, DbError> {
+/// Reads the id of this installation, which all platform processes share.
+pub async fn load_installation_id(client: &impl GenericClient) -> Result<Uuid, DbError> {
     let found = query_opt(client, "SELECT installation_id FROM installation", &[]).await?;
-    let why = || "the table is empty".to_owned();
-    found.map(|row| row.get(0)).ok_or_else(|| DbError::Unreadable { what: "installation", why: why() })
+    let missing = || DbError::Unreadable { what: "installation", why: "the table is empty".to_owned() };
+    found.map(|row| row.get(0)).ok_or_else(missing)
 }
 
+/// Reads the database's clock.
 pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
     let found = query_opt(client, "SELECT clock_timestamp()", &[]).await?;
     Ok(found.map_or(Timestamp::MIN, |row| row.get(0)))
 }
 
-/// The servers of the platform's machines.
+/// Number of servers of the platform's machines.
 #[derive(Debug, Clone, Copy)]
 pub struct OwnServers {
     pub existing: u64,
-    /// Their machines have none yet. A machine that failed meanwhile may still get the one that was requested.
+    /// Ordered for a machine that has no server yet. A machine that has failed may still get the server ordered for it.
     pub ordered: u64,
 }
 
-/// Servers that the provider counted in its project.
+/// Number of servers that the provider counted in the project.
 #[derive(Debug, Clone, Copy)]
 pub struct ListedServers {
     /// `None` if the provider did not respond.
     pub listed: Option<u64>,
-    /// The platform's servers that were recorded before that.
+    /// The platform's servers that were recorded before the provider's list was requested.
     pub recorded: u64,
 }
 
@@ -57,11 +58,11 @@ pub async fn count_own(client: &impl GenericClient) -> Result<OwnServers, DbErro
                    OR deleted_at IS NULL AND retired_at IS NULL AND status IN ('provisioning', 'recovering'))) \
                FROM user_machines WHERE server_deleted_at IS NULL";
     let counted = query_opt(client, sql, &[]).await?;
-    let number = |at: usize| counted.as_ref().map_or(0, |row| row.get::<_, i64>(at).unsigned_abs());
+    let number = |column: usize| counted.as_ref().map_or(0, |row| row.get::<_, i64>(column).unsigned_abs());
     Ok(OwnServers { existing: number(0), ordered: number(1) })
 }
 
-/// The other machines of this one's slot whose servers exist or were requested, oldest first.
+/// The other machines of this machine's slot whose servers exist or were requested, oldest first.
 pub async fn list_others_of_slot(
     client: &impl GenericClient,
     machine: &MachineRow,
@@ -73,41 +74,44 @@ pub async fn list_others_of_slot(
     Ok(found.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// Machines in their slots that fail if their servers are gone: they are running, resizing, or may resume after a
-/// resize.
+/// SQL condition for machines in their slots that fail if their servers disappear: machines that run, are being resized,
+/// or can resume after a failed resize.
 const EXPECTED: &str = "deleted_at IS NULL AND retired_at IS NULL AND provider_server_id IS NOT NULL \
     AND (status IN ('running', 'resizing') \
         OR status = 'failed' AND coalesce(failure_cause IN ('resize', 'reinstating'), false))";
 
 pub async fn list_expected(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
-    with_servers(client, EXPECTED).await
+    list_servers_where(client, EXPECTED).await
 }
 
-/// Other machines whose servers may hold data and that the provider has not yet reported missing.
+/// Other machines whose servers may hold data and have not been recorded as missing.
 pub async fn list_holding_data(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
-    let which = format!(
+    let condition = format!(
         "provider_server_id IS NOT NULL AND server_deleted_at IS NULL AND server_missing_since IS NULL \
          AND (registered_at IS NOT NULL OR unsaved_since IS NOT NULL) AND NOT ({EXPECTED})"
     );
-    with_servers(client, &which).await
+    list_servers_where(client, &condition).await
 }
 
-async fn with_servers(client: &impl GenericClient, which: &str) -> Result<Vec<ExpectedServer>, DbError> {
+async fn list_servers_where(
+    client: &impl GenericClient,
+    condition: &str,
+) -> Result<Vec<ExpectedServer>, DbError> {
     let sql = format!(
         "SELECT machine_id, provider_server_id, \
              extract(epoch FROM now() - greatest(heartbeat_at, registered_at, created_at))::float8 \
-         FROM user_machines WHERE {which}"
+         FROM user_machines WHERE {condition}"
     );
     let found = query(client, &sql, &[]).await?;
-    let live = |row: &Row| ExpectedServer {
+    let parse = |row: &Row| ExpectedServer {
         machine: MachineId(row.get(0)),
         server: row.get(1),
         silent_for: Duration::try_from_secs_f64(row.get::<_, f64>(2).max(0.0)).unwrap_or_default(),
     };
-    Ok(found.iter().map(live).collect())
+    Ok(found.iter().map(parse).collect())
 }
 
-/// Number of machines that failed within this time because their servers were gone.
+/// Number of machines that failed within this time because their servers had disappeared.
 pub async fn count_failed_as_gone(client: &impl GenericClient, within: Duration) -> Result<usize, DbError> {
     let sql = "SELECT count(*) FROM operator_audit WHERE action = 'server.gone' \
                AND at > now() - make_interval(secs => $1)";
@@ -115,20 +119,20 @@ pub async fn count_failed_as_gone(client: &impl GenericClient, within: Duration)
     Ok(usize::try_from(count).unwrap_or_default())
 }
 
-/// Records servers that exist.
+/// Records that these servers exist.
 pub async fn record_seen(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET server_missing_since = NULL \
                WHERE server_missing_since IS NOT NULL AND provider_server_id = ANY($1)";
     execute(client, sql, &[&servers]).await.map(drop)
 }
 
-/// Records listed servers of ended machines that were thought to have none, and returns them.
+/// Records listed servers of former machines whose servers had been recorded as deleted, and returns them.
 pub async fn record_returned(
     client: &impl GenericClient,
     listed: &HashMap<MachineId, i64>,
     listed_at: Timestamp,
 ) -> Result<Vec<(MachineId, i64)>, DbError> {
-    // The list may be older than a deletion: a server deleted since then is not recorded again.
+    // A server that was deleted after the list was requested must not be recorded again.
     let sql = "UPDATE user_machines m SET provider_server_id = listed.server, server_deleted_at = NULL \
                FROM unnest($1::uuid[], $2::bigint[]) AS listed (machine, server) \
                WHERE m.machine_id = listed.machine AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL) \
@@ -140,17 +144,20 @@ pub async fn record_returned(
     Ok(found.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
 }
 
-/// Records that the machine's server is missing, and returns for how long.
-pub async fn record_missing(client: &impl GenericClient, live: &ExpectedServer) -> Result<Duration, DbError> {
+/// Records that the machine's server is missing, and returns how long it has been missing.
+pub async fn record_missing(
+    client: &impl GenericClient,
+    expected: &ExpectedServer,
+) -> Result<Duration, DbError> {
     let sql = "UPDATE user_machines SET server_missing_since = coalesce(server_missing_since, clock_timestamp()) \
                WHERE machine_id = $1 AND provider_server_id = $2 \
                RETURNING extract(epoch FROM clock_timestamp() - server_missing_since)::float8";
-    let found = query_opt(client, sql, &[&live.machine.0, &live.server]).await?;
+    let found = query_opt(client, sql, &[&expected.machine.0, &expected.server]).await?;
     let seconds: f64 = found.map_or(0.0, |row| row.get(0));
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
-/// Which of these machines exist or ever existed.
+/// Returns which of these machines the database knows, including former ones.
 pub async fn filter_known(
     client: &impl GenericClient,
     machines: &[MachineId],

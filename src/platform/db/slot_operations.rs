@@ -1,4 +1,4 @@
-//! `operations` across the machines of one slot, where they affect a machine that left it.
+//! Reads `operations` across the machines of one slot, for the cases in which they affect a machine that left the slot.
 
 use deadpool_postgres::GenericClient;
 
@@ -8,7 +8,7 @@ use super::{DbError, Params, query_opt};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{IdpUserId, Slot};
 
-/// The newest operation that took this machine out of service: its own deletion, or the creation of its successor.
+/// The newest operation that takes this machine out of service: its deletion, or the creation of its successor.
 pub async fn find_retiring_operation(
     client: &impl GenericClient,
     machine: MachineId,
@@ -33,7 +33,7 @@ pub async fn find_running_deletion(
     Ok(query_opt(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// The deletion of a machine of this slot that has served and whose final backup is pending.
+/// The deletion, with a pending final backup, of a machine of this slot that has served.
 pub async fn find_pending_final_backup(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -47,13 +47,13 @@ pub async fn find_pending_final_backup(
     Ok(query_opt(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// A running operation that still needs the server of a machine that left its slot: its own, or the creation of the
-/// next machine, which waits for the final backup.
+/// A running operation that still needs the server of a machine that left its slot: the machine's own operation, or the
+/// creation of the next machine, which waits for the final backup.
 pub async fn find_operation_needing_server(
     client: &impl GenericClient,
     machine: &MachineRow,
 ) -> Result<Option<OperationRow>, DbError> {
-    // If another machine registered in between, the later operation waits for that one.
+    // If another machine registered in between, the later operation waits for that machine's final backup instead.
     let sql = format!(
         "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND (machine_id = $1 \
          OR (step = 'last_backup' AND machine_id IN (SELECT later.machine_id FROM user_machines later \

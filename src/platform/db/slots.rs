@@ -22,7 +22,7 @@ pub struct SlotRow {
     pub plan: Plan,
     pub status: SubscriptionStatus,
     pub current_period_end: Option<Timestamp>,
-    /// Not a customer's slot.
+    /// Whether this is a test slot, not a customer's.
     pub is_test: bool,
 }
 
@@ -33,12 +33,12 @@ pub struct NewSubscription {
     pub plan: Plan,
     pub status: SubscriptionStatus,
     pub current_period_end: Option<Timestamp>,
-    /// `None` leaves it as it is: the billing system does not know which slots are for tests.
+    /// `None` keeps the stored value: the billing system does not know which slots are test slots.
     pub is_test: Option<bool>,
 }
 
 impl SlotRow {
-    /// Whether the slot may be provisioned at `now`.
+    /// Whether the subscription entitles the slot to a machine at `now`.
     pub fn is_entitled(&self, now: Timestamp) -> bool {
         let is_current = |end: Timestamp| end.saturating_add(SUBSCRIPTION_GRACE).is_ok_and(|end| now <= end);
         self.status == SubscriptionStatus::Active && self.current_period_end.is_none_or(is_current)
@@ -69,7 +69,7 @@ pub async fn find_subscription(
     query_opt(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(SlotRow::parse).transpose()
 }
 
-/// The slots of one user, or of all users, after another slot.
+/// Lists the slots of one user, or of all users, that come after the slot `after`.
 pub async fn list(
     client: &impl GenericClient,
     user: Option<&IdpUserId>,
@@ -122,12 +122,15 @@ pub async fn claim_handle(
 }
 
 /// The handle's owner, if it has one.
-pub async fn handle_owner(client: &impl GenericClient, handle: &Handle) -> Result<Option<String>, DbError> {
+pub async fn find_handle_owner(
+    client: &impl GenericClient,
+    handle: &Handle,
+) -> Result<Option<String>, DbError> {
     let sql = "SELECT idp_user_id FROM handles WHERE handle = $1";
     Ok(query_opt(client, sql, &[&handle.as_str()]).await?.map(|row| row.get(0)))
 }
 
-/// The release that the slot's next machine starts with; `None` if none is recorded.
+/// The release with which the slot's next machine starts; `None` if none is recorded.
 pub async fn find_release(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -155,7 +158,7 @@ pub async fn set_release(
     execute(client, sql, &[&user.as_str(), &slot.as_str(), &version.as_str()]).await.map(drop)
 }
 
-/// [`set_release`] for the slot of a machine. Without a change, which is usual, it locks no row.
+/// [`set_release`] for the slot of a machine. Usually the release is unchanged, and then this locks no row.
 pub async fn set_release_for_machine(
     client: &impl GenericClient,
     machine: MachineId,
@@ -170,8 +173,7 @@ pub async fn set_release_for_machine(
     execute(client, sql, &[&machine.0, &version.as_str()]).await.map(drop)
 }
 
-/// Maps server labels to slots, as `user/slot`. It scans every slot, so call it only for the few servers that an alarm
-/// names.
+/// Maps server labels to slots, as `user/slot`. Scans every slot: call it only for the few servers that an alarm names.
 pub async fn find_slots_by_label(
     client: &impl GenericClient,
     labels: &[String],

@@ -1,4 +1,4 @@
-//! Turns of periodic tasks that one process runs for all.
+//! Turns of periodic tasks: one process at a time runs each task for the whole installation.
 
 use std::time::Duration;
 
@@ -6,14 +6,14 @@ use deadpool_postgres::GenericClient;
 
 use super::{DbError, execute};
 
-/// Claims a turn, unless a process has claimed one within `unless_within`.
+/// Claims a turn unless any process has claimed one within `interval`. Returns whether the turn was claimed.
 pub async fn claim_turn(
     client: &impl GenericClient,
     task: &str,
-    unless_within: Duration,
+    interval: Duration,
 ) -> Result<bool, DbError> {
     let sql = "INSERT INTO task_turns AS turn (task, last_at) VALUES ($1, clock_timestamp()) \
                ON CONFLICT (task) DO UPDATE SET last_at = clock_timestamp() \
                WHERE turn.last_at <= clock_timestamp() - make_interval(secs => $2)";
-    Ok(execute(client, sql, &[&task, &unless_within.as_secs_f64()]).await? == 1)
+    Ok(execute(client, sql, &[&task, &interval.as_secs_f64()]).await? == 1)
 }

@@ -1,6 +1,6 @@
 //! `unknown_servers`: servers with this installation's label that belong to no machine in the database.
 //!
-//! The invariant: a server is deleted only after an operator has released it by its id and its own grace period has
+//! Invariant: a server is deleted only after an operator has released this very server and its own grace period has
 //! ended.
 
 use std::time::Duration;
@@ -10,32 +10,32 @@ use jiff::Timestamp;
 
 use super::{DbError, execute, query, query_opt};
 
-/// Counts of unknown servers by decision.
+/// Number of unknown servers, by the operator's decision.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnknownServers {
-    /// They wait for an operator.
+    /// Waiting for an operator's decision.
     pub held: i64,
-    /// An operator has released them for deletion.
+    /// Released for deletion by an operator.
     pub released: i64,
-    /// When the grace period of the last released one ends.
+    /// When the last grace period of the released servers ends.
     pub last_deletion: Option<Timestamp>,
 }
 
 impl UnknownServers {
-    /// When the last of them may be deleted; `None` while any is held.
+    /// When the last unknown server may be deleted; `None` while any server is held.
     pub fn released_until(&self) -> Option<Timestamp> {
         self.last_deletion.filter(|_| self.held == 0)
     }
 }
 
-/// Records exactly these servers.
+/// Replaces the recorded servers with these; servers that are already recorded keep their times.
 pub async fn replace(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
     execute(client, "DELETE FROM unknown_servers WHERE server_id <> ALL($1)", &[&servers]).await?;
     let sql = "INSERT INTO unknown_servers (server_id) SELECT unnest($1::bigint[]) ON CONFLICT DO NOTHING";
     execute(client, sql, &[&servers]).await.map(drop)
 }
 
-/// Releases the recorded servers for deletion, each when its grace period ends.
+/// Releases the recorded servers: each may be deleted when its own grace period ends.
 pub async fn release(client: &impl GenericClient) -> Result<(), DbError> {
     let sql = "UPDATE unknown_servers SET released_at = clock_timestamp() WHERE released_at IS NULL";
     execute(client, sql, &[]).await.map(drop)
@@ -60,7 +60,7 @@ pub async fn count(client: &impl GenericClient, grace: Duration) -> Result<Unkno
     }))
 }
 
-/// Whether any server waits for an operator.
+/// Whether any unknown server waits for an operator's decision.
 pub async fn is_any_held(client: &impl GenericClient) -> Result<bool, DbError> {
     let sql = "SELECT 1 FROM unknown_servers WHERE released_at IS NULL LIMIT 1";
     Ok(query_opt(client, sql, &[]).await?.is_some())

@@ -1,4 +1,4 @@
-//! `user_machines`: columns of a machine's `UPGRADE_TOKEN`. The rule is in `platform::token_rotation`.
+//! The columns of `user_machines` about a machine's `UPGRADE_TOKEN`. The rules are in `platform::token_rotation`.
 
 use std::time::Duration;
 
@@ -27,7 +27,8 @@ pub fn parse(row: &Row) -> Result<UpgradeToken, DbError> {
     })
 }
 
-/// Records the first heartbeat with a later generation. The previous token stays valid for `overlap`.
+/// Records that a heartbeat has used a later generation for the first time. The previous token stays valid for
+/// `overlap`.
 pub async fn advance(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -45,15 +46,15 @@ pub async fn advance(
     execute(tx, sql, &[&id.0, &to, &hash, &overlap.as_secs_f64()]).await.map(drop)
 }
 
-/// Records that an operator requests a rotation of a machine's token. A pending request keeps its time.
+/// Records that an operator requests a rotation of a machine's token. The time of a pending request is kept.
 pub async fn request_rotation(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET upgrade_token_requested_at = clock_timestamp() \
                WHERE machine_id = $1 AND upgrade_token_requested_at IS NULL";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Requests a rotation for every registered machine that holds its slot, and returns how many had no pending request.
-pub async fn request_all(client: &impl GenericClient) -> Result<u64, DbError> {
+/// Requests a rotation for every registered machine that holds its slot, and returns how many requests are new.
+pub async fn request_all_rotations(client: &impl GenericClient) -> Result<u64, DbError> {
     let sql = format!(
         "UPDATE user_machines SET upgrade_token_requested_at = clock_timestamp() WHERE {ACTIVE} \
          AND registered_at IS NOT NULL AND upgrade_token_requested_at IS NULL"
@@ -61,33 +62,33 @@ pub async fn request_all(client: &impl GenericClient) -> Result<u64, DbError> {
     execute(client, &sql, &[]).await
 }
 
-/// A machine's token, to check whether the current platform key made it.
-pub struct HeldToken {
+/// A machine's token, for checking whether it was made with the current platform key.
+pub struct MachineToken {
     pub machine: MachineId,
     pub generation: Generation,
     pub hash: Vec<u8>,
-    /// Its host has been silent for longer than `max_silence`: it is not waited for.
+    /// Whether the host has been silent for longer than `max_silence`; a key change does not wait for such hosts.
     pub is_silent: bool,
 }
 
-/// Tokens of machines that hold their slots, after this machine, in order.
+/// Tokens of machines that hold their slots and come after the machine `after`, in order.
 pub async fn list_after(
     client: &impl GenericClient,
     after: MachineId,
     max_silence: Duration,
     limit: i64,
-) -> Result<Vec<HeldToken>, DbError> {
+) -> Result<Vec<MachineToken>, DbError> {
     let sql = format!(
         "SELECT machine_id, upgrade_token_generation, upgrade_token_hash, \
          greatest(heartbeat_at, registered_at, created_at) <= now() - make_interval(secs => $2) \
          FROM user_machines WHERE {ACTIVE} AND machine_id > $1 ORDER BY machine_id LIMIT $3"
     );
     let found = query(client, &sql, &[&after.0, &max_silence.as_secs_f64(), &limit]).await?;
-    let held = |row: &Row| HeldToken {
+    let parse = |row: &Row| MachineToken {
         machine: MachineId(row.get(0)),
         generation: Generation(row.get::<_, i32>(1).unsigned_abs()),
         hash: row.get(2),
         is_silent: row.get(3),
     };
-    Ok(found.iter().map(held).collect())
+    Ok(found.iter().map(parse).collect())
 }

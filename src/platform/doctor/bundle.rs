@@ -1,4 +1,4 @@
-//! The bundle for new machines: published completely, with a manifest that hosts trust.
+//! Checks that the bundle for new machines is completely published and has a manifest that hosts trust.
 
 use crate::config::PlatformConfig;
 use crate::host_settings::HostSettings;
@@ -6,7 +6,7 @@ use svc_base::chain::chain;
 use svc_base::diagnosis::Findings;
 use svc_machine::name::ImageVersion;
 use svc_store::bucket::{Bucket, StoreError};
-use svc_store::bundle::{self, BundleUnusable, ManifestError, digest};
+use svc_store::bundle::{self, BundleUnusable, ManifestError, read_digest};
 use svc_store::key;
 
 const SEE_STORE_CHECK: &str = "see the check `store`";
@@ -17,8 +17,8 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     if config.hosts.bundle_public_keys.is_none() {
         findings = findings.warning(
             "BUNDLE_PUBLIC_KEYS is not set: machines provisioned now can never be updated by a rollout",
-            "set it to the public half of the bundle signing key before machines are provisioned; on each existing machine, \
-             root must set SVC_BUNDLE_PUBLIC_KEYS in /opt/svc/env/update.env",
+            "set it to the public half of the bundle signing key before you provision machines; on each existing machine, \
+             set SVC_BUNDLE_PUBLIC_KEYS in /opt/svc/env/update.env as root",
         );
     }
     let Ok(bucket) = config.store.open() else {
@@ -27,11 +27,11 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     match find_bundle(&bucket, version).await {
         Ok((None, _)) => findings.problem(
             format!("CUSTOMER_VPS_IMAGE_VERSION is {version}, which is not published"),
-            format!("svcctl bundle publish DIR --image-version {version}"),
+            format!("publish it: svcctl bundle publish DIR --image-version {version}"),
         ),
         Ok((Some(_), None)) => findings.problem(
-            format!("{version} has its .sha256 in the store, but not its archive"),
-            "publish under a new version",
+            format!("the store has the .sha256 of {version}, but not its archive"),
+            "publish the bundle under a new version",
         ),
         Ok((Some(digest), Some(size))) => check_manifest(findings, &config.hosts, &bucket, version, &digest)
             .await
@@ -40,7 +40,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     }
 }
 
-/// Whether hosts would update to it.
+/// Checks whether hosts would update to this bundle.
 async fn check_manifest(
     findings: Findings,
     hosts: &HostSettings,
@@ -49,26 +49,26 @@ async fn check_manifest(
     digest: &str,
 ) -> Findings {
     match bundle::verify_published(bucket, version, digest, &hosts.trusted_keys()).await {
-        // The missing keys are already reported.
+        // `check` has already reported that no keys are set.
         Ok(_) | Err(BundleUnusable::Manifest(ManifestError::NoKeys)) => findings,
         Err(BundleUnusable::Unsigned) => findings.warning(
             format!("{version} has no signed manifest"),
-            "hosts do not update to it automatically: build it with --signing-key, and publish a new version",
+            "hosts do not update to it automatically: build it with --signing-key, and publish it under a new version",
         ),
         Err(BundleUnusable::Store(error)) => findings.problem(chain(&error), SEE_STORE_CHECK),
         Err(why @ (BundleUnusable::Manifest(_) | BundleUnusable::OtherArchive)) => findings.problem(
             format!("hosts cannot update to {version}: {why}"),
-            "build it again, signed with a key of BUNDLE_PUBLIC_KEYS, and publish it under a new version",
+            "build it again, signed with a key from BUNDLE_PUBLIC_KEYS, and publish it under a new version",
         ),
     }
 }
 
-/// The published digest, and the size of the archive.
+/// Reads the published digest and the size of the archive.
 async fn find_bundle(
     bucket: &Bucket,
     version: &ImageVersion,
 ) -> Result<(Option<String>, Option<u64>), StoreError> {
-    let digest = digest(bucket, version).await?;
+    let digest = read_digest(bucket, version).await?;
     let size = bucket.head(&key::bundle(version, "")).await?.map(|meta| meta.size);
     Ok((digest, size))
 }

@@ -1,4 +1,5 @@
-//! The platform's database: reachable, with a known schema and a matching clock.
+//! Checks that the platform's database is reachable, has a supported schema, and has a clock that agrees with this
+//! machine's.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,8 @@ use svc_http::problem::chain;
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("database");
-    let next = "check that it is running, PLATFORM_DATABASE_URL, and the database's log";
+    let next =
+        "check that the database is running, that PLATFORM_DATABASE_URL is correct, and the database's log";
     let mut settings = config.database.clone();
     settings.connect_timeout(Duration::from_secs(8)).application_name("svcctl doctor");
     let start = Instant::now();
@@ -24,15 +26,17 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok(row) => (row.get(0), row.get(1)),
         Err(error) => return findings.problem(chain(&error), next),
     };
-    let waited = start.elapsed().as_millis();
-    // Leases and deadlines use the database's clock, tokens this machine's. The round trip is not counted as a
-    // difference.
-    let off = Timestamp::now().as_millisecond() - now.as_millisecond();
-    let tolerated = (config.timing.max_clock_skew + start.elapsed()).as_millis();
-    let findings = if u128::from(off.unsigned_abs()) > tolerated {
+    let response_ms = start.elapsed().as_millis();
+    // Leases and deadlines use the database's clock, tokens this machine's. The round trip does not count as skew.
+    let skew_ms = Timestamp::now().as_millisecond() - now.as_millisecond();
+    let tolerated_ms = (config.timing.max_clock_skew + start.elapsed()).as_millis();
+    let findings = if u128::from(skew_ms.unsigned_abs()) > tolerated_ms {
         findings.problem(
-            format!("its clock differs from this machine's by {:.1} s", off.abs() as f64 / 1000.0),
-            "timedatectl status, on both machines",
+            format!(
+                "the database's clock differs from this machine's by {:.1} s",
+                skew_ms.abs() as f64 / 1000.0
+            ),
+            "run `timedatectl status` on both machines, and synchronize their clocks",
         )
     } else {
         findings
@@ -42,19 +46,19 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let applied = client.query_one(applied, &[]).await.map(|row| row.get::<_, Option<i32>>(0));
     match applied.ok().flatten().map(i32::unsigned_abs) {
         None => findings.warning(
-            "it has no svc schema yet",
-            "svc-platform creates it at its first start; check that this is the right database",
+            "the database has no svc schema yet",
+            "svc-platform creates the schema when it first starts; check that this is the right database",
         ),
         Some(applied) if applied > newest => findings.problem(
-            format!("its schema has version {applied}, this binary supports {newest}"),
-            "a newer svc-platform migrated it: install that release",
+            format!("the database's schema has version {applied}, but this binary supports only {newest}"),
+            "a newer svc-platform has migrated it: install that release",
         ),
         Some(applied) if applied < newest => findings.warning(
-            format!("its schema has version {applied}, this binary has {newest}"),
-            "svc-platform migrates it at its next start",
+            format!("the database's schema has version {applied}, but this binary needs {newest}"),
+            "start svc-platform, which migrates it",
         ),
         Some(applied) => {
-            findings.or_ok(format!("PostgreSQL {version}, schema {applied}, responds in {waited} ms"))
+            findings.or_ok(format!("PostgreSQL {version}, schema {applied}, responds in {response_ms} ms"))
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The identity provider's keys, which every sign-in needs.
+//! Checks that the identity provider's keys, which every sign-in needs, can be fetched.
 
 use serde::Deserialize;
 
@@ -20,7 +20,7 @@ struct Key {
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("identity-provider");
     let url = config.routing.idp.jwks_url.clone();
-    let next = "IDP_JWKS_URL (else <IDP_ISSUER>/.well-known/jwks.json); no new sign-in works until then";
+    let next = "check IDP_JWKS_URL (by default <IDP_ISSUER>/.well-known/jwks.json); until it works, users cannot sign in";
     match fetch(url.clone()).await {
         Ok(set) if set.keys.iter().any(|key| key.kid.is_some()) => {
             findings.ok(format!("{} has {} keys", url.host_str().unwrap_or_default(), set.keys.len()))
@@ -34,7 +34,7 @@ async fn fetch(url: url::Url) -> Result<KeySet, String> {
     let client = client::build(Deadlines::CALL).map_err(|error| format!("{error:#}"))?;
     let response = client.get(url).send().await.map_err(|error| chain(&error.without_url()))?;
     if !response.status().is_success() {
-        return Err(format!("it responded with {}", response.status()));
+        return Err(format!("the identity provider responded with {}", response.status()));
     }
     response.json().await.map_err(|error| chain(&error.without_url()))
 }

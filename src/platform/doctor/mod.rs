@@ -1,6 +1,6 @@
 //! `svcctl doctor platform`: checks the platform's configuration and each of its dependencies.
 //!
-//! It needs no running platform. It writes only temporary objects to the store, and deletes them again.
+//! The checks need no running platform. They write only temporary objects to the store, and delete them afterwards.
 
 mod bundle;
 mod database;
@@ -32,20 +32,21 @@ pub struct DoctorReport {
     pub api_access: Option<(Url, SecretString)>,
 }
 
-/// Checks the platform configured by the environment and by `file`, which has lower precedence.
+/// Checks the platform that is configured by the environment and by `file`; the environment takes precedence.
 pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
     let mut env = Env::from_process_over(file);
     // Read before validation: the platform may be healthy even if this process has an invalid setting.
     let url: Option<Url> = env.text(&vars::PLATFORM_PUBLIC_URL).and_then(|url| url.parse().ok());
     let api_access = url.zip(env.secret(&vars::PLATFORM_SECRET));
-    let mut findings = serving::env_file(file);
+    let mut findings = serving::check_env_file(file);
     let config = match PlatformConfig::read(env) {
         Ok(config) => config,
         Err(error) => {
-            let wrong = error.mistakes.into_iter().fold(Findings::new("configuration"), |found, mistake| {
-                found.problem(mistake, "see docs/reference/configuration.md; svc-platform will not start")
+            let mistakes = error.mistakes.into_iter().fold(Findings::new("configuration"), |found, mistake| {
+                let next = "correct the setting, see docs/reference/configuration.md; svc-platform will not start";
+                found.problem(mistake, next)
             });
-            findings.extend(wrong.into_list());
+            findings.extend(mistakes.into_list());
             for check in [
                 "database",
                 "platform-key",
@@ -64,16 +65,16 @@ pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
         }
     };
     let checks = vec![
-        Check::new("configuration", CHECK_TIMEOUT, async { serving::settings(&config) }),
+        Check::new("configuration", CHECK_TIMEOUT, async { serving::check_settings(&config) }),
         Check::new("database", CHECK_TIMEOUT, database::check(&config)),
         Check::new("platform-key", CHECK_TIMEOUT, platform_key::check(&config)),
         Check::new("store", CHECK_TIMEOUT, store::check(&config)),
-        Check::new("store-protection", CHECK_TIMEOUT, store::protection(&config)),
-        Check::new("host-credentials", CHECK_TIMEOUT, store::host_credentials(&config)),
+        Check::new("store-protection", CHECK_TIMEOUT, store::check_protection(&config)),
+        Check::new("host-credentials", CHECK_TIMEOUT, store::check_host_credentials(&config)),
         Check::new("bundle", CHECK_TIMEOUT, bundle::check(&config)),
         Check::new("provider", CHECK_TIMEOUT, provider::check(&config)),
         Check::new("identity-provider", CHECK_TIMEOUT, identity::check(&config)),
-        Check::new("tls", CHECK_TIMEOUT, async { serving::certificates(&config) }),
+        Check::new("tls", CHECK_TIMEOUT, async { serving::check_certificates(&config) }),
     ];
     findings.extend(diagnosis::run_checks(checks).await);
     DoctorReport { findings, api_access }

@@ -1,4 +1,4 @@
-//! The cloud provider: whether the token is valid, and the default type is offered.
+//! Checks that the cloud provider accepts the token and offers the default server type and the locations.
 
 use crate::config::PlatformConfig;
 use svc_base::chain::chain;
@@ -9,10 +9,10 @@ use svc_provider::hetzner::Hetzner;
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("provider");
-    let next = "PROVIDER_API_TOKEN and PROVIDER_API_URL; the provider's status page";
+    let next = "check PROVIDER_API_TOKEN, PROVIDER_API_URL and the provider's status page";
     let client = match client::build(Deadlines::CALL) {
         Ok(client) => client,
-        Err(error) => return findings.problem(format!("{error:#}"), "SSL_CERT_FILE"),
+        Err(error) => return findings.problem(format!("{error:#}"), "check SSL_CERT_FILE"),
     };
     let provider = match Hetzner::new(client, config.provider.api_url.clone(), &config.provider.token) {
         Ok(provider) => provider,
@@ -22,8 +22,8 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     match provider.server_type(wanted).await {
         Ok(Some(_)) => {}
         Ok(None) => {
-            let what = format!("it offers no server type {wanted}");
-            return findings.problem(what, "PROVIDER_SERVER_TYPE must be a type of this provider");
+            let what = format!("the provider does not offer the server type {wanted}");
+            return findings.problem(what, "set PROVIDER_SERVER_TYPE to a type of this provider");
         }
         Err(error) => return findings.problem(chain(&error), next),
     }
@@ -33,15 +33,15 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             Ok(true) => {}
             Ok(false) => {
                 let next =
-                    "PROVIDER_LOCATION and PROVIDER_FALLBACK_LOCATIONS must name locations of this provider";
-                return findings.problem(format!("it has no location {location}"), next);
+                    "set PROVIDER_LOCATION and PROVIDER_FALLBACK_LOCATIONS to locations of this provider";
+                return findings.problem(format!("the provider has no location {location}"), next);
             }
             Err(error) => return findings.problem(chain(&error), next),
         }
     }
     match provider.find_by_label("svc-installation").await {
         Ok(servers) => {
-            findings.ok(format!("it responds, offers {wanted}, and has {} servers of svc", servers.len()))
+            findings.ok(format!("responds, offers {wanted}, and has {} servers of svc", servers.len()))
         }
         Err(error) => findings.problem(chain(&error), next),
     }

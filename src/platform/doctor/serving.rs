@@ -1,4 +1,4 @@
-//! This machine's side of the platform: the settings file, the enabled features, and the certificates.
+//! Checks the platform's settings on this machine: the settings file, the enabled features, and the certificates.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -14,36 +14,36 @@ use svc_base::config;
 use svc_base::diagnosis::{Finding, Findings};
 use svc_http::tls::Identity;
 
-/// The user of the package's unit.
+/// The user as whom the package's unit runs.
 const USER: &str = "svc-platform";
 const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
 
-pub fn env_file(file: Option<&Path>) -> Vec<Finding> {
+pub fn check_env_file(file: Option<&Path>) -> Vec<Finding> {
     let findings = Findings::new("env-file");
     let Some(file) = file else { return Vec::new() };
-    let shown = file.display();
+    let path = file.display();
     let meta = match std::fs::metadata(file) {
         Ok(meta) => meta,
         Err(error) => {
             let next = format!(
-                "install -o root -g {USER} -m 0640 /etc/svc/platform.env.example {shown}, and fill it in; or run this \
-                 as root"
+                "run `install -o root -g {USER} -m 0640 /etc/svc/platform.env.example {path}`, and fill in the file; or \
+                 run this command as root"
             );
-            return findings.problem(format!("{shown}: {error}"), next).into_list();
+            return findings.problem(format!("{path}: {error}"), next).into_list();
         }
     };
     let mode = meta.permissions().mode() & 0o7777;
-    let next = format!("chown root:{USER} {shown}; chmod 0640 {shown}");
+    let next = format!("chown root:{USER} {path}; chmod 0640 {path}");
     let findings = if mode & 0o027 == 0 {
         findings
     } else {
-        let what = format!("{shown} has mode {mode:04o}: it holds every secret of the platform");
+        let what = format!("{path} has mode {mode:04o}, but contains every secret of the platform");
         findings.problem(what, next.clone())
     };
-    // A machine without this user runs the service in another way.
-    let findings = match Accounts::below(Path::new("/")).credentials(USER) {
+    // A machine without this user does not run the package's unit.
+    let findings = match Accounts::load(Path::new("/")).credentials(USER) {
         Some(user) if !user.can_read(&meta) => findings.problem(
-            format!("the user {USER} cannot read {shown}: the service will not start (exit 78)"),
+            format!("the user {USER} cannot read {path}: the service will not start (exit 78)"),
             next,
         ),
         _ => findings,
@@ -53,72 +53,74 @@ pub fn env_file(file: Option<&Path>) -> Vec<Finding> {
     let findings =
         names.iter().filter(|(name, _)| !is_setting(name)).fold(findings, |findings, (name, _)| {
             findings.warning(
-                format!("{shown} sets {name}, which is no setting of the platform: it has no effect"),
-                "correct its name; docs/reference/configuration.md has all settings",
+                format!("{path} sets {name}, which is not a setting of the platform and has no effect"),
+                "correct its name; docs/reference/configuration.md lists all settings",
             )
         });
-    findings.or_ok(format!("{shown} has mode {mode:04o}")).into_list()
+    findings.or_ok(format!("{path} has mode {mode:04o}")).into_list()
 }
 
-/// Whether the platform reads this variable, or passes it on to a library.
+/// Whether the platform or one of its libraries reads this variable.
 fn is_setting(name: &str) -> bool {
-    const OF_LIBRARIES: [&str; 5] = ["AWS_", "RUST_", "TOKIO_", "LC_", "MALLOC_"];
-    const OF_THE_SYSTEM: [&str; 5] = ["HOME", "LANG", "PATH", "TMPDIR", "TZ"];
+    const LIBRARY_PREFIXES: [&str; 5] = ["AWS_", "RUST_", "TOKIO_", "LC_", "MALLOC_"];
+    const SYSTEM_NAMES: [&str; 5] = ["HOME", "LANG", "PATH", "TMPDIR", "TZ"];
     let sections =
         [svc_base::vars::SECTIONS, svc_http::vars::SECTIONS, svc_store::vars::SECTIONS, vars::SECTIONS];
     let mut declared = sections.into_iter().flatten().flat_map(|section| section.variables);
     declared.any(|variable| variable.name == name)
-        || OF_LIBRARIES.iter().any(|prefix| name.starts_with(prefix))
-        || OF_THE_SYSTEM.contains(&name)
+        || LIBRARY_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+        || SYSTEM_NAMES.contains(&name)
         || name.to_ascii_lowercase().ends_with("_proxy")
 }
 
-pub fn settings(config: &PlatformConfig) -> Findings {
+pub fn check_settings(config: &PlatformConfig) -> Findings {
     let mut findings = Findings::new("configuration");
     if !config.provisioning.enabled.is_on() {
         findings = findings.warning(
             "CUSTOMER_VPS_ENABLED is not true: provision is closed",
-            "set it if machines are to be provisioned",
+            "set it to true to provision machines",
         );
     }
     if !config.provisioning.billing_enforcement.is_on() {
         findings = findings.warning(
             "BILLING_ENFORCEMENT is off: slots are provisioned without a subscription",
-            "unset it, except for tests",
+            "unset it, except in tests",
         );
     }
-    let is_open = |listen: &crate::config::Listen| listen.tls.is_none() && !listen.address.ip().is_loopback();
+    let is_open =
+        |listen: &crate::config::ListenerConfig| listen.tls.is_none() && !listen.address.ip().is_loopback();
     if is_open(&config.api) {
         findings = findings.warning(
             format!(
                 "the API listens on {} without TLS: the secret is sent in clear text",
                 config.api.address
             ),
-            "PLATFORM_TLS_CERT_FILE and PLATFORM_TLS_KEY_FILE, or loopback behind a proxy with TLS",
+            "set PLATFORM_TLS_CERT_FILE and PLATFORM_TLS_KEY_FILE, or listen on loopback behind a proxy with TLS",
         );
     }
     if is_open(&config.router) {
         findings = findings.warning(
             format!("the router listens on {} without TLS", config.router.address),
-            "ROUTER_TLS_CERT_FILE and ROUTER_TLS_KEY_FILE, or loopback behind a proxy with TLS",
+            "set ROUTER_TLS_CERT_FILE and ROUTER_TLS_KEY_FILE, or listen on loopback behind a proxy with TLS",
         );
     }
     if config.hosts.acme.is_some() && config.router.tls.is_none() {
         findings = findings.warning(
-            "ACME_DIRECTORY_URL is set, and the router does not terminate TLS: it cannot pass validations through to machines",
-            "ROUTER_TLS_CERT_FILE and ROUTER_TLS_KEY_FILE, or an A record for each machine: see \
+            "ACME_DIRECTORY_URL is set, but the router does not terminate TLS, so it cannot pass validations through to \
+             machines",
+            "set ROUTER_TLS_CERT_FILE and ROUTER_TLS_KEY_FILE, or create an A record for each machine: see \
              docs/operating/certificates.md",
         );
     }
     if let Some(why) = config.shared_site_warning() {
         findings = findings.warning(
             why,
-            "HOST_DOMAIN below another registrable domain, such as hosts.example.net, unless the shared labels are a \
-             public suffix such as co.uk: see docs/operating/certificates.md",
+            "set HOST_DOMAIN to a name below another registrable domain, such as hosts.example.net, unless the shared \
+             labels are a public suffix such as co.uk: see docs/operating/certificates.md",
         );
     }
     let admitted = if config.hosts.egress.is_empty() {
-        "every address, as PLATFORM_EGRESS_CIDRS is not set".to_owned()
+        "every address, because PLATFORM_EGRESS_CIDRS is not set".to_owned()
     } else {
         format!("only PLATFORM_EGRESS_CIDRS ({})", config.hosts.egress)
     };
@@ -126,31 +128,31 @@ pub fn settings(config: &PlatformConfig) -> Findings {
     findings.or_ok(format!("complete; new machines get {version}, and accept :443 from {admitted}"))
 }
 
-pub fn certificates(config: &PlatformConfig) -> Findings {
+pub fn check_certificates(config: &PlatformConfig) -> Findings {
     let mut findings = Findings::new("tls");
     for (name, listen) in [("PLATFORM", &config.api), ("ROUTER", &config.router)] {
         if let Some(files) = &listen.tls {
-            findings = certificate(findings, name, files);
+            findings = check_certificate(findings, name, files);
         }
     }
     if findings.is_empty() { findings.skipped("no listener has its own certificate") } else { findings }
 }
 
-fn certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findings {
-    let next = format!("{name}_TLS_CERT_FILE and {name}_TLS_KEY_FILE; svc-platform reads them at its start");
+fn check_certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findings {
+    let next = format!("check {name}_TLS_CERT_FILE and {name}_TLS_KEY_FILE, then restart svc-platform");
     let usable = Identity::read(&files.cert, &files.key)
         .map_err(anyhow::Error::from)
         .and_then(|identity| identity.server_config());
     if let Err(error) = usable {
         return findings.problem(format!("{}: {error:#}", files.cert.display()), next);
     }
-    let Some(expires_at) = expires_at(&files.cert) else {
+    let Some(expires_at) = read_expiry(&files.cert) else {
         return findings.problem(format!("{} is not a certificate", files.cert.display()), next);
     };
     let remaining = expires_at.duration_since(Timestamp::now());
     let text = format!("{} expires at {:.0}", files.cert.display(), expires_at);
     if remaining.is_negative() {
-        findings.problem(text, format!("renew it, then restart svc-platform: {next}"))
+        findings.problem(text, "renew it, then restart svc-platform")
     } else if remaining < EXPIRY_WARNING {
         findings.warning(text, "renew it, then restart svc-platform")
     } else {
@@ -158,7 +160,7 @@ fn certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findings {
     }
 }
 
-fn expires_at(path: &Path) -> Option<Timestamp> {
+fn read_expiry(path: &Path) -> Option<Timestamp> {
     let first = CertificateDer::pem_file_iter(path).ok()?.next()?.ok()?;
     let (_, parsed) = x509_parser::parse_x509_certificate(&first).ok()?;
     Timestamp::from_second(parsed.validity().not_after.timestamp()).ok()
@@ -169,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_setting_detects_misspelt_names() {
+    fn is_setting_rejects_misspelt_names() {
         for name in
             ["CUSTOMER_VPS_TLS_VERIFY", "OBJECT_STORE_URL", "AWS_REGION", "RUST_LOG", "https_proxy", "TZ"]
         {

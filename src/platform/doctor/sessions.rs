@@ -1,10 +1,10 @@
-//! What a host's session can reach in the store, tried with a session of an unused slot.
+//! Tests what a host's session can reach in the store, with a session for an unused slot.
 
 use futures_util::FutureExt;
 use svc_base::chain::chain;
 use svc_machine::name::Slot;
 use svc_store::bucket::{Bucket, Condition, StoreError};
-use svc_store::capabilities::{self, Capability, Need, Probed, RaceLimits, Support};
+use svc_store::capabilities::{self, Capability, Need, ProbeResult, RaceLimits, Support};
 use svc_store::config::{S3Config, StoreConfig};
 use svc_store::credentials::TemporaryCredentials;
 use svc_store::key::SlotPrefix;
@@ -28,12 +28,12 @@ pub const SESSION_WRITE_ONCE: Capability = Capability {
     without: "`STORE_WRITE_ONCE` must be off: stolen credentials of a host can overwrite its slot's snapshots.",
 };
 
-/// Tries all capabilities of a store, those of hosts' sessions included, for a table of stores.
+/// Probes all capabilities of a store, including those of hosts' sessions, for the table of stores.
 pub async fn probe_store(
     store: &StoreConfig,
     credentials: &HostCredentials,
     races: RaceLimits,
-) -> Vec<Probed> {
+) -> Vec<ProbeResult> {
     let mut found = capabilities::probe_all(store, races).await;
     let session = match HostStore::new(store, credentials) {
         Ok(hosts) => hosts.try_session().await.map(|session| session.map_err(|error| chain(&error))),
@@ -54,20 +54,21 @@ pub async fn probe_store(
         }
     };
     for (capability, support) in [(SESSIONS, sessions), (SESSION_KEYS, keys), (SESSION_WRITE_ONCE, once)] {
-        found.push(Probed::new(capability, support));
+        found.push(ProbeResult::new(capability, support));
     }
     found
 }
 
-/// The store with the platform's credentials, and with those of a session.
+/// The store, accessed with the platform's credentials and with those of a host's session.
 pub(super) struct SessionStores {
-    of_platform: StoreConfig,
-    of_host: Option<S3Config>,
+    platform: StoreConfig,
+    /// `None` if the store is a directory.
+    host: Option<S3Config>,
 }
 
 impl SessionStores {
     pub(super) fn new(store: &StoreConfig, session: TemporaryCredentials) -> Self {
-        let of_host = match store {
+        let host = match store {
             StoreConfig::S3(s3) => Some(S3Config {
                 access_key: session.access_key,
                 secret_key: session.secret_key,
@@ -77,19 +78,19 @@ impl SessionStores {
             }),
             StoreConfig::Directory(_) => None,
         };
-        Self { of_platform: store.clone(), of_host }
+        Self { platform: store.clone(), host }
     }
 
     fn open(&self) -> Result<(Bucket, Bucket), Support> {
         let unknown = |error: anyhow::Error| Support::Unknown(format!("{error:#}"));
-        let Some(of_host) = &self.of_host else {
+        let Some(host) = &self.host else {
             return Err(Support::Unknown("a directory has no sessions".to_owned()));
         };
-        let host = StoreConfig::S3(of_host.clone()).open().map_err(unknown)?;
-        Ok((self.of_platform.open().map_err(unknown)?, host))
+        let host = StoreConfig::S3(host.clone()).open().map_err(unknown)?;
+        Ok((self.platform.open().map_err(unknown)?, host))
     }
 
-    /// Whether the session can use its own slot, and can neither write nor read another one.
+    /// Tests whether the session can write to its own slot, but neither write to nor read another slot.
     pub(super) async fn try_other_slot(&self) -> Support {
         let (platform, host) = match self.open() {
             Ok(stores) => stores,
@@ -98,7 +99,7 @@ impl SessionStores {
         let name = || format!("{}.json", uuid::Uuid::new_v4());
         let own = HostStore::probe_slot().root().clone().join(name());
         let other = other_slot().root().clone().join(name());
-        let tried = async {
+        let probe = async {
             host.put(&own, &b"own"[..]).await?;
             let written = host.put(&other, &b"of another slot"[..]).await;
             if !matches!(written, Err(StoreError::Denied { .. })) {
@@ -111,15 +112,15 @@ impl SessionStores {
                 Err(error) => Err(error),
             }
         };
-        let end = tried.boxed().await;
+        let outcome = probe.boxed().await;
         for key in [&own, &other] {
-            // Only the platform's own credentials can delete.
+            // Only the platform's own credentials can delete objects.
             platform.raw().delete(key).await.ok();
         }
-        end.unwrap_or_else(|error| Support::Unknown(chain(&error)))
+        outcome.unwrap_or_else(|error| Support::Unknown(chain(&error)))
     }
 
-    /// Whether the session can write a snapshot, and cannot overwrite it.
+    /// Tests whether the session can write a snapshot, but not overwrite it.
     pub(super) async fn try_write_once(&self) -> Support {
         let (platform, host) = match self.open() {
             Ok(stores) => stores,
@@ -131,7 +132,7 @@ impl SessionStores {
         platform.raw().delete(&key).await.ok();
         match (first, second) {
             (Ok(()), Err(StoreError::Denied { .. })) => Support::Yes,
-            (Ok(()), Ok(())) => Support::No("a host's credentials still overwrite a snapshot".to_owned()),
+            (Ok(()), Ok(())) => Support::No("a host's credentials can still overwrite a snapshot".to_owned()),
             (Ok(()), Err(error)) => Support::Unknown(chain(&error)),
             (Err(error), _) => {
                 Support::No(format!("a host's credentials cannot write a snapshot: {}", chain(&error)))
@@ -140,7 +141,7 @@ impl SessionStores {
     }
 }
 
-/// A slot that no user has, other than that of the session.
+/// A slot that no user has and that differs from the session's slot.
 fn other_slot() -> SlotPrefix {
     SlotPrefix::new(&"svc-doctor-other".parse().expect("a user's id"), &Slot::primary())
 }

@@ -1,7 +1,8 @@
 //! Decides whether a process may start with its platform keys.
 //!
-//! A process is refused if it lacks a key that stored secrets still need, or if another running process could not
-//! work with it. Either would fail later and only in part: a machine that cannot register, a router that lacks a key.
+//! A process is refused if it lacks a key that stored secrets still need, or if it and another running process could not
+//! read each other's secrets. Otherwise some of its work would fail later: machines could not register, or a router would
+//! lack a signing key.
 
 use std::time::Duration;
 
@@ -25,7 +26,7 @@ pub enum AdmissionError {
     Key(#[from] KeyError),
     #[error(
         "PLATFORM_KEY is not the only key that is needed: another key made {0}. Set PLATFORM_KEY_PREVIOUS to that key (the \
-         earlier PLATFORM_KEY), and remove it when `svcctl doctor platform` says so"
+         earlier PLATFORM_KEY), and remove it once `svcctl doctor platform` reports that it can be dropped"
     )]
     Needed(KeyNeed),
     #[error(
@@ -36,7 +37,8 @@ pub enum AdmissionError {
     Incompatible { processes: String },
 }
 
-/// Records this process as running. Waits until the row of a killed process expires.
+/// Records this process as running. If a process with incompatible keys is recorded, waits until that process ends or,
+/// if it was killed, its row expires.
 pub async fn admit(
     db: &Db,
     own: &ProcessKeys,
@@ -53,10 +55,10 @@ pub async fn admit(
         if own.ids.previous.is_none() {
             refuse_needed(&tx, own, mint, seal, max_silence, is_first).await?;
         } else {
-            // Before its use is recorded: a wrong key must not change the state of the key change.
+            // This check precedes the recording of the key's use, because a wrong key must not affect the key change.
             keys::ensure_opened(&tx, seal).await?;
         }
-        let incompatible = own.incompatible(&tx).await?;
+        let incompatible = own.list_incompatible(&tx).await?;
         if incompatible.is_empty() {
             own.renew(&tx).await?;
             if is_first && own.ids.previous.is_none() {
@@ -88,8 +90,8 @@ async fn refuse_needed(
 ) -> Result<(), AdmissionError> {
     let key = &own.ids.current;
     let need = if is_first {
-        // In a database of an earlier release, only the signing keys show the key.
-        KeyNeed::of_signing_keys(tx, seal).await?
+        // In a database of an earlier release, only the signing keys show which key was used.
+        KeyNeed::find_for_signing_keys(tx, seal).await?
     } else if platform_keys::load_state(tx, key).await?.is_sole {
         return Ok(());
     } else {

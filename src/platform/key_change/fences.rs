@@ -1,8 +1,8 @@
 //! Re-signs the fences of slots in the object store with the current platform key.
 //!
-//! Slots are processed in key order, in batches; the database stores the last finished one. A slot that fails ends
-//! the pass, and the next pass starts with it: none is skipped. A slot that is fenced in the meantime is signed with
-//! the current key, since all processes use it.
+//! Slots are processed in batches, ordered by user and slot; the database stores the last finished slot. If a slot
+//! fails, the pass ends and the next pass starts with that slot, so none is skipped. A slot that is fenced in the
+//! meantime is signed with the current key, because all processes use it.
 
 use std::time::Duration;
 
@@ -19,22 +19,22 @@ use svc_store::key::SlotPrefix;
 use svc_store::pointer::Fence;
 use svc_store::pointer_io::{self, PointerError};
 
-/// Timeout of one slot.
+/// Timeout of re-signing the fence of one slot.
 const SLOT_TIMEOUT: Duration = Duration::from_secs(10);
 
 const MAX_CONCURRENT_SLOTS: usize = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FenceProgress {
-    /// Some slots remain for the next pass.
-    Some,
+    /// Slots may remain for the next pass.
+    Incomplete,
     Done,
 }
 
 /// Processes the next batch of slots.
 ///
 /// # Errors
-/// [`KeyChangeError`]; finished slots stay finished.
+/// [`KeyChangeError`] for the first slot that fails; slots before it are recorded as finished.
 pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, KeyChangeError> {
     let key = &platform.process.ids.current;
     let session = platform.db.session().await?;
@@ -50,7 +50,7 @@ pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, KeyChan
     }
     drop(session);
     let mut signed = stream::iter(slots)
-        .map(async |slot| sign_slot(platform, &slot).await.map(|()| slot))
+        .map(async |slot| re_sign_slot(platform, &slot).await.map(|()| slot))
         .buffered(MAX_CONCURRENT_SLOTS);
     while let Some(slot) = signed.next().await {
         let slot = slot?;
@@ -62,27 +62,27 @@ pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, KeyChan
             break;
         }
     }
-    Ok(FenceProgress::Some)
+    Ok(FenceProgress::Incomplete)
 }
 
-async fn sign_slot(platform: &Platform, (user, slot): &(String, String)) -> Result<(), KeyChangeError> {
+async fn re_sign_slot(platform: &Platform, (user, slot): &(String, String)) -> Result<(), KeyChangeError> {
     let name = || format!("{user}/{slot}");
     let parsed = user.parse::<IdpUserId>().ok().zip(slot.parse::<Slot>().ok());
     let Some((user, slot)) = parsed else { return Ok(()) };
     let prefix = SlotPrefix::new(&user, &slot);
     let pointer = prefix.pointer();
-    let signed = platform.bucket.within(&pointer, SLOT_TIMEOUT, async {
-        match sign(platform, &prefix).await {
+    let signed = platform.bucket.run_with_timeout(&pointer, SLOT_TIMEOUT, async {
+        match re_sign_fence(platform, &prefix).await {
             Ok(()) => Ok(Ok(())),
             Err(PointerError::Store(error)) => Err(error),
             Err(other) => Ok(Err(other)),
         }
     });
     match signed.await {
-        // A later machine fenced it after the read, with the current key.
+        // After the read, the slot was fenced for a later machine, with the current key.
         Ok(Ok(()) | Err(PointerError::Fenced(_))) => Ok(()),
         Ok(Err(_)) => Err(KeyChangeError::Contended(name())),
-        // No key can verify it; `svcctl pointer rebuild` signs with the current one.
+        // An unreadable pointer has no fence to re-sign; `svcctl pointer rebuild` will sign with the current key.
         Err(error @ StoreError::Corrupt { .. }) => {
             tracing::warn!(slot = name(), error = %chain(&error), "cannot read a fence; it is not re-signed");
             Ok(())
@@ -91,8 +91,9 @@ async fn sign_slot(platform: &Platform, (user, slot): &(String, String)) -> Resu
     }
 }
 
-/// A fence that neither key verifies is not the platform's, and stays as it is.
-async fn sign(platform: &Platform, slot: &SlotPrefix) -> Result<(), PointerError> {
+/// Re-signs a fence that was signed with the previous key. A fence that neither key verifies was not made by the
+/// platform, and is left unchanged.
+async fn re_sign_fence(platform: &Platform, slot: &SlotPrefix) -> Result<(), PointerError> {
     let Some(read) = pointer_io::read(&platform.bucket, slot).await? else { return Ok(()) };
     let (epoch, mint) = (read.value.fence_epoch, &platform.mint);
     let signed = read.value.fence_machine_id.zip(read.value.fence_proof);

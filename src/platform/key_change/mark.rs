@@ -1,9 +1,10 @@
 //! The mark in the object store that names the current platform key by its fingerprint.
 //!
-//! A server restored from before a change of `PLATFORM_KEY` has a consistent database and settings; only the store is
-//! newer. A process without a current key would refuse every host, and trust no fence signed since then.
+//! If a platform server is restored from a copy made before a change of `PLATFORM_KEY`, its database and settings are
+//! consistent, and only the store shows the change. A process with the old keys would refuse every host, and trust no
+//! fence signed since the change.
 //!
-//! The invariant: a mark that names a key which this process does not have is never overwritten.
+//! Invariant: a mark that names a key that this process does not have is never overwritten.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use svc_base::clock::{self, now_ms};
 use svc_http::problem::chain;
 use svc_store::bucket::{Bucket, Condition, StoreError, Versioned};
 
-/// Not reachable by host sessions: those reach only a slot's prefix, which has two path segments.
+/// Hosts' sessions cannot reach this path: they reach only their slot's prefix, which has two path segments.
 pub const MARK_PATH: &str = "system-platform/platform-key.json";
 
 const FORMAT: u32 = 1;
@@ -27,10 +28,10 @@ const FORMAT: u32 = 1;
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Delay before a retry while the store is unavailable.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
-/// Maximum attempts to write against concurrent writers; each attempt rereads the mark.
+/// Maximum number of attempts to write the mark while other processes write it. Each attempt reads the mark again.
 const MAX_WRITE_ATTEMPTS: u32 = 5;
 
-/// The stored mark. Fields of a newer release are ignored.
+/// The stored mark. Unknown fields, which a newer release may add, are ignored.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Mark {
@@ -40,7 +41,7 @@ struct Mark {
     noted_at: Timestamp,
 }
 
-/// The key of this process that the mark names.
+/// Which of this process's keys the mark names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NamedKey {
     Current,
@@ -49,7 +50,7 @@ pub enum NamedKey {
     NoMark,
 }
 
-/// The mark names a key that this process does not have.
+/// The error that the mark names a key that this process does not have.
 #[derive(Debug)]
 pub struct UnknownKey {
     named: String,
@@ -62,8 +63,8 @@ impl fmt::Display for UnknownKey {
         let previous = ids.previous.as_ref().map_or_else(|| "not set".to_owned(), KeyId::to_string);
         write!(
             f,
-            "the object store says that the current platform key has the fingerprint {named} ({MARK_PATH}), which is neither \
-             PLATFORM_KEY ({}) nor PLATFORM_KEY_PREVIOUS ({previous})",
+            "according to the object store, the current platform key has the fingerprint {named} ({MARK_PATH}), which is \
+             neither PLATFORM_KEY ({}) nor PLATFORM_KEY_PREVIOUS ({previous})",
             ids.current
         )
     }
@@ -73,16 +74,17 @@ impl UnknownKey {
     /// The recommended action for the operator.
     pub fn advice(&self) -> String {
         format!(
-            "one of the two must be the key {named}: if settings from before a change were restored, set it as PLATFORM_KEY, and \
-             the restored key ({}) as PLATFORM_KEY_PREVIOUS; during a key change, set it as PLATFORM_KEY_PREVIOUS. See \
-             \"The platform's database was restored from an older copy\" in docs/operating/recovery.md",
+            "one of the two must be the key {named}: if you restored settings from before a key change, set it as \
+             PLATFORM_KEY, and the restored key ({}) as PLATFORM_KEY_PREVIOUS; during a key change, set it as \
+             PLATFORM_KEY_PREVIOUS. See \"The platform's database was restored from an older copy\" in \
+             docs/operating/recovery.md",
             self.ids.current,
             named = self.named,
         )
     }
 }
 
-/// The reason why this process may lack the current key.
+/// Why the mark could not be checked or written.
 #[derive(Debug, thiserror::Error)]
 pub enum MarkError {
     #[error("{}; {}", .0, .0.advice())]
@@ -94,7 +96,7 @@ pub enum MarkError {
 }
 
 impl MarkError {
-    /// Whether a process with these keys must not run. An unavailable store is no reason to refuse.
+    /// Whether a process with these keys must not run. An unavailable store is not a reason to refuse it.
     pub fn is_refusal(&self) -> bool {
         matches!(self, Self::UnknownKey(_) | Self::Store(StoreError::Corrupt { .. }))
     }
@@ -105,7 +107,7 @@ pub async fn check(bucket: &Bucket, ids: &KeyIds) -> Result<NamedKey, MarkError>
     classify(read(bucket).await?.as_ref(), ids)
 }
 
-/// Writes a mark for the current key if the store has none, or one for the previous key.
+/// Writes a mark for the current key if the store has no mark, or a mark for the previous key.
 pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
     for _ in 0..MAX_WRITE_ATTEMPTS {
         let found = read(bucket).await?;
@@ -116,9 +118,9 @@ pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
         let mark = Mark { version: FORMAT, key_id: ids.current.as_str().to_owned(), noted_at: now_ms() };
         let path = mark_path();
         let put = bucket.put_json_if(&path, &mark, condition);
-        match bucket.within(&path, CALL_TIMEOUT, put).await {
+        match bucket.run_with_timeout(&path, CALL_TIMEOUT, put).await {
             Ok(()) => return Ok(()),
-            // Another process has written, or the response to this process's write was lost.
+            // Another process has written the mark, or the response to this process's write was lost.
             Err(StoreError::Precondition { .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -126,7 +128,8 @@ pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
     Err(MarkError::Contended)
 }
 
-/// Retries a write that failed at startup; ends if the mark turns out to name another key.
+/// Writes the mark, in case the write at startup failed, and retries until the store is available. Ends if the mark
+/// names a key that this process does not have.
 pub async fn write_until_stopped(platform: Arc<Platform>) {
     loop {
         match write(&platform.bucket, &platform.process.ids).await {
@@ -151,7 +154,7 @@ fn mark_path() -> Path {
 
 async fn read(bucket: &Bucket) -> Result<Option<Versioned<Mark>>, StoreError> {
     let path = mark_path();
-    let found = bucket.within(&path, CALL_TIMEOUT, bucket.get_json::<Mark>(&path)).await?;
+    let found = bucket.run_with_timeout(&path, CALL_TIMEOUT, bucket.get_json::<Mark>(&path)).await?;
     let is_id = |text: &str| text.len() == KeyId::CHARS && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     match found {
         Some(found) if !is_id(&found.value.key_id) => {
@@ -179,30 +182,33 @@ mod tests {
 
     use super::*;
 
-    fn ids(current: u8, previous: Option<u8>) -> KeyIds {
-        let id = |byte: u8| KeyId::of(&vec![byte; 32].into());
+    fn key_ids(current: u8, previous: Option<u8>) -> KeyIds {
+        let id = |byte: u8| KeyId::from_key(&vec![byte; 32].into());
         KeyIds { current: id(current), previous: previous.map(id) }
     }
 
     #[tokio::test]
     async fn write_replaces_previous_key_but_keeps_unknown_key() {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
-        assert_eq!(check(&bucket, &ids(1, None)).await.unwrap(), NamedKey::NoMark);
-        write(&bucket, &ids(1, None)).await.unwrap();
-        assert_eq!(check(&bucket, &ids(2, Some(1))).await.unwrap(), NamedKey::Previous);
-        write(&bucket, &ids(2, Some(1))).await.unwrap();
-        write(&bucket, &ids(2, None)).await.unwrap();
+        assert_eq!(check(&bucket, &key_ids(1, None)).await.unwrap(), NamedKey::NoMark);
+        write(&bucket, &key_ids(1, None)).await.unwrap();
+        assert_eq!(check(&bucket, &key_ids(2, Some(1))).await.unwrap(), NamedKey::Previous);
+        write(&bucket, &key_ids(2, Some(1))).await.unwrap();
+        write(&bucket, &key_ids(2, None)).await.unwrap();
 
-        for old in [ids(1, None), ids(1, Some(3))] {
+        for old in [key_ids(1, None), key_ids(1, Some(3))] {
             for error in [check(&bucket, &old).await.unwrap_err(), write(&bucket, &old).await.unwrap_err()] {
                 let message = error.to_string();
-                assert!(error.is_refusal() && message.contains(ids(2, None).current.as_str()), "{message}");
+                assert!(
+                    error.is_refusal() && message.contains(key_ids(2, None).current.as_str()),
+                    "{message}"
+                );
             }
         }
         assert_eq!(
-            check(&bucket, &ids(2, None)).await.unwrap(),
+            check(&bucket, &key_ids(2, None)).await.unwrap(),
             NamedKey::Current,
-            "nothing was overwritten"
+            "the mark was not overwritten"
         );
     }
 
@@ -211,7 +217,7 @@ mod tests {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
         for text in ["{}", r#"{"version":1,"keyId":"\u001b[31m","notedAt":"2026-01-01T00:00:00.000Z"}"#] {
             bucket.put(&mark_path(), text).await.unwrap();
-            let error = check(&bucket, &ids(1, None)).await.unwrap_err();
+            let error = check(&bucket, &key_ids(1, None)).await.unwrap_err();
             assert!(error.is_refusal() && !error.to_string().contains('\u{1b}'), "{error}");
         }
     }

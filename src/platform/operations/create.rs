@@ -1,7 +1,7 @@
 //! The step `create_server`: creates at most one server per machine, even if a response is lost.
 //!
-//! The machine's row records a create request before it is sent. While that mark is set, the server is looked up by
-//! name before another create request is sent under the same name, which the provider keeps unique.
+//! The machine's row records a create request before the request is sent. While it is recorded, the server is looked up
+//! by name before another create request is sent under the same name, which the provider keeps unique.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::leased::HeldOperation;
+use super::leased::LeasedOperation;
 use super::step::{StepError, StepOutcome, StepRecord};
 use super::{Step, StepPoint};
 use crate::alarms;
@@ -23,18 +23,18 @@ use svc_http::proof::ProofKeys;
 use svc_machine::id::MachineId;
 use svc_provider::{ActionId, ActionStatus, Cause, ErrorKind, ProviderError, Server, ServerOrder};
 
-/// The label with a server's machine.
+/// The label that names a server's machine.
 pub const MACHINE_LABEL: &str = "svc-machine";
 
-/// The label with the platform that created a server.
+/// The label that names the installation that created a server.
 pub const INSTALLATION_LABEL: &str = "svc-installation";
 
-/// The label with a server's slot: a prefix of the hash of `user/slot`, which is itself too long for a label.
+/// The label that names a server's slot, by a prefix of the hash of `user/slot`, which is itself too long for a label.
 pub const SLOT_LABEL: &str = "svc-slot";
 
 pub const EPOCH_LABEL: &str = "svc-epoch";
 
-/// Key of an operation's facts: the number of locations without capacity.
+/// Key in an operation's facts: the number of locations without capacity.
 const LOCATIONS_TRIED: &str = "locationsTried";
 /// Interval between lookups of a server whose create request has an unknown outcome.
 const LOOKUP_INTERVAL: Duration = Duration::from_secs(1);
@@ -42,9 +42,9 @@ const MAX_LOOKUP_INTERVAL: Duration = Duration::from_secs(15);
 /// Longer than the adapter's own deadline and retries.
 const CREATE_TIMEOUT: Duration = Duration::from_secs(45);
 
-pub async fn create_server(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let machine = held.machine().await?;
-    let platform = held.platform;
+pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+    let machine = leased.machine().await?;
+    let platform = leased.platform;
     if machine.create_ordered_at.is_some() {
         if let Some(found) = find_server(platform, &machine).await? {
             return Ok(adopt(&found));
@@ -60,8 +60,8 @@ pub async fn create_server(held: &HeldOperation<'_>) -> Result<StepOutcome, Step
     let keys = db::keys::public_keys(&session, db::keys::PROOF).await?;
     drop(session);
     let order = build_order(platform, &machine, &keys).await?;
-    held.record_create_sent().await?;
-    held.hit_fail_point(Step::CreateServer, StepPoint::Ordered)?;
+    leased.record_create_sent().await?;
+    leased.hit_fail_point(Step::CreateServer, StepPoint::Ordered)?;
     let sent = tokio::time::timeout(CREATE_TIMEOUT, platform.provider.create(&order)).await;
     let Ok(response) = sent else { return Ok(StepOutcome::wait(LOOKUP_INTERVAL)) };
     match response {
@@ -69,39 +69,39 @@ pub async fn create_server(held: &HeldOperation<'_>) -> Result<StepOutcome, Step
             alarms::end_provider_limit(platform).await;
             Ok(record_server("created", &created.server, &created.actions))
         }
-        Err(error) => handle_create_error(held, &machine, error).await,
+        Err(error) => handle_create_error(leased, &machine, error).await,
     }
 }
 
 /// After a failed create request: looks up the server and decides whether to retry.
 async fn handle_create_error(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     machine: &MachineRow,
     error: ProviderError,
 ) -> Result<StepOutcome, StepError> {
     match error.kind() {
         ErrorKind::Ambiguous => {
             tracing::warn!(machine = %machine.id, error = %chain(&error),
-                "a create request has an unknown outcome");
+                "the outcome of a create request is unknown");
             Ok(StepOutcome::wait(Duration::ZERO))
         }
-        ErrorKind::Conflict => match find_server(held.platform, machine).await? {
+        ErrorKind::Conflict => match find_server(leased.platform, machine).await? {
             Some(found) => Ok(adopt(&found)),
             None => Err(StepError::from(error)),
         },
         ErrorKind::Account if error.is_without_capacity() => {
-            continue_in_next_location(held, machine, error).await
+            continue_in_next_location(leased, machine, error).await
         }
         ErrorKind::Refused | ErrorKind::Account | ErrorKind::NotFound | ErrorKind::Transient => {
-            held.record_create_refused().await?;
+            leased.record_create_refused().await?;
             Err(StepError::from(error))
         }
     }
 }
 
-/// Continues with the next location. After a full round, the locations are retried with a growing pause.
+/// Continues with the next location. After a full round, the locations are retried with backoff.
 async fn continue_in_next_location(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     machine: &MachineRow,
     error: ProviderError,
 ) -> Result<StepOutcome, StepError> {
@@ -109,21 +109,21 @@ async fn continue_in_next_location(
     let what =
         format!("location {from} has no capacity for server type {} ({})", machine.server_type, error.code());
     let Some(next) = machine.fallback_locations.first() else {
-        held.record_create_refused().await?;
+        leased.record_create_refused().await?;
         return Err(StepError::transient(what, error));
     };
     tracing::warn!(machine = %machine.id, %from, to = %next, server_type = %machine.server_type, code = error.code(),
         "the provider has no capacity in a location");
-    let mut facts = held.facts();
+    let mut facts = leased.facts();
     let tried = facts.get(LOCATIONS_TRIED).and_then(Value::as_u64).unwrap_or(0) + 1;
     if tried > machine.fallback_locations.len() as u64 {
-        let what = format!("{what}, nor does any other location; {next} is next");
-        held.move_to_next_location(&what).await?;
+        let what = format!("{what}, and neither does any other location; {next} is next");
+        leased.move_to_next_location(&what).await?;
         return Err(StepError::transient(what, error));
     }
-    held.move_to_next_location(&format!("{what}: {next} is tried now")).await?;
+    leased.move_to_next_location(&format!("{what}: trying {next} next")).await?;
     facts.insert(LOCATIONS_TRIED.to_owned(), json!(tried));
-    Ok(StepOutcome::Wait { again_in: Duration::ZERO, facts: Some(facts) })
+    Ok(StepOutcome::Wait { delay: Duration::ZERO, facts: Some(facts) })
 }
 
 fn adopt(server: &Server) -> StepOutcome {
@@ -140,20 +140,20 @@ fn record_server(note: &'static str, server: &Server, actions: &[ActionId]) -> S
 /// if all have succeeded or there are none. An unavailable provider does not end the wait for the registration.
 ///
 /// # Errors
-/// [`StepError`]; permanent if an action failed, since no host will register.
+/// [`StepError`]; permanent if an action failed, because no host will register.
 pub async fn check_actions(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     machine: MachineId,
 ) -> Result<Option<Duration>, StepError> {
-    let session = held.platform.db.session().await?;
+    let session = leased.platform.db.session().await?;
     let actions = machine_server::list_pending_create_actions(&session, machine).await?;
     drop(session);
     let Some(action) = actions.first() else { return Ok(None) };
-    let next_check = (held.step_age().await? / 4).clamp(LOOKUP_INTERVAL, MAX_LOOKUP_INTERVAL);
-    match held.platform.provider.action(ActionId(*action)).await.map(|action| action.status) {
+    let next_check = (leased.step_age().await? / 4).clamp(LOOKUP_INTERVAL, MAX_LOOKUP_INTERVAL);
+    match leased.platform.provider.action(ActionId(*action)).await.map(|action| action.status) {
         Ok(ActionStatus::Running) => Ok(Some(next_check)),
         Ok(ActionStatus::Error { code, message }) => {
-            let what = "the provider could not start its server";
+            let what = "the provider could not start the machine's server";
             let cause = Cause::Response { status: 200, code, message };
             Err(StepError::permanent(what, ProviderError::new("create server", ErrorKind::Transient, cause)))
         }
@@ -162,7 +162,7 @@ pub async fn check_actions(
             Ok(Some(next_check))
         }
         Ok(ActionStatus::Success) | Err(_) => {
-            let session = held.platform.db.session().await?;
+            let session = leased.platform.db.session().await?;
             machine_server::record_create_action_end(&session, machine, *action).await?;
             Ok((actions.len() > 1).then_some(Duration::ZERO))
         }
@@ -188,7 +188,7 @@ async fn build_order(
     keys: &ProofKeys,
 ) -> Result<ServerOrder, StepError> {
     let config = &platform.config;
-    let store = platform.host_store.access(machine, SessionGrant::Working).await;
+    let store = platform.host_store.grant_access(machine, SessionGrant::Working).await;
     let store = store.map_err(|error| StepError::transient("no store credentials for the host", error))?;
     let user_data = userdata::render(machine, &config.hosts, &store, keys, &platform.mint)
         .map_err(|error| StepError::permanent("cannot render user-data", error))?;

@@ -1,11 +1,11 @@
 //! Deletes the server of one machine that has left its slot.
 //!
-//! The invariant: a machine is marked as without a server only when the provider says so while no process can still
-//! be creating one.
+//! The invariant: a machine is recorded as having no server only if the provider reports none while no process can
+//! still be creating one.
 
 use std::time::Duration;
 
-use super::leased::HeldOperation;
+use super::leased::LeasedOperation;
 use super::step::{StepError, StepOutcome};
 use super::{create, later_holder};
 use crate::db;
@@ -15,47 +15,49 @@ use svc_provider::ServerId;
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Deletes the server of this operation's machine.
-pub async fn delete_own_server(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let machine = held.machine().await?;
-    if !is_discard_confirmed(held, &machine).await? {
-        let serves = later_holder::serves_unknown_to_database(held.platform, &machine).await;
-        if serves.map_err(|error| StepError::transient("cannot read the fence of the slot", error))? {
-            held.mark_kept(machine.id).await?;
-            let note = "the store says that it got its slot back or has served, which this database does not know: its server \
-                        is kept until an operator discards it";
+pub async fn delete_own_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+    let machine = leased.machine().await?;
+    if !is_discard_confirmed(leased, &machine).await? {
+        let is_holder = later_holder::is_holder_per_store(leased.platform, &machine).await;
+        if is_holder.map_err(|error| StepError::transient("cannot read the fence of the slot", error))? {
+            leased.mark_kept(machine.id).await?;
+            let note = "according to the store, the machine got its slot back or has served, which this database does not \
+                        record: its server is kept until an operator discards it";
             return Ok(StepOutcome::Fail { code: later_holder::BEHIND_STORE, note });
         }
     }
-    // The fate of its data is undecided.
-    let is_undecided = machine.registered_at.is_some()
+    // The data is in no final backup, and no discard has accepted its loss.
+    let is_unsaved = machine.registered_at.is_some()
         && machine.final_backup_at.is_none()
         && machine.discard_ordered_at.is_none();
-    if is_undecided && held.detect_returned_server(&machine).await? {
-        held.mark_unsaved(machine.id).await?;
-        let note = "the provider has its server after all, and no final backup of it exists: it is kept until an operator discards it";
+    if is_unsaved && leased.detect_returned_server(&machine).await? {
+        leased.mark_unsaved(machine.id).await?;
+        let note = "the provider has the machine's server after all, and no final backup exists: the server is kept until an \
+                    operator discards it";
         return Ok(StepOutcome::Fail { code: "server_found", note });
     }
-    Ok(if delete_server(held, &machine).await? {
+    Ok(if delete_server(leased, &machine).await? {
         StepOutcome::done()
     } else {
         StepOutcome::wait(POLL_INTERVAL)
     })
 }
 
-/// Whether an operator discarded the server after it was kept because of the store's fence. An earlier order may be
-/// outdated, as the database may be.
-async fn is_discard_confirmed(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
+/// Whether an operator discarded the server after it was kept because of the store's fence. An earlier discard may be
+/// outdated, like the database.
+async fn is_discard_confirmed(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let Some(ordered_at) = machine.discard_ordered_at else { return Ok(false) };
-    let session = held.platform.db.session().await?;
-    let kept_at = db::operations::last_failure_time(&session, machine.id, later_holder::BEHIND_STORE).await?;
+    let session = leased.platform.db.session().await?;
+    let kept_at =
+        db::operations::find_last_failure_time(&session, machine.id, later_holder::BEHIND_STORE).await?;
     Ok(kept_at.is_some_and(|kept_at| kept_at < ordered_at))
 }
 
-/// Deletes the server of one machine; `false` while one may still appear.
-pub async fn delete_server(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
-    let platform = held.platform;
+/// Deletes the server of one machine. Returns `false` while a server may still appear.
+pub async fn delete_server(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
+    let platform = leased.platform;
     let session = platform.db.session().await?;
-    if db::leases::has_ended_lease(&session, machine.id, held.operation.id).await? {
+    if db::leases::has_other_machine_lease(&session, machine.id, leased.operation.id).await? {
         return Ok(false);
     }
     // Read again: the previous lease holder may have recorded a server.

@@ -1,4 +1,4 @@
-//! Selects the operations that this process drives: claims due ones and releases them.
+//! Selects the operations that this process drives: claims those that are due, and releases them.
 //!
 //! The invariant: an operation that waits for a host does not block others. Steps that call hosts have their own
 //! capacity, and steps that have not started are claimed first.
@@ -10,9 +10,9 @@ use tokio::task::{JoinError, JoinSet};
 use tracing::Instrument;
 use uuid::Uuid;
 
-use super::runner::one_step;
+use super::runner::run_current_step;
 use super::step::StepError;
-use super::{Lane, Step, vocabulary_of};
+use super::{Lane, Step, supported_steps_in};
 use crate::context::Platform;
 use crate::db::operations::OperationRow;
 use crate::db::{self, DbError};
@@ -37,8 +37,8 @@ pub async fn run(platform: Arc<Platform>) {
             () = platform.stop.cancelled() => {}
             () = platform.nudge.notified() => {}
             () = tokio::time::sleep(platform.config.timing.poll) => {}
-            Some(ended) = general.driven.join_next() => note_panic(ended),
-            Some(ended) = calling.driven.join_next() => note_panic(ended),
+            Some(ended) = general.driven.join_next() => log_panic(ended),
+            Some(ended) = calling.driven.join_next() => log_panic(ended),
         }
     }
     while general.driven.join_next().await.is_some() {}
@@ -56,8 +56,8 @@ impl Drivers {
     /// Claims due operations up to the capacity.
     async fn fill(&mut self, platform: &Arc<Platform>) {
         while self.driven.len() < self.limit {
-            // A new owner per claim: a process that claims an operation again after losing it must not look like the
-            // same owner.
+            // Each claim has its own owner: a process that claims an operation again after losing it must not look like
+            // the previous owner.
             let owner = Uuid::now_v7();
             match claim(platform, owner, self.lane).await {
                 Ok(Some(operation)) => {
@@ -75,7 +75,7 @@ impl Drivers {
     }
 }
 
-fn note_panic(ended: Result<(), JoinError>) {
+fn log_panic(ended: Result<(), JoinError>) {
     if let Err(error) = ended {
         tracing::error!(%error, "a step panicked; its lease will expire");
     }
@@ -83,7 +83,7 @@ fn note_panic(ended: Result<(), JoinError>) {
 
 async fn claim(platform: &Platform, owner: Uuid, lane: Lane) -> Result<Option<OperationRow>, DbError> {
     let session = platform.db.session().await?;
-    db::operations::claim(&session, owner, platform.config.timing.lease, &vocabulary_of(lane)).await
+    db::operations::claim(&session, owner, platform.config.timing.lease, &supported_steps_in(lane)).await
 }
 
 /// The lane of the operation's current step.
@@ -109,7 +109,7 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
     let lane = lane_of(&operation);
     let mut needs_other_lane = false;
     let is_stored = loop {
-        match one_step(platform, &operation, owner).await {
+        match run_current_step(platform, &operation, owner).await {
             Ok(Some(next)) if !platform.stop.is_cancelled() => {
                 needs_other_lane = lane_of(&next) != lane;
                 if needs_other_lane {
@@ -119,12 +119,12 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
             }
             Ok(_) => break true,
             Err(StepError::Lost) => {
-                // Its resource may still exist at the provider.
+                // The operation's server may still exist at the provider.
                 platform.reconcile.notify_one();
                 break true;
             }
             Err(error) => {
-                // The failure could not be stored either: the operation is retried after a delay.
+                // The operation is retried after a delay, because its state could not be updated.
                 tracing::warn!(operation = %operation.id, error = %chain(&error), "cannot store the outcome of a step; retrying later");
                 break false;
             }
@@ -138,7 +138,7 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
         db::operations::release(&session, operation.id, owner).await
     };
     if let Err(error) = released.await {
-        tracing::warn!(operation = %operation.id, error = %chain(&error), "a lease was not released");
+        tracing::warn!(operation = %operation.id, error = %chain(&error), "cannot release a lease");
     }
     if needs_other_lane {
         platform.nudge.notify_one();

@@ -21,56 +21,69 @@ use svc_http::usage::UsageQuery;
 use svc_machine::id::OperationId;
 use svc_machine::name::ImageVersion;
 
-const BACKUP: &str = "/_svc/internal/backup";
-const ACCEPT: &str = "/_svc/internal/backup-accept";
-const DRILL: &str = "/_svc/internal/drill";
-const UPDATE: &str = "/_svc/internal/update";
-const QUIESCE: &str = "/_svc/internal/quiesce";
-const RESUME: &str = "/_svc/internal/resume";
-const USAGE: &str = "/api/usage";
+const BACKUP_PATH: &str = "/_svc/internal/backup";
+const ACCEPT_PATH: &str = "/_svc/internal/backup-accept";
+const DRILL_PATH: &str = "/_svc/internal/drill";
+const UPDATE_PATH: &str = "/_svc/internal/update";
+const QUIESCE_PATH: &str = "/_svc/internal/quiesce";
+const RESUME_PATH: &str = "/_svc/internal/resume";
+const USAGE_PATH: &str = "/api/usage";
 const CALL_DEADLINES: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
-    whole: Some(Duration::from_secs(6)),
+    total: Some(Duration::from_secs(6)),
     idle: Duration::from_secs(6),
 };
 
-const PROOF_SECONDS: i64 = 30;
+const PROOF_TTL_SECONDS: i64 = 30;
 const MAX_RESPONSE_BYTES: usize = 64 << 10;
 /// A daily report of one year takes about 40 KiB; a report by user has one entry per user and channel.
 const MAX_USAGE_BYTES: usize = 1 << 20;
 
-/// Requests a backup from a machine's host. Returns the request time by the host's clock, if the host reports it: an
-/// earlier backup belongs to another request.
+/// Requests a backup from a machine's host. Returns the request time by the host's clock, if the host reports it: a
+/// backup that began earlier belongs to another request.
 ///
 /// # Errors
-/// When the host does not accept the request.
-pub async fn backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
-    request_at(platform, machine, &HostRequest::post(BACKUP, None)).await
+/// [`HostCallError`]
+pub async fn request_backup(
+    platform: &Platform,
+    machine: &MachineRow,
+) -> Result<Option<Timestamp>, HostCallError> {
+    send_request(platform, machine, &HostRequest::post(BACKUP_PATH, None)).await
 }
 
 /// Requests that a host publishes its held-back snapshot as the latest; its heartbeats report the outcome.
 ///
 /// # Errors
-/// When the host does not accept the request.
-pub async fn accept_backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
-    request_at(platform, machine, &HostRequest::post(ACCEPT, None)).await
+/// [`HostCallError`]
+pub async fn request_backup_acceptance(
+    platform: &Platform,
+    machine: &MachineRow,
+) -> Result<Option<Timestamp>, HostCallError> {
+    send_request(platform, machine, &HostRequest::post(ACCEPT_PATH, None)).await
 }
 
 /// Requests a drill, a trial restore of the latest snapshot; the host's heartbeats report the outcome.
 ///
 /// # Errors
-/// When the host does not accept the request.
-pub async fn drill(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
-    request_at(platform, machine, &HostRequest::post(DRILL, None)).await
+/// [`HostCallError`]
+pub async fn request_drill(
+    platform: &Platform,
+    machine: &MachineRow,
+) -> Result<Option<Timestamp>, HostCallError> {
+    send_request(platform, machine, &HostRequest::post(DRILL_PATH, None)).await
 }
 
 /// Requests an update to a release; the host's heartbeats report the outcome.
 ///
 /// # Errors
-/// When the host does not accept the request.
-pub async fn update(platform: &Platform, machine: &MachineRow, version: &ImageVersion) -> anyhow::Result<()> {
+/// [`HostCallError`]
+pub async fn request_update(
+    platform: &Platform,
+    machine: &MachineRow,
+    version: &ImageVersion,
+) -> Result<(), HostCallError> {
     let body = json!({"imageVersion": version});
-    request_at(platform, machine, &HostRequest::post(UPDATE, Some(body))).await.map(drop)
+    send_request(platform, machine, &HostRequest::post(UPDATE_PATH, Some(body))).await.map(drop)
 }
 
 /// Why a call to a host failed.
@@ -88,7 +101,7 @@ pub enum HostCallError {
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct QuiesceStatus {
-    /// Since when all writers have been stopped.
+    /// The time since which all writers have been stopped.
     #[serde(with = "svc_base::clock::wire_option")]
     pub quiesced_at: Option<Timestamp>,
     pub running_dispatches: u64,
@@ -104,7 +117,7 @@ pub async fn quiesce(
     operation: OperationId,
 ) -> Result<QuiesceStatus, HostCallError> {
     let body = Some(json!({"operationId": operation}));
-    let response = call(platform, machine, &HostRequest::post(QUIESCE, body)).await?;
+    let response = call(platform, machine, &HostRequest::post(QUIESCE_PATH, body)).await?;
     Ok(serde_json::from_slice(&response).unwrap_or_default())
 }
 
@@ -115,7 +128,7 @@ pub async fn resume(
     operation: OperationId,
 ) -> Result<(), HostCallError> {
     let body = Some(json!({"operationId": operation}));
-    call(platform, machine, &HostRequest::post(RESUME, body)).await.map(drop)
+    call(platform, machine, &HostRequest::post(RESUME_PATH, body)).await.map(drop)
 }
 
 /// The running backup of a host, and the outcome of its last one.
@@ -135,10 +148,10 @@ pub struct BackupOutcome {
     pub status: String,
     #[serde(with = "svc_base::clock::wire_option")]
     pub began_at: Option<Timestamp>,
-    /// The snapshot that it published as the latest.
+    /// The snapshot that the backup published as the latest.
     pub key: Option<String>,
     pub error: Option<String>,
-    /// Set if its complete snapshot was not published as the latest. Hosts of earlier releases do not report this.
+    /// Set if the complete snapshot was not published as the latest. Hosts of earlier releases do not report this.
     pub held: Option<HeldSnapshot>,
 }
 
@@ -149,15 +162,15 @@ pub struct HeldSnapshot {
     pub loss: String,
 }
 
-/// Progress of a host's backup.
+/// Fetches the progress of a host's backup.
 ///
 /// # Errors
 /// [`HostCallError`]; 404 or 405 from a release without this route.
-pub async fn backup_progress(
+pub async fn fetch_backup_progress(
     platform: &Platform,
     machine: &MachineRow,
 ) -> Result<BackupProgress, HostCallError> {
-    let request = HostRequest { method: Method::GET, path: BACKUP, query: Vec::new(), body: None };
+    let request = HostRequest { method: Method::GET, path: BACKUP_PATH, query: Vec::new(), body: None };
     let response = call(platform, machine, &request).await?;
     Ok(serde_json::from_slice(&response).unwrap_or_default())
 }
@@ -172,16 +185,16 @@ pub enum UsageError {
     TooLarge(usize),
 }
 
-/// The host's usage report, unchanged, at most `MAX_USAGE_BYTES`.
+/// Fetches the host's usage report, unchanged and of at most `MAX_USAGE_BYTES`.
 ///
 /// # Errors
 /// [`UsageError`]; 403 from a release that does not serve usage to the platform.
-pub async fn usage(
+pub async fn fetch_usage(
     platform: &Platform,
     machine: &MachineRow,
     query: &UsageQuery,
 ) -> Result<Vec<u8>, UsageError> {
-    let request = HostRequest { method: Method::GET, path: USAGE, query: query.pairs(), body: None };
+    let request = HostRequest { method: Method::GET, path: USAGE_PATH, query: query.pairs(), body: None };
     let mut response = check_accepted(send(platform, machine, &request).await)?;
     let mut body = Vec::new();
     match read_response(&mut response, MAX_USAGE_BYTES, &mut body).await {
@@ -191,20 +204,12 @@ pub async fn usage(
     }
 }
 
-/// Requests a backup now. Returns the request time by the host's clock.
-pub async fn request_backup(
-    platform: &Platform,
-    machine: &MachineRow,
-) -> Result<Option<Timestamp>, HostCallError> {
-    let response = call(platform, machine, &HostRequest::post(BACKUP, None)).await?;
-    Ok(serde_json::from_slice::<RequestReceipt>(&response).unwrap_or_default().requested_at)
-}
-
-async fn request_at(
+/// Sends a request. Returns its time by the host's clock, if the host reports it.
+async fn send_request(
     platform: &Platform,
     machine: &MachineRow,
     request: &HostRequest,
-) -> anyhow::Result<Option<Timestamp>> {
+) -> Result<Option<Timestamp>, HostCallError> {
     let response = call(platform, machine, request).await?;
     Ok(serde_json::from_slice::<RequestReceipt>(&response).unwrap_or_default().requested_at)
 }
@@ -217,7 +222,7 @@ struct RequestReceipt {
     requested_at: Option<Timestamp>,
 }
 
-/// One internal request.
+/// One request to a host.
 struct HostRequest {
     method: Method,
     path: &'static str,
@@ -231,7 +236,7 @@ impl HostRequest {
     }
 }
 
-/// Returns the response body. A host that has accepted the request may cut it off.
+/// Returns the response body. It may be truncated: the host has accepted the request even if the body cannot be read.
 async fn call(
     platform: &Platform,
     machine: &MachineRow,
@@ -243,17 +248,17 @@ async fn call(
     Ok(body)
 }
 
-/// Returns the response of a host that has accepted the request.
+/// Returns the response if the host has accepted the request.
 fn check_accepted(sent: anyhow::Result<reqwest::Response>) -> Result<reqwest::Response, HostCallError> {
     let response = sent.map_err(HostCallError::Unreachable)?;
     if response.status().is_success() { Ok(response) } else { Err(HostCallError::Refused(response.status())) }
 }
 
-/// The base URL of a host, and a client that connects to its address and verifies its key.
+/// Returns the base URL of a host, and a client that connects to its address and verifies its key.
 ///
 /// # Errors
 /// If the machine has no address yet, or never registered.
-pub fn client_of(
+pub fn build_client(
     platform: &Platform,
     machine: &MachineRow,
     deadlines: Deadlines,
@@ -264,7 +269,7 @@ pub fn client_of(
     let name = trust.server_name(machine.id, address);
     let base = Url::parse(&format!("https://{}:{}/", name.to_str(), machine.https_port))?;
     let tls = trust.client_config(pin, trust.chain_required_from(machine.id, machine.registered_at))?;
-    Ok((base, client::to_address(deadlines, tls, &name.to_str(), address.into())?))
+    Ok((base, client::build_for_address(deadlines, tls, &name.to_str(), address.into())?))
 }
 
 async fn send(
@@ -272,31 +277,32 @@ async fn send(
     machine: &MachineRow,
     request: &HostRequest,
 ) -> anyhow::Result<reqwest::Response> {
-    let (mut url, client) = client_of(platform, machine, CALL_DEADLINES)?;
+    let (mut url, client) = build_client(platform, machine, CALL_DEADLINES)?;
     url.set_path(request.path);
     if !request.query.is_empty() {
         url.query_pairs_mut().extend_pairs(&request.query);
     }
-    let signed = platform.keys.borrow().signer_for(&machine.proof_kids).sign(&claims(machine, request));
+    let signed =
+        platform.keys.borrow().signer_for(&machine.proof_kids).sign(&build_request_claims(machine, request));
     let call = client.request(request.method.clone(), url).header(proof::HEADER, signed);
-    let mut call = request_id::onward(call);
+    let mut call = request_id::attach(call);
     if let Some(body) = &request.body {
         call = call.json(body);
     }
     call.send().await.context("call the host")
 }
 
-fn claims(machine: &MachineRow, request: &HostRequest) -> Claims {
+fn build_request_claims(machine: &MachineRow, request: &HostRequest) -> Claims {
     Claims {
         method: Some(request.method.to_string()),
         path: Some(request.path.to_owned()),
         jti: Some(uuid::Uuid::new_v4().simple().to_string()),
-        ..claims_for(machine, Route::Internal)
+        ..build_claims(machine, Route::Internal)
     }
 }
 
-/// The claims of a proof for any request to this route of a machine, from now on.
-pub fn claims_for(machine: &MachineRow, route: Route) -> Claims {
+/// The claims of a proof that is valid, from now on, for any request to this route of a machine.
+pub fn build_claims(machine: &MachineRow, route: Route) -> Claims {
     let now = Timestamp::now().as_second();
     Claims {
         iss: proof::ISSUER.to_owned(),
@@ -310,6 +316,6 @@ pub fn claims_for(machine: &MachineRow, route: Route) -> Claims {
         path: None,
         jti: None,
         iat: now,
-        exp: now + PROOF_SECONDS,
+        exp: now + PROOF_TTL_SECONDS,
     }
 }

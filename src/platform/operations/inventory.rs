@@ -1,11 +1,11 @@
 //! The inventory of servers: compares the provider's servers with the known machines, and finds late, vanished and
 //! orphaned ones.
 //!
-//! The invariant: a listing proves nothing. A machine fails only after two lookups by id find no server, while its
-//! host sends no heartbeat; a server is deleted only if its machine has ended. If more than a few machines would fail
-//! at once, a fuse trips and an operator decides. A server with this installation's label and no machine is not
-//! garbage, since each machine is stored before its server is ordered: the database has lost the row. An operator
-//! decides about each.
+//! The invariant: a listing alone proves nothing. A machine fails only after two lookups by id find no server, while
+//! its host sends no heartbeat; a server is deleted only if its machine has ended. If more than a few machines would
+//! fail at once, a fuse trips and an operator decides. A server with this installation's label but without a machine is
+//! not garbage: each machine is stored before its server is ordered, so the database has lost the row. An operator
+//! decides about each such server.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -18,33 +18,33 @@ use super::create::{EPOCH_LABEL, INSTALLATION_LABEL, MACHINE_LABEL, SLOT_LABEL};
 use super::reconcile::{Failures, Inventory};
 use crate::alarms::{self, Alarm, Fuse};
 use crate::context::Platform;
+use crate::db;
 use crate::db::servers::ExpectedServer;
-use crate::db::{self};
 use crate::lifecycle::{self, Change, EventContext, LifecycleError};
 use svc_http::request_id;
 use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 use svc_provider::{Server, ServerId};
 
-/// Minimum time between the two lookups of a server that seems to be gone.
+/// Minimum time between the two lookups of a server that seems to be missing.
 const CONFIRM_INTERVAL: Duration = Duration::from_secs(10);
-/// Losses within this time count together.
+/// Losses within this window are counted together.
 const LOSS_WINDOW: Duration = Duration::from_secs(3600);
 /// Maximum lookups by id per pass for unlisted servers that are only monitored.
-const MAX_UNLISTED: usize = 20;
-/// After this many failed lookups in a row, the rest of the pass is skipped.
+const MAX_MONITORED_LOOKUPS: usize = 20;
+/// After this many consecutive failed lookups, the remaining ones are skipped.
 const MAX_FAILED_LOOKUPS: usize = 3;
 /// Maximum unknown servers that the alarm names.
 const MAX_SHOWN_SERVERS: usize = 20;
-/// A provider that lists none of at least this many servers was probably called with another project's token.
-const MIN_NONE_LISTED: usize = 4;
+/// If the provider lists none of at least this many servers, it was probably called with another project's token.
+const MIN_SERVERS_TO_SUSPECT_TOKEN: usize = 4;
 
 /// Compares the provider's servers with the database. Returns whether unknown servers were recorded, and the failures
 /// of this pass; the next pass continues.
 pub(super) async fn take_inventory(platform: &Platform) -> (Inventory, anyhow::Result<()>) {
     let mut failures = Failures::default();
     match record_inventory(platform, &mut failures).await {
-        Ok(inventory) => (inventory, failures.end()),
+        Ok(inventory) => (inventory, failures.into_result()),
         Err(error) => (Inventory::NotRecorded, Err(error)),
     }
 }
@@ -61,33 +61,33 @@ async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyho
         }
     };
     let outcome = record_late_servers(platform, &listed, began).await;
-    failures.note("servers that came back", outcome);
+    failures.record("servers that were created late", outcome);
     let outcome = fail_vanished(platform, &listed, failures).await;
-    failures.note("missing servers", outcome);
+    failures.record("missing servers", outcome);
     let outcome = record_lost(platform, &listed, failures).await;
-    failures.note("missing servers that may hold data", outcome);
+    failures.record("missing servers that may hold data", outcome);
     let outcome = handle_orphans(platform, &listed, failures).await;
     let inventory = if outcome.is_ok() { Inventory::Recorded } else { Inventory::NotRecorded };
-    failures.note("unknown servers", outcome);
+    failures.record("unknown servers", outcome);
     Ok(inventory)
 }
 
-fn machine_of(server: &Server) -> Option<MachineId> {
+fn parse_machine_label(server: &Server) -> Option<MachineId> {
     server.labels.get(MACHINE_LABEL)?.parse().ok()
 }
 
-/// Records servers of ended machines that were thought to have none: they came up late.
+/// Records the listed servers of ended machines that were recorded as having none: the servers were created late.
 async fn record_late_servers(platform: &Platform, listed: &[Server], began: Timestamp) -> anyhow::Result<()> {
     let named: HashMap<MachineId, i64> =
-        listed.iter().filter_map(|server| Some((machine_of(server)?, server.id.0))).collect();
+        listed.iter().filter_map(|server| Some((parse_machine_label(server)?, server.id.0))).collect();
     let session = platform.db.session().await?;
     for (machine, server) in db::servers::record_returned(&session, &named, began).await? {
-        tracing::warn!(%machine, server, "the provider has a server of a machine without one");
+        tracing::warn!(%machine, server, "the provider has the server of a machine that was recorded as having none");
     }
     Ok(())
 }
 
-/// Fails machines whose servers are gone. They are not replaced automatically.
+/// Marks machines whose servers are missing as failed. They are not replaced automatically.
 async fn fail_vanished(
     platform: &Platform,
     listed: &[Server],
@@ -99,8 +99,8 @@ async fn fail_vanished(
     db::servers::record_seen(&session, &present).await?;
     let present: HashSet<i64> = present.into_iter().collect();
     let missing: Vec<&ExpectedServer> = live.iter().filter(|live| !present.contains(&live.server)).collect();
-    // If the list lacks many servers, they are not looked up one by one: that would use up the provider's budget and
-    // prove nothing.
+    // If many servers are missing from the list, they are not looked up individually: that would exhaust the provider's
+    // rate limit and prove nothing.
     if check_fuse(&session, &live, missing.len()).await? == Fuse::Tripped {
         return Ok(());
     }
@@ -120,76 +120,79 @@ async fn fail_vanished(
     }
     drop(session);
     for machine in lost {
-        failures.note(machine.machine, fail_machine(platform, machine).await);
+        failures.record(machine.machine, fail_machine(platform, machine).await);
     }
     Ok(())
 }
 
-/// Records which kept servers, and servers of failed machines, the provider has lost. It only affects the listed
-/// copies of a slot.
+/// Records which kept servers, and servers of failed machines, the provider no longer has. This affects only the list
+/// of a slot's copies.
 async fn record_lost(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
     let present: HashSet<i64> = listed.iter().map(|server| server.id.0).collect();
     let session = platform.db.session().await?;
     let watched = db::servers::list_holding_data(&session).await?;
     drop(session);
-    let missing = watched.iter().filter(|machine| !present.contains(&machine.server)).take(MAX_UNLISTED);
+    let missing =
+        watched.iter().filter(|machine| !present.contains(&machine.server)).take(MAX_MONITORED_LOOKUPS);
     let (missing, _) = confirm_missing(platform, missing.collect(), failures).await;
     let session = platform.db.session().await?;
     for machine in missing {
         db::servers::record_missing(&session, machine).await?;
-        tracing::warn!(machine = %machine.machine, server = machine.server, "the provider has lost a server that may hold data");
+        tracing::warn!(machine = %machine.machine, server = machine.server, "the provider no longer has a server that may hold data");
     }
     Ok(())
 }
 
-/// Servers that a lookup by id does not find either, and the number of failed lookups. After several failures in a
-/// row, the rest are left to the next pass.
+/// Returns the servers that a lookup by id does not find either, and the number of servers whose lookup failed or was
+/// skipped. After several consecutive failures, the next pass looks up the rest.
 async fn confirm_missing<'a>(
     platform: &Platform,
     missing: Vec<&'a ExpectedServer>,
     failures: &mut Failures,
 ) -> (Vec<&'a ExpectedServer>, usize) {
-    let (mut lost, mut known, mut failed_in_row) = (Vec::new(), 0, 0);
+    let (mut lost, mut known, mut consecutive_failures) = (Vec::new(), 0, 0);
     let total = missing.len();
     for machine in missing {
-        match is_lost(platform, machine).await {
+        match look_up_lost(platform, machine).await {
             Ok(is_lost) => {
-                (known, failed_in_row) = (known + 1, 0);
+                (known, consecutive_failures) = (known + 1, 0);
                 lost.extend(is_lost.then_some(machine));
             }
             Err(error) => {
-                failures.note(machine.machine, Err(error));
-                failed_in_row += 1;
+                failures.record(machine.machine, Err(error));
+                consecutive_failures += 1;
             }
         }
-        if failed_in_row == MAX_FAILED_LOOKUPS {
+        if consecutive_failures == MAX_FAILED_LOOKUPS {
             break;
         }
     }
     (lost, total - known)
 }
 
-async fn is_lost(platform: &Platform, machine: &ExpectedServer) -> anyhow::Result<bool> {
-    let is_there = platform.provider.get(ServerId(machine.server)).await?.is_some();
-    if is_there {
-        // Its label was removed.
+/// Looks up a server by id. Returns whether the provider has lost it.
+async fn look_up_lost(platform: &Platform, machine: &ExpectedServer) -> anyhow::Result<bool> {
+    let exists = platform.provider.get(ServerId(machine.server)).await?.is_some();
+    if exists {
+        // The server is not listed because its label was removed.
         db::servers::record_seen(&platform.db.session().await?, &[machine.server]).await?;
     }
-    Ok(!is_there)
+    Ok(!exists)
 }
 
-/// Counts the servers of this pass with those of the last hour: a slow mass loss is still a mass loss.
+/// Counts the missing servers of this pass together with the losses of the last hour: a slow mass loss is still a mass
+/// loss.
 async fn check_fuse(session: &Object, live: &[ExpectedServer], missing: usize) -> anyhow::Result<Fuse> {
     let failed = db::servers::count_failed_as_gone(session, LOSS_WINDOW).await?;
     let limit = alarms::max_missing_servers(live.len());
-    let is_none_listed = missing == live.len() && missing >= MIN_NONE_LISTED;
+    let is_none_listed = missing == live.len() && missing >= MIN_SERVERS_TO_SUSPECT_TOKEN;
     let is_over = missing.saturating_add(failed) > limit || is_none_listed;
     let detail = json!({"missing": missing, "live": live.len(), "failedInLastHour": failed, "limit": limit});
     let fuse = alarms::check_fuse(session, Alarm::ServersMissing, missing, is_over, &detail).await?;
     if fuse == Fuse::Tripped && is_none_listed {
         tracing::error!(
             servers = missing,
-            "the provider lists none of the servers: its token may be of another project"
+            "the provider lists none of the servers: the token may belong to another project"
         );
     }
     Ok(fuse)
@@ -202,11 +205,11 @@ async fn fail_machine(platform: &Platform, expected: &ExpectedServer) -> anyhow:
     if row.provider_server_id != Some(expected.server) {
         return Ok(());
     }
-    let with = EventContext {
+    let context = EventContext {
         failed_at: Some(("provider", "the provider no longer has the server")),
         ..EventContext::default()
     };
-    match lifecycle::apply(&tx, &platform.mint, &row, &Event::ServerGone, with).await {
+    match lifecycle::apply(&tx, &platform.mint, &row, &Event::ServerGone, context).await {
         Ok(Change::Moved { .. }) => {}
         Ok(Change::Unchanged) | Err(LifecycleError::Refused(_)) => return Ok(()),
         Err(error) => return Err(error.into()),
@@ -223,7 +226,7 @@ async fn fail_machine(platform: &Platform, expected: &ExpectedServer) -> anyhow:
     };
     db::audit::write(&tx, &entry).await?;
     db::commit(tx).await?;
-    tracing::error!(machine = %row.id, server = expected.server, "the server of a machine is gone");
+    tracing::error!(machine = %row.id, server = expected.server, "the provider no longer has the machine's server");
     Ok(())
 }
 
@@ -248,9 +251,9 @@ async fn describe(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<V
     Ok(servers.iter().map(describe).collect())
 }
 
-/// Handles servers that carry this installation's label and belong to no known machine, as after the database was
-/// restored from an older copy: raises an alarm, and deletes those that an operator has released once their grace
-/// period ends. Servers of another platform in the same project are ignored.
+/// Handles servers that have this installation's label but belong to no known machine, for example after the database
+/// was restored from an older copy: raises an alarm, and deletes those that an operator has released, once their grace
+/// period has ended. Servers of another platform in the same project are ignored.
 async fn handle_orphans(
     platform: &Platform,
     listed: &[Server],
@@ -260,7 +263,7 @@ async fn handle_orphans(
     let labelled =
         listed.iter().filter(|server| server.labels.get(INSTALLATION_LABEL) == Some(&installation));
     let claimed: Vec<(&Server, Option<MachineId>)> =
-        labelled.map(|server| (server, machine_of(server))).collect();
+        labelled.map(|server| (server, parse_machine_label(server))).collect();
     let named: Vec<MachineId> = claimed.iter().filter_map(|(_, machine)| *machine).collect();
     let session = platform.db.session().await?;
     let known = db::servers::filter_known(&session, &named).await?;
@@ -279,7 +282,7 @@ async fn handle_orphans(
     let due = db::unknown_servers::list_due(&session, grace).await?;
     drop(session);
     for server in due {
-        failures.note(format!("server {server}"), delete_unknown(platform, server).await);
+        failures.record(format!("server {server}"), delete_unknown(platform, server).await);
     }
     Ok(())
 }

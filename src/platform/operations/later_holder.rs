@@ -1,15 +1,15 @@
-//! Detects a later holder of a slot that the store records and the database does not, because the database may have
-//! been restored from an older copy. Its operations are then outdated, and must not take a serving machine out of
-//! service.
+//! Detects a later holder of a slot that the store records but the database does not, because the database may have
+//! been restored from an older copy. The database's operations are then outdated, and must not take a serving machine
+//! out of service.
 //!
-//! The invariants: only a fence signed by the platform is proof, since a host can write the pointer, too. A fence
+//! The invariants: only a fence signed by the platform is proof, because a host can write the pointer, too. A fence
 //! that no current key verifies proves nothing and rules nothing out: an operator decides.
 
 use std::time::Duration;
 
 use serde_json::json;
 
-use super::leased::HeldOperation;
+use super::leased::LeasedOperation;
 use super::step::{Question, StepError, StepOutcome};
 use super::{OperationKind, Step};
 use crate::alarms::{self, Alarm};
@@ -25,16 +25,16 @@ use svc_store::key::SlotPrefix;
 use svc_store::pointer::{Fenced, Pointer};
 use svc_store::pointer_io::{self, PointerError};
 
-/// Code of questions and failed operations where the database is older than the store.
+/// Code of questions and failed operations if the database is older than the store.
 pub const BEHIND_STORE: &str = "database_behind_store";
 /// Code of a question about a fence that no current key verifies.
 pub const UNVERIFIED_FENCE: &str = "unverified_fence";
-/// Key of an operation's facts: an operator confirmed the deletion after the question.
-pub const CONFIRMED: &str = "outdatedDeletionConfirmed";
+/// Key in an operation's facts, set when an operator has confirmed the deletion after the question.
+pub const DELETION_CONFIRMED: &str = "outdatedDeletionConfirmed";
 
 /// Delay before an unavailable store is called again.
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
-/// Timeout of one pointer read. A longer one would let a hanging store block callers.
+/// Timeout for reading the pointer. With a longer timeout, a hanging store would block the callers.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A machine that holds the slot under an epoch that the database does not record.
@@ -44,14 +44,14 @@ pub struct LaterHolder {
     pub epoch: Epoch,
 }
 
-/// The claim of a slot's fence that the database does not have.
+/// The claim that a slot's fence makes beyond the records of the database.
 #[derive(Debug, Clone, Copy)]
 pub enum FenceClaim {
     Nothing,
     /// The platform gave the slot to this machine.
     Holder(LaterHolder),
-    /// The fence names this machine, but no current key verifies its signature: it was made with another platform
-    /// key, or a host forged it.
+    /// The fence names this machine, but no current key verifies the fence's signature: it was made with another
+    /// platform key, or a host forged it.
     Unverified(LaterHolder),
 }
 
@@ -87,12 +87,12 @@ impl From<LookupError> for Problem {
     }
 }
 
-/// Finds what the pointer's fence claims about a machine that the database does not know under that epoch. No
-/// database session is held during the store call.
+/// Finds the claim of the pointer's fence, if the database does not record its machine under that epoch. No database
+/// session is held during the store call.
 ///
 /// # Errors
 /// [`LookupError`]; `Corrupt` if the pointer is unreadable.
-pub async fn find(
+pub async fn find_claim(
     platform: &Platform,
     db: &Db,
     user: &IdpUserId,
@@ -101,16 +101,16 @@ pub async fn find(
     let Some(pointer) = read_pointer(platform, &SlotPrefix::new(user, slot)).await? else {
         return Ok(FenceClaim::Nothing);
     };
-    Ok(claim_of_pointer(platform, db, (user, slot), &pointer).await?)
+    Ok(evaluate_fence(platform, db, (user, slot), &pointer).await?)
 }
 
 async fn read_pointer(platform: &Platform, slot: &SlotPrefix) -> Result<Option<Pointer>, StoreError> {
     let read = pointer_io::read(&platform.bucket, slot);
-    let read = platform.bucket.within(&slot.pointer(), READ_TIMEOUT, read).await?;
+    let read = platform.bucket.run_with_timeout(&slot.pointer(), READ_TIMEOUT, read).await?;
     Ok(read.map(|read| read.value))
 }
 
-async fn claim_of_pointer(
+async fn evaluate_fence(
     platform: &Platform,
     db: &Db,
     (user, slot): (&IdpUserId, &Slot),
@@ -128,7 +128,7 @@ async fn claim_of_pointer(
     if platform.mint.has_signed_fence(&SlotPrefix::new(user, slot), epoch, machine, proof) {
         return Ok(FenceClaim::Holder(holder));
     }
-    // No machine of the slot has had such an epoch: only a dishonest host writes it.
+    // No machine of the slot can have had an implausible epoch: only a dishonest host writes one.
     let highest = db::machines::find_highest_epoch(&session, user, slot).await?;
     let is_plausible = epoch <= highest.max_plausible();
     Ok(if is_plausible { FenceClaim::Unverified(holder) } else { FenceClaim::Nothing })
@@ -138,14 +138,15 @@ async fn claim_of_pointer(
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum HolderDecision {
     /// The operation continues.
-    Nothing,
-    /// Its machine is the holder: it continues, and the database adopts the epoch.
+    Continue,
+    /// The operation's machine is the holder: the operation continues, and the database adopts the epoch.
     RaiseEpoch,
     /// The deletion was undone later: an operator decides.
-    AskWhetherToDelete,
-    /// The slot went back to the previous machine, or on to another: this one must not be created.
+    RequireConfirmation,
+    /// The slot returned to the previous machine, or another one took it over: the operation's machine must not be
+    /// created.
     FailMachine,
-    /// Another machine holds the slot: this one is not reinstated.
+    /// Another machine holds the slot: the operation's machine is not reinstated or switched on.
     EndOperation,
 }
 
@@ -155,70 +156,74 @@ struct OperationSubject {
     machine: MachineId,
     epoch: Epoch,
     is_registered: bool,
-    /// By an operator, after the question. A loss accepted with the request concerned an earlier state.
+    /// Whether an operator confirmed the deletion after the question. A loss accepted with the request concerned an
+    /// earlier state.
     is_deletion_confirmed: bool,
 }
 
-fn decide(kind: OperationKind, of: OperationSubject, holder: LaterHolder) -> HolderDecision {
-    let is_own = holder.machine == of.machine;
+fn decide_for_holder(kind: OperationKind, subject: OperationSubject, holder: LaterHolder) -> HolderDecision {
+    let is_own = holder.machine == subject.machine;
     match kind {
-        OperationKind::Delete if is_own && !of.is_deletion_confirmed => HolderDecision::AskWhetherToDelete,
+        OperationKind::Delete if is_own && !subject.is_deletion_confirmed => {
+            HolderDecision::RequireConfirmation
+        }
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete if is_own => {
             HolderDecision::RaiseEpoch
         }
-        // A fence below its own was known when it was requested.
+        // A fence below the machine's own epoch was known when the operation was requested.
         OperationKind::Provision | OperationKind::Recover
-            if !of.is_registered && holder.epoch >= of.epoch =>
+            if !subject.is_registered && holder.epoch >= subject.epoch =>
         {
             HolderDecision::FailMachine
         }
         OperationKind::Reinstate if !is_own => HolderDecision::EndOperation,
-        OperationKind::PowerOn | OperationKind::Reboot if !is_own && holder.epoch > of.epoch => {
+        OperationKind::PowerOn | OperationKind::Reboot if !is_own && holder.epoch > subject.epoch => {
             HolderDecision::EndOperation
         }
-        _ => HolderDecision::Nothing,
+        _ => HolderDecision::Continue,
     }
 }
 
-/// Whether an unverified fence makes an operation wait for an operator. The machine that it names may be forged, so
-/// it has no other effect.
-fn needs_decision(kind: OperationKind, step: Step, of: OperationSubject, named: LaterHolder) -> bool {
-    let is_other = named.machine != of.machine;
+/// Whether an unverified fence makes an operation wait for an operator. The fence has no other effect, because the
+/// machine that it names may be forged.
+fn needs_decision(kind: OperationKind, step: Step, subject: OperationSubject, named: LaterHolder) -> bool {
+    let is_other = named.machine != subject.machine;
     match kind {
         OperationKind::Delete => true,
-        // A fence below its own was known when it was requested. A booting machine destroys nothing.
+        // A fence below the machine's own epoch was known when the operation was requested. A booting machine destroys
+        // nothing.
         OperationKind::Provision | OperationKind::Recover => {
-            step != Step::AwaitRegistration && !of.is_registered && named.epoch >= of.epoch
+            step != Step::AwaitRegistration && !subject.is_registered && named.epoch >= subject.epoch
         }
         OperationKind::Reinstate => is_other,
-        OperationKind::PowerOn | OperationKind::Reboot => is_other && named.epoch > of.epoch,
+        OperationKind::PowerOn | OperationKind::Reboot => is_other && named.epoch > subject.epoch,
         OperationKind::RemoveServer | OperationKind::Resize | OperationKind::PowerOff => false,
     }
 }
 
 /// Whether the step may stop, switch off, create, fence or delete something that a later holder needs. The deletion
-/// of a kept server has its own check ([`serves_unknown_to_database`]).
-fn is_checked(kind: OperationKind, step: Step) -> bool {
+/// of a kept server has its own check ([`is_holder_per_store`]).
+fn needs_holder_check(kind: OperationKind, step: Step) -> bool {
     match kind {
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete => true,
         OperationKind::Reinstate => step == Step::Fence,
-        // A replaced machine that is switched on would be routed, and could not be backed up.
+        // If a replaced machine were switched on, requests would be routed to it, but it could not be backed up.
         OperationKind::PowerOn | OperationKind::Reboot => step != Step::AwaitHeartbeat,
         OperationKind::RemoveServer | OperationKind::Resize | OperationKind::PowerOff => false,
     }
 }
 
-/// Ends or suspends an outdated operation; `None`: it continues.
-pub async fn check_step(held: &HeldOperation<'_>, step: Step) -> Result<Option<StepOutcome>, StepError> {
-    if !is_checked(held.kind, step) {
+/// Returns the outcome that ends or suspends an outdated operation, or `None` if the operation continues.
+pub async fn check_step(leased: &LeasedOperation<'_>, step: Step) -> Result<Option<StepOutcome>, StepError> {
+    if !needs_holder_check(leased.kind, step) {
         return Ok(None);
     }
-    let machine = held.machine().await?;
-    let found = match find(held.platform, &held.platform.db, &machine.user, &machine.slot).await {
+    let machine = leased.machine().await?;
+    let found = match find_claim(leased.platform, &leased.platform.db, &machine.user, &machine.slot).await {
         Ok(found) => found,
         // The step that needs the pointer reports the damage.
         Err(LookupError::Store(StoreError::Corrupt { .. })) => FenceClaim::Nothing,
-        // An unavailable store does not fail a long wait: the next check, or the registration, checks again.
+        // An unavailable store does not fail a long wait: the next poll, or the registration, checks again.
         Err(error) if step == Step::AwaitRegistration => {
             tracing::debug!(error = %chain(&error), "cannot read the fence of the slot");
             FenceClaim::Nothing
@@ -238,39 +243,40 @@ pub async fn check_step(held: &HeldOperation<'_>, step: Step) -> Result<Option<S
         machine: machine.id,
         epoch: machine.epoch,
         is_registered: machine.registered_at.is_some(),
-        is_deletion_confirmed: held.facts().contains_key(CONFIRMED),
+        is_deletion_confirmed: leased.facts().contains_key(DELETION_CONFIRMED),
     };
     match found {
         FenceClaim::Nothing => Ok(None),
         FenceClaim::Unverified(named) => {
-            Ok(require_fence_decision(held, step, (&machine, subject), named).await)
+            Ok(require_fence_decision(leased, step, (&machine, subject), named).await)
         }
-        FenceClaim::Holder(holder) => apply_decision(held, (&machine, subject), holder).await,
+        FenceClaim::Holder(holder) => apply_decision(leased, (&machine, subject), holder).await,
     }
 }
 
-/// Asks an operator about a fence that no current key verifies.
+/// Requires an operator's decision about a fence that no current key verifies.
 async fn require_fence_decision(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     step: Step,
     (machine, subject): (&MachineRow, OperationSubject),
     named: LaterHolder,
 ) -> Option<StepOutcome> {
-    if held.operation.options.disregard_fence || !needs_decision(held.kind, step, subject, named) {
+    if leased.operation.options.disregard_fence || !needs_decision(leased.kind, step, subject, named) {
         return None;
     }
-    raise_unverified_alarm(held.platform, machine, named).await;
-    let operation = held.operation.id;
+    raise_unverified_alarm(leased.platform, machine, named).await;
+    let operation = leased.operation.id;
     let detail = format!(
-        "{} The operation waits: with the right keys, `svcctl operation continue {operation}` checks again. If the keys are \
-         right, the slot's host forged the signature, and `svcctl operation continue {operation} --accept-loss` disregards it.",
+        "{} The operation is waiting: after you have corrected the keys, `svcctl operation continue {operation}` checks again. \
+         If the keys are correct, the slot's host forged the signature, and `svcctl operation continue {operation} \
+         --accept-loss` disregards it.",
         describe_unverified(named)
     );
     Some(StepOutcome::NeedsDecision(Question {
         code: UNVERIFIED_FENCE,
         detail,
         snapshot: None,
-        facts: held.facts(),
+        facts: leased.facts(),
     }))
 }
 
@@ -278,64 +284,61 @@ async fn require_fence_decision(
 pub fn describe_unverified(named: LaterHolder) -> String {
     let LaterHolder { machine, epoch } = named;
     format!(
-        "The store says that machine {machine} holds the slot under epoch {epoch}, which this database does not know, and no \
-         platform key in force verifies that signature. Check whether PLATFORM_KEY is the current key, or an older one \
-         restored with the database: `svcctl doctor platform` compares it with the store."
+        "According to the store, machine {machine} holds the slot under epoch {epoch}. This database does not record that \
+         epoch, and no platform key in force verifies the signature. Check whether PLATFORM_KEY is the current key, or an \
+         older one restored with the database: `svcctl doctor platform` compares it with the store."
     )
 }
 
 async fn apply_decision(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     (machine, subject): (&MachineRow, OperationSubject),
     holder: LaterHolder,
 ) -> Result<Option<StepOutcome>, StepError> {
-    let decision = decide(held.kind, subject, holder);
-    if !matches!(decision, HolderDecision::Nothing | HolderDecision::RaiseEpoch) {
-        raise_alarm(held.platform, machine, holder).await;
+    let decision = decide_for_holder(leased.kind, subject, holder);
+    if !matches!(decision, HolderDecision::Continue | HolderDecision::RaiseEpoch) {
+        raise_alarm(leased.platform, machine, holder).await;
     }
     match decision {
-        HolderDecision::Nothing => Ok(None),
+        HolderDecision::Continue => Ok(None),
         HolderDecision::RaiseEpoch => {
-            held.raise_epoch(holder.epoch).await?;
+            leased.raise_epoch(holder.epoch).await?;
             Ok(None)
         }
-        HolderDecision::AskWhetherToDelete => {
-            let operation = held.operation.id;
+        HolderDecision::RequireConfirmation => {
+            let operation = leased.operation.id;
             let detail = format!(
-                "This database is older than the store, which says that {} got its slot back under epoch {} after it was \
-                 deleted. `svcctl operation abandon {operation}` brings it back here as well; `svcctl operation continue \
-                 {operation} --accept-loss` deletes it again.",
+                "This database is older than the store: according to the store, {} got its slot back under epoch {} after it \
+                 was deleted. `svcctl operation abandon {operation}` returns it to its slot in this database, too; `svcctl \
+                 operation continue {operation} --accept-loss` deletes it again.",
                 machine.id, holder.epoch
             );
             Ok(Some(StepOutcome::NeedsDecision(Question {
                 code: BEHIND_STORE,
                 detail,
                 snapshot: None,
-                facts: held.facts(),
+                facts: leased.facts(),
             })))
         }
         HolderDecision::FailMachine => {
             let fenced = Fenced { fence: holder.epoch, holder: Some(holder.machine), mine: machine.epoch };
-            let what = "the store knows of a later holder of the slot: this database is older than the store";
+            let what = "the store records a later holder of the slot: this database is older than the store";
             Err(StepError::permanent(what, PointerError::Fenced(fenced)))
         }
         HolderDecision::EndOperation => {
-            let note = "the store says that another machine holds the slot, which this database does not know: \
+            let note = "according to the store, another machine holds the slot, which this database does not record: \
                         `svcctl recover` with `--accept-loss` replaces both machines";
             Ok(Some(StepOutcome::Fail { code: BEHIND_STORE, note }))
         }
     }
 }
 
-/// Whether the kept server of this machine must stay: the machine was reinstated, or has served, and this database
-/// does not know it.
-pub async fn serves_unknown_to_database(
-    platform: &Platform,
-    machine: &MachineRow,
-) -> Result<bool, LookupError> {
+/// Whether the machine's kept server must stay because, according to the store, the machine was reinstated or has
+/// served without a record in this database.
+pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> Result<bool, LookupError> {
     let (user, slot) = (&machine.user, &machine.slot);
     let Some(pointer) = read_pointer(platform, &SlotPrefix::new(user, slot)).await? else { return Ok(false) };
-    let claim = claim_of_pointer(platform, &platform.db, (user, slot), &pointer).await?;
+    let claim = evaluate_fence(platform, &platform.db, (user, slot), &pointer).await?;
     let own = claim.named_holder().filter(|named| named.machine == machine.id);
     match (claim, own) {
         (FenceClaim::Unverified(_), Some(named)) => raise_unverified_alarm(platform, machine, named).await,
@@ -359,7 +362,7 @@ pub async fn raise_unverified_alarm(platform: &Platform, machine: &MachineRow, n
 pub async fn raise_alarm(platform: &Platform, machine: &MachineRow, holder: LaterHolder) {
     let LaterHolder { machine: holder, epoch } = holder;
     let slot = format!("{}/{}", machine.user, machine.slot);
-    tracing::warn!(slot, %holder, %epoch, "the store knows of a later holder of the slot than the database");
+    tracing::warn!(slot, %holder, %epoch, "the store records a later holder of the slot than the database");
     let detail = json!({slot: {"machineId": holder, "epoch": epoch}});
     alarms::raise_or_log(platform, Alarm::DatabaseBehindStore, &detail).await;
 }
@@ -369,7 +372,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decide_stops_outdated_operations() {
+    fn decide_for_holder_stops_outdated_operations() {
         let (own, other) = (MachineId::new(), MachineId::new());
         let subject = |is_registered, is_deletion_confirmed| OperationSubject {
             machine: own,
@@ -380,40 +383,52 @@ mod tests {
         let holder = |machine, epoch| LaterHolder { machine, epoch: Epoch(epoch) };
         let booting = subject(false, false);
         for kind in [OperationKind::Provision, OperationKind::Recover] {
-            assert_eq!(decide(kind, booting, holder(own, 6)), HolderDecision::RaiseEpoch);
-            assert_eq!(decide(kind, booting, holder(other, 6)), HolderDecision::FailMachine);
-            assert_eq!(decide(kind, booting, holder(other, 5)), HolderDecision::FailMachine);
+            assert_eq!(decide_for_holder(kind, booting, holder(own, 6)), HolderDecision::RaiseEpoch);
+            assert_eq!(decide_for_holder(kind, booting, holder(other, 6)), HolderDecision::FailMachine);
+            assert_eq!(decide_for_holder(kind, booting, holder(other, 5)), HolderDecision::FailMachine);
             assert_eq!(
-                decide(kind, booting, holder(other, 4)),
-                HolderDecision::Nothing,
-                "known when it was requested"
+                decide_for_holder(kind, booting, holder(other, 4)),
+                HolderDecision::Continue,
+                "the fence was known when the operation was requested"
             );
             assert_eq!(
-                decide(kind, subject(true, false), holder(other, 6)),
-                HolderDecision::Nothing,
-                "it serves"
+                decide_for_holder(kind, subject(true, false), holder(other, 6)),
+                HolderDecision::Continue,
+                "the machine serves"
             );
         }
         let deleted = subject(true, false);
         assert_eq!(
-            decide(OperationKind::Delete, deleted, holder(own, 6)),
-            HolderDecision::AskWhetherToDelete
+            decide_for_holder(OperationKind::Delete, deleted, holder(own, 6)),
+            HolderDecision::RequireConfirmation
         );
         let confirmed = subject(true, true);
-        assert_eq!(decide(OperationKind::Delete, confirmed, holder(own, 6)), HolderDecision::RaiseEpoch);
-        assert_eq!(decide(OperationKind::Delete, deleted, holder(other, 6)), HolderDecision::Nothing);
-        assert_eq!(decide(OperationKind::Reinstate, deleted, holder(other, 4)), HolderDecision::EndOperation);
-        assert_eq!(decide(OperationKind::Reinstate, deleted, holder(own, 6)), HolderDecision::Nothing);
+        assert_eq!(
+            decide_for_holder(OperationKind::Delete, confirmed, holder(own, 6)),
+            HolderDecision::RaiseEpoch
+        );
+        assert_eq!(
+            decide_for_holder(OperationKind::Delete, deleted, holder(other, 6)),
+            HolderDecision::Continue
+        );
+        assert_eq!(
+            decide_for_holder(OperationKind::Reinstate, deleted, holder(other, 4)),
+            HolderDecision::EndOperation
+        );
+        assert_eq!(
+            decide_for_holder(OperationKind::Reinstate, deleted, holder(own, 6)),
+            HolderDecision::Continue
+        );
         for kind in [OperationKind::PowerOn, OperationKind::Reboot] {
-            assert_eq!(decide(kind, deleted, holder(other, 6)), HolderDecision::EndOperation);
-            assert_eq!(decide(kind, deleted, holder(own, 6)), HolderDecision::Nothing);
+            assert_eq!(decide_for_holder(kind, deleted, holder(other, 6)), HolderDecision::EndOperation);
+            assert_eq!(decide_for_holder(kind, deleted, holder(own, 6)), HolderDecision::Continue);
         }
     }
 
     #[test]
     fn unverified_fence_makes_operations_wait() {
         let (own, other) = (MachineId::new(), MachineId::new());
-        let of = |is_registered| OperationSubject {
+        let subject = |is_registered| OperationSubject {
             machine: own,
             epoch: Epoch(5),
             is_registered,
@@ -434,17 +449,21 @@ mod tests {
             (OperationKind::PowerOff, true, named(other, 6), false),
         ] {
             let step = Step::Fence;
-            assert_eq!(needs_decision(kind, step, of(is_registered), named), expected, "{kind:?} {named:?}");
+            assert_eq!(
+                needs_decision(kind, step, subject(is_registered), named),
+                expected,
+                "{kind:?} {named:?}"
+            );
         }
-        let boots =
-            needs_decision(OperationKind::Recover, Step::AwaitRegistration, of(false), named(other, 6));
-        assert!(!boots, "an old host must not stop its successor");
+        let waits =
+            needs_decision(OperationKind::Recover, Step::AwaitRegistration, subject(false), named(other, 6));
+        assert!(!waits, "a replaced host must not stop its successor from booting");
     }
 
     #[test]
-    fn every_step_of_these_kinds_is_checked() {
+    fn every_step_of_a_creation_or_deletion_is_checked() {
         for kind in [OperationKind::Provision, OperationKind::Recover, OperationKind::Delete] {
-            assert!(kind.steps().iter().all(|step| is_checked(kind, *step)));
+            assert!(kind.steps().iter().all(|step| needs_holder_check(kind, *step)));
         }
     }
 }

@@ -1,4 +1,5 @@
-//! An operation that this process has leased: what its steps may read, and the writes that they make midway.
+//! An operation that this process has leased: the data that its steps read, and the writes that they make while they
+//! run.
 
 use std::time::Duration;
 
@@ -7,7 +8,7 @@ use serde_json::{Map, Value};
 use uuid::Uuid;
 
 use super::step::StepError;
-use super::{OperationKind, Step, StepPoint, point};
+use super::{OperationKind, Step, StepPoint, fail_point_name};
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
@@ -19,7 +20,8 @@ use svc_machine::event::{CreationFailure, Event};
 use svc_machine::id::{MachineId, OperationId};
 use svc_provider::ServerId;
 
-pub struct HeldOperation<'a> {
+/// An operation under a lease of this process.
+pub struct LeasedOperation<'a> {
     pub platform: &'a Platform,
     pub operation: &'a OperationRow,
     pub kind: OperationKind,
@@ -27,7 +29,7 @@ pub struct HeldOperation<'a> {
     pub owner: Uuid,
 }
 
-impl HeldOperation<'_> {
+impl LeasedOperation<'_> {
     pub async fn machine(&self) -> Result<MachineRow, DbError> {
         let session = self.platform.db.session().await?;
         let found = db::machines::get(&session, self.operation.machine).await?;
@@ -38,8 +40,8 @@ impl HeldOperation<'_> {
         self.operation.facts.as_object().cloned().unwrap_or_default()
     }
 
-    pub fn hit_fail_point(&self, step: Step, place: StepPoint) -> Result<(), StepError> {
-        Ok(failpoint::pass(&point(self.kind, step, place))?)
+    pub fn hit_fail_point(&self, step: Step, point: StepPoint) -> Result<(), StepError> {
+        Ok(failpoint::pass(&fail_point_name(self.kind, step, point))?)
     }
 
     /// Records, under the lease, that a create request is about to be sent.
@@ -57,7 +59,7 @@ impl HeldOperation<'_> {
         self.write_under_lease(LeasedWrite::NextLocation(why.to_owned())).await
     }
 
-    /// Records, under the lease, that the power is about to be switched on.
+    /// Records, under the lease, that the server is about to be switched on.
     pub async fn record_power_order(&self) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::PowerOrdered).await
     }
@@ -72,27 +74,27 @@ impl HeldOperation<'_> {
         self.write_under_lease(LeasedWrite::PoweredOn).await
     }
 
-    /// Records, under the lease, that the machine's server is kept: it serves, although this database does not know
-    /// it.
+    /// Records, under the lease, that the machine's server is kept, because the machine may be serving without a record
+    /// in this database.
     pub async fn mark_kept(&self, machine: MachineId) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::Kept(machine)).await
     }
 
-    /// Looks up the server of a machine that failed because it was gone. If the provider has it, the machine counts
-    /// as one with a server again.
+    /// Looks up the server of a machine that failed because the server was missing. If the provider has it, records
+    /// that the machine has a server again.
     pub async fn detect_returned_server(&self, machine: &MachineRow) -> Result<bool, StepError> {
         let may_be_found = machine.has_lost_server() && machine.may_have_server();
         let Some(server) = machine.provider_server_id.filter(|_| may_be_found) else { return Ok(false) };
         if self.platform.provider.get(ServerId(server)).await?.is_none() {
             return Ok(false);
         }
-        let failed_at = (self.operation.step.as_str(), "the provider has its server after all");
+        let failed_at = (self.operation.step.as_str(), "the provider has the machine's server after all");
         apply_event(self.platform, machine.id, &Event::ServerFound, failed_at).await?;
         db::servers::record_seen(&self.platform.db.session().await?, &[server]).await?;
         Ok(true)
     }
 
-    /// Records, under the lease, that the machine's server holds data that no snapshot does.
+    /// Records, under the lease, that the machine's server holds data that no snapshot contains.
     pub async fn mark_unsaved(&self, machine: MachineId) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::Unsaved(machine)).await
     }
@@ -107,8 +109,8 @@ impl HeldOperation<'_> {
         self.write_under_lease(LeasedWrite::EpochRaised(epoch)).await
     }
 
-    /// The earlier operation that stopped the writers of this machine.
-    pub async fn stopped_for(&self) -> Result<Option<OperationId>, DbError> {
+    /// Finds the earlier operation that stopped the writers of this machine.
+    pub async fn find_stopping_operation(&self) -> Result<Option<OperationId>, DbError> {
         let session = self.platform.db.session().await?;
         db::slot_operations::find_retiring_operation(&session, self.operation.machine).await
     }
@@ -172,17 +174,17 @@ impl HeldOperation<'_> {
     /// Age of the operation, by the database's clock.
     pub async fn age(&self) -> Result<Duration, DbError> {
         let session = self.platform.db.session().await?;
-        db::operations::age(&session, self.operation.id).await
+        db::operations::load_age(&session, self.operation.id).await
     }
 
     /// Time since the first start of the current step, by the database's clock.
     pub async fn step_age(&self) -> Result<Duration, DbError> {
         let session = self.platform.db.session().await?;
-        db::operations::step_age(&session, self.operation.id, &self.operation.step).await
+        db::operations::load_step_age(&session, self.operation.id, &self.operation.step).await
     }
 
     /// Ends the operation, and applies the event to its machine.
-    pub async fn end(&self, event: &Event, note: &str) -> Result<(), StepError> {
+    pub async fn end_with_event(&self, event: &Event, note: &str) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
         let machine = self.operation.machine;
@@ -192,14 +194,15 @@ impl HeldOperation<'_> {
             return Err(StepError::Lost);
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
-        let with = EventContext { failed_at: Some((&self.operation.step, note)), ..EventContext::default() };
-        match lifecycle::apply(&tx, &self.platform.mint, &row, event, with).await {
+        let context =
+            EventContext { failed_at: Some((&self.operation.step, note)), ..EventContext::default() };
+        match lifecycle::apply(&tx, &self.platform.mint, &row, event, context).await {
             // The machine has left its slot: the event no longer applies.
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
             Err(LifecycleError::Db(error)) => return Err(error.into()),
         }
-        // Unless the machine's change ended the operation as failed, it has succeeded. Operations that the change
-        // created stay running.
+        // If the change of the machine has ended the operation as failed, this has no effect. Operations that the
+        // change created keep running.
         db::operations::end(&tx, self.operation.id, "succeeded", None).await?;
         Ok(db::commit(tx).await?)
     }
@@ -246,11 +249,11 @@ async fn apply_event(
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, machine).await? else { return Ok(()) };
-    let with = EventContext { failed_at: Some(failed_at), ..EventContext::default() };
-    match lifecycle::apply(&tx, &platform.mint, &row, event, with).await {
+    let context = EventContext { failed_at: Some(failed_at), ..EventContext::default() };
+    match lifecycle::apply(&tx, &platform.mint, &row, event, context).await {
         Ok(_) => db::commit(tx).await,
         Err(LifecycleError::Db(error)) => Err(error),
-        // The machine has left its slot or moved on: the event comes too late.
+        // The machine has left its slot or changed its state: the event comes too late.
         Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => Ok(()),
     }
 }

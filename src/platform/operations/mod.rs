@@ -1,7 +1,7 @@
-//! Persisted operations: the runner that executes their steps, and the reconciler.
+//! Persistent operations: the runner that executes their steps, and the reconciler.
 //!
 //! The invariants: a step is stored before it runs, and can run again after a kill at any point; one process at a
-//! time holds an operation; every accepted operation ends.
+//! time leases an operation; every accepted operation ends, or waits for an operator.
 
 pub mod create;
 pub mod delete;
@@ -28,32 +28,34 @@ use crate::db::operations::SupportedSteps;
 pub use svc_machine::operation::{Lane, OperationKind, OperationOptions, Step};
 
 /// The kinds that this release supports, and the steps of this lane.
-pub fn vocabulary_of(lane: Lane) -> SupportedSteps<'static> {
+pub fn supported_steps_in(lane: Lane) -> SupportedSteps<'static> {
     static STEPS: LazyLock<[Vec<&str>; 2]> = LazyLock::new(|| {
         [Lane::General, Lane::HostCalls].map(|lane| {
             let steps = Step::ALL.into_iter().filter(|step| step.lane() == lane);
             steps.map(Step::as_str).collect()
         })
     });
-    SupportedSteps { steps: &STEPS[lane as usize], ..vocabulary() }
+    SupportedSteps { steps: &STEPS[lane as usize], ..supported_steps() }
 }
 
 /// The kinds and steps that this release supports.
-pub fn vocabulary() -> SupportedSteps<'static> {
+pub fn supported_steps() -> SupportedSteps<'static> {
     static KINDS: LazyLock<Vec<&str>> =
         LazyLock::new(|| OperationKind::ALL.map(OperationKind::as_str).into());
     static STEPS: LazyLock<Vec<&str>> = LazyLock::new(|| Step::ALL.map(Step::as_str).into());
     SupportedSteps { kinds: &KINDS, steps: &STEPS }
 }
 
-/// Fail points within a step. `Before`: stored and not started. `After`: it has ended, and its outcome is not stored.
+/// Fail points within a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepPoint {
+    /// The step is stored but has not started.
     Before,
+    /// The step has ended, but its outcome is not stored.
     After,
-    /// The order is recorded and not yet sent; for steps whose order must not be repeated unnoticed.
+    /// The order is recorded but has not been sent. Only for steps whose order must not be repeated unnoticed.
     Ordered,
-    /// The provider's action has ended, and that is not recorded.
+    /// The provider's action has ended, but its end is not recorded.
     Settled,
 }
 
@@ -77,15 +79,16 @@ impl StepPoint {
     }
 }
 
-/// The fail point of a place.
-pub fn point(kind: OperationKind, step: Step, place: StepPoint) -> String {
-    format!("operations.{}.{}.{}", kind.as_str(), step.as_str(), place.as_str())
+/// The name of a fail point, as in `FAILPOINTS`.
+pub fn fail_point_name(kind: OperationKind, step: Step, point: StepPoint) -> String {
+    format!("operations.{}.{}.{}", kind.as_str(), step.as_str(), point.as_str())
 }
 
-/// Every fail point of an operation, so that tests can cover them all.
-pub fn points(kind: OperationKind) -> Vec<String> {
-    let places = |step: Step| StepPoint::all_of(step).iter().map(move |place| point(kind, step, *place));
-    kind.steps().iter().flat_map(|step| places(*step)).collect()
+/// The names of an operation's fail points.
+pub fn fail_point_names(kind: OperationKind) -> Vec<String> {
+    let names =
+        |step: Step| StepPoint::all_of(step).iter().map(move |point| fail_point_name(kind, step, *point));
+    kind.steps().iter().flat_map(|step| names(*step)).collect()
 }
 
 #[cfg(test)]
@@ -95,26 +98,27 @@ mod tests {
     #[test]
     fn creation_steps_fence_before_delete_and_create() {
         for kind in [OperationKind::Provision, OperationKind::Recover] {
-            let at = |step| kind.steps().iter().position(|known| *known == step).unwrap();
-            assert!(at(Step::LastBackup) < at(Step::Fence));
-            assert!(at(Step::Fence) < at(Step::PowerOffServer));
-            assert!(at(Step::PowerOffServer) < at(Step::DeletePredecessor));
-            assert!(at(Step::DeletePredecessor) < at(Step::CreateServer));
+            let position = |step| kind.steps().iter().position(|known| *known == step).unwrap();
+            assert!(position(Step::LastBackup) < position(Step::Fence));
+            assert!(position(Step::Fence) < position(Step::PowerOffServer));
+            assert!(position(Step::PowerOffServer) < position(Step::DeletePredecessor));
+            assert!(position(Step::DeletePredecessor) < position(Step::CreateServer));
         }
     }
 
     #[test]
-    fn names_round_trip_and_points_cover_every_step() {
+    fn names_round_trip_and_fail_points_cover_every_step() {
         for kind in OperationKind::ALL {
             assert_eq!(kind.as_str().parse(), Ok(kind));
             for step in kind.steps() {
                 assert_eq!(step.as_str().parse(), Ok(*step));
-                assert!(points(kind).contains(&point(kind, *step, StepPoint::Before)));
-                assert!(points(kind).contains(&point(kind, *step, StepPoint::After)));
+                assert!(fail_point_names(kind).contains(&fail_point_name(kind, *step, StepPoint::Before)));
+                assert!(fail_point_names(kind).contains(&fail_point_name(kind, *step, StepPoint::After)));
             }
         }
         assert!(
-            points(OperationKind::Recover).contains(&"operations.recover.create_server.ordered".to_owned())
+            fail_point_names(OperationKind::Recover)
+                .contains(&"operations.recover.create_server.ordered".to_owned())
         );
     }
 }

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use super::leased::HeldOperation;
+use super::leased::LeasedOperation;
 use super::step::{StepError, StepOutcome, StepRecord};
 use super::{Step, StepPoint, predecessor, reinstate, resize};
 use crate::db;
@@ -14,107 +14,112 @@ use svc_provider::{Server, ServerId, ServerStatus};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-pub async fn start_server(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let machine = machine_in_slot(held).await?;
-    if is_slot_leased(held, &machine).await? {
+pub async fn start_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+    let machine = load_machine_in_slot(leased).await?;
+    if is_slot_leased(leased, &machine).await? {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
-    let Some(server) = find_server(held, &machine).await? else { return Ok(no_server()) };
-    held.detect_returned_server(&machine).await?;
-    let is_on = reinstate::ensure_on(held, &server).await?;
-    if is_on && !may_shut_down_late(held, &machine).await? {
+    let Some(server) = find_server(leased, &machine).await? else { return Ok(server_missing()) };
+    leased.detect_returned_server(&machine).await?;
+    let is_on = reinstate::ensure_on(leased, &server).await?;
+    if is_on && !may_shut_down_late(leased, &machine).await? {
         return Ok(StepOutcome::done());
     }
     Ok(StepOutcome::wait(POLL_INTERVAL))
 }
 
-/// Whether the host may still obey the shutdown of an earlier operation, which ended when this one was created. A
-/// shutdown may take a bounded time.
-async fn may_shut_down_late(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
-    let deadline = held.platform.config.timing.resize_shutdown;
-    if held.age().await? >= deadline {
+/// Whether the host may still obey the shutdown of an operation that ended shortly before this one was created. The
+/// time of a shutdown is bounded.
+async fn may_shut_down_late(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
+    let deadline = leased.platform.config.timing.resize_shutdown;
+    if leased.age().await? >= deadline {
         return Ok(false);
     }
-    let session = held.platform.db.session().await?;
+    let session = leased.platform.db.session().await?;
     let operations = db::operations::list_for_machine(&session, machine.id).await?;
-    let began = held.operation.created_at;
+    let began = leased.operation.created_at;
     Ok(operations.iter().any(|other| {
         let shuts_down = matches!(other.kind.as_str(), "resize" | "power_off");
-        let just_ended = other.ended_at.is_some_and(|at| began.duration_since(at).unsigned_abs() < deadline);
-        shuts_down && other.state != "succeeded" && just_ended
+        let ended_recently =
+            other.ended_at.is_some_and(|at| began.duration_since(at).unsigned_abs() < deadline);
+        shuts_down && other.state != "succeeded" && ended_recently
     }))
 }
 
-pub async fn stop_server(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let machine = machine_in_slot(held).await?;
-    if is_slot_leased(held, &machine).await? {
+pub async fn stop_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+    let machine = load_machine_in_slot(leased).await?;
+    if is_slot_leased(leased, &machine).await? {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
-    let Some(id) = machine.provider_server_id else { return Ok(no_server()) };
-    let outcome = predecessor::switch_off(held, ServerId(id), held.step_age().await?).await?;
-    Ok(outcome.unwrap_or_else(no_server))
+    let Some(id) = machine.provider_server_id else { return Ok(server_missing()) };
+    let outcome = predecessor::switch_off(leased, ServerId(id), leased.step_age().await?).await?;
+    Ok(outcome.unwrap_or_else(server_missing))
 }
 
-/// A server that is off is switched on instead. After a kill midway, the restart may be ordered twice.
-pub async fn reboot_server(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let machine = machine_in_slot(held).await?;
-    if let Some(outcome) = resize::await_action(held).await? {
+/// Restarts the server, or switches it on if it is off. If the process is killed in this step, the restart may be
+/// ordered twice.
+pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+    let machine = load_machine_in_slot(leased).await?;
+    if let Some(outcome) = resize::await_action(leased).await? {
         return Ok(outcome);
     }
-    if held.operation.facts.get(resize::ACTION).is_some() {
+    if leased.operation.facts.get(resize::ACTION).is_some() {
         return Ok(StepOutcome::done());
     }
-    if is_slot_leased(held, &machine).await? {
+    if is_slot_leased(leased, &machine).await? {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
-    let Some(server) = find_server(held, &machine).await? else { return Ok(no_server()) };
+    let Some(server) = find_server(leased, &machine).await? else { return Ok(server_missing()) };
     if server.status == ServerStatus::Off {
-        held.platform.provider.power_on(server.id).await?;
+        leased.platform.provider.power_on(server.id).await?;
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
     if server.locked || server.status != ServerStatus::Running {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
-    held.hit_fail_point(Step::RebootServer, StepPoint::Ordered)?;
-    let action = held.platform.provider.reboot(server.id).await?;
-    Ok(resize::action_started(held, action.id, held.step_age().await?))
+    leased.hit_fail_point(Step::RebootServer, StepPoint::Ordered)?;
+    let action = leased.platform.provider.reboot(server.id).await?;
+    Ok(resize::wait_for_action(leased, action.id, leased.step_age().await?))
 }
 
-pub async fn await_heartbeat(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let machine = machine_in_slot(held).await?;
+pub async fn await_heartbeat(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+    let machine = load_machine_in_slot(leased).await?;
     let record = StepRecord::PoweredOn { machine: machine.id };
     if machine.registered_at.is_none() {
-        return Ok(StepOutcome::Done { note: Some("its host never registered".into()), record });
+        return Ok(StepOutcome::Done { note: Some("the host never registered".into()), record });
     }
-    let (age, now) = (held.step_age().await?, held.now().await?);
+    let (age, now) = (leased.step_age().await?, leased.now().await?);
     let has_recent_heartbeat =
         machine.heartbeat_at.is_some_and(|at| now.duration_since(at).unsigned_abs() < age);
     if has_recent_heartbeat && machine.is_healthy() {
         return Ok(StepOutcome::Done { note: None, record });
     }
-    if age >= held.platform.config.timing.resize_health {
-        held.clear_powered_off().await?;
+    if age >= leased.platform.config.timing.resize_health {
+        leased.clear_powered_off().await?;
         return Ok(StepOutcome::Fail { code: "host_silent", note: "the host did not come back in time" });
     }
     Ok(StepOutcome::wait((age / 4).clamp(POLL_INTERVAL, Duration::from_secs(5))))
 }
 
-async fn machine_in_slot(held: &HeldOperation<'_>) -> Result<MachineRow, StepError> {
-    let machine = held.machine().await?;
+async fn load_machine_in_slot(leased: &LeasedOperation<'_>) -> Result<MachineRow, StepError> {
+    let machine = leased.machine().await?;
     if machine.is_active() { Ok(machine) } else { Err(StepError::Lost) }
 }
 
 /// Whether another process may still be running an ended operation of the slot.
-async fn is_slot_leased(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
-    let session = held.platform.db.session().await?;
-    Ok(db::leases::has_slot_lease(&session, machine.id, held.operation.id).await?)
+async fn is_slot_leased(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
+    let session = leased.platform.db.session().await?;
+    Ok(db::leases::has_other_slot_lease(&session, machine.id, leased.operation.id).await?)
 }
 
-async fn find_server(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<Option<Server>, StepError> {
+async fn find_server(
+    leased: &LeasedOperation<'_>,
+    machine: &MachineRow,
+) -> Result<Option<Server>, StepError> {
     let Some(id) = machine.provider_server_id else { return Ok(None) };
-    Ok(held.platform.provider.get(ServerId(id)).await?)
+    Ok(leased.platform.provider.get(ServerId(id)).await?)
 }
 
-fn no_server() -> StepOutcome {
+fn server_missing() -> StepOutcome {
     StepOutcome::Fail { code: "server_gone", note: "the provider has no server of this machine" }
 }

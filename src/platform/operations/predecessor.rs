@@ -1,5 +1,5 @@
-//! The machine that an operation takes out of service: the slot's last registered machine or, in a deletion, the
-//! deleted machine itself. Also the steps that switch off its server and, if an operator chose that, delete it.
+//! Finds the machine that an operation takes out of service: the slot's last registered machine or, in a deletion, the
+//! deleted machine itself. Also the steps that switch off its server and, if an operator chose that, delete the server.
 //!
 //! The invariant: a server is switched off after the fence is set. It is deleted here only if a final backup exists
 //! or an operator accepted the loss; otherwise the reconciler deletes it after its successor is proven.
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::leased::HeldOperation;
+use super::leased::LeasedOperation;
 use super::step::{Question, StepError, StepOutcome, StepRecord};
 use super::{OperationKind, delete, resize};
 use crate::db;
@@ -18,11 +18,11 @@ use svc_provider::{ProviderError, Server, ServerId, ServerStatus};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 const SHUTDOWN_REQUESTED: &str = "shutdownAsked";
-/// The age of the step, in seconds, when the power was last cut.
+/// Key in an operation's facts: the age of the step, in seconds, when the power was last cut.
 const POWER_CUT_AT: &str = "powerCutAt";
 /// Delay before the power is cut again if the server is still on.
 const POWER_CUT_RETRY: Duration = Duration::from_secs(30);
-/// Set when the provider has reported the server missing once.
+/// Key in an operation's facts, set when the provider has reported the server missing once.
 const ABSENT: &str = "absent";
 /// Time between the two reports that confirm a missing server.
 const CONFIRM_INTERVAL: Duration = Duration::from_secs(2);
@@ -31,51 +31,51 @@ const CONFIRM_INTERVAL: Duration = Duration::from_secs(2);
 ///
 /// # Errors
 /// [`StepError`] if the database fails.
-pub async fn outgoing_machine(held: &HeldOperation<'_>) -> Result<Option<MachineRow>, StepError> {
-    let machine = held.machine().await?;
-    if held.kind == OperationKind::Delete {
+pub async fn find_outgoing_machine(leased: &LeasedOperation<'_>) -> Result<Option<MachineRow>, StepError> {
+    let machine = leased.machine().await?;
+    if leased.kind == OperationKind::Delete {
         return Ok(machine.registered_at.is_some().then_some(machine));
     }
-    let session = held.platform.db.session().await?;
+    let session = leased.platform.db.session().await?;
     Ok(db::machines::find_last_registered(&session, &machine).await?)
 }
 
 /// Switches off the server: requests a shutdown, then cuts the power.
-pub async fn power_off_server(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let outcome = try_power_off(held).await?;
-    let options = held.operation.options;
+pub async fn power_off_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+    let outcome = try_power_off(leased).await?;
+    let options = leased.operation.options;
     match outcome {
-        // A server that seems gone is not released: the reconciler checks again when its retention would have ended.
+        // A server that seems to be missing is not released: the reconciler checks again at the end of its retention.
         StepOutcome::Done { note, record: StepRecord::Nothing }
-            if held.kind == OperationKind::Delete
+            if leased.kind == OperationKind::Delete
                 && options.now
-                && (options.accept_loss || !held.machine().await?.has_lost_server()) =>
+                && (options.accept_loss || !leased.machine().await?.has_lost_server()) =>
         {
-            Ok(StepOutcome::Done { note, record: StepRecord::Released { machine: held.operation.machine } })
+            Ok(StepOutcome::Done { note, record: StepRecord::Released { machine: leased.operation.machine } })
         }
         other => Ok(other),
     }
 }
 
-async fn try_power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let Some(machine) = outgoing_machine(held).await? else {
-        return Ok(StepOutcome::done_noting("no earlier machine has served"));
+async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+    let Some(machine) = find_outgoing_machine(leased).await? else {
+        return Ok(StepOutcome::done_with_note("no earlier machine has served"));
     };
     let Some(id) = machine.provider_server_id.filter(|_| machine.server_exists()) else {
-        return Ok(StepOutcome::done_noting("the earlier machine has no server"));
+        return Ok(StepOutcome::done_with_note("the earlier machine has no server"));
     };
-    let age = held.step_age().await?;
-    let timing = &held.platform.config.timing;
+    let age = leased.step_age().await?;
+    let timing = &leased.platform.config.timing;
     let shutdown = timing.resize_shutdown;
     if age >= shutdown + timing.power_off_retry {
-        return Ok(StepOutcome::done_noting(
+        return Ok(StepOutcome::done_with_note(
             "the provider did not switch the server off; the fence protects the data",
         ));
     }
-    held.record_power_off_order(machine.id).await?;
-    match switch_off(held, ServerId(id), age).await {
+    leased.record_power_off_order(machine.id).await?;
+    match switch_off(leased, ServerId(id), age).await {
         Ok(Some(outcome)) => Ok(outcome),
-        Ok(None) => Ok(confirm_gone(held, &machine)),
+        Ok(None) => Ok(confirm_server_gone(leased, &machine)),
         // Retried only until the deadline above: a provider error must not block the slot's new machine.
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot switch a server off yet");
@@ -86,36 +86,36 @@ async fn try_power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepErro
     }
 }
 
-/// Requests a shutdown, or cuts the power once that is overdue; `None` if the provider has no such server. The
-/// polling interval grows with the age of the step: all machines share the provider's rate limit.
+/// Requests a shutdown, or cuts the power if the shutdown is overdue. Returns `None` if the provider has no such
+/// server. The polling interval grows with the age of the step, because all machines share the provider's rate limit.
 pub(super) async fn switch_off(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     id: ServerId,
     age: Duration,
 ) -> Result<Option<StepOutcome>, ProviderError> {
-    let provider = &held.platform.provider;
+    let provider = &leased.platform.provider;
     let Some(Server { status, locked, .. }) = provider.get(id).await? else { return Ok(None) };
     if status == ServerStatus::Off {
         return Ok(Some(StepOutcome::done()));
     }
-    let mut facts = held.facts();
+    let mut facts = leased.facts();
     let since_cut = facts.get(POWER_CUT_AT).and_then(Value::as_f64).map(|cut_at| time_since_cut(cut_at, age));
     if locked {
-        let again_in = resize::poll_interval(since_cut.unwrap_or(age));
+        let delay = resize::poll_interval(since_cut.unwrap_or(age));
         let why = "the provider has locked the server for another action";
-        return Ok(Some(StepOutcome::wait_for(again_in, "server_locked", why)));
+        return Ok(Some(StepOutcome::wait_for(delay, "server_locked", why)));
     }
-    if age < held.platform.config.timing.resize_shutdown {
+    if age < leased.platform.config.timing.resize_shutdown {
         if !facts.contains_key(SHUTDOWN_REQUESTED) {
             provider.shutdown(id).await?;
             facts.insert(SHUTDOWN_REQUESTED.to_owned(), json!(true));
         }
-        return Ok(Some(StepOutcome::Wait { again_in: resize::poll_interval(age), facts: Some(facts) }));
+        return Ok(Some(StepOutcome::Wait { delay: resize::poll_interval(age), facts: Some(facts) }));
     }
     if since_cut.is_none_or(|since_cut| since_cut >= POWER_CUT_RETRY) {
         provider.power_off(id).await?;
         facts.insert(POWER_CUT_AT.to_owned(), json!(age.as_secs_f64()));
-        return Ok(Some(StepOutcome::Wait { again_in: POLL_INTERVAL, facts: Some(facts) }));
+        return Ok(Some(StepOutcome::Wait { delay: POLL_INTERVAL, facts: Some(facts) }));
     }
     Ok(Some(StepOutcome::wait(resize::poll_interval(since_cut.unwrap_or(age)))))
 }
@@ -124,42 +124,44 @@ fn time_since_cut(cut_at: f64, age: Duration) -> Duration {
     age.saturating_sub(Duration::try_from_secs_f64(cut_at).unwrap_or_default())
 }
 
-/// Records a server as gone, so that it cannot be kept or reinstated, after two reports that it is missing.
-fn confirm_gone(held: &HeldOperation<'_>, machine: &MachineRow) -> StepOutcome {
-    let mut facts = held.facts();
+/// After two reports that a server is missing, records it as gone, so that it cannot be kept or reinstated.
+fn confirm_server_gone(leased: &LeasedOperation<'_>, machine: &MachineRow) -> StepOutcome {
+    let mut facts = leased.facts();
     if facts.contains_key(ABSENT) {
-        let note = Some("the provider no longer has its server".into());
+        let note = Some("the provider no longer has the earlier machine's server".into());
         return StepOutcome::Done { note, record: StepRecord::ServerGone { machine: machine.id } };
     }
     facts.insert(ABSENT.to_owned(), json!(true));
-    StepOutcome::Wait { again_in: CONFIRM_INTERVAL, facts: Some(facts) }
+    StepOutcome::Wait { delay: CONFIRM_INTERVAL, facts: Some(facts) }
 }
 
-/// Keeps the predecessor's server, or deletes it first if the operator chose that.
-pub async fn delete_predecessor(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let options = held.operation.options;
-    let Some(machine) = outgoing_machine(held).await?.filter(MachineRow::server_exists) else {
+/// Keeps the predecessor's server or, if the operator chose that, deletes it before the new server is created.
+pub async fn delete_predecessor(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+    let options = leased.operation.options;
+    let Some(machine) = find_outgoing_machine(leased).await?.filter(MachineRow::server_exists) else {
         return Ok(StepOutcome::done());
     };
     if !options.replace_first {
-        return Ok(StepOutcome::done_noting("its server is kept until the new machine is healthy"));
+        return Ok(StepOutcome::done_with_note(
+            "the earlier machine's server is kept until the new machine is healthy",
+        ));
     }
     if let Some(since) = machine.unsaved_since.filter(|_| !options.accept_loss) {
         let detail = format!(
-            "The server that is to be deleted first holds what was written since {since:.0}, and no snapshot does: \
-             `svcctl operation continue {operation} --accept-loss` deletes it, `svcctl operation abandon {operation}` \
-             gives the slot back to its machine.",
-            operation = held.operation.id
+            "The server to be deleted first holds data written since {since:.0} that no snapshot contains: `svcctl operation \
+             continue {operation} --accept-loss` deletes the server, `svcctl operation abandon {operation}` returns the slot \
+             to the server's machine.",
+            operation = leased.operation.id
         );
         let code = "replace_first_loses_data";
         return Ok(StepOutcome::NeedsDecision(Question {
             code,
             detail,
             snapshot: None,
-            facts: held.facts(),
+            facts: leased.facts(),
         }));
     }
-    Ok(if delete::delete_server(held, &machine).await? {
+    Ok(if delete::delete_server(leased, &machine).await? {
         StepOutcome::done()
     } else {
         StepOutcome::wait(POLL_INTERVAL)

@@ -1,7 +1,8 @@
 //! The reconciler: handles expired registrations and previews, hanging operations, missing and leftover servers, and
 //! expired idempotency responses.
 //!
-//! It takes no input and can run at any time, in any number of processes: by its timer, or earlier when notified.
+//! The reconciler takes no input and can run at any time, in any number of processes: by a timer, or earlier when
+//! notified.
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::{OperationKind, OperationOptions};
-use super::{inventory, leased, retention, vocabulary};
+use super::{inventory, leased, retention, supported_steps};
 use crate::alarms::{self, Alarm};
 use crate::context::Platform;
 use crate::db::operations::OperationRow;
@@ -29,15 +30,15 @@ const MIN_PASS_INTERVAL: Duration = Duration::from_millis(500);
 pub async fn run(platform: Arc<Platform>) {
     let interval = platform.config.timing.reconcile;
     loop {
-        // A process skips what another process has just done.
-        let mut unless_within = interval.mul_f64(0.9);
+        // The servers are not listed again if another process listed them within this time.
+        let mut min_interval = interval.mul_f64(0.9);
         tokio::select! {
             () = platform.stop.cancelled() => return,
             () = tokio::time::sleep(interval) => {}
-            () = platform.reconcile.notified() => unless_within = MIN_PASS_INTERVAL,
+            () = platform.reconcile.notified() => min_interval = MIN_PASS_INTERVAL,
         }
         // Each pass has its own request id.
-        request_id::run_with_new_id(pass(&platform, unless_within)).await;
+        request_id::run_with_new_id(run_pass(&platform, min_interval)).await;
         tokio::select! {
             () = platform.stop.cancelled() => return,
             () = tokio::time::sleep(MIN_PASS_INTERVAL) => {}
@@ -45,21 +46,22 @@ pub async fn run(platform: Arc<Platform>) {
     }
 }
 
-async fn pass(platform: &Platform, unless_within: Duration) {
+async fn run_pass(platform: &Platform, min_interval: Duration) {
     report("registrations", expire_registrations(platform).await);
     report("previews", expire_previews(platform).await);
     report("hanging_operations", end_stalled_operations(platform).await);
     report("unknown_operations", report_unknown_operations(platform).await);
-    let (inventory, end) = check_servers(platform, unless_within).await;
-    report("servers", end);
+    let (inventory, outcome) = check_servers(platform, min_interval).await;
+    report("servers", outcome);
     if inventory == Inventory::Recorded {
         report("leftovers", remove_leftovers(platform).await);
     }
     report("retention", retention::prune(platform).await);
 }
 
-fn report(part: &'static str, end: anyhow::Result<()>) {
-    match end {
+/// Records the outcome of one part in the metrics and the log.
+fn report(part: &'static str, outcome: anyhow::Result<()>) {
+    match outcome {
         Ok(()) => {
             RECONCILER_RUNS.add_one([part, "ok"]);
             RECONCILER_SUCCESS.set_to_now([part]);
@@ -71,20 +73,20 @@ fn report(part: &'static str, end: anyhow::Result<()>) {
     }
 }
 
-/// Failures of one part: an error of one machine does not stop the part.
+/// Counts the failures of one part of a pass. The failure of one item does not stop the part.
 #[derive(Default)]
 pub(super) struct Failures(usize);
 
 impl Failures {
-    pub fn note(&mut self, about: impl Display, outcome: anyhow::Result<()>) {
+    pub fn record(&mut self, about: impl Display, outcome: anyhow::Result<()>) {
         if let Err(error) = outcome {
             self.0 += 1;
             tracing::error!(%about, error = %chain(error.as_ref()), "the reconciler skipped an item");
         }
     }
 
-    /// Whether the whole part succeeded.
-    pub fn end(self) -> anyhow::Result<()> {
+    /// Returns an error if any item failed.
+    pub fn into_result(self) -> anyhow::Result<()> {
         anyhow::ensure!(self.0 == 0, "{} items failed", self.0);
         Ok(())
     }
@@ -96,11 +98,11 @@ async fn expire_registrations(platform: &Platform) -> anyhow::Result<()> {
     drop(session);
     let mut failures = Failures::default();
     for machine in expired {
-        tracing::warn!(%machine, "the registration expired");
+        tracing::warn!(%machine, "a registration expired");
         let expired = leased::expire_registration(platform, machine).await;
-        failures.note(machine, expired.map_err(Into::into));
+        failures.record(machine, expired.map_err(Into::into));
     }
-    failures.end()
+    failures.into_result()
 }
 
 async fn expire_previews(platform: &Platform) -> anyhow::Result<()> {
@@ -109,17 +111,17 @@ async fn expire_previews(platform: &Platform) -> anyhow::Result<()> {
     drop(session);
     let mut failures = Failures::default();
     for machine in expired {
-        failures.note(machine, delete_expired_preview(platform, machine).await);
+        failures.record(machine, delete_expired_preview(platform, machine).await);
     }
-    failures.end()
+    failures.into_result()
 }
 
 async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, machine).await? else { return Ok(()) };
-    let with = EventContext::default();
-    lifecycle::apply(&tx, &platform.mint, &row, &Event::DeleteRequested, with).await?;
+    let context = EventContext::default();
+    lifecycle::apply(&tx, &platform.mint, &row, &Event::DeleteRequested, context).await?;
     let target = machine.to_string();
     let entry = db::audit::AuditEntry {
         actor: "platform",
@@ -135,26 +137,26 @@ async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyh
     Ok(())
 }
 
-/// Ends operations that exceed every bound of their own, for example because a step crashes each process that runs
-/// it.
+/// Ends operations that have exceeded all of their own limits, for example because a step crashes each process that
+/// runs it.
 async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
     let (deadline, limit) = (timing.operation_deadline, timing.operation_limit);
-    let found = db::operations::list_stalled(&session, deadline, limit, &vocabulary()).await?;
+    let found = db::operations::list_stalled(&session, deadline, limit, &supported_steps()).await?;
     drop(session);
     let mut failures = Failures::default();
     for operation in found {
         tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "an operation hangs");
-        failures.note(operation.id, end_stalled_operation(platform, &operation).await);
+        failures.record(operation.id, end_stalled_operation(platform, &operation).await);
     }
-    failures.end()
+    failures.into_result()
 }
 
 /// Logs operations that only a newer release can run.
 async fn report_unknown_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let unknown = db::operations::count_unsupported(&session, &vocabulary()).await?;
+    let unknown = db::operations::count_unsupported(&session, &supported_steps()).await?;
     drop(session);
     if unknown > 0 {
         alarms::raise_or_log(platform, Alarm::UnknownOperations, &json!({"operations": unknown})).await;
@@ -166,20 +168,20 @@ async fn end_stalled_operation(platform: &Platform, operation: &OperationRow) ->
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, operation.machine).await? else { return Ok(()) };
-    let with = EventContext {
+    let context = EventContext {
         failed_at: Some((&operation.step, "the operation did not end in time")),
         ..EventContext::default()
     };
-    match lifecycle::apply(&tx, &platform.mint, &row, &Event::OperationHung, with).await {
+    match lifecycle::apply(&tx, &platform.mint, &row, &Event::OperationHung, context).await {
         Ok(_) | Err(LifecycleError::Refused(_)) => {}
         Err(error) => return Err(error.into()),
     }
-    // Even if the machine does not wait for it, the operation ends.
+    // The operation ends even if the machine is not waiting for it.
     db::operations::end(&tx, operation.id, "failed", Some("operation_hung")).await?;
     Ok(db::commit(tx).await?)
 }
 
-/// Whether a pass has recorded the provider's servers that this database does not record.
+/// Whether a pass has recorded the provider's servers that belong to no known machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Inventory {
     Recorded,
@@ -187,22 +189,22 @@ pub(super) enum Inventory {
 }
 
 /// Lists the provider's servers, in one process at a time.
-async fn check_servers(platform: &Platform, unless_within: Duration) -> (Inventory, anyhow::Result<()>) {
-    match claim_turn(platform, unless_within).await {
+async fn check_servers(platform: &Platform, min_interval: Duration) -> (Inventory, anyhow::Result<()>) {
+    match claim_turn(platform, min_interval).await {
         Ok(true) => inventory::take_inventory(platform).await,
         Ok(false) => (Inventory::NotRecorded, Ok(())),
         Err(error) => (Inventory::NotRecorded, Err(error.into())),
     }
 }
 
-async fn claim_turn(platform: &Platform, unless_within: Duration) -> Result<bool, DbError> {
+async fn claim_turn(platform: &Platform, min_interval: Duration) -> Result<bool, DbError> {
     let session = platform.db.session().await?;
     let servers = db::servers::count_own(&session).await?.existing;
-    db::tasks::claim_turn(&session, "servers", unless_within.max(listing_interval(servers))).await
+    db::tasks::claim_turn(&session, "servers", min_interval.max(listing_interval(servers))).await
 }
 
-/// The shortest time between two lists of all servers: the calls for more than one page take at most a quarter of the
-/// provider's rate, so that operations do not wait for them.
+/// The minimum interval between two listings of all servers. Calls for further pages use at most a quarter of the
+/// provider's rate limit, so that operations do not wait for them.
 fn listing_interval(servers: u64) -> Duration {
     const SERVERS_PER_CALL: u64 = 50;
     const SECONDS_PER_CALL: u64 = 4;
@@ -225,7 +227,7 @@ async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
     for machine in &found {
         db::operations::create(&tx, *machine, OperationKind::RemoveServer, OperationOptions::default())
             .await?;
-        tracing::info!(%machine, "its server is no longer kept");
+        tracing::info!(%machine, "the machine's server is no longer kept");
     }
     db::commit(tx).await?;
     if !found.is_empty() {
@@ -239,7 +241,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn listing_interval_leaves_most_of_the_rate_to_operations() {
+    fn listing_interval_leaves_most_of_the_rate_limit_to_operations() {
         for (servers, seconds) in [(0, 0), (1, 0), (50, 0), (51, 4), (500, 36), (5000, 396)] {
             assert_eq!(listing_interval(servers), Duration::from_secs(seconds), "{servers}");
         }

@@ -1,15 +1,15 @@
 //! The steps that return a machine to its slot: its server is switched on, its writers resume, and its host adopts
 //! the new epoch from the response to its heartbeat.
 //!
-//! The invariant: nothing is switched on while another process may still be switching it off, and a host that may
-//! still obey an earlier shutdown does not count as on.
+//! The invariant: no server is switched on while another process may still be switching it off, and a server whose host
+//! may still obey an earlier shutdown does not count as on.
 
 use std::time::Duration;
 
 use jiff::Timestamp;
 
 use super::host_call;
-use super::leased::HeldOperation;
+use super::leased::LeasedOperation;
 use super::step::{StepError, StepOutcome, StepRecord};
 use crate::db;
 use svc_http::problem::chain;
@@ -19,24 +19,24 @@ use svc_provider::{ProviderError, Server, ServerId, ServerStatus};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-pub async fn switch_on(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let machine = held.machine().await?;
-    let session = held.platform.db.session().await?;
-    let is_slot_leased = db::leases::has_slot_lease(&session, machine.id, held.operation.id).await?;
+pub async fn switch_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+    let machine = leased.machine().await?;
+    let session = leased.platform.db.session().await?;
+    let is_slot_leased = db::leases::has_other_slot_lease(&session, machine.id, leased.operation.id).await?;
     drop(session);
     if is_slot_leased {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
     let Some(id) = machine.provider_server_id else {
-        return Ok(StepOutcome::End { event: Event::ServerGone, note: "it has no server" });
+        return Ok(StepOutcome::End { event: Event::ServerGone, note: "the machine has no server" });
     };
-    let Some(server) = held.platform.provider.get(ServerId(id)).await? else {
+    let Some(server) = leased.platform.provider.get(ServerId(id)).await? else {
         return Ok(StepOutcome::End {
             event: Event::ServerGone,
             note: "the provider no longer has the server",
         });
     };
-    if ensure_on(held, &server).await? && !may_shut_down_late(held, machine.power_off_ordered_at).await? {
+    if ensure_on(leased, &server).await? && !may_shut_down_late(leased, machine.power_off_ordered_at).await? {
         return Ok(StepOutcome::Done { note: None, record: StepRecord::SwitchedOn { machine: machine.id } });
     }
     Ok(StepOutcome::wait(POLL_INTERVAL))
@@ -44,44 +44,44 @@ pub async fn switch_on(held: &HeldOperation<'_>) -> Result<StepOutcome, StepErro
 
 /// Whether the host may still obey a recent shutdown request. A shutdown may take a bounded time.
 async fn may_shut_down_late(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     ordered_at: Option<Timestamp>,
 ) -> Result<bool, StepError> {
     let Some(ordered_at) = ordered_at else { return Ok(false) };
-    let since = held.now().await?.duration_since(ordered_at).unsigned_abs();
-    Ok(since < held.platform.config.timing.resize_shutdown)
+    let since = leased.now().await?.duration_since(ordered_at).unsigned_abs();
+    Ok(since < leased.platform.config.timing.resize_shutdown)
 }
 
 /// Returns whether the server is on. Switches it on if it is off.
-pub(super) async fn ensure_on(held: &HeldOperation<'_>, server: &Server) -> Result<bool, ProviderError> {
+pub(super) async fn ensure_on(leased: &LeasedOperation<'_>, server: &Server) -> Result<bool, ProviderError> {
     match server.status {
         _ if server.locked => Ok(false),
         ServerStatus::Running | ServerStatus::Starting => Ok(true),
         ServerStatus::Off => {
-            held.platform.provider.power_on(server.id).await?;
+            leased.platform.provider.power_on(server.id).await?;
             Ok(false)
         }
         _ => Ok(false),
     }
 }
 
-pub async fn await_host(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let machine = held.machine().await?;
-    let age = held.step_age().await?;
-    let waits = machine.status == Status::Failed
+pub async fn await_host(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+    let machine = leased.machine().await?;
+    let age = leased.step_age().await?;
+    let is_waiting = machine.status == Status::Failed
         && machine.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::Reinstating);
-    if let Some(stopped_for) = held.stopped_for().await? {
-        // The response to its next heartbeat also resumes them; this is faster.
-        if let Err(error) = host_call::resume(held.platform, &machine, stopped_for).await {
-            tracing::debug!(machine = %machine.id, error = %chain(&error), "its writers have not resumed yet");
-        } else if !waits {
+    if let Some(stopped_for) = leased.find_stopping_operation().await? {
+        // The response to the host's next heartbeat also resumes the writers; this call is faster.
+        if let Err(error) = host_call::resume(leased.platform, &machine, stopped_for).await {
+            tracing::debug!(machine = %machine.id, error = %chain(&error), "cannot resume the host's writers yet");
+        } else if !is_waiting {
             return Ok(StepOutcome::done());
         }
     }
-    if !waits {
-        return Ok(StepOutcome::done_noting("its writers open with its next heartbeat"));
+    if !is_waiting {
+        return Ok(StepOutcome::done_with_note("its writers resume with its next heartbeat"));
     }
-    if age >= held.platform.config.timing.resize_health {
+    if age >= leased.platform.config.timing.resize_health {
         return Ok(StepOutcome::Fail { code: "host_silent", note: "the host did not come back in time" });
     }
     Ok(StepOutcome::wait((age / 4).clamp(POLL_INTERVAL, Duration::from_secs(5))))

@@ -1,4 +1,4 @@
-//! Deletes rows whose retention has ended: one process at a time, in batches, with a bound per pass.
+//! Deletes rows whose retention has ended: one process at a time, in batches, with a limit per pass.
 
 use std::time::Duration;
 
@@ -13,15 +13,15 @@ use svc_base::metrics::RETENTION_DELETED;
 
 /// Interval between passes across all processes.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(60);
-/// Per table and pass: 1,200,000 rows an hour, above the insert rate of any table.
+/// Maximum batches per table and pass: 1,200,000 rows an hour, above the insert rate of any table.
 const MAX_BATCHES: u32 = 20;
 
-/// Tolerates differing clocks: rows that still count are not deleted.
+/// Tolerates differences between clocks, so that no row is deleted while it is still valid.
 const SESSION_GRACE: Duration = Duration::from_secs(3600);
 const IDEMPOTENCY_KEY_RETENTION: Duration = Duration::from_secs(7 * 86_400);
 
 /// # Errors
-/// The first failure; the other tables are pruned all the same, and the next pass resumes.
+/// The first failure. The other tables are pruned nevertheless, and the next pass continues.
 pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let pause = PRUNE_INTERVAL.min(platform.config.timing.reconcile * 2).mul_f64(0.9);
@@ -38,7 +38,8 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
         Expiring::new(ExpiringTable::Operations, retention.operations),
         Expiring::new(ExpiringTable::Rollouts, retention.operations),
         Expiring::new(ExpiringTable::Audit, retention.audit),
-        // Operators are kept as long as the audit names them, so that a name never means two people in it.
+        // Operators are kept as long as the audit names them, so that a name in the audit never refers to two
+        // operators.
         Expiring::new(ExpiringTable::Operators, retention.audit),
     ] {
         if let Err(error) = prune_table(&session, &expiring).await {

@@ -1,4 +1,4 @@
-//! The runner: executes one step of an operation that `drive` has claimed, and stores the outcome.
+//! The runner: executes one step of an operation that `drive` has claimed, and stores the step's outcome.
 //!
 //! The invariant: the outcome of a step is written only while the lease is valid by the database's clock.
 
@@ -10,10 +10,10 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 pub use super::drive::run;
-use super::leased::HeldOperation;
+use super::leased::LeasedOperation;
 use super::resize::{self, RetryDecision};
 use super::step::{self, Question, StepError, StepOutcome, StepRecord};
-use super::step_failure::creation_failure;
+use super::step_failure::classify_creation_failure;
 use super::{OperationKind, Step, StepPoint};
 use crate::alarms;
 use crate::context::Platform;
@@ -27,17 +27,17 @@ use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 use svc_provider::{ErrorKind, ProviderError};
 
-/// A new machine fails after retries for this long; recover can be requested again.
+/// A new machine fails after a step has been retried for this long. A recovery can then be requested again.
 const CREATION_TIMEOUT: Duration = Duration::from_secs(3600);
-/// Minimum failures in a row before it fails.
+/// Minimum consecutive failures of a step before a new machine fails.
 const MIN_CONSECUTIVE_FAILURES: i32 = 5;
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
 
-/// Runs the operation's current step. Returns the operation if its next step is due at once.
+/// Runs the operation's current step. Returns the operation if its next step is due immediately.
 ///
 /// # Errors
 /// [`StepError::Lost`], or an error if the outcome could not be stored.
-pub async fn one_step(
+pub async fn run_current_step(
     platform: &Platform,
     operation: &OperationRow,
     owner: Uuid,
@@ -46,60 +46,60 @@ pub async fn one_step(
     let kind: OperationKind = operation.kind.parse().map_err(unreadable)?;
     let step: Step = operation.step.parse().map_err(unreadable)?;
     let operation = start_step(platform, operation, owner, step).await?;
-    let held = HeldOperation { platform, operation: &operation, kind, owner };
+    let leased = LeasedOperation { platform, operation: &operation, kind, owner };
     let work = async {
-        held.hit_fail_point(step, StepPoint::Before)?;
+        leased.hit_fail_point(step, StepPoint::Before)?;
         tracing::debug!(step = step.as_str(), "step begins");
-        let outcome = step::run(&held, step).await?;
-        held.hit_fail_point(step, StepPoint::After)?;
+        let outcome = step::run(&leased, step).await?;
+        leased.hit_fail_point(step, StepPoint::After)?;
         Ok(outcome)
     };
     let start = Instant::now();
     let outcome = tokio::select! {
         outcome = work => outcome,
-        () = lease_lost(&held) => Err(StepError::Lost),
+        () = renew_lease_until_lost(&leased) => Err(StepError::Lost),
     };
     step::record_step(kind, step, &outcome, start.elapsed());
     match outcome {
-        Ok(StepOutcome::Done { note, record }) => finish_step(&held, step, note.as_deref(), record).await,
-        Ok(StepOutcome::Abandon { why }) => abandon(&held, why).await.map(Some),
-        Ok(StepOutcome::End { event, note }) => held.end(&event, note).await.map(|()| None),
-        Ok(StepOutcome::Fail { code, note }) => held.end_as_failed(code, note).await.map(|()| None),
+        Ok(StepOutcome::Done { note, record }) => finish_step(&leased, step, note.as_deref(), record).await,
+        Ok(StepOutcome::Abandon { why }) => abandon_resize(&leased, why).await.map(Some),
+        Ok(StepOutcome::End { event, note }) => leased.end_with_event(&event, note).await.map(|()| None),
+        Ok(StepOutcome::Fail { code, note }) => leased.end_as_failed(code, note).await.map(|()| None),
         Ok(StepOutcome::NeedsDecision(question)) => {
-            suspend_for_decision(&held, step, question).await.map(|()| None)
+            suspend_for_decision(&leased, step, question).await.map(|()| None)
         }
-        Ok(StepOutcome::Wait { again_in, facts }) => {
+        Ok(StepOutcome::Wait { delay, facts }) => {
             if kind == OperationKind::Resize
-                && let Some(end) = resolve_failed_resize(&held, step, None).await?
+                && let Some(end) = resolve_failed_resize(&leased, step, None).await?
             {
                 return Ok(end);
             }
             let facts = facts.map_or_else(|| operation.facts.clone(), Value::Object);
-            let to = NextStep { step, facts: &facts, attempts: 0, due_in: again_in };
-            store_waiting(&held, to, None).await.map(|()| None)
+            let to = NextStep { step, facts: &facts, attempts: 0, due_in: delay };
+            store_waiting(&leased, to, None).await.map(|()| None)
         }
-        Ok(StepOutcome::WaitFor { again_in, code, why }) => {
-            let to = NextStep { step, facts: &operation.facts, attempts: 0, due_in: again_in };
-            wait_for(&held, to, code, &why).await.map(|()| None)
+        Ok(StepOutcome::WaitFor { delay, code, why }) => {
+            let to = NextStep { step, facts: &operation.facts, attempts: 0, due_in: delay };
+            wait_for(&leased, to, code, &why).await.map(|()| None)
         }
         Err(StepError::Lost) => Err(StepError::Lost),
-        // Without the account nothing can be switched on: the machine does not fail for that.
-        Err(error) if step == Step::PowerOn && account_error(&error).is_some() => {
-            retry(&held, step, &error).await.map(|()| None)
+        // While the provider restricts the account, no server can be switched on. That is not a failure of the machine.
+        Err(error) if step == Step::PowerOn && as_account_error(&error).is_some() => {
+            retry_step(&leased, step, &error).await.map(|()| None)
         }
         Err(error) if kind == OperationKind::Resize => {
-            match resolve_failed_resize(&held, step, Some(&error)).await? {
+            match resolve_failed_resize(&leased, step, Some(&error)).await? {
                 Some(end) => Ok(end),
-                None => retry(&held, step, &error).await.map(|()| None),
+                None => retry_step(&leased, step, &error).await.map(|()| None),
             }
         }
         Err(StepError::Permanent { what, source }) if creates_machine(kind) => {
             tracing::error!(operation = %operation.id, step = step.as_str(), %what,
-                error = %chain(source.as_ref()), "an operation failed");
-            held.fail_creation(creation_failure(source.as_ref()), step.as_str(), &what).await?;
+                error = %chain(source.as_ref()), "a step failed permanently");
+            leased.fail_creation(classify_creation_failure(source.as_ref()), step.as_str(), &what).await?;
             Ok(None)
         }
-        Err(error) => retry(&held, step, &error).await.map(|()| None),
+        Err(error) => retry_step(&leased, step, &error).await.map(|()| None),
     }
 }
 
@@ -119,120 +119,121 @@ async fn start_step(
     operation.attempts = 0;
     let kind: OperationKind =
         operation.kind.parse().map_err(|why| DbError::Unreadable { what: "operation", why })?;
-    let held = HeldOperation { platform, operation: &operation, kind, owner };
+    let leased = LeasedOperation { platform, operation: &operation, kind, owner };
     let lease = Some(platform.config.timing.lease);
     let facts = &operation.facts;
     let to = NextStep { step, facts, attempts: 0, due_in: Duration::ZERO };
-    store(&held, to, lease, Some(("begun", None)), StepRecord::Nothing).await?;
+    store_step(&leased, to, lease, Some(("begun", None)), StepRecord::Nothing).await?;
     Ok(operation)
 }
 
 async fn finish_step(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     step: Step,
     note: Option<&str>,
     record: StepRecord,
 ) -> Result<Option<OperationRow>, StepError> {
-    let operation = held.operation;
-    let lease = Some(held.platform.config.timing.lease);
-    let Some(next) = held.kind.after(step) else {
-        end_operation(held, step, note, record).await?;
+    let operation = leased.operation;
+    let lease = Some(leased.platform.config.timing.lease);
+    let Some(next) = leased.kind.next_step(step) else {
+        end_operation(leased, step, note, record).await?;
         return Ok(None);
     };
     let to = NextStep { step: next, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
-    store(held, to, lease, Some(("done", note)), record).await?;
+    store_step(leased, to, lease, Some(("done", note)), record).await?;
     let next = OperationRow { step: next.as_str().to_owned(), attempts: 0, ..operation.clone() };
     Ok(Some(next))
 }
 
 /// Decides how a resize continues if this step cannot succeed; `None`: the step continues.
 async fn resolve_failed_resize(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     step: Step,
     error: Option<&StepError>,
 ) -> Result<Option<Option<OperationRow>>, StepError> {
-    let decision = resize::decide_retry(held, step, error).await?;
+    let decision = resize::decide_retry(leased, step, error).await?;
     if let Some(error) = error.filter(|_| !matches!(decision, RetryDecision::Retry)) {
-        tracing::error!(operation = %held.operation.id, step = step.as_str(), error = %chain(error), "a step failed");
+        tracing::error!(operation = %leased.operation.id, step = step.as_str(), error = %chain(error), "a step failed");
     }
     Ok(match decision {
         RetryDecision::Retry => None,
         RetryDecision::Abandon => {
-            let why = error.map_or_else(|| "it took too long".to_owned(), ToString::to_string);
-            Some(Some(abandon(held, &why).await?))
+            let why = error.map_or_else(|| "the step took too long".to_owned(), ToString::to_string);
+            Some(Some(abandon_resize(leased, &why).await?))
         }
         RetryDecision::Fail => {
-            held.end(&Event::ResizeFailed, "the host did not come back in time").await?;
+            leased.end_with_event(&Event::ResizeFailed, "the host did not come back in time").await?;
             Some(None)
         }
     })
 }
 
-/// Skips the rest of the change, and continues with the power.
-async fn abandon(held: &HeldOperation<'_>, why: &str) -> Result<OperationRow, StepError> {
-    let operation = held.operation;
-    tracing::warn!(operation = %operation.id, step = operation.step, why, "a resize is abandoned");
-    let lease = Some(held.platform.config.timing.lease);
+/// Skips the rest of the resize, and continues with the step that switches the server on.
+async fn abandon_resize(leased: &LeasedOperation<'_>, why: &str) -> Result<OperationRow, StepError> {
+    let operation = leased.operation;
+    tracing::warn!(operation = %operation.id, step = operation.step, why, "abandoning a resize");
+    let lease = Some(leased.platform.config.timing.lease);
     let to = NextStep { step: Step::PowerOn, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
-    store(held, to, lease, Some(("given_up", Some(why))), StepRecord::Nothing).await?;
+    store_step(leased, to, lease, Some(("given_up", Some(why))), StepRecord::Nothing).await?;
     Ok(OperationRow { step: Step::PowerOn.as_str().to_owned(), attempts: 0, ..operation.clone() })
 }
 
-async fn retry(held: &HeldOperation<'_>, step: Step, error: &StepError) -> Result<(), StepError> {
-    let operation = held.operation;
+async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError) -> Result<(), StepError> {
+    let operation = leased.operation;
     let attempts = operation.attempts.saturating_add(1);
     tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %chain(error), "a step failed");
-    if let Some(cause) = account_error(error) {
-        alarms::raise_for_provider_error(held.platform, cause).await;
+    if let Some(cause) = as_account_error(error) {
+        alarms::raise_for_provider_error(leased.platform, cause).await;
         let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
-        let why =
-            format!("{error}; it is tried again within {} s", max_backoff(attempts).as_secs_f64().ceil());
-        // The operation has no deadline in this state.
-        return wait_for(held, to, db::operations::WAITS_FOR_ACCOUNT, &why).await;
+        let why = format!("{error}; retrying within {} s", max_backoff(attempts).as_secs_f64().ceil());
+        // While the operation waits for the account, it has no deadline.
+        return wait_for(leased, to, db::operations::WAITS_FOR_ACCOUNT, &why).await;
     }
-    // A step may take long: one late failure is no reason to give up.
-    if creates_machine(held.kind)
+    // A step may take a long time: a single late failure is not a reason to give up.
+    if creates_machine(leased.kind)
         && attempts >= MIN_CONSECUTIVE_FAILURES
-        && held.step_age().await? > CREATION_TIMEOUT
+        && leased.step_age().await? > CREATION_TIMEOUT
     {
         let message = format!("retries exhausted after 1 h: {error}");
-        held.fail_creation(error.creation_failure(), step.as_str(), &message).await?;
+        leased.fail_creation(error.creation_failure(), step.as_str(), &message).await?;
         return Ok(());
     }
     let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
-    store_waiting(held, to, Some((RETRY, Some(&error.to_string())))).await
+    store_waiting(leased, to, Some((RETRY, Some(&error.to_string())))).await
 }
 
-/// Whether its machine fails with it: the slot then goes back to the previous machine, if that still exists.
+/// Whether operations of this kind create a machine. If such an operation fails, its machine fails too, and the slot
+/// returns to the previous machine if that still exists.
 fn creates_machine(kind: OperationKind) -> bool {
     matches!(kind, OperationKind::Provision | OperationKind::Recover)
 }
 
 /// Suspends the operation until an operator decides.
 async fn suspend_for_decision(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     step: Step,
     question: Question,
 ) -> Result<(), StepError> {
-    let operation = held.operation;
+    let operation = leased.operation;
     tracing::error!(operation = %operation.id, step = step.as_str(), code = question.code, detail = question.detail,
-        "an operation waits for an operator");
-    let mut session = held.platform.db.session().await?;
+        "an operation is waiting for an operator's decision");
+    let mut session = leased.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let mut stored_question = json!({"code": question.code, "detail": question.detail});
     if let Some(key) = &question.snapshot {
         stored_question["snapshotKey"] = json!(key);
     }
     let facts = Value::Object(question.facts);
-    if !db::operations::suspend(&tx, operation.id, held.owner, &stored_question, &facts).await? {
+    if !db::operations::suspend(&tx, operation.id, leased.owner, &stored_question, &facts).await? {
         return Err(StepError::Lost);
     }
     db::operations::log(&tx, operation.id, step.as_str(), "asked", Some(&question.detail)).await?;
     Ok(db::commit(tx).await?)
 }
 
-/// A restriction of the provider's account is no machine's failure: it is retried indefinitely.
-fn account_error(error: &StepError) -> Option<&ProviderError> {
+/// Returns the cause if the provider restricts the account. That is not a failure of the machine: the step is retried
+/// indefinitely.
+fn as_account_error(error: &StepError) -> Option<&ProviderError> {
     let StepError::Transient { source, .. } = error else { return None };
     source.downcast_ref::<ProviderError>().filter(|error| error.kind() == ErrorKind::Account)
 }
@@ -246,9 +247,9 @@ fn max_backoff(attempts: i32) -> Duration {
 /// [`max_backoff`] with jitter over its second half.
 fn backoff(attempts: i32) -> Duration {
     let whole = max_backoff(attempts);
-    let spread =
+    let jitter =
         f64::from(u16::from_be_bytes([Uuid::new_v4().as_bytes()[0], Uuid::new_v4().as_bytes()[1]])) / 65536.0;
-    whole.mul_f64(0.5 + spread / 2.0)
+    whole.mul_f64(0.5 + jitter / 2.0)
 }
 
 struct NextStep<'a> {
@@ -261,32 +262,32 @@ struct NextStep<'a> {
 type LogLine<'a> = Option<(&'a str, Option<&'a str>)>;
 
 async fn store_waiting(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     to: NextStep<'_>,
     line: LogLine<'_>,
 ) -> Result<(), StepError> {
-    store(held, to, None, line, StepRecord::Nothing).await
+    store_step(leased, to, None, line, StepRecord::Nothing).await
 }
 
 /// [`store_waiting`] with an error code that shows what the operation waits for.
 async fn wait_for(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     to: NextStep<'_>,
     code: &str,
     why: &str,
 ) -> Result<(), StepError> {
     let options = AdvanceOptions { lease: None, line: Some((RETRY, Some(why))), error_code: Some(code) };
-    write(held, to, options, StepRecord::Nothing).await
+    advance_operation(leased, to, options, StepRecord::Nothing).await
 }
 
-async fn store(
-    held: &HeldOperation<'_>,
+async fn store_step(
+    leased: &LeasedOperation<'_>,
     to: NextStep<'_>,
     lease: Option<Duration>,
     line: LogLine<'_>,
     record: StepRecord,
 ) -> Result<(), StepError> {
-    write(held, to, AdvanceOptions { lease, line, error_code: None }, record).await
+    advance_operation(leased, to, AdvanceOptions { lease, line, error_code: None }, record).await
 }
 
 struct AdvanceOptions<'a> {
@@ -295,16 +296,16 @@ struct AdvanceOptions<'a> {
     error_code: Option<&'a str>,
 }
 
-async fn write(
-    held: &HeldOperation<'_>,
+async fn advance_operation(
+    leased: &LeasedOperation<'_>,
     to: NextStep<'_>,
     AdvanceOptions { lease, line, error_code }: AdvanceOptions<'_>,
     record: StepRecord,
 ) -> Result<(), StepError> {
-    let id = held.operation.id;
-    let mut session = held.platform.db.session().await?;
+    let id = leased.operation.id;
+    let mut session = leased.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    lock_machine_of(held, &tx, &record).await?;
+    lock_machine_for_record(leased, &tx, &record).await?;
     let advance = Advance {
         state: "running",
         step: to.step.as_str(),
@@ -314,29 +315,31 @@ async fn write(
         due_in: to.due_in,
         lease,
     };
-    if !db::operations::advance(&tx, id, held.owner, &advance).await? {
+    if !db::operations::advance(&tx, id, leased.owner, &advance).await? {
         return Err(StepError::Lost);
     }
     match line {
-        Some((RETRY, detail)) => db::operation_log::log_retry(&tx, id, &held.operation.step, detail).await?,
+        Some((RETRY, detail)) => {
+            db::operation_log::log_retry(&tx, id, &leased.operation.step, detail).await?
+        }
         Some((outcome, detail)) => {
-            db::operations::log(&tx, id, &held.operation.step, outcome, detail).await?;
+            db::operations::log(&tx, id, &leased.operation.step, outcome, detail).await?;
         }
         None => {}
     }
-    write_record(held, &tx, record).await?;
+    write_record(leased, &tx, record).await?;
     Ok(db::commit(tx).await?)
 }
 
 /// Lock order everywhere: machines before their operations.
-async fn lock_machine_of(
-    held: &HeldOperation<'_>,
+async fn lock_machine_for_record(
+    leased: &LeasedOperation<'_>,
     tx: &Transaction<'_>,
     record: &StepRecord,
 ) -> Result<(), DbError> {
     let machine = match record {
         StepRecord::Nothing => return Ok(()),
-        StepRecord::CreateAccepted { .. } => held.operation.machine,
+        StepRecord::CreateAccepted { .. } => leased.operation.machine,
         StepRecord::Saved { machine, .. }
         | StepRecord::Unsaved { machine, .. }
         | StepRecord::LossAccepted { machine, .. }
@@ -349,14 +352,14 @@ async fn lock_machine_of(
 }
 
 async fn write_record(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     tx: &Transaction<'_>,
     record: StepRecord,
 ) -> Result<(), DbError> {
     match record {
         StepRecord::Nothing => Ok(()),
         StepRecord::CreateAccepted { server, address, actions } => {
-            let (machine, ttl) = (held.operation.machine, held.platform.config.timing.registration_ttl);
+            let (machine, ttl) = (leased.operation.machine, leased.platform.config.timing.registration_ttl);
             machine_changes::record_server(tx, machine, server, address, ttl).await?;
             machine_server::record_create_actions(tx, machine, &actions).await
         }
@@ -366,7 +369,7 @@ async fn write_record(
         StepRecord::Unsaved { machine, since } => machine_changes::record_unsaved(tx, machine, since).await,
         StepRecord::LossAccepted { machine, since } => {
             machine_changes::record_unsaved(tx, machine, None).await?;
-            audit_loss(held, tx, machine, since).await
+            audit_loss(leased, tx, machine, since).await
         }
         StepRecord::ServerGone { machine } => machine_changes::record_server_deleted(tx, machine).await,
         StepRecord::Released { machine } => machine_changes::release_server(tx, machine).await,
@@ -375,9 +378,9 @@ async fn write_record(
     }
 }
 
-/// Audits since when data is lost with a server, because an operator accepted that.
+/// Audits the loss of a server's data that an operator accepted, and since when the data is lost.
 async fn audit_loss(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     tx: &Transaction<'_>,
     machine: MachineId,
     since: Option<Timestamp>,
@@ -387,62 +390,62 @@ async fn audit_loss(
         action: "last_backup.loss_accepted",
         target: &machine.to_string(),
         before: None,
-        after: Some(&json!({"operationId": held.operation.id, "lostSince": since.map(rfc3339_ms)})),
+        after: Some(&json!({"operationId": leased.operation.id, "lostSince": since.map(rfc3339_ms)})),
         request_id: &request_id::current(),
     };
     db::audit::write(tx, &entry).await
 }
 
 async fn end_operation(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     step: Step,
     note: Option<&str>,
     record: StepRecord,
 ) -> Result<(), StepError> {
-    let id = held.operation.id;
-    let mut session = held.platform.db.session().await?;
+    let id = leased.operation.id;
+    let mut session = leased.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    lock_machine_of(held, &tx, &record).await?;
+    lock_machine_for_record(leased, &tx, &record).await?;
     let advance = Advance {
         state: "succeeded",
         step: step.as_str(),
-        facts: &held.operation.facts,
-        attempts: held.operation.attempts,
+        facts: &leased.operation.facts,
+        attempts: leased.operation.attempts,
         error_code: None,
         due_in: Duration::ZERO,
         lease: None,
     };
-    if !db::operations::advance(&tx, id, held.owner, &advance).await? {
+    if !db::operations::advance(&tx, id, leased.owner, &advance).await? {
         return Err(StepError::Lost);
     }
     db::operations::log(&tx, id, step.as_str(), "done", note).await?;
     db::operations::log(&tx, id, step.as_str(), "succeeded", None).await?;
-    write_record(held, &tx, record).await?;
+    write_record(leased, &tx, record).await?;
     db::commit(tx).await?;
-    // The reconciler handles follow-up work, such as a server whose retention has ended, at once.
-    held.platform.reconcile.notify_one();
-    operation_metrics::record_end(held.kind.as_str(), "succeeded", held.operation.created_at);
+    // The reconciler handles follow-up work immediately, such as a server whose retention has ended.
+    leased.platform.reconcile.notify_one();
+    operation_metrics::record_end(leased.kind.as_str(), "succeeded", leased.operation.created_at);
     tracing::info!("an operation succeeded");
     Ok(())
 }
 
-/// Renews the lease while the step runs; returns when it is lost.
-async fn lease_lost(held: &HeldOperation<'_>) {
-    let lease = held.platform.config.timing.lease;
-    let mut silent = Duration::ZERO;
+/// Renews the lease while the step runs. Returns when the lease is lost.
+async fn renew_lease_until_lost(leased: &LeasedOperation<'_>) {
+    let lease = leased.platform.config.timing.lease;
+    let mut unrenewed_for = Duration::ZERO;
     loop {
         let pause = lease / 4;
         tokio::time::sleep(pause).await;
         let renewed = async {
-            let session = held.platform.db.session().await?;
-            db::operations::renew(&session, held.operation.id, held.owner, lease).await
+            let session = leased.platform.db.session().await?;
+            db::operations::renew(&session, leased.operation.id, leased.owner, lease).await
         };
         match tokio::time::timeout(lease / 2, renewed).await {
-            Ok(Ok(true)) => silent = Duration::ZERO,
+            Ok(Ok(true)) => unrenewed_for = Duration::ZERO,
             Ok(Ok(false)) => return,
             Ok(Err(_)) | Err(_) => {
-                silent += pause;
-                if silent >= lease {
+                unrenewed_for += pause;
+                if unrenewed_for >= lease {
                     return;
                 }
             }

@@ -8,7 +8,7 @@ use futures_util::future::BoxFuture;
 use jiff::Timestamp;
 use serde_json::{Map, Value};
 
-use super::leased::HeldOperation;
+use super::leased::LeasedOperation;
 use super::{
     OperationKind, Step, create, delete, last_backup, later_holder, power, predecessor, reinstate, resize,
 };
@@ -30,10 +30,10 @@ pub enum StepOutcome {
     /// Continues with the next step; the record is written in the same transaction.
     Done { note: Option<Cow<'static, str>>, record: StepRecord },
     /// The step runs again later with these facts.
-    Wait { again_in: Duration, facts: Option<Map<String, Value>> },
+    Wait { delay: Duration, facts: Option<Map<String, Value>> },
     /// The step runs again later. In the meantime the operation's error code and log show what it waits for.
-    WaitFor { again_in: Duration, code: &'static str, why: Cow<'static, str> },
-    /// The rest of the change is skipped: the operation continues with recovery.
+    WaitFor { delay: Duration, code: &'static str, why: Cow<'static, str> },
+    /// The rest of the resize is skipped, and the operation continues with the step that switches the server on.
     Abandon { why: &'static str },
     /// The operation ends here, and the event applies to the machine.
     End { event: Event, note: &'static str },
@@ -58,16 +58,16 @@ impl StepOutcome {
         Self::Done { note: None, record: StepRecord::Nothing }
     }
 
-    pub fn done_noting(note: &'static str) -> Self {
+    pub fn done_with_note(note: &'static str) -> Self {
         Self::Done { note: Some(note.into()), record: StepRecord::Nothing }
     }
 
-    pub fn wait_for(again_in: Duration, code: &'static str, why: impl Into<Cow<'static, str>>) -> Self {
-        Self::WaitFor { again_in, code, why: why.into() }
+    pub fn wait_for(delay: Duration, code: &'static str, why: impl Into<Cow<'static, str>>) -> Self {
+        Self::WaitFor { delay, code, why: why.into() }
     }
 
-    pub fn wait(again_in: Duration) -> Self {
-        Self::Wait { again_in, facts: None }
+    pub fn wait(delay: Duration) -> Self {
+        Self::Wait { delay, facts: None }
     }
 }
 
@@ -77,7 +77,7 @@ pub enum StepRecord {
     CreateAccepted {
         server: i64,
         address: Option<Ipv4Addr>,
-        /// The provider's actions that create and start it.
+        /// The provider's actions that create and start the server.
         actions: Vec<i64>,
     },
     /// The machine's final snapshot, taken after its writers had stopped.
@@ -85,12 +85,12 @@ pub enum StepRecord {
         machine: MachineId,
         taken_at: Timestamp,
     },
-    /// No snapshot holds what was written after `since`.
+    /// No snapshot contains the data written after `since`.
     Unsaved {
         machine: MachineId,
         since: Option<Timestamp>,
     },
-    /// Like [`StepRecord::Unsaved`], and an operator accepted the loss.
+    /// Like [`StepRecord::Unsaved`], but an operator accepted the loss.
     LossAccepted {
         machine: MachineId,
         since: Option<Timestamp>,
@@ -130,8 +130,8 @@ pub enum StepError {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// Another process holds the operation, or it has ended.
-    #[error("the operation is no longer held")]
+    /// Another process leases the operation, or the operation has ended.
+    #[error("this process no longer leases the operation")]
     Lost,
 }
 
@@ -172,58 +172,59 @@ impl From<Injected> for StepError {
 impl From<ProviderError> for StepError {
     fn from(error: ProviderError) -> Self {
         match error.kind() {
-            ErrorKind::Refused => Self::permanent("the provider refused", error),
+            ErrorKind::Refused => Self::permanent("the provider refused the request", error),
             ErrorKind::Account => {
-                Self::transient("the provider's account does not allow the call now", error)
+                Self::transient("the provider's account does not allow the call at present", error)
             }
             ErrorKind::NotFound | ErrorKind::Conflict | ErrorKind::Transient | ErrorKind::Ambiguous => {
-                Self::transient("the provider's call failed", error)
+                Self::transient("the call to the provider failed", error)
             }
         }
     }
 }
 
 /// Runs the operation's current step.
-pub async fn run(held: &HeldOperation<'_>, step: Step) -> Result<StepOutcome, StepError> {
-    if let Some(outcome) = Box::pin(later_holder::check_step(held, step)).await? {
+pub async fn run(leased: &LeasedOperation<'_>, step: Step) -> Result<StepOutcome, StepError> {
+    if let Some(outcome) = Box::pin(later_holder::check_step(leased, step)).await? {
         return Ok(outcome);
     }
-    // Each step is boxed: a future is as large as its largest part, and nested polls would use up the thread's stack.
+    // Each step is boxed: a future is as large as its largest branch, and nested polls would exhaust the thread's
+    // stack.
     let work: BoxFuture<'_, Result<StepOutcome, StepError>> = match step {
-        Step::LastBackup => Box::pin(last_backup::last_backup(held)),
-        Step::Fence => Box::pin(fence(held)),
-        Step::PowerOffServer => Box::pin(predecessor::power_off_server(held)),
-        Step::DeletePredecessor => Box::pin(predecessor::delete_predecessor(held)),
-        Step::CreateServer => Box::pin(create::create_server(held)),
-        Step::AwaitRegistration => Box::pin(await_registration(held)),
-        Step::DeleteServer => Box::pin(delete::delete_own_server(held)),
-        Step::ShutDown => Box::pin(resize::shut_down(held)),
-        Step::PowerOff => Box::pin(resize::power_off(held)),
-        Step::ChangeType => Box::pin(resize::change_type(held)),
-        Step::PowerOn => Box::pin(resize::power_on(held)),
-        Step::AwaitHealth => Box::pin(resize::await_health(held)),
-        Step::SwitchOn => Box::pin(reinstate::switch_on(held)),
-        Step::AwaitHost => Box::pin(reinstate::await_host(held)),
-        Step::StartServer => Box::pin(power::start_server(held)),
-        Step::StopServer => Box::pin(power::stop_server(held)),
-        Step::RebootServer => Box::pin(power::reboot_server(held)),
-        Step::AwaitHeartbeat => Box::pin(power::await_heartbeat(held)),
+        Step::LastBackup => Box::pin(last_backup::last_backup(leased)),
+        Step::Fence => Box::pin(fence_slot(leased)),
+        Step::PowerOffServer => Box::pin(predecessor::power_off_server(leased)),
+        Step::DeletePredecessor => Box::pin(predecessor::delete_predecessor(leased)),
+        Step::CreateServer => Box::pin(create::create_server(leased)),
+        Step::AwaitRegistration => Box::pin(await_registration(leased)),
+        Step::DeleteServer => Box::pin(delete::delete_own_server(leased)),
+        Step::ShutDown => Box::pin(resize::shut_down(leased)),
+        Step::PowerOff => Box::pin(resize::power_off(leased)),
+        Step::ChangeType => Box::pin(resize::change_type(leased)),
+        Step::PowerOn => Box::pin(resize::power_on(leased)),
+        Step::AwaitHealth => Box::pin(resize::await_health(leased)),
+        Step::SwitchOn => Box::pin(reinstate::switch_on(leased)),
+        Step::AwaitHost => Box::pin(reinstate::await_host(leased)),
+        Step::StartServer => Box::pin(power::start_server(leased)),
+        Step::StopServer => Box::pin(power::stop_server(leased)),
+        Step::RebootServer => Box::pin(power::reboot_server(leased)),
+        Step::AwaitHeartbeat => Box::pin(power::await_heartbeat(leased)),
     };
     work.await
 }
 
-async fn fence(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let machine = held.machine().await?;
+async fn fence_slot(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+    let machine = leased.machine().await?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    match pointer_io::fence(&held.platform.bucket, &slot, &fence_of(held, &machine)).await {
+    match pointer_io::fence(&leased.platform.bucket, &slot, &build_fence(leased, &machine)).await {
         Ok(()) => Ok(StepOutcome::done()),
-        // A host raised the fence, or an operator reinstates a machine in a database that is older than the store:
+        // A host raised the fence, or an operator is reinstating a machine in a database that is older than the store:
         // this machine's epoch is raised above the store's.
         Err(PointerError::Fenced(fenced))
-            if (machine.provider_server_id.is_none() || held.kind == OperationKind::Reinstate)
+            if (machine.provider_server_id.is_none() || leased.kind == OperationKind::Reinstate)
                 && fenced.fence <= machine.epoch.max_plausible() =>
         {
-            held.raise_epoch(fenced.fence.next()).await?;
+            leased.raise_epoch(fenced.fence.next()).await?;
             Ok(StepOutcome::wait(Duration::ZERO))
         }
         Err(error @ PointerError::Fenced(_)) => {
@@ -236,33 +237,38 @@ async fn fence(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     }
 }
 
-/// The signed fence that admits this machine.
-pub fn fence_of(held: &HeldOperation<'_>, machine: &MachineRow) -> Fence {
+/// Builds the signed fence that admits this machine.
+pub fn build_fence(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Fence {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    let proof = held.platform.mint.fence_proof(&slot, machine.epoch, machine.id);
+    let proof = leased.platform.mint.fence_proof(&slot, machine.epoch, machine.id);
     Fence { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
 }
 
 /// The registration itself ends the operation. This step only detects that the provider fails to start the server, or
 /// that the registration expires.
-async fn await_registration(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let machine = held.machine().await?;
+async fn await_registration(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
+    let machine = leased.machine().await?;
     if machine.registered_at.is_some() {
         return Ok(StepOutcome::done());
     }
-    let session = held.platform.db.session().await?;
-    let left = db::machines::remaining_registration_time(&session, machine.id).await?;
-    if left.is_zero() {
-        held.expire_registration().await?;
+    let session = leased.platform.db.session().await?;
+    let remaining = db::machines::remaining_registration_time(&session, machine.id).await?;
+    if remaining.is_zero() {
+        leased.expire_registration().await?;
         return Err(StepError::Lost);
     }
-    let next_check = create::check_actions(held, machine.id).await?;
-    Ok(StepOutcome::wait(left.min(next_check.unwrap_or(Duration::from_secs(30)))))
+    let next_check = create::check_actions(leased, machine.id).await?;
+    Ok(StepOutcome::wait(remaining.min(next_check.unwrap_or(Duration::from_secs(30)))))
 }
 
-/// Counts one run of a step.
-pub fn record_step(kind: OperationKind, step: Step, end: &Result<StepOutcome, StepError>, took: Duration) {
-    let outcome = match end {
+/// Records one run of a step in the metrics.
+pub fn record_step(
+    kind: OperationKind,
+    step: Step,
+    result: &Result<StepOutcome, StepError>,
+    duration: Duration,
+) {
+    let outcome = match result {
         Ok(StepOutcome::Done { .. } | StepOutcome::End { .. }) => "done",
         Ok(StepOutcome::Wait { .. } | StepOutcome::WaitFor { .. } | StepOutcome::NeedsDecision(_)) => {
             "waiting"
@@ -272,5 +278,5 @@ pub fn record_step(kind: OperationKind, step: Step, end: &Result<StepOutcome, St
         Err(StepError::Lost) => "lost",
     };
     OPERATION_STEPS.add_one([kind.as_str(), step.as_str(), outcome]);
-    OPERATION_STEP_DURATION.record([kind.as_str(), step.as_str()], took);
+    OPERATION_STEP_DURATION.record([kind.as_str(), step.as_str()], duration);
 }

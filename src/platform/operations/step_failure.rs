@@ -14,22 +14,23 @@ impl StepError {
     pub fn creation_failure(&self) -> CreationFailure {
         match self {
             Self::Transient { source, .. } | Self::Permanent { source, .. } => {
-                creation_failure(source.as_ref())
+                classify_creation_failure(source.as_ref())
             }
             Self::Lost => CreationFailure::Internal,
         }
     }
 }
 
-/// The outermost error of the chain that names a component decides: the provider, the store, or a fence in the store.
-pub fn creation_failure(source: &(dyn Error + Send + Sync + 'static)) -> CreationFailure {
+/// Classifies by the outermost error of the chain that names a component: the provider, the store, or a fence in the
+/// store.
+pub fn classify_creation_failure(source: &(dyn Error + Send + Sync + 'static)) -> CreationFailure {
     let outermost: &(dyn Error + 'static) = source;
     let mut chain = std::iter::successors(Some(outermost), |&error| error.source());
-    chain.find_map(component_failure).unwrap_or(CreationFailure::Internal)
+    chain.find_map(classify_component_error).unwrap_or(CreationFailure::Internal)
 }
 
-/// The failure that an error alone stands for, if it names a component.
-fn component_failure(error: &(dyn Error + 'static)) -> Option<CreationFailure> {
+/// The failure that this error indicates, without its sources, if it names a component.
+fn classify_component_error(error: &(dyn Error + 'static)) -> Option<CreationFailure> {
     if let Some(error) = error.downcast_ref::<ProviderError>() {
         return Some(match error.kind() {
             ErrorKind::Refused => CreationFailure::ProviderRefused,
@@ -54,13 +55,13 @@ mod tests {
     use svc_machine::epoch::Epoch;
     use svc_provider::Cause;
 
-    /// An error of ours around another one.
+    /// An error that wraps another one and names no component.
     #[derive(Debug, thiserror::Error)]
     #[error("create the machine")]
     struct Wrapped(#[source] Box<dyn Error + Send + Sync>);
 
     #[test]
-    fn creation_failure_names_failed_component() {
+    fn creation_failure_names_the_failed_component() {
         let provider = |kind| {
             let cause =
                 Cause::Response { status: 422, code: "invalid_input".to_owned(), message: String::new() };

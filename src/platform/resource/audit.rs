@@ -1,4 +1,4 @@
-//! Entries of the audit.
+//! Audit entries.
 
 use crate::db::audit::AuditRow;
 use svc_wire::audit::AuditEntry;

@@ -45,7 +45,7 @@ impl From<&MachineRow> for Machine {
             last_backup: parse_report(row.last_backup.as_ref()),
             last_update: parse_report(row.last_update.as_ref()),
             checks: parse_report(row.checks.as_ref()),
-            boot: boot(&row.boot_stages),
+            boot: to_boot(&row.boot_stages),
             boot_progress: parse_report(row.boot_progress.as_ref()),
             proven_at: row.proven_at.map(Into::into),
             final_backup_at: row.final_backup_at.map(Into::into),
@@ -73,12 +73,12 @@ impl From<&UpgradeToken> for wire::UpgradeToken {
     }
 }
 
-/// Parses a stored report of a host. A report that this release cannot read is `None`, too.
+/// Parses a host's stored report; also `None` if this release cannot read the report.
 fn parse_report<T: DeserializeOwned>(stored: Option<&Value>) -> Option<T> {
     stored.and_then(|stored| T::deserialize(stored).ok())
 }
 
-fn boot(stages: &Value) -> Option<Boot> {
+fn to_boot(stages: &Value) -> Option<Boot> {
     let stages: Vec<BootStage> = parse_report(Some(stages))?;
     let last = stages.last()?;
     Some(Boot { stage: last.stage.clone(), at: last.at.clone(), stages })

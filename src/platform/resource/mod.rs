@@ -1,4 +1,4 @@
-//! The resources of the API, made from rows: what responses show, and what the audit records.
+//! Converts rows to the resources that the API returns and the audit records.
 
 pub mod audit;
 pub mod machine;

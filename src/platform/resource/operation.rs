@@ -10,23 +10,23 @@ use svc_machine::id::MachineId;
 use svc_wire::operation::{LogLine, Operation, OperationState, Question};
 use svc_wire::text::Text;
 
-/// The operation with the newest lines of its log, and the number of older ones that are omitted.
-pub async fn with_log(client: &impl GenericClient, row: &OperationRow) -> Result<Operation, DbError> {
+/// Loads the newest lines of an operation's log, and the number of older lines that are omitted.
+pub async fn load_with_log(client: &impl GenericClient, row: &OperationRow) -> Result<Operation, DbError> {
     let newest = operation_log::load_newest_lines(client, row.id).await?;
     let log = newest.lines.into_iter().map(LogLine::from).collect();
     Ok(Operation { log, log_omitted: Some(newest.omitted.unsigned_abs()), ..Operation::from(row) })
 }
 
-/// A machine's operations with their logs, newest first.
-pub async fn of_machine(client: &impl GenericClient, id: MachineId) -> Result<Vec<Operation>, DbError> {
+/// Loads a machine's operations with their logs, newest first.
+pub async fn load_for_machine(client: &impl GenericClient, id: MachineId) -> Result<Vec<Operation>, DbError> {
     let mut operations = Vec::new();
     for row in db::operations::list_for_machine(client, id).await? {
-        operations.push(with_log(client, &row).await?);
+        operations.push(load_with_log(client, &row).await?);
     }
     Ok(operations)
 }
 
-/// The operation without its log.
+/// Converts the operation without its log.
 impl From<&OperationRow> for Operation {
     fn from(row: &OperationRow) -> Self {
         let question = row.question.as_ref().filter(|_| !row.has_ended());

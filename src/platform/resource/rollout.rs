@@ -1,4 +1,4 @@
-//! Rollouts, alone and with their machines.
+//! Rollouts, with and without their machines.
 
 use deadpool_postgres::GenericClient;
 
@@ -7,8 +7,8 @@ use crate::db::rollouts::{self, RolloutMachineRow, RolloutRow};
 use svc_wire::rollout::{Rollout, RolloutMachine, RolloutSummary, RolloutTotals};
 use svc_wire::text::Text;
 
-/// Rollouts without their machines.
-pub async fn summaries(
+/// Loads the summaries of rollouts: everything except their machines.
+pub async fn load_summaries(
     client: &impl GenericClient,
     rows: &[RolloutRow],
 ) -> Result<Vec<RolloutSummary>, DbError> {
@@ -20,21 +20,21 @@ pub async fn summaries(
         }
         totals
     };
-    Ok(rows.iter().map(|row| summary(row, totals(row))).collect())
+    Ok(rows.iter().map(|row| to_summary(row, totals(row))).collect())
 }
 
-/// A rollout with its machines.
-pub async fn with_machines(client: &impl GenericClient, row: &RolloutRow) -> Result<Rollout, DbError> {
+/// Loads a rollout with its machines.
+pub async fn load_with_machines(client: &impl GenericClient, row: &RolloutRow) -> Result<Rollout, DbError> {
     let machines = rollouts::list_machines(client, row.id).await?;
     let mut totals = RolloutTotals::default();
     machines.iter().for_each(|machine| totals.add(machine.state, 1));
     Ok(Rollout {
-        summary: summary(row, totals),
+        summary: to_summary(row, totals),
         machines: machines.into_iter().map(RolloutMachine::from).collect(),
     })
 }
 
-fn summary(row: &RolloutRow, totals: RolloutTotals) -> RolloutSummary {
+fn to_summary(row: &RolloutRow, totals: RolloutTotals) -> RolloutSummary {
     RolloutSummary {
         rollout_id: row.id.into(),
         image_version: (&row.image_version).into(),
@@ -48,7 +48,7 @@ fn summary(row: &RolloutRow, totals: RolloutTotals) -> RolloutSummary {
         updated_at: row.updated_at.into(),
         ended_at: row.ended_at.map(Into::into),
         verify: row.verify,
-        // One that a later release wrote in another form is not shown.
+        // A result that a later release has written in another format is omitted.
         verification: row.verification.clone().and_then(|last| serde_json::from_value(last).ok()),
         request_id: row.request_id.clone(),
     }

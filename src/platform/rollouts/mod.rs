@@ -1,9 +1,9 @@
 //! Rollouts of a release over many machines: [`crate::rollout_plan`] decides the next effects, one transaction writes
 //! them, and only then are hosts notified.
 //!
-//! Any process may take the next step of a rollout, one at a time. One notification per host is enough, since its
-//! next heartbeat delivers the same request. Both carry the request that created the rollout: a host never retries a
-//! failed request, but a later rollout of the same release is a new one.
+//! Any process may take the next step of a rollout, but only one process at a time. One notification per host is enough,
+//! because the response to its next heartbeat contains the same request. Both contain the id of the request that created
+//! the rollout: a host never retries a failed request, but a later rollout of the same release is a new request.
 
 mod verification;
 
@@ -28,7 +28,7 @@ use svc_wire::rollout::{MemberState, RolloutState};
 /// Fail points of a step.
 pub const FAILPOINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollouts.committed"];
 
-/// Maximum hosts notified at a time.
+/// Maximum number of hosts that are notified at the same time.
 const MAX_CONCURRENT_CALLS: usize = 8;
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// The total timeout of a host that reports an update in progress is this multiple of the silence timeout.
@@ -42,26 +42,26 @@ pub async fn run(platform: Arc<Platform>) {
             () = platform.stop.cancelled() => return,
             () = tokio::time::sleep(pause) => {}
         }
-        if let Err(error) = pass(&platform).await {
+        if let Err(error) = run_pass(&platform).await {
             tracing::warn!(error = %chain(error.as_ref()), "cannot advance rollouts");
         }
     }
 }
 
-async fn pass(platform: &Arc<Platform>) -> anyhow::Result<()> {
+async fn run_pass(platform: &Arc<Platform>) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let unfinished = rollouts::list_unfinished(&session).await?;
     drop(session);
     for rollout in unfinished {
-        request_id::run_with_id(rollout.request_id.clone(), advance(platform, &rollout)).await?;
+        request_id::run_with_id(rollout.request_id.clone(), advance_rollout(platform, &rollout)).await?;
     }
     Ok(())
 }
 
-async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Result<()> {
+async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    // Another process holds it.
+    // `None`: another process is advancing this rollout.
     let Some(rollout) = rollouts::try_lock(&tx, rollout.id).await? else { return Ok(()) };
     rollouts::record_progress(&tx, rollout.id).await?;
     let silence = platform.config.timing.rollout_silence;
@@ -71,7 +71,7 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
         if rollout.state == RolloutState::Running { RolloutPace::Running } else { RolloutPace::Halted };
     let limit = |number: i32| usize::try_from(number).unwrap_or(usize::MAX);
     let limits = Limits { canary: limit(rollout.canary), max_failures: limit(rollout.max_failures) };
-    let effects = rollout_plan::next(pace, limits, rollout.verification_state(), &members);
+    let effects = rollout_plan::next_effects(pace, limits, rollout.verification_state(), &members);
     let has_effects = !effects.is_empty();
     if has_effects {
         failpoint::pass("rollouts.decided")?;
@@ -86,14 +86,14 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
                     db::slots::set_release_for_machine(&tx, *machine, &rollout.image_version).await?;
                 }
                 ended.push(*state);
-                tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "machine of a rollout ended");
+                tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "a rollout's machine ended");
             }
             Effect::RequestUpdate { machine } => rollouts::request_update(&tx, rollout.id, *machine).await?,
             Effect::Verify => {
                 to_verify = rollouts::claim_verification(&tx, rollout.id, verification::CLAIM_TTL).await?;
             }
-            Effect::Stop { why } => end(&tx, &rollout, RolloutState::Stopped, Some(why)).await?,
-            Effect::Succeed => end(&tx, &rollout, RolloutState::Succeeded, None).await?,
+            Effect::Stop { why } => end_rollout(&tx, &rollout, RolloutState::Stopped, Some(why)).await?,
+            Effect::Succeed => end_rollout(&tx, &rollout, RolloutState::Succeeded, None).await?,
         }
     }
     let unnotified = rollouts::claim_unnotified(&tx, rollout.id).await?;
@@ -118,7 +118,7 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
         }));
     }
     if !unnotified.is_empty() {
-        // Slow hosts do not delay the rollout.
+        // A separate task, so that slow hosts do not delay the rollout.
         let (platform, id) = (Arc::clone(platform), request_id::current());
         tokio::spawn(request_id::run_with_id(id, async move {
             notify_hosts(&platform, &rollout, unnotified).await;
@@ -127,7 +127,7 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     Ok(())
 }
 
-async fn end(
+async fn end_rollout(
     tx: &deadpool_postgres::Transaction<'_>,
     rollout: &RolloutRow,
     state: RolloutState,
@@ -149,7 +149,7 @@ async fn end(
     Ok(())
 }
 
-/// Notifies hosts of a requested update.
+/// Notifies hosts of their requested update.
 async fn notify_hosts(platform: &Platform, rollout: &RolloutRow, machines: Vec<MachineId>) {
     let calls = machines.into_iter().map(|id| async move {
         let call = async {
@@ -157,8 +157,10 @@ async fn notify_hosts(platform: &Platform, rollout: &RolloutRow, machines: Vec<M
             let machine = db::machines::get(&session, id).await?;
             drop(session);
             match machine {
-                Some(machine) => host_call::update(platform, &machine, &rollout.image_version).await,
-                None => Ok(()),
+                Some(machine) => {
+                    Ok(host_call::request_update(platform, &machine, &rollout.image_version).await?)
+                }
+                None => Ok::<_, anyhow::Error>(()),
             }
         };
         if let Err(error) = call.await {

@@ -1,7 +1,8 @@
-//! Verifies the release of a rollout on the machines that got it first, before the next batch.
+//! Verifies the release of a rollout on the first machines that got it, before the next batch starts.
 //!
-//! The checks take long, so they run outside of any transaction, under a claim that is renewed: if the process stops,
-//! another one takes over. A finding pauses the rollout and raises an alarm; `resume` verifies again.
+//! The checks take a long time, so they run outside any transaction, under a claim that is renewed: if the process stops,
+//! another process takes over. A finding pauses the rollout and raises an alarm; after `svcctl deploy resume`, the release
+//! is verified again.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -28,33 +29,33 @@ use svc_machine::id::MachineId;
 use svc_verify::{CHECK_TIMEOUT, Credential, HostClient, TIMEOUTS, check_release};
 use svc_wire::rollout::{RolloutFinding, RolloutState, RolloutVerification};
 
-/// Machines that are verified; each has the same release.
+/// Maximum number of machines that are verified.
 const MAX_MACHINES: usize = 5;
 const MAX_CONCURRENT: usize = 2;
 const MAX_FINDINGS: usize = 20;
-/// A host that was just updated may still be starting.
+/// Attempts per machine: a host that was just updated may still be starting.
 const MAX_ATTEMPTS: usize = 3;
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum duration of the checks of one machine.
 const MACHINE_TIMEOUT: Duration = Duration::from_secs(CHECK_TIMEOUT.as_secs() * 3);
 pub const CLAIM_TTL: Duration = Duration::from_secs(60);
 const CLAIM_RENEWAL_INTERVAL: Duration = Duration::from_secs(15);
-/// Findings that the rollout's reason names.
+/// Maximum number of findings in the reason of a paused rollout.
 const MAX_NAMED: usize = 3;
 
 /// Verifies the release on the first machines that run it, and stores the result.
 ///
 /// # Errors
-/// When the database is unavailable; then the claim expires.
+/// When the database is unavailable. The claim then expires.
 pub async fn run(platform: &Arc<Platform>, mut claimed: RolloutRow) -> anyhow::Result<()> {
     let rollout = claimed.clone();
-    let mut verification = pin!(verify(platform, &rollout));
+    let mut verification = pin!(verify_release(platform, &rollout));
     loop {
         tokio::select! {
-            verification = &mut verification => return store(platform, &claimed, &verification?).await,
-            () = tokio::time::sleep(CLAIM_RENEWAL_INTERVAL) => match renew(platform, &claimed).await {
+            verification = &mut verification => return store_result(platform, &claimed, &verification?).await,
+            () = tokio::time::sleep(CLAIM_RENEWAL_INTERVAL) => match renew_claim(platform, &claimed).await {
                 Ok(Some(renewed)) => claimed = renewed,
-                // Another process took over, or an operator resumed the rollout: a new verification decides.
+                // Another process took over, or an operator resumed the rollout: only the new verification counts.
                 Ok(None) => return Ok(()),
                 Err(error) => tracing::warn!(error = %chain(&error), "cannot renew the claim of a verification"),
             },
@@ -62,12 +63,15 @@ pub async fn run(platform: &Arc<Platform>, mut claimed: RolloutRow) -> anyhow::R
     }
 }
 
-async fn renew(platform: &Platform, claimed: &RolloutRow) -> Result<Option<RolloutRow>, db::DbError> {
+async fn renew_claim(platform: &Platform, claimed: &RolloutRow) -> Result<Option<RolloutRow>, db::DbError> {
     let session = platform.db.session().await?;
     rollouts::renew_verification(&session, claimed, CLAIM_TTL).await
 }
 
-async fn verify(platform: &Arc<Platform>, rollout: &RolloutRow) -> Result<RolloutVerification, db::DbError> {
+async fn verify_release(
+    platform: &Arc<Platform>,
+    rollout: &RolloutRow,
+) -> Result<RolloutVerification, db::DbError> {
     let session = platform.db.session().await?;
     let machines = rollouts::list_running_release(&session, rollout, None).await?;
     let rows = load_machines(&session, machines).await?;
@@ -93,7 +97,7 @@ async fn verify(platform: &Arc<Platform>, rollout: &RolloutRow) -> Result<Rollou
             .await?
             .iter()
             .take(1)
-            .map(|row| release_gone(rollout, row))
+            .map(|row| release_missing_finding(rollout, row))
             .collect();
     }
     findings.truncate(MAX_FINDINGS);
@@ -116,25 +120,25 @@ async fn load_machines(
     Ok(rows)
 }
 
-/// The findings on a machine; `None` if it does not run the release any more.
+/// Returns the findings on a machine; `None` if it no longer runs the release.
 async fn verify_machine(
     platform: &Arc<Platform>,
     rollout: &RolloutRow,
     mut machine: MachineRow,
 ) -> Result<Option<Vec<RolloutFinding>>, db::DbError> {
     let deadline = Instant::now() + MACHINE_TIMEOUT;
-    let mut findings = vec![timed_out()];
+    let mut findings = vec![timeout_finding()];
     for attempt in 0..MAX_ATTEMPTS {
         if attempt > 0 {
             tokio::time::sleep(RETRY_INTERVAL).await;
-            // Use what the newest heartbeat reported.
+            // The next attempt uses the newest heartbeat.
             let Some(current) = reload_if_running_release(platform, rollout, &machine).await? else {
                 return Ok(None);
             };
             machine = current;
         }
-        // On timeout, keep the findings of the last complete attempt.
-        let Ok(found) = timeout_at(deadline, check(platform, &machine)).await else { break };
+        // After a timeout, the findings of the last complete attempt count.
+        let Ok(found) = timeout_at(deadline, check_machine(platform, &machine)).await else { break };
         findings = found;
         if findings.is_empty() {
             break;
@@ -142,23 +146,23 @@ async fn verify_machine(
     }
     // A result counts only if the machine still runs the release.
     let current = reload_if_running_release(platform, rollout, &machine).await?;
-    Ok(current.map(|machine| findings.into_iter().map(|found| rollout_finding(&machine, found)).collect()))
+    Ok(current.map(|machine| findings.into_iter().map(|found| to_rollout_finding(&machine, found)).collect()))
 }
 
-/// The problems of one attempt.
-async fn check(platform: &Arc<Platform>, machine: &MachineRow) -> Vec<Finding> {
-    let mut findings = match host_client(platform, machine) {
+/// Checks a machine once, and returns the problems.
+async fn check_machine(platform: &Arc<Platform>, machine: &MachineRow) -> Vec<Finding> {
+    let mut findings = match build_host_client(platform, machine) {
         Ok(host) => check_release(&host, async { check_database(machine) }).await,
         Err(error) => {
             let what = format!("cannot connect to the host: {error:#}");
-            Findings::new("connection").problem(what, "svcctl status MACHINE").into_list()
+            Findings::new("connection").problem(what, "run `svcctl status MACHINE`").into_list()
         }
     };
     findings.retain(|finding| finding.level == Level::Problem);
     findings
 }
 
-/// The machine's current row; `None` if it does not run the release any more.
+/// Reads the machine's current row; `None` if it no longer runs the release.
 async fn reload_if_running_release(
     platform: &Platform,
     rollout: &RolloutRow,
@@ -169,33 +173,35 @@ async fn reload_if_running_release(
     Ok(load_machines(&session, running).await?.pop())
 }
 
-/// Whether the gateway uses the machine's own database: only the host can compare them, and its heartbeats report it.
+/// Checks that the gateway uses the machine's own database. Only the host can compare them; its heartbeats report a
+/// mismatch.
 fn check_database(machine: &MachineRow) -> Findings {
     let findings = Findings::new("vps-database");
     let reported = machine.attention.as_array().into_iter().flatten();
-    match reported.into_iter().find(|one| one["code"] == "database_mismatch") {
+    match reported.into_iter().find(|problem| problem["code"] == "database_mismatch") {
         Some(mismatch) => {
             let what = mismatch["detail"].as_str().unwrap_or("the host reports another database").to_owned();
-            findings.problem(what, "svcctl status MACHINE")
+            findings.problem(what, "run `svcctl status MACHINE`")
         }
         None => findings.ok("the host reports its own database"),
     }
 }
 
-/// A client of the host with the owner's rights, as the router has.
-fn host_client(platform: &Arc<Platform>, machine: &MachineRow) -> anyhow::Result<HostClient> {
-    let (base, client) = host_call::client_of(platform, machine, TIMEOUTS)?;
+/// Builds a client for the host that has the owner's rights, as the router does.
+fn build_host_client(platform: &Arc<Platform>, machine: &MachineRow) -> anyhow::Result<HostClient> {
+    let (base, client) = host_call::build_client(platform, machine, TIMEOUTS)?;
     let (platform, machine) = (Arc::clone(platform), machine.clone());
     let sign = move || {
         let keys = platform.keys.borrow();
-        let proof = keys.signer_for(&machine.proof_kids).sign(&host_call::claims_for(&machine, Route::Shell));
+        let proof =
+            keys.signer_for(&machine.proof_kids).sign(&host_call::build_claims(&machine, Route::Shell));
         HeaderValue::from_str(&proof).unwrap_or_else(|_| HeaderValue::from_static(""))
     };
     let header = HeaderName::from_static(proof::HEADER);
     Ok(HostClient::direct(client, base, Credential::Signed(header, Box::new(sign))))
 }
 
-fn rollout_finding(machine: &MachineRow, finding: Finding) -> RolloutFinding {
+fn to_rollout_finding(machine: &MachineRow, finding: Finding) -> RolloutFinding {
     let next = finding.next.map(|next| next.replace("MACHINE", machine.handle.as_str()));
     RolloutFinding {
         machine_id: machine.id.into(),
@@ -206,27 +212,27 @@ fn rollout_finding(machine: &MachineRow, finding: Finding) -> RolloutFinding {
     }
 }
 
-fn timed_out() -> Finding {
+fn timeout_finding() -> Finding {
     let what = format!("the checks did not finish within {} s", MACHINE_TIMEOUT.as_secs());
-    let next = "check that the host responds (`svcctl status MACHINE`), then `svcctl deploy resume`";
+    let next = "check that the host responds (`svcctl status MACHINE`), then run `svcctl deploy resume`";
     Finding { check: "verification", level: Level::Problem, what, next: Some(next.to_owned()) }
 }
 
-/// None of the machines that got the release runs it, so that nothing can be verified.
-fn release_gone(rollout: &RolloutRow, machine: &MachineRow) -> RolloutFinding {
+/// The finding that none of the machines that got the release still runs it, so that it cannot be verified.
+fn release_missing_finding(rollout: &RolloutRow, machine: &MachineRow) -> RolloutFinding {
     let version = &rollout.image_version;
     let what = format!(
-        "none of the first machines runs {version} any more: they were rolled back, replaced, deleted or switched off"
+        "none of the first machines still runs {version}: they were rolled back, replaced, deleted or switched off"
     );
     let next = format!(
-        "svcctl status MACHINE; if it should run {version}, `svc-update apply --version {version} --allow-quarantined` on it, then \
-         `svcctl deploy resume`; otherwise `svcctl deploy abort`, and start a new rollout"
+        "run `svcctl status MACHINE`; if the machine should run {version}, run `svc-update apply --version {version} \
+         --allow-quarantined` on it, then `svcctl deploy resume`; otherwise run `svcctl deploy abort`, and start a new rollout"
     );
-    rollout_finding(machine, Finding { check: "release", level: Level::Problem, what, next: Some(next) })
+    to_rollout_finding(machine, Finding { check: "release", level: Level::Problem, what, next: Some(next) })
 }
 
-/// Stores the result. A finding pauses the rollout, unless it has ended meanwhile.
-async fn store(
+/// Stores the result. A finding pauses the rollout unless it has ended in the meantime.
+async fn store_result(
     platform: &Platform,
     rollout: &RolloutRow,
     verification: &RolloutVerification,
@@ -234,7 +240,7 @@ async fn store(
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(current) = rollouts::lock(&tx, rollout.id).await? else { return Ok(()) };
-    // Another process took over, or an operator resumed: its verification decides.
+    // Another process took over, or an operator resumed the rollout: only the new verification counts.
     if !rollouts::record_verification(&tx, rollout, &json!(verification)).await? {
         return Ok(());
     }
@@ -260,12 +266,14 @@ async fn store(
     Ok(())
 }
 
-/// The findings in one line.
+/// Summarizes the findings on one line.
 fn pause_reason(verification: &RolloutVerification) -> String {
     let findings = &verification.findings;
-    let named = findings.iter().take(MAX_NAMED);
-    let named: Vec<_> =
-        named.map(|found| format!("{}: {}: {}", found.handle, found.check, found.what)).collect();
+    let named: Vec<_> = findings
+        .iter()
+        .take(MAX_NAMED)
+        .map(|found| format!("{}: {}: {}", found.handle, found.check, found.what))
+        .collect();
     let more = findings.len().saturating_sub(MAX_NAMED);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
     let reason = format!("the verification failed: {}{more}", named.join("; "));
@@ -277,12 +285,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pause_reason_lists_first_findings_and_counts_rest() {
+    fn pause_reason_names_first_findings_and_counts_others() {
         let found = |check: &str| RolloutFinding {
             machine_id: MachineId::new().into(),
             handle: svc_wire::text::Text::stored("ada"),
             check: check.to_owned(),
-            what: "it is broken".to_owned(),
+            what: "failing".to_owned(),
             next: None,
         };
         let mut verification = RolloutVerification {
@@ -291,14 +299,14 @@ mod tests {
             handles: Vec::new(),
             findings: vec![found("icons")],
         };
-        assert_eq!(pause_reason(&verification), "the verification failed: ada: icons: it is broken");
-        // A host may report any text.
+        assert_eq!(pause_reason(&verification), "the verification failed: ada: icons: failing");
+        // A host can report any text.
         verification.findings[0].what = "it is\r\nresumed: all is well\u{1b}[2J".to_owned();
         assert_eq!(
             pause_reason(&verification),
             "the verification failed: ada: icons: it is; resumed: all is well\u{FFFD}[2J"
         );
         verification.findings = ["shell", "icons", "schemas", "health", "route"].map(found).to_vec();
-        assert!(pause_reason(&verification).ends_with("ada: schemas: it is broken; and 2 more"));
+        assert!(pause_reason(&verification).ends_with("ada: schemas: failing; and 2 more"));
     }
 }

@@ -1,7 +1,7 @@
-//! The choice of account in a browser whose session and identity provider's cookie name different users.
+//! The choice of account in a browser whose session and whose identity provider's cookie belong to different users.
 //!
-//! Two people may share a browser, so a page prompts for the choice. Any host of the same domain can plant the provider's
-//! cookie, so the session is used until the person decides.
+//! Two people may share a browser, so a page prompts for the choice. Any host of the same domain can set the provider's
+//! cookie, so the session takes precedence until the person decides.
 
 use axum::response::Response;
 use base64::Engine;
@@ -45,8 +45,9 @@ impl std::str::FromStr for AccountChoice {
     }
 }
 
-/// The page that prompts for the choice, if a browser shows it and the person has not chosen between these two users.
-pub(super) fn prompt(
+/// The page that prompts for the choice; `None` if none is needed, if the request is not for a page, or if the person has
+/// already chosen between these two users.
+pub(super) fn choice_page(
     router: &RouterState,
     context: &RequestContext,
     identity: &Identity,
@@ -59,15 +60,15 @@ pub(super) fn prompt(
         return None;
     }
     let return_to = sign_in::local_path(uri);
-    let body = page::styled(TEMPLATE)
+    let body = page::insert_style(TEMPLATE)
         .replace("{{session}}", &router.account_name(&session.user))
         .replace("{{provider}}", &router.account_name(&subject.user))
         .replace("{{return_to}}", &escape_attribute(return_to));
-    Some(page::html(StatusCode::CONFLICT, body))
+    Some(page::html_response(StatusCode::CONFLICT, body))
 }
 
-/// Keeps the session, or replaces it by a session of the provider's user.
-pub(super) async fn choose(
+/// Keeps the session, or replaces it with a session of the provider's user.
+pub(super) async fn handle_choice(
     router: &RouterState,
     context: &RequestContext,
     call: &ApiCall,
@@ -79,7 +80,7 @@ pub(super) async fn choose(
     let choice = fields.finish(choice)?;
     let return_to = return_to.filter(|path| sign_in::is_local_path(path)).unwrap_or_else(|| "/".to_owned());
     let mut response = redirect(StatusCode::SEE_OTHER, &return_to);
-    // Already decided, for example in another tab or by a double click.
+    // The person has already decided, for example in another tab or by a double click.
     let Identity::Disputed(session, subject) = &identity else { return Ok(response) };
     let set_cookie = match choice {
         AccountChoice::Session => RouterCookie::KeptAccount.set_cookie(
@@ -104,7 +105,7 @@ pub(super) async fn choose(
 impl RouterState {
     /// A name that the user recognizes: the handle of their machine.
     fn account_name(&self, user: &IdpUserId) -> String {
-        let machines = self.directory.machines(user).unwrap_or_default();
+        let machines = self.directory.list_machines(user).unwrap_or_default();
         // Handles contain no HTML special characters.
         machines.first().map_or_else(
             || "an account without a computer".to_owned(),

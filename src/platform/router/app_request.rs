@@ -1,9 +1,9 @@
-//! Requests of an app's page, authenticated by its app token in the path `/apps/<slug>/~<token>/…` or as bearer token,
-//! never by a cookie.
+//! Requests from an app's page. They are authenticated by the app token, in the path `/apps/<slug>/~<token>/…` or as a
+//! bearer token, and never by a cookie.
 //!
 //! The page has an opaque origin, so the browser sends `Origin: null` and requires CORS headers. Allowing that origin is
 //! safe, because credentials that a browser adds automatically are ignored here. Invariant: a request with an app token
-//! is forwarded only as route `app` of that app.
+//! is forwarded only with route `app` and the name of that app.
 
 use axum::body::Body;
 use axum::extract::Request;
@@ -18,7 +18,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 
 use super::app_token::{self, AppClaims};
 use super::directory::MachineLookup;
-use super::identity::bearer;
+use super::identity::bearer_token;
 use super::page::UnavailableReason;
 use super::serve::{Caller, RequestContext, rate_limited};
 use super::{RouterState, builtin, frame, origin};
@@ -28,20 +28,20 @@ use svc_http::proof::ProofError;
 
 const TOKEN_MARKER: &str = "/~";
 
-/// The place of the app token in the request.
+/// The app token of a request, and where it was found.
 pub(super) enum PresentedToken {
     InPath { slug: String, token: String, rest: String },
     AsBearer(String),
 }
 
-/// A request of an app's page.
+/// A request from an app's page.
 pub(super) enum AppRequest {
     /// A CORS preflight, which has no token.
     Preflight,
     WithToken(PresentedToken),
 }
 
-/// Classifies a request; `None` if it is not one of an app's page.
+/// Classifies a request; `None` if it does not come from an app's page.
 pub(super) fn classify(context: &RequestContext, request: &Request) -> Option<AppRequest> {
     if context.host != PublicHost::App {
         return None;
@@ -49,18 +49,18 @@ pub(super) fn classify(context: &RequestContext, request: &Request) -> Option<Ap
     if is_preflight(request.method(), request.headers()) {
         return Some(AppRequest::Preflight);
     }
-    presented_token(request).map(AppRequest::WithToken)
+    find_token(request).map(AppRequest::WithToken)
 }
 
-/// Handles a request of an app's page.
+/// Handles a request from an app's page.
 pub(super) async fn handle(
     router: &RouterState,
     context: &RequestContext,
     app_request: AppRequest,
     request: Request,
 ) -> Response {
-    let AppRequest::WithToken(token) = app_request else { return preflight() };
-    let is_opaque = from_opaque_origin(request.headers());
+    let AppRequest::WithToken(token) = app_request else { return preflight_response() };
+    let is_opaque = has_opaque_origin(request.headers());
     let mut response = serve(router, context, token, request).await;
     if is_opaque {
         allow_opaque_origin(response.headers_mut());
@@ -74,7 +74,7 @@ async fn serve(
     token: PresentedToken,
     mut request: Request,
 ) -> Response {
-    if !from_opaque_origin(request.headers())
+    if !has_opaque_origin(request.headers())
         && origin::is_foreign_origin(request.headers(), context.scheme, &context.authority)
     {
         return Problem::new(Code::Forbidden, "The request comes from another origin.").into_response();
@@ -98,7 +98,7 @@ async fn serve(
             }
         }
     }
-    // The machine identifies the caller by the proof, so it must not see the token.
+    // The machine identifies the caller by the proof, and must not see the token.
     request.headers_mut().remove(AUTHORIZATION);
     match router.directory.find_by_id(&claims.sub, claims.aud) {
         MachineLookup::Running(machine, upstream) => {
@@ -112,7 +112,7 @@ async fn serve(
     }
 }
 
-/// The response to a rejected token. Only a forged token counts against the limit of the client's address.
+/// Returns the response to a rejected token. Only forged tokens count against the rate limit of the client's address.
 fn reject(router: &RouterState, context: &RequestContext, rejection: TokenRejection) -> Response {
     if matches!(rejection, TokenRejection::Forged)
         && let Err(problem) = router.admit_check(context)
@@ -122,7 +122,7 @@ fn reject(router: &RouterState, context: &RequestContext, rejection: TokenReject
     rejection.respond(context.wants_page)
 }
 
-/// Reason why an app token is rejected.
+/// Why an app token is rejected.
 enum TokenRejection {
     /// Malformed, or not signed by a platform key.
     Forged,
@@ -162,7 +162,7 @@ fn verify_token(
         tracing::debug!(%error, "app token rejected");
         if matches!(error, ProofError::Stale) { TokenRejection::Expired } else { TokenRejection::Forged }
     })?;
-    if claims.generation < router.sign_outs.required(&claims.sub) {
+    if claims.generation < router.sign_outs.required_generation(&claims.sub) {
         return Err(TokenRejection::Expired);
     }
     if slug.is_some_and(|slug| *slug != claims.app) {
@@ -171,7 +171,7 @@ fn verify_token(
     Ok(claims)
 }
 
-fn presented_token(request: &Request) -> Option<PresentedToken> {
+fn find_token(request: &Request) -> Option<PresentedToken> {
     if let Some(path) = request.uri().path().strip_prefix("/apps/")
         && let Some(end) = path.find(TOKEN_MARKER)
         && app_token::is_slug(&path[..end])
@@ -182,7 +182,7 @@ fn presented_token(request: &Request) -> Option<PresentedToken> {
         let slug = path[..end].to_owned();
         return Some(PresentedToken::InPath { slug, token: token.to_owned(), rest: rest.to_owned() });
     }
-    let token = bearer(request.headers()).filter(|token| app_token::is_app_token(token))?;
+    let token = bearer_token(request.headers()).filter(|token| app_token::is_app_token(token))?;
     Some(PresentedToken::AsBearer(token.to_owned()))
 }
 
@@ -194,7 +194,7 @@ fn upstream_uri(uri: &Uri, slug: &str, rest: &str) -> Option<Uri> {
     Uri::from_parts(parts).ok()
 }
 
-fn from_opaque_origin(headers: &HeaderMap) -> bool {
+fn has_opaque_origin(headers: &HeaderMap) -> bool {
     let mut origins = headers.get_all(ORIGIN).iter();
     matches!((origins.next(), origins.next()), (Some(origin), None) if origin == "null")
 }
@@ -203,10 +203,10 @@ fn from_opaque_origin(headers: &HeaderMap) -> bool {
 fn is_preflight(method: &Method, headers: &HeaderMap) -> bool {
     method == Method::OPTIONS
         && headers.contains_key(ACCESS_CONTROL_REQUEST_METHOD)
-        && from_opaque_origin(headers)
+        && has_opaque_origin(headers)
 }
 
-fn preflight() -> Response {
+fn preflight_response() -> Response {
     let mut response = Response::new(Body::empty());
     *response.status_mut() = StatusCode::NO_CONTENT;
     let headers = response.headers_mut();

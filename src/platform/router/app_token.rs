@@ -1,7 +1,7 @@
-//! App tokens, which an app's page has instead of its owner's session (contract, part 4, "Apps").
+//! App tokens, which an app's page uses instead of its owner's session (contract, part 4, "Apps").
 //!
 //! A token is valid for one hour, for one app on one machine of one user. A dedicated key signs app tokens, so a token
-//! cannot be used as a proof, or a proof as a token. Invariant: a token never reaches another machine or app.
+//! cannot be used as a proof, nor a proof as a token. Invariant: a token is never accepted for another machine or app.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -22,7 +22,7 @@ const MAX_SLUG_BYTES: usize = 41;
 pub(super) struct AppClaims {
     iss: String,
     pub(super) sub: IdpUserId,
-    /// The machine; a token is not valid for its successor.
+    /// The machine. A token is not valid for the machine's successor.
     pub(super) aud: MachineId,
     pub(super) app: String,
     iat: i64,
@@ -65,12 +65,15 @@ pub(super) fn is_app_token(text: &str) -> bool {
     text.starts_with(PREFIX)
 }
 
+/// Verifies a token's signature, claims and times. The caller checks the machine.
+///
 /// # Errors
-/// [`ProofError`], except `WrongMachine`: the caller checks the machine.
+/// [`ProofError`], except `WrongMachine`.
 pub(super) fn verify(keys: &ProofKeys, token: &str, now: Timestamp) -> Result<AppClaims, ProofError> {
     let jwt =
         token.strip_prefix(PREFIX).filter(|_| token.len() <= MAX_TOKEN_BYTES).ok_or(ProofError::Malformed)?;
-    let claims: AppClaims = serde_json::from_slice(&keys.open(jwt)?).map_err(|_| ProofError::Malformed)?;
+    let claims: AppClaims =
+        serde_json::from_slice(&keys.verify_signature(jwt)?).map_err(|_| ProofError::Malformed)?;
     if claims.iss != ISSUER || claims.exp - claims.iat > APP_TOKEN_SECONDS || !is_slug(&claims.app) {
         return Err(ProofError::Malformed);
     }
@@ -101,7 +104,7 @@ mod tests {
     #[test]
     fn verify_rejects_expired_and_foreign_tokens() {
         let (own, other, now) = (signer(), signer(), Timestamp::now());
-        let keys = ProofKeys { keys: vec![own.public()] };
+        let keys = ProofKeys { keys: vec![own.public_key()] };
         let (user, machine) = ("user_1".parse().unwrap(), MachineId::new());
         let minted = mint(&own, &user, machine, "notes", 0, now);
         assert!(is_app_token(&minted.token));
@@ -114,9 +117,9 @@ mod tests {
     }
 
     #[test]
-    fn verify_rejects_other_signed_claims() {
+    fn verify_rejects_invalid_signed_claims() {
         let (own, now) = (signer(), Timestamp::now());
-        let keys = ProofKeys { keys: vec![own.public()] };
+        let keys = ProofKeys { keys: vec![own.public_key()] };
         let (user, machine) = ("user_1".parse().unwrap(), MachineId::new());
         let good = || AppClaims {
             iss: ISSUER.to_owned(),

@@ -24,17 +24,17 @@ use svc_http::problem::{Code, Problem};
 use svc_machine::name::IdpUserId;
 
 static CLEAR_SITE_DATA: HeaderName = HeaderName::from_static("clear-site-data");
-/// Without `"cookies"`: that would delete the router's own cookies too, which the router expires itself.
+/// Does not include `"cookies"`, which would also delete the router's own cookies; the router expires those itself.
 const CACHE_AND_STORAGE: HeaderValue = HeaderValue::from_static("\"cache\", \"storage\"");
 /// One year. Browsers cap the lifetime of a cookie at 400 days.
 const LAST_USER_SECONDS: u64 = 365 * 86_400;
 static SERVICE_WORKER: HeaderName = HeaderName::from_static("service-worker");
-/// Scripts cannot set these.
+/// Scripts cannot set the `Sec-Fetch-*` headers.
 static FETCH_MODE: HeaderName = HeaderName::from_static("sec-fetch-mode");
 static FETCH_DEST: HeaderName = HeaderName::from_static("sec-fetch-dest");
 
-/// Headers of a machine's response that would act on the shared origin, or on other hosts, after the response.
-static ORIGIN_WIDE: [HeaderName; 6] = [
+/// Headers of a machine's response that would affect later requests to the shared origin, or to other hosts.
+static ORIGIN_WIDE_HEADERS: [HeaderName; 6] = [
     HeaderName::from_static("alt-svc"),
     HeaderName::from_static("clear-site-data"),
     HeaderName::from_static("nel"),
@@ -43,19 +43,19 @@ static ORIGIN_WIDE: [HeaderName; 6] = [
     HeaderName::from_static("strict-transport-security"),
 ];
 static SERVICE_WORKER_ALLOWED: HeaderName = HeaderName::from_static("service-worker-allowed");
-/// Types that a browser shows as a document which runs scripts.
+/// Content types that a browser shows as a document, in which scripts run.
 const DOCUMENT_TYPES: [&str; 5] =
     ["text/html", "application/xhtml+xml", "image/svg+xml", "application/xml", "text/xml"];
 
-/// Makes the values of the cookie. They are digests, so that the browser's files do not reveal the user's id, with a key,
-/// so that a script cannot make the one of the next user.
-pub struct UserMarks {
+/// Computes the values of the last-user cookie. They are digests, so that the browser's files do not reveal the user's id.
+/// They depend on a key, so that a script cannot compute the next user's digest.
+pub struct UserDigests {
     current: hmac::Key,
-    /// Accepted during a change of the platform's key.
+    /// Accepted during a change of `PLATFORM_KEY`.
     previous: Option<hmac::Key>,
 }
 
-impl UserMarks {
+impl UserDigests {
     pub fn new(platform_key: &SecretSlice<u8>, previous: Option<&SecretSlice<u8>>) -> Self {
         let derive = |key: &SecretSlice<u8>| {
             let key = hmac::Key::new(hmac::HMAC_SHA256, key.expose_secret());
@@ -64,21 +64,22 @@ impl UserMarks {
         Self { current: derive(platform_key), previous: previous.map(derive) }
     }
 
-    fn mark(&self, user: &IdpUserId) -> String {
-        mark(&self.current, user)
+    fn digest(&self, user: &IdpUserId) -> String {
+        user_digest(&self.current, user)
     }
 
-    fn is_of(&self, user: &IdpUserId, text: &str) -> bool {
-        text == self.mark(user) || self.previous.as_ref().is_some_and(|key| text == mark(key, user))
+    fn matches(&self, user: &IdpUserId, digest: &str) -> bool {
+        digest == self.digest(user)
+            || self.previous.as_ref().is_some_and(|key| digest == user_digest(key, user))
     }
 }
 
-fn mark(key: &hmac::Key, user: &IdpUserId) -> String {
+fn user_digest(key: &hmac::Key, user: &IdpUserId) -> String {
     B64.encode(&hmac::sign(key, user.as_str().as_bytes()).as_ref()[..16])
 }
 
-/// Refuses the script of a service worker on `APP_HOST`: it would intercept every later page of the origin. The editor on
-/// `CODE_HOST` needs one.
+/// Refuses a service worker's script on `APP_HOST`: the worker would intercept every later page of the origin. The editor
+/// on `CODE_HOST` needs its service worker.
 ///
 /// # Errors
 /// `forbidden`.
@@ -89,8 +90,9 @@ pub(super) fn check_service_worker(context: &RequestContext, headers: &HeaderMap
     Ok(())
 }
 
-/// Returns a response that replaces the machine's if the browser's last user was another one. A page is requested again
-/// after the data is cleared. Any other request is refused: a script of the last user may have sent it.
+/// Returns a response that replaces the machine's response if the browser's last user was a different one. A page is
+/// requested again after the data has been cleared. Any other request is refused: a script of the last user may have sent
+/// it.
 pub(super) fn require_cleared_data(
     router: &RouterState,
     context: &RequestContext,
@@ -98,11 +100,11 @@ pub(super) fn require_cleared_data(
     headers: &HeaderMap,
     uri: &Uri,
 ) -> Option<Response> {
-    if matches!(identity, Identity::Bearer(_)) || !clears_data(context, headers) {
+    if matches!(identity, Identity::Bearer(_)) || !honours_clear_site_data(context, headers) {
         return None;
     }
     match RouterCookie::LastUser.get(headers, context.scheme) {
-        Some(last) if router.marks.is_of(identity.user(), last) => return None,
+        Some(last) if router.user_digests.matches(identity.user(), last) => return None,
         // An earlier release opened this session without the cookie. Sessions expire after 12 hours.
         None if identity.session().is_some() => return None,
         _ => {}
@@ -115,12 +117,12 @@ pub(super) fn require_cleared_data(
         let detail = "Another account was used in this browser before: reload the page.";
         Problem::new(Code::Unauthorized, detail).into_response()
     };
-    clear(&mut response);
+    clear_data(&mut response);
     Some(response)
 }
 
-/// Records the user in the response that opens a session. If the last user was another one, the browser is instructed to
-/// clear its data.
+/// Records the user in the response that opens a session. If the browser's last user was a different one, the response
+/// also instructs the browser to clear its data.
 pub(super) fn record_user(
     router: &RouterState,
     response: &mut Response,
@@ -128,25 +130,25 @@ pub(super) fn record_user(
     headers: &HeaderMap,
     user: &IdpUserId,
 ) {
-    if !clears_data(context, headers) {
+    if !honours_clear_site_data(context, headers) {
         return;
     }
     let last = RouterCookie::LastUser.get(headers, context.scheme);
-    if !last.is_some_and(|last| router.marks.is_of(user, last)) {
-        clear(response);
+    if !last.is_some_and(|last| router.user_digests.matches(user, last)) {
+        clear_data(response);
     }
     response.headers_mut().append(SET_COOKIE, set_last_user(router, context, user));
 }
 
 /// Instructs the browser to clear the origin's cache and storage.
-pub(super) fn clear(response: &mut Response) {
+pub(super) fn clear_data(response: &mut Response) {
     response.headers_mut().insert(&CLEAR_SITE_DATA, CACHE_AND_STORAGE);
 }
 
-/// Removes and sets headers of a machine's response, so that it affects neither later requests to the origin nor another
-/// user.
+/// Removes and sets headers of a machine's response, so that it affects neither later requests to the origin nor other
+/// users.
 pub(super) fn sanitize_response_headers(context: &RequestContext, headers: &mut HeaderMap) {
-    for name in &ORIGIN_WIDE {
+    for name in &ORIGIN_WIDE_HEADERS {
         headers.remove(name);
     }
     if context.host == PublicHost::App {
@@ -154,15 +156,15 @@ pub(super) fn sanitize_response_headers(context: &RequestContext, headers: &mut 
     }
     headers.append(VARY, HeaderValue::from_static("cookie"));
     if (context.wants_page || is_document(headers)) && !is_never_stored(headers) {
-        // Each visit is revalidated, so that the router can check the user.
+        // The browser must revalidate the page on each visit, so that the router can check the user.
         headers.insert(CACHE_CONTROL, HeaderValue::from_static("private, no-cache"));
     }
 }
 
 fn is_document(headers: &HeaderMap) -> bool {
-    let kind = headers.get(CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
-    let kind = kind.split(';').next().unwrap_or_default().trim();
-    DOCUMENT_TYPES.iter().any(|document| kind.eq_ignore_ascii_case(document))
+    let content_type = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let media_type = content_type.split(';').next().unwrap_or_default().trim();
+    DOCUMENT_TYPES.iter().any(|document| media_type.eq_ignore_ascii_case(document))
 }
 
 fn is_never_stored(headers: &HeaderMap) -> bool {
@@ -170,28 +172,28 @@ fn is_never_stored(headers: &HeaderMap) -> bool {
     lines.flat_map(|line| line.split(',')).any(|directive| directive.trim().eq_ignore_ascii_case("no-store"))
 }
 
-/// Whether a person opens a page, rather than a script or a frame of another page.
+/// Whether the browser's window navigates to a page; `false` for requests of scripts and frames.
 fn is_navigation(headers: &HeaderMap) -> bool {
-    let is = |name: &HeaderName, expected: &[u8]| {
+    let has_value = |name: &HeaderName, expected: &[u8]| {
         headers.get(name).is_some_and(|value| value.as_bytes() == expected)
     };
-    is(&FETCH_MODE, b"navigate") && is(&FETCH_DEST, b"document")
+    has_value(&FETCH_MODE, b"navigate") && has_value(&FETCH_DEST, b"document")
 }
 
 /// Whether the client is a browser that honours `Clear-Site-Data`. Browsers do so only in a secure context.
-fn clears_data(context: &RequestContext, headers: &HeaderMap) -> bool {
+fn honours_clear_site_data(context: &RequestContext, headers: &HeaderMap) -> bool {
     cookie::is_browser(headers) && (context.scheme == "https" || is_loopback(&context.authority))
 }
 
 fn is_loopback(authority: &str) -> bool {
-    let port = authority.rfind(':').filter(|colon| !authority[*colon..].contains(']'));
-    let host = port.map_or(authority, |colon| &authority[..colon]);
+    let port_colon = authority.rfind(':').filter(|colon| !authority[*colon..].contains(']'));
+    let host = port_colon.map_or(authority, |colon| &authority[..colon]);
     let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
     host == "localhost" || host.ends_with(".localhost") || address.is_ok_and(|address| address.is_loopback())
 }
 
 fn set_last_user(router: &RouterState, context: &RequestContext, user: &IdpUserId) -> HeaderValue {
-    RouterCookie::LastUser.set_cookie(&router.marks.mark(user), context.scheme, LAST_USER_SECONDS)
+    RouterCookie::LastUser.set_cookie(&router.user_digests.digest(user), context.scheme, LAST_USER_SECONDS)
 }
 
 #[cfg(test)]
@@ -215,17 +217,17 @@ mod tests {
     }
 
     #[test]
-    fn marks_differ_by_user_and_key() {
+    fn digest_depends_on_user_and_key() {
         let key = |byte: u8| SecretSlice::from(vec![byte; 32]);
-        let (first, second) = (UserMarks::new(&key(1), None), UserMarks::new(&key(2), Some(&key(1))));
+        let (first, second) = (UserDigests::new(&key(1), None), UserDigests::new(&key(2), Some(&key(1))));
         let (one, other): (IdpUserId, IdpUserId) = ("a".parse().unwrap(), "b".parse().unwrap());
-        assert!(first.is_of(&one, &first.mark(&one)) && !first.is_of(&other, &first.mark(&one)));
-        assert!(second.is_of(&one, &first.mark(&one)), "of the previous key");
-        assert!(!first.is_of(&one, &second.mark(&one)));
+        assert!(first.matches(&one, &first.digest(&one)) && !first.matches(&other, &first.digest(&one)));
+        assert!(second.matches(&one, &first.digest(&one)), "a digest with the previous key");
+        assert!(!first.matches(&one, &second.digest(&one)));
     }
 
     #[test]
-    fn documents_and_stored_responses_are_recognized() {
+    fn header_checks_recognize_documents_and_no_store() {
         let header = |name: HeaderName, values: &[&'static str]| {
             let mut headers = HeaderMap::new();
             for value in values {

@@ -46,8 +46,8 @@ pub(super) enum BuiltinAction {
 }
 
 impl BuiltinRoute {
-    /// Whether the route accepts the method. HEAD is accepted only where GET has no side effects: the other GET routes issue
-    /// or redeem a code.
+    /// Whether the route accepts the method. HEAD is accepted only by the GET route without side effects: the other GET
+    /// routes issue or redeem a code.
     fn accepts(&self, method: &Method) -> bool {
         let declared = &self.operation.method;
         declared == method
@@ -89,7 +89,7 @@ pub(super) async fn handle(
     match route.action {
         BuiltinAction::ListSlots => list_slots(router, context, &call).await,
         BuiltinAction::ChooseSlot => choose_slot(router, context, &call).await,
-        BuiltinAction::ChooseAccount => account::choose(router, context, &call).await,
+        BuiltinAction::ChooseAccount => account::handle_choice(router, context, &call).await,
         BuiltinAction::SignOut => sign_in::sign_out(router, context, &call.headers).await,
         BuiltinAction::IssueCode => sign_in::issue_code(router, context, &call).await,
         BuiltinAction::RedeemCode => sign_in::redeem_code(router, context, &call).await,
@@ -121,10 +121,10 @@ async fn list_slots(
     let Some(identity) = router.identify(context, &call.headers).await? else {
         return sign_in::start_sign_in(router, context, &call.uri);
     };
-    if let Some(page) = account::prompt(router, context, &identity, &call.headers, &call.uri) {
+    if let Some(page) = account::choice_page(router, context, &identity, &call.headers, &call.uri) {
         return Ok(page);
     }
-    let Some(machines) = router.directory.machines(identity.user()) else {
+    let Some(machines) = router.directory.list_machines(identity.user()) else {
         return Ok(UnavailableReason::Unknown.respond(context.wants_page));
     };
     let current = match router.directory.find(identity.user(), identity.slot()) {
@@ -135,15 +135,18 @@ async fn list_slots(
     if context.wants_page {
         let buttons: String = rows
             .map(|(row, current)| {
-                let mark = if current { " aria-current=\"true\"" } else { "" };
+                let attribute = if current { " aria-current=\"true\"" } else { "" };
                 // Slots, handles and statuses contain no HTML special characters.
                 format!(
-                    "<button name=\"slot\" value=\"{0}\"{mark}><b>{0}</b><span>{1}</span></button>",
+                    "<button name=\"slot\" value=\"{0}\"{attribute}><b>{0}</b><span>{1}</span></button>",
                     row.slot, row.status
                 )
             })
             .collect();
-        return Ok(page::html(StatusCode::OK, page::styled(SLOTS_PAGE).replace("{{buttons}}", &buttons)));
+        return Ok(page::html_response(
+            StatusCode::OK,
+            page::insert_style(SLOTS_PAGE).replace("{{buttons}}", &buttons),
+        ));
     }
     let slots: Vec<_> = rows
         .map(|(row, current)| {
@@ -163,24 +166,24 @@ async fn choose_slot(
     call: &ApiCall,
 ) -> Result<Response, Problem> {
     let identity = router.require_identity(context, &call.headers).await?;
-    // Pages send a form, programs send JSON.
+    // The router's page sends a form; other clients send JSON.
     let is_form = call.is_form();
     let mut fields = if is_form { call.form_fields()? } else { call.json_fields()? };
     let slot = fields.required::<Slot>("slot");
     let slot = fields.finish(slot)?;
-    let machines = router.directory.machines(identity.user());
+    let machines = router.directory.list_machines(identity.user());
     let is_known =
         machines.is_some_and(|machines| machines.iter().any(|machine| machine.record.slot == slot));
     if !is_known {
         return Err(Problem::new(
             Code::NotFound,
-            "You have no slot of this name; GET /_svc/slots lists your slots.",
+            "You have no slot with this name; GET /_svc/slots lists your slots.",
         ));
     }
     let mut set_cookie = None;
     let stored = match &identity {
         Identity::Session(session) | Identity::Disputed(session, _) => {
-            router.sessions.choose(session, &slot).await
+            router.sessions.choose_slot(session, &slot).await
         }
         Identity::Cookie(subject) => {
             router.sessions.open(context.host, &subject.user, Some(&slot)).await.map(|(token, _)| {
@@ -193,8 +196,8 @@ async fn choose_slot(
             })
         }
         Identity::Bearer(_) => {
-            let detail = "A slot choice is stored in a browser session, and a bearer token has none: \
-                          send the session cookie instead.";
+            let detail = "The chosen slot is stored in a browser session, which a request with a bearer token does not \
+                          have: send the session cookie instead.";
             return Err(Problem::new(Code::InvalidRequest, detail));
         }
     };

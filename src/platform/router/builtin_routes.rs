@@ -77,7 +77,7 @@ pub static CHOOSE_ACCOUNT: BuiltinRoute = BuiltinRoute {
         id: "chooseAccount",
         method: Method::POST,
         path: account::PATH,
-        summary: "Decides which account this browser uses if its session and the identity provider's cookie name different users.",
+        summary: "Chooses the account that this browser uses if its session and the identity provider's cookie belong to different users.",
         credentials: USER_CREDENTIALS,
         parameters: &[],
         body: Some(|| {
@@ -209,7 +209,7 @@ pub fn openapi_servers() -> Value {
     json!([{ "url": "https://{host}", "variables": { "host": host } }])
 }
 
-/// Schema of a slot as shown to its user.
+/// The schema of a slot in the form that is shown to its user.
 pub fn own_slot_schema() -> Value {
     object(
         &[

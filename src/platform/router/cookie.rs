@@ -1,7 +1,7 @@
-//! Cookies (RFC 6265): sets and reads the router's cookies, and drops cookies of these names that a machine sets.
+//! Cookies (RFC 6265): sets and reads the router's cookies, and drops cookies with their names that a machine sets.
 //!
-//! Over HTTPS the router's cookies have the prefix `__Host-`: a browser accepts such a cookie only from the host itself,
-//! so that no other host of the same domain can plant one.
+//! Over HTTPS, the router's cookies have the prefix `__Host-`: a browser accepts such a cookie only from the host itself,
+//! so that no other host of the same domain can set one.
 
 use http::header::{COOKIE, HeaderMap, SET_COOKIE};
 use http::{HeaderName, HeaderValue};
@@ -9,7 +9,7 @@ use http::{HeaderName, HeaderValue};
 use crate::public_host::PublicHost;
 
 /// The identity provider's session cookie.
-const IDP: &str = "__session";
+const PROVIDER_COOKIE: &str = "__session";
 const HOST_PREFIX: &str = "__Host-";
 /// Browsers send this header; other clients do not.
 static FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
@@ -22,7 +22,7 @@ pub(super) enum RouterCookie {
     State,
     /// Records that the person kept the session's account although the provider's cookie names another user.
     KeptAccount,
-    /// A digest of the user whose machine was last served to this browser. It outlives the session.
+    /// A digest of the user whose machine this browser last used. The cookie outlives the session.
     LastUser,
 }
 
@@ -35,7 +35,7 @@ impl RouterCookie {
         Self::LastUser,
     ];
 
-    /// The name without the prefix, which is used over plain HTTP and by other clients than browsers.
+    /// The name without the prefix. It is used over plain HTTP, and by clients that are not browsers.
     fn name(self) -> &'static str {
         match self {
             Self::Session(host) => host.session_cookie(),
@@ -45,7 +45,7 @@ impl RouterCookie {
         }
     }
 
-    /// The cookie's value. Over HTTPS a browser's cookie without the prefix is ignored.
+    /// The cookie's value. Over HTTPS, a cookie without the prefix is ignored if a browser sent it.
     pub(super) fn get<'a>(self, headers: &'a HeaderMap, scheme: &str) -> Option<&'a str> {
         if scheme != "https" {
             return find(headers, |name| name == self.name());
@@ -66,54 +66,55 @@ impl RouterCookie {
         line
     }
 
-    pub(super) fn clear(self, scheme: &str) -> HeaderValue {
+    /// The `Set-Cookie` value that deletes the cookie.
+    pub(super) fn expire(self, scheme: &str) -> HeaderValue {
         self.set_cookie("", scheme, 0)
     }
 }
 
-/// Whether the client is a browser: others do not send `Sec-Fetch-Site`.
+/// Whether the client is a browser: other clients do not send `Sec-Fetch-Site`.
 pub(super) fn is_browser(headers: &HeaderMap) -> bool {
     headers.contains_key(&FETCH_SITE)
 }
 
 /// The identity provider's session token.
 pub(super) fn provider_token(headers: &HeaderMap) -> Option<&str> {
-    find(headers, |name| name == IDP)
+    find(headers, |name| name == PROVIDER_COOKIE)
 }
 
 /// The value of the first cookie whose name matches.
-fn find(headers: &HeaderMap, fits: impl Fn(&str) -> bool) -> Option<&str> {
+fn find(headers: &HeaderMap, matches: impl Fn(&str) -> bool) -> Option<&str> {
     let lines = headers.get_all(COOKIE).iter().filter_map(|line| line.to_str().ok());
     let mut pairs = lines.flat_map(|line| line.split(';')).filter_map(|pair| pair.trim().split_once('='));
-    pairs.find(|(name, _)| fits(name)).map(|(_, value)| value.trim_matches('"'))
+    pairs.find(|(name, _)| matches(name)).map(|(_, value)| value.trim_matches('"'))
 }
 
-/// Whether machines must not set a cookie of this name. Browsers ignore the case of the prefix.
+/// Whether machines must not set a cookie with this name. Browsers ignore the case of the prefix.
 fn is_reserved(name: &[u8]) -> bool {
     let bare = match name.split_at_checked(HOST_PREFIX.len()) {
         Some((prefix, bare)) if prefix.eq_ignore_ascii_case(HOST_PREFIX.as_bytes()) => bare,
         _ => name,
     };
     bare.is_empty()
-        || bare == IDP.as_bytes()
+        || bare == PROVIDER_COOKIE.as_bytes()
         || RouterCookie::ALL.iter().any(|cookie| bare == cookie.name().as_bytes())
 }
 
 /// All reserved cookie names, with and without the prefix, for `tests/fuzz`.
 #[cfg(feature = "fuzzing")]
 pub fn reserved_names() -> Vec<String> {
-    let names = RouterCookie::ALL.iter().map(|cookie| cookie.name()).chain([IDP]);
+    let names = RouterCookie::ALL.iter().map(|cookie| cookie.name()).chain([PROVIDER_COOKIE]);
     names.flat_map(|name| [name.to_owned(), format!("{HOST_PREFIX}{name}")]).collect()
 }
 
-/// Drops reserved cookies of a machine's response, for `tests/fuzz`.
+/// Calls [`drop_reserved_cookies`], for `tests/fuzz`.
 #[cfg(feature = "fuzzing")]
 pub fn drop_reserved(headers: &mut HeaderMap) {
     drop_reserved_cookies(headers);
 }
 
-/// Drops cookies that a machine sets under reserved names. Also drops lines without a name, because browsers send back
-/// their value as if it were a name and value.
+/// Drops cookies that a machine sets under reserved names. Also drops cookies without a name: a browser sends only their
+/// value, which can contain a reserved name and a value.
 pub(super) fn drop_reserved_cookies(headers: &mut HeaderMap) {
     let is_reserved_line = |line: &HeaderValue| {
         let pair = line.as_bytes().split(|b| *b == b';').next().unwrap_or_default();

@@ -1,7 +1,7 @@
 //! Maps users to their machines: an in-memory copy of the active rows of `user_machines`.
 //!
-//! The watcher replaces the whole table; requests read it. Invariant: an upstream exists exactly while its row is active
-//! and running; when that ends, it is closed with its connections.
+//! The watcher replaces the whole table; requests read it. Invariant: an upstream exists exactly while its machine's row
+//! is active and `running`; then the upstream is closed together with its connections.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -13,11 +13,11 @@ use svc_machine::name::{IdpUserId, Slot};
 
 use super::machine::{Endpoint, Machine, MachineRecord, Upstream};
 use crate::host_trust::HostTrust;
-use crate::route_freshness::Freshness;
+use crate::route_freshness::RouteFreshness;
 
 pub(super) struct Directory {
     trust: HostTrust,
-    freshness: Arc<Freshness>,
+    freshness: Arc<RouteFreshness>,
     table: RwLock<Table>,
 }
 
@@ -29,7 +29,7 @@ struct Table {
 
 /// Result of looking up a user's machine.
 pub(super) enum MachineLookup {
-    /// The machine runs, and its upstream was open at the time of the lookup.
+    /// The machine is running, and its upstream was open at the time of the lookup.
     Running(Arc<Machine>, Arc<Upstream>),
     NotRunning(Arc<Machine>),
     NoMachine,
@@ -47,12 +47,12 @@ impl MachineLookup {
 }
 
 impl Directory {
-    pub(super) fn new(trust: HostTrust, freshness: Arc<Freshness>) -> Self {
+    pub(super) fn new(trust: HostTrust, freshness: Arc<RouteFreshness>) -> Self {
         Self { trust, freshness, table: RwLock::default() }
     }
 
-    /// Finds the machine of the chosen slot. Without a choice, or if that slot is gone, finds the running machine of
-    /// `primary`, else the oldest running one.
+    /// Finds the machine of the chosen slot. Without a choice, or if that slot has no machine, finds the running machine
+    /// of `primary`, else the oldest running machine.
     pub(super) fn find(&self, user: &IdpUserId, chosen: Option<&Slot>) -> MachineLookup {
         let Some(users) = self.fresh_users() else { return MachineLookup::Unknown };
         let Some(machines) = users.get(user) else { return MachineLookup::NoMachine };
@@ -75,13 +75,13 @@ impl Directory {
         machine.map_or(MachineLookup::NoMachine, MachineLookup::for_machine)
     }
 
-    /// The user's active machines, oldest first; `None` if the routes are too old.
-    pub(super) fn machines(&self, user: &IdpUserId) -> Option<Vec<Arc<Machine>>> {
+    /// Lists the user's active machines, oldest first; `None` if the routes are too old.
+    pub(super) fn list_machines(&self, user: &IdpUserId) -> Option<Vec<Arc<Machine>>> {
         Some(self.fresh_users()?.get(user).cloned().unwrap_or_default())
     }
 
     fn fresh_users(&self) -> Option<Arc<HashMap<IdpUserId, Vec<Arc<Machine>>>>> {
-        let are_served = self.freshness.routes().are_served();
+        let are_served = self.freshness.state().are_served();
         are_served.then(|| Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner).users))
     }
 
@@ -90,10 +90,10 @@ impl Directory {
         &self.trust
     }
 
-    /// The address of a machine that is routed to, for validations of its name.
+    /// Finds the address of a routable machine by its host name, for validations of that name.
     pub(super) fn find_address(&self, name: &str) -> Option<SocketAddr> {
         let id = self.trust.domain.as_ref()?.parse_machine(name)?;
-        if !self.freshness.routes().are_served() {
+        if !self.freshness.state().are_served() {
             return None;
         }
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
@@ -106,7 +106,7 @@ impl Directory {
         self.freshness.confirm(read_at);
     }
 
-    /// Updates the keys that hosts have acknowledged, without touching the routes.
+    /// Updates the keys that hosts have acknowledged, without changing the routes.
     pub(super) fn acknowledge(&self, acknowledged: Vec<(MachineId, Vec<String>)>) {
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
         for (id, kids) in acknowledged {
@@ -116,13 +116,13 @@ impl Directory {
         }
     }
 
-    /// Replaces the table by all active rows, read at `read_at` or later.
+    /// Replaces the table with all active rows, which were read at `read_at` or later.
     ///
     /// # Errors
-    /// If the crypto provider does not support TLS; the old table stays.
+    /// If the crypto provider does not support TLS. The table is then unchanged.
     pub(super) fn replace(&self, mut records: Vec<MachineRecord>, read_at: Instant) -> anyhow::Result<()> {
         records.sort_by_key(|record| (record.created_at, record.id));
-        let mut upstreams = self.upstreams();
+        let mut upstreams = self.collect_upstreams();
         let mut users: HashMap<IdpUserId, Vec<Arc<Machine>>> = HashMap::new();
         for record in records {
             let endpoint = record.endpoint.filter(|_| record.status.is_routable() && !record.is_powered_off);
@@ -149,7 +149,7 @@ impl Directory {
         Ok(())
     }
 
-    fn upstreams(&self) -> HashMap<MachineId, Arc<Upstream>> {
+    fn collect_upstreams(&self) -> HashMap<MachineId, Arc<Upstream>> {
         let users = Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner).users);
         let machines = users.values().flatten();
         machines

@@ -14,7 +14,7 @@ const show = (path) => {
   frame.src = `/apps/${settings.app}/~${token}/${path}`;
 };
 
-// The inner page has an opaque origin, so the target must be "*". The page cannot leave its app (frame-src).
+// The inner page has an opaque origin, so the target must be "*". The frame-src policy keeps the page within its app.
 const postToken = () => frame.contentWindow?.postMessage({ type: "svc:app-token", token, expiresAt }, "*");
 
 const scheduleRenewal = (seconds) => {
@@ -29,7 +29,7 @@ async function renew() {
       headers: { "content-type": "application/json" },
       body: JSON.stringify({ app: settings.app }),
     });
-    // Signed out: reloading starts a new sign-in.
+    // The session has ended: reloading starts a new sign-in.
     if (response.status === 401) return location.reload();
     if (!response.ok) throw new Error(`status ${response.status}`);
     ({ token, expiresAt } = await response.json());
@@ -45,7 +45,7 @@ async function renew() {
 addEventListener("message", async (event) => {
   if (event.source !== frame.contentWindow) return;
   if (event.data?.type === "svc:app-token-wanted") postToken();
-  // If a fresh token is rejected, another one would be rejected too: do not loop.
+  // If a fresh token is rejected, another one would be rejected, too: do not loop.
   const fresh = Date.now() - shownAt < RETRY_SECONDS * 1000;
   if (event.data?.type === "svc:app-token-ended" && !fresh && await renew()) show(settings.path);
 });

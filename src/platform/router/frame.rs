@@ -1,6 +1,6 @@
 //! The frame around an app's page, in the owner's origin (contract, part 4, "Apps").
 //!
-//! The frame passes the app a token instead of the session, renews it, and restricts the inner page to the same app.
+//! The frame passes the app a token instead of the session, renews the token, and restricts the inner page to that app.
 //! Invariant: no code of the app runs in the owner's origin.
 
 use axum::response::Response;
@@ -19,10 +19,10 @@ const SCRIPT: &str = include_str!("frame.js");
 const STYLE: &str = include_str!("frame.css");
 const EXPIRED: &str = include_str!("signed_out.html");
 const EXPIRED_STYLE: &str = include_str!("signed_out.css");
-/// Notifies the frame, which can request another token.
+/// Notifies the outer frame, which can request another token.
 const EXPIRED_SCRIPT: &str = r#"parent.postMessage({ type: "svc:app-token-ended" }, "*");"#;
 
-/// The app and the path inside it, if this is the path of an app's page.
+/// Splits the path of an app's page into the app and the path inside it; `None` for any other path.
 pub(super) fn parse_target(path: &str) -> Option<(&str, &str)> {
     let (slug, rest) = path.strip_prefix("/apps/")?.split_once('/')?;
     (app_token::is_slug(slug) && !rest.starts_with('~')).then_some((slug, rest))
@@ -42,8 +42,9 @@ pub(super) fn render(slug: &str, rest: &str, uri: &Uri, origin: &str, minted: &M
         .replace("{{style}}", STYLE)
         .replace("{{script}}", SCRIPT)
         .replace("{{settings}}", &escape_json(&settings.to_string()));
-    let mut response = page::html(StatusCode::OK, body);
-    // Only this app: a link in its page must not load another app's page, which would receive this app's token.
+    let mut response = page::html_response(StatusCode::OK, body);
+    // The policy allows only this app: a link in its page must not load another app's page, which would receive this
+    // app's token.
     set_csp(&mut response, SCRIPT, STYLE, &format!("{origin}/apps/{slug}/"));
     response
 }
@@ -51,12 +52,12 @@ pub(super) fn render(slug: &str, rest: &str, uri: &Uri, origin: &str, minted: &M
 /// The page that is shown inside the frame after the token has expired.
 pub(super) fn expired_page() -> Response {
     let body = EXPIRED.replace("{{style}}", EXPIRED_STYLE).replace("{{script}}", EXPIRED_SCRIPT);
-    let mut response = page::html(StatusCode::UNAUTHORIZED, body);
+    let mut response = page::html_response(StatusCode::UNAUTHORIZED, body);
     set_csp(&mut response, EXPIRED_SCRIPT, EXPIRED_STYLE, "'none'");
     response
 }
 
-/// Sets a policy that allows only this script and style, by their hashes, and inner pages below `frames`.
+/// Sets a policy that allows only this script and style, by their hashes, and frames below `frames`.
 fn set_csp(response: &mut Response, script: &str, style: &str, frames: &str) {
     let hash = |text: &str| format!("'sha256-{}'", B64.encode(digest(&SHA256, text.as_bytes())));
     let policy = format!(
@@ -70,7 +71,7 @@ fn set_csp(response: &mut Response, script: &str, style: &str, frames: &str) {
     }
 }
 
-/// Escapes JSON for a `<script type="application/json">`, so that no value can close the element.
+/// Escapes JSON for a `<script>` element, so that no value can close the element.
 fn escape_json(json: &str) -> String {
     json.replace('<', "\\u003c").replace('>', "\\u003e").replace('&', "\\u0026")
 }

@@ -19,7 +19,7 @@ static TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 static TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
 /// Other headers in which proxies pass on the client's address or the original URL.
-const CLAIMS: [&str; 8] = [
+const PROXY_HEADERS: [&str; 8] = [
     "x-real-ip",
     "x-client-ip",
     "x-cluster-client-ip",
@@ -38,7 +38,7 @@ pub(super) struct ForwardHeaders<'a> {
     pub(super) request_id: &'a str,
 }
 
-/// Turns a client's headers into those for the machine. Returns whether the request is an upgrade.
+/// Converts a client's headers to the headers for the machine. Returns whether the request is an upgrade.
 pub(super) fn prepare_headers(headers: &mut HeaderMap, values: ForwardHeaders<'_>) -> bool {
     let is_upgrade = strip_hop_by_hop(headers);
     headers.remove(COOKIE);
@@ -68,10 +68,10 @@ pub(super) fn prepare_headers(headers: &mut HeaderMap, values: ForwardHeaders<'_
 
 fn is_claim(name: &str) -> bool {
     (name.starts_with("x-") || name.ends_with("-ip"))
-        && (name.starts_with("x-svc-") || name.starts_with("x-forwarded-") || CLAIMS.contains(&name))
+        && (name.starts_with("x-svc-") || name.starts_with("x-forwarded-") || PROXY_HEADERS.contains(&name))
 }
 
-/// Version 00 of W3C Trace Context: `00-<32 hex>-<16 hex>-<2 hex>`, neither id all zeros.
+/// Checks for version 00 of W3C Trace Context: `00-<32 hex>-<16 hex>-<2 hex>`, in which neither id is all zeros.
 fn is_traceparent(value: &HeaderValue) -> bool {
     let bytes = value.as_bytes();
     let is_hex = |part: &[u8]| part.iter().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
@@ -86,14 +86,15 @@ fn is_traceparent(value: &HeaderValue) -> bool {
         && bytes[36..52].iter().any(|b| *b != b'0')
 }
 
-/// Uses the request id as trace id if it has that form, so that one id finds both.
+/// Creates a `traceparent`. The request id is used as the trace id if it has the right form, so that both can be found by
+/// one id.
 fn new_traceparent(request_id: &str) -> HeaderValue {
     let is_hex = request_id.len() == 32 && request_id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
     let fresh;
     let trace = if is_hex {
         request_id
     } else {
-        fresh = request_id::fresh();
+        fresh = request_id::generate();
         &fresh
     };
     let mut text = String::with_capacity(55);
@@ -110,7 +111,7 @@ mod tests {
     #[test]
     fn prepare_headers_keeps_valid_traceparent() {
         let good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
-        let id = request_id::fresh();
+        let id = request_id::generate();
         for (sent, is_kept) in [
             (good, true),
             ("00-00000000000000000000000000000000-00f067aa0ba902b7-01", false),

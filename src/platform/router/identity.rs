@@ -1,7 +1,7 @@
 //! Identifies the caller by the identity provider's token, or by a platform session that was opened with one.
 //!
-//! An invalid bearer token rejects the request. An invalid cookie of the provider is ignored, because browsers keep
-//! sending expired ones.
+//! A request with an invalid bearer token is rejected. An invalid cookie of the provider is ignored, because browsers keep
+//! sending expired cookies.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -14,23 +14,23 @@ use jiff::Timestamp;
 use super::cookie::{self, RouterCookie};
 use super::serve::RequestContext;
 use super::session::{Session, SessionError, Sessions, TokenHash, sha256};
-use svc_http::addresses::network;
+use svc_http::addresses::client_network;
 use svc_http::jwt::{JwtError, LEEWAY_SECONDS, Subject, Verifier};
 use svc_http::rate::RateLimit;
 use svc_machine::name::{IdpUserId, Slot};
 
-/// TTL of an accepted token's verdict; then the token is verified again with the current keys.
+/// How long an accepted token is cached. Then it is verified again with the current keys.
 const ACCEPTED_TTL: Duration = Duration::from_secs(60);
-/// TTL of a rejected token's verdict; a browser may send the token with every request.
+/// How long a rejected token is cached, because a browser may send it with every request.
 const REJECTED_TTL: Duration = Duration::from_secs(5);
 const MAX_CACHED_VERDICTS: usize = 20_000;
 const CHECK_BURST_SECONDS: u32 = 10;
 
-/// The caller, by credential.
+/// The caller, by the kind of credential.
 pub(super) enum Identity {
     Session(Arc<Session>),
-    /// A session, while the provider's cookie names another user. The session is used until the person decides, because
-    /// the cookie may have been planted.
+    /// A session, while the provider's cookie belongs to a different user. The session takes precedence until the person
+    /// decides, because an attacker may have set the cookie.
     Disputed(Arc<Session>, Arc<Subject>),
     /// The provider's cookie, in a browser without a session.
     Cookie(Arc<Subject>),
@@ -57,7 +57,7 @@ impl Identity {
     }
 }
 
-/// Reason why a request is not authenticated.
+/// Why a request is not authenticated.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum AuthError {
     #[error("invalid bearer token: {0}")]
@@ -67,7 +67,7 @@ pub(super) enum AuthError {
     #[error("cannot look up sessions")]
     Sessions(#[from] SessionError),
     #[error("too many unverified credentials from this address")]
-    TooMany(Duration),
+    RateLimited(Duration),
 }
 
 pub(super) struct Authenticator {
@@ -77,20 +77,20 @@ pub(super) struct Authenticator {
     checks: RateLimit<IpAddr>,
 }
 
-/// A cached verdict on a token, by the token's hash.
+/// The cached result of a token's verification.
 struct CachedVerdict {
     subject: Option<Arc<Subject>>,
     until: Instant,
 }
 
 impl Authenticator {
-    /// `check_rate` limits the checks of uncached credentials per address per second.
+    /// `check_rate` is the limit of verifications of uncached credentials per client address and second.
     pub(super) fn new(verifier: Verifier, sessions: Arc<Sessions>, check_rate: u32) -> Self {
         let checks = RateLimit::new(check_rate, CHECK_BURST_SECONDS);
         Self { verifier, sessions, cache: Mutex::default(), checks }
     }
 
-    /// Identifies the caller; `None` for a request without a valid session or token.
+    /// Identifies the caller; `None` if the request has no valid session or token.
     ///
     /// # Errors
     /// If the bearer token is invalid, too many credentials were checked, or sessions or keys are unavailable.
@@ -100,8 +100,8 @@ impl Authenticator {
         headers: &HeaderMap,
     ) -> Result<Option<Identity>, AuthError> {
         let now = context.now;
-        if let Some(token) = bearer(headers) {
-            return match self.check(context, token).await? {
+        if let Some(token) = bearer_token(headers) {
+            return match self.check_token(context, token).await? {
                 Ok(subject) => Ok(Some(Identity::Bearer(subject))),
                 Err(JwtError::NoKeys) => Err(AuthError::NoKeys),
                 Err(error) => Err(AuthError::Bearer(error)),
@@ -125,7 +125,7 @@ impl Authenticator {
                 Ok(subject) if subject.user != session.user => Ok(Some(Identity::Disputed(session, subject))),
                 _ => Ok(Some(Identity::Session(session))),
             },
-            (None, Some(token)) => match self.check(context, token).await? {
+            (None, Some(token)) => match self.check_token(context, token).await? {
                 Ok(subject) => Ok(Some(Identity::Cookie(subject))),
                 Err(JwtError::NoKeys) => Err(AuthError::NoKeys),
                 Err(_) => failure.map_or(Ok(None), |error| Err(error.into())),
@@ -136,11 +136,11 @@ impl Authenticator {
     /// Counts a credential check against the limit of the client's address.
     pub(super) fn admit_check(&self, context: &RequestContext) -> Result<(), AuthError> {
         let Some(address) = context.client else { return Ok(()) };
-        self.checks.check(&network(address)).map_err(AuthError::TooMany)
+        self.checks.check(&client_network(address)).map_err(AuthError::RateLimited)
     }
 
-    /// Verifies a token or returns its cached verdict, within the limit of the client's address.
-    async fn check(
+    /// Verifies a token or returns its cached verdict. A verification counts against the limit of the client's address.
+    async fn check_token(
         &self,
         context: &RequestContext,
         token: &str,
@@ -150,9 +150,9 @@ impl Authenticator {
             return Ok(verdict);
         }
         self.admit_check(context)?;
-        // Boxed: this runs once a minute and would enlarge every request's future.
+        // Boxed, because this runs only about once a minute but would enlarge every request's future.
         let verdict = Box::pin(self.verifier.verify(token, context.now)).await;
-        Ok(self.remember(hash, verdict, context.now))
+        Ok(self.cache_verdict(hash, verdict, context.now))
     }
 
     fn check_with_known_keys(&self, context: &RequestContext, token: &str) -> Result<Arc<Subject>, JwtError> {
@@ -161,16 +161,16 @@ impl Authenticator {
             return verdict;
         }
         self.admit_check(context).map_err(|_| JwtError::Refused)?;
-        self.remember(hash, self.verifier.verify_with_known_keys(token, context.now), context.now)
+        self.cache_verdict(hash, self.verifier.verify_with_known_keys(token, context.now), context.now)
     }
 
     fn cached_verdict(&self, hash: &TokenHash) -> Option<Result<Arc<Subject>, JwtError>> {
-        let cache = self.cache();
+        let cache = self.lock_cache();
         let cached = cache.get(hash).filter(|cached| cached.until > Instant::now())?;
         Some(cached.subject.clone().ok_or(JwtError::Refused))
     }
 
-    fn remember(
+    fn cache_verdict(
         &self,
         hash: TokenHash,
         verdict: Result<Subject, JwtError>,
@@ -186,7 +186,7 @@ impl Authenticator {
             Err(JwtError::NoKeys) => return verdict,
             Err(_) => (None, REJECTED_TTL),
         };
-        let mut cache = self.cache();
+        let mut cache = self.lock_cache();
         if cache.len() >= MAX_CACHED_VERDICTS {
             cache.clear();
         }
@@ -194,13 +194,13 @@ impl Authenticator {
         verdict
     }
 
-    fn cache(&self) -> MutexGuard<'_, HashMap<TokenHash, CachedVerdict>> {
+    fn lock_cache(&self) -> MutexGuard<'_, HashMap<TokenHash, CachedVerdict>> {
         self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The token of `Authorization: Bearer` (RFC 6750); other schemes are ignored.
-pub(super) fn bearer(headers: &HeaderMap) -> Option<&str> {
+pub(super) fn bearer_token(headers: &HeaderMap) -> Option<&str> {
     headers.get_all(AUTHORIZATION).iter().find_map(|value| {
         let (scheme, token) = value.to_str().ok()?.split_once(' ')?;
         scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())

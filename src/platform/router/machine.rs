@@ -19,7 +19,7 @@ use svc_machine::id::MachineId;
 use svc_machine::name::{Handle, IdpUserId, Slot};
 use svc_machine::state::Status;
 
-/// Reuse period of a signed proof, which stays valid for the rest of [`MAX_LIFETIME_SECONDS`].
+/// How long a signed proof is reused. It remains valid for the rest of [`MAX_LIFETIME_SECONDS`].
 const PROOF_REUSE_SECONDS: i64 = 10;
 
 /// The routing data of a machine, from the database.
@@ -30,7 +30,7 @@ pub(super) struct MachineRecord {
     pub(super) slot: Slot,
     pub(super) handle: Handle,
     pub(super) status: Status,
-    /// Whether an operator has powered it off; then it is not routed to.
+    /// Whether an operator has switched off the server. The machine then gets no requests.
     pub(super) is_powered_off: bool,
     pub(super) endpoint: Option<Endpoint>,
     /// The acknowledged keys at the time of the read; [`Machine::acknowledge`] updates them.
@@ -38,24 +38,24 @@ pub(super) struct MachineRecord {
     pub(super) created_at: Timestamp,
 }
 
-/// The address of a machine, the pin of its TLS key, and what else its certificate must prove.
+/// The address of a machine, the pin of its TLS key, and when its certificate's chain is required.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Endpoint {
     pub(super) ip: Ipv4Addr,
     pub(super) port: u16,
     pub(super) pin: SpkiPin,
-    /// Since when its certificate's chain is required, in seconds since 1970.
+    /// Unix time in seconds from which the certificate's chain is required; `None` if never.
     pub(super) chain_required_from: Option<u64>,
 }
 
 pub(super) struct Machine {
     pub(super) record: MachineRecord,
-    /// Present exactly while the machine is routed to.
+    /// Present exactly while the machine can get requests.
     pub(super) upstream: Option<Arc<Upstream>>,
     cache: Mutex<ProofCache>,
 }
 
-/// The connections to one endpoint, which are kept while the endpoint does not change.
+/// The connections to one endpoint. They are kept as long as the endpoint does not change.
 pub(super) struct Upstream {
     pub(super) endpoint: Endpoint,
     pub(super) proxy: Proxy,
@@ -88,7 +88,7 @@ impl Machine {
         }
     }
 
-    /// The proof for a request to this machine, on behalf of its owner.
+    /// Returns a proof for a request to this machine on behalf of its owner.
     pub(super) fn proof(
         &self,
         route: Route,

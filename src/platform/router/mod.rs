@@ -1,7 +1,7 @@
 //! The router: serves `APP_HOST` and `CODE_HOST`, and forwards each request to the caller's running machine.
 //!
-//! A token or a session identifies the caller; only the database's rows decide the machine. The router changes no machine.
-//! Invariant: a request whose session or token is cached costs no query and no signature check.
+//! A token or a session identifies the caller; only the rows of the database determine the machine. The router changes no
+//! machine. Invariant: a request whose session or token is cached needs no query and no verification of a signature.
 
 mod account;
 mod app_request;
@@ -32,7 +32,7 @@ use deadpool_postgres::Pool;
 use tokio::sync::watch as channel;
 use tokio_util::sync::CancellationToken;
 
-pub use browser_data::UserMarks;
+pub use browser_data::UserDigests;
 pub use builtin::{BuiltinRoute, ROUTES};
 pub use builtin_routes::{openapi_servers, own_slot_schema};
 #[cfg(feature = "fuzzing")]
@@ -43,7 +43,7 @@ const USER_BURST_SECONDS: u32 = 2;
 use crate::config::RouterConfig;
 use crate::host_trust::HostTrust;
 use crate::keys::SigningSet;
-use crate::route_freshness::Freshness;
+use crate::route_freshness::RouteFreshness;
 use directory::Directory;
 use identity::Authenticator;
 use session::Sessions;
@@ -61,12 +61,12 @@ pub struct RouterContext {
     /// For the watcher's dedicated connection, which does not wait for the pool.
     pub database: tokio_postgres::Config,
     pub config: RouterConfig,
-    /// How the connections to hosts are verified.
+    /// How connections to hosts are verified.
     pub trust: HostTrust,
     pub proof: channel::Receiver<Arc<SigningSet>>,
-    pub marks: UserMarks,
-    /// Shared with the readiness check of the process.
-    pub freshness: Arc<Freshness>,
+    pub user_digests: UserDigests,
+    /// Shared with the process's readiness check.
+    pub freshness: Arc<RouteFreshness>,
     pub stop: CancellationToken,
 }
 
@@ -79,7 +79,7 @@ struct RouterState {
     authenticator: Authenticator,
     user_rate: RateLimit<IdpUserId>,
     proof: channel::Receiver<Arc<SigningSet>>,
-    marks: UserMarks,
+    user_digests: UserDigests,
 }
 
 /// The service for the public listener.
@@ -116,9 +116,9 @@ pub fn router(ctx: RouterContext) -> anyhow::Result<RouterService> {
         Arc::new(Passthrough::new(move |name| directory.find_address(name)))
     });
     let user_rate = RateLimit::new(ctx.config.user_rate, USER_BURST_SECONDS);
-    let (config, proof, marks) = (ctx.config, ctx.proof, ctx.marks);
+    let (config, proof, user_digests) = (ctx.config, ctx.proof, ctx.user_digests);
     let state =
-        RouterState { config, directory, sessions, sign_outs, authenticator, user_rate, proof, marks };
+        RouterState { config, directory, sessions, sign_outs, authenticator, user_rate, proof, user_digests };
     let state = Arc::new(state);
     let routes = Router::new()
         .fallback(serve::serve)

@@ -1,11 +1,11 @@
-//! Detects cross-origin requests of browsers. Unsafe methods and WebSockets from other origins are rejected.
+//! Detects cross-origin requests from browsers. Unsafe methods and WebSockets from other origins are rejected.
 
 use http::header::{HeaderMap, ORIGIN};
 use http::{HeaderName, Method};
 
 static FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 
-/// Whether a request comes from another origin than `scheme` and `authority`, to which it was sent.
+/// Whether a request comes from an origin other than `scheme` and `authority`, to which it was sent.
 pub(super) fn is_cross_origin(headers: &HeaderMap, scheme: &str, authority: &str) -> bool {
     if headers.contains_key(ORIGIN) {
         return is_foreign_origin(headers, scheme, authority);
@@ -15,28 +15,28 @@ pub(super) fn is_cross_origin(headers: &HeaderMap, scheme: &str, authority: &str
 }
 
 /// Whether `Origin` names another origin; `false` without the header. An `http` origin of this host is foreign unless
-/// browsers reach the router by plain HTTP, because an attacker on the network could have served its page.
+/// browsers reach the router over plain HTTP, because an attacker on the network could have served the page.
 pub(super) fn is_foreign_origin(headers: &HeaderMap, scheme: &str, authority: &str) -> bool {
     let is_same_origin = |origin: &http::HeaderValue| {
         let origin = origin.to_str().ok().and_then(|origin| origin.split_once("://"));
-        origin.is_some_and(|(of, host)| {
-            let is_trusted_scheme = of == "https" || (of == "http" && scheme == "http");
-            is_trusted_scheme && is_same_host(host, of, authority)
+        origin.is_some_and(|(origin_scheme, host)| {
+            let is_trusted_scheme = origin_scheme == "https" || (origin_scheme == "http" && scheme == "http");
+            is_trusted_scheme && is_same_host(host, origin_scheme, authority)
         })
     };
     !headers.get_all(ORIGIN).iter().all(is_same_origin)
 }
 
-/// Whether the origin must be checked: for requests that may have side effects.
-pub(super) fn must_check(method: &Method, upgrade: bool) -> bool {
-    upgrade || !method.is_safe()
+/// Whether the origin must be checked, because the request may have side effects.
+pub(super) fn must_check(method: &Method, is_upgrade: bool) -> bool {
+    is_upgrade || !method.is_safe()
 }
 
 /// Compares hosts without the scheme's default port: an origin omits it, but `Host` may contain it.
 fn is_same_host(origin: &str, scheme: &str, authority: &str) -> bool {
     let port = if scheme == "https" { ":443" } else { ":80" };
-    let plain = |text: &str| text.strip_suffix(port).unwrap_or(text).to_ascii_lowercase();
-    plain(origin) == plain(authority)
+    let normalize = |text: &str| text.strip_suffix(port).unwrap_or(text).to_ascii_lowercase();
+    normalize(origin) == normalize(authority)
 }
 
 #[cfg(test)]
@@ -63,7 +63,7 @@ mod tests {
             headers.insert(ORIGIN, HeaderValue::from_static(origin));
             assert_eq!(is_cross_origin(&headers, "https", "app.example"), foreign, "{origin}");
             headers.append(ORIGIN, HeaderValue::from_static("https://evil.example"));
-            assert!(is_cross_origin(&headers, "https", "app.example"), "two, {origin}");
+            assert!(is_cross_origin(&headers, "https", "app.example"), "two origins, {origin}");
         }
         let mut headers = HeaderMap::new();
         headers.insert(ORIGIN, HeaderValue::from_static("http://app.example"));

@@ -12,7 +12,7 @@ use svc_http::problem::{Code, Problem};
 use svc_machine::state::Status;
 
 const TEMPLATE: &str = include_str!("page.html");
-/// The style of all the router's pages.
+/// The style shared by the router's pages.
 const BASE_STYLE: &str = include_str!("base.css");
 const OPENER_POLICY: HeaderName = HeaderName::from_static("cross-origin-opener-policy");
 const PERMISSIONS_POLICY: HeaderName = HeaderName::from_static("permissions-policy");
@@ -25,21 +25,21 @@ pub(super) fn wants_page(method: &Method, headers: &HeaderMap) -> bool {
     matches!(*method, Method::GET | Method::HEAD) && headers.get_all(ACCEPT).iter().any(html)
 }
 
-/// Reason why there is no machine to forward to.
+/// Why there is no machine to which the request can be forwarded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum UnavailableReason {
     NoMachine,
     NotRunning(Status),
-    /// An operator has powered it off.
+    /// An operator has switched off the machine.
     PoweredOff,
-    /// The machine is `running`, but its row changed while the request was in flight.
+    /// The machine is `running`, but its route changed while the request was in flight.
     JustChanged,
     /// The routes are too old, because the database has been unreachable.
     Unknown,
 }
 
 impl UnavailableReason {
-    /// The reason for this machine.
+    /// The reason why this machine gets no requests.
     pub(super) fn for_machine(record: &MachineRecord) -> Self {
         if record.status.is_routable() && record.is_powered_off {
             return Self::PoweredOff;
@@ -52,32 +52,34 @@ impl UnavailableReason {
             Self::NoMachine => ("You have no computer yet", "It will appear here once it has been set up."),
             Self::NotRunning(Status::Provisioning) => (
                 "Your computer is being set up",
-                "This takes a few minutes. This page opens it automatically.",
+                "This takes a few minutes. This page will open it automatically.",
             ),
             Self::NotRunning(Status::Recovering) => (
                 "Your computer is being recovered",
-                "A new one is being restored from your latest backup. This page opens it automatically.",
+                "A new one is being restored from your latest backup. This page will open it automatically.",
             ),
             Self::NotRunning(Status::Resizing) => (
                 "Your computer is being resized",
-                "Its files and its database are kept. This page opens it automatically.",
+                "Its files and its database are kept. This page will open it automatically.",
             ),
             Self::NotRunning(Status::Failed) => (
                 "Your computer is not running",
                 "Something went wrong. Your backups are safe. Please contact support.",
             ),
             Self::NotRunning(Status::Running) | Self::JustChanged => {
-                ("Your computer is changing", "This page retries in a moment.")
+                ("Your computer is changing", "This page will try again in a moment.")
             }
             Self::PoweredOff => (
                 "Your computer is switched off",
                 "Its files and its database are kept. Support can switch it on again.",
             ),
-            Self::Unknown => ("Your computer cannot be found right now", "This page retries in a moment."),
+            Self::Unknown => {
+                ("Your computer cannot be found right now", "This page will try again in a moment.")
+            }
         }
     }
 
-    /// The machine's status in problem+json.
+    /// The machine's status for problem+json and pages.
     fn status(self) -> &'static str {
         match self {
             Self::NoMachine => "none",
@@ -101,10 +103,10 @@ impl UnavailableReason {
     }
 }
 
-/// The response if the machine did not respond.
+/// The response to a request that could not be sent to the machine, or to which it did not respond.
 pub(super) fn upstream_unreachable(wants_page: bool) -> Response {
     let (title, text) =
-        ("Your computer does not respond", "It may be restarting. This page retries in a moment.");
+        ("Your computer is not responding", "It may be restarting. This page will try again in a moment.");
     if wants_page {
         return Page { code: StatusCode::BAD_GATEWAY, title, text, state: "unreachable" }.into_response();
     }
@@ -113,10 +115,12 @@ pub(super) fn upstream_unreachable(wants_page: bool) -> Response {
         .into_response()
 }
 
-/// The response if the machine accepted the request but timed out.
+/// The response to a request that the machine accepted but did not answer in time.
 pub(super) fn upstream_timeout(wants_page: bool) -> Response {
-    let (title, text) =
-        ("Your computer takes too long to respond", "It may be busy. This page retries in a moment.");
+    let (title, text) = (
+        "Your computer is taking too long to respond",
+        "It may be busy. This page will try again in a moment.",
+    );
     if wants_page {
         return Page { code: StatusCode::GATEWAY_TIMEOUT, title, text, state: "slow" }.into_response();
     }
@@ -134,24 +138,24 @@ struct Page {
 
 impl IntoResponse for Page {
     fn into_response(self) -> Response {
-        let body = styled(TEMPLATE)
+        let body = insert_style(TEMPLATE)
             .replace("{{title}}", self.title)
             .replace("{{text}}", self.text)
             .replace("{{mark}}", self.state)
             .replace("{{refresh}}", &REFRESH_SECONDS.to_string());
-        let mut response = html(self.code, body);
+        let mut response = html_response(self.code, body);
         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(REFRESH_SECONDS));
         response
     }
 }
 
-/// Inserts the shared style into a template. Must run before any value is inserted.
-pub(super) fn styled(template: &str) -> String {
+/// Inserts the shared style into a template. Must be called before any value is inserted.
+pub(super) fn insert_style(template: &str) -> String {
     template.replacen("{{base}}", BASE_STYLE, 1)
 }
 
 /// An HTML response that is not cached, loads no resources and sends no referrer.
-pub(super) fn html(code: StatusCode, body: String) -> Response {
+pub(super) fn html_response(code: StatusCode, body: String) -> Response {
     let mut response = (code, body).into_response();
     let headers = response.headers_mut();
     for (name, value) in [

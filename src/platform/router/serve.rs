@@ -1,4 +1,4 @@
-//! Handles one request: finds the host, identifies the caller, finds the machine, and forwards.
+//! Handles a request: determines the public host, identifies the caller, finds the machine, and forwards the request.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -32,16 +32,16 @@ use svc_http::proxy::{ProxyError, TimeLimit};
 use svc_http::request_id;
 use svc_http::server::Scheme;
 
-/// Without `includeSubDomains`: other hosts of the operator's domain may not support HTTPS.
+/// Lacks `includeSubDomains`, because other hosts of the operator's domain may not support HTTPS.
 const HSTS_ONE_YEAR: &str = "max-age=31536000";
 
-/// Properties of a request, except its caller.
+/// The properties of a request, except its caller.
 pub(super) struct RequestContext {
     pub(super) host: PublicHost,
     /// The host name and port of the request.
     pub(super) authority: String,
     pub(super) scheme: &'static str,
-    /// The peer's address; `None` behind a proxy, because all its clients share one address.
+    /// The peer's address; `None` behind a proxy, because all of the proxy's clients share one address.
     pub(super) client: Option<IpAddr>,
     /// Whether a browser shows the response to a person.
     pub(super) wants_page: bool,
@@ -51,7 +51,7 @@ pub(super) struct RequestContext {
 /// The caller for whom a request is forwarded.
 #[derive(Clone, Copy)]
 pub(super) enum Caller<'a> {
-    /// With the generation of the user's last sign-out at the time of authentication.
+    /// The owner, with the generation of their last sign-out at the time of authentication.
     Owner(&'a Identity, i64),
     App(&'a AppClaims),
 }
@@ -74,7 +74,7 @@ impl RouterState {
 
     fn client(&self, request: &Request) -> Option<IpAddr> {
         let ConnectInfo(peer) = request.extensions().get::<ConnectInfo<SocketAddr>>()?;
-        let is_proxy = self.config.trusted_proxies.contain(peer.ip());
+        let is_proxy = self.config.trusted_proxies.contains(peer.ip());
         let is_behind_proxy = is_proxy || self.config.public_scheme.is_some();
         (!is_behind_proxy).then(|| peer.ip())
     }
@@ -85,7 +85,7 @@ impl RouterState {
             return Err(Problem::new(Code::MethodNotAllowed, "This server is not a forward proxy."));
         }
         browser_data::check_service_worker(&context, request.headers())?;
-        // Rare branches are boxed: every request's future is as large as its largest branch.
+        // Rare branches are boxed, because every request's future is as large as its largest branch.
         if let Some(app_request) = app_request::classify(&context, &request) {
             return Ok(Box::pin(app_request::handle(self, &context, app_request, request)).await);
         }
@@ -101,7 +101,8 @@ impl RouterState {
         let Some(identity) = self.identify(&context, request.headers()).await? else {
             return sign_in::start_sign_in(self, &context, request.uri());
         };
-        if let Some(page) = account::prompt(self, &context, &identity, request.headers(), request.uri()) {
+        if let Some(page) = account::choice_page(self, &context, &identity, request.headers(), request.uri())
+        {
             return Ok(page);
         }
         if let Some(response) =
@@ -141,7 +142,8 @@ impl RouterState {
         Ok(response)
     }
 
-    /// Reads the context, and rejects unknown hosts. An absolute target overrides `Host` (RFC 9112, section 3.2.2).
+    /// Reads the request's properties, and rejects unknown hosts. An absolute target overrides `Host` (RFC 9112, section
+    /// 3.2.2).
     fn request_context(&self, request: &mut Request) -> Result<RequestContext, Problem> {
         if let Some(authority) = request.uri().authority() {
             let host = HeaderValue::from_str(authority.as_str());
@@ -150,7 +152,7 @@ impl RouterState {
             request.headers_mut().insert(HOST, host);
         }
         let mut hosts = request.headers().get_all(HOST).iter();
-        let unknown = || Problem::new(Code::NotFound, "This host is not served here.");
+        let unknown = || Problem::new(Code::NotFound, "The router does not serve this host.");
         let (Some(host), None) = (hosts.next(), hosts.next()) else { return Err(unknown()) };
         let authority = host.to_str().map_err(|_| unknown())?.to_owned();
         let host = self.config.find_host(&authority).ok_or_else(unknown)?;
@@ -177,7 +179,10 @@ impl RouterState {
         self.authenticator.identify(context, headers).await.map_err(auth_problem)
     }
 
-    /// The caller's identity, or `unauthorized` for a caller without one.
+    /// Identifies the caller.
+    ///
+    /// # Errors
+    /// `unauthorized` if the request has no valid session or token.
     pub(super) async fn require_identity(
         &self,
         context: &RequestContext,
@@ -186,8 +191,8 @@ impl RouterState {
         self.identify(context, headers).await?.ok_or_else(sign_in::sign_in_required)
     }
 
-    /// Opens a session for a request with the provider's cookie, so that the browser stays signed in after that cookie
-    /// expires. The request itself does not need the session, so a failure is only logged.
+    /// Opens a session for a request with the provider's cookie, so that the browser stays signed in after the cookie has
+    /// expired. The request itself does not need the session, so a failure is only logged.
     async fn open_session(&self, context: &RequestContext, identity: &Identity) -> Option<HeaderValue> {
         match self.sessions.open(context.host, identity.user(), None).await {
             Ok((token, _)) => {
@@ -200,7 +205,7 @@ impl RouterState {
         }
     }
 
-    /// The frame around an app's page, if this is the owner's request for one.
+    /// Renders the frame around an app's page; `None` if the request is not for an app's page.
     fn app_frame(
         &self,
         context: &RequestContext,
@@ -231,7 +236,8 @@ impl RouterState {
     ) -> Option<MintedToken> {
         let record = &machine.record;
         let generation = self.sign_outs.generation(&record.user);
-        // Checked after the generation is read, because a sign-out ends the sessions first.
+        // The session is checked after the generation is read: a sign-out ends the sessions before it raises the
+        // generation.
         if let Some(session) = identity.session()
             && !self.sessions.is_open(session)
         {
@@ -285,7 +291,7 @@ impl RouterState {
         }
     }
 
-    /// Ends a response of unknown length, which may stream for hours, when the caller's credential ends.
+    /// Makes a response of unknown length, which may stream for hours, end when the caller's credential ends.
     fn limit_stream(&self, caller: Caller<'_>, now: Timestamp, response: Response) -> Response {
         if response.body().size_hint().exact().is_some() || response.headers().contains_key(CONTENT_LENGTH) {
             return response;
@@ -296,11 +302,11 @@ impl RouterState {
         }
     }
 
-    /// The end of this caller's streams; `None` for a bearer token, which a sign-out does not revoke.
+    /// When this caller's streams end; `None` for a bearer token, which a sign-out does not revoke.
     fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
         let (user, expires_at) = match caller {
             Caller::Owner(Identity::Bearer(_), _) => return None,
-            // The lifetime of a session that is opened now.
+            // Like a session that is opened now.
             Caller::Owner(Identity::Cookie(subject), _) => {
                 (&subject.user, now.as_second() + SESSION_SECONDS.cast_signed())
             }
@@ -309,17 +315,17 @@ impl RouterState {
             }
             Caller::App(claims) => (&claims.sub, claims.exp + LEEWAY_SECONDS),
         };
-        let closed = self.sign_outs.register(user);
+        let closed = self.sign_outs.register_stream(user);
         let is_valid = match caller {
             Caller::Owner(Identity::Session(session) | Identity::Disputed(session, _), _) => {
                 self.sessions.is_open(session)
             }
-            Caller::Owner(_, generation) => generation >= self.sign_outs.required(user),
-            Caller::App(claims) => claims.generation >= self.sign_outs.required(user),
+            Caller::Owner(_, generation) => generation >= self.sign_outs.required_generation(user),
+            Caller::App(claims) => claims.generation >= self.sign_outs.required_generation(user),
         };
         let closed = if is_valid { closed } else { cancelled_token() };
         let remaining =
-            |at: i64| Duration::from_secs(u64::try_from(at - now.as_second()).unwrap_or_default());
+            |end: i64| Duration::from_secs(u64::try_from(end - now.as_second()).unwrap_or_default());
         Some(TimeLimit { closed, at: tokio::time::Instant::now() + remaining(expires_at) })
     }
 
@@ -337,7 +343,7 @@ impl RouterState {
     }
 }
 
-/// For a stream whose credential has already ended.
+/// A cancelled token, for a stream whose credential has already ended.
 fn cancelled_token() -> Arc<CancellationToken> {
     let token = CancellationToken::new();
     token.cancel();
@@ -353,12 +359,12 @@ fn auth_problem(error: AuthError) -> Problem {
         AuthError::NoKeys => Problem::new(Code::Unavailable, "The identity provider is unreachable.")
             .retry_after(page::REFRESH_SECONDS),
         AuthError::Sessions(error) => session_problem(&error),
-        AuthError::TooMany(wait) => rate_limited(wait),
+        AuthError::RateLimited(wait) => rate_limited(wait),
     }
 }
 
 pub(super) fn session_problem(error: &SessionError) -> Problem {
-    if let SessionError::TooMany(wait) = error {
+    if let SessionError::RateLimited(wait) = error {
         return rate_limited(*wait);
     }
     if matches!(error, SessionError::ParentEnded) {
@@ -374,7 +380,7 @@ pub(super) fn rate_limited(wait: Duration) -> Problem {
         .retry_after(wait.as_secs() + 1)
 }
 
-/// A redirect that is not cached, because its target depends on the caller.
+/// A redirect that browsers do not cache, because its target depends on the caller.
 pub(super) fn redirect(code: StatusCode, to: &str) -> Response {
     let mut response = code.into_response();
     match HeaderValue::from_str(to) {

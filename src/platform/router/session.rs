@@ -1,7 +1,7 @@
-//! Browser sessions: rows of `sessions`, cached so that a request costs no query.
+//! Browser sessions: rows of `sessions`, cached so that a request needs no query.
 //!
-//! The watcher reports every change within its interval, so that a revocation in one process takes effect in all. Both
-//! the cache and the database store only hashes of the cookies.
+//! The watcher reports every change within its poll interval, so that a revocation by one process takes effect in all
+//! processes. Both the cache and the database contain only hashes of the cookies.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,18 +20,18 @@ use tokio_postgres::types::ToSql;
 use super::session_token;
 use crate::keys::SigningSet;
 use crate::public_host::PublicHost;
-use crate::route_freshness::{Freshness, RoutesState};
+use crate::route_freshness::{RouteFreshness, RoutesState};
 use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_base::metrics::SESSIONS_OPENED;
 use svc_http::rate::RateLimit;
 use svc_machine::name::{IdpUserId, Slot};
 
 const CODE_LIFETIME_SECONDS: i32 = 60;
-/// TTL of the cache entry of an unknown cookie.
+/// How long an unknown cookie is cached.
 const UNKNOWN_TTL: Duration = Duration::from_secs(5);
 const MAX_CACHED_SESSIONS: usize = 50_000;
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Rate of new sessions and codes per user, with a burst of one minute.
+/// Maximum rate of new sessions and codes per user, with a burst of one minute.
 const OPENED_PER_SECOND: u32 = 1;
 const OPENED_BURST_SECONDS: u32 = 60;
 
@@ -45,12 +45,12 @@ pub(super) struct Session {
     pub(super) hash: TokenHash,
     pub(super) host: PublicHost,
     pub(super) user: IdpUserId,
-    /// The slot that the user chose, if any.
+    /// The slot that the user has chosen, if any.
     pub(super) slot: Option<Slot>,
     pub(super) expires_at: Timestamp,
 }
 
-/// Reason why a session cannot be read or opened.
+/// Why a session cannot be read or opened.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SessionError {
     #[error("cannot connect to the database")]
@@ -62,7 +62,7 @@ pub(super) enum SessionError {
     #[error("database unreachable")]
     Unreachable,
     #[error("too many sessions opened; retry in {} s", .0.as_secs() + 1)]
-    TooMany(Duration),
+    RateLimited(Duration),
     #[error("the system's random number generator failed")]
     Randomness,
     #[error("cannot parse a stored session")]
@@ -73,7 +73,7 @@ pub(super) enum SessionError {
 
 pub(super) struct Sessions {
     pool: Pool,
-    freshness: Arc<Freshness>,
+    freshness: Arc<RouteFreshness>,
     keys: watch::Receiver<Arc<SigningSet>>,
     open_rate: RateLimit<IdpUserId>,
     cache: Mutex<HashMap<TokenHash, CachedSession>>,
@@ -81,24 +81,25 @@ pub(super) struct Sessions {
 
 enum CachedSession {
     Live(Arc<Session>),
+    /// No session had this cookie at that time.
     Unknown(Instant),
 }
 
-/// The parent of a session; the session ends with it.
+/// What a new session depends on.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SessionOrigin {
-    /// The parent session.
+    /// The parent session, with which the new session ends.
     pub(super) parent: Option<TokenHash>,
-    /// Generation of the user's last known sign-out; a later sign-out prevents opening the session.
+    /// Generation of the user's last known sign-out. A later sign-out prevents the session from being opened.
     pub(super) sign_out: i64,
 }
 
 impl SessionOrigin {
-    /// A fresh token of the identity provider; it has no parent session.
+    /// For a session that is opened with the identity provider's token.
     const PROVIDER: Self = Self { parent: None, sign_out: i64::MAX };
 }
 
-/// The session that a single-use code opens.
+/// The session that a single-use code can open.
 pub(super) struct SessionGrant {
     pub(super) origin: SessionOrigin,
     pub(super) user: IdpUserId,
@@ -107,12 +108,16 @@ pub(super) struct SessionGrant {
 }
 
 impl Sessions {
-    pub(super) fn new(pool: Pool, freshness: Arc<Freshness>, keys: watch::Receiver<Arc<SigningSet>>) -> Self {
+    pub(super) fn new(
+        pool: Pool,
+        freshness: Arc<RouteFreshness>,
+        keys: watch::Receiver<Arc<SigningSet>>,
+    ) -> Self {
         let open_rate = RateLimit::new(OPENED_PER_SECOND, OPENED_BURST_SECONDS);
         Self { pool, freshness, keys, open_rate, cache: Mutex::default() }
     }
 
-    /// Finds the live session of a cookie's value.
+    /// Finds the live session with this cookie value.
     pub(super) async fn find(
         &self,
         host: PublicHost,
@@ -121,7 +126,7 @@ impl Sessions {
     ) -> Result<Option<Arc<Session>>, SessionError> {
         let hash = sha256(token.as_bytes());
         let is_live = |session: &Arc<Session>| session.host == host && session.expires_at > now;
-        match self.cache().get(&hash) {
+        match self.lock_cache().get(&hash) {
             Some(CachedSession::Live(session)) => {
                 return Ok(Some(session).filter(|session| is_live(session)).cloned());
             }
@@ -132,20 +137,20 @@ impl Sessions {
             return Ok(None);
         }
         let sql = format!("SELECT {COLUMNS} FROM sessions WHERE token_hash = $1");
-        // Boxed: this runs once per session and would enlarge every request's future.
+        // Boxed, because this runs once per session but would enlarge every request's future.
         let session = match Box::pin(self.query_row(&sql, &[&hash.as_slice()])).await? {
             Some(row) => parse_session(&row)?,
             None => None,
         };
         let session = session.map(Arc::new);
-        self.insert(
+        self.insert_cached(
             hash,
             session.clone().map_or_else(|| CachedSession::Unknown(Instant::now()), CachedSession::Live),
         );
         Ok(session.filter(is_live))
     }
 
-    /// Opens a session and returns it with the cookie's value, which is not stored.
+    /// Opens a session and returns it with the value for the cookie, which is not stored.
     pub(super) async fn open(
         &self,
         host: PublicHost,
@@ -155,7 +160,7 @@ impl Sessions {
         self.open_with_origin(SessionOrigin::PROVIDER, host, user, slot).await
     }
 
-    /// Opens a session that ends with its parent and expires no later.
+    /// Opens a session that ends together with its parent session and does not expire later.
     pub(super) async fn open_with_origin(
         &self,
         origin: SessionOrigin,
@@ -163,7 +168,7 @@ impl Sessions {
         user: &IdpUserId,
         slot: Option<&Slot>,
     ) -> Result<(String, Arc<Session>), SessionError> {
-        self.open_rate.check(user).map_err(SessionError::TooMany)?;
+        self.open_rate.check(user).map_err(SessionError::RateLimited)?;
         let token = session_token::mint(&self.keys.borrow().app.current, host)?;
         let hash = sha256(token.as_bytes());
         let sql = format!(
@@ -181,13 +186,13 @@ impl Sessions {
         let row = self.query_row_serialized(user, &sql, &values).await?;
         let row = row.ok_or(SessionError::ParentEnded)?;
         let session = Arc::new(parse_session(&row)?.ok_or(SessionError::Unreadable)?);
-        self.insert(hash, CachedSession::Live(Arc::clone(&session)));
+        self.insert_cached(hash, CachedSession::Live(Arc::clone(&session)));
         SESSIONS_OPENED.add_one([host.as_str()]);
         Ok((token, session))
     }
 
-    /// Stores the slot that the user chose; `false` if the session has ended.
-    pub(super) async fn choose(&self, session: &Session, slot: &Slot) -> Result<bool, SessionError> {
+    /// Stores the slot that the user has chosen. Returns `false` if the session has ended.
+    pub(super) async fn choose_slot(&self, session: &Session, slot: &Slot) -> Result<bool, SessionError> {
         let sql = format!(
             "UPDATE sessions SET slot = $2 WHERE token_hash = $1 AND revoked_at IS NULL RETURNING {COLUMNS}"
         );
@@ -195,12 +200,12 @@ impl Sessions {
         let changed = row.as_ref().map(parse_session).transpose()?.flatten();
         let is_open = changed.is_some();
         if let Some(changed) = changed {
-            self.insert(changed.hash, CachedSession::Live(Arc::new(changed)));
+            self.insert_cached(changed.hash, CachedSession::Live(Arc::new(changed)));
         }
         Ok(is_open)
     }
 
-    /// Revokes all sessions and unused codes of a user on both hosts. Returns the generation of this sign-out.
+    /// Revokes all sessions and unused codes of a user on both hosts, and returns the generation of this sign-out.
     pub(super) async fn revoke_all(&self, user: &IdpUserId) -> Result<i64, SessionError> {
         let sql = "WITH ended AS (UPDATE sessions SET revoked_at = now() \
                      WHERE idp_user_id = $1 AND revoked_at IS NULL), \
@@ -211,7 +216,7 @@ impl Sessions {
                    RETURNING generation";
         let row =
             self.query_row_serialized(user, sql, &[&user.as_str()]).await?.ok_or(SessionError::Unreadable)?;
-        self.cache()
+        self.lock_cache()
             .retain(|_, entry| !matches!(entry, CachedSession::Live(session) if session.user == *user));
         Ok(row.try_get(0)?)
     }
@@ -223,20 +228,20 @@ impl Sessions {
                    UPDATE sessions SET revoked_at = now() \
                      WHERE (token_hash = $1 OR opened_by = $1) AND revoked_at IS NULL";
         self.query_row(sql, &[&session.hash.as_slice()]).await?;
-        self.insert(session.hash, CachedSession::Unknown(Instant::now()));
+        self.insert_cached(session.hash, CachedSession::Unknown(Instant::now()));
         Ok(())
     }
 
-    /// Whether the session is open in this process's cache.
+    /// Whether the session is live in this process's cache.
     pub(super) fn is_open(&self, session: &Session) -> bool {
-        matches!(self.cache().get(&session.hash), Some(CachedSession::Live(_)))
+        matches!(self.lock_cache().get(&session.hash), Some(CachedSession::Live(_)))
     }
 
     /// Issues a single-use code that opens a session on the code host in the browser that holds `state`.
     pub(super) async fn issue_code(&self, grant: &SessionGrant, state: &str) -> Result<String, SessionError> {
-        self.open_rate.check(&grant.user).map_err(SessionError::TooMany)?;
+        self.open_rate.check(&grant.user).map_err(SessionError::RateLimited)?;
         let code = random_token()?;
-        let hash = code_hash(&code, state);
+        let hash = hash_code(&code, state);
         let sql = "INSERT INTO session_codes (code_hash, idp_user_id, slot, return_to, expires_at, opened_by) \
                    VALUES ($1, $2, $3, $4, now() + make_interval(secs => $5), $6)";
         let slot = grant.slot.as_ref().map(Slot::as_str);
@@ -254,7 +259,7 @@ impl Sessions {
         code: &str,
         state: &str,
     ) -> Result<Option<SessionGrant>, SessionError> {
-        let hash = code_hash(code, state);
+        let hash = hash_code(code, state);
         let sql = "UPDATE session_codes SET used_at = now() WHERE code_hash = $1 AND used_at IS NULL \
                    AND expires_at > now() RETURNING idp_user_id, slot, return_to, opened_by, coalesce( \
                    (SELECT generation FROM sign_outs WHERE idp_user_id = session_codes.idp_user_id), 0)";
@@ -276,9 +281,9 @@ impl Sessions {
         }))
     }
 
-    /// Applies changed rows to cached sessions, and ignores others. Returns the users whose sessions have ended.
+    /// Applies changed rows to cached sessions, and ignores other rows. Returns the users whose sessions have ended.
     pub(super) fn apply_changes(&self, rows: &[Row]) -> Vec<IdpUserId> {
-        let (mut cache, mut ended) = (self.cache(), Vec::new());
+        let (mut cache, mut ended) = (self.lock_cache(), Vec::new());
         for row in rows {
             let Ok(hash) = parse_hash(row) else { continue };
             let Some(cached) = cache.get_mut(&hash) else { continue };
@@ -288,7 +293,7 @@ impl Sessions {
             }
             *cached = current.map_or_else(
                 || CachedSession::Unknown(Instant::now()),
-                |it| CachedSession::Live(Arc::new(it)),
+                |session| CachedSession::Live(Arc::new(session)),
             );
         }
         ended
@@ -296,10 +301,11 @@ impl Sessions {
 
     /// Clears the cache after a period in which changes may have been missed.
     pub(super) fn clear_cache(&self) {
-        self.cache().clear();
+        self.lock_cache().clear();
     }
 
-    /// [`Self::query_row`], serialized per user: a sign-out revokes a session that is being opened, or prevents it.
+    /// [`Self::query_row`], serialized per user: a concurrent sign-out either revokes the session that is being opened, or
+    /// prevents it from being opened.
     async fn query_row_serialized(
         &self,
         user: &IdpUserId,
@@ -312,7 +318,7 @@ impl Sessions {
             let lock = "SELECT pg_advisory_xact_lock(hashtextextended('sessions of ' || $1, 0))";
             let (lock, statement) = (client.prepare_cached(lock).await?, client.prepare_cached(sql).await?);
             let tx = client.transaction().await?;
-            // A separate statement, so that the next one's snapshot is taken while the lock is held.
+            // The lock is a separate statement, so that the next statement's snapshot is taken while it is held.
             tx.query(&lock, &[&user.as_str()]).await?;
             let row = tx.query(&statement, params).await?.into_iter().next();
             tx.commit().await?;
@@ -321,9 +327,9 @@ impl Sessions {
         tokio::time::timeout(DATABASE_TIMEOUT, work).await.map_err(|_| SessionError::Timeout)?
     }
 
-    /// Fails at once if the watcher has lost the database, so that requests do not wait for the timeout.
+    /// Fails immediately if the watcher has lost the database, so that requests do not wait for the timeout.
     fn ensure_reachable(&self) -> Result<(), SessionError> {
-        match self.freshness.routes() {
+        match self.freshness.state() {
             RoutesState::Stale | RoutesState::TooOld => Err(SessionError::Unreachable),
             _ => Ok(()),
         }
@@ -343,8 +349,8 @@ impl Sessions {
         tokio::time::timeout(DATABASE_TIMEOUT, work).await.map_err(|_| SessionError::Timeout)?
     }
 
-    fn insert(&self, hash: TokenHash, entry: CachedSession) {
-        let mut cache = self.cache();
+    fn insert_cached(&self, hash: TokenHash, entry: CachedSession) {
+        let mut cache = self.lock_cache();
         if cache.len() >= MAX_CACHED_SESSIONS {
             let now = Timestamp::now();
             cache
@@ -356,12 +362,12 @@ impl Sessions {
         cache.insert(hash, entry);
     }
 
-    fn cache(&self) -> MutexGuard<'_, HashMap<TokenHash, CachedSession>> {
+    fn lock_cache(&self) -> MutexGuard<'_, HashMap<TokenHash, CachedSession>> {
         self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// `None` for a revoked session.
+/// Parses a row; `None` for a revoked session.
 fn parse_session(row: &Row) -> Result<Option<Session>, SessionError> {
     if row.try_get(5)? {
         return Ok(None);
@@ -385,11 +391,11 @@ pub(super) fn sha256(token: &[u8]) -> TokenHash {
     digest(&SHA256, token).as_ref().try_into().expect("SHA-256 is 32 bytes")
 }
 
-fn code_hash(code: &str, state: &str) -> TokenHash {
+fn hash_code(code: &str, state: &str) -> TokenHash {
     sha256(format!("{code}.{state}").as_bytes())
 }
 
-/// 256 random bits, safe for cookies and URLs.
+/// Creates a token of 256 random bits that is safe in cookies and URLs.
 pub(super) fn random_token() -> Result<String, SessionError> {
     let mut bytes = [0; 32];
     SystemRandom::new().fill(&mut bytes).map_err(|_| SessionError::Randomness)?;

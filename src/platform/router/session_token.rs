@@ -1,7 +1,7 @@
 //! The value of a session cookie: a random id, signed with the key for app tokens.
 //!
-//! The signature grants no access: that takes a row of `sessions`. It only proves that a router issued the value, so that
-//! a forged one is rejected without a query.
+//! The signature grants no access: access requires a row of `sessions`. The signature only proves that a router issued
+//! the value, so that a forged value is rejected without a query.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,7 +9,7 @@ use super::session::{SessionError, random_token};
 use crate::public_host::PublicHost;
 use svc_http::proof::{ProofKeys, Signer};
 
-/// Distinguishes a session from a JWT of the identity provider. `svcctl` relies on it, too.
+/// Distinguishes a session from a JWT of the identity provider. `svcctl` relies on this prefix, too.
 const PREFIX: &str = "svcs_";
 const ISSUER: &str = "svc-session";
 const MAX_TOKEN_BYTES: usize = 512;
@@ -32,7 +32,8 @@ pub(super) fn is_genuine(keys: &ProofKeys, host: PublicHost, token: &str) -> boo
     let Some(jwt) = token.strip_prefix(PREFIX).filter(|_| token.len() <= MAX_TOKEN_BYTES) else {
         return false;
     };
-    let claims = keys.open(jwt).ok().and_then(|body| serde_json::from_slice::<SessionClaims>(&body).ok());
+    let claims =
+        keys.verify_signature(jwt).ok().and_then(|body| serde_json::from_slice::<SessionClaims>(&body).ok());
     claims.is_some_and(|claims| claims.iss == ISSUER && claims.host == host.as_str())
 }
 
@@ -44,20 +45,20 @@ mod tests {
     fn is_genuine_accepts_only_issued_tokens_of_host() {
         let signer = |kid| Signer::from_pkcs8(kid, &Signer::generate().unwrap()).unwrap();
         let (own, other) = (signer("app-1"), signer("app-1"));
-        let keys = ProofKeys { keys: vec![own.public()] };
+        let keys = ProofKeys { keys: vec![own.public_key()] };
         let token = mint(&own, PublicHost::App).unwrap();
         assert!(token.len() < MAX_TOKEN_BYTES);
         assert!(is_genuine(&keys, PublicHost::App, &token));
-        assert!(!is_genuine(&keys, PublicHost::Code, &token), "another host's");
+        assert!(!is_genuine(&keys, PublicHost::Code, &token), "for another host");
         assert!(
             !is_genuine(&keys, PublicHost::App, &mint(&other, PublicHost::App).unwrap()),
-            "another key's"
+            "signed with another key"
         );
         let app_token =
             own.sign_json(&serde_json::json!({ "iss": "svc-app-token", "jti": "x", "host": "app" }));
         assert!(!is_genuine(&keys, PublicHost::App, &format!("{PREFIX}{app_token}")), "another purpose");
-        for invented in ["", "x", &"A".repeat(43), &token[..token.len() - 2], &"A".repeat(9999)] {
-            assert!(!is_genuine(&keys, PublicHost::App, invented), "{invented}");
+        for forged in ["", "x", &"A".repeat(43), &token[..token.len() - 2], &"A".repeat(9999)] {
+            assert!(!is_genuine(&keys, PublicHost::App, forged), "{forged}");
         }
     }
 }

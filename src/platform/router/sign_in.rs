@@ -1,7 +1,7 @@
 //! Sign-in of browsers: at the identity provider on `APP_HOST`, and from there on `CODE_HOST` with a single-use code.
 //!
-//! The code works only with a nonce in a cookie of `CODE_HOST` in the same browser, so that a link cannot sign a person
-//! in as another user (login CSRF).
+//! The code works only together with a nonce in a cookie of `CODE_HOST` in the same browser, so that a link cannot sign
+//! a person in as another user (login CSRF).
 
 use std::time::Duration;
 
@@ -40,14 +40,14 @@ pub(super) fn start_sign_in(
     let path = uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
     match context.host {
         PublicHost::App => {
-            let mut to = router.config.sign_in.clone();
-            let here = format!(
+            let mut target = router.config.sign_in.clone();
+            let return_url = format!(
                 "{}://{}{path}",
                 context.scheme,
                 router.config.app_host.authority(&context.authority)
             );
-            to.query_pairs_mut().append_pair("redirect_url", &here);
-            Ok(redirect(StatusCode::FOUND, to.as_str()))
+            target.query_pairs_mut().append_pair("redirect_url", &return_url);
+            Ok(redirect(StatusCode::FOUND, target.as_str()))
         }
         PublicHost::Code => {
             let state = random_token().map_err(|error| Problem::internal(&error))?;
@@ -76,7 +76,7 @@ pub(super) async fn issue_code(
     let Some(identity) = router.identify(context, &call.headers).await? else {
         return start_sign_in(router, context, &call.uri);
     };
-    if let Some(page) = account::prompt(router, context, &identity, &call.headers, &call.uri) {
+    if let Some(page) = account::choice_page(router, context, &identity, &call.headers, &call.uri) {
         return Ok(page);
     }
     let mut query = call.query_fields();
@@ -116,7 +116,7 @@ pub(super) async fn redeem_code(
     let grant = grant.ok_or_else(|| {
         Problem::new(
             Code::Unauthorized,
-            "This sign-in has expired, or was started in another browser. Open the page again.",
+            "This sign-in has expired or was started in another browser. Open the page again.",
         )
     })?;
     let opened = router
@@ -128,7 +128,7 @@ pub(super) async fn redeem_code(
     let headers = response.headers_mut();
     let session = RouterCookie::Session(PublicHost::Code).set_cookie(&token, context.scheme, SESSION_SECONDS);
     headers.append(SET_COOKIE, session);
-    headers.append(SET_COOKIE, RouterCookie::State.clear(context.scheme));
+    headers.append(SET_COOKIE, RouterCookie::State.expire(context.scheme));
     browser_data::record_user(router, &mut response, context, &call.headers, &grant.user);
     Ok(response)
 }
@@ -142,24 +142,27 @@ pub(super) async fn sign_out(
     if let Some(identity) = router.identify(context, headers).await? {
         let user = identity.user();
         let generation = router.sessions.revoke_all(user).await.map_err(|error| session_problem(&error))?;
-        router.sign_outs.record(user, generation, Duration::ZERO);
+        router.sign_outs.record_sign_out(user, generation, Duration::ZERO);
     }
     let mut response = StatusCode::NO_CONTENT.into_response();
-    response.headers_mut().append(SET_COOKIE, RouterCookie::Session(context.host).clear(context.scheme));
-    browser_data::clear(&mut response);
+    response.headers_mut().append(SET_COOKIE, RouterCookie::Session(context.host).expire(context.scheme));
+    browser_data::clear_data(&mut response);
     Ok(response)
 }
 
 /// The problem of an unauthenticated request.
 pub(super) fn sign_in_required() -> Problem {
-    Problem::new(Code::Unauthorized, "Sign in first, or send the identity provider's token as bearer.")
+    Problem::new(
+        Code::Unauthorized,
+        "Sign in first, or send the identity provider's token as a bearer token.",
+    )
 }
 
 fn host_url(router: &RouterState, context: &RequestContext, host: PublicHost) -> String {
     format!("{}://{}", context.scheme, router.config.address(host).authority(&context.authority))
 }
 
-/// The path and query of a request, or `/` if a browser could take it for a URL of another host.
+/// The path and query of a request, or `/` if a browser could interpret them as a URL of another host.
 pub(super) fn local_path(uri: &Uri) -> &str {
     uri.path_and_query()
         .map(http::uri::PathAndQuery::as_str)

@@ -1,8 +1,8 @@
-//! Recent sign-outs, and the open streams of each user: a sign-out invalidates older app tokens and closes the user's
-//! streams.
+//! Recent sign-outs, and the open streams of each user. A sign-out invalidates the user's older app tokens and closes
+//! the user's streams.
 //!
-//! The watcher reports sign-outs of other processes. Invariant: a sign-out closes every stream that was registered before
-//! it. A caller that registers a stream checks afterwards that no sign-out has happened in the meantime.
+//! The watcher reports the sign-outs of other processes. Invariant: a sign-out closes every stream that was registered
+//! before it. After registering a stream, the caller checks that no sign-out has happened in the meantime.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
@@ -14,7 +14,7 @@ use crate::signed_lifetimes::{MAX_APP_TOKEN_LIFETIME, SIGN_OUT_TTL};
 use svc_machine::name::IdpUserId;
 
 /// Minimum number of users at which a map is swept.
-const MIN_SWEEP: usize = 1024;
+const MIN_SWEEP_USERS: usize = 1024;
 
 #[derive(Default)]
 pub(super) struct SignOuts {
@@ -29,7 +29,8 @@ struct SignOut {
     at: Instant,
 }
 
-/// A map of users to values that expire. It is swept when it has doubled, so that sweeps cost amortized constant time.
+/// A map of users to values that expire. It is swept whenever its size has doubled, so that sweeps take amortized
+/// constant time.
 struct Users<T> {
     by_id: HashMap<IdpUserId, T>,
     sweep_at: usize,
@@ -37,7 +38,7 @@ struct Users<T> {
 
 impl<T> Default for Users<T> {
     fn default() -> Self {
-        Self { by_id: HashMap::new(), sweep_at: MIN_SWEEP }
+        Self { by_id: HashMap::new(), sweep_at: MIN_SWEEP_USERS }
     }
 }
 
@@ -45,7 +46,7 @@ impl<T> Users<T> {
     fn insert(&mut self, user: &IdpUserId, value: T, is_current: impl Fn(&T) -> bool) {
         if self.by_id.len() >= self.sweep_at {
             self.by_id.retain(|_, value| is_current(value));
-            self.sweep_at = MIN_SWEEP.max(self.by_id.len() * 2);
+            self.sweep_at = MIN_SWEEP_USERS.max(self.by_id.len() * 2);
         }
         self.by_id.insert(user.clone(), value);
     }
@@ -54,22 +55,22 @@ impl<T> Users<T> {
 impl SignOuts {
     /// The generation of the user's last sign-out, for a new token; 0 without a recent one.
     pub(super) fn generation(&self, user: &IdpUserId) -> i64 {
-        self.newer_than(user, SIGN_OUT_TTL)
+        self.generation_newer_than(user, SIGN_OUT_TTL)
     }
 
-    /// The minimum generation of this user's valid tokens. A sign-out that is older than any valid token is not enforced,
-    /// because a process that started later may not have loaded it and would issue lower generations.
-    pub(super) fn required(&self, user: &IdpUserId) -> i64 {
-        self.newer_than(user, MAX_APP_TOKEN_LIFETIME)
+    /// The minimum generation of this user's valid tokens. A sign-out that is older than every valid token is not
+    /// enforced: a process that started later may not have loaded it, and then issues tokens with a lower generation.
+    pub(super) fn required_generation(&self, user: &IdpUserId) -> i64 {
+        self.generation_newer_than(user, MAX_APP_TOKEN_LIFETIME)
     }
 
-    fn newer_than(&self, user: &IdpUserId, age: Duration) -> i64 {
+    fn generation_newer_than(&self, user: &IdpUserId, age: Duration) -> i64 {
         let last = self.last.read().unwrap_or_else(PoisonError::into_inner);
         last.by_id.get(user).filter(|last| last.at.elapsed() < age).map_or(0, |last| last.generation)
     }
 
     /// Records a sign-out that happened `age` ago, and closes the user's streams. Idempotent.
-    pub(super) fn record(&self, user: &IdpUserId, generation: i64, age: Duration) {
+    pub(super) fn record_sign_out(&self, user: &IdpUserId, generation: i64, age: Duration) {
         let now = Instant::now();
         let at = now.checked_sub(age).unwrap_or(now);
         let mut last = self.last.write().unwrap_or_else(PoisonError::into_inner);
@@ -78,20 +79,20 @@ impl SignOuts {
         }
         last.insert(user, SignOut { generation, at }, |known| known.at.elapsed() < SIGN_OUT_TTL);
         drop(last);
-        self.close(user);
+        self.close_streams(user);
     }
 
     /// Closes the user's streams.
-    pub(super) fn close(&self, user: &IdpUserId) {
-        let streams = self.streams().by_id.remove(user);
+    pub(super) fn close_streams(&self, user: &IdpUserId) {
+        let streams = self.lock_streams().by_id.remove(user);
         if let Some(streams) = streams.and_then(|streams| streams.upgrade()) {
             streams.cancel();
         }
     }
 
-    /// Returns a token that the user's next sign-out cancels. The stream keeps it while it is open.
-    pub(super) fn register(&self, user: &IdpUserId) -> Arc<CancellationToken> {
-        let mut streams = self.streams();
+    /// Returns a token that the user's next sign-out cancels. The caller must keep it as long as the stream is open.
+    pub(super) fn register_stream(&self, user: &IdpUserId) -> Arc<CancellationToken> {
+        let mut streams = self.lock_streams();
         if let Some(token) = streams.by_id.get(user).and_then(Weak::upgrade) {
             return token;
         }
@@ -100,7 +101,7 @@ impl SignOuts {
         token
     }
 
-    fn streams(&self) -> MutexGuard<'_, Users<Weak<CancellationToken>>> {
+    fn lock_streams(&self) -> MutexGuard<'_, Users<Weak<CancellationToken>>> {
         self.streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -114,55 +115,55 @@ mod tests {
     }
 
     #[test]
-    fn sign_out_closes_streams_of_its_user_only() {
-        let all = SignOuts::default();
-        let (ada, bob) = (all.register(&user("ada")), all.register(&user("bob")));
-        let again = all.register(&user("ada"));
-        all.record(&user("ada"), 7, Duration::ZERO);
+    fn sign_out_closes_only_streams_of_its_user() {
+        let sign_outs = SignOuts::default();
+        let (ada, bob) = (sign_outs.register_stream(&user("ada")), sign_outs.register_stream(&user("bob")));
+        let again = sign_outs.register_stream(&user("ada"));
+        sign_outs.record_sign_out(&user("ada"), 7, Duration::ZERO);
         assert!(ada.is_cancelled() && again.is_cancelled() && !bob.is_cancelled());
-        assert_eq!((all.generation(&user("ada")), all.generation(&user("bob"))), (7, 0));
-        // The watcher reports each sign-out several times.
-        let later = all.register(&user("ada"));
-        all.record(&user("ada"), 7, Duration::ZERO);
-        all.record(&user("ada"), 3, Duration::ZERO);
+        assert_eq!((sign_outs.generation(&user("ada")), sign_outs.generation(&user("bob"))), (7, 0));
+        // The watcher reports each sign-out several times; only a new generation closes streams.
+        let later = sign_outs.register_stream(&user("ada"));
+        sign_outs.record_sign_out(&user("ada"), 7, Duration::ZERO);
+        sign_outs.record_sign_out(&user("ada"), 3, Duration::ZERO);
         assert!(!later.is_cancelled());
-        all.record(&user("ada"), 8, Duration::ZERO);
+        sign_outs.record_sign_out(&user("ada"), 8, Duration::ZERO);
         assert!(later.is_cancelled());
     }
 
-    /// One process has loaded the sign-out, another started after its row was deleted.
+    /// One process has loaded the sign-out; another one started after its row was deleted.
     #[test]
     fn old_sign_out_is_not_enforced() {
         let (old, new, ada) = (SignOuts::default(), SignOuts::default(), user("ada"));
-        old.record(&ada, 7, MAX_APP_TOKEN_LIFETIME + Duration::from_secs(1));
+        old.record_sign_out(&ada, 7, MAX_APP_TOKEN_LIFETIME + Duration::from_secs(1));
         assert!(
-            old.required(&ada) <= new.generation(&ada),
-            "tokens of the new process are valid at the old one"
+            old.required_generation(&ada) <= new.generation(&ada),
+            "the old process accepts tokens of the new one"
         );
-        assert!(new.required(&ada) <= old.generation(&ada));
-        let (recent, late) = (SignOuts::default(), Duration::from_secs(60));
-        recent.record(&ada, 7, MAX_APP_TOKEN_LIFETIME.saturating_sub(late));
-        assert_eq!((recent.required(&ada), recent.generation(&ada)), (7, 7));
+        assert!(new.required_generation(&ada) <= old.generation(&ada));
+        let recent = SignOuts::default();
+        recent.record_sign_out(&ada, 7, MAX_APP_TOKEN_LIFETIME.saturating_sub(Duration::from_secs(60)));
+        assert_eq!((recent.required_generation(&ada), recent.generation(&ada)), (7, 7));
     }
 
     #[test]
     fn users_without_open_streams_are_swept() {
-        let all = SignOuts::default();
-        let open = all.register(&user("open"));
-        for n in 0..10 * MIN_SWEEP {
-            drop(all.register(&user(&format!("user_{n}"))));
+        let sign_outs = SignOuts::default();
+        let open = sign_outs.register_stream(&user("open"));
+        for n in 0..10 * MIN_SWEEP_USERS {
+            drop(sign_outs.register_stream(&user(&format!("user_{n}"))));
         }
-        assert!(all.streams().by_id.len() <= 2 * MIN_SWEEP);
-        all.record(&user("open"), 1, Duration::ZERO);
+        assert!(sign_outs.lock_streams().by_id.len() <= 2 * MIN_SWEEP_USERS);
+        sign_outs.record_sign_out(&user("open"), 1, Duration::ZERO);
         assert!(open.is_cancelled());
     }
 
     #[test]
-    fn many_sign_outs_are_recorded_in_linear_time() {
-        let all = SignOuts::default();
+    fn recording_many_sign_outs_takes_linear_time() {
+        let sign_outs = SignOuts::default();
         for n in 0..200_000 {
-            all.record(&user(&format!("user_{n}")), n, Duration::ZERO);
+            sign_outs.record_sign_out(&user(&format!("user_{n}")), n, Duration::ZERO);
         }
-        assert_eq!(all.generation(&user("user_7")), 7);
+        assert_eq!(sign_outs.generation(&user("user_7")), 7);
     }
 }

@@ -1,9 +1,8 @@
-//! Keeps the directory and the session cache current: polls the database at an interval, and at once after a NOTIFY.
+//! Keeps the directory and the session cache current: polls the database at an interval, and immediately after a NOTIFY.
 //!
-//! A sequence does not follow the commit order, so a "last number seen" could miss rows. The poll compares a digest over
-//! the change numbers of all active rows instead, which changes with the committed set. Only few
-//! sessions and acknowledged keys change: each poll reads those of a window that is longer than any transaction, by an
-//! index on the time.
+//! Numbers from a sequence are not committed in order, so reading only rows above the last number seen could miss rows.
+//! Instead, the poll compares a digest of the change numbers of all committed active rows. Sessions and acknowledged keys
+//! change rarely: each poll reads, by an index, the changes within a window that is longer than any transaction.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -21,23 +20,25 @@ use super::machine::{Endpoint, MachineRecord};
 use super::session::Sessions;
 use super::sign_outs::SignOuts;
 use crate::host_trust::HostTrust;
-use crate::route_freshness::{Freshness, RoutesState};
+use crate::route_freshness::{RouteFreshness, RoutesState};
 use crate::signed_lifetimes::SIGN_OUT_TTL;
 use svc_base::metrics::ROUTES_AGE;
 use svc_http::resolve;
 use svc_machine::id::MachineId;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Limits the polls during a storm of notifications.
+/// Limits the rate of polls when many notifications arrive.
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// After a longer gap, session changes may have left the window that a poll reads.
+/// After a longer gap between polls, some changes of sessions may have left the window that a poll reads.
 const MAX_POLL_GAP: Duration = Duration::from_secs(5);
 
 const ACTIVE: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL";
-/// `now()` is stable within a statement, so that the index serves it; `clock_timestamp()` would be compared row by row.
+/// Uses `now()`, which is stable within a statement, so that the index can be used. With `clock_timestamp()`, every row
+/// would be compared.
 const CHANGED_SESSIONS: &str = "SELECT token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL \
      FROM sessions WHERE changed_at > now() - interval '15 seconds'";
-/// `$1` covers all sign-outs that affect valid app tokens on the first poll, and only new ones later.
+/// `$1` is the age in seconds up to which sign-outs are read. The first poll reads all sign-outs that affect valid app
+/// tokens; later polls read only recent ones.
 const SIGN_OUTS: &str = "SELECT idp_user_id, generation, \
      greatest(extract(epoch FROM now() - changed_at), 0)::float8 FROM sign_outs \
      WHERE changed_at > now() - make_interval(secs => $1)";
@@ -50,7 +51,7 @@ pub(super) struct Watcher {
     pub(super) directory: Arc<Directory>,
     pub(super) sessions: Arc<Sessions>,
     pub(super) sign_outs: Arc<SignOuts>,
-    pub(super) freshness: Arc<Freshness>,
+    pub(super) freshness: Arc<RouteFreshness>,
     pub(super) interval: Duration,
 }
 
@@ -78,10 +79,10 @@ impl Watcher {
         last: &mut Option<Instant>,
         outage: &mut Outage,
     ) -> anyhow::Result<std::convert::Infallible> {
-        let nudge = Arc::new(Notify::new());
+        let wake = Arc::new(Notify::new());
         let connection =
-            tokio::time::timeout(DATABASE_TIMEOUT, Connection::open(&self.database, Arc::clone(&nudge)));
-        let mut connection = connection.await.context("connect: timeout")??;
+            tokio::time::timeout(DATABASE_TIMEOUT, Connection::open(&self.database, Arc::clone(&wake)));
+        let mut connection = connection.await.context("connecting to the database timed out")??;
         loop {
             let started_at = Instant::now();
             let has_gap = last.is_none_or(|last| started_at.duration_since(last) > MAX_POLL_GAP);
@@ -90,7 +91,7 @@ impl Watcher {
             }
             tokio::time::timeout(DATABASE_TIMEOUT, self.poll(&mut connection, started_at))
                 .await
-                .context("poll: timeout")??;
+                .context("polling the database timed out")??;
             if has_gap {
                 self.sessions.clear_cache();
             }
@@ -98,7 +99,7 @@ impl Watcher {
             outage.end(&self.freshness);
             tokio::time::sleep(MIN_POLL_INTERVAL.min(self.interval)).await;
             tokio::select! {
-                () = nudge.notified() => {}
+                () = wake.notified() => {}
                 () = tokio::time::sleep_until((started_at + self.interval).into()) => {}
             }
         }
@@ -106,22 +107,23 @@ impl Watcher {
 
     async fn poll(&self, connection: &mut Connection, started_at: Instant) -> anyhow::Result<()> {
         let Connection { client, digest, machines, sessions, sign_outs, kids, last_digest } = connection;
-        let since = if last_digest.is_none() { SIGN_OUT_TTL.as_secs_f64() } else { RECENT_SIGN_OUTS_SECONDS };
-        let since: [&(dyn ToSql + Sync); 1] = [&since];
+        let max_age =
+            if last_digest.is_none() { SIGN_OUT_TTL.as_secs_f64() } else { RECENT_SIGN_OUTS_SECONDS };
+        let max_age: [&(dyn ToSql + Sync); 1] = [&max_age];
         let (current_digest, changed, signed_out, acknowledged) = tokio::try_join!(
             client.query_one(&*digest, &[]),
             client.query(&*sessions, &[]),
-            client.query(&*sign_outs, &since),
+            client.query(&*sign_outs, &max_age),
             client.query(&*kids, &[])
         )?;
         let acknowledged = acknowledged.iter().map(|row| Ok((MachineId(row.try_get(0)?), row.try_get(1)?)));
-        // Before the rows, which may be newer.
+        // The acknowledged keys are applied before the machines' rows, which may be newer.
         self.directory.acknowledge(acknowledged.collect::<Result<_, tokio_postgres::Error>>()?);
         let current_digest: (i64, i64) = (current_digest.try_get(0)?, current_digest.try_get(1)?);
         if *last_digest == Some(current_digest) {
             self.directory.confirm(started_at);
         } else {
-            // Read after the digest, so that a change in between changes the next digest.
+            // The rows are read after the digest, so that a change in between changes the next digest.
             let rows = client.query(&*machines, &[]).await?;
             let trust = self.directory.trust();
             let rows = rows.iter().filter_map(|row| parse_machine(row, trust)).collect();
@@ -129,14 +131,15 @@ impl Watcher {
             *last_digest = Some(current_digest);
         }
         for user in self.sessions.apply_changes(&changed) {
-            self.sign_outs.close(&user);
+            self.sign_outs.close_streams(&user);
         }
-        // After the sessions, because a request that registers a stream checks its session again afterwards.
+        // Sign-outs are applied after the sessions, because a request that registers a stream then checks its session
+        // again.
         for row in signed_out {
             match row.try_get::<_, &str>(0)?.parse() {
                 Ok(user) => {
                     let age = Duration::try_from_secs_f64(row.try_get(2)?).unwrap_or_default();
-                    self.sign_outs.record(&user, row.try_get(1)?, age);
+                    self.sign_outs.record_sign_out(&user, row.try_get(1)?, age);
                 }
                 Err(error) => tracing::error!(%error, "cannot parse a sign-out row"),
             }
@@ -152,9 +155,9 @@ struct Outage {
 }
 
 impl Outage {
-    fn report(&mut self, freshness: &Freshness, error: &anyhow::Error) {
-        let routes = match freshness.routes() {
-            // One poll has failed already, so the routes are no longer confirmed.
+    fn report(&mut self, freshness: &RouteFreshness, error: &anyhow::Error) {
+        let routes = match freshness.state() {
+            // A poll has failed, so the routes are no longer confirmed.
             RoutesState::Current => RoutesState::Stale,
             routes => routes,
         };
@@ -174,7 +177,7 @@ impl Outage {
         }
     }
 
-    fn end(&mut self, freshness: &Freshness) {
+    fn end(&mut self, freshness: &RouteFreshness) {
         ROUTES_AGE.set([], freshness.age().map_or(f64::NAN, |age| age.as_secs_f64()));
         if self.logged.take().is_some() {
             tracing::info!("database reachable; routes are current");
@@ -194,14 +197,14 @@ struct Connection {
 }
 
 impl Connection {
-    async fn open(config: &Config, nudge: Arc<Notify>) -> anyhow::Result<Self> {
+    async fn open(config: &Config, wake: Arc<Notify>) -> anyhow::Result<Self> {
         let (client, mut connection) =
-            resolve_hosts(config).await?.connect(NoTls).await.context("connect")?;
+            resolve_hosts(config).await?.connect(NoTls).await.context("connect to the database")?;
         tokio::spawn(async move {
             // Ends when the client is dropped or the connection fails.
             while let Some(Ok(message)) = poll_fn(|cx| connection.poll_message(cx)).await {
                 if matches!(message, AsyncMessage::Notification(_)) {
-                    nudge.notify_one();
+                    wake.notify_one();
                 }
             }
         });
@@ -230,17 +233,17 @@ async fn resolve_hosts(config: &Config) -> anyhow::Result<Config> {
     if config.get_hostaddrs().is_empty() {
         for host in config.get_hosts().to_vec() {
             if let Host::Tcp(name) = host {
-                let first = resolve::addresses(&name).await?.first().copied();
-                config.hostaddr(first.context("no address")?);
+                let first = resolve::lookup_addresses(&name).await?.first().copied();
+                config.hostaddr(first.context("the database's host name has no address")?);
             }
         }
     }
     Ok(config)
 }
 
-/// Parses a machine's row. A row that cannot be parsed is logged and not routed to.
+/// Parses a machine's row. A row that cannot be parsed is logged, and its machine gets no requests.
 fn parse_machine(row: &tokio_postgres::Row, trust: &HostTrust) -> Option<MachineRecord> {
-    let read = || -> anyhow::Result<MachineRecord> {
+    let parse = || -> anyhow::Result<MachineRecord> {
         let id = MachineId(row.try_get(0)?);
         let (ip, pin): (Option<&str>, Option<&str>) = (row.try_get(5)?, row.try_get(7)?);
         let endpoint = match (ip, pin) {
@@ -264,7 +267,7 @@ fn parse_machine(row: &tokio_postgres::Row, trust: &HostTrust) -> Option<Machine
             created_at: row.try_get(9)?,
         })
     };
-    read()
+    parse()
         .inspect_err(|error| tracing::error!(error = format!("{error:#}"), "cannot parse a machine row"))
         .ok()
 }

@@ -21,7 +21,7 @@ const RESERVATION_BATCH: u32 = 16;
 const RESERVATION_TTL: Duration = Duration::from_secs(10);
 /// After this timeout a process relies on its own view of the budget.
 const SHARED_TIMEOUT: Duration = Duration::from_secs(2);
-/// The provider's limits are per hour. A later reset is an error, and would teach a rate that stops all calls.
+/// The provider's limits are per hour. A later reset is an error: the refill rate derived from it would stop all calls.
 const MAX_RESET: Duration = Duration::from_secs(3600);
 /// Minimum number of used calls for a reliable refill rate.
 const MIN_USED_CALLS: u64 = 5;
@@ -54,13 +54,13 @@ impl Budget {
     }
 
     /// Waits for a slot, the gate, and a call of the budget. The slot is held until the permit is dropped.
-    pub(super) async fn enter(&self) -> Result<OwnedSemaphorePermit, Exhausted> {
+    pub(super) async fn acquire(&self) -> Result<OwnedSemaphorePermit, Exhausted> {
         let permit =
             Arc::clone(&self.in_flight).acquire_owned().await.expect("the semaphore is never closed");
-        // Others may move the gate during the wait, which `max_wait` limits.
+        // Other tasks may extend the closing of the gate; `max_wait` bounds the wait.
         let deadline = Instant::now() + self.max_wait;
         loop {
-            let until = match self.gate() {
+            let until = match self.closed_until() {
                 Some(until) => until,
                 None => match self.reserve_call().await {
                     Ok(()) => return Ok(permit),
@@ -103,23 +103,23 @@ impl Budget {
     /// Updates the budget from a response to an exchange of duration `took`. If the budget is empty, the gate closes
     /// for the time in which one call is refilled.
     pub(super) fn update(&self, headers: &HeaderMap, took: Duration) {
-        let (Some(limit), Some(left), Some(reset)) =
+        let (Some(limit), Some(remaining), Some(reset)) =
             (number(headers, "ratelimit-limit"), number(headers, "ratelimit-remaining"), reset_in(headers))
         else {
             return;
         };
-        let per_second = lower_rate(limit.saturating_sub(left), reset + took);
+        let per_second = lower_rate(limit.saturating_sub(remaining), reset + took);
         let at = std::time::Instant::now();
         self.state().seen =
-            Some(ObservedBudget { left: left as f64, capacity: limit as f64, per_second, at });
-        if left == 0 {
+            Some(ObservedBudget { remaining: remaining as f64, capacity: limit as f64, per_second, at });
+        if remaining == 0 {
             // The provider refills evenly and sends the time of the full refill.
             self.close_for(reset / u32::try_from(limit.max(1)).unwrap_or(u32::MAX));
         }
     }
 
-    /// Closes the gate after a 429 until the provider's reset, or for `fallback` if it names none.
-    pub(super) fn refused(&self, headers: &HeaderMap, fallback: Duration) -> Duration {
+    /// Closes the gate after a 429 until the provider's reset, or for `fallback` if the response names no reset.
+    pub(super) fn record_refusal(&self, headers: &HeaderMap, fallback: Duration) -> Duration {
         let wait = reset_in(headers).unwrap_or(fallback).min(self.max_wait);
         self.close_for(wait);
         wait
@@ -128,7 +128,7 @@ impl Budget {
     /// Reports a refusal to the other users of the shared budget.
     pub(super) async fn report_refusal(&self, wait: Duration) {
         if let Some(shared) = &self.shared {
-            // A user that the report does not reach is refused by the provider itself.
+            // The provider itself refuses a user that the report does not reach.
             let _ = tokio::time::timeout(SHARED_TIMEOUT, shared.close(wait)).await;
         }
     }
@@ -140,8 +140,8 @@ impl Budget {
         state.reserved = 0;
     }
 
-    /// The end of the closed gate, if it lies in the future.
-    fn gate(&self) -> Option<Instant> {
+    /// The time until which the gate is closed; `None` if it is open.
+    fn closed_until(&self) -> Option<Instant> {
         self.state().closed_until.filter(|until| *until > Instant::now())
     }
 
@@ -194,22 +194,22 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn enter_waits_for_refill_or_reset_within_bounds() {
+    async fn acquire_waits_for_refill_or_reset_within_bounds() {
         let max_wait = Duration::from_millis(400);
         let budget = Budget::new(max_wait, None);
         let clone = budget.clone();
 
         budget.update(&headers(1, 3600), Duration::ZERO);
-        assert_eq!(budget.gate(), None, "the budget is not empty");
+        assert_eq!(budget.closed_until(), None, "the budget is not empty");
 
         let start = Instant::now();
         budget.update(&headers(0, 360), Duration::ZERO);
-        drop(clone.enter().await.unwrap());
+        drop(clone.acquire().await.unwrap());
         assert!(start.elapsed() >= Duration::from_millis(95), "{:?}", start.elapsed());
 
         let start = Instant::now();
-        assert_eq!(budget.refused(&headers(0, 3600), Duration::ZERO), max_wait);
-        drop(clone.enter().await.unwrap());
+        assert_eq!(budget.record_refusal(&headers(0, 3600), Duration::ZERO), max_wait);
+        drop(clone.acquire().await.unwrap());
         assert!(start.elapsed() >= max_wait, "{:?}", start.elapsed());
     }
 
@@ -224,8 +224,8 @@ mod tests {
                     let refill_time = Duration::from_secs_f64(all_back.ceil() - fraction);
                     // It also rounds the remaining budget down.
                     let shown = used.ceil() as u64;
-                    let rate_learnt = lower_rate(shown, refill_time).unwrap();
-                    assert!(rate_learnt <= rate, "{rate_learnt} instead of {rate} of {used} at {fraction}");
+                    let derived_rate = lower_rate(shown, refill_time).unwrap();
+                    assert!(derived_rate <= rate, "{derived_rate} instead of {rate} of {used} at {fraction}");
                 }
             }
         }
@@ -252,19 +252,24 @@ mod tests {
         assert!((59..=61).contains(&seconds), "{seconds}");
     }
 
-    /// Grants all it has, and counts the requests.
+    /// Grants all remaining calls, and counts the requests.
     struct FakeAllowance {
-        left: AtomicU32,
+        remaining: AtomicU32,
         requests: AtomicU32,
     }
 
     #[async_trait]
     impl Allowance for FakeAllowance {
-        async fn reserve(&self, want: u32, back: u32, _seen: Option<ObservedBudget>) -> Option<BudgetGrant> {
+        async fn reserve(
+            &self,
+            wanted: u32,
+            returned: u32,
+            _observed: Option<ObservedBudget>,
+        ) -> Option<BudgetGrant> {
             self.requests.fetch_add(1, Ordering::SeqCst);
-            self.left.fetch_add(back, Ordering::SeqCst);
-            let calls = self.left.load(Ordering::SeqCst).min(want);
-            self.left.fetch_sub(calls, Ordering::SeqCst);
+            self.remaining.fetch_add(returned, Ordering::SeqCst);
+            let calls = self.remaining.load(Ordering::SeqCst).min(wanted);
+            self.remaining.fetch_sub(calls, Ordering::SeqCst);
             Some(BudgetGrant { calls, wait: Duration::from_millis(30) })
         }
 
@@ -272,29 +277,30 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn enter_reserves_batches_and_fails_when_empty() {
-        let allowance = Arc::new(FakeAllowance { left: (2 * RESERVATION_BATCH).into(), requests: 0.into() });
+    async fn acquire_reserves_batches_and_fails_when_empty() {
+        let allowance =
+            Arc::new(FakeAllowance { remaining: (2 * RESERVATION_BATCH).into(), requests: 0.into() });
         let budget = Budget::new(Duration::from_millis(100), Some(allowance.clone()));
         for _ in 0..2 * RESERVATION_BATCH {
-            drop(budget.enter().await.unwrap());
+            drop(budget.acquire().await.unwrap());
         }
         assert_eq!(allowance.requests.load(Ordering::SeqCst), 2);
-        assert!(budget.enter().await.is_err());
+        assert!(budget.acquire().await.is_err());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn enter_returns_expired_reservations() {
-        let allowance = Arc::new(FakeAllowance { left: 100.into(), requests: 0.into() });
+    async fn acquire_returns_expired_reservations() {
+        let allowance = Arc::new(FakeAllowance { remaining: 100.into(), requests: 0.into() });
         let budget = Budget::new(Duration::from_millis(100), Some(allowance.clone()));
         for _ in 0..10 {
-            drop(budget.enter().await.unwrap());
+            drop(budget.acquire().await.unwrap());
             tokio::time::sleep(2 * RESERVATION_TTL).await;
         }
         assert_eq!(allowance.requests.load(Ordering::SeqCst), 10);
         assert_eq!(
-            allowance.left.load(Ordering::SeqCst),
+            allowance.remaining.load(Ordering::SeqCst),
             100 - 10 - (RESERVATION_BATCH - 1),
-            "except the current reservation"
+            "all calls but those of the current reservation are returned"
         );
     }
 }

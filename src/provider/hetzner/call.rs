@@ -48,7 +48,7 @@ impl Default for CallLimits {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Idempotence {
     Idempotent,
-    /// Every repeat creates or changes something again.
+    /// Each repetition creates or changes something again.
     NotIdempotent,
 }
 
@@ -117,7 +117,7 @@ impl Connection {
             ProviderError::new(
                 call.name,
                 kind,
-                Cause::Unreadable { status: response.status.as_u16(), source },
+                Cause::InvalidResponse { status: response.status.as_u16(), source },
             )
         })
     }
@@ -145,14 +145,14 @@ impl Connection {
     }
 
     async fn exchange(&self, call: &Call<'_>) -> Result<Response, FailedExchange> {
-        let end = self.exchange_once(call).await;
-        let outcome = end.as_ref().map_or_else(|failed| failed.error.kind().as_str(), |_| "ok");
+        let result = self.exchange_once(call).await;
+        let outcome = result.as_ref().map_or_else(|failed| failed.error.kind().as_str(), |_| "ok");
         PROVIDER_CALLS.add_one([call.name, outcome]);
-        end
+        result
     }
 
     async fn exchange_once(&self, call: &Call<'_>) -> Result<Response, FailedExchange> {
-        let Ok(_permit) = self.budget.enter().await else {
+        let Ok(_permit) = self.budget.acquire().await else {
             let cause = Cause::Exhausted { after: self.limits.max_rate_wait };
             let error = ProviderError::new(call.name, ErrorKind::Transient, cause);
             return Err(FailedExchange { error, retry: Retry::Never });
@@ -193,18 +193,18 @@ impl Connection {
 
     async fn send(&self, call: &Call<'_>) -> Result<Response, Cause> {
         let request = self.client.request(call.method.clone(), self.url(call));
-        let mut request = request_id::onward(request).header(AUTHORIZATION, self.authorization.clone());
+        let mut request = request_id::attach(request).header(AUTHORIZATION, self.authorization.clone());
         if let Some(body) = &call.body {
             request = request.header(CONTENT_TYPE, "application/json").body(body.clone());
         }
         let mut response = request.send().await.map_err(|error| {
-            if error.is_connect() { Cause::Connect(error) } else { Cause::BrokenOff(error) }
+            if error.is_connect() { Cause::Connect(error) } else { Cause::Disconnected(error) }
         })?;
         let (status, headers) = (response.status(), response.headers().clone());
         let mut body = Vec::new();
         read_response(&mut response, MAX_RESPONSE_BYTES, &mut body).await.map_err(|error| match error {
             ResponseBodyError::TooLarge(limit) => Cause::TooLarge { limit },
-            ResponseBodyError::Http(error) => Cause::BrokenOff(error),
+            ResponseBodyError::Http(error) => Cause::Disconnected(error),
         })?;
         Ok(Response { status, headers, body })
     }
@@ -225,7 +225,7 @@ impl Connection {
         };
         let (kind, mut retry) = classify(response.status, &code, call.idempotence);
         if response.status == StatusCode::TOO_MANY_REQUESTS {
-            retry = Retry::After(self.budget.refused(&response.headers, self.limits.initial_backoff));
+            retry = Retry::After(self.budget.record_refusal(&response.headers, self.limits.initial_backoff));
         }
         let status = response.status.as_u16();
         FailedExchange {
@@ -241,7 +241,7 @@ struct Response {
     body: Vec<u8>,
 }
 
-/// The kind of a failure that leaves open whether the call had an effect.
+/// The kind of a failure after which it is unknown whether the call had an effect.
 fn unclear_kind(idempotence: Idempotence) -> ErrorKind {
     match idempotence {
         Idempotence::Idempotent => ErrorKind::Transient,
@@ -306,10 +306,14 @@ mod tests {
             (418, "teapot", Refused, Refused),
             (302, "", Transient, Ambiguous),
         ];
-        for (status, code, harmless, harmful) in cases {
+        for (status, code, idempotent, not_idempotent) in cases {
             let status = StatusCode::from_u16(status).unwrap();
-            assert_eq!(classify(status, code, Idempotence::Idempotent).0, harmless, "{status} {code}");
-            assert_eq!(classify(status, code, Idempotence::NotIdempotent).0, harmful, "{status} {code}");
+            assert_eq!(classify(status, code, Idempotence::Idempotent).0, idempotent, "{status} {code}");
+            assert_eq!(
+                classify(status, code, Idempotence::NotIdempotent).0,
+                not_idempotent,
+                "{status} {code}"
+            );
         }
     }
 }

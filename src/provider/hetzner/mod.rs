@@ -1,6 +1,6 @@
 //! The adapter for the Hetzner Cloud API v1 (<https://docs.hetzner.cloud>): maps the port's calls to requests.
 //!
-//! Owns the wire format, timeouts, retries and the rate budget; stores no data of the provider.
+//! The adapter owns the wire format, timeouts, retries and the rate budget. It stores no data of the provider.
 
 mod budget;
 mod call;
@@ -37,7 +37,7 @@ const MAX_PAGES: u32 = 1000;
 /// The API token contains a character that is not allowed in a header.
 #[derive(Debug, thiserror::Error)]
 #[error("the provider's API token is not a valid header value")]
-pub struct BadToken;
+pub struct InvalidToken;
 
 /// The adapter. Clones share the rate budget.
 #[derive(Clone)]
@@ -47,18 +47,18 @@ pub struct Hetzner {
 
 impl Hetzner {
     /// `base` is the API's root, such as `https://api.hetzner.cloud/v1`.
-    pub fn new(client: reqwest::Client, base: Url, token: &SecretString) -> Result<Self, BadToken> {
+    pub fn new(client: reqwest::Client, base: Url, token: &SecretString) -> Result<Self, InvalidToken> {
         Self::with_limits(client, base, token, CallLimits::default())
     }
 
-    /// Shares the rate budget with all users of the same allowance.
-    pub fn sharing(
+    /// An adapter that shares the rate budget with all users of the same allowance.
+    pub fn with_allowance(
         client: reqwest::Client,
         base: Url,
         token: &SecretString,
         allowance: Arc<dyn Allowance>,
-    ) -> Result<Self, BadToken> {
-        Self::with(client, base, token, CallLimits::default(), Some(allowance))
+    ) -> Result<Self, InvalidToken> {
+        Self::build(client, base, token, CallLimits::default(), Some(allowance))
     }
 
     pub fn with_limits(
@@ -66,25 +66,29 @@ impl Hetzner {
         base: Url,
         token: &SecretString,
         limits: CallLimits,
-    ) -> Result<Self, BadToken> {
-        Self::with(client, base, token, limits, None)
+    ) -> Result<Self, InvalidToken> {
+        Self::build(client, base, token, limits, None)
     }
 
-    fn with(
+    fn build(
         client: reqwest::Client,
         base: Url,
         token: &SecretString,
         limits: CallLimits,
         allowance: Option<Arc<dyn Allowance>>,
-    ) -> Result<Self, BadToken> {
+    ) -> Result<Self, InvalidToken> {
         let mut authorization =
-            HeaderValue::from_str(&format!("Bearer {}", token.expose_secret())).map_err(|_| BadToken)?;
+            HeaderValue::from_str(&format!("Bearer {}", token.expose_secret())).map_err(|_| InvalidToken)?;
         authorization.set_sensitive(true);
         let budget = Budget::new(limits.max_rate_wait, allowance);
         Ok(Self { connection: Connection { client, base, authorization, budget, limits } })
     }
 
-    async fn servers(&self, name: &'static str, filter: (&str, &str)) -> Result<Vec<Server>, ProviderError> {
+    async fn list_servers(
+        &self,
+        name: &'static str,
+        filter: (&str, &str),
+    ) -> Result<Vec<Server>, ProviderError> {
         let mut found = Vec::new();
         let mut next = Some(1);
         while let Some(page) = next.filter(|page| *page <= MAX_PAGES) {
@@ -97,7 +101,7 @@ impl Hetzner {
         Ok(found)
     }
 
-    async fn act(
+    async fn start_action(
         &self,
         name: &'static str,
         id: ServerId,
@@ -114,7 +118,7 @@ impl Hetzner {
 #[async_trait]
 impl Provider for Hetzner {
     async fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError> {
-        let body = json(&CreateServer::of(order, order.user_data.expose_secret()));
+        let body = json(&CreateServer::new(order, order.user_data.expose_secret()));
         let response: CreatedServer = self
             .connection
             .json(Call::post("create server", "/servers", body, Idempotence::NotIdempotent))
@@ -123,12 +127,12 @@ impl Provider for Hetzner {
     }
 
     async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError> {
-        let servers = self.servers("find server", ("name", name)).await?;
+        let servers = self.list_servers("find server", ("name", name)).await?;
         Ok(servers.into_iter().find(|server| server.name == name))
     }
 
     async fn find_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {
-        self.servers("list servers", ("label_selector", selector)).await
+        self.list_servers("list servers", ("label_selector", selector)).await
     }
 
     async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError> {
@@ -151,23 +155,23 @@ impl Provider for Hetzner {
     }
 
     async fn power_on(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.act("poweron", id, &Empty {}, Idempotence::Idempotent).await
+        self.start_action("poweron", id, &Empty {}, Idempotence::Idempotent).await
     }
 
     async fn power_off(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.act("poweroff", id, &Empty {}, Idempotence::Idempotent).await
+        self.start_action("poweroff", id, &Empty {}, Idempotence::Idempotent).await
     }
 
     async fn shutdown(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.act("shutdown", id, &Empty {}, Idempotence::Idempotent).await
+        self.start_action("shutdown", id, &Empty {}, Idempotence::Idempotent).await
     }
 
     async fn reboot(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.act("reboot", id, &Empty {}, Idempotence::NotIdempotent).await
+        self.start_action("reboot", id, &Empty {}, Idempotence::NotIdempotent).await
     }
 
     async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError> {
-        self.act("change_type", id, &ChangeType::to(to), Idempotence::NotIdempotent).await
+        self.start_action("change_type", id, &ChangeType::new(to), Idempotence::NotIdempotent).await
     }
 
     async fn has_location(&self, name: &Location) -> Result<bool, ProviderError> {
@@ -187,8 +191,8 @@ impl Provider for Hetzner {
     async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError> {
         let call = "get prices";
         let response: PricingResponse = self.connection.json(Call::get(call, "/pricing", &[])).await?;
-        response.prices_of(name).map_err(|source| {
-            ProviderError::new(call, ErrorKind::Transient, Cause::Unreadable { status: 200, source })
+        response.into_prices(name).map_err(|source| {
+            ProviderError::new(call, ErrorKind::Transient, Cause::InvalidResponse { status: 200, source })
         })
     }
 

@@ -26,7 +26,7 @@ struct Pricing {
 #[derive(Deserialize)]
 struct TypePrices {
     name: String,
-    /// Read only of the wanted type: a mistake in the list of another one must not hide its price.
+    /// Parsed only for the requested type: an error in the prices of another type must not hide its price.
     #[serde(default)]
     prices: Value,
 }
@@ -56,19 +56,19 @@ struct Price {
 impl PricingResponse {
     /// # Errors
     /// If a price of this type, or of an IPv4 address, cannot be read.
-    pub(super) fn prices_of(self, name: &ServerType) -> Result<ServerPrices, serde_json::Error> {
+    pub(super) fn into_prices(self, name: &ServerType) -> Result<ServerPrices, serde_json::Error> {
         let Pricing { currency, server_types, primary_ips } = self.pricing;
         let server = server_types.into_iter().find(|known| known.name == name.as_str());
         let public_ipv4 = primary_ips.into_iter().find(|known| known.kind == "ipv4");
         Ok(ServerPrices {
             currency,
-            servers: by_location(server.map(|known| known.prices))?,
-            public_ipv4: by_location(public_ipv4.map(|known| known.prices))?,
+            servers: parse_by_location(server.map(|known| known.prices))?,
+            public_ipv4: parse_by_location(public_ipv4.map(|known| known.prices))?,
         })
     }
 }
 
-fn by_location(prices: Option<Value>) -> Result<BTreeMap<String, Amount>, serde_json::Error> {
+fn parse_by_location(prices: Option<Value>) -> Result<BTreeMap<String, Amount>, serde_json::Error> {
     let Some(prices) = prices else { return Ok(BTreeMap::new()) };
     let prices: Vec<LocationPrice> = serde_json::from_value(prices)?;
     let amount = |price: Price| Amount { net_micros: price.net, gross_micros: price.gross };
@@ -86,7 +86,7 @@ fn micros<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
     parse_micros(&text).ok_or_else(|| D::Error::custom("not a decimal amount"))
 }
 
-/// Millionths of a decimal amount, rounded up: what is shown is never below the price.
+/// Parses a decimal amount into millionths, rounded up, so that the shown amount is never below the price.
 fn parse_micros(text: &str) -> Option<u64> {
     const DIGITS: usize = 6;
     let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
@@ -114,19 +114,19 @@ mod tests {
         "volume": {"price_per_gb_month": {"net": "0.0440000000", "gross": "0.0523600000000000"}}}}"#;
 
     #[test]
-    fn prices_of_a_type_are_exact() {
+    fn into_prices_is_exact() {
         let response: PricingResponse = serde_json::from_str(RESPONSE).unwrap();
-        let prices = response.prices_of(&"cpx22".parse().unwrap()).unwrap();
+        let prices = response.into_prices(&"cpx22".parse().unwrap()).unwrap();
         assert_eq!(prices.currency, "EUR");
         let server = Amount { net_micros: 7_990_000, gross_micros: 9_508_100 };
         assert_eq!(prices.servers, BTreeMap::from([("nbg1".to_owned(), server)]));
         assert_eq!(prices.public_ipv4["nbg1"], Amount { net_micros: 500_000, gross_micros: 595_000 });
         let response: PricingResponse = serde_json::from_str(RESPONSE).unwrap();
-        assert!(response.prices_of(&"cpx52".parse().unwrap()).unwrap().servers.is_empty());
+        assert!(response.into_prices(&"cpx52".parse().unwrap()).unwrap().servers.is_empty());
     }
 
     #[test]
-    fn amounts_are_rounded_up_to_millionths() {
+    fn parse_micros_rounds_up() {
         for (text, micros) in [
             ("0", Some(0)),
             ("7.99", Some(7_990_000)),
@@ -148,7 +148,7 @@ mod tests {
     fn invalid_amount_is_refused_only_for_the_wanted_type() {
         let read = |text: &str, name: &str| {
             let response: PricingResponse = serde_json::from_str(text)?;
-            response.prices_of(&name.parse().unwrap())
+            response.into_prices(&name.parse().unwrap())
         };
         for (valid, invalid) in [("9.5081000000000000", "free"), ("\"EUR\"", "\"euro\"")] {
             assert!(read(&RESPONSE.replace(valid, invalid), "cpx22").is_err());

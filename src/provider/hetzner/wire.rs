@@ -29,8 +29,8 @@ struct PublicNetOrder {
 }
 
 impl<'a> CreateServer<'a> {
-    /// `user_data` is the order's, exposed only for the call.
-    pub(super) fn of(order: &'a ServerOrder, user_data: &'a str) -> Self {
+    /// `user_data` is that of the order, exposed only for this call.
+    pub(super) fn new(order: &'a ServerOrder, user_data: &'a str) -> Self {
         Self {
             name: &order.name,
             server_type: order.server_type.as_str(),
@@ -52,7 +52,7 @@ pub(super) struct ChangeType<'a> {
 }
 
 impl<'a> ChangeType<'a> {
-    pub(super) fn to(server_type: &'a ServerType) -> Self {
+    pub(super) fn new(server_type: &'a ServerType) -> Self {
         Self { server_type: server_type.as_str(), upgrade_disk: false }
     }
 }
@@ -66,7 +66,7 @@ pub(super) struct OneServer {
 pub(super) struct CreatedServer {
     server: WireServer,
     action: Option<WireAction>,
-    /// Starts the server.
+    /// The actions that start the server.
     #[serde(default)]
     next_actions: Vec<WireAction>,
 }
@@ -191,7 +191,7 @@ impl From<WireServer> for Server {
         Self {
             id: ServerId(wire.id),
             name: wire.name,
-            status: status(&wire.status),
+            status: parse_status(&wire.status),
             locked: wire.locked,
             public_ipv4: wire.public_net.ipv4.map(|address| address.ip),
             disk_gb: wire.primary_disk_size.unwrap_or(wire.server_type.disk),
@@ -219,7 +219,7 @@ impl From<WireAction> for Action {
     }
 }
 
-fn status(name: &str) -> ServerStatus {
+fn parse_status(name: &str) -> ServerStatus {
     use ServerStatus::{Deleting, Initializing, Migrating, Off, Rebuilding, Running, Starting, Stopping};
     [Initializing, Starting, Running, Stopping, Off, Deleting, Migrating, Rebuilding]
         .into_iter()

@@ -1,7 +1,7 @@
 //! The keys that are trusted to sign release manifests, and the succession of key sets on a host.
 //!
 //! Invariants: a key set is not empty, and one of its keys has signed the manifest that contains it, so that a host never
-//! trusts only keys without a known signature. A host's sequence only increases, so that an older release restores no key.
+//! trusts only keys that have signed nothing. A host's sequence only increases, so that an older release restores no key.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,13 +12,13 @@ use ring::signature::{ED25519, UnparsedPublicKey};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::{ManifestError, Signed, signatures};
+use super::{ManifestError, SignedManifest, parse_signatures};
 
 /// Prefix of the signed bytes, so that a signature is valid only for manifests.
 const CONTEXT: &[u8] = b"svc-host-bundle-manifest-v1\n";
-/// Maximum trusted keys, and maximum signatures in a file.
+/// Maximum number of trusted keys, and of signatures in a file.
 pub const MAX_KEYS: usize = 16;
-/// Maximum increase of the sequence, so that a mistyped one does not prevent later increases.
+/// Maximum increase of the sequence, so that a typo does not prevent later increases.
 const MAX_SEQUENCE_STEP: u32 = 1000;
 
 /// The highest sequence that a host with this sequence accepts.
@@ -49,7 +49,7 @@ impl fmt::Debug for TrustedKeys {
 
 impl fmt::Display for TrustedKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.texts().join(","))
+        f.write_str(&self.to_base64().join(","))
     }
 }
 
@@ -62,21 +62,21 @@ impl FromStr for TrustedKeys {
     type Err = KeysError;
 
     fn from_str(text: &str) -> Result<Self, KeysError> {
-        Self::of(text.split(','))
+        Self::from_base64(text.split(','))
     }
 }
 
 impl TrustedKeys {
-    fn of<'a>(texts: impl Iterator<Item = &'a str>) -> Result<Self, KeysError> {
-        let parse = |one: &str| {
-            let raw = STANDARD.decode(one.trim()).map_err(|_| KeysError)?;
+    fn from_base64<'a>(texts: impl Iterator<Item = &'a str>) -> Result<Self, KeysError> {
+        let parse = |text: &str| {
+            let raw = STANDARD.decode(text.trim()).map_err(|_| KeysError)?;
             raw.try_into().map(PublicKey).map_err(|_| KeysError)
         };
         let keys: Vec<PublicKey> = texts.map(parse).collect::<Result<_, _>>()?;
         if keys.len() > MAX_KEYS { Err(KeysError) } else { Ok(Self(keys)) }
     }
 
-    fn texts(&self) -> Vec<String> {
+    fn to_base64(&self) -> Vec<String> {
         self.0.iter().map(|key| STANDARD.encode(key.0)).collect()
     }
 
@@ -91,31 +91,31 @@ impl TrustedKeys {
         ids
     }
 
-    /// Requires at least one valid signature by a trusted key, and no invalid one by a trusted key.
+    /// Requires at least one valid signature by a trusted key, and no invalid signature by a trusted key.
     pub(super) fn check(&self, manifest: &[u8], signature: &[u8]) -> Result<(), ManifestError> {
         if self.0.is_empty() {
             return Err(ManifestError::NoKeys);
         }
         let signed = [CONTEXT, manifest].concat();
-        let (mut ids, mut good) = (Vec::new(), 0);
-        for (id, bytes) in signatures(signature)? {
+        let (mut unknown_ids, mut valid) = (Vec::new(), 0);
+        for (id, bytes) in parse_signatures(signature)? {
             match self.0.iter().find(|key| key.id() == id) {
                 Some(key) => {
                     UnparsedPublicKey::new(&ED25519, key.0)
                         .verify(&signed, &bytes)
                         .map_err(|_| ManifestError::WrongSignature { id })?;
-                    good += 1;
+                    valid += 1;
                 }
-                None => ids.push(id),
+                None => unknown_ids.push(id),
             }
         }
-        if good == 0 { Err(ManifestError::UnknownKey { ids }) } else { Ok(()) }
+        if valid == 0 { Err(ManifestError::UnknownKey { ids: unknown_ids }) } else { Ok(()) }
     }
 }
 
 /// The keys that a host trusts, with a sequence that increases with each set.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "WrittenKeySet", into = "WrittenKeySet")]
+#[serde(try_from = "KeySetJson", into = "KeySetJson")]
 pub struct KeySet {
     /// 0 for a host's initial keys, unless user-data sets it.
     pub sequence: u32,
@@ -125,28 +125,28 @@ pub struct KeySet {
 /// `{"sequence":1,"keys":["…"]}`.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct WrittenKeySet {
+struct KeySetJson {
     sequence: u32,
     keys: Vec<String>,
 }
 
-impl From<KeySet> for WrittenKeySet {
+impl From<KeySet> for KeySetJson {
     fn from(set: KeySet) -> Self {
-        Self { sequence: set.sequence, keys: set.keys.texts() }
+        Self { sequence: set.sequence, keys: set.keys.to_base64() }
     }
 }
 
-impl TryFrom<WrittenKeySet> for KeySet {
+impl TryFrom<KeySetJson> for KeySet {
     type Error = String;
 
-    fn try_from(written: WrittenKeySet) -> Result<Self, String> {
-        let keys = TrustedKeys::of(written.keys.iter().map(String::as_str));
+    fn try_from(json: KeySetJson) -> Result<Self, String> {
+        let keys = TrustedKeys::from_base64(json.keys.iter().map(String::as_str));
         let keys = keys.map_err(|error| format!("trustedKeys {error}"))?;
         let mut ids = keys.sorted_ids();
         ids.dedup();
-        match (ids.len(), written.sequence) {
+        match (ids.len(), json.sequence) {
             (0, _) => Err("trustedKeys has no key: a host would no longer trust any release".to_owned()),
-            (distinct, _) if distinct < keys.0.len() => Err("trustedKeys has a key twice".to_owned()),
+            (distinct, _) if distinct < keys.0.len() => Err("trustedKeys contains a key twice".to_owned()),
             (_, 0) => Err("the sequence of trustedKeys must be at least 1".to_owned()),
             (_, sequence) => Ok(Self { sequence, keys }),
         }
@@ -157,28 +157,30 @@ impl TryFrom<WrittenKeySet> for KeySet {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KeySetError {
     #[error(
-        "none of the keys in its trustedKeys ({}) has signed it: also sign it with one that stays trusted", .ids.join(", ")
+        "none of the keys in its trustedKeys ({}) has signed it: also sign it with one of them", .ids.join(", ")
     )]
     Unproven { ids: Vec<String> },
-    #[error("the sequence of its trustedKeys is {sequence}, but other keys ({}) with that sequence are trusted here: use a higher one", .ids.join(", "))]
+    #[error("the sequence of its trustedKeys is {sequence}, but other keys ({}) with that sequence are trusted here: use a higher sequence", .ids.join(", "))]
     SequenceTaken { sequence: u32, ids: Vec<String> },
-    #[error("the sequence of its trustedKeys is {found}, but at most {max} can follow {current} here")]
+    #[error(
+        "the sequence of its trustedKeys is {found}, but the current one here is {current}: use at most {max}"
+    )]
     SequenceTooHigh { found: u32, max: u32, current: u32 },
 }
 
 impl KeySet {
-    /// Checks that one of its keys has signed the manifest that contains it.
+    /// Checks that one of the set's keys has signed the manifest that contains the set.
     ///
     /// # Errors
     /// [`KeySetError::Unproven`], and [`ManifestError::WrongSignature`] if a signature by one of them is invalid.
-    pub(super) fn is_proven_by(&self, signed: &Signed) -> Result<(), ManifestError> {
+    pub(super) fn check_signed_by_own_key(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
         self.keys.check(&signed.manifest, &signed.signature).map_err(|error| match error {
             ManifestError::UnknownKey { .. } => KeySetError::Unproven { ids: self.keys.ids() }.into(),
             error => error,
         })
     }
 
-    /// The offered set, if it is newer than this one.
+    /// Returns the offered set if it is newer than this one.
     pub fn successor(&self, offered: &Self) -> Result<Option<Self>, KeySetError> {
         let max = max_sequence_after(self.sequence);
         match offered.sequence {
@@ -225,7 +227,7 @@ mod tests {
         };
         read(1, &[key(1)]).unwrap();
         let many: Vec<String> = (0..17).map(key).collect();
-        for (sequence, keys, why) in [
+        for (sequence, keys, expected) in [
             (1, &[] as &[String], "no key"),
             (0, &[key(1)], "at least 1"),
             (1, &[key(1), key(1)], "twice"),
@@ -233,10 +235,10 @@ mod tests {
             (1, &many, "up to 16"),
         ] {
             let error = read(sequence, keys).unwrap_err();
-            assert!(error.contains(why), "{error}");
+            assert!(error.contains(expected), "{error}");
         }
-        let misspelt = format!("{{\"sequence\":1,\"keys\":[\"{}\"],\"key\":[]}}", key(1));
-        assert!(serde_json::from_str::<KeySet>(&misspelt).is_err());
+        let misspelled = format!("{{\"sequence\":1,\"keys\":[\"{}\"],\"key\":[]}}", key(1));
+        assert!(serde_json::from_str::<KeySet>(&misspelled).is_err());
     }
 
     #[test]

@@ -20,17 +20,17 @@ fn check_at(
     signature: &str,
     trusted: &TrustedKeys,
     now: &str,
-) -> Result<Verified, ManifestError> {
-    let signed = Signed { manifest: manifest.into(), signature: signature.into() };
+) -> Result<VerifiedManifest, ManifestError> {
+    let signed = SignedManifest { manifest: manifest.into(), signature: signature.into() };
     verify(&signed, trusted, &"2026.11.21-1".parse().unwrap(), now.parse().unwrap())
 }
 
-fn check(manifest: &str, signature: &str, trusted: &TrustedKeys) -> Result<Verified, ManifestError> {
+fn check(manifest: &str, signature: &str, trusted: &TrustedKeys) -> Result<VerifiedManifest, ManifestError> {
     check_at(manifest, signature, trusted, "2026-12-01T00:00:00Z")
 }
 
 #[test]
-fn verify_accepts_manifest_signed_by_openssl() {
+fn verify_accepts_a_manifest_signed_by_openssl() {
     let verified = check(MANIFEST, SIGNATURE, &keys(KEY)).unwrap();
     let manifest = verified.manifest();
     assert_eq!(manifest.min_version.as_ref().unwrap().as_str(), "2026.1.0");
@@ -42,23 +42,26 @@ fn verify_accepts_manifest_signed_by_openssl() {
 }
 
 #[test]
-fn verify_has_an_error_for_each_reason() {
+fn verify_refuses_each_defect_with_its_own_error() {
     let trusted = keys(KEY);
-    fn refused(manifest: &str, signature: &str, trusted: &TrustedKeys) -> ManifestError {
+    fn expect_refusal(manifest: &str, signature: &str, trusted: &TrustedKeys) -> ManifestError {
         check(manifest, signature, trusted).unwrap_err()
     }
-    assert_eq!(refused(MANIFEST, SIGNATURE, &TrustedKeys::default()), ManifestError::NoKeys);
+    assert_eq!(expect_refusal(MANIFEST, SIGNATURE, &TrustedKeys::default()), ManifestError::NoKeys);
     let ids = vec!["9a7121682c555618".to_owned()];
-    assert_eq!(refused(MANIFEST, OTHER_SIGNATURE, &trusted), ManifestError::UnknownKey { ids });
+    assert_eq!(expect_refusal(MANIFEST, OTHER_SIGNATURE, &trusted), ManifestError::UnknownKey { ids });
     let wrong = ManifestError::WrongSignature { id: "614c4b637b092e93".to_owned() };
-    assert_eq!(refused(&MANIFEST.replace("\"sizeBytes\":0", "\"sizeBytes\":1"), SIGNATURE, &trusted), wrong);
-    // A valid signature does not excuse an invalid one by another trusted key.
+    assert_eq!(
+        expect_refusal(&MANIFEST.replace("\"sizeBytes\":0", "\"sizeBytes\":1"), SIGNATURE, &trusted),
+        wrong
+    );
+    // A valid signature does not make up for an invalid one by another trusted key.
     let swapped = format!("{SIGNATURE}{}", OTHER_SIGNATURE.replace("ZnjW", "znjW"));
-    let error = refused(MANIFEST, &swapped, &keys(&format!("{KEY},{OTHER_KEY}")));
+    let error = expect_refusal(MANIFEST, &swapped, &keys(&format!("{KEY},{OTHER_KEY}")));
     assert_eq!(error, ManifestError::WrongSignature { id: "9a7121682c555618".to_owned() });
     for malformed in ["", "\n", "614c4b637b092e93", "614c4b637b092e93 AAAA\n", &SIGNATURE.to_uppercase()] {
         assert_eq!(
-            refused(MANIFEST, malformed, &trusted),
+            expect_refusal(MANIFEST, malformed, &trusted),
             ManifestError::MalformedSignature,
             "{malformed:?}"
         );
@@ -66,7 +69,7 @@ fn verify_has_an_error_for_each_reason() {
     let expired = check_at(MANIFEST, SIGNATURE, &trusted, "2027-11-21T00:00:00Z").unwrap_err();
     assert!(matches!(expired, ManifestError::Expired { .. }));
     check_at(MANIFEST, SIGNATURE, &trusted, "2027-11-20T23:59:59Z").unwrap();
-    let signed = Signed { manifest: MANIFEST.into(), signature: SIGNATURE.into() };
+    let signed = SignedManifest { manifest: MANIFEST.into(), signature: SIGNATURE.into() };
     let other = verify(&signed, &trusted, &"2".parse().unwrap(), Timestamp::UNIX_EPOCH).unwrap_err();
     assert!(matches!(other, ManifestError::OtherVersion { .. }), "{other}");
     let manifest = Manifest::parse(MANIFEST.as_bytes()).unwrap();
@@ -79,7 +82,7 @@ fn verify_has_an_error_for_each_reason() {
 }
 
 #[test]
-fn keys_are_a_limited_list_of_32_byte_values() {
+fn trusted_keys_parses_only_a_short_list_of_32_byte_keys() {
     for bad in ["", "AAAA", &format!("{KEY},"), &vec![KEY; 17].join(",")] {
         assert!(bad.parse::<TrustedKeys>().is_err(), "{bad:?}");
     }
@@ -91,7 +94,7 @@ proptest! {
     fn verify_detects_a_flipped_bit_in_the_manifest(at in 0..MANIFEST.len() * 8) {
         let mut manifest = MANIFEST.as_bytes().to_vec();
         manifest[at / 8] ^= 1 << (at % 8);
-        let signed = Signed { manifest, signature: SIGNATURE.into() };
+        let signed = SignedManifest { manifest, signature: SIGNATURE.into() };
         let end = verify(&signed, &keys(KEY), &"2026.11.21-1".parse().unwrap(), Timestamp::UNIX_EPOCH);
         prop_assert_eq!(end.unwrap_err(), ManifestError::WrongSignature { id: "614c4b637b092e93".to_owned() });
     }
@@ -100,21 +103,21 @@ proptest! {
     fn verify_detects_a_flipped_bit_in_the_signature(at in 0..SIGNATURE.len() * 8) {
         let mut signature = SIGNATURE.as_bytes().to_vec();
         signature[at / 8] ^= 1 << (at % 8);
-        let signed = Signed { manifest: MANIFEST.into(), signature };
+        let signed = SignedManifest { manifest: MANIFEST.into(), signature };
         let end = verify(&signed, &keys(KEY), &"2026.11.21-1".parse().unwrap(), Timestamp::UNIX_EPOCH);
-        // A flip can turn the line end into other white space, which does not change the signature.
+        // A flipped bit can turn the line end into other white space, which does not change the signature.
         prop_assert!(end.is_err() || at / 8 == SIGNATURE.len() - 1);
     }
 
     #[test]
-    fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+    fn parsers_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
         let _ = Manifest::parse(&bytes);
-        let _ = signatures(&bytes);
+        let _ = parse_signatures(&bytes);
     }
 }
 
 #[test]
-fn key_set_needs_a_signature_by_one_of_its_keys() {
+fn verify_requires_a_signature_by_a_key_of_the_new_set() {
     let signer = include_bytes!("../../../tests/kit/src/bundle/ed25519-test-only.txt");
     let signer = kit::bundle::SigningKey::from_pem(signer).unwrap();
     let own = signer.public_key_base64();
@@ -125,8 +128,8 @@ fn key_set_needs_a_signature_by_one_of_its_keys() {
     };
     let set = check_with(&format!("{{\"sequence\":1,\"keys\":[\"{KEY}\",\"{own}\"]}}")).unwrap().unwrap();
     assert_eq!((set.sequence, set.keys), (1, keys(&format!("{KEY},{own}"))));
-    let stranger = check_with(&format!("{{\"sequence\":1,\"keys\":[\"{KEY}\"]}}")).unwrap_err();
-    assert!(matches!(stranger, ManifestError::KeySet(KeySetError::Unproven { .. })), "{stranger}");
+    let unproven = check_with(&format!("{{\"sequence\":1,\"keys\":[\"{KEY}\"]}}")).unwrap_err();
+    assert!(matches!(unproven, ManifestError::KeySet(KeySetError::Unproven { .. })), "{unproven}");
     let empty = check_with("{\"sequence\":1,\"keys\":[]}").unwrap_err();
     assert!(matches!(empty, ManifestError::Malformed { .. }), "{empty}");
 }

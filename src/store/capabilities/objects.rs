@@ -1,4 +1,4 @@
-//! Probes of single objects: conditions, reads, lists and ranges.
+//! Probes with small objects: conditions, reads, lists and ranges.
 
 use std::ops::Range;
 
@@ -10,50 +10,51 @@ use serde_json::{Value, json};
 use super::{Outcome, delete, temporary_key};
 use crate::bucket::{Bucket, Condition, StoreError};
 
-/// Repetitions of a probe that a store passes by chance if its replicas differ only sometimes.
+/// Repetitions of probes that a store with inconsistent replicas could pass by chance.
 const REPEATS: usize = 8;
 
-fn was_refused(end: Result<(), StoreError>) -> Result<bool, StoreError> {
-    match end {
+/// Whether a conditional put was refused because of its condition.
+fn interpret_put(result: Result<(), StoreError>) -> Result<bool, StoreError> {
+    match result {
         Err(StoreError::Precondition { .. }) => Ok(true),
         Ok(()) => Ok(false),
         Err(error) => Err(error),
     }
 }
 
-pub(super) async fn create_once(bucket: &Bucket) -> Outcome {
+pub(super) async fn probe_create_once(bucket: &Bucket) -> Outcome {
     let key = temporary_key("created.json");
-    let tried = async {
+    let probe = async {
         bucket.put_json_if(&key, &json!({"n": 1}), Condition::Absent).await?;
-        let refused = was_refused(bucket.put_json_if(&key, &json!({"n": 2}), Condition::Absent).await)?;
-        Ok((!refused).then(|| "it replaced an existing object".to_owned()))
+        let was_refused = interpret_put(bucket.put_json_if(&key, &json!({"n": 2}), Condition::Absent).await)?;
+        Ok((!was_refused).then(|| "it replaced an existing object".to_owned()))
     };
-    let end = tried.await;
+    let outcome = probe.await;
     delete(bucket, &key).await;
-    end
+    outcome
 }
 
-pub(super) async fn replace_read_version(bucket: &Bucket) -> Outcome {
+pub(super) async fn probe_replace_read_version(bucket: &Bucket) -> Outcome {
     let key = temporary_key("replaced.json");
-    let tried = async {
+    let probe = async {
         bucket.put_json(&key, &json!({"n": 1})).await?;
         let Some(read) = bucket.get_json::<Value>(&key).await? else {
             return Ok(Some("an object was missing right after its put".to_owned()));
         };
         let stale = read.version.clone();
         bucket.put_json_if(&key, &json!({"n": 2}), Condition::Unchanged(read.version)).await?;
-        let refused =
-            was_refused(bucket.put_json_if(&key, &json!({"n": 3}), Condition::Unchanged(stale)).await)?;
-        Ok((!refused).then(|| "a stale version replaced a newer one".to_owned()))
+        let was_refused =
+            interpret_put(bucket.put_json_if(&key, &json!({"n": 3}), Condition::Unchanged(stale)).await)?;
+        Ok((!was_refused).then(|| "a stale version replaced a newer one".to_owned()))
     };
-    let end = tried.await;
+    let outcome = probe.await;
     delete(bucket, &key).await;
-    end
+    outcome
 }
 
-pub(super) async fn current_reads(bucket: &Bucket) -> Outcome {
+pub(super) async fn probe_current_reads(bucket: &Bucket) -> Outcome {
     let key = temporary_key("read.json");
-    let tried = async {
+    let probe = async {
         for n in 0..REPEATS {
             bucket.put_json(&key, &json!({"n": n})).await?;
             let read = bucket.get_json::<Value>(&key).await?.map(|read| read.value["n"].clone());
@@ -64,56 +65,56 @@ pub(super) async fn current_reads(bucket: &Bucket) -> Outcome {
         bucket.raw().delete(&key).await.map_err(|error| StoreError::of(&key, error))?;
         Ok(bucket.head(&key).await?.map(|_| "it returned a deleted object".to_owned()))
     };
-    let end = tried.await;
+    let outcome = probe.await;
     delete(bucket, &key).await;
-    end
+    outcome
 }
 
-pub(super) async fn current_lists(bucket: &Bucket) -> Outcome {
+pub(super) async fn probe_current_lists(bucket: &Bucket) -> Outcome {
     let folder = temporary_key("listed");
     let keys: Vec<Path> = (0..REPEATS).map(|n| folder.clone().join(format!("{n}.json"))).collect();
-    let listed = async || {
+    let list = async || {
         let found: Result<Vec<_>, _> =
             bucket.raw().list(Some(&folder)).map_ok(|object| object.location).try_collect().await;
         found.map_err(|error| StoreError::of(&folder, error))
     };
-    let tried = async {
+    let probe = async {
         for (n, key) in keys.iter().enumerate() {
             bucket.put_json(key, &json!({})).await?;
-            if listed().await? != keys[..=n] {
+            if list().await? != keys[..=n] {
                 return Ok(Some("a new object was missing, or the order was wrong".to_owned()));
             }
         }
         for (n, key) in keys.iter().enumerate() {
             bucket.raw().delete(key).await.map_err(|error| StoreError::of(key, error))?;
-            if listed().await? != keys[n + 1..] {
+            if list().await? != keys[n + 1..] {
                 return Ok(Some("a deleted object was listed".to_owned()));
             }
         }
         Ok(None)
     };
-    let end = tried.await;
+    let outcome = probe.await;
     for key in &keys {
         delete(bucket, key).await;
     }
-    end
+    outcome
 }
 
-pub(super) async fn ranges(bucket: &Bucket) -> Outcome {
-    const WANTED: Range<u64> = 2..6;
+pub(super) async fn probe_ranges(bucket: &Bucket) -> Outcome {
+    const RANGE: Range<u64> = 2..6;
     let key = temporary_key("range");
     let read = async |version: Option<String>| {
-        let range = Some(GetRange::Bounded(WANTED));
+        let range = Some(GetRange::Bounded(RANGE));
         let got =
             bucket.raw().get_opts(&key, GetOptions { range, if_match: version, ..GetOptions::default() });
         let got = got.await.map_err(|error| StoreError::of(&key, error))?;
         got.bytes().await.map_err(|error| StoreError::of(&key, error))
     };
-    let tried = async {
+    let probe = async {
         bucket.put(&key, &b"0123456789"[..]).await?;
         let first = bucket.head(&key).await?.and_then(|meta| meta.e_tag);
         if read(first.clone()).await? != b"2345"[..] {
-            return Ok(Some("it returned other bytes".to_owned()));
+            return Ok(Some("it returned wrong bytes".to_owned()));
         }
         bucket.put(&key, &b"abcdefghij"[..]).await?;
         match read(first).await {
@@ -122,7 +123,7 @@ pub(super) async fn ranges(bucket: &Bucket) -> Outcome {
             Err(error) => Err(error),
         }
     };
-    let end = tried.await;
+    let outcome = probe.await;
     delete(bucket, &key).await;
-    end
+    outcome
 }

@@ -1,4 +1,4 @@
-//! Probes that need requests of their own: wrong checksums, wrong signatures and conditional copies.
+//! Probes that object_store cannot send: wrong checksums, wrong signatures and conditional copies.
 
 use http::{Method, StatusCode};
 
@@ -8,12 +8,15 @@ use crate::signed_request::{RequestError, SignedClient, StoreResponse};
 use svc_base::chain::chain;
 
 const CONTENT: &[u8] = b"probe";
-/// Of an empty body, in base 64.
+/// The SHA-256 of an empty body, in base64.
 const OTHER_SHA256: &str = "47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=";
 const OTHER_ETAG: &str = "\"00000000000000000000000000000000\"";
 
-/// Puts a temporary object and deletes it; the response is that of the put.
-async fn put(s3: &S3Config, headers: &[(&'static str, &str)]) -> Result<StoreResponse, RequestError> {
+/// Puts a temporary object and deletes it. Returns the response to the put.
+async fn put_temporary(
+    s3: &S3Config,
+    headers: &[(&'static str, &str)],
+) -> Result<StoreResponse, RequestError> {
     let key = temporary_key("wire").to_string();
     let client = SignedClient::new(s3)?;
     let response = client.send(Method::PUT, &key, headers, CONTENT).await;
@@ -23,8 +26,12 @@ async fn put(s3: &S3Config, headers: &[(&'static str, &str)]) -> Result<StoreRes
     response
 }
 
-/// Whether the store refused the request with a status of `refusals`.
-fn refused(response: Result<StoreResponse, RequestError>, refusals: &[StatusCode], instead: &str) -> Support {
+/// `Yes` if the store refused the request with one of the statuses `refusals`.
+fn require_refusal(
+    response: Result<StoreResponse, RequestError>,
+    refusals: &[StatusCode],
+    instead: &str,
+) -> Support {
     match response {
         Ok(response) if refusals.contains(&response.status) => Support::Yes,
         Ok(response) if response.status.is_success() => Support::No(instead.to_owned()),
@@ -33,26 +40,26 @@ fn refused(response: Result<StoreResponse, RequestError>, refusals: &[StatusCode
     }
 }
 
-fn no_requests() -> Support {
+fn unknown_on_directory() -> Support {
     Support::Unknown("the store is a directory".to_owned())
 }
 
-pub(super) async fn checksums(s3: Option<&S3Config>) -> Support {
-    let Some(s3) = s3 else { return no_requests() };
+pub(super) async fn probe_checksums(s3: Option<&S3Config>) -> Support {
+    let Some(s3) = s3 else { return unknown_on_directory() };
     let headers = [("x-amz-checksum-sha256", OTHER_SHA256), ("x-amz-sdk-checksum-algorithm", "SHA256")];
-    refused(put(s3, &headers).await, &[StatusCode::BAD_REQUEST], "it stored the object")
+    require_refusal(put_temporary(s3, &headers).await, &[StatusCode::BAD_REQUEST], "it stored the object")
 }
 
-pub(super) async fn signatures(s3: Option<&S3Config>) -> Support {
-    let Some(s3) = s3 else { return no_requests() };
-    let stranger = S3Config { secret_key: uuid::Uuid::new_v4().to_string().into(), ..s3.clone() };
+pub(super) async fn probe_signatures(s3: Option<&S3Config>) -> Support {
+    let Some(s3) = s3 else { return unknown_on_directory() };
+    let wrong_key = S3Config { secret_key: uuid::Uuid::new_v4().to_string().into(), ..s3.clone() };
     let refusals = [StatusCode::FORBIDDEN, StatusCode::UNAUTHORIZED];
-    refused(put(&stranger, &[]).await, &refusals, "it stored an object")
+    require_refusal(put_temporary(&wrong_key, &[]).await, &refusals, "it stored an object")
 }
 
-pub(super) async fn conditional_copy(s3: &S3Config) -> Support {
+pub(super) async fn probe_conditional_copy(s3: &S3Config) -> Support {
     let (source, target) = (temporary_key("source").to_string(), temporary_key("copy").to_string());
-    let tried = async {
+    let probe = async {
         let client = SignedClient::new(s3)?;
         client.send(Method::PUT, &source, &[], CONTENT).await?;
         let from = format!("/{}/{source}", s3.bucket);
@@ -63,5 +70,5 @@ pub(super) async fn conditional_copy(s3: &S3Config) -> Support {
         }
         copied
     };
-    refused(tried.await, &[StatusCode::PRECONDITION_FAILED], "it copied another version")
+    require_refusal(probe.await, &[StatusCode::PRECONDITION_FAILED], "it copied another version")
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""hook.py LABEL OUTBASE [--sleep S] [--exit N] [--stderr T] [--stdout T] [--if-event E]
-appends its stdin as one line to OUTBASE.hooks.jsonl, and label, env, cwd, pid to OUTBASE.hookenv.jsonl"""
+"""hook.py LABEL OUTBASE [--sleep S] [--exit N] [--stderr T] [--stdout T] [--event E] [--tool T]
+Appends its stdin as one line to OUTBASE.hooks.jsonl, and its label, environment and working directory to OUTBASE.hookenv.jsonl"""
 import json, os, sys, time, argparse, signal
 p = argparse.ArgumentParser(); p.add_argument("label"); p.add_argument("out")
 p.add_argument("--sleep", type=float, default=0); p.add_argument("--exit", type=int, default=0)

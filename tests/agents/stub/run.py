@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""run.py claude|codex|opencode [scenario ...]   runs scenarios against the stub, saves recordings.
-   run.py LIST shows them."""
+"""run.py claude|codex|opencode [scenario ...]: runs scenarios against the stub and saves recordings"""
 import json, os, re, shutil, signal, subprocess, sys, time, importlib
 A = os.environ["AGENTS"]; STUB = os.path.dirname(os.path.abspath(__file__))
 def main():
@@ -12,7 +11,7 @@ def shorten(s, W):
     s = re.sub(r'("CLAUDE_CODE_MESSAGING_TOKEN": ")[0-9a-f]+', r'\1<token>', s)
     return s.replace(W + "/proj", "/PROJ").replace(W + "/home", "/HOME").replace(W, "/W").replace(re.sub("[^A-Za-z0-9]", "-", W), "-W").replace(A, "/A")
 def sleepers(W):
-    """the long-running test commands of this scenario only (by their working directory below W)"""
+    """Returns the long-running test commands of this scenario, selected by their working directory below W"""
     r = []
     for l in subprocess.run(["ps", "-eo", "pid,ppid,pgid,sid,args"], capture_output=True, text=True).stdout.splitlines():
         if "sleep(61.77)" in l:

@@ -1,4 +1,4 @@
-"""short.py < X.stdout.jsonl : the recording with the dull fields left out"""
+"""short.py [LENGTH] < X.stdout.jsonl: prints the recording without its less interesting fields"""
 import sys,json
 L=int(sys.argv[1]) if len(sys.argv)>1 else 1300
 for l in sys.stdin:

@@ -7,8 +7,8 @@
    SCRIPT.json: {"tracks": {"main": [step, ...], "sub": [...]}}
    The track is the last "[[name]]" marker in a user text of the request; the
    step is the number of assistant turns after that marker, so that the stub
-   keeps no state (but for "times").  A request without a marker gets "ok", one
-   without tools (title makers) "A title".
+   keeps no state (except for "times").  A request without a marker gets "ok", one
+   without tools (to generate a title) "A title".
    step: {"text": "...", "thinking": "...", "tools": [{"name":..,"input":{..}}],
           "usage": {...}, "delay": seconds, "stop": "...",
           "status": 500, "body": {...}, "headers": {...}, "times": 2 (then the next
@@ -117,7 +117,7 @@ class H(BaseHTTPRequestHandler):
             self.record(body, None, None)
             return self.plain(404, {"type": "error", "error": {"type": "not_found_error", "message": "no " + p}})
         track, step, s = pick(body)
-        if not body.get("tools"): track, step, s = "(no tools)", 0, {"text": "A title"}      # title makers and the like
+        if not body.get("tools"): track, step, s = "(no tools)", 0, {"text": "A title"}      # such as a request to generate a title
         n = self.record(body, track, step)
         try:
             time.sleep(s.get("delay", 0))

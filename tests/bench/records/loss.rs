@@ -1,4 +1,4 @@
-//! Data loss at a crash: a child notes when it submits each event, is killed, and its file is checked.
+//! Data loss at a crash: a child records when it submits each event and is killed; then its file is checked.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -23,7 +23,8 @@ fn now_nanos() -> u64 {
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The child: writes events until it is killed. The `n`th number of `times` is the submission time of event `n`.
+/// Runs in the child: writes events until it is killed. The `n`th number of the file `times` is the submission time of
+/// event `n`.
 pub fn victim(dir: &Path) -> Result<()> {
     let writer = Writer::start(dir.join("logs"))?;
     let (records, times) = (writer.records(), File::create(dir.join("times"))?);

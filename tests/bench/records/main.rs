@@ -1,4 +1,5 @@
-//! The program that `cargo xtask bench records` runs once per round: the real writer and book, and their upper bounds.
+//! The program that `cargo xtask bench records` runs once per round: it measures the real writer and usage book, and
+//! upper bounds of the writer.
 //!
 //! It links the product, which the kit never does. Each figure is an output line `{name, whose, value}`.
 
@@ -17,7 +18,7 @@ use serde_json::json;
 use svc::host::records::entry::{Interaction, Status};
 use svc::host::records::money::Dollars;
 
-/// Length of an event with its line end.
+/// Length of an event, including its line end.
 const EVENT_BYTES: usize = 246;
 
 fn main() -> Result<()> {
@@ -28,7 +29,7 @@ fn main() -> Result<()> {
         "round" => {
             let seconds: u64 = args.next().context("missing seconds")?.parse()?;
             let load = Duration::from_secs(seconds);
-            // First, before other measurements have grown the heap.
+            // Runs first, because the other measurements grow the heap.
             usage::measure(&dir)?;
             limits::measure(&dir)?;
             writer::measure(&dir, load)?;

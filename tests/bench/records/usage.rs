@@ -1,4 +1,4 @@
-//! The book of three years, fifty users and ten models.
+//! The usage book with three years of fifty users and ten models.
 
 use std::fs;
 use std::io::{BufWriter, Write};
@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use jiff::ToSpan;
 use jiff::civil::Date;
 use svc::host::records::ledger::{GroupBy, UsageQuery};
-use svc::host::records::usage_book::Book;
+use svc::host::records::usage_book::UsageBook;
 use svc::host::records::writer::Writer;
 use svc::wire::usage::UsageReport;
 
@@ -28,7 +28,7 @@ pub fn measure(dir: &Path) -> Result<()> {
     let writer = Writer::start(logs.clone())?;
     let before = resident_mib()?;
     let started = Instant::now();
-    let book = Book::open(writer.records(), logs.clone(), dir.join("seals.json"))?;
+    let book = UsageBook::open(writer.records(), logs.clone(), dir.join("seals.json"))?;
     print_figure("usage of 3 years: open", "svc", started.elapsed().as_secs_f64() * 1000.0);
     print_figure("usage of 3 years: memory", "svc", resident_mib()? - before);
     for (name, group_by) in [

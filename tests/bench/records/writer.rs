@@ -13,7 +13,7 @@ use crate::{EVENT_BYTES, event, events, nanos, print_figure, quantile};
 
 const DAY: Date = Date::constant(2026, 11, 22);
 const EVENT_COUNT: usize = 1_200_000;
-/// Interval between two calls of a paced load.
+/// Interval between the calls of a paced load.
 const CALL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// Runs a load on a new writer, and checks the file after the writer has stopped.
@@ -102,10 +102,11 @@ fn run_timed_load(
         let running: Vec<_> = (0..threads).map(|_| scope.spawn(run_caller)).collect();
         let (mut all, mut accepted, mut peak) = (Vec::new(), 0, 0);
         for thread in running {
-            let (samples, of_thread, waited) = thread.join().ok().context("a caller has panicked")?;
+            let (samples, thread_accepted, thread_peak) =
+                thread.join().ok().context("a caller has panicked")?;
             all.extend(samples);
-            accepted += of_thread;
-            peak = peak.max(waited);
+            accepted += thread_accepted;
+            peak = peak.max(thread_peak);
         }
         Ok(((all, peak), accepted))
     })
@@ -133,7 +134,7 @@ fn run_wake_ups(records: &Records) -> Result<(Vec<u64>, usize)> {
     let event = event(7);
     let mut samples = Vec::new();
     for _ in 0..3 {
-        // Longer than the writer's own polling interval.
+        // Longer than the writer's polling interval.
         std::thread::sleep(Duration::from_millis(1300));
         let call = Instant::now();
         append_with_retry(records, &event);

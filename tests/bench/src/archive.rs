@@ -22,7 +22,7 @@ const NOISE_BYTES: usize = 952;
 pub fn ensure(dir: &Path) -> Result<(PathBuf, String)> {
     let path = dir.join("bundle.tar.gz");
     if !path.exists() {
-        println!("  making an archive of {FILE_COUNT} files, once");
+        println!("  creating an archive of {FILE_COUNT} files (only once)");
         fs::create_dir_all(dir)?;
         let partial = dir.join(".bundle.tar.gz");
         write_archive(BufWriter::new(File::create(&partial)?))?;

@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
+use super::bench_store::{BUCKET, BenchStore, Machine};
 use super::database;
 use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::s5cmd::S5cmd;
 use super::task::{self, RunStats};
-use super::vault::{BUCKET, Machine, Vault};
 use super::{Options, print_round};
 use kit::pg::PgServer;
 
@@ -41,11 +41,11 @@ pub const ROWS: [Spec; 10] = [
     Spec { name: OTHER_SIZES[1].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
     Spec { name: MEMORY, unit: "MiB", against: None, target: Target::AtMost(32.0) },
     Spec { name: OTHER_SIZES[2].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
-    // Only the records of the run; no dump.
+    // A run writes only its records to disk, never the dump.
     Spec { name: DISK, unit: "KiB", against: None, target: Target::AtMost(512.0) },
 ];
 
-/// The cached database, the largest of the others, their WAL, the dumps of a few rounds, and a margin.
+/// Space for the cached database, the largest of the others, their WAL, the dumps of a few rounds, and a margin.
 const MIN_FREE_BYTES: u64 = 14 << 30;
 const TIMEOUT: Duration = Duration::from_secs(1800);
 /// Maximum growth of the machine's directory in one run, for its records.
@@ -56,11 +56,11 @@ const MAX_SIZE_DIFFERENCE: u64 = 64 << 10;
 pub async fn measure(options: &Options) -> Result<Tally> {
     let dir = database::run_dir(&options.out, MIN_FREE_BYTES)?;
     let s5cmd = S5cmd::fetch()?;
-    let vault = Vault::open(dir.path())?;
+    let store = BenchStore::open(dir.path())?;
     let server = database::open_cached(&options.out).await?;
-    let testbed = Testbed::prepare(dir.path(), options, &vault, &server, database::SCALE)?;
+    let testbed = Testbed::prepare(dir.path(), options, &store, &server, database::SCALE)?;
     let mut tally = Tally::default();
-    // Warms up: the first reads of the database would distort the first measurement.
+    // Warms up the caches: the first reads of the database would distort the first measurement.
     let size = testbed.dump_to_file()?.1;
     println!(
         "  {} MB of database, {} MB of dump",
@@ -69,7 +69,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     );
     for round in 0..options.rounds {
         print_round(round, options.rounds);
-        // The order rotates, because each side finds the caches as the previous one left them.
+        // The order rotates, because each side starts with the caches of the previous one.
         for turn in 0..3 {
             // Flush pending writes of the previous run.
             nix::unistd::sync();
@@ -97,7 +97,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
         println!("  {name}");
         let dir = tempfile::tempdir_in(dir.path())?;
         let server = database::create(dir.path(), scale).await?;
-        let (stats, _) = Testbed::prepare(dir.path(), options, &vault, &server, scale)?.run_svc_backup()?;
+        let (stats, _) = Testbed::prepare(dir.path(), options, &store, &server, scale)?.run_svc_backup()?;
         tally.add(name, PRODUCT, stats.peak_mib);
         let (database, peak) = (database::size_bytes(&server).await?, stats.peak_mib);
         println!("    {} MB of database: {peak:.1} MiB in {:.1?}", database / 1_000_000, stats.wall);
@@ -110,7 +110,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
 struct Testbed<'a> {
     dir: &'a Path,
     svc: &'a Path,
-    vault: &'a Vault,
+    store: &'a BenchStore,
     server: &'a PgServer,
     scale: u32,
     machine: Machine,
@@ -120,22 +120,22 @@ impl<'a> Testbed<'a> {
     fn prepare(
         dir: &'a Path,
         options: &'a Options,
-        vault: &'a Vault,
+        store: &'a BenchStore,
         server: &'a PgServer,
         scale: u32,
     ) -> Result<Self> {
-        let machine = Machine::new(dir, vault, server)?;
+        let machine = Machine::new(dir, store, server)?;
         machine.open_gate()?;
-        Ok(Self { dir, svc: &options.svc, vault, server, scale, machine })
+        Ok(Self { dir, svc: &options.svc, store, server, scale, machine })
     }
 
     fn run_svc_backup(&self) -> Result<(RunStats, u64)> {
-        let (pointer_seq, before) = (self.vault.pointer_seq()?, self.machine.disk_bytes()?);
+        let (pointer_seq, before) = (self.store.pointer_seq()?, self.machine.disk_bytes()?);
         let stats = task::run(self.machine.command(self.svc, "svc-db-backup"), TIMEOUT)?;
-        let snapshot = self.vault.snapshot(pointer_seq, self.scale)?;
+        let snapshot = self.store.verify_snapshot(pointer_seq, self.scale)?;
         let leftover = self.machine.disk_bytes()?.saturating_sub(before);
-        ensure!(leftover <= MAX_RECORD_BYTES, "{leftover} bytes were left on the machine");
-        self.vault.purge(&self.vault.key(&snapshot));
+        ensure!(leftover <= MAX_RECORD_BYTES, "the backup left {leftover} bytes on the machine");
+        self.store.purge(&self.store.object_key(&snapshot));
         Ok((stats, snapshot.size_bytes))
     }
 
@@ -154,10 +154,10 @@ impl<'a> Testbed<'a> {
         const KEY: &str = "peer/database.dump";
         let script = r#"set -o pipefail; "$PG_DUMP" -Fc -Z gzip:1 "$DATABASE" | "$S5CMD" pipe "$0""#;
         let mut command = self.shell(script);
-        command.arg(format!("s3://{BUCKET}/{KEY}")).envs(s5cmd.env(&self.vault.store));
+        command.arg(format!("s3://{BUCKET}/{KEY}")).envs(s5cmd.env(&self.store.server));
         let stats = task::run(command, TIMEOUT)?;
-        let size = self.vault.size(KEY).context("s5cmd stored no object")?;
-        self.vault.purge(KEY);
+        let size = self.store.object_size(KEY).context("s5cmd stored no object")?;
+        self.store.purge(KEY);
         Ok((stats, size))
     }
 

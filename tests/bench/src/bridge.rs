@@ -53,7 +53,7 @@ const POOL_SIZE: u32 = 16;
 const DOCS_ROWS: u32 = 2000;
 const FIND_LIMIT: usize = 20;
 
-/// A call, in the form of each side.
+/// A call in the form that each side requires.
 struct Call {
     bridge_body: String,
     postgrest_path: &'static str,
@@ -117,7 +117,7 @@ impl Testbed {
         Ok(testbed)
     }
 
-    /// Checks that all sides do the same: error pages would yield good figures.
+    /// Checks that the sides return the same results: error responses would yield good figures.
     async fn check_results_agree(&self) -> Result<()> {
         let inserted = self.gateway.query(&self.machine, &self.insert.bridge_body).await?;
         ensure!(inserted["data"]["id"].is_string(), "the bridge's insert: {inserted}");
@@ -151,7 +151,7 @@ impl Testbed {
         );
         ensure!(
             found_rows == FIND_LIMIT && results[1].len() == FIND_LIMIT,
-            "found {found_rows} and {}",
+            "the bridge found {found_rows} rows, PostgREST {}",
             results[1].len()
         );
         ensure!(

@@ -34,7 +34,7 @@ pub const ROWS: [Spec; 5] = [
 ];
 
 const MEMORY_DIR: &str = "/dev/shm";
-/// The archive, two unpacked copies, and a margin.
+/// Space for the archive, two unpacked copies, and a margin.
 const MIN_FREE_BYTES: u64 = 2 << 30;
 const TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -79,7 +79,7 @@ fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
                 command
             }),
         ];
-        // The order rotates, because each side finds the CPU caches as the previous one left them.
+        // The order rotates, because each side starts with the CPU caches of the previous one.
         for at in 0..sides.len() {
             let (name, command) = sides[(at + round as usize) % sides.len()];
             let into = tempfile::tempdir_in(dir.path())?;
@@ -101,7 +101,7 @@ fn create_memory_dir() -> Result<TempDir> {
     let free = stats.blocks_available() * u64::try_from(stats.block_size())?;
     ensure!(
         free > MIN_FREE_BYTES,
-        "{MEMORY_DIR} has {} MiB free, {} are needed",
+        "{MEMORY_DIR} has {} MiB free, but {} MiB are needed",
         free >> 20,
         MIN_FREE_BYTES >> 20
     );
@@ -164,7 +164,7 @@ fn serve(content: Vec<u8>) -> Result<SocketAddr> {
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             let content = Arc::clone(&content);
-            // Errors of a disconnected client are irrelevant.
+            // An error after a client has disconnected is irrelevant.
             std::thread::spawn(move || respond(stream, &content).ok());
         }
     });

@@ -1,6 +1,5 @@
-//! A deterministic database as large as a busy owner's: pgbench's tables, and documents with a GIN index.
-//!
-//! The one with [`SCALE`] is cached below `target/bench`; others are created per run and deleted with their server.
+//! A deterministic database as large as a busy owner's: pgbench's tables, and documents with a GIN index. The database
+//! of scale [`SCALE`] is cached below `target/bench`; others are created per run and deleted with their server.
 
 use std::fs;
 use std::future::Future;
@@ -38,7 +37,7 @@ const DOCUMENTS: &str = "\
 /// Settings of `svc-postgres.service`.
 const SETTINGS: [(&str, &str); 2] = [("shared_buffers", "256MB"), ("effective_cache_size", "1GB")];
 
-/// Starts a new server as on a machine, without the owner's database; its data lies below `dir`.
+/// Starts a new server configured as on a machine, without the owner's database; its data is below `dir`.
 pub async fn start(dir: &Path) -> Result<PgServer> {
     PgServer::start(&binaries()?, options(dir.join("data"), &[])).await
 }
@@ -56,12 +55,12 @@ pub async fn create(dir: &Path, scale: u32) -> Result<PgServer> {
 pub async fn open_cached(dir: &Path) -> Result<PgServer> {
     let (cache, recipe) = (dir.join("postgresql"), format!("scale {SCALE}: {DOCUMENTS}"));
     if fs::read_to_string(cache.join("recipe")).ok().as_ref() != Some(&recipe) {
-        println!("  creating a database of scale {SCALE}, once; it is cached in {}", cache.display());
+        println!("  creating a database of scale {SCALE} (only once); it is cached in {}", cache.display());
         let partial = dir.join(".postgresql");
         for old in [&cache, &partial] {
             fs::remove_dir_all(old).ok();
         }
-        // It contains the superuser's password.
+        // The directory contains the superuser's password.
         fs::DirBuilder::new().mode(0o700).create(&partial)?;
         let bulk = start_bulk(&partial.join("data")).await?;
         fill(&bulk, SCALE).await?;
@@ -170,7 +169,7 @@ pub fn run_dir(out: &Path, min_free_bytes: u64) -> Result<tempfile::TempDir> {
     let free = stats.blocks_available() * stats.fragment_size();
     ensure!(
         free > min_free_bytes,
-        "{} has {} GiB free, {} are needed",
+        "{} has {} GiB free, but {} GiB are needed",
         out.display(),
         free >> 30,
         min_free_bytes >> 30

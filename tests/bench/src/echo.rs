@@ -14,7 +14,7 @@ use rustls::{ServerConfig, ServerConnection, StreamOwned};
 
 use super::wire::read_head;
 
-/// Small, because thousands of threads idle.
+/// Small, because there are thousands of idle threads.
 const STACK_BYTES: usize = 256 * 1024;
 /// RFC 6455, section 1.3.
 const GUID: &str = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
@@ -101,8 +101,8 @@ mod tests {
         let (cert, key) = ca.issue(&["echo.test"]).expect("a certificate");
         let address = serve(&cert, &key).expect("serves");
         let endpoint = Endpoint::new(address, "echo.test", "a=b", &ca.root_pem()).expect("an endpoint");
-        assert_eq!(wire::open(10, || endpoint.websocket()).expect("open").len(), 10);
+        assert_eq!(wire::open_connections(10, || endpoint.websocket()).expect("open").len(), 10);
         assert!(wire::messages_per_second(&endpoint, 3, 1).expect("messages") > 10.0);
-        assert!(endpoint.https().is_err(), "it is not an HTTP server");
+        assert!(endpoint.https().is_err(), "the echo server does not serve HTTP");
     }
 }

@@ -35,7 +35,7 @@ pub struct Tally {
     samples: BTreeMap<(&'static str, &'static str), Vec<f64>>,
 }
 
-/// The median, and half of the distance between the quartiles, in percent of it.
+/// The median, and half the interquartile range as a percentage of the median.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Figure {
     pub median: f64,
@@ -78,7 +78,7 @@ impl Tally {
                 (Some(Figure::from_samples(theirs)?), median(&paired))
             }
         };
-        let holds = spec.target.holds(ours_figure.median, ratio);
+        let holds = spec.target.is_met(ours_figure.median, ratio);
         Some(Row {
             name: spec.name,
             unit: spec.unit,
@@ -93,7 +93,7 @@ impl Tally {
 }
 
 impl Target {
-    fn holds(self, ours: f64, ratio: Option<f64>) -> Option<bool> {
+    fn is_met(self, ours: f64, ratio: Option<f64>) -> Option<bool> {
         match self {
             Self::RatioAtLeast(min) => Some(ratio.is_some_and(|ratio| ratio >= min)),
             Self::RatioAtMost(max) => Some(ratio.is_some_and(|ratio| ratio <= max)),
@@ -103,7 +103,7 @@ impl Target {
         }
     }
 
-    /// Describes the target; empty if there is none.
+    /// Describes the target; returns an empty string if there is none.
     pub fn describe(self, unit: &str) -> String {
         match self {
             Self::RatioAtLeast(min) => format!("ratio ≥ {min}"),

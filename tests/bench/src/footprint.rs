@@ -34,7 +34,7 @@ pub const ROWS: [Spec; 7] = [
     Spec { name: SIZE, unit: "MiB", against: None, target: Target::AtMost(25.0) },
 ];
 
-/// Each start takes milliseconds.
+/// Several, because a start takes only milliseconds.
 const STARTS_PER_ROUND: u32 = 7;
 /// Delay between the last request and the memory reading.
 const SETTLE_DELAY: Duration = Duration::from_millis(1500);
@@ -45,7 +45,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     let pg = PgBinaries::locate_or_fetch(&target_dir())?;
     let server = PgServer::start(&pg, PgOptions::default()).await?;
     let mut site = Site::prepare(&options.svc, dir.path()).await?;
-    let upstream = Identity::fresh()?;
+    let upstream = Identity::generate()?;
     std::fs::write(dir.path().join("upstream.pem"), &upstream.cert_pem)?;
     let unreachable_url = format!("postgres://svc:none@127.0.0.1:{}/svc", net::free_port()?);
     let cold = Machine::new(&unreachable_url)?;
@@ -81,7 +81,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     Ok(tally)
 }
 
-/// nginx with TLS on both sides, with an unreachable upstream.
+/// Starts nginx with TLS on both sides and an unreachable upstream.
 fn start_nginx(nginx: &Nginx, dir: &Path, site: &Site) -> Result<super::peers::nginx::RunningPeer> {
     let unreachable = ([127, 0, 0, 1], 1).into();
     let trusted = dir.join("upstream.pem");

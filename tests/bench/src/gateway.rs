@@ -1,4 +1,4 @@
-//! A gateway on its own directory, as on a user's machine, and the platform's key that signs its proofs.
+//! A gateway in its own directory, as on a user's machine, and the platform's key that signs its proofs.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -57,7 +57,7 @@ impl Machine {
         Ok(std::fs::write(dir.join("svc.json"), manifest.to_string())?)
     }
 
-    /// A proof for the owner, as signed by the platform's router; valid for a minute.
+    /// Signs a proof for the owner, as the platform's router does; it is valid for one minute.
     pub fn proof(&self) -> String {
         let now = jiff::Timestamp::now().as_second();
         let part = |value: Value| B64.encode(value.to_string());
@@ -87,7 +87,7 @@ impl Machine {
         ]);
         let (process, started_in) =
             ServerProcess::start(command, address, &self.root.path().join("gateway.log"))?;
-        // Any certificate is accepted: pinning is measured with the router.
+        // Accepts any certificate: the router benchmark measures pinning.
         let client = reqwest::Client::builder()
             .tls_danger_accept_invalid_certs(true)
             .timeout(READY_TIMEOUT)

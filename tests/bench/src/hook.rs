@@ -1,7 +1,6 @@
-//! Hook benchmark: an agent's program runs `svc-hook` by a shell before and after each tool call, in a home of 200,000
-//! files. Timed as the program sees it, from starting the shell to its end; the lower bound is a shell that runs `true`.
-//!
-//! Every write must be in the audit: a hook that gives up early would be fast.
+//! Hook benchmark: an agent's program runs `svc-hook` through a shell before and after each tool call, in a home of
+//! 200,000 files. The time is what the program waits, from the start of the shell to its end; the lower bound is a
+//! shell that runs `true`. Every write must be in the audit, because a hook that gives up early would be fast.
 
 use std::fs;
 use std::io::Write;
@@ -42,7 +41,7 @@ pub const ROWS: [Spec; 8] = [
 const FOLDERS: usize = 2000;
 const FILES_PER_FOLDER: usize = 100;
 const FILES_PER_CALL: usize = 10;
-/// Enough that the 99th percentile is not the slowest.
+/// Enough that the 99th percentile is not the slowest call.
 const CALLS: usize = 300;
 const START_TIMEOUT: Duration = Duration::from_secs(120);
 const AUDIT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -63,9 +62,9 @@ fn run_rounds(svc: &Path, rounds: u32) -> Result<Tally> {
         for _ in 0..CALLS {
             let mut shell = Command::new("/bin/sh");
             shell.args(["-c", "true"]);
-            empty.push(time(&mut shell, b"")?);
+            empty.push(time_command(&mut shell, b"")?);
         }
-        let quiet = home.calls(&mut call)?;
+        let quiet = home.run_calls(&mut call)?;
         for (name, side, times, percent) in [
             (BEFORE, TRUE, &empty, 50),
             (BEFORE_P99, TRUE, &empty, 99),
@@ -76,11 +75,11 @@ fn run_rounds(svc: &Path, rounds: u32) -> Result<Tally> {
         ] {
             tally.add(name, side, percentile(times, percent));
         }
-        tally.add(UNAUDITED, PRODUCT, home.unaudited(&quiet)? as f64);
+        tally.add(UNAUDITED, PRODUCT, home.count_unaudited(&quiet)? as f64);
         let late = home.count(|line| line["gap"]["why"] == "late");
         let busy = {
-            let _load = load()?;
-            home.calls(&mut call)?
+            let _load = start_load()?;
+            home.run_calls(&mut call)?
         };
         tally.add(BUSY_BEFORE_P99, PRODUCT, percentile(&busy.before, 99));
         tally.add(BUSY_AFTER_P99, PRODUCT, percentile(&busy.after, 99));
@@ -129,7 +128,7 @@ impl Home {
         let watcher = OwnedChild::spawn(&mut watcher)?;
         let mut buffer = [0_u8; 1024];
         loop {
-            let size = socket.recv(&mut buffer).context("svc-watch did not get ready")?;
+            let size = socket.recv(&mut buffer).context("svc-watch did not become ready")?;
             if String::from_utf8_lossy(&buffer[..size]).contains("READY=1") {
                 return Ok(Self { root, _watcher: watcher });
             }
@@ -140,24 +139,24 @@ impl Home {
         self.root.path().join("home/svc/home")
     }
 
-    /// Makes calls as an agent's program does; `number` counts those of all rounds.
-    fn calls(&self, number: &mut usize) -> Result<Calls> {
+    /// Makes calls as an agent's program does; `number` counts the calls of all rounds.
+    fn run_calls(&self, number: &mut usize) -> Result<Calls> {
         let mut calls = Calls { before: Vec::new(), after: Vec::new(), written: Vec::new() };
         for _ in 0..CALLS {
             *number += 1;
-            calls.before.push(self.hook("PreToolUse", *number)?);
+            calls.before.push(self.run_hook("PreToolUse", *number)?);
             for file in 0..FILES_PER_CALL {
                 let folder = folder_name((*number * 7919 + file * 104_729) % FOLDERS);
                 let path = format!("{folder}/call-{number}-{file}");
                 fs::write(self.home().join(&path), "written")?;
                 calls.written.push(path);
             }
-            calls.after.push(self.hook("PostToolUse", *number)?);
+            calls.after.push(self.run_hook("PostToolUse", *number)?);
         }
         Ok(calls)
     }
 
-    fn hook(&self, event: &str, call: usize) -> Result<Duration> {
+    fn run_hook(&self, event: &str, call: usize) -> Result<Duration> {
         let input = json!({
             "hook_event_name": event, "session_id": "bench", "tool_use_id": call.to_string(), "tool_name": "Bash",
             "tool_input": { "command": "write" }, "cwd": self.home(),
@@ -165,7 +164,7 @@ impl Home {
         let mut shell = Command::new("/bin/sh");
         shell.arg("-c").arg(format!("{} claude-code", self.root.path().join("bin/svc-hook").display()));
         shell.env_clear().env("PATH", "/usr/bin:/bin").env("SVC_ROOT", self.root.path());
-        time(&mut shell, input.to_string().as_bytes())
+        time_command(&mut shell, input.to_string().as_bytes())
     }
 
     fn lines(&self) -> Vec<Value> {
@@ -177,14 +176,14 @@ impl Home {
         self.lines().iter().filter(|line| is_counted(line)).count()
     }
 
-    /// The number of written paths without an entry, once the last one has it or time is over.
-    fn unaudited(&self, calls: &Calls) -> Result<usize> {
+    /// Waits until every written path has an entry, at most [`AUDIT_TIMEOUT`]; returns the number of paths without one.
+    fn count_unaudited(&self, calls: &Calls) -> Result<usize> {
         let deadline = Instant::now() + AUDIT_TIMEOUT;
         loop {
             let lines = self.lines();
             let audited: std::collections::HashSet<&str> =
                 lines.iter().filter_map(|line| line["path"].as_str()).collect();
-            ensure!(!audited.is_empty() || Instant::now() < deadline, "nothing is audited");
+            ensure!(!audited.is_empty() || Instant::now() < deadline, "the audit has no entries");
             let missing = calls.written.iter().filter(|path| !audited.contains(path.as_str())).count();
             if missing == 0 || Instant::now() >= deadline {
                 return Ok(missing);
@@ -205,27 +204,27 @@ fn applet(root: &Path, name: &str) -> Command {
 }
 
 /// Runs the command with this standard input; returns its time, from before its start to its end.
-fn time(command: &mut Command, input: &[u8]) -> Result<Duration> {
+fn time_command(command: &mut Command, input: &[u8]) -> Result<Duration> {
     command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
     let started = Instant::now();
     let mut process = command.spawn()?;
     if let Some(mut stdin) = process.stdin.take() {
-        // One that ignores its input may have ended.
+        // Fails if the process ended without reading its input.
         stdin.write_all(input).ok();
     }
-    // Without a timeout, whose polling would be measured as well.
+    // Without a timeout, because its polling would be part of the measured time.
     let status = process.wait()?;
     ensure!(status.success(), "the hook ended with {status}");
     Ok(started.elapsed())
 }
 
-/// A process for each processor that computes until it is dropped.
-fn load() -> Result<Vec<OwnedChild>> {
+/// Starts a busy process for each processor; each is killed when it is dropped.
+fn start_load() -> Result<Vec<OwnedChild>> {
     let processors = std::thread::available_parallelism()?.get();
     let spin = || {
         let mut spin = Command::new("/bin/sh");
         spin.args(["-c", "while :; do :; done"]).stdin(Stdio::null());
-        OwnedChild::spawn(&mut spin).context("start a load")
+        OwnedChild::spawn(&mut spin).context("start a busy process")
     };
     (0..processors).map(|_| spin()).collect()
 }

@@ -1,10 +1,10 @@
-//! `cargo xtask bench`: measures the product, its peers and upper bounds in alternating rounds.
-//!
-//! The subject is the shipped static binary with everything that a user has enabled: TLS, sessions, proofs, validation,
-//! the app's role. Absolute figures depend on the machine; targets are ratios within one run where possible.
+//! `cargo xtask bench`: measures the product, its peers and upper bounds in alternating rounds. The subject is the
+//! release binary with everything that is enabled for users: TLS, sessions, proofs, validation, the app's role.
+//! Absolute figures depend on the machine; targets are ratios within one run where possible.
 
 mod archive;
 mod backup;
+mod bench_store;
 mod bridge;
 mod bundle;
 mod database;
@@ -21,7 +21,6 @@ mod restore;
 mod router;
 mod site;
 mod task;
-mod vault;
 mod wire;
 
 use std::path::{Path, PathBuf};
@@ -127,7 +126,7 @@ fn main() -> ExitCode {
 /// # Errors
 /// Fails if something could not be measured; a missed target is not an error.
 async fn run(area: Area, options: &Options) -> Result<Report> {
-    // The provider is installed once per process; a second measurement finds it installed.
+    // Fails if an earlier measurement in this process has installed the provider.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let svc = options.svc.display();
     println!("bench {}: {svc}, {} rounds, {} s per load", area.name(), options.rounds, options.seconds);

@@ -14,7 +14,7 @@ use nix::unistd::{Pid, SysconfVar, sysconf};
 use kit::child::{self, AtExit};
 
 const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// Fine enough for a start of two milliseconds, at negligible load.
+/// Short enough to time a start of two milliseconds, at negligible load.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// A server that is killed with its process group on drop.
@@ -43,7 +43,7 @@ impl ServerProcess {
                 bail!("{} exited during start-up ({status}):\n{}", running.name, running.log_tail());
             }
             if started.elapsed() > START_TIMEOUT {
-                bail!("{} does not listen on {address}:\n{}", running.name, running.log_tail());
+                bail!("{} is not listening on {address}:\n{}", running.name, running.log_tail());
             }
             std::thread::sleep(POLL_INTERVAL);
         }
@@ -76,7 +76,7 @@ impl Drop for ServerProcess {
 pub fn cpu(pid: u32) -> Result<Duration> {
     let per_second = sysconf(SysconfVar::CLK_TCK)?.context("clock ticks")?;
     let mut ticks = 0_u64;
-    for pid in family(pid) {
+    for pid in process_and_children(pid) {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
         // The name is in parentheses and may contain anything; utime and stime are the 12th and 13th fields after it.
         let (_, rest) = stat.rsplit_once(')').context("a line of /proc/pid/stat")?;
@@ -91,13 +91,13 @@ pub fn cpu(pid: u32) -> Result<Duration> {
 /// Resident memory in MiB: RSS of a single process, or the sum of PSS of several, because RSS would count shared pages
 /// more than once.
 pub fn memory(pid: u32) -> Result<f64> {
-    let family = family(pid);
-    let kib = match family.as_slice() {
-        [single] => field(&format!("/proc/{single}/status"), "VmRSS:")?,
+    let pids = process_and_children(pid);
+    let kib = match pids.as_slice() {
+        [single] => read_number(&format!("/proc/{single}/status"), "VmRSS:")?,
         several => {
             let mut sum = 0;
             for pid in several {
-                sum += field(&format!("/proc/{pid}/smaps_rollup"), "Pss:")?;
+                sum += read_number(&format!("/proc/{pid}/smaps_rollup"), "Pss:")?;
             }
             sum
         }
@@ -105,7 +105,7 @@ pub fn memory(pid: u32) -> Result<f64> {
     Ok(kib as f64 / 1024.0)
 }
 
-fn field(file: &str, name: &str) -> Result<u64> {
+fn read_number(file: &str, name: &str) -> Result<u64> {
     let text = fs::read_to_string(file).with_context(|| format!("read {file}"))?;
     let line = text.lines().find_map(|line| line.strip_prefix(name));
     let number = line.and_then(|line| line.split_whitespace().next());
@@ -113,7 +113,7 @@ fn field(file: &str, name: &str) -> Result<u64> {
 }
 
 /// A process and its direct children.
-fn family(pid: u32) -> Vec<u32> {
+fn process_and_children(pid: u32) -> Vec<u32> {
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     let children = children.split_whitespace().filter_map(|child| child.parse().ok());
     std::iter::once(pid).chain(children).collect()
@@ -127,14 +127,14 @@ mod tests {
     fn memory_and_cpu_include_children() {
         let mut sleep = Command::new("/bin/sh").args(["-c", "sleep 60 & wait"]).spawn().expect("a shell");
         let deadline = Instant::now() + Duration::from_secs(10);
-        while family(sleep.id()).len() < 2 {
+        while process_and_children(sleep.id()).len() < 2 {
             assert!(Instant::now() < deadline, "no child");
             std::thread::sleep(Duration::from_millis(5));
         }
         let both = memory(sleep.id()).expect("memory");
         assert!(both > 0.0 && both < 64.0, "{both} MiB");
         assert!(cpu(sleep.id()).expect("time") < Duration::from_secs(5));
-        for child in family(sleep.id()).into_iter().rev() {
+        for child in process_and_children(sleep.id()).into_iter().rev() {
             nix::sys::signal::kill(Pid::from_raw(child.cast_signed()), Signal::SIGKILL).expect("kill");
         }
         sleep.wait().expect("wait");

@@ -1,5 +1,5 @@
-//! Records benchmark: a separate program links the product and measures the real writer and book; the same program
-//! measures the upper bounds without them.
+//! Records benchmark: a separate program links the product and measures the real writer and usage book, and the upper
+//! bounds without them.
 
 use std::path::Path;
 use std::process::Command;
@@ -17,11 +17,11 @@ const TWO_CALLERS: &str = "svc, two callers";
 
 pub const ROWS: [Spec; 22] = [
     row(EVENTS, "1/s", Target::AtLeast(1_500_000.0)),
-    compared("block writes"),
-    compared("buffered, prepared"),
-    compared("one write(2) each"),
-    compared("write and fdatasync each"),
-    compared(TWO_CALLERS),
+    compared_spec("block writes"),
+    compared_spec("buffered, prepared"),
+    compared_spec("one write(2) each"),
+    compared_spec("write and fdatasync each"),
+    compared_spec(TWO_CALLERS),
     row("a caller at 10,000 a second, p50", "µs", Target::None),
     row("a caller at 10,000 a second, p99", "µs", Target::AtMost(2.0)),
     row("a caller at full load, p99", "µs", Target::AtMost(2.0)),
@@ -46,7 +46,7 @@ const fn row(name: &'static str, unit: &'static str, target: Target) -> Spec {
     Spec { name, unit, against: None, target }
 }
 
-const fn compared(limit: &'static str) -> Spec {
+const fn compared_spec(limit: &'static str) -> Spec {
     Spec { name: EVENTS, unit: "1/s", against: Some(limit), target: Target::None }
 }
 

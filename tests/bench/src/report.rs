@@ -72,19 +72,19 @@ fn row_json(row: &Row) -> Value {
     let target = row.target.describe(row.unit);
     json!({
         "name": row.name,
-        "ours": rounded(row.ours.median),
+        "ours": round_figure(row.ours.median),
         "against": row.against,
-        "theirs": row.theirs.map(|theirs| rounded(theirs.median)),
+        "theirs": row.theirs.map(|theirs| round_figure(theirs.median)),
         "unit": row.unit,
-        "ratio": row.ratio.map(rounded),
+        "ratio": row.ratio.map(round_figure),
         "target": if target.is_empty() { Value::Null } else { target.into() },
         "holds": row.holds,
-        "oursSpreadPercent": rounded(row.ours.spread_percent),
-        "theirsSpreadPercent": row.theirs.map(|theirs| rounded(theirs.spread_percent)),
+        "oursSpreadPercent": round_figure(row.ours.spread_percent),
+        "theirsSpreadPercent": row.theirs.map(|theirs| round_figure(theirs.spread_percent)),
     })
 }
 
-fn rounded(value: f64) -> f64 {
+fn round_figure(value: f64) -> f64 {
     (value * 1000.0).round() / 1000.0
 }
 

@@ -10,11 +10,11 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
+use super::bench_store::{BUCKET, BenchStore, Machine, Snapshot};
 use super::database;
 use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::s5cmd::S5cmd;
 use super::task::{self, RunStats};
-use super::vault::{BUCKET, Machine, Snapshot, Vault};
 use super::{Options, print_round};
 use kit::pg::PgServer;
 
@@ -38,16 +38,16 @@ const TIMEOUT: Duration = Duration::from_secs(1800);
 pub async fn measure(options: &Options) -> Result<Tally> {
     let dir = database::run_dir(&options.out, MIN_FREE_BYTES)?;
     let s5cmd = S5cmd::fetch()?;
-    let vault = Vault::open(dir.path())?;
-    let snapshot = create_snapshot(dir.path(), options, &vault).await?;
+    let store = BenchStore::open(dir.path())?;
+    let snapshot = create_snapshot(dir.path(), options, &store).await?;
     let mut tally = Tally::default();
     for round in 0..options.rounds {
         print_round(round, options.rounds);
         for turn in 0..2 {
             let run = Run::prepare(dir.path()).await?;
             let (name, stats) = match (turn + round) % 2 {
-                0 => (PRODUCT, run.restore(&options.svc, &vault).await?),
-                _ => (SHELL, run.restore_with_shell(&s5cmd, &vault, &snapshot)?),
+                0 => (PRODUCT, run.restore(&options.svc, &store).await?),
+                _ => (SHELL, run.restore_with_shell(&s5cmd, &store, &snapshot)?),
             };
             database::check_rows(&run.server, database::SCALE)
                 .await
@@ -64,18 +64,18 @@ pub async fn measure(options: &Options) -> Result<Tally> {
 }
 
 /// Creates the snapshot that all runs restore.
-async fn create_snapshot(dir: &Path, options: &Options, vault: &Vault) -> Result<Snapshot> {
+async fn create_snapshot(dir: &Path, options: &Options, store: &BenchStore) -> Result<Snapshot> {
     let server = database::open_cached(&options.out).await?;
-    let machine = Machine::new(dir, vault, &server)?;
+    let machine = Machine::new(dir, store, &server)?;
     machine.open_gate()?;
     task::run(machine.command(&options.svc, "svc-db-backup"), TIMEOUT)?;
-    let snapshot = vault.snapshot(0, database::SCALE)?;
+    let snapshot = store.verify_snapshot(0, database::SCALE)?;
     let database = database::size_bytes(&server).await?;
     println!("  {} MB of database, {} MB of dump", database / 1_000_000, snapshot.size_bytes / 1_000_000);
     Ok(snapshot)
 }
 
-/// A new server and its directory, for one restore. The server is dropped before the directory that holds its data.
+/// A new server and its directory, for one restore. The server is dropped before the directory of its data.
 struct Run {
     server: PgServer,
     dir: TempDir,
@@ -92,23 +92,25 @@ impl Run {
 
     /// Runs `svc-restore`. As on a new machine, it replaces an empty database, which the server's restart has flushed
     /// there and a checkpoint flushes here.
-    async fn restore(&self, svc: &Path, vault: &Vault) -> Result<RunStats> {
+    async fn restore(&self, svc: &Path, store: &BenchStore) -> Result<RunStats> {
         self.server.create_database(database::NAME).await?;
         self.server.connect(database::NAME).await?.batch_execute("CHECKPOINT").await?;
         nix::unistd::sync();
-        let machine = Machine::new(self.dir.path(), vault, &self.server)?;
+        let machine = Machine::new(self.dir.path(), store, &self.server)?;
         let stats = task::run(machine.command(svc, "svc-restore"), TIMEOUT)?;
-        ensure!(machine.is_open(), "the gate is closed");
+        ensure!(machine.is_gate_open(), "the gate is closed");
         Ok(stats)
     }
 
-    fn restore_with_shell(&self, s5cmd: &S5cmd, vault: &Vault, snapshot: &Snapshot) -> Result<RunStats> {
+    fn restore_with_shell(&self, s5cmd: &S5cmd, store: &BenchStore, snapshot: &Snapshot) -> Result<RunStats> {
         let script = r#"set -e; "$S5CMD" cp "$0" "$1"; "$BIN/createdb" "$DATABASE"; "$BIN/pg_restore" -j2 -d "$DATABASE" "$1""#;
         let mut command = Command::new("bash");
         command.args(["-c", script]).env_clear().env("PATH", std::env::var_os("PATH").unwrap_or_default());
-        command.arg(format!("s3://{BUCKET}/{}", vault.key(snapshot))).arg(self.dir.path().join("peer.dump"));
+        command
+            .arg(format!("s3://{BUCKET}/{}", store.object_key(snapshot)))
+            .arg(self.dir.path().join("peer.dump"));
         command.env("BIN", self.server.binaries().dir()).env("DATABASE", database::NAME);
-        command.envs(s5cmd.env(&vault.store));
+        command.envs(s5cmd.env(&store.server));
         database::set_connection_env(&mut command, &self.server);
         task::run(command, TIMEOUT)
     }

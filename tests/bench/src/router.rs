@@ -14,7 +14,7 @@ use super::peers::nginx::{Nginx, Pem, RunningPeer, Upstreams};
 use super::peers::wrk::{LoadResult, Request, Wrk};
 use super::process::{cpu, memory};
 use super::site::{Identity, Site};
-use super::wire::{Connection, messages_per_second, open};
+use super::wire::{Connection, messages_per_second, open_connections};
 use super::{Options, echo, print_round, temp_dir};
 
 const C1: &str = "requests/s, 1 connection";
@@ -61,7 +61,7 @@ pub const ROWS: [Spec; 20] = [
 const BODY_BYTES: usize = 10 << 20;
 const IDLE_CONNECTIONS: usize = 1000;
 const SETTLE_DELAY: Duration = Duration::from_millis(300);
-/// Users whose machines are nginx and the echo server.
+/// Users whose machines are nginx and the echo server, respectively.
 const READER: &str = "user-reader";
 const ECHO_USER: &str = "user-talker";
 
@@ -109,7 +109,7 @@ impl Testbed {
     async fn prepare(options: &Options) -> Result<Self> {
         let dir = temp_dir()?;
         let (wrk, nginx, haproxy) = (Wrk::fetch()?, Nginx::fetch()?, HaProxy::fetch()?);
-        let identity = Identity::fresh()?;
+        let identity = Identity::generate()?;
         let pem = Pem::write(dir.path(), "upstream", &identity.cert_pem, &identity.key_pem)?;
         let large = dir.path().join("large");
         std::fs::write(&large, vec![7; BODY_BYTES])?;
@@ -173,7 +173,7 @@ impl Testbed {
         let connect = || -> Result<Connection> {
             if name == SOCKETS { endpoint.websocket() } else { endpoint.https() }
         };
-        let connections = open(IDLE_CONNECTIONS, connect)?;
+        let connections = open_connections(IDLE_CONNECTIONS, connect)?;
         std::thread::sleep(SETTLE_DELAY);
         tally.add(name, side, memory(pid)? - before);
         drop(connections);

@@ -36,7 +36,7 @@ pub struct Identity {
 }
 
 impl Identity {
-    pub fn fresh() -> Result<Self> {
+    pub fn generate() -> Result<Self> {
         let key = KeyPair::generate()?;
         let params = CertificateParams::new(vec!["localhost".to_owned(), "127.0.0.1".to_owned()])?;
         let cert = params.self_signed(&key)?;
@@ -88,10 +88,10 @@ impl Site {
             ("CUSTOMER_VPS_IMAGE_VERSION", "bench"),
             ("PROVIDER_API_URL", &base),
             ("PROVIDER_API_TOKEN", provider.token()),
-            // The machines are only rows; without reconciliation, their missing servers go unnoticed.
+            // The machines exist only as rows; without reconciliation, their missing servers are not detected.
             ("RECONCILE_SECONDS", "86400"),
             ("APP_HOST", APP_HOST),
-            // The whole load comes from one user: it is counted as usual, but never throttled.
+            // The whole load comes from one user: its requests are counted as usual, but never throttled.
             ("ROUTER_USER_REQUESTS_PER_SECOND", "1000000"),
             ("CODE_HOST", CODE_HOST),
             ("IDP_SIGN_IN_URL", &sign_in),
@@ -155,7 +155,7 @@ impl Site {
         client.batch_execute(&sql).await.context("register a machine")
     }
 
-    /// Opens a session as a browser does, once the router knows the machine; returns its cookie.
+    /// Opens a session as a browser does, once the router has found the machine; returns its cookie.
     pub async fn open_session(&self, user: &str) -> Result<String> {
         let token = self.idp.mint(user, &MintOptions::default());
         let router = self.router()?;

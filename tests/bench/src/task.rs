@@ -14,7 +14,7 @@ use nix::unistd::Pid;
 
 use kit::child::{self, AtExit};
 
-/// For sampling memory, at negligible load; the end of the program is noticed at once.
+/// Interval of the memory samples, at negligible load; the program's end is noticed immediately.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Statistics of a run.
@@ -22,7 +22,7 @@ pub struct RunStats {
     pub wall: Duration,
     /// CPU time of the program and its children.
     pub cpu: Duration,
-    /// CPU time of this process during the run: that of the kit's servers which the program uses.
+    /// CPU time of this process during the run, that is, of the kit's servers that the program uses.
     pub store_cpu: Duration,
     /// Peak resident memory of the program, without its children.
     pub peak_mib: f64,
@@ -31,7 +31,7 @@ pub struct RunStats {
     pub written: Option<u64>,
 }
 
-/// Runs a program, which must succeed, as the leader of a process group that is killed after it.
+/// Runs a program, which must succeed, as the leader of a process group that is killed afterwards.
 pub fn run(mut command: Command, timeout: Duration) -> Result<RunStats> {
     let log = tempfile::NamedTempFile::new()?;
     command.process_group(0).stdin(Stdio::null()).stdout(log.reopen()?).stderr(log.reopen()?);
@@ -46,7 +46,7 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<RunStats> {
     // The process stays a zombie until `wait`: its kernel counters remain readable and its pid cannot be reused.
     std::thread::spawn(move || {
         let status = waitid(Id::Pid(group), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT);
-        // The receiver is gone if the wait was abandoned.
+        // Fails if the receiver was dropped because the wait was abandoned.
         sender.send(status.map(|_| started.elapsed())).ok();
     });
     let mut peak_kib = 0;
@@ -55,13 +55,13 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<RunStats> {
             Ok(wall) => break wall,
             Err(RecvTimeoutError::Disconnected) => bail!("the waiting thread has ended"),
             // VmHWM is the kernel's high-water mark, so the last sample suffices.
-            Err(RecvTimeoutError::Timeout) => peak_kib = number_in(&status, "VmHWM:").unwrap_or(peak_kib),
+            Err(RecvTimeoutError::Timeout) => peak_kib = read_number(&status, "VmHWM:").unwrap_or(peak_kib),
         }
         if started.elapsed() > timeout {
             killpg(group, Signal::SIGKILL).ok();
         }
     };
-    let written = number_in(&io, "write_bytes:");
+    let written = read_number(&io, "write_bytes:");
     // Kills remaining processes of a broken pipeline.
     killpg(group, Signal::SIGKILL).ok();
     let (exit, wall) = (process.wait()?, wall?);
@@ -77,7 +77,7 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<RunStats> {
 }
 
 /// The number after a name in a file of `/proc`; `None` if it is missing or the process has ended.
-fn number_in(file: &str, name: &str) -> Option<u64> {
+fn read_number(file: &str, name: &str) -> Option<u64> {
     let text = fs::read_to_string(file).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.split_whitespace().next()?.parse().ok()

@@ -1,4 +1,4 @@
-//! Client connections that wrk cannot create: idle ones, and WebSockets.
+//! Client connections that wrk cannot create: idle connections and WebSockets.
 //!
 //! Blocking sockets with a thread per active connection: a message costs two system calls and the TLS record, which is
 //! optimised even in dev builds.
@@ -44,7 +44,7 @@ impl Endpoint {
             .with_safe_default_protocol_versions()?
             .with_root_certificates(roots)
             .with_no_client_auth();
-        // No session resumption: every connection is new, like that of another browser.
+        // No session resumption: every connection is new, as if it came from another browser.
         config.resumption = rustls::client::Resumption::disabled();
         Ok(Self { address, host: host.to_owned(), cookie: cookie.to_owned(), config: Arc::new(config) })
     }
@@ -123,7 +123,7 @@ pub fn messages_per_second(endpoint: &Endpoint, connections: usize, seconds: u32
             let (endpoint, start_barrier) = (endpoint.clone(), Arc::clone(&start_barrier));
             std::thread::spawn(move || -> Result<u64> {
                 let connection = endpoint.websocket();
-                // All threads meet here, even without a connection.
+                // Every thread waits here, even if its connection failed; otherwise the barrier would never open.
                 start_barrier.wait();
                 let mut connection = connection?;
                 let (message, mut back) = (message(), [0; MESSAGE_BYTES + 2]);
@@ -147,7 +147,10 @@ pub fn messages_per_second(endpoint: &Endpoint, connections: usize, seconds: u32
 }
 
 /// Opens this many connections, sequentially in each of a few threads.
-pub fn open(count: usize, connect: impl Fn() -> Result<Connection> + Sync) -> Result<Vec<Connection>> {
+pub fn open_connections(
+    count: usize,
+    connect: impl Fn() -> Result<Connection> + Sync,
+) -> Result<Vec<Connection>> {
     const THREADS: usize = 4;
     std::thread::scope(|scope| {
         let parts: Vec<_> = (0..THREADS)

@@ -41,7 +41,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     };
     match read_manifest(kept.to_string().as_bytes()) {
         Ok(again) if again == (kept.clone(), statements.clone()) => {}
-        other => return Err(format!("{kept} is parsed back as {other:?}")),
+        other => return Err(format!("{kept} is reparsed as {other:?}")),
     }
     for path in [&kept["build"]["output"], &kept["icon"]] {
         let leads_out = |path: &str| path.starts_with('/') || path.split('/').any(|part| part == "..");
@@ -56,7 +56,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
             (1..=63).contains(&name.len()) && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
         };
         if let Some(name) = names.into_iter().find(|name| !is_name(name)) {
-            return Err(format!("{name:?} is a name in {statement}"));
+            return Err(format!("{name:?} is not a valid name, in {statement}"));
         }
         if statement.contains([';', '\\', '\0']) || statement.contains("--") {
             return Err(format!("more than one statement: {statement}"));
@@ -72,5 +72,5 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let is_same =
         ["name", "slug", "version", "runtime", "icon"].iter().all(|field| kept[field] == wanted[field]);
     let created = statements.iter().filter(|sql| sql.starts_with("CREATE TABLE ")).count();
-    if is_same && created == tables { Ok(()) } else { Err(format!("{kept} was read")) }
+    if is_same && created == tables { Ok(()) } else { Err(format!("parsed as {kept}")) }
 }

@@ -1,4 +1,4 @@
-//! The path of a request below an app's folder, whose content the owner and its agents control: every opened file is
+//! The path of a request below an app's folder, whose content the owner and the agents control: every opened file is
 //! inside the folder.
 
 use std::fs;
@@ -18,7 +18,7 @@ pub fn target() -> Target {
 
 const INSIDE: &[u8] = b"inside";
 
-/// An app's folder with files, symlinks that leave it and a hidden file; it exists as long as the process.
+/// An app's folder with files, symlinks that leave it and a hidden file; it exists until the process ends.
 static APP: LazyLock<(tempfile::TempDir, Folder)> = LazyLock::new(|| {
     let dir = tempfile::tempdir().expect("a directory");
     let app = dir.path().join("app");
@@ -60,10 +60,10 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     };
     if path.has_root() || !path.components().all(is_below) || path.as_os_str().as_encoded_bytes().contains(&0)
     {
-        return Err(format!("{} is opened", path.display()));
+        return Err(format!("{} was accepted", path.display()));
     }
     match read(&path) {
-        Some(content) if content != INSIDE => Err(format!("{} is another's file", path.display())),
+        Some(content) if content != INSIDE => Err(format!("{} is a file outside the folder", path.display())),
         _ => Ok(()),
     }
 }
@@ -80,6 +80,6 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
     if FILES.iter().any(|file| Path::new(file) == path) && read(&path).as_deref() == Some(INSIDE) {
         Ok(())
     } else {
-        Err(format!("{} is opened", path.display()))
+        Err(format!("parsed as {}", path.display()))
     }
 }

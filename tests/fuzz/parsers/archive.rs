@@ -1,7 +1,6 @@
-//! A bundle's archive, as the updater unpacks it. No content makes it create or change anything outside the directory,
-//! or a link to it.
-//!
-//! A case is the tar within the bundle; the checksums of the compression detect damage around it.
+//! A bundle's archive, as the updater unpacks it. No content makes the updater create or change anything outside the
+//! directory, or a link that leads outside. A case is the tar within the bundle; damage to the compressed bytes is
+//! detected by their checksum.
 
 use std::fs;
 use std::io::Write;
@@ -17,7 +16,7 @@ use tar::EntryType;
 use super::Target;
 
 const LIMITS: UnpackLimits = UnpackLimits { entries: 40, bytes: 200_000 };
-/// Next to the directory; no entry may reach it.
+/// A file next to the directory; no entry may reach it.
 const OUTSIDE: &str = "outside";
 
 /// One entry with an arbitrary header, without the checks of a builder.
@@ -28,7 +27,7 @@ struct Entry {
     kind: u8,
     mode: u32,
     body: Vec<u8>,
-    /// A length to declare instead of the body's.
+    /// The length that the header declares, if not the body's.
     size: Option<u64>,
 }
 
@@ -40,7 +39,7 @@ fn link(path: &str, target: &str) -> Entry {
     Entry { link: target.into(), kind: b'2', mode: 0o777, ..file(path, b"") }
 }
 
-fn tar(entries: &[Entry]) -> Vec<u8> {
+fn build_tar(entries: &[Entry]) -> Vec<u8> {
     let mut archive = Vec::new();
     for entry in entries {
         let mut header = tar::Header::new_gnu();
@@ -61,14 +60,14 @@ fn tar(entries: &[Entry]) -> Vec<u8> {
     archive
 }
 
-fn gz(bytes: &[u8]) -> Vec<u8> {
+fn gzip(bytes: &[u8]) -> Vec<u8> {
     let mut out = GzEncoder::new(Vec::new(), Compression::fast());
     out.write_all(bytes).expect("write to memory");
     out.finish().expect("write to memory")
 }
 
 /// Recomputes the checksums of the headers, so that mutated headers are parsed.
-pub(super) fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
+pub(super) fn with_valid_checksums(mut bytes: Vec<u8>) -> Vec<u8> {
     let mut at = 0_usize;
     while let Some(block) = at.checked_add(512).and_then(|end| bytes.get_mut(at..end)) {
         let mut header = tar::Header::new_old();
@@ -87,7 +86,7 @@ pub(super) fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
 }
 
 pub fn unpacked() -> Target {
-    let valid = prop_oneof![1 => in_order().boxed(), 4 => hostile().boxed()].boxed();
+    let valid = prop_oneof![1 => valid_release().boxed(), 4 => hostile_archive().boxed()].boxed();
     Target {
         name: "archive",
         valid,
@@ -98,7 +97,7 @@ pub fn unpacked() -> Target {
 }
 
 /// Files and links of a valid release. Numbered names avoid duplicates and conflicts with directories.
-pub(super) fn in_order() -> impl Strategy<Value = Vec<u8>> {
+pub(super) fn valid_release() -> impl Strategy<Value = Vec<u8>> {
     let body = prop::collection::vec(any::<u8>(), 0..700);
     prop::collection::vec((0..4usize, body, any::<bool>()), 1..8).prop_map(|files| {
         let mut entries = Vec::new();
@@ -107,19 +106,19 @@ pub(super) fn in_order() -> impl Strategy<Value = Vec<u8>> {
             entries.push(Entry { mode: if *runs { 0o755 } else { 0o644 }, ..file(&path, body) });
             entries.push(link(&format!("{path}.link"), &format!("f{number}")));
         }
-        tar(&entries)
+        build_tar(&entries)
     })
 }
 
-/// Whether a path is one of [`in_order`]'s: `f0`, `d/f1.link`.
-pub(super) fn is_in_order(path: &str) -> bool {
+/// Whether a path is one of [`valid_release`]'s: `f0`, `d/f1.link`.
+pub(super) fn is_valid_release_path(path: &str) -> bool {
     let name = path.trim_start_matches("d/");
     let number = name.strip_prefix('f').map(|name| name.strip_suffix(".link").unwrap_or(name));
     number.is_some_and(|number| number.len() == 1 && number < "8")
 }
 
 /// Entries that try to escape the directory, in any order.
-pub(super) fn hostile() -> impl Strategy<Value = Vec<u8>> {
+pub(super) fn hostile_archive() -> impl Strategy<Value = Vec<u8>> {
     let name = || {
         prop_oneof![
             4 => "(\\./)?[ab](/[ab]){0,2}",
@@ -149,10 +148,10 @@ pub(super) fn hostile() -> impl Strategy<Value = Vec<u8>> {
     let entry = (name(), name(), kind, mode, body, size).prop_map(|(path, link, kind, mode, body, size)| {
         Entry { path: path.into(), link: link.into(), kind, mode, body, size }
     });
-    prop::collection::vec(entry, 1..10).prop_map(|entries| tar(&entries))
+    prop::collection::vec(entry, 1..10).prop_map(|entries| build_tar(&entries))
 }
 
-/// `len key=value\n`, where `len` counts itself.
+/// Formats `len key=value\n`, where `len` includes its own digits.
 fn pax(key: &str, value: &str) -> Vec<u8> {
     let rest = format!(" {key}={value}\n");
     let mut length = rest.len() + 1;
@@ -228,9 +227,9 @@ fn check_release(into: &Path) -> Result<(), String> {
 }
 
 fn check_any_archive(bytes: &[u8]) -> Result<(), String> {
-    for tar in [bytes.to_vec(), sealed(bytes.to_vec())] {
+    for tar in [bytes.to_vec(), with_valid_checksums(bytes.to_vec())] {
         let place = UnpackDir::new();
-        let end = unpack(&*gz(&tar), &place.within(), LIMITS);
+        let end = unpack(&*gzip(&tar), &place.within(), LIMITS);
         place.check_outside()?;
         if end.is_ok() {
             check_release(&place.within())?;
@@ -246,7 +245,7 @@ fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
     for entry in archive.entries().into_iter().flatten() {
         let Ok(mut entry) = entry else { return Ok(()) };
         let path = entry.path().map(std::borrow::Cow::into_owned).unwrap_or_default();
-        if !is_in_order(&path.to_string_lossy()) {
+        if !is_valid_release_path(&path.to_string_lossy()) {
             return Ok(());
         }
         let mut body = Vec::new();
@@ -256,14 +255,14 @@ fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
         }
     }
     let place = UnpackDir::new();
-    unpack(&*gz(bytes), &place.within(), LIMITS).map_err(|error| error.to_string())?;
+    unpack(&*gzip(bytes), &place.within(), LIMITS).map_err(|error| error.to_string())?;
     for (path, body, mode) in wanted {
         let at = place.within().join(&path);
         let linked =
             at.with_file_name(format!("{}.link", at.file_name().unwrap_or_default().to_string_lossy()));
         let found = fs::metadata(&at).map_err(|error| error.to_string())?.permissions().mode() & 0o7777;
         if fs::read(&at).ok() != Some(body.clone()) || fs::read(linked).ok() != Some(body) || found != mode {
-            return Err(format!("{} is another", path.display()));
+            return Err(format!("{} has other content", path.display()));
         }
     }
     Ok(())
@@ -272,8 +271,8 @@ fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
 /// Tests the checks themselves: they detect each of these effects of an archive.
 #[test]
 fn archive_checks_detect_each_violation() {
-    type Spoil = fn(&UnpackDir);
-    let spoils: [(&str, Spoil); 7] = [
+    type Violation = fn(&UnpackDir);
+    let violations: [(&str, Violation); 7] = [
         ("a link out", |place| {
             std::os::unix::fs::symlink("../outside", place.within().join("x")).expect("made");
         }),
@@ -283,21 +282,22 @@ fn archive_checks_detect_each_violation() {
         ("a pipe", |place| {
             nix::unistd::mkfifo(&place.within().join("x"), nix::sys::stat::Mode::S_IRWXU).expect("made");
         }),
-        ("a bit that raises rights", |place| {
+        ("a set-user-ID bit", |place| {
             let path = place.within().join("x");
             fs::write(&path, "").expect("written");
             fs::set_permissions(path, fs::Permissions::from_mode(0o4755)).expect("set");
         }),
-        ("too much", |place| fs::write(place.within().join("x"), vec![0; 200_001]).expect("written")),
-        ("a file beside it", |place| fs::write(place.dir.path().join("x"), "").expect("written")),
+        ("more bytes than the limit", |place| {
+            fs::write(place.within().join("x"), vec![0; 200_001]).expect("written")
+        }),
+        ("a file next to the directory", |place| fs::write(place.dir.path().join("x"), "").expect("written")),
         ("another file's content", |place| fs::write(place.dir.path().join(OUTSIDE), "!").expect("written")),
     ];
-    for (what, spoil) in spoils {
+    for (what, violate) in violations {
         let place = UnpackDir::new();
-        let violations =
-            |place: &UnpackDir| place.check_outside().and_then(|()| check_release(&place.within()));
-        violations(&place).expect("the directory is unchanged");
-        spoil(&place);
-        violations(&place).expect_err(what);
+        let check = |place: &UnpackDir| place.check_outside().and_then(|()| check_release(&place.within()));
+        check(&place).expect("the directory is unchanged");
+        violate(&place);
+        check(&place).expect_err(what);
     }
 }

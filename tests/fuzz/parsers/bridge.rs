@@ -30,7 +30,7 @@ fn check_statement(statement: &Statement) -> Result<(), String> {
         if is_name && !FIXED_NAMES.contains(&part) && !columns.iter().any(|column| column == part) {
             // `T` and `Z` are quoted within the time format, the only string literal with double quotes.
             if part != "T" && part != "Z" {
-                return Err(format!("{part:?} is a name in {text}"));
+                return Err(format!("{part:?} is not a known name, in {text}"));
             }
         }
         if !is_name {
@@ -148,7 +148,9 @@ fn check_any_request(bytes: &[u8]) -> Result<(), String> {
     }
     for statement in &request.statements {
         check_statement(statement)?;
-        let Some(sent) = statement.sent_bytes else { return Err(format!("not sent: {}", statement.text)) };
+        let Some(sent) = statement.sent_bytes else {
+            return Err(format!("cannot be sent: {}", statement.text));
+        };
         // The parameters are about as large as the input: base64 and numbers shrink, times and UUIDs have a fixed
         // length.
         if sent > 1024 + 16 * bytes.len() {
@@ -171,7 +173,7 @@ fn check_valid_request(bytes: &[u8]) -> Result<(), String> {
     if is_complete && has_same_action && has_statements {
         Ok(())
     } else {
-        Err(format!("{request:?} was read"))
+        Err(format!("parsed as {request:?}"))
     }
 }
 
@@ -193,7 +195,7 @@ fn check_any_filter(bytes: &[u8]) -> Result<(), String> {
     let Some(Ok((statement, fingerprint))) = read_filter(text) else { return Ok(()) };
     check_statement(&statement)?;
     if statement.sent_bytes.is_none() {
-        return Err(format!("not sent: {}", statement.text));
+        return Err(format!("cannot be sent: {}", statement.text));
     }
     // A filter has at most 50 terms, and a list is one parameter.
     if statement.params > 50 {
@@ -233,7 +235,11 @@ pub fn cursor() -> Target {
         check_valid: |bytes| {
             let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
             let accepted = (0..ORDERS.len()).filter(|order| read_cursor(*order, FINGERPRINT, text).is_ok());
-            if accepted.count() == 1 { Ok(()) } else { Err("it fits several orders".to_owned()) }
+            if accepted.count() == 1 {
+                Ok(())
+            } else {
+                Err("it is not accepted for exactly one order".to_owned())
+            }
         },
         cases: 1500,
     }

@@ -1,4 +1,4 @@
-//! A session file as Codex writes it, or as the agent's tools can forge it: only calls of the run's own thread count.
+//! A session file that Codex writes, or that the agent's tools forge: only calls of the run's own thread count.
 
 use std::fs;
 use std::path::PathBuf;
@@ -37,7 +37,7 @@ fn sessions() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-fn used(bytes: &[u8]) -> Option<SessionUsage> {
+fn read_usage(bytes: &[u8]) -> Option<SessionUsage> {
     thread_local! {
         static SESSIONS: (tempfile::TempDir, PathBuf) = {
             let dir = tempfile::tempdir().expect("a directory");
@@ -52,8 +52,8 @@ fn used(bytes: &[u8]) -> Option<SessionUsage> {
     })
 }
 
-/// The calls of the thread in lines that are JSON.
-fn recorded(bytes: &[u8]) -> (usize, u64, u64) {
+/// The number of the thread's calls in lines that are JSON, and their tokens.
+fn sum_recorded_calls(bytes: &[u8]) -> (usize, u64, u64) {
     let lines = bytes.split(|byte| *byte == b'\n').skip(1);
     let records = lines.filter_map(|line| serde_json::from_slice::<Value>(line).ok());
     let payloads = records.map(|record| record["payload"].clone());
@@ -70,11 +70,11 @@ fn recorded(bytes: &[u8]) -> (usize, u64, u64) {
 }
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
-    let Some(used) = used(bytes) else { return Ok(()) };
+    let Some(used) = read_usage(bytes) else { return Ok(()) };
     // A thread with another id belongs to the session, and its calls count.
     let first = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let is_own = serde_json::from_slice::<Value>(first).is_ok_and(|meta| meta["payload"]["id"] == THREAD);
-    let (count, tokens_in, tokens_out) = recorded(bytes);
+    let (count, tokens_in, tokens_out) = sum_recorded_calls(bytes);
     // Ignored lines may be JSON that this test's parser refuses.
     if is_own && count > 0 && (used.tokens_in > tokens_in || used.tokens_out > tokens_out) {
         return Err(format!("{used:?} of {count} calls with {tokens_in} and {tokens_out} tokens"));
@@ -83,8 +83,8 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 }
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
-    let (count, tokens_in, tokens_out) = recorded(bytes);
-    let used = used(bytes);
+    let (count, tokens_in, tokens_out) = sum_recorded_calls(bytes);
+    let used = read_usage(bytes);
     let is_same = used.as_ref().map(|used| (used.tokens_in, used.tokens_out));
     if is_same == (count > 0).then_some((tokens_in, tokens_out)) {
         Ok(())

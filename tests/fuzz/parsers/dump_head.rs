@@ -1,7 +1,7 @@
-//! The header of a database dump: for any bytes the result is a number of entries or none.
+//! The header of a database dump: for any bytes, the result is either a number of entries or nothing.
 
 use proptest::prelude::*;
-use svc::host::snapshots::backup::dump_entries;
+use svc::host::snapshots::backup::count_dump_entries;
 
 use super::Target;
 
@@ -35,7 +35,7 @@ fn heads() -> impl Strategy<Value = Vec<u8>> {
 }
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
-    match dump_entries(bytes) {
+    match count_dump_entries(bytes) {
         Some(entries) if !bytes.starts_with(b"PGDMP\x01") => {
             Err(format!("{entries} entries without a dump header"))
         }
@@ -47,6 +47,6 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let size = usize::from(bytes[8]);
     let last = &bytes[bytes.len() - size..];
     let wanted = last.iter().rev().fold(0_u64, |sum, byte| sum << 8 | u64::from(*byte));
-    let found = dump_entries(bytes);
+    let found = count_dump_entries(bytes);
     if found.map(u64::from) == Some(wanted) { Ok(()) } else { Err(format!("{found:?} instead of {wanted}")) }
 }

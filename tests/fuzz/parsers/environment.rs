@@ -38,9 +38,10 @@ fn check_any_file(bytes: &[u8]) -> Result<(), String> {
         Err(line) if (1..=text.lines().count()).contains(&line) => return Ok(()),
         Err(line) => return Err(format!("line {line} of {} is reported", text.lines().count())),
     };
-    let named = |c: char| c.is_ascii_alphanumeric() || c == '_';
-    let good = |name: &str| name.chars().all(named) && !name.starts_with(|c: char| c.is_ascii_digit());
-    if let Some((name, _)) = pairs.iter().find(|(name, _)| name.is_empty() || !good(name)) {
+    let is_name_char = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let is_name =
+        |name: &str| name.chars().all(is_name_char) && !name.starts_with(|c: char| c.is_ascii_digit());
+    if let Some((name, _)) = pairs.iter().find(|(name, _)| name.is_empty() || !is_name(name)) {
         return Err(format!("{name:?} was accepted as a name"));
     }
     let read = systemd::read_env_file(text);
@@ -51,16 +52,16 @@ fn check_any_file(bytes: &[u8]) -> Result<(), String> {
     if parse_env_file(&again).as_ref() == Ok(&pairs) {
         Ok(())
     } else {
-        Err(format!("{again:?} is parsed differently"))
+        Err(format!("{again:?}, written from the parsed pairs, is parsed differently"))
     }
 }
 
-/// Every written line is read, in order.
+/// Every line that defines a variable is parsed.
 fn check_valid_file(bytes: &[u8]) -> Result<(), String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
     let pairs = parse_env_file(text).map_err(|line| format!("line {line} was refused"))?;
     let lines = text.lines().filter(|line| !line.is_empty() && !line.starts_with(['#', ';'])).count();
-    if pairs.len() == lines { Ok(()) } else { Err(format!("{} of {lines} were read", pairs.len())) }
+    if pairs.len() == lines { Ok(()) } else { Err(format!("{} of {lines} lines were parsed", pairs.len())) }
 }
 
 /// Part of every secret variable; no error may contain it.
@@ -106,12 +107,12 @@ fn boots() -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// The settings that an applet reads from the files at startup, and its error message.
-struct Read {
+struct Startup {
     identity: Option<Identity>,
     output: Option<String>,
 }
 
-fn read(bytes: &[u8]) -> Read {
+fn read_settings(bytes: &[u8]) -> Startup {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("host.env");
     std::fs::write(&path, bytes).expect("written");
@@ -129,7 +130,7 @@ fn read(bytes: &[u8]) -> Read {
     let output = [output, database_error].into_iter().flatten().reduce(|one, other| one + &other);
     // Anything that a log would show counts as output.
     let output = if shown.contains(SECRET) { Some(shown) } else { output };
-    Read { identity, output }
+    Startup { identity, output }
 }
 
 /// Whether the secret is in a place that logs may show, such as the files' names or the store's address.
@@ -145,7 +146,7 @@ fn check_any_boot(bytes: &[u8]) -> Result<(), String> {
     if is_misplaced(bytes) {
         return Ok(());
     }
-    let Read { identity, output } = read(bytes);
+    let Startup { identity, output } = read_settings(bytes);
     if let Some(output) = output.filter(|output| output.contains(SECRET)) {
         return Err(format!("a secret is printed: {output}"));
     }
@@ -157,17 +158,18 @@ fn check_any_boot(bytes: &[u8]) -> Result<(), String> {
 }
 
 fn check_valid_boot(bytes: &[u8]) -> Result<(), String> {
-    let Read { identity, output } = read(bytes);
+    let Startup { identity, output } = read_settings(bytes);
     if let Some(output) = output {
         return Err(output);
     }
     let identity = identity.ok_or("neither a result nor an error")?;
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
     let pairs = parse_env_file(text).map_err(|line| format!("line {line}"))?;
-    let of = |wanted: &str| pairs.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.as_str());
-    let same = of("SVC_USER_ID") == Some(identity.user.as_str())
-        && of("SVC_SLOT") == Some(identity.slot.as_str())
-        && of("SVC_MACHINE_ID") == Some(&*identity.machine.to_string())
-        && of("SVC_EPOCH") == Some(&*identity.epoch.to_string());
-    if same { Ok(()) } else { Err(format!("{identity:?} was read")) }
+    let value_of =
+        |wanted: &str| pairs.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.as_str());
+    let same = value_of("SVC_USER_ID") == Some(identity.user.as_str())
+        && value_of("SVC_SLOT") == Some(identity.slot.as_str())
+        && value_of("SVC_MACHINE_ID") == Some(&*identity.machine.to_string())
+        && value_of("SVC_EPOCH") == Some(&*identity.epoch.to_string());
+    if same { Ok(()) } else { Err(format!("parsed as {identity:?}")) }
 }

@@ -1,4 +1,4 @@
-//! `Last-Event-ID`, with which a listener resumes a stream: an app learns nothing from it and cannot reach another
+//! `Last-Event-ID`, with which a client resumes an event stream: an app learns nothing from it, and cannot use another
 //! app's position.
 
 use proptest::prelude::*;
@@ -27,10 +27,10 @@ fn ids() -> impl Strategy<Value = Vec<u8>> {
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
-    if let Ok(places) = text.parse::<TailPosition>()
-        && places.to_string() != text
+    if let Ok(position) = text.parse::<TailPosition>()
+        && position.to_string() != text
     {
-        return Err(format!("{text:?} is the position {places}"));
+        return Err(format!("{text:?} is the position {position}"));
     }
     let owner = read_event_id(None, text, EPOCH);
     if let Some((epoch, position)) = owner
@@ -41,20 +41,20 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     let (notes, other) =
         (read_event_id(Some("notes"), text, EPOCH), read_event_id(Some("other"), text, EPOCH));
     match (notes, other) {
-        // An id of another machine reveals nothing but that.
+        // An id from another machine reveals only that it is from another machine.
         (Some((epoch, 0)), Some((same, 0))) if epoch == same && epoch != EPOCH => Ok(()),
         (Some(_), Some(_)) => Err(format!("{text:?} is accepted for two apps")),
         (Some((epoch, _)), None) | (None, Some((epoch, _))) if epoch != EPOCH => {
             Err(format!("{text:?}, of epoch {epoch}, is accepted for one app only"))
         }
-        // One of the two keys sealed it. A change of any byte invalidates it.
-        (Some(_), None) => sealed_alone(text),
+        // The key of one app sealed the id, so a change of any byte invalidates it.
+        (Some(_), None) => check_seal(text),
         _ => Ok(()),
     }
 }
 
-/// Every text with a different last character is refused.
-fn sealed_alone(text: &str) -> Result<(), String> {
+/// Checks that the text is refused with a different last character.
+fn check_seal(text: &str) -> Result<(), String> {
     let mut changed = text.to_owned();
     let last = changed.pop();
     changed.push(if last == Some('A') { 'B' } else { 'A' });
@@ -74,6 +74,6 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
     if readers.iter().filter(|is_read| **is_read).count() == 1 {
         Ok(())
     } else {
-        Err(format!("{readers:?}: it is not decoded as one of them"))
+        Err(format!("{readers:?}: not accepted by exactly one reader"))
     }
 }

@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use svc::host::agents::adapters::{AdapterKind, Exit, Outcome};
-use svc::host::agents::protocol::{Ended, FromRunner, ToRunner};
+use svc::host::agents::protocol::{GatewayFrame, RunResult, RunnerFrame};
 use svc::host::audit::hook;
 use svc::host::audit::protocol::Message;
 use svc::host::records::entry::DispatchError;
@@ -71,15 +71,15 @@ fn check_any_hook(bytes: &[u8]) -> Result<(), String> {
     check_any_message(&serde_json::to_vec(&message).map_err(|error| error.to_string())?)
 }
 
-/// The watcher parses its own output back.
+/// A message that the watcher accepts is unchanged after it is written and parsed again.
 fn check_any_message(line: &[u8]) -> Result<(), String> {
     let Ok(message) = serde_json::from_slice::<Message>(line) else { return Ok(()) };
     let text = serde_json::to_vec(&message).map_err(|error| error.to_string())?;
     let again: Message =
-        serde_json::from_slice(&text).map_err(|error| format!("not parsed back: {error}"))?;
-    // Except fractions of a millisecond, which the wire format does not carry.
+        serde_json::from_slice(&text).map_err(|error| format!("cannot be reparsed: {error}"))?;
+    // The wire format does not carry fractions of a millisecond.
     let again = Message { sent_at: message.sent_at, ..again };
-    if again == message { Ok(()) } else { Err(format!("{message:?} was parsed back as {again:?}")) }
+    if again == message { Ok(()) } else { Err(format!("{message:?} was reparsed as {again:?}")) }
 }
 
 fn check_valid_hook(bytes: &[u8]) -> Result<(), String> {
@@ -104,12 +104,12 @@ pub fn agent_frames() -> Target {
 
 fn frames() -> impl Strategy<Value = Vec<u8>> {
     let frame = prop_oneof![
-        any::<u32>().prop_map(|pid| FromRunner::Ready { pid }),
-        any::<u32>().prop_map(|pid| FromRunner::Started { pid }),
-        prop::collection::vec(any::<u8>(), 0..60).prop_map(FromRunner::Line),
-        Just(()).prop_map(|()| FromRunner::LongLine),
-        "\\PC{0,20}".prop_map(FromRunner::Refused),
-        any::<i32>().prop_map(|code| FromRunner::Ended(Ended {
+        any::<u32>().prop_map(|pid| RunnerFrame::Ready { pid }),
+        any::<u32>().prop_map(|pid| RunnerFrame::Started { pid }),
+        prop::collection::vec(any::<u8>(), 0..60).prop_map(RunnerFrame::Line),
+        Just(()).prop_map(|()| RunnerFrame::LongLine),
+        "\\PC{0,20}".prop_map(RunnerFrame::Refused),
+        any::<i32>().prop_map(|code| RunnerFrame::Ended(RunResult {
             exit: Exit::Code(code),
             stderr_tail: "no".to_owned(),
             usage: None,
@@ -127,37 +127,38 @@ fn frames() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Any input is read to its end or refused; every frame is written and parsed back unchanged.
+/// Any input is read to its end or refused; every frame is unchanged after it is written and parsed again.
 async fn check_any_frames(bytes: &[u8]) -> Result<(), String> {
     let mut input = bytes;
     loop {
         let before = input.len();
-        let Ok(Some(frame)) = FromRunner::read(&mut input).await else { break };
-        let taken = before - input.len();
-        if taken < 5 {
-            return Err(format!("{frame:?} was parsed from {taken} bytes"));
+        let Ok(Some(frame)) = RunnerFrame::read(&mut input).await else { break };
+        let consumed = before - input.len();
+        if consumed < 5 {
+            return Err(format!("{frame:?} was parsed from {consumed} bytes"));
         }
         let mut written = Vec::new();
         frame.write(&mut written).await.map_err(|error| error.to_string())?;
-        let again = FromRunner::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
+        let again = RunnerFrame::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
         if again.as_ref() != Some(&frame) {
-            return Err(format!("{frame:?} was parsed back as {again:?}"));
+            return Err(format!("{frame:?} was reparsed as {again:?}"));
         }
     }
     let mut input = bytes;
-    while let Ok(Some(frame)) = ToRunner::read(&mut input).await {
+    while let Ok(Some(frame)) = GatewayFrame::read(&mut input).await {
         let mut written = Vec::new();
         frame.write(&mut written).await.map_err(|error| error.to_string())?;
-        let again = ToRunner::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
+        let again = GatewayFrame::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
         let is_same = match (&frame, again) {
-            (ToRunner::Order(one), Some(ToRunner::Order(other))) => {
+            (GatewayFrame::Order(one), Some(GatewayFrame::Order(other))) => {
                 serde_json::to_vec(one).ok() == serde_json::to_vec(&other).ok()
             }
-            (ToRunner::Go, Some(ToRunner::Go)) | (ToRunner::Cancel, Some(ToRunner::Cancel)) => true,
+            (GatewayFrame::Go, Some(GatewayFrame::Go))
+            | (GatewayFrame::Cancel, Some(GatewayFrame::Cancel)) => true,
             _ => false,
         };
         if !is_same {
-            return Err("a command was parsed back differently".to_owned());
+            return Err("a reparsed command differs".to_owned());
         }
     }
     Ok(())
@@ -165,7 +166,7 @@ async fn check_any_frames(bytes: &[u8]) -> Result<(), String> {
 
 async fn check_valid_frames(bytes: &[u8]) -> Result<(), String> {
     let (mut input, mut written) = (bytes, Vec::new());
-    while let Some(frame) = FromRunner::read(&mut input).await.map_err(|error| error.to_string())? {
+    while let Some(frame) = RunnerFrame::read(&mut input).await.map_err(|error| error.to_string())? {
         frame.write(&mut written).await.map_err(|error| error.to_string())?;
     }
     if written == bytes { Ok(()) } else { Err("the frames differ".to_owned()) }
@@ -175,25 +176,31 @@ pub fn agent_output() -> Target {
     Target {
         name: "agent-output",
         valid: outputs().boxed(),
-        check_any: |bytes| KINDS.into_iter().try_for_each(|kind| bounded(&played(kind, bytes))),
+        check_any: |bytes| {
+            ADAPTER_KINDS.into_iter().try_for_each(|kind| check_bounds(&run_adapter(kind, bytes)))
+        },
         check_valid: |bytes| {
-            let is_understood = |kind| played(kind, bytes).conversation_id.is_some();
-            if KINDS.into_iter().any(is_understood) { Ok(()) } else { Err("no program's output".to_owned()) }
+            let is_understood = |kind| run_adapter(kind, bytes).conversation_id.is_some();
+            if ADAPTER_KINDS.into_iter().any(is_understood) {
+                Ok(())
+            } else {
+                Err("no adapter understands the output".to_owned())
+            }
         },
         cases: 400,
     }
 }
 
-const KINDS: [AdapterKind; 3] = [AdapterKind::ClaudeCode, AdapterKind::Codex, AdapterKind::JsonLines];
+const ADAPTER_KINDS: [AdapterKind; 3] = [AdapterKind::ClaudeCode, AdapterKind::Codex, AdapterKind::JsonLines];
 
-/// Recorded output, cut to some lines.
+/// Recorded output, truncated to a few lines.
 fn outputs() -> impl Strategy<Value = Vec<u8>> {
     (prop::sample::select(&RECORDED[..]), 3..40usize)
         .prop_map(|(text, lines)| text.lines().take(lines).collect::<Vec<_>>().join("\n").into_bytes())
 }
 
-fn played(kind: AdapterKind, bytes: &[u8]) -> Outcome {
-    let mut adapter = kind.adapter();
+fn run_adapter(kind: AdapterKind, bytes: &[u8]) -> Outcome {
+    let mut adapter = kind.create_adapter();
     for (at_ms, line) in (0..).zip(String::from_utf8_lossy(bytes).lines()) {
         drop(adapter.parse_line(at_ms, line));
     }
@@ -201,7 +208,7 @@ fn played(kind: AdapterKind, bytes: &[u8]) -> Outcome {
 }
 
 /// Checks the limits of a run's stored result.
-fn bounded(outcome: &Outcome) -> Result<(), String> {
+fn check_bounds(outcome: &Outcome) -> Result<(), String> {
     let within = |what: &str, text: Option<&str>, max: usize| match text {
         Some(text) if text.chars().count() > max => {
             Err(format!("{what} has {} characters", text.chars().count()))

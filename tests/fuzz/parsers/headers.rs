@@ -1,4 +1,4 @@
-//! Headers from the other side: cookies that a machine sets, and hop-by-hop headers.
+//! Headers that the other party controls: cookies that a machine sets, and hop-by-hop headers.
 
 use http::header::{CONNECTION, HeaderMap, HeaderName, HeaderValue, SET_COOKIE, UPGRADE};
 use proptest::prelude::*;
@@ -17,7 +17,7 @@ pub fn set_cookie() -> Target {
     }
 }
 
-/// A line for each cookie; some have a name of the router's own cookies.
+/// One line per cookie; some have the name of one of the router's own cookies.
 fn cookies() -> impl Strategy<Value = Vec<u8>> {
     let own = prop_oneof!["[a-z]{1,6}", Just("__Host-theme".to_owned()), Just("__Secure-id".to_owned())];
     let ours = prop::sample::select(reserved_names());
@@ -26,8 +26,8 @@ fn cookies() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(line, 0..5).prop_map(|lines| lines.join("\n").into_bytes())
 }
 
-/// The lines that are valid headers.
-fn headers(name: &HeaderName, bytes: &[u8]) -> HeaderMap {
+/// Parses the lines that are valid headers.
+fn parse_header_lines(name: &HeaderName, bytes: &[u8]) -> HeaderMap {
     let mut headers = HeaderMap::new();
     let lines = bytes.split(|byte| *byte == b'\n').take(64);
     lines.filter_map(|line| HeaderValue::from_bytes(line).ok()).for_each(|line| {
@@ -61,7 +61,7 @@ fn is_router_cookie(name: &[u8]) -> bool {
 }
 
 fn check_any_cookies(bytes: &[u8]) -> Result<(), String> {
-    let before = headers(&SET_COOKIE, bytes);
+    let before = parse_header_lines(&SET_COOKIE, bytes);
     let mut after = before.clone();
     drop_reserved(&mut after);
     let lines =
@@ -82,7 +82,7 @@ fn check_any_cookies(bytes: &[u8]) -> Result<(), String> {
 }
 
 fn check_valid_cookies(bytes: &[u8]) -> Result<(), String> {
-    let before = headers(&SET_COOKIE, bytes);
+    let before = parse_header_lines(&SET_COOKIE, bytes);
     let wanted = before.get_all(SET_COOKIE).iter();
     let wanted = wanted.filter(|line| !is_router_cookie(&stored_name(line.as_bytes()))).count();
     let mut after = before.clone();
@@ -138,8 +138,8 @@ const HOP_BY_HOP: [&str; 8] = [
     "http2-settings",
 ];
 
-/// Headers named by `Connection` are removed. A remaining upgrade is a valid one, and not to HTTP, which could
-/// smuggle requests.
+/// Headers named by `Connection` are removed. A remaining upgrade is valid, and is not to HTTP, which could smuggle
+/// requests.
 fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
     let before = hop_headers(bytes);
     let mut after = before.clone();
@@ -151,7 +151,7 @@ fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
         }
     }
     if let Some(name) = HOP_BY_HOP[..7].iter().find(|name| after.contains_key(**name)) {
-        return Err(format!("{name} stays"));
+        return Err(format!("{name} remains"));
     }
     let all = |name: HeaderName| after.get_all(name).iter().map(HeaderValue::as_bytes).collect::<Vec<_>>();
     let (connection, upgrade) = (all(CONNECTION), all(UPGRADE));
@@ -159,12 +159,12 @@ fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
         let text = String::from_utf8_lossy(value).to_ascii_lowercase();
         text.split(',').any(|one| ["h2c", "http", "tls"].iter().any(|name| one.trim().starts_with(name)))
     };
-    let is_right = match (upgrades, connection.as_slice(), upgrade.as_slice()) {
+    let is_valid = match (upgrades, connection.as_slice(), upgrade.as_slice()) {
         (false, [], []) => true,
         (true, [b"upgrade"], [one]) => !hides_http(one),
         _ => false,
     };
-    if !is_right {
+    if !is_valid {
         return Err(format!("{upgrades}: connection {connection:?}, upgrade {upgrade:?}"));
     }
     let mut again = after.clone();
@@ -179,10 +179,10 @@ fn check_valid_hops(bytes: &[u8]) -> Result<(), String> {
     let names_own = before.get_all(CONNECTION).iter().any(|value| value.as_bytes().starts_with(b"x-own"));
     let mut after = before.clone();
     strip_hop_by_hop(&mut after);
-    let others = before.keys().filter(|name| name.as_str().starts_with("x-"));
-    let mut others = others.filter(|name| !(names_own && name.as_str() == "x-own"));
-    match others.find(|name| after.get_all(*name).iter().ne(before.get_all(*name).iter())) {
-        Some(name) => Err(format!("{name} is another")),
+    let end_to_end = before.keys().filter(|name| name.as_str().starts_with("x-"));
+    let mut end_to_end = end_to_end.filter(|name| !(names_own && name.as_str() == "x-own"));
+    match end_to_end.find(|name| after.get_all(*name).iter().ne(before.get_all(*name).iter())) {
+        Some(name) => Err(format!("{name} has other values")),
         None => Ok(()),
     }
 }

@@ -16,7 +16,7 @@ pub fn target() -> Target {
 }
 
 fn heartbeats() -> impl Strategy<Value = Vec<u8>> {
-    let word = || prop_oneof![Just("ok"), Just("failing")];
+    let status = || prop_oneof![Just("ok"), Just("failing")];
     let backup = prop::option::of((any::<bool>(), "\\PC{0,20}")).prop_map(|backup| {
         backup.map(|(is_good, error)| {
             json!({ "status": if is_good { "success" } else { "error" }, "key": "system/db/snapshots/x.dump",
@@ -27,7 +27,7 @@ fn heartbeats() -> impl Strategy<Value = Vec<u8>> {
     let attention = prop::collection::vec(("[a-z_]{1,20}", "[a-z ]{1,20}"), 0..3).prop_map(|items| {
         items.into_iter().map(|(code, detail)| json!({ "code": code, "detail": detail })).collect::<Value>()
     });
-    (word(), word(), 0..=MAX_EPOCH.0, 0..1u64 << 50, backup, attention, any::<bool>()).prop_map(
+    (status(), status(), 0..=MAX_EPOCH.0, 0..1u64 << 50, backup, attention, any::<bool>()).prop_map(
         |(gateway, database, epoch, bytes, backup, attention, is_registering)| {
             let mut heartbeat = json!({
                 "imageVersion": "2026.11.21-1", "epoch": epoch,
@@ -72,7 +72,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 
 fn check_stored(stored: &Value) -> Result<(), String> {
     for part in ["imageVersion", "health", "lastBackup", "lastUpdate", "checks", "attention"] {
-        texts(&stored[part], &mut |text| {
+        check_texts(&stored[part], &mut |text| {
             let is_unsafe = |c: char| {
                 (c.is_control() && c != '\n')
                     || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
@@ -88,12 +88,12 @@ fn check_stored(stored: &Value) -> Result<(), String> {
         return Err(format!("{stored} has a list of more than 16 items"));
     }
     // PostgreSQL texts cannot contain NUL.
-    texts(&stored["proofKids"], &mut |text| {
+    check_texts(&stored["proofKids"], &mut |text| {
         if text.contains('\0') { Err("a NUL".to_owned()) } else { Ok(()) }
     })?;
     let health = &stored["health"];
-    let is_word = |value: &Value| value == "ok" || value == "failing";
-    if !is_word(&health["gateway"]) || !is_word(&health["database"]) {
+    let is_status = |value: &Value| value == "ok" || value == "failing";
+    if !is_status(&health["gateway"]) || !is_status(&health["database"]) {
         return Err(format!("the health is {health}"));
     }
     // Only a successful backup counts.
@@ -104,11 +104,11 @@ fn check_stored(stored: &Value) -> Result<(), String> {
 }
 
 /// Calls `check` with every text of a value.
-fn texts(value: &Value, check: &mut impl FnMut(&str) -> Result<(), String>) -> Result<(), String> {
+fn check_texts(value: &Value, check: &mut impl FnMut(&str) -> Result<(), String>) -> Result<(), String> {
     match value {
         Value::String(text) => check(text),
-        Value::Array(items) => items.iter().try_for_each(|item| texts(item, check)),
-        Value::Object(members) => members.values().try_for_each(|item| texts(item, check)),
+        Value::Array(items) => items.iter().try_for_each(|item| check_texts(item, check)),
+        Value::Object(members) => members.values().try_for_each(|item| check_texts(item, check)),
         Value::Null | Value::Bool(_) | Value::Number(_) => Ok(()),
     }
 }

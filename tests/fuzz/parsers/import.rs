@@ -1,4 +1,4 @@
-//! Claims of an owner's archive about itself: the listing of its dump, and its manifest. The archive is untrusted.
+//! What an owner's archive, which is untrusted, claims about itself: the listing of its dump, and its manifest.
 
 use std::sync::LazyLock;
 
@@ -21,7 +21,7 @@ pub fn listing() -> Target {
 }
 
 /// The entry types that may be loaded.
-const LOADED: [&str; 13] = [
+const LOADABLE_TYPES: [&str; 13] = [
     "CHECK CONSTRAINT ",
     "FK CONSTRAINT ",
     "CONSTRAINT ",
@@ -59,12 +59,12 @@ fn listings() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Every number passed to `pg_restore` identifies entries that may be loaded.
+/// Every number passed to `pg_restore` identifies only entries that may be loaded.
 fn check_any_listing(bytes: &[u8]) -> Result<(), String> {
     let Ok(listing) = std::str::from_utf8(bytes) else { return Ok(()) };
     let (list, extensions) = match read_listing(listing) {
         Ok(read) => read,
-        Err(why) => return is_printable(&why),
+        Err(why) => return check_printable(&why),
     };
     for line in list.lines() {
         let id = line.strip_suffix(';').filter(|id| id.parse::<u32>().is_ok());
@@ -75,7 +75,7 @@ fn check_any_listing(bytes: &[u8]) -> Result<(), String> {
         };
         for entry in listing.lines().filter(numbered) {
             let what = entry.splitn(4, ' ').nth(3).unwrap_or_default();
-            if !LOADED.iter().any(|kind| what.starts_with(kind)) || what.starts_with("DEFAULT ACL ") {
+            if !LOADABLE_TYPES.iter().any(|kind| what.starts_with(kind)) || what.starts_with("DEFAULT ACL ") {
                 return Err(format!("{entry:?} would be loaded"));
             }
         }
@@ -87,7 +87,7 @@ fn check_any_listing(bytes: &[u8]) -> Result<(), String> {
     }
 }
 
-fn is_printable(text: &str) -> Result<(), String> {
+fn check_printable(text: &str) -> Result<(), String> {
     let is_unsafe = |c: char| c.is_control() && c != '\n';
     if text.contains(is_unsafe) || text.len() > 16_384 {
         return Err(format!("an error of {} bytes, or with control characters: {text:?}", text.len()));
@@ -119,7 +119,7 @@ pub fn manifest() -> Target {
 }
 
 /// The archive's entries before its manifest.
-static SEEN: LazyLock<Vec<ArchiveEntry>> = LazyLock::new(|| {
+static ARCHIVE_ENTRIES: LazyLock<Vec<ArchiveEntry>> = LazyLock::new(|| {
     let entry = |path: &str, kind, size_bytes, sha256: Option<String>| ArchiveEntry {
         path: path.to_owned(),
         kind,
@@ -136,21 +136,21 @@ static SEEN: LazyLock<Vec<ArchiveEntry>> = LazyLock::new(|| {
 fn manifests() -> impl Strategy<Value = Vec<u8>> {
     (prop::collection::vec("\\PC{0,20}", 0..3), any::<bool>()).prop_map(|(left_out, is_pretty)| {
         let manifest =
-            json!({ "version": 1, "entries": *SEEN, "leftOut": left_out, "later": { "entries": 1 } });
+            json!({ "version": 1, "entries": *ARCHIVE_ENTRIES, "leftOut": left_out, "later": { "entries": 1 } });
         if is_pretty { format!("{manifest:#}").into_bytes() } else { manifest.to_string().into_bytes() }
     })
 }
 
 /// A manifest is accepted only if it lists exactly the entries of the archive.
 fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
-    match compare_manifest(bytes, &SEEN) {
-        Err(why) => is_printable(&why),
+    match compare_manifest(bytes, &ARCHIVE_ENTRIES) {
+        Err(why) => check_printable(&why),
         Ok(()) => {
             // Ignored members may be JSON that this test's parser refuses, such as an unpaired surrogate.
             let Ok(manifest) = serde_json::from_slice::<Value>(bytes) else { return Ok(()) };
             let listed = serde_json::from_value::<Vec<ArchiveEntry>>(manifest["entries"].clone());
             match listed {
-                Ok(listed) if listed == *SEEN => Ok(()),
+                Ok(listed) if listed == *ARCHIVE_ENTRIES => Ok(()),
                 other => Err(format!("{other:?} was accepted as the entries of the archive")),
             }
         }
@@ -158,8 +158,8 @@ fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
 }
 
 fn check_valid_manifest(bytes: &[u8]) -> Result<(), String> {
-    compare_manifest(bytes, &SEEN)?;
-    match compare_manifest(bytes, &SEEN[..2]) {
+    compare_manifest(bytes, &ARCHIVE_ENTRIES)?;
+    match compare_manifest(bytes, &ARCHIVE_ENTRIES[..2]) {
         Err(_) => Ok(()),
         Ok(()) => Err("an additional entry was accepted".to_owned()),
     }

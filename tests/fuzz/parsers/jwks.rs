@@ -37,7 +37,7 @@ fn sets() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// A key's algorithm is its own, and the set declares it for signatures.
+/// Each accepted key has one algorithm, which fits its type, and the set declares the key for signatures.
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(keys) = read_keys(bytes) else { return Ok(()) };
     let set: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
@@ -62,8 +62,8 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let set: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    let for_us = |key: &&Value| key["use"] != "enc";
-    let wanted = set["keys"].as_array().into_iter().flatten().filter(for_us).count();
+    let for_signatures = |key: &&Value| key["use"] != "enc";
+    let wanted = set["keys"].as_array().into_iter().flatten().filter(for_signatures).count();
     let read = read_keys(bytes).map_err(|error| error.to_string())?;
     if read.len() == wanted { Ok(()) } else { Err(format!("{read:?} instead of {wanted} keys")) }
 }

@@ -27,22 +27,22 @@ fn slot() -> SlotPrefix {
     SlotPrefix::new(&"user_1".parse().expect("a user"), &svc::machine::name::Slot::primary())
 }
 
-fn at(millis: i64) -> Timestamp {
+fn timestamp(millis: i64) -> Timestamp {
     Timestamp::from_millisecond(millis).expect("in range")
 }
 
 /// The only complete snapshot of the slot.
-fn whole() -> SideRecord {
+fn complete_record() -> SideRecord {
     SideRecord {
         version: 1,
-        key: snapshot_key(at(1_767_323_045_678), Epoch(7)),
+        key: snapshot_key(timestamp(1_767_323_045_678), Epoch(7)),
         size_bytes: DUMP.len() as u64,
         sha256: SHA256.to_owned(),
         pg_version: "16.14".to_owned(),
         machine_id: MachineId(uuid::Uuid::from_u128(7)),
         epoch: Epoch(7),
-        taken_at: at(1_767_323_045_678),
-        verified_at: at(1_767_323_046_000),
+        taken_at: timestamp(1_767_323_045_678),
+        verified_at: timestamp(1_767_323_046_000),
         roles: vec!["app_notes".to_owned()],
         tables: vec![TableCount { name: "public.t".to_owned(), rows: 3 }],
         database: None,
@@ -50,12 +50,12 @@ fn whole() -> SideRecord {
     }
 }
 
-/// A bucket with that snapshot, a copy of it in another slot, and a dump without a record.
-async fn bucket(side: &[u8]) -> Result<Bucket, String> {
+/// A bucket with that snapshot, whose side record is `side`, a copy of it in another slot, and a dump without a record.
+async fn bucket_with(side: &[u8]) -> Result<Bucket, String> {
     let bucket = Bucket::new(Arc::new(InMemory::new()));
-    let key = whole().key;
-    let record = serde_json::to_vec(&whole()).expect("a record is JSON");
-    let unrecorded = snapshot_key(at(0), Epoch(7));
+    let key = complete_record().key;
+    let record = serde_json::to_vec(&complete_record()).expect("a record is JSON");
+    let unrecorded = snapshot_key(timestamp(0), Epoch(7));
     let objects: [(Path, &[u8]); 5] = [
         (slot().snapshot(&key).ok_or("a key")?, DUMP),
         (slot().side_record(&key).ok_or("a key")?, side),
@@ -82,7 +82,7 @@ fn is_digest(text: &str) -> bool {
 }
 
 async fn with_pointer(bytes: &[u8]) -> Result<Bucket, String> {
-    let bucket = bucket(&serde_json::to_vec(&whole()).expect("a record is JSON")).await?;
+    let bucket = bucket_with(&serde_json::to_vec(&complete_record()).expect("a record is JSON")).await?;
     bucket.put(&slot().pointer(), bytes.to_vec()).await.map_err(|error| error.to_string())?;
     Ok(bucket)
 }
@@ -99,7 +99,7 @@ pub fn pointer() -> Target {
 
 fn pointers() -> impl Strategy<Value = Vec<u8>> {
     let named = prop_oneof![
-        2 => Just(Some(SnapshotRef { etag: Some("\"abc\"".to_owned()), ..whole().named() })),
+        2 => Just(Some(SnapshotRef { etag: Some("\"abc\"".to_owned()), ..complete_record().named() })),
         1 => Just(None),
     ];
     (0..60u32, 0..1u64 << 40, named).prop_map(|(fence, seq, snapshot)| {
@@ -120,10 +120,12 @@ fn check_any_pointer(bytes: &[u8]) -> Result<(), String> {
     wait(async {
         let bucket = with_pointer(bytes).await?;
         if let Ok(Some(read)) = pointer_io::read(&bucket, &slot()).await {
-            holds_for_writers(&read.value)?;
+            check_next_writer(&read.value)?;
         }
         match snapshot::latest(&bucket, &slot()).await {
-            Ok(named) if (&named.key, named.size_bytes, &*named.sha256) == (&whole().key, 5, SHA256) => {
+            Ok(named)
+                if (&named.key, named.size_bytes, &*named.sha256) == (&complete_record().key, 5, SHA256) =>
+            {
                 Ok(())
             }
             Ok(named) => Err(format!("it resolves to {named:?}, which is not the complete snapshot")),
@@ -135,43 +137,43 @@ fn check_any_pointer(bytes: &[u8]) -> Result<(), String> {
     })
 }
 
-/// The next writer continues from the value that was read: no field goes backwards, and none is lost.
-fn holds_for_writers(read: &Pointer) -> Result<(), String> {
+/// Checks the values that the next writer derives from a value that was read: no field decreases, and none is lost.
+fn check_next_writer(read: &Pointer) -> Result<(), String> {
     if read.version != 1 {
         return Err(format!("the version {} was accepted", read.version));
     }
     let text = serde_json::to_vec(read).expect("serialize the pointer");
     let again: Pointer =
-        serde_json::from_slice(&text).map_err(|error| format!("not parsed back: {error}"))?;
-    if !same(&again, read) {
-        return Err(format!("{again:?} was parsed back as {read:?}"));
+        serde_json::from_slice(&text).map_err(|error| format!("cannot be reparsed: {error}"))?;
+    if !is_same_on_wire(&again, read) {
+        return Err(format!("{read:?} was reparsed as {again:?}"));
     }
     let next = [
-        pointer::fence(Some(read), &Fence::unsigned(Epoch(u32::MAX), whole().machine_id)),
+        pointer::fence(Some(read), &Fence::unsigned(Epoch(u32::MAX), complete_record().machine_id)),
         pointer::advance(
             Some(read),
-            &SnapshotRef { key: "another".to_owned(), epoch: Epoch(u32::MAX), ..whole().named() },
+            &SnapshotRef { key: "another".to_owned(), epoch: Epoch(u32::MAX), ..complete_record().named() },
         ),
     ];
     for next in next.into_iter().flatten().flatten() {
         if next.seq <= read.seq || next.fence_epoch < read.fence_epoch {
-            return Err(format!("the pointer went backwards from {read:?} to {next:?}"));
+            return Err(format!("the pointer was set back from {read:?} to {next:?}"));
         }
     }
     Ok(())
 }
 
 /// Compares pointers without fractions of a millisecond, which the wire format does not carry.
-fn same(one: &Pointer, other: &Pointer) -> bool {
-    let cut = |pointer: &Pointer| {
+fn is_same_on_wire(one: &Pointer, other: &Pointer) -> bool {
+    let truncate = |pointer: &Pointer| {
         let mut pointer = pointer.clone();
         if let Some(named) = &mut pointer.snapshot {
-            named.taken_at = at(named.taken_at.as_millisecond());
-            named.verified_at = at(named.verified_at.as_millisecond());
+            named.taken_at = timestamp(named.taken_at.as_millisecond());
+            named.verified_at = timestamp(named.verified_at.as_millisecond());
         }
         pointer
     };
-    cut(one) == cut(other)
+    truncate(one) == truncate(other)
 }
 
 fn check_valid_pointer(bytes: &[u8]) -> Result<(), String> {
@@ -181,7 +183,7 @@ fn check_valid_pointer(bytes: &[u8]) -> Result<(), String> {
         let read = pointer_io::read(&bucket, &slot()).await.map_err(|error| error.to_string())?;
         let read = read.ok_or("there is no pointer")?;
         if read.value != wanted {
-            return Err(format!("{:?} was read", read.value));
+            return Err(format!("parsed as {:?}", read.value));
         }
         match (snapshot::latest(&bucket, &slot()).await, wanted.snapshot) {
             (Ok(found), Some(named)) if found == named => Ok(()),
@@ -202,7 +204,7 @@ pub fn side_record() -> Target {
     }
 }
 
-fn facts() -> impl Strategy<Value = DatabaseFacts> {
+fn database_facts() -> impl Strategy<Value = DatabaseFacts> {
     let grant = (prop::option::of("[a-z\"' ]{1,12}"), "[A-Z]{1,10}", any::<bool>());
     let grant =
         grant.prop_map(|(grantee, privilege, grantable)| DatabaseGrant { grantee, privilege, grantable });
@@ -227,27 +229,27 @@ fn side_records() -> impl Strategy<Value = Vec<u8>> {
     (
         prop::collection::vec(table, 0..6),
         prop::collection::vec("\\PC{0,12}", 0..4),
-        prop::option::of(facts()),
+        prop::option::of(database_facts()),
         version,
     )
         .prop_map(|(tables, roles, database, pg_version)| {
-            let side = SideRecord { tables, roles, database, pg_version, ..whole() };
+            let side = SideRecord { tables, roles, database, pg_version, ..complete_record() };
             serde_json::to_vec(&side).expect("a record is JSON")
         })
 }
 
 fn check_any_side(bytes: &[u8]) -> Result<(), String> {
     wait(async {
-        let bucket = bucket(bytes).await?;
-        let side = match snapshot::by_key(&bucket, &slot(), &whole().key).await {
+        let bucket = bucket_with(bytes).await?;
+        let side = match snapshot::load(&bucket, &slot(), &complete_record().key).await {
             Ok(side) => side,
             Err(SnapshotUnusable::Damaged { .. }) => return Ok(()),
             Err(error) => return Err(format!("a damaged record is reported as {error:?}")),
         };
-        if side.version != 1 || side.key != whole().key || side.size_bytes != DUMP.len() as u64 {
+        if side.version != 1 || side.key != complete_record().key || side.size_bytes != DUMP.len() as u64 {
             return Err(format!("{side:?} was accepted"));
         }
-        // The restore uses it in a file name.
+        // The restore uses the digest in a file name.
         if !is_digest(&side.sha256) {
             return Err(format!("{:?} is not a SHA-256", side.sha256));
         }
@@ -268,8 +270,8 @@ fn check_valid_side(bytes: &[u8]) -> Result<(), String> {
         return Err("it is not serialized to the same bytes".to_owned());
     }
     wait(async {
-        let bucket = bucket(bytes).await?;
-        match snapshot::by_key(&bucket, &slot(), &whole().key).await {
+        let bucket = bucket_with(bytes).await?;
+        match snapshot::load(&bucket, &slot(), &complete_record().key).await {
             Ok(side) if side == wanted => Ok(()),
             other => Err(format!("{other:?}")),
         }

@@ -71,7 +71,10 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     }
     let agents = &settings.agents;
     if !(1..=64).contains(&agents.concurrency) || !agents.agents.contains_key(&agents.default_agent) {
-        return Err(format!("concurrency {} of the agent {}", agents.concurrency, agents.default_agent));
+        return Err(format!(
+            "invalid concurrency {} or default agent {}",
+            agents.concurrency, agents.default_agent
+        ));
     }
     for (name, agent) in &agents.agents {
         let has_nul = |text: &String| text.contains('\0');
@@ -83,7 +86,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
                 .any(|(name, value)| has_nul(name) || has_nul(value) || name.contains('='))
             && (1..=86_400).contains(&agent.deadline_seconds);
         if !is_whole || name.is_empty() {
-            return Err(format!("the agent {name:?} has no valid command"));
+            return Err(format!("the invalid agent {name:?} was accepted"));
         }
     }
     Ok(())
@@ -96,7 +99,7 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let is_same = settings.time_zone == wanted["costLimits"]["timeZone"]
         && wanted["costLimits"]["daily"].as_f64() == json!(settings.limits.daily).as_f64()
         && settings.agents.agents.len() == named
-        && settings.storage.of("notes") == Some(5)
-        && settings.storage.of("other") == Some(1_000_000);
-    if is_same { Ok(()) } else { Err(format!("{settings:?} was read")) }
+        && settings.storage.quota_for("notes") == Some(5)
+        && settings.storage.quota_for("other") == Some(1_000_000);
+    if is_same { Ok(()) } else { Err(format!("parsed as {settings:?}")) }
 }

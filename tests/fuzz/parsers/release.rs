@@ -5,7 +5,9 @@ use std::sync::LazyLock;
 use jiff::Timestamp;
 use kit::bundle::SigningKey;
 use proptest::prelude::*;
-use svc::store::bundle::{KeySet, Manifest, Signed, TrustedKeys, parse_digest, signatures, verify};
+use svc::store::bundle::{
+    KeySet, Manifest, SignedManifest, TrustedKeys, parse_digest, parse_signatures, verify,
+};
 
 use super::Target;
 
@@ -18,7 +20,7 @@ const MANIFEST: &str = "{\"version\":1,\"imageVersion\":\"2026.11.21-1\",\
 struct Publisher {
     key: SigningKey,
     trusted: TrustedKeys,
-    /// Its signature line of [`MANIFEST`].
+    /// The publisher's signature line for [`MANIFEST`].
     line: String,
 }
 
@@ -31,7 +33,7 @@ static PUBLISHER: LazyLock<Publisher> = LazyLock::new(|| {
 });
 
 fn accept(manifest: &[u8], signature: &[u8]) -> Option<Manifest> {
-    let signed = Signed { manifest: manifest.to_vec(), signature: signature.to_vec() };
+    let signed = SignedManifest { manifest: manifest.to_vec(), signature: signature.to_vec() };
     let (version, now) = (VERSION.parse().expect("a version"), NOW.parse().expect("a time"));
     verify(&signed, &PUBLISHER.trusted, &version, now).ok().map(|verified| verified.manifest().clone())
 }
@@ -50,9 +52,9 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     let version = || "[0-9]{1,4}(\\.[0-9a-z]{1,3}){0,3}";
     let millis = 1_767_323_045_678..1_800_000_000_000_i64;
     let sequence = prop::option::of(1..=u32::MAX);
-    let life = 0..4_000_000_000_000_i64;
-    (any::<[u8; 32]>(), any::<u64>(), prop::option::of(version()), millis, life, sequence).prop_map(
-        |(digest, size_bytes, min_version, created, life, sequence)| {
+    let lifetime = 0..4_000_000_000_000_i64;
+    (any::<[u8; 32]>(), any::<u64>(), prop::option::of(version()), millis, lifetime, sequence).prop_map(
+        |(digest, size_bytes, min_version, created, lifetime, sequence)| {
             let at = |millis| Timestamp::from_millisecond(millis).expect("in range");
             let manifest = Manifest {
                 version: 1,
@@ -62,7 +64,7 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
                 min_version: min_version.map(|text| text.parse().expect("a version")),
                 created_at: at(created),
                 // Expired at the time of the check.
-                expires_at: at(1_796_083_200_001 + life),
+                expires_at: at(1_796_083_200_001 + lifetime),
                 trusted_keys: sequence.map(|sequence| KeySet { sequence, keys: PUBLISHER.trusted.clone() }),
                 removes: sequence.map(|sequence| format!("agents/{sequence}")).into_iter().collect(),
             };
@@ -80,7 +82,7 @@ fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
     let Some(manifest) = accept(bytes, signed.as_bytes()) else { return Ok(()) };
     let now: Timestamp = NOW.parse().expect("a time");
     if manifest.version != 1 || manifest.image_version.as_str() != VERSION || manifest.expires_at <= now {
-        return Err(format!("{manifest:?} was believed"));
+        return Err(format!("{manifest:?} was accepted"));
     }
     if parse_digest(&manifest.sha256).as_deref() != Some(&*manifest.sha256) {
         return Err(format!("{:?} is not a SHA-256", manifest.sha256));
@@ -90,11 +92,11 @@ fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
     {
         return Err(format!("{set:?} was accepted without a signature by one of its keys"));
     }
-    manifest.min_version.as_ref().map_or(Ok(()), |version| safe(version.as_str()))
+    manifest.min_version.as_ref().map_or(Ok(()), |version| check_version(version.as_str()))
 }
 
 /// Checks a version, which becomes a segment of paths and keys.
-fn safe(version: &str) -> Result<(), String> {
+fn check_version(version: &str) -> Result<(), String> {
     let leads_out =
         version.contains('/') || version.contains("..") || version.starts_with('.') || version.is_empty();
     if leads_out { Err(format!("{version:?} was accepted as a version")) } else { Ok(()) }
@@ -104,7 +106,7 @@ fn check_valid_manifest(bytes: &[u8]) -> Result<(), String> {
     let signed = PUBLISHER.key.signature_line(bytes);
     let found = accept(bytes, signed.as_bytes()).ok_or("the manifest was refused")?;
     let wanted: Manifest = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    if found == wanted { Ok(()) } else { Err(format!("{found:?} was read")) }
+    if found == wanted { Ok(()) } else { Err(format!("parsed as {found:?}")) }
 }
 
 pub fn signature() -> Target {
@@ -117,7 +119,7 @@ pub fn signature() -> Target {
     }
 }
 
-/// The publisher's line, with lines of others before and after it.
+/// The publisher's line, with lines of other publishers before and after it.
 fn files() -> impl Strategy<Value = Vec<u8>> {
     use base64::Engine;
     let other = (any::<[u8; 8]>(), any::<[u8; 32]>(), any::<[u8; 32]>()).prop_map(|(id, r, s)| {
@@ -130,13 +132,13 @@ fn files() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-fn own() -> (String, Vec<u8>) {
-    signatures(PUBLISHER.line.as_bytes()).expect("the publisher's line").remove(0)
+fn publisher_signature() -> (String, Vec<u8>) {
+    parse_signatures(PUBLISHER.line.as_bytes()).expect("the publisher's line").remove(0)
 }
 
 /// A file is accepted only if it contains the publisher's own signature and no other by the same key.
 fn check_any_signature(bytes: &[u8]) -> Result<(), String> {
-    let lines = signatures(bytes).ok();
+    let lines = parse_signatures(bytes).ok();
     for (id, signature) in lines.iter().flatten() {
         if id.len() != 16 || signature.len() != 64 {
             return Err(format!("{id} has a signature of {} bytes", signature.len()));
@@ -145,7 +147,7 @@ fn check_any_signature(bytes: &[u8]) -> Result<(), String> {
     if accept(MANIFEST.as_bytes(), bytes).is_none() {
         return Ok(());
     }
-    let own = own();
+    let own = publisher_signature();
     let of_ours: Vec<_> = lines.iter().flatten().filter(|(id, _)| *id == own.0).collect();
     if of_ours.is_empty() || of_ours.iter().any(|line| **line != own) {
         return Err("the file was accepted without the signature".to_owned());
@@ -154,9 +156,11 @@ fn check_any_signature(bytes: &[u8]) -> Result<(), String> {
 }
 
 fn check_valid_signature(bytes: &[u8]) -> Result<(), String> {
-    let lines = signatures(bytes).map_err(|error| error.to_string())?;
-    if lines.len() != bytes.iter().filter(|&&byte| byte == b'\n').count() || !lines.contains(&own()) {
-        return Err(format!("{lines:?} were read"));
+    let lines = parse_signatures(bytes).map_err(|error| error.to_string())?;
+    if lines.len() != bytes.iter().filter(|&&byte| byte == b'\n').count()
+        || !lines.contains(&publisher_signature())
+    {
+        return Err(format!("parsed as {lines:?}"));
     }
     accept(MANIFEST.as_bytes(), bytes).map(|_| ()).ok_or_else(|| "the file was refused".to_owned())
 }

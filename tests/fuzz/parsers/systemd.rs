@@ -1,4 +1,5 @@
-//! systemd's parser of env files: a port of the states of its `parse_env_file_internal` (src/basic/env-file.c, v252).
+//! systemd's parser of env files: a port of the state machine in `parse_env_file_internal` (src/basic/env-file.c,
+//! v252).
 
 /// `\n` and `\r` end a line.
 fn is_newline(c: char) -> bool {
@@ -28,7 +29,7 @@ pub fn read_env_file(text: &str) -> Vec<(String, String)> {
     let mut pairs = Vec::new();
     let (mut key, mut value) = (String::new(), String::new());
     // The length of the value without trailing spaces.
-    let mut kept = 0;
+    let mut trimmed_length = 0;
     let mut state = State::PreKey;
     for c in text.chars() {
         state = match state {
@@ -49,11 +50,11 @@ pub fn read_env_file(text: &str) -> Vec<(String, String)> {
             }
             State::PreValue | State::Value if is_newline(c) => {
                 if matches!(state, State::Value) {
-                    value.truncate(kept);
+                    value.truncate(trimmed_length);
                 }
                 pairs.push((std::mem::take(&mut key).trim_end_matches(is_space).to_owned(), value));
                 value = String::new();
-                kept = 0;
+                trimmed_length = 0;
                 State::PreKey
             }
             State::PreValue if c == '\'' => State::SingleQuote,
@@ -63,7 +64,7 @@ pub fn read_env_file(text: &str) -> Vec<(String, String)> {
             State::PreValue | State::Value => {
                 value.push(c);
                 if !is_space(c) {
-                    kept = value.len();
+                    trimmed_length = value.len();
                 }
                 State::Value
             }
@@ -71,7 +72,7 @@ pub fn read_env_file(text: &str) -> Vec<(String, String)> {
                 if !is_newline(c) {
                     value.push(c);
                 }
-                kept = value.len();
+                trimmed_length = value.len();
                 State::Value
             }
             State::SingleQuote if c == '\'' => State::PreValue,
@@ -79,7 +80,7 @@ pub fn read_env_file(text: &str) -> Vec<(String, String)> {
             State::DoubleQuote if c == '\\' => State::DoubleQuoteEscape,
             State::SingleQuote | State::DoubleQuote => {
                 value.push(c);
-                kept = value.len();
+                trimmed_length = value.len();
                 state
             }
             State::DoubleQuoteEscape => {
@@ -89,7 +90,7 @@ pub fn read_env_file(text: &str) -> Vec<(String, String)> {
                 if c != '\n' {
                     value.push(c);
                 }
-                kept = value.len();
+                trimmed_length = value.len();
                 State::DoubleQuote
             }
             State::Comment if c == '\\' => State::CommentEscape,
@@ -98,7 +99,7 @@ pub fn read_env_file(text: &str) -> Vec<(String, String)> {
         };
     }
     if matches!(state, State::Value) {
-        value.truncate(kept);
+        value.truncate(trimmed_length);
     }
     let has_value = !matches!(state, State::PreKey | State::Key | State::Comment | State::CommentEscape);
     if has_value {

@@ -7,18 +7,18 @@ use proptest::prelude::*;
 use svc::host::system::tar_reader::{TarLimits, TarReader};
 
 use super::Target;
-use super::archive::{hostile, in_order, is_in_order, sealed};
+use super::archive::{hostile_archive, is_valid_release_path, valid_release, with_valid_checksums};
 
 const LIMITS: TarLimits =
     TarLimits { entries: 16, name_bytes: 200, all_name_bytes: 600, file_bytes: 4_000, all_file_bytes: 8_000 };
 
 pub fn target() -> Target {
-    let valid = prop_oneof![1 => in_order().boxed(), 4 => hostile().boxed()].boxed();
+    let valid = prop_oneof![1 => valid_release().boxed(), 4 => hostile_archive().boxed()].boxed();
     Target { name: "tar-entries", valid, check_any, check_valid, cases: 2000 }
 }
 
-/// The paths and the length of each file; `None` if the archive was refused.
-fn read(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u64)>>, String> {
+/// Reads an archive; returns the path and size of each entry, or `None` if the archive was refused.
+fn read_entries(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u64)>>, String> {
     let mut archive = tar::Archive::new(bytes);
     let Ok(mut entries) = TarReader::new(&mut archive, limits) else { return Ok(None) };
     let mut found = Vec::new();
@@ -48,8 +48,8 @@ fn read(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u64)>>, S
 }
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
-    for tar in [bytes.to_vec(), sealed(bytes.to_vec())] {
-        let Some(found) = read(&tar, LIMITS)? else { continue };
+    for tar in [bytes.to_vec(), with_valid_checksums(bytes.to_vec())] {
+        let Some(found) = read_entries(&tar, LIMITS)? else { continue };
         let paths: HashSet<_> = found.iter().map(|(path, _)| path).collect();
         let sum: u64 = found.iter().map(|(_, size)| size).sum();
         if found.len() > LIMITS.entries || sum > LIMITS.all_file_bytes {
@@ -68,13 +68,14 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
     for entry in tar::Archive::new(bytes).entries().into_iter().flatten() {
         let Ok(entry) = entry else { return Ok(()) };
         let path = entry.path().map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
-        if !is_in_order(&path) {
+        if !is_valid_release_path(&path) {
             return Ok(());
         }
         wanted.push((path, entry.size()));
     }
-    let roomy = TarLimits { all_name_bytes: 10_000, file_bytes: 1 << 20, all_file_bytes: 1 << 20, ..LIMITS };
-    match read(bytes, roomy)? {
+    let larger_limits =
+        TarLimits { all_name_bytes: 10_000, file_bytes: 1 << 20, all_file_bytes: 1 << 20, ..LIMITS };
+    match read_entries(bytes, larger_limits)? {
         Some(found) if found == wanted => Ok(()),
         found => Err(format!("{found:?} instead of {wanted:?}")),
     }

@@ -35,7 +35,7 @@ fn public_key_base64() -> String {
     B64.encode(KEY.public_key())
 }
 
-fn token(header: &[u8], payload: &[u8]) -> String {
+fn sign_token(header: &[u8], payload: &[u8]) -> String {
     let signed = format!("{}.{}", B64.encode(header), B64.encode(payload));
     let signature = B64.encode(KEY.sign(signed.as_bytes()));
     format!("{signed}.{signature}")
@@ -57,8 +57,8 @@ fn verified_claims(token: &str) -> Option<Value> {
     serde_json::from_slice(&verified_payload(token)?).ok()
 }
 
-/// The token with one byte changed, at positions throughout it.
-fn altered(token: &str) -> impl Iterator<Item = String> {
+/// Returns copies of the token with one byte changed, at positions throughout it.
+fn altered_tokens(token: &str) -> impl Iterator<Item = String> {
     let step = (token.len() / 24).max(1);
     (0..token.len()).step_by(step).chain(token.len().checked_sub(1)).filter_map(|at| {
         let mut bytes = token.as_bytes().to_vec();
@@ -75,16 +75,16 @@ fn check_signature_is_required<T>(
 ) -> Result<Option<Value>, String> {
     let payload =
         verified_payload(token).ok_or_else(|| format!("{token} was accepted without a valid signature"))?;
-    match altered(token).find(|altered| accept(altered).is_some()) {
-        Some(altered) => Err(format!("{altered} was accepted like {token}")),
+    match altered_tokens(token).find(|altered| accept(altered).is_some()) {
+        Some(altered) => Err(format!("{altered}, which differs from {token} in one byte, was accepted")),
         None => Ok(serde_json::from_slice(&payload).ok()),
     }
 }
 
-/// The bytes as a token, as signed claims, and as a header before signed claims.
-fn tokens_of(bytes: &[u8], payload: &[u8]) -> Vec<String> {
+/// Uses the bytes as a token, as the claims of a signed token, and as the header of a signed token.
+fn embed_in_tokens(bytes: &[u8], payload: &[u8]) -> Vec<String> {
     let given = std::str::from_utf8(bytes).map(str::to_owned).ok();
-    given.into_iter().chain([token(&header(), bytes), token(bytes, payload)]).collect()
+    given.into_iter().chain([sign_token(&header(), bytes), sign_token(bytes, payload)]).collect()
 }
 
 pub fn jwt() -> Target {
@@ -106,7 +106,7 @@ fn jwts() -> impl Strategy<Value = Vec<u8>> {
     (claims, any::<bool>()).prop_map(|(claims, is_token)| {
         let claims = claims.to_string().into_bytes();
         // Bare claims are signed at run time, so that mutations reach the claims parser.
-        if is_token { token(&header(), &claims).into_bytes() } else { claims }
+        if is_token { sign_token(&header(), &claims).into_bytes() } else { claims }
     })
 }
 
@@ -122,7 +122,7 @@ static JWKS_URL: LazyLock<url::Url> = LazyLock::new(|| {
                 "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{keys}",
                 keys.len()
             );
-            // A client that disconnected gets no keys.
+            // Errors of a disconnected client are irrelevant.
             let _ = stream.read(&mut [0; 4096]);
             let _ = stream.write_all(response.as_bytes());
         }
@@ -137,9 +137,9 @@ fn jwt_user(token: &str) -> Option<String> {
             let trust = TrustedIssuer { issuer: ISSUER.to_owned(), audiences: vec![AUDIENCE.to_owned()], jwks_url: JWKS_URL.clone() };
             let verifier = Verifier::new(trust, client);
             // Fetches the keys.
-            let warm_up = token_of_somebody();
+            let warm_up = token_of_sample_user();
             let user = wait(verifier.verify(&warm_up, now())).expect("a valid token");
-            assert_eq!(user.user.as_str(), "somebody");
+            assert_eq!(user.user.as_str(), "sample_user");
             verifier
         };
     }
@@ -149,17 +149,17 @@ fn jwt_user(token: &str) -> Option<String> {
     })
 }
 
-fn claims_of_somebody() -> Value {
-    json!({ "iss": ISSUER, "sub": "somebody", "aud": AUDIENCE, "exp": NOW + 60 })
+fn claims_of_sample_user() -> Value {
+    json!({ "iss": ISSUER, "sub": "sample_user", "aud": AUDIENCE, "exp": NOW + 60 })
 }
 
-fn token_of_somebody() -> String {
-    token(&header(), claims_of_somebody().to_string().as_bytes())
+fn token_of_sample_user() -> String {
+    sign_token(&header(), claims_of_sample_user().to_string().as_bytes())
 }
 
 fn check_any_jwt(bytes: &[u8]) -> Result<(), String> {
-    let payload = claims_of_somebody().to_string();
-    for token in tokens_of(bytes, payload.as_bytes()) {
+    let payload = claims_of_sample_user().to_string();
+    for token in embed_in_tokens(bytes, payload.as_bytes()) {
         let Some(user) = jwt_user(&token) else { continue };
         let Some(claims) = check_signature_is_required(&token, jwt_user)? else { continue };
         let is_ours = |name: &Value| name == AUDIENCE;
@@ -187,7 +187,8 @@ fn check_valid(bytes: &[u8], accept: impl Fn(&str) -> Option<String>) -> Result<
     let payload = std::str::from_utf8(bytes).ok().and_then(verified_claims);
     let claims: Value =
         payload.map_or_else(|| serde_json::from_slice(bytes).map_err(|error| error.to_string()), Ok)?;
-    let user = accept(&token(&header(), claims.to_string().as_bytes())).ok_or("the token was refused")?;
+    let user =
+        accept(&sign_token(&header(), claims.to_string().as_bytes())).ok_or("the token was refused")?;
     if claims["sub"] == user.as_str() { Ok(()) } else { Err(format!("accepted as {user}")) }
 }
 
@@ -212,7 +213,7 @@ fn proofs() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
     (user, 1..=proof::MAX_LIFETIME_SECONDS, any::<bool>()).prop_map(|(user, lifetime, is_token)| {
         let claims = proof_claims(&user, lifetime).to_string().into_bytes();
-        if is_token { token(&header(), &claims).into_bytes() } else { claims }
+        if is_token { sign_token(&header(), &claims).into_bytes() } else { claims }
     })
 }
 
@@ -226,8 +227,8 @@ fn proof_user(token: &str) -> Option<String> {
 }
 
 fn check_any_proof(bytes: &[u8]) -> Result<(), String> {
-    let payload = proof_claims("somebody", 30).to_string();
-    for token in tokens_of(bytes, payload.as_bytes()) {
+    let payload = proof_claims("sample_user", 30).to_string();
+    for token in embed_in_tokens(bytes, payload.as_bytes()) {
         let Some(claims) = accepted_proof(&token) else { continue };
         let Some(signed) = check_signature_is_required(&token, accepted_proof)? else { continue };
         let is_same = signed["sub"] == claims.sub.as_str()

@@ -40,16 +40,16 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     if !cost(&report["totalCost"]) {
         return Err(format!("the total is {}", report["totalCost"]));
     }
-    let only = |value: &Value, names: &[&str]| {
+    let has_only = |value: &Value, names: &[&str]| {
         value.as_object().is_some_and(|members| members.keys().all(|name| names.contains(&name.as_str())))
     };
     let totals = ["totalCost", "totalTokensIn", "totalTokensOut", "totalDispatches", "entries"];
     let fields = ["date", "model", "userId", "cost", "tokensIn", "tokensOut", "dispatches"];
-    if !only(&report, &totals) {
-        return Err(format!("{report} has other members"));
+    if !has_only(&report, &totals) {
+        return Err(format!("{report} has unknown fields"));
     }
     for entry in report["entries"].as_array().into_iter().flatten() {
-        if !only(entry, &fields) || !cost(&entry["cost"]) {
+        if !has_only(entry, &fields) || !cost(&entry["cost"]) {
             return Err(format!("{entry} is passed on"));
         }
         for text in ["model", "userId"].iter().filter_map(|name| entry[name].as_str()) {
@@ -63,11 +63,11 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 }
 
 /// Converts all numbers to floats, so that 1 equals 1.0.
-fn as_floats(value: &mut Value) {
+fn convert_numbers_to_floats(value: &mut Value) {
     match value {
         Value::Number(number) => *value = number.as_f64().into(),
-        Value::Array(items) => items.iter_mut().for_each(as_floats),
-        Value::Object(members) => members.values_mut().for_each(as_floats),
+        Value::Array(items) => items.iter_mut().for_each(convert_numbers_to_floats),
+        Value::Object(members) => members.values_mut().for_each(convert_numbers_to_floats),
         Value::Null | Value::Bool(_) | Value::String(_) => {}
     }
 }
@@ -77,8 +77,8 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
     if let Some(members) = wanted.as_object_mut() {
         members.remove("later");
     }
-    as_floats(&mut wanted);
+    convert_numbers_to_floats(&mut wanted);
     let mut read = read_report(bytes)?;
-    as_floats(&mut read);
-    if read == wanted { Ok(()) } else { Err(format!("{read} was read")) }
+    convert_numbers_to_floats(&mut read);
+    if read == wanted { Ok(()) } else { Err(format!("parsed as {read}")) }
 }

@@ -1,4 +1,4 @@
-//! Debian packages that are installed on this machine.
+//! Installs Debian packages on this machine.
 
 use std::env;
 use std::path::Path;
@@ -11,21 +11,21 @@ use crate::child;
 
 const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Installs packages; `reason` is named if only another user or another system could.
+/// Installs packages. The error begins with `reason` if this user or system cannot install them.
 ///
 /// # Errors
-/// Fails without root or apt-get, and if apt-get does.
+/// Fails without root or apt-get, or if apt-get fails.
 pub fn install(packages: &[&str], reason: &str) -> Result<()> {
     let names = packages.join(" ");
     let can_install = nix::unistd::geteuid().is_root() && is_in_path("apt-get");
-    ensure!(can_install, "{reason} ({names}): only root on Debian can install it");
+    ensure!(can_install, "{reason}: run as root on Debian, or install {names}");
     println!("setup: installing {names}");
     let install = [&["install", "--yes", "--no-install-recommends"], packages].concat();
     // Package lists may be missing or outdated.
-    apt(&install).or_else(|_| apt(&["update"]).and_then(|()| apt(&install)))
+    run_apt_get(&install).or_else(|_| run_apt_get(&["update"]).and_then(|()| run_apt_get(&install)))
 }
 
-fn apt(args: &[&str]) -> Result<()> {
+fn run_apt_get(args: &[&str]) -> Result<()> {
     let mut command = Command::new("apt-get");
     command.args(["--quiet=2", "-o", "DPkg::Lock::Timeout=300"]).args(args);
     command.env("DEBIAN_FRONTEND", "noninteractive");
@@ -33,7 +33,7 @@ fn apt(args: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Whether a program is in `PATH` or among those of the administrator.
+/// Whether a program is in `PATH`, or in a directory for the administrator's programs.
 pub fn is_in_path(program: &str) -> bool {
     let path = env::var_os("PATH").unwrap_or_default();
     let mut dirs: Vec<_> = env::split_paths(&path).collect();

@@ -16,7 +16,7 @@ use crate::dev::{self, service_info::ServiceInfo};
 use crate::story::stack::{IMAGE_VERSION, RouterTransport, Stack, USER};
 use crate::{apt, child, fetch};
 
-/// Not a real host: no request may reach it.
+/// A host that does not exist: no request may reach it.
 const IDP_HOST: &str = "idp.svc.test";
 const CHROMIUM: &str = "/usr/bin/chromium";
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(600);
@@ -26,12 +26,13 @@ const TESTS_TIMEOUT: Duration = Duration::from_secs(900);
 #[derive(Debug, Clone)]
 pub struct Options {
     pub svc: PathBuf,
-    /// Adds code-server with its Node.js to the bundle, and runs only their tests.
+    /// Adds code-server and its Node.js to the bundle, and runs only their tests.
     pub code_server: bool,
+    /// A pattern for the names of the tests to run; `None` for all.
     pub only: Option<String>,
 }
 
-/// Starts everything, runs the tests, and stops everything.
+/// Starts all services, runs the tests, and stops the services.
 ///
 /// # Errors
 /// Fails if a dependency or service is unavailable, or if a test fails.
@@ -39,10 +40,10 @@ pub async fn run(options: &Options) -> Result<()> {
     let out = fetch::target_dir().join("browser");
     fs::create_dir_all(&out)?;
     let (chromium, tests) = (find_chromium()?, install_playwright()?);
-    let (svc, at, with_code) = (options.svc.clone(), out.join("bundle"), options.code_server);
+    let (svc, bundle_dir, with_code) = (options.svc.clone(), out.join("bundle"), options.code_server);
     println!("browser: building apps, shell and bundle");
-    let bundle = tokio::task::spawn_blocking(move || build(&svc, &at, with_code)).await??;
-    // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
+    let bundle = tokio::task::spawn_blocking(move || build(&svc, &bundle_dir, with_code)).await??;
+    // In `/tmp`, because the path of a Unix socket is limited to 107 bytes.
     let dir = tempfile::Builder::new().prefix("svc-web-").tempdir_in("/tmp")?;
     child::remove_on_exit(dir.path());
     println!("browser: starting platform, router, provider, store, database, identity provider");
@@ -82,7 +83,7 @@ async fn run_tests(
         Ok(text) => println!("{text}"),
         Err(error) => println!("{error:#}"),
     }
-    output.map(drop).context("tests/browser")
+    output.map(drop).context("run the tests of tests/browser")
 }
 
 /// Opens the owner's code-server through the router, types a command into a terminal, and returns once it has ended.
@@ -94,7 +95,7 @@ pub async fn run_in_terminal(stack: &Stack, command: &str) -> Result<()> {
     fs::create_dir_all(&out)?;
     let (chromium, tests) =
         tokio::task::spawn_blocking(|| anyhow::Ok((find_chromium()?, install_playwright()?))).await??;
-    let parts = json!({
+    let info = json!({
         "routerUrl": stack.router_url(),
         "appHost": stack.transport.app_host(),
         "codeHost": stack.transport.code_host(),
@@ -102,7 +103,7 @@ pub async fn run_in_terminal(stack: &Stack, command: &str) -> Result<()> {
         "owner": { "idpUserId": USER },
     });
     let info_file = out.join("terminal.json");
-    fs::write(&info_file, serde_json::to_vec_pretty(&parts)?)?;
+    fs::write(&info_file, serde_json::to_vec_pretty(&info)?)?;
     let mut node = node_tests();
     node.arg(tests.join("terminal.test.mjs")).env("SVC_TERMINAL_COMMAND", command);
     node.env("SVC_HANDBILL", &info_file).env("SVC_CHROMIUM", chromium).env("SVC_SCREENSHOTS", out);
@@ -121,7 +122,7 @@ fn build(svc: &Path, out: &Path, with_code: bool) -> Result<PathBuf> {
     let mut options = bundle::Options::new(svc, IMAGE_VERSION, out)?;
     apps::build(&mut options, &fetch::target_dir().join("browser/apps"), Some(&apps::test_key(IDP_HOST)))?;
     if with_code {
-        options.runtime = runtime::editor()?;
+        options.runtime = runtime::gather_editor()?;
     }
     bundle::build(&options)?;
     Ok(out.to_owned())
@@ -132,11 +133,11 @@ fn find_chromium() -> Result<PathBuf> {
     if !path.exists() {
         apt::install(&["chromium"], "Chromium is missing")?;
     }
-    ensure!(path.exists(), "apt-get did not install {CHROMIUM}");
+    ensure!(path.exists(), "the package chromium is installed, but {CHROMIUM} is still missing");
     Ok(path)
 }
 
-/// Installs the packages of the lock file; returns the folder of the tests.
+/// Installs the packages of the lock file, and returns the folder of the tests.
 fn install_playwright() -> Result<PathBuf> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("browser");
     let lock = fs::read_to_string(dir.join("package-lock.json"))?;

@@ -28,13 +28,14 @@ impl Ca {
         Ok(Self { root: CertifiedIssuer::self_signed(params, KeyPair::generate()?)? })
     }
 
-    /// Issues a server certificate for these names and addresses: its PEM, without the root's, and its key's (PKCS#8).
+    /// Issues a server certificate for these names and addresses. Returns the certificate, without the root, and its PKCS#8
+    /// key, both in PEM.
     pub fn issue(&self, names: &[&str]) -> Result<(String, String)> {
         let key = KeyPair::generate()?;
         Ok((self.certify(names, &key, None)?, key.serialize_pem()))
     }
 
-    /// Issues a server certificate for an existing key, valid from an hour before to this long after now.
+    /// Issues a server certificate for an existing key, valid from an hour ago until `lifetime` from now.
     pub fn issue_for(&self, names: &[&str], key_pem: &str, lifetime: jiff::SignedDuration) -> Result<String> {
         self.certify(names, &KeyPair::from_pem(key_pem)?, Some(lifetime))
     }
@@ -59,7 +60,7 @@ impl Ca {
         Ok(params.signed_by(key, &self.root)?.pem())
     }
 
-    /// The root certificate.
+    /// The root certificate in PEM.
     pub fn root_pem(&self) -> String {
         self.root.pem()
     }

@@ -1,7 +1,7 @@
 //! Debian programs that check files written for a machine: units, user-data, shell scripts.
 //!
-//! Relocatable programs are pinned and fetched into `target/tools`; systemd's tools are those of the machine, and are
-//! installed if they are missing and permission allows.
+//! Relocatable programs are pinned and fetched into `target/tools`. systemd's tools are the machine's own; missing ones are
+//! installed if this user is permitted to.
 
 use std::path::Path;
 use std::process::Command;
@@ -20,7 +20,7 @@ const SHELLCHECK: Program = Program {
     path: "usr/bin/shellcheck",
 };
 
-/// cloud-init of Debian 12 with the imports of its `schema` command; run by Debian's own Python.
+/// Debian 12's cloud-init, with the imports of its `schema` command; run by Debian's own Python.
 const CLOUD_INIT: Program = Program {
     debs: &[
         Deb {
@@ -109,8 +109,8 @@ pub fn cloud_init_schema() -> Result<Command> {
     Ok(command)
 }
 
-/// Each input line is a text as a JSON string. Each output line is cloud-init's parse result of that text: `{"read":
-/// …}` or `{"refused": "why"}`.
+/// A program that parses texts like cloud-init. Each input line is a text as a JSON string; each output line is its parse
+/// result: `{"read": …}` or `{"refused": "why"}`.
 pub fn cloud_init_reader() -> Result<Command> {
     const SCRIPT: &str = "
 import json, sys
@@ -132,12 +132,12 @@ fn cloud_init_python() -> Result<Command> {
     ensure!(python.exists(), "cloud-init needs Debian's Python ({})", python.display());
     let mut command = Command::new(python);
     command.env_clear().env("PYTHONPATH", CLOUD_INIT.locate()?.path());
-    // Ignores packages that are installed for this Python, in favour of the pinned ones.
+    // Use the pinned packages instead of those that are installed for this Python.
     command.args(["-S", "-B"]);
     Ok(command)
 }
 
-/// Returns a program of the machine, and installs its Debian package if it is missing.
+/// Returns a program of the machine, and installs its Debian package if the program is missing.
 ///
 /// # Errors
 /// Fails if the program is missing and cannot be installed.

@@ -1,14 +1,14 @@
 //! Child processes that cannot outlive the process that started them.
 //!
 //! `Drop` does not run when a test is killed, nor for a `static`. Therefore a small shell is started with the first
-//! child, and reads from a pipe what to clean up. When this process ends for any reason, the pipe closes, and the shell
-//! signals the remaining children and removes the registered directories.
+//! child, and reads from a pipe which children and directories to clean up. When this process ends for any reason, the pipe
+//! closes, and the shell signals the remaining children and removes the registered directories.
 //!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {
 //! use kit::child::OwnedChild;
 //! let server = OwnedChild::spawn(&mut std::process::Command::new("some-server"))?;
-//! // … later, or by the end of this process:
+//! // … later, or when this process ends:
 //! drop(server);
 //! # Ok(()) }
 //! ```
@@ -53,7 +53,7 @@ pub fn unregister(pid: u32) {
     notify_reaper(&format!("- - {pid}\n"));
 }
 
-/// Removes `dir` with its content when this process ends; it may be missing.
+/// Removes `dir` with its content when this process ends, if it still exists.
 pub fn remove_on_exit(dir: &Path) {
     notify_reaper(&format!("d - {}\n", dir.display()));
 }
@@ -83,7 +83,7 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<String> {
     }
 }
 
-/// Waits for a child until the deadline.
+/// Waits for a child until the deadline; `None` if it is still running then.
 pub fn wait_until(child: &mut std::process::Child, deadline: Instant) -> Option<ExitStatus> {
     loop {
         if let Ok(Some(status)) = child.try_wait() {
@@ -110,14 +110,14 @@ fn read_back(file: &mut File) -> Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-// Has its own process group and ignores Ctrl-C, because it must outlive this process.
+// The reaper has its own process group and ignores Ctrl-C, because it must outlive this process.
 const REAPER: &str = r#"
 trap '' INT TERM HUP
 children=
 while read -r op signal what; do
   case $op in
     +) children="$children $signal:$what" ;;
-    -) left=; for c in $children; do id=${c#*:}; [ "${id#-}" = "$what" ] || left="$left $c"; done; children=$left ;;
+    -) rest=; for c in $children; do id=${c#*:}; [ "${id#-}" = "$what" ] || rest="$rest $c"; done; children=$rest ;;
     d) set -- "$@" "$what" ;;
   esac
 done
@@ -160,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn run_returns_output_or_stderr_of_failure() {
+    fn run_returns_stdout_or_an_error_with_stderr() {
         let mut echo = Command::new("/bin/sh");
         echo.args(["-c", "echo hello"]);
         assert_eq!(run(echo, Duration::from_secs(20)).expect("runs"), "hello\n");
@@ -179,7 +179,7 @@ mod tests {
         assert!(error.contains("still running"), "{error}");
     }
 
-    /// The program that the next test kills: it starts a child, registers it and a directory, and waits.
+    /// The program that the next test kills: it starts a child, registers the child and a directory, and waits.
     #[test]
     #[ignore = "not a test: the child process of killed_process_is_cleaned_up"]
     fn victim() {

@@ -13,13 +13,13 @@ use crate::{child, skip};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A mounted tmpfs with the previous content of its directory; unmounted on drop.
+/// A mounted tmpfs that contains the previous content of its directory; unmounted on drop.
 pub struct SmallDisk {
     dir: PathBuf,
 }
 
 impl SmallDisk {
-    /// Returns `None`, and records the test as skipped, if nothing can be mounted.
+    /// Mounts a tmpfs of `mib` MiB over `dir`. Returns `None`, and records the test as skipped, if nothing can be mounted.
     ///
     /// # Errors
     /// Fails if the previous content cannot be copied.
@@ -30,15 +30,15 @@ impl SmallDisk {
         }
         fs::create_dir_all(&dir)?;
         let before = tempfile::tempdir()?;
-        copy(&dir, before.path())?;
+        copy_content(&dir, before.path())?;
         let mut mount = Command::new("mount");
         mount.args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "tmpfs"]).arg(&dir);
         if let Err(error) = child::run(mount, TIMEOUT) {
-            skip::record(format_args!("no small disk can be mounted here: {error:#}"));
+            skip::record(format_args!("cannot mount a small disk: {error:#}"));
             return Ok(None);
         }
         let disk = Self { dir };
-        copy(before.path(), &disk.dir)?;
+        copy_content(before.path(), &disk.dir)?;
         Ok(Some(disk))
     }
 
@@ -46,14 +46,14 @@ impl SmallDisk {
         self.dir.join("filler")
     }
 
-    /// Fills the disk until this many bytes are free.
+    /// Fills the disk until only this many bytes are free.
     ///
     /// # Errors
     /// Fails if the filler file cannot be created.
-    pub fn fill(&self, free: u64) -> Result<()> {
+    pub fn fill(&self, free_bytes: u64) -> Result<()> {
         let mut file = File::create(self.filler())?;
         let piece = vec![0; 4096];
-        while available(&self.dir)? > free {
+        while available_bytes(&self.dir)? > free_bytes {
             // The disk may be full a page earlier than reported.
             if file.write_all(&piece).is_err() {
                 break;
@@ -83,13 +83,13 @@ impl Drop for SmallDisk {
 }
 
 /// Copies the content of a directory.
-fn copy(from: &Path, to: &Path) -> Result<()> {
+fn copy_content(from: &Path, to: &Path) -> Result<()> {
     let mut copy = Command::new("cp");
     copy.arg("-a").arg(from.join(".")).arg(to);
     child::run(copy, TIMEOUT).map(|_| ())
 }
 
-fn available(dir: &Path) -> Result<u64> {
+fn available_bytes(dir: &Path) -> Result<u64> {
     let stats = statfs(dir)?;
     Ok(stats.blocks_available() * u64::try_from(stats.block_size())?)
 }

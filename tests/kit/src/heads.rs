@@ -62,14 +62,14 @@ impl OpenConnections {
             let state = tls.conn.process_new_packets()?;
             ensure!(
                 !state.peer_has_closed() && state.plaintext_bytes_to_read() == 0,
-                "the server has responded"
+                "the server has sent a response or closed a connection"
             );
         }
         Ok(())
     }
 }
 
-/// Resident memory of a process in bytes, once it stops growing.
+/// Waits until the resident memory of a process stops growing, and returns it in bytes.
 pub fn settled_memory(pid: u32) -> Result<u64> {
     let deadline = Instant::now() + TIMEOUT;
     let mut before = resident_bytes(pid)?;
@@ -79,14 +79,17 @@ pub fn settled_memory(pid: u32) -> Result<u64> {
         if now <= before {
             return Ok(now);
         }
-        ensure!(Instant::now() < deadline, "the memory of the process {pid} does not settle");
+        ensure!(Instant::now() < deadline, "the memory of process {pid} is still growing after {TIMEOUT:?}");
         before = now;
     }
 }
 
 fn resident_bytes(pid: u32) -> Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;
-    let kib = line.split_whitespace().next().context("no figure")?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))
+        .context("/proc/PID/status has no VmRSS")?;
+    let kib = line.split_whitespace().next().context("VmRSS has no value")?;
     Ok(kib.parse::<u64>()? * 1024)
 }

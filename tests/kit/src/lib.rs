@@ -13,7 +13,7 @@
 //! | [`idp`] | an identity provider: discovery, JWKS, rotation, valid and invalid session tokens |
 //! | [`ca`] | a certificate authority |
 //! | [`pebble`] | a certificate authority that speaks ACME |
-//! | [`net`] | free ports and a TCP proxy that cuts, delays, resets |
+//! | [`net`] | free ports, and a TCP proxy that delays, cuts and resets connections |
 //! | [`heads`] | HTTPS connections with unfinished request heads, and their cost in memory |
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`story`] | the main scenario, run on all of these |

@@ -1,4 +1,4 @@
-//! Figures of the long tests: what each of them tried and lost, one JSON line per test, and their sums.
+//! Figures of the long tests, such as injected faults and lost snapshots: one JSON line per test, and their sums.
 //!
 //! A test appends its figures with [`Figures::record`] to the file named by [`REPORT`], if the variable is set.
 //! [`Sums`] adds up the lines; `cargo xtask test --long` prints and stores the result.
@@ -10,7 +10,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-/// Variable that names the file of figures.
+/// Variable with the path of the file of figures.
 pub const REPORT: &str = "SVC_LONG_REPORT";
 
 /// Figures of one test; unused counters stay 0.
@@ -18,12 +18,12 @@ pub const REPORT: &str = "SVC_LONG_REPORT";
 #[serde(rename_all = "camelCase", default)]
 pub struct Figures {
     pub test: String,
-    /// Faults of store, network, database and disk, and corrupted objects.
+    /// Number of faults of the store, network, database and disk, and of corrupted objects.
     pub faults_tried: u64,
-    /// Processes killed with SIGKILL, after which all invariants held.
+    /// Number of kills with SIGKILL after which all invariants held.
     pub kills_survived: u64,
     pub snapshots_taken: u64,
-    /// Snapshots that are missing or changed.
+    /// Number of snapshots that are missing or changed.
     pub lost: u64,
     pub fuzz_cases: u64,
 }
@@ -80,7 +80,7 @@ impl Sums {
         self.tests.push(figures);
     }
 
-    /// A summary for people.
+    /// A summary in one line.
     pub fn line(&self) -> String {
         format!(
             "faults tried: {}, kills survived: {}, snapshots taken: {}, lost: {}, fuzz cases: {}",
@@ -132,21 +132,21 @@ mod tests {
     }
 
     #[test]
-    fn sums_include_losses() {
+    fn parse_sums_losses() {
         let lost = serde_json::to_string(&Figures { lost: 1, ..Figures::new("a") }).expect("JSON");
         let none = serde_json::to_string(&Figures::new("b")).expect("JSON");
         assert_eq!(Sums::parse(&format!("{lost}\n{none}")).expect("valid lines").lost, 1);
     }
 
     #[test]
-    fn collect_writes_report_without_figures() {
+    fn collect_writes_a_report_even_without_figures() {
         let dir = tempfile::tempdir().expect("a directory");
         let (lines, report) = (dir.path().join("figures.jsonl"), dir.path().join("report.json"));
-        assert_eq!(Sums::collect(&lines, &report).expect("kept"), Sums::default());
+        assert_eq!(Sums::collect(&lines, &report).expect("the report is written"), Sums::default());
         std::fs::write(&lines, "{\"test\":\"a\",\"fuzzCases\":2}\n").expect("written");
-        Sums::collect(&lines, &report).expect("kept");
-        let kept: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&report).expect("there")).expect("JSON");
-        assert_eq!((&kept["fuzzCases"], &kept["lost"]), (&2.into(), &0.into()));
+        Sums::collect(&lines, &report).expect("the report is written");
+        let stored: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&report).expect("the report exists")).expect("JSON");
+        assert_eq!((&stored["fuzzCases"], &stored["lost"]), (&2.into(), &0.into()));
     }
 }

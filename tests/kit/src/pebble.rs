@@ -26,26 +26,26 @@ const PEBBLE: Program = Program {
     }],
     path: "usr/bin/pebble",
 };
-/// In the same package.
+/// Pebble's name server, in the same package.
 const NAME_SERVER: Program = Program { path: "usr/bin/pebble-challtestsrv", ..PEBBLE };
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Fetches the package once into `target/tools`.
 ///
 /// # Errors
-/// Fails if apt-get cannot download it, or on another processor.
+/// Fails if apt-get cannot download the package, or on a processor other than x86_64.
 pub fn fetch() -> Result<FetchedProgram> {
     PEBBLE.locate()
 }
 
-/// What the authority does.
+/// The behaviour of an authority.
 pub struct Options {
-    /// The port to which it connects to validate a name by TLS-ALPN-01.
+    /// The port to which the authority connects to validate a name by TLS-ALPN-01.
     pub validation_port: u16,
     pub certificate_seconds: u64,
-    /// A domain for which it refuses orders.
+    /// A domain for which the authority refuses orders.
     pub blocked_domain: Option<String>,
-    /// Id and key (base64url) of the only account to which others can be bound.
+    /// Id and MAC key (base64url) of the only external account to which ACME accounts can be bound.
     pub external_account: Option<(String, String)>,
 }
 
@@ -67,7 +67,7 @@ pub struct Pebble {
 
 impl Pebble {
     /// # Errors
-    /// Fails with its log if it cannot be fetched or does not start.
+    /// Fails if Pebble cannot be fetched, or, with its log, if Pebble does not start.
     pub async fn start(options: &Options) -> Result<Self> {
         let dir = tempfile::tempdir()?;
         let loopback = || anyhow::Ok(SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()?)));
@@ -113,7 +113,7 @@ impl Pebble {
         names.stdin(Stdio::null()).stdout(log("names.log")?).stderr(log("names.err")?);
         let names = OwnedChild::spawn(&mut names).context("start the name server")?;
         let mut server = fetch()?.command();
-        // Without these, it waits for seconds before it validates, and refuses some requests at random.
+        // Without these variables, Pebble waits several seconds before each validation, and refuses some requests at random.
         server.env("PEBBLE_VA_NOSLEEP", "1").env("PEBBLE_WFE_NONCEREJECT", "0").env("PEBBLE_AUTHZREUSE", "0");
         server.arg("-strict").arg("-config").arg(path("config.json")).args(["-dnsserver", &dns.to_string()]);
         server.stdin(Stdio::null()).stdout(log("pebble.log")?).stderr(log("pebble.err")?);
@@ -129,20 +129,20 @@ impl Pebble {
         for address in [names, self.listen, self.management] {
             while TcpStream::connect(address).is_err() {
                 let has_ended = self.server.status().is_some() || self.names.status().is_some();
-                ensure!(!has_ended && Instant::now() < deadline, "pebble does not listen: {}", self.log());
+                ensure!(!has_ended && Instant::now() < deadline, "pebble did not start: {}", self.log());
                 std::thread::sleep(Duration::from_millis(20));
             }
         }
         Ok(())
     }
 
-    /// The roots of its API and of the certificates that it issues.
+    /// Writes the roots of the authority's API and of the certificates that it issues.
     async fn write_roots(&self, api_root: &str) -> Result<()> {
-        // The second installation fails, which is harmless.
+        // The crypto provider is installed once per process; later attempts fail harmlessly.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let url = format!("https://{}/roots/0", self.management);
-        let issuing = client(api_root)?.get(url).send().await?.error_for_status()?.text().await?;
-        fs::write(self.roots(), format!("{api_root}{issuing}"))?;
+        let issuer_root = client(api_root)?.get(url).send().await?.error_for_status()?.text().await?;
+        fs::write(self.roots(), format!("{api_root}{issuer_root}"))?;
         Ok(())
     }
 
@@ -154,7 +154,7 @@ impl Pebble {
         self.listen
     }
 
-    /// A file for `SSL_CERT_FILE`.
+    /// A file of root certificates for `SSL_CERT_FILE`.
     pub fn roots(&self) -> PathBuf {
         self.dir.path().join("roots.pem")
     }
@@ -164,16 +164,16 @@ impl Pebble {
         ["names.err", "pebble.log", "pebble.err"].map(read).concat()
     }
 
-    /// The number of certificates that it has issued.
-    pub fn issued(&self) -> usize {
+    /// The number of certificates issued so far.
+    pub fn issued_count(&self) -> usize {
         self.log().matches("Issued certificate serial").count()
     }
 
-    /// Deactivates an account (RFC 8555, 7.3.6), as its holder would elsewhere. `credentials` are those that
+    /// Deactivates an account (RFC 8555, 7.3.6), as its holder could do from elsewhere. `credentials` are those that
     /// `instant-acme` stores: the account's URL as `id`, and its key as `key_pkcs8`.
     ///
     /// # Errors
-    /// Unless the authority has deactivated it.
+    /// Fails if the authority does not deactivate the account.
     pub async fn deactivate(&self, credentials: &Value) -> Result<()> {
         let client = client(&fs::read_to_string(self.roots())?)?;
         let text = |name: &str| credentials[name].as_str().with_context(|| format!("no {name}"));
@@ -186,9 +186,9 @@ impl Pebble {
         let (header, payload) = (encode(header), encode(json!({"status": "deactivated"})));
         let random = SystemRandom::new();
         let key = EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, &key, &random)
-            .map_err(|error| anyhow!("the account's key: {error}"))?;
+            .map_err(|error| anyhow!("parse the account's key: {error}"))?;
         let signature = key.sign(&random, format!("{header}.{payload}").as_bytes());
-        let signature = URL_SAFE_NO_PAD.encode(signature.map_err(|_| anyhow!("cannot sign"))?);
+        let signature = URL_SAFE_NO_PAD.encode(signature.map_err(|_| anyhow!("cannot sign the request"))?);
         let body = json!({"protected": header, "payload": payload, "signature": signature});
         let call =
             client.post(account).header("content-type", "application/jose+json").body(body.to_string());
@@ -203,7 +203,7 @@ impl Pebble {
     }
 }
 
-/// A client that trusts these roots only.
+/// A client that trusts only these roots.
 fn client(roots: &str) -> Result<reqwest::Client> {
     let roots = reqwest::Certificate::from_pem_bundle(roots.as_bytes())?;
     Ok(reqwest::Client::builder().tls_certs_only(roots).no_proxy().timeout(START_TIMEOUT).build()?)

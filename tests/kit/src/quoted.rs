@@ -1,16 +1,16 @@
-//! Command lines that texts quote, checked against a program's real definition: commands, options, and the number of
-//! arguments. Placeholders, optional parts and alternatives are understood.
+//! Checks command lines quoted in documentation against a program's definition: commands, options, and the number of
+//! arguments. Placeholders, optional parts and alternatives are supported.
 
 use clap::{Arg, Command};
 
-/// The command lines of one program in a text, and their mistakes.
+/// The number of checked command lines, and the mistakes in them.
 #[derive(Debug, Default)]
-pub struct Quoted {
+pub struct QuoteReport {
     pub checked: usize,
     pub mistakes: Vec<String>,
 }
 
-/// The language of a text decides how its lines are joined.
+/// The language of a text, which determines how its lines are joined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Language {
     Markdown,
@@ -18,7 +18,7 @@ pub enum Language {
 }
 
 impl Language {
-    /// That of a file with this name.
+    /// The language of a file with this name.
     pub fn of_file(path: &str) -> Option<Self> {
         match path.rsplit_once('.')?.1 {
             "md" => Some(Self::Markdown),
@@ -29,40 +29,41 @@ impl Language {
 }
 
 /// Checks every command line that begins with the name of `program`, which must have been built.
-pub fn check(program: &Command, text: &str, language: Language) -> Quoted {
-    let commands = command_lines(program.get_name(), text, language);
+pub fn check(program: &Command, text: &str, language: Language) -> QuoteReport {
+    let commands = find_command_lines(program.get_name(), text, language);
     let checked = commands.len();
-    let wrong = |(arguments, quoting): (String, Quoting)| {
+    let describe_mistake = |(arguments, quoting): (String, Quoting)| {
         let parsed = || if quoting == Quoting::Line { parse_error(program, &arguments) } else { None };
-        let why = mistake(program, &arguments, quoting).or_else(parsed)?;
+        let why = find_mistake(program, &arguments, quoting).or_else(parsed)?;
         Some(format!("`{} {arguments}`: {why}", program.get_name()))
     };
-    Quoted { checked, mistakes: commands.into_iter().filter_map(wrong).collect() }
+    QuoteReport { checked, mistakes: commands.into_iter().filter_map(describe_mistake).collect() }
 }
 
 /// How a command is delimited in the surrounding text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Quoting {
-    /// On a line of code: it is complete.
+    /// By a line of code: the command is complete.
     Line,
-    /// By backticks: it may leave out arguments.
+    /// By backticks: the command may omit arguments.
     Whole,
-    /// Not at all: it ends at the first word that cannot be part of it.
+    /// Not delimited: the command ends before the first word that cannot be part of it.
     Open,
 }
 
-/// Short options, and words of a usage line that name no argument: `[OPTIONS]`, `<--version <VERSION>|--request>`.
+/// Whether a word is a short option, or a word of a usage line that names no argument: `[OPTIONS]`,
+/// `<--version <VERSION>|--request>`.
 fn is_notation(word: &str) -> bool {
     let is_alternative = word.starts_with(['-', '|']) || word.starts_with("<-") || word.contains("|-");
     is_alternative || ["…", "OPTIONS", "COMMAND", "<COMMAND>"].contains(&word)
 }
 
-/// The mistake in the arguments of a program, if any.
-fn mistake(program: &Command, arguments: &str, quoting: Quoting) -> Option<String> {
+/// Finds the first mistake in the arguments of a program, if any.
+fn find_mistake(program: &Command, arguments: &str, quoting: Quoting) -> Option<String> {
     let mut command = program;
     let (mut positionals, mut path) = (0, program.get_name().to_owned());
     let words = match quoting {
-        Quoting::Line => shell_words(arguments),
+        Quoting::Line => split_shell_words(arguments),
         Quoting::Whole | Quoting::Open => arguments.split_whitespace().map(str::to_owned).collect(),
     };
     let mut words = words.iter();
@@ -74,7 +75,7 @@ fn mistake(program: &Command, arguments: &str, quoting: Quoting) -> Option<Strin
             let Some(known) = command.get_arguments().find(|known| known.get_long() == Some(name)) else {
                 return Some(format!("{path} has no --{name}"));
             };
-            if takes_next(known) && !option.contains('=') {
+            if takes_next_word(known) && !option.contains('=') {
                 words.next();
             }
         } else if is_notation(word) {
@@ -85,7 +86,7 @@ fn mistake(program: &Command, arguments: &str, quoting: Quoting) -> Option<Strin
                     path = format!("{path} {word}");
                     command = found;
                 }
-                // Prose: `svcctl` is the subject of a sentence.
+                // The text is prose: the program's name is the subject of a sentence.
                 None if quoting == Quoting::Open => return None,
                 None => return Some(format!("{path} has no command {word}")),
             }
@@ -104,46 +105,46 @@ fn mistake(program: &Command, arguments: &str, quoting: Quoting) -> Option<Strin
     None
 }
 
-/// The error that the program itself reports for a complete command line. Values can be placeholders, so their validity does not
-/// count; a usage line with optional parts is no command line.
+/// The error that the program itself reports for a complete command line. Invalid values are allowed, because they can be
+/// placeholders. A usage line with optional parts is not parsed.
 fn parse_error(program: &Command, arguments: &str) -> Option<String> {
     use clap::error::ErrorKind::{DisplayHelp, DisplayVersion, InvalidValue, ValueValidation};
     if arguments.contains(['[', '|', '…']) || arguments.contains("<COMMAND>") {
         return None;
     }
-    let words = std::iter::once(program.get_name().to_owned()).chain(shell_words(arguments));
+    let words = std::iter::once(program.get_name().to_owned()).chain(split_shell_words(arguments));
     let error = program.clone().try_get_matches_from(words).err()?;
     let is_allowed = matches!(error.kind(), DisplayHelp | DisplayVersion | InvalidValue | ValueValidation);
     (!is_allowed).then(|| error.to_string().lines().map(str::trim).collect::<Vec<_>>().join(" "))
 }
 
-/// Words, of which those in quotes can contain spaces.
-fn shell_words(line: &str) -> Vec<String> {
+/// Splits a line into words; a quoted word can contain spaces.
+fn split_shell_words(line: &str) -> Vec<String> {
     let (mut words, mut quote) = (vec![String::new()], None);
     for c in line.chars() {
         match quote {
             Some(end) if c == end => quote = None,
             None if matches!(c, '"' | '\'') => quote = Some(c),
             None if c.is_whitespace() => words.push(String::new()),
-            _ => words.last_mut().expect("there is a first word").push(c),
+            _ => words.last_mut().expect("the list starts with a word").push(c),
         }
     }
     words.retain(|word| !word.is_empty());
     words
 }
 
-fn takes_next(option: &Arg) -> bool {
+fn takes_next_word(option: &Arg) -> bool {
     option.get_action().takes_values() && !option.is_require_equals_set()
 }
 
-/// Whether a word is a placeholder: `HANDLE`, `<machine>`, `{id}`, an id or a name of an example.
+/// Whether a word is a placeholder, such as `HANDLE`, `<machine>`, `{id}`, or an example's id or name.
 fn is_placeholder(word: &str) -> bool {
     word.starts_with(['<', '{'])
         || word.chars().next().is_some_and(|first| first.is_ascii_uppercase() || first.is_ascii_digit())
 }
 
-/// The arguments after each mention of a program.
-fn command_lines(program: &str, text: &str, language: Language) -> Vec<(String, Quoting)> {
+/// Finds the arguments after each mention of a program.
+fn find_command_lines(program: &str, text: &str, language: Language) -> Vec<(String, Quoting)> {
     let text = join_lines(text, language);
     let mut found = Vec::new();
     for (at, mention) in text.match_indices(&format!("{program} ")) {
@@ -166,7 +167,7 @@ fn command_lines(program: &str, text: &str, language: Language) -> Vec<(String, 
     found
 }
 
-/// Joins the lines of a literal, or of a quotation in a page, into one.
+/// Joins lines that belong together: those of a literal, or of a quotation in a page.
 pub fn join_lines(text: &str, language: Language) -> String {
     let mut joined = String::new();
     let is_comment = |line: &&str| language == Language::Markdown && line.starts_with("<!--");
@@ -181,7 +182,7 @@ pub fn join_lines(text: &str, language: Language) -> String {
     joined
 }
 
-/// Whether a quotation continues on the next line. A fence is none.
+/// Whether a quotation continues on the next line. A code fence is not a quotation.
 fn has_open_quotation(line: &str) -> bool {
     !line.trim_start().starts_with("```") && line.matches('`').count() % 2 == 1
 }
@@ -200,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn mistake_is_detected_in_every_place() {
+    fn check_finds_mistakes_in_every_kind_of_quotation() {
         for text in [
             "`cargo tool make`",
             "`A=1 cargo tool build --in X`",
@@ -213,11 +214,11 @@ mod tests {
     }
 
     #[test]
-    fn correct_command_passes() {
+    fn check_accepts_correct_commands_and_prose() {
         for text in [
             "`cargo tool build [WHAT] [--out DIR]`",
             "\n```sh\ncargo tool build all    # why it is so\ncargo tool build --out 'a b' c > d\n```\n",
-            "`cargo tool build --out DIR` leaves out an argument",
+            "`cargo tool build --out DIR` omits an argument",
             "the command cargo tool is prose",
         ] {
             let quoted = check(&program(), text, Language::Markdown);

@@ -16,7 +16,7 @@ pub(crate) fn servers() -> &'static Handle {
                 .thread_name("kit-servers")
                 .enable_all()
                 .build()
-                .expect("start two threads")
+                .expect("cannot start the kit's runtime")
         })
         .handle()
 }

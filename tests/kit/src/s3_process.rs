@@ -1,4 +1,4 @@
-//! Third-party S3 servers as child processes: start, bucket and termination.
+//! Third-party S3 servers as child processes.
 
 use std::fs::File;
 use std::net::{Ipv4Addr, TcpStream};
@@ -37,17 +37,17 @@ impl S3Process {
         let deadline = Instant::now() + START_TIMEOUT;
         while TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_err() {
             if process.server.try_wait()?.is_some() || Instant::now() > deadline {
-                bail!("{name} does not listen: {}", std::fs::read_to_string(log)?);
+                bail!("{name} did not start: {}", std::fs::read_to_string(log)?);
             }
             std::thread::sleep(Duration::from_millis(50));
         }
         Ok(process)
     }
 
-    /// Creates the bucket and waits until it accepts objects, for which a server may need a moment.
+    /// Creates the bucket and waits until it accepts objects, because a server may refuse them at first.
     ///
     /// # Errors
-    /// Fails if the server keeps refusing.
+    /// Fails if the server still refuses them after the timeout.
     pub async fn create_bucket(&self) -> Result<()> {
         let url = format!("{}/{BUCKET}", self.endpoint());
         let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30)).build()?;

@@ -1,5 +1,5 @@
-//! SeaweedFS, a real S3 server with exact `If-None-Match`. Its `If-Match` is not always exact: several concurrent writers
-//! of the same version were seen to succeed.
+//! SeaweedFS, a real S3 server with exact `If-None-Match`. Its `If-Match` is not always exact: tests have seen several
+//! concurrent writers replace the same version.
 
 use std::path::Path;
 use std::process::Command;
@@ -31,7 +31,7 @@ pub struct Seaweed {
 
 impl Seaweed {
     /// # Errors
-    /// Fails if it cannot be fetched, or does not respond in time.
+    /// Fails if SeaweedFS cannot be fetched, or does not start in time.
     pub fn start() -> Result<Self> {
         let program = fetch(&fetch::target_dir())?.join(PROGRAM);
         let dir = tempfile::tempdir()?;
@@ -68,7 +68,7 @@ impl Seaweed {
 /// Fetches the program once into `<target_dir>/tools`.
 ///
 /// # Errors
-/// Fails if it is unavailable, or if no build is pinned for this processor.
+/// Fails if the download fails.
 #[cfg(target_arch = "x86_64")]
 pub fn fetch(target_dir: &Path) -> Result<std::path::PathBuf> {
     fetch::once(target_dir, &format!("seaweedfs-{VERSION}"), |dir| {

@@ -12,10 +12,10 @@ use std::fmt::Display;
 use std::fs::OpenOptions;
 use std::io::Write;
 
-/// Variable that names the file of skipped tests.
+/// Variable with the path of the file that lists the skipped tests.
 pub const REPORT: &str = "SVC_SKIP_REPORT";
 
-/// Records that the current test does nothing, or only a part of what it tests, for this reason.
+/// Records that the current test skips its checks, or some of them, for this reason.
 ///
 /// # Panics
 /// If the report cannot be written: a skipped test must not pass silently.
@@ -30,7 +30,7 @@ pub fn record(reason: impl Display) {
     appended.unwrap_or_else(|error| panic!("append to {}: {error}", path.display()));
 }
 
-/// The name that nextest gives, otherwise that of the thread, which cargo's runner sets.
+/// The name that nextest sets, otherwise the thread's name, which cargo's test runner sets.
 fn current_test() -> String {
     std::env::var("NEXTEST_TEST_NAME")
         .unwrap_or_else(|_| std::thread::current().name().unwrap_or("a test").to_owned())

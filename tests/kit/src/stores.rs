@@ -1,4 +1,4 @@
-//! The object stores that tests and demo can run on.
+//! The object stores on which the tests and the demo can run.
 
 use std::path::Path;
 use std::str::FromStr;
@@ -30,7 +30,7 @@ impl StoreKind {
         }
     }
 
-    /// Starts the store with an empty bucket. Faults and the log of requests work with each of them.
+    /// Starts the store with an empty bucket. Faults and the request log work with every kind of store.
     ///
     /// # Errors
     /// Fails if a third-party server cannot be fetched or does not start.
@@ -39,8 +39,8 @@ impl StoreKind {
         let start = move || {
             let store = match self {
                 Self::Kit => S3Server::start(&dir)?,
-                Self::Moto => S3Server::in_front_of(ThirdParty::Moto(Moto::start()?), &dir)?,
-                Self::Seaweedfs => S3Server::in_front_of(ThirdParty::Seaweed(Seaweed::start()?), &dir)?,
+                Self::Moto => S3Server::start_in_front_of(ThirdParty::Moto(Moto::start()?), &dir)?,
+                Self::Seaweedfs => S3Server::start_in_front_of(ThirdParty::Seaweed(Seaweed::start()?), &dir)?,
             };
             store.try_create_bucket(&bucket)?;
             Ok(store)

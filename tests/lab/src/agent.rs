@@ -1,4 +1,4 @@
-//! A dispatch on a real machine, and attacks of the owner's user on resources that must be out of reach.
+//! A dispatch on a real machine, and attacks by the owner's user on resources that must be inaccessible.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ const ATTACK: &str = include_str!("attack.sh");
 const ATTACKS: &str = include_str!("attacks.sh");
 /// Path of `attack.sh` on the machine.
 const ATTACK_FILE: &str = "/home/svc/home/lab-attack.sh";
-/// Prints the output of the attack and removes its files.
+/// Prints the attack's output and removes its files.
 const PRINT_AND_CLEAN_UP: &str = "cd /home/svc/home && cat lab-attack.out && rm -rf lab-* apps/lab-*";
 const TIMEOUT: Duration = Duration::from_secs(300);
 const ATTACKS_TIMEOUT: Duration = Duration::from_secs(1200);
@@ -53,12 +53,12 @@ pub async fn attack_from_terminal(stack: &Stack, machine: &MachineRecord) -> Res
     browser::run_in_terminal(stack, &format!("sh {ATTACK_FILE} </dev/null")).await?;
     let reached = vm.run(PRINT_AND_CLEAN_UP, TIMEOUT).await?.success()?;
     let lines: Vec<&str> = reached.lines().collect();
-    let [end] = lines.as_slice() else { bail!("the terminal reached {lines:?}") };
+    let [summary] = lines.as_slice() else { bail!("the terminal reached {lines:?}") };
     ensure!(
-        end.starts_with("done as svc in ") && end.contains("svc-code.service"),
-        "unexpected last line: {end}"
+        summary.starts_with("done as svc in ") && summary.contains("svc-code.service"),
+        "unexpected last line: {summary}"
     );
-    Ok(((), format!("the terminal of code-server reached nothing: {end}")))
+    Ok(((), format!("the terminal of code-server reached nothing: {summary}")))
 }
 
 /// A script that writes `attack.sh` for the owner.

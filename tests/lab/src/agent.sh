@@ -2,7 +2,7 @@
 # and no process remains. Prints a summary; exits at the first violation.
 set -eu
 home=/home/svc/home
-broken() {
+fail() {
   echo "BROKEN $*"
   ls -la /run/svc/* $home/system/logs
   cat /run/svc/hooks/audit-gaps.jsonl /var/lib/svc/tool-calls.json 2>&1 || true
@@ -23,10 +23,10 @@ kill -9 "$(cat lab-watch.pid)" 2>/dev/null && echo killed >>lab/deep/where
 for socket in gateway/gateway.sock owner/agent.sock owner/code.sock; do
   curl -sS --max-time 5 --unix-socket /run/svc/$socket http://localhost/api/usage >/dev/null 2>&1 && echo "reached $socket" >>lab/deep/where
 done
-# Through another process's view of the file system, which processes of the same user can access.
-for of in /proc/[0-9]*/root; do
-  code=$(curl -sS -o /dev/null -w '%{http_code}' --max-time 5 --unix-socket $of/run/svc/gateway/gateway.sock http://localhost/api/usage 2>/dev/null)
-  [ "${code:-0}" = 200 ] && echo "reached the gateway by $of" >>lab/deep/where
+# Tries the socket through another process's view of the file system, which processes of the same user can access.
+for root in /proc/[0-9]*/root; do
+  code=$(curl -sS -o /dev/null -w '%{http_code}' --max-time 5 --unix-socket $root/run/svc/gateway/gateway.sock http://localhost/api/usage 2>/dev/null)
+  [ "${code:-0}" = 200 ] && echo "reached the gateway through $root" >>lab/deep/where
 done
 setsid sleep 4321 &
 echo '{"type":"tool","id":"t","name":"Bash","input":{"command":"x"}}'
@@ -41,31 +41,31 @@ CONFIG
 chown svc-gateway:svc $home/system/config.json
 
 timeout 120 systemctl is-system-running --wait >/dev/null || true
-[ "$(systemctl is-active svc-agent.socket)" = active ] || broken "svc-agent.socket is $(systemctl is-active svc-agent.socket)"
-[ "$(systemctl is-active svc-watch.service)" = active ] || broken "svc-watch is $(systemctl is-active svc-watch.service)"
+[ "$(systemctl is-active svc-agent.socket)" = active ] || fail "svc-agent.socket is $(systemctl is-active svc-agent.socket)"
+[ "$(systemctl is-active svc-watch.service)" = active ] || fail "svc-watch is $(systemctl is-active svc-watch.service)"
 systemctl show -P MainPID svc-watch.service >$home/lab-watch.pid
-[ "$(stat -c %U /proc/"$(cat $home/lab-watch.pid)")" = svc-gateway ] || broken "svc-watch runs as another user"
-as_svc grep -q svc-hook /home/svc/.claude/settings.json || broken "no hook in the owner's settings"
+[ "$(stat -c %U /proc/"$(cat $home/lab-watch.pid)")" = svc-gateway ] || fail "svc-watch runs as another user"
+as_svc grep -q svc-hook /home/svc/.claude/settings.json || fail "no hook in the owner's settings"
 
 # The owner's own processes may read, but not change anything.
 code() { as_svc curl -sS -o /dev/null -w '%{http_code}' --max-time 20 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
-[ "$(code http://localhost/api/limits)" = 200 ] || broken "a terminal may not read the limits"
-[ "$(code -X PUT -d '{"daily": 1000}' http://localhost/api/limits)" = 403 ] || broken "a terminal may change the limits"
-[ "$(code -d '{"prompt": "x"}' http://localhost/api/dispatch)" = 403 ] || broken "a terminal may start a dispatch"
+[ "$(code http://localhost/api/limits)" = 200 ] || fail "a terminal may not read the limits"
+[ "$(code -X PUT -d '{"daily": 1000}' http://localhost/api/limits)" = 403 ] || fail "a terminal may change the limits"
+[ "$(code -d '{"prompt": "x"}' http://localhost/api/dispatch)" = 403 ] || fail "a terminal may start a dispatch"
 
-# A hook gives up after 100 ms, and on an emulated processor starting a program takes half of that: a call without an
-# audit entry must be recorded as a gap, and at least one of several calls must be audited.
+# A hook gives up after 100 ms, half of which an emulated processor needs to start a program: a call without an audit
+# entry must be recorded as a gap, and at least one of several calls must be audited.
 audit=$home/system/logs/audit.jsonl
 for try in 1 2 3 4 5 6 7 8; do
   id=lab-$try
   rm -rf $home/lab
   response=$(call_gateway -d "{\"id\": \"$id\", \"prompt\": \"do it\"}" http://localhost/api/dispatch)
-  echo "$response" | grep -q '"text":"it is done"' || broken "unexpected result of the dispatch: $response"
-  [ "$(cat $home/lab/deep/who)" = svc ] || broken "the agent was $(cat $home/lab/deep/who)"
-  grep -q '/svcagents.slice/svc-agent@' $home/lab/deep/where || broken "the agent ran in $(cat $home/lab/deep/where)"
-  grep -q '^read$\|^killed$\|^reached' $home/lab/deep/where && broken "the agent reached forbidden resources: $(cat $home/lab/deep/where)"
-  for of in /proc/[0-9]*/cmdline; do
-    [ "$(tr '\0' ' ' <"$of" 2>/dev/null)" = 'sleep 4321 ' ] && broken "a process outlived its dispatch"
+  echo "$response" | grep -q '"text":"it is done"' || fail "unexpected result of the dispatch: $response"
+  [ "$(cat $home/lab/deep/who)" = svc ] || fail "the agent was $(cat $home/lab/deep/who)"
+  grep -q '/svcagents.slice/svc-agent@' $home/lab/deep/where || fail "the agent ran in $(cat $home/lab/deep/where)"
+  grep -q '^read$\|^killed$\|^reached' $home/lab/deep/where && fail "the agent reached forbidden resources: $(cat $home/lab/deep/where)"
+  for cmdline in /proc/[0-9]*/cmdline; do
+    [ "$(tr '\0' ' ' <"$cmdline" 2>/dev/null)" = 'sleep 4321 ' ] && fail "a process outlived its dispatch"
   done
   for _ in 1 2 3 4 5 6 7 8 9 10; do
     audited=$(grep -c "\"path\":\"lab.*\"dispatchId\":\"$id\"" $audit 2>/dev/null || true)
@@ -74,12 +74,12 @@ for try in 1 2 3 4 5 6 7 8; do
     [ "$recorded" = 1 ] && { [ "${audited:-0}" -ge 4 ] || [ "${late:-0}" -ge "$try" ]; } && break
     sleep 1
   done
-  [ "$recorded" = 1 ] || broken "no interaction"
+  [ "$recorded" = 1 ] || fail "no interaction"
   [ "${audited:-0}" -ge 4 ] && break
-  [ "${late:-0}" -ge "$try" ] || broken "audit.jsonl has $(cat $audit)"
+  [ "${late:-0}" -ge "$try" ] || fail "audit.jsonl has $(cat $audit)"
 done
-[ "$audited" -ge 4 ] || broken "after $try dispatches, audit.jsonl has $(cat $audit)"
-as_svc sh -c "echo x >>$home/system/logs/audit.jsonl" 2>/dev/null && broken "svc may write the audit"
+[ "$audited" -ge 4 ] || fail "after $try dispatches, audit.jsonl has $(cat $audit)"
+as_svc sh -c "echo x >>$home/system/logs/audit.jsonl" 2>/dev/null && fail "svc may write the audit"
 failed=$(systemctl --failed --plain --no-legend | grep svc- || true)
-[ -z "$failed" ] || broken "$failed"
+[ -z "$failed" ] || fail "$failed"
 echo "one dispatch as svc in its own unit, \$0.125, $audited names audited at try $try, no process left"

@@ -1,5 +1,5 @@
-# Attacks by the owner's user, run by a process of the editor's unit, in its terminal, and by a dispatched agent. Writes
-# each resource that it reached to lab-attack.out, then the unit in which it ran.
+# Attacks by the owner's user: runs in a process of the editor's unit, in the editor's terminal, and as a dispatched
+# agent. Writes each resource that it reached to lab-attack.out, then the unit in which it ran.
 read -r prompt || true
 cd /home/svc/home
 reached() { echo "$*" >>lab-attack.out; }

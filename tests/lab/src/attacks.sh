@@ -6,13 +6,13 @@ PATH=/opt/svc/bin:$PATH
 home=/home/svc/home
 swapper=
 trap '[ -z "$swapper" ] || kill -- -$swapper 2>/dev/null' EXIT
-broken() { echo "BROKEN $*"; exit 1; }
+fail() { echo "BROKEN $*"; exit 1; }
 secret=$(sed -n 's/^UPGRADE_TOKEN=//p' /opt/svc/env/host.env | tr -d '"')
-[ -n "$secret" ] || broken "the machine has no UPGRADE_TOKEN"
-[ -s $home/lab-attack.sh ] || broken "there is no lab-attack.sh"
+[ -n "$secret" ] || fail "the machine has no UPGRADE_TOKEN"
+[ -s $home/lab-attack.sh ] || fail "there is no lab-attack.sh"
 call_gateway() { curl -sS --max-time 90 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
 
-# Runs as a process of the editor's unit: with its view of the file system, its control group, its user.
+# Runs attack.sh as a process of this unit: with its view of the file system, its control group and its user.
 attack_in() {
   pid=$(systemctl show -P MainPID "$1")
   group=/sys/fs/cgroup$(systemctl show -P ControlGroup "$1")
@@ -24,61 +24,61 @@ attack_in() {
   ) || true
 }
 check_outcome() {
-  grep -q '^done as svc in ' $home/lab-attack.out || broken "$1: the attack did not run: $(cat $home/lab-attack.out 2>&1)"
-  grep -v '^done as svc in ' $home/lab-attack.out && broken "$1 reached forbidden resources"
+  grep -q '^done as svc in ' $home/lab-attack.out || fail "$1: the attack did not run: $(cat $home/lab-attack.out 2>&1)"
+  grep -v '^done as svc in ' $home/lab-attack.out && fail "$1 reached forbidden resources"
   return 0
 }
 unit=svc-code.service
 [ "$(systemctl is-active $unit)" = active ] || unit=svc-shell.service
-[ "$(systemctl is-active $unit)" = active ] || broken "neither the editor nor the shell is running"
+[ "$(systemctl is-active $unit)" = active ] || fail "neither the editor nor the shell is running"
 attack_in $unit
 check_outcome "a process of $unit"
 
-# As a dispatched agent.
+# The attack as a dispatched agent.
 cp $home/system/config.json /var/tmp/lab-config.json 2>/dev/null || true
 echo '{"agents": {"lab": {"adapter": "json-lines", "command": ["sh", "lab-attack.sh"]}}}' >$home/system/config.json
 chown svc-gateway:svc $home/system/config.json
 rm -f $home/lab-attack.out
 response=$(call_gateway -d '{"id": "lab-attack", "prompt": "attack"}' http://localhost/api/dispatch)
-echo "$response" | grep -q '"text":"attacked"' || broken "unexpected result of the dispatch: $response"
+echo "$response" | grep -q '"text":"attacked"' || fail "unexpected result of the dispatch: $response"
 check_outcome "a dispatched agent"
-grep -q '/svcagents.slice/svc-agent@' $home/lab-attack.out || broken "it ran in $(cat $home/lab-attack.out)"
+grep -q '/svcagents.slice/svc-agent@' $home/lab-attack.out || fail "the agent ran in $(cat $home/lab-attack.out)"
 for _ in 1 2 3 4 5 6 7 8 9 10; do
   forged=$(grep -c '"why":"forged"' $home/system/logs/audit.jsonl 2>/dev/null || true)
   [ "${forged:-0}" -ge 1 ] && break
   sleep 1
 done
-[ "${forged:-0}" -ge 1 ] || broken "a forged end of a dispatch left no gap in the audit"
+[ "${forged:-0}" -ge 1 ] || fail "a forged end of a dispatch left no gap in the audit"
 
 # The gateway encounters the planted files.
 for path in /apps/lab-linked/ /apps/lab-linked/host.env /apps/lab-linked/update.env /icons/lab-linked /apps/lab-fifo/; do
-  call_gateway "http://localhost$path" | grep -qF "$secret" && broken "$path serves an env file"
+  call_gateway "http://localhost$path" | grep -qF "$secret" && fail "$path serves an env file"
 done
 [ "$(curl -sS -o /dev/null -w '%{http_code}' --max-time 20 --unix-socket /run/svc/gateway/gateway.sock http://localhost/readyz)" = 200 ] ||
-  broken "the gateway is no longer ready"
+  fail "the gateway is no longer ready"
 
 # Root exports while folders are constantly swapped for links.
 setsid setpriv --reuid=svc --regid=svc --init-groups sh -c "cd $home && mkdir -p lab-swap && echo mine >lab-swap/file && while :; do mv lab-swap lab-swapped && ln -s /opt/svc/env lab-swap && rm lab-swap && mv lab-swapped lab-swap; done" >/dev/null 2>&1 &
 swapper=$!
 mkdir -p -m 0700 /var/backups/lab
-timeout 400 svc-db-backup export --output /var/backups/lab/ada.tar >/var/tmp/lab-export.log 2>&1 || broken "the export: $(tail -n 3 /var/tmp/lab-export.log)"
-[ -d /proc/$swapper ] || broken "the folders were not swapped while the export ran"
+timeout 400 svc-db-backup export --output /var/backups/lab/ada.tar >/var/tmp/lab-export.log 2>&1 || fail "the export failed: $(tail -n 3 /var/tmp/lab-export.log)"
+[ -d /proc/$swapper ] || fail "the folders were not swapped while the export ran"
 kill -- -$swapper
 swapper=
-grep -qF "$secret" /var/backups/lab/ada.tar && broken "the export has a secret of the machine"
-tar -tf /var/backups/lab/ada.tar | grep -q 'lab-export/fifo' && broken "the export has a FIFO"
+grep -qF "$secret" /var/backups/lab/ada.tar && fail "the export has a secret of the machine"
+tar -tf /var/backups/lab/ada.tar | grep -q 'lab-export/fifo' && fail "the export has a FIFO"
 
 # Root must not run programs named in svc-gateway's settings.
 mkdir -p $home/lab-bin && printf '#!/bin/sh\nid -un >>/var/tmp/lab-ran-as\nexit 1\n' >$home/lab-bin/pg_dump
 for tool in pg_restore psql pg_dumpall; do cp $home/lab-bin/pg_dump $home/lab-bin/$tool; done
 chmod -R a+rx $home/lab-bin && chown -R svc:svc $home/lab-bin
 rm -f /var/tmp/lab-ran-as && install -m 0666 /dev/null /var/tmp/lab-ran-as
-# The planted programs work, and commands run them if root's own environment names them.
+# The planted programs work, and commands run them if root's own environment names them. So the next check can fail.
 $home/lab-bin/pg_dump || true
-grep -qx root /var/tmp/lab-ran-as || broken "the planted programs do not work"
+grep -qx root /var/tmp/lab-ran-as || fail "the planted programs do not work"
 : >/var/tmp/lab-ran-as
 SVC_PG_BIN_DIR=$home/lab-bin timeout 300 svc-db-backup export --output /var/backups/lab/own.tar >/dev/null 2>&1 || true
-[ -s /var/tmp/lab-ran-as ] || broken "an export runs no program of SVC_PG_BIN_DIR"
+[ -s /var/tmp/lab-ran-as ] || fail "an export runs no program of SVC_PG_BIN_DIR"
 : >/var/tmp/lab-ran-as
 cp -p /opt/svc/env/host.env /var/tmp/lab-host.env
 printf 'SVC_PG_BIN_DIR=%s\n' $home/lab-bin >>/opt/svc/env/host.env
@@ -86,10 +86,10 @@ timeout 300 svc-update status >/dev/null 2>&1 || true
 timeout 300 svc-restore import --check /var/backups/lab/ada.tar >/dev/null 2>&1 || true
 timeout 300 svc-db-backup export --output /var/backups/lab/again.tar >/dev/null 2>&1 || true
 cp -p /var/tmp/lab-host.env /opt/svc/env/host.env
-grep -qx root /var/tmp/lab-ran-as && broken "root ran a program of the owner's"
+grep -qx root /var/tmp/lab-ran-as && fail "root ran one of the owner's programs"
 
 rm -rf /var/backups/lab $home/lab-* $home/apps/lab-* /var/tmp/lab-host.env
 [ -f /var/tmp/lab-config.json ] && cat /var/tmp/lab-config.json >$home/system/config.json
 failed=$(systemctl --failed --plain --no-legend | grep svc- || true)
-[ -z "$failed" ] || broken "$failed"
+[ -z "$failed" ] || fail "$failed"
 echo "links, FIFOs, swapped folders, root's settings, permissions and a forged end, from $unit and from an agent: nothing reached"

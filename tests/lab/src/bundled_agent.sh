@@ -1,9 +1,9 @@
-# Dispatches to the coding agents of a full release, against a stub of their model's API at $MODEL on the lab's host. Each
-# agent writes a file by a tool of its own; the records must have the tool, the tokens and the cost. Prints a summary;
-# exits at the first violation.
+# Dispatches to the coding agents of a full release, against a stub of their model's API at $MODEL on the lab's host.
+# Each agent writes a file with one of its own tools; the records must have the tool, the tokens and the cost. Prints a
+# summary; exits at the first violation.
 set -eu
 home=/home/svc/home
-broken() {
+fail() {
   echo "BROKEN $*"
   journalctl -b --no-pager -u 'svc-agent@*' | tail -n 30
   exit 1
@@ -14,7 +14,7 @@ for program in claude codex; do
   found=$(readlink -f /opt/svc/runtime/agents/bin/$program)
   case $found in
     /opt/svc/releases/*/runtime/agents/$program/*) ;;
-    *) broken "$program is $found" ;;
+    *) fail "$program is $found" ;;
   esac
 done
 
@@ -47,8 +47,8 @@ chown -R svc:svc /home/svc/.codex-lab
 for agent in claude codex; do
   rm -f $home/lab-from-$agent
   response=$(call_gateway -d "{\"id\": \"bundled-$agent\", \"agentName\": \"$agent\", \"prompt\": \"[[$agent]] do it\"}" http://localhost/api/dispatch)
-  echo "$response" | grep -q '"text":"All done."' || broken "unexpected result of $agent: $response"
-  [ "$(stat -c %U $home/lab-from-$agent)" = svc ] || broken "$agent did not write its file"
+  echo "$response" | grep -q '"text":"All done."' || fail "unexpected result of $agent: $response"
+  [ "$(stat -c %U $home/lab-from-$agent)" = svc ] || fail "$agent did not write its file"
   recorded=
   for _ in 1 2 3 4 5 6 7 8 9 10; do
     recorded=$(grep -h "\"id\":\"bundled-$agent\"" $home/system/logs/interactions-*.jsonl 2>/dev/null || true)
@@ -57,11 +57,11 @@ for agent in claude codex; do
   done
   case $recorded in
     *'"status":"success"'*) ;;
-    *) broken "the record of $agent is $recorded" ;;
+    *) fail "the record of $agent is $recorded" ;;
   esac
-  echo "$recorded" | grep -q '"cost":0\.0*[1-9]' || broken "$agent cost nothing: $recorded"
-  echo "$recorded" | grep -q '"tools":\[{' || broken "$agent has no tool: $recorded"
+  echo "$recorded" | grep -q '"cost":0\.0*[1-9]' || fail "$agent cost nothing: $recorded"
+  echo "$recorded" | grep -q '"tools":\[{' || fail "$agent has no tool: $recorded"
 done
 versions="Claude Code $(/opt/svc/runtime/agents/bin/claude --version), $(/opt/svc/runtime/agents/bin/codex --version)"
 rm -rf $home/lab-from-* /home/svc/.codex-lab $home/system/config.json
-echo "$versions: each wrote a file by a tool, recorded with its cost"
+echo "$versions: each wrote a file with a tool, which was recorded with its cost"

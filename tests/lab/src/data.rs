@@ -12,20 +12,20 @@ use super::life::BOOT_TIMEOUT;
 use kit::s3::{Fault, Rule};
 use kit::story::{MachineRecord, Stack, eventually};
 
-/// Lists databases besides the owner's that the product has created.
+/// Lists the databases that the product has created, except the owner's.
 pub(super) const LIST_SIDE_DATABASES: &str = r#"
 url=$(sed -n 's/^DATABASE_URL=//p' /opt/svc/env/host.env | tr -d '"')
 PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime/postgres/bin/psql -v ON_ERROR_STOP=1 -qh 127.0.0.1 \
   -U postgres -d svc -Atc "select datname from pg_database where datname ~ '^svc_'"
 "#;
 
-/// Two backups fail without a store. Exit code, record, metrics, doctor and fleet report it, and the pointer is
-/// unchanged.
+/// Two backups fail without a store. Exit code, record, metrics, doctor and fleet report the failure, and the pointer
+/// is unchanged.
 pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let before = verified_pointer(stack)?;
-    vm.run(&set_retries(false), SHORT_TIMEOUT).await?.success().context("end retries")?;
+    vm.run(&set_retries(false), SHORT_TIMEOUT).await?.success().context("disable retries")?;
     let outage = stack.store.fault(Rule::new(Fault::Refuse).key("/system/db/").always());
     for nth in 1..=2 {
         let failed = vm.run(BACKUP, LONG_TIMEOUT).await?;
@@ -43,8 +43,13 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     ensure!(metrics.trim().ends_with(" 0"), "/metrics: {metrics}");
     let doctor = vm.run("/opt/svc/bin/svcctl doctor host", LONG_TIMEOUT).await?;
     let is_backup_problem = |line: &str| line.split_whitespace().take(2).eq(["problem", "backup"]);
-    ensure!(doctor.stdout.lines().any(is_backup_problem), "doctor does not report it: {}", doctor.stdout);
-    eventually("the fleet reports it", BOOT_TIMEOUT, || check_fleet_attention(stack, true)).await?;
+    ensure!(
+        doctor.stdout.lines().any(is_backup_problem),
+        "doctor does not report the failed backup: {}",
+        doctor.stdout
+    );
+    eventually("the fleet reports the failing backup", BOOT_TIMEOUT, || check_fleet_attention(stack, true))
+        .await?;
     ensure!(stack.slot.pointer(&stack.store)? == before, "a failed backup moved the pointer");
     let refused = outage.hits();
     stack.store.heal();
@@ -53,11 +58,13 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup after the outage")?;
     ensure!(verified_pointer(stack)?["seq"].as_u64() > before["seq"].as_u64(), "the pointer did not move");
     eventually("the fleet reports no problem", BOOT_TIMEOUT, || check_fleet_attention(stack, false)).await?;
-    let detail = "two backups exited with 69; record, metrics, doctor and fleet report it, pointer unchanged";
+    let detail =
+        "two backups exited with 69; record, metrics, doctor and fleet report the failure, pointer unchanged";
     Ok(((), format!("{detail}; {refused} calls refused; the next backup succeeded")))
 }
 
-/// The hourly unit retries for most of an hour while the store is away, or fails at once.
+/// Returns a command after which the hourly unit either retries for most of an hour while the store is unreachable, or
+/// fails immediately.
 fn set_retries(are_allowed: bool) -> String {
     const DIR: &str = "/run/systemd/system/svc-db-backup.service.d";
     let change = if are_allowed {
@@ -81,22 +88,22 @@ pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Re
     const NOTES: &str = "app_notes.notes";
     let vm = stack.provider.machine(&machine.server)?;
     let rows = wait_until_served(stack).await?;
-    ensure!(!rows.is_empty(), "there are no rows; run the act `use` first");
+    ensure!(!rows.is_empty(), "there are no rows; run the step `use` first");
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let delete =
         json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
     stack.web.bridge(&stack.owner(), &delete).await?;
     ensure!(stack.web.titles(&stack.owner()).await?.is_empty(), "some rows were not deleted");
-    call(stack, Method::POST, "", json!({})).await?;
+    send_side_request(stack, Method::POST, "", json!({})).await?;
     let opened = wait_for_status(stack, "open").await?;
     let tables = opened["tables"].to_string();
     ensure!(tables.contains(NOTES), "the snapshot has {tables}");
-    call(stack, Method::POST, "/copy", json!({"tables": [NOTES]})).await?;
+    send_side_request(stack, Method::POST, "/copy", json!({"tables": [NOTES]})).await?;
     let copied = wait_for_status(stack, "open").await?["lastCopy"].clone();
     ensure!(copied.get("error").is_none_or(Value::is_null), "{copied}");
     let restored = stack.web.titles(&stack.owner()).await?;
     ensure!(restored == rows, "there were {rows:?}, now {restored:?}");
-    call(stack, Method::DELETE, "", Value::Null).await?;
+    send_side_request(stack, Method::DELETE, "", Value::Null).await?;
     wait_for_status(stack, "closed").await?;
     let leftover = vm.run(LIST_SIDE_DATABASES, SHORT_TIMEOUT).await?.success()?;
     ensure!(leftover.trim().is_empty(), "leftover databases: {leftover}");
@@ -104,7 +111,7 @@ pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Re
     Ok(((), format!("{} rows deleted; {inserted} restored from {}", rows.len(), opened["key"])))
 }
 
-async fn call(stack: &Stack, method: Method, path: &str, body: Value) -> Result<()> {
+async fn send_side_request(stack: &Stack, method: Method, path: &str, body: Value) -> Result<()> {
     let request = stack.web.request(method, &format!("/api/side-database{path}")).bearer_auth(stack.owner());
     let request = if body.is_null() { request } else { request.json(&body) };
     let response = request.send().await?;
@@ -119,7 +126,7 @@ async fn wait_for_status(stack: &Stack, status: &str) -> Result<Value> {
         let request = stack.web.request(Method::GET, "/api/side-database").bearer_auth(stack.owner());
         let state: Value = request.send().await?.error_for_status()?.json().await?;
         ensure!(state["status"] != "failed", "{state}");
-        ensure!(state["status"] == status && state["pending"].is_null(), "it is {state}");
+        ensure!(state["status"] == status && state["pending"].is_null(), "the side database is {state}");
         Ok(state)
     })
     .await
@@ -129,7 +136,7 @@ async fn wait_for_status(stack: &Stack, status: &str) -> Result<Value> {
 pub async fn export_and_import(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let rows = wait_until_served(stack).await?;
-    ensure!(!rows.is_empty(), "there are no rows; run the act `use` first");
+    ensure!(!rows.is_empty(), "there are no rows; run the step `use` first");
     let export = "install -d -o svc -g svc /home/svc/home/projects && echo mine >/home/svc/home/projects/file && \
                   chown svc:svc /home/svc/home/projects/file && rm -f /var/backups/ada.tar && \
                   /opt/svc/bin/svc-db-backup export --output /var/backups/ada.tar";

@@ -1,6 +1,5 @@
-//! Faults of machines: a dead database, a full disk, a wrong clock, a power cut at a critical moment.
-//!
-//! After each, acknowledged data is intact, and the machine recovers without intervention.
+//! Faults of machines: a dead database, a full disk, a wrong clock, a power cut at a critical moment. After each fault,
+//! acknowledged data is intact, and the machine recovers without intervention.
 
 use std::time::{Duration, Instant};
 
@@ -15,9 +14,9 @@ use kit::story::{MachineRecord, Stack, eventually};
 pub(super) const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
 pub(super) const LONG_TIMEOUT: Duration = Duration::from_secs(400);
 pub(super) const BACKUP: &str = "systemctl start svc-db-backup.service";
-const GATEWAY: &str = "systemctl show -P MainPID svc-gateway.service";
+const GATEWAY_PID: &str = "systemctl show -P MainPID svc-gateway.service";
 const AFTER_TITLE: &str = "after the full disk";
-/// Large enough that its backup takes seconds.
+/// Creates a table large enough that its backup takes seconds.
 const CREATE_BALLAST: &str = r#"
 url=$(sed -n 's/^DATABASE_URL=//p' /opt/svc/env/host.env | tr -d '"')
 PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime/postgres/bin/psql -v ON_ERROR_STOP=1 -qh 127.0.0.1 -U postgres -d svc \
@@ -28,13 +27,16 @@ PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime
 pub async fn kill_database(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner()).await?;
-    let gateway = vm.run(GATEWAY, SHORT_TIMEOUT).await?.success()?;
+    let gateway = vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()?;
     vm.run("podman kill --signal KILL svc-postgres", SHORT_TIMEOUT).await?.success()?;
     let killed = Instant::now();
     let after = wait_until_served(stack).await?;
     let seconds = killed.elapsed().as_secs_f64();
     ensure!(after == before, "there were {before:?}, now {after:?}");
-    ensure!(vm.run(GATEWAY, SHORT_TIMEOUT).await?.success()? == gateway, "the gateway was restarted, too");
+    ensure!(
+        vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway,
+        "the gateway was also restarted"
+    );
     Ok(((), format!("served after {seconds:.0} s by the same gateway; {} rows", after.len())))
 }
 
@@ -43,8 +45,8 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let pointer = verified_pointer(stack)?;
-    let gateway = vm.run(GATEWAY, SHORT_TIMEOUT).await?.success()?;
-    // Allocates blocks without writing; the ones reserved for root are taken by writing.
+    let gateway = vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()?;
+    // Allocates blocks without writing them; then fills the blocks reserved for root by writing.
     let fill = "fallocate -l $(($(df --output=avail -B1 / | tail -n 1) - 65536)) /filler; dd if=/dev/zero of=/filler2 bs=1M status=none; sync; true";
     vm.run(fill, LONG_TIMEOUT).await?.success()?;
     let mut accepted = Vec::new();
@@ -67,7 +69,7 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     verified_pointer(stack)?;
     vm.run("rm /filler /filler2 && sync", LONG_TIMEOUT).await?.success()?;
     let after = wait_until_served(stack).await?;
-    ensure!(vm.run(GATEWAY, SHORT_TIMEOUT).await?.success()? == gateway, "the gateway was restarted");
+    ensure!(vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway, "the gateway was restarted");
     let lost: Vec<&String> = accepted.iter().filter(|title| !after.contains(title)).collect();
     ensure!(lost.is_empty(), "acknowledged and lost: {lost:?}");
     let owner = stack.owner();
@@ -80,7 +82,7 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     Ok((
         (),
         format!(
-            "{} rows accepted, then {refused}; after freeing space all are there, same gateway",
+            "{} rows accepted, then {refused}; all are present after the space was freed, same gateway",
             accepted.len()
         ),
     ))
@@ -131,7 +133,11 @@ pub async fn jump_clock(stack: &Stack, machine: &MachineRecord) -> Result<((), S
     ensure!(!refused.status.success(), "the store accepted a request from the future");
     ensure!(journal.contains("timedatectl"), "the journal does not explain the failure: {journal}");
     let is_clock_problem = |line: &str| line.split_whitespace().take(2).eq(["problem", "clock"]);
-    ensure!(doctor.stdout.lines().any(is_clock_problem), "doctor does not report it: {}", doctor.stdout);
+    ensure!(
+        doctor.stdout.lines().any(is_clock_problem),
+        "doctor does not report the clock: {}",
+        doctor.stdout
+    );
     ensure!(verified_pointer(stack)? == later, "a refused backup moved the pointer");
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup with the correct time")?;
     wait_until_served(stack).await?;
@@ -157,9 +163,9 @@ pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> 
     let at_cut = verified_pointer(stack)?;
     ensure!(at_cut == before, "the pointer moved before the dump was complete: {at_cut}");
     stack.provider.switch_on(&machine.server)?;
-    let on_again = Instant::now();
+    let powered_on = Instant::now();
     let after = wait_until_served(stack).await?;
-    let seconds = on_again.elapsed().as_secs_f64();
+    let seconds = powered_on.elapsed().as_secs_f64();
     ensure!(after == rows, "there were {rows:?}, now {after:?}");
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("the next backup")?;
     let next = verified_pointer(stack)?;
@@ -171,7 +177,7 @@ pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> 
     ))
 }
 
-/// The pointer, after checking the digest of its snapshot.
+/// Returns the pointer after checking the digest of its snapshot.
 pub(super) fn verified_pointer(stack: &Stack) -> Result<Value> {
     let pointer = stack.slot.pointer(&stack.store)?;
     let key = pointer["snapshot"]["key"].as_str().with_context(|| format!("no snapshot in {pointer}"))?;

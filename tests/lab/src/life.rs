@@ -1,4 +1,4 @@
-//! The story on virtual machines. Steps that do not inspect a machine's disk are shared with the demo.
+//! The main scenario on virtual machines. Steps that do not inspect a machine's disk are shared with the demo.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,7 +15,7 @@ pub use kit::story::{
     backup, check_owner_gets_503, check_restored_rows, delete, insert_and_find, insert_later_row,
 };
 
-/// From power-on to a serving gateway, under emulation.
+/// Maximum time from power-on to a serving gateway, under emulation.
 pub const BOOT_TIMEOUT: Duration = Duration::from_secs(400);
 pub const TIMEOUTS: Timeouts =
     Timeouts { ready: Duration::from_secs(800), removal: Duration::from_secs(300) };
@@ -24,7 +24,7 @@ const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 
 pub async fn publish(stack: &Stack) -> Result<((), String)> {
     stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.success()?;
-    let mib = publish_as(stack, IMAGE_VERSION, &stack.svc, release::small).await?;
+    let mib = publish_as(stack, IMAGE_VERSION, &stack.svc, release::small_options).await?;
     Ok(((), format!("slot {USER}/primary on starter; bundle {IMAGE_VERSION}, {mib} MiB")))
 }
 
@@ -53,7 +53,7 @@ pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
     Ok((machine.clone(), format!("machine {} is running at {}", machine.id, machine.ip)))
 }
 
-/// Reboots the machine: everything is there, and nothing is restored.
+/// Reboots the machine: all rows are present, and nothing is restored.
 pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let timeout = Duration::from_secs(60);
@@ -65,7 +65,7 @@ pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let started = std::time::Instant::now();
     eventually("the machine reboots", BOOT_TIMEOUT, || async {
         let boot_id = vm.run(BOOT_ID, Duration::from_secs(30)).await?.success()?;
-        ensure!(boot_id != boot, "it has not rebooted yet");
+        ensure!(boot_id != boot, "the machine has not rebooted yet");
         Ok(())
     })
     .await?;
@@ -96,19 +96,19 @@ pub async fn recover(stack: &Stack, first: &MachineRecord) -> Result<(MachineRec
     Ok((second.clone(), format!("machine {} is running, epoch {}, restored", second.id, second.epoch)))
 }
 
-/// Powers on the first machine: once it learns that it is replaced, it stops serving and cannot back up.
+/// Powers on the first machine: once it learns that it has been replaced, it stops serving and cannot back up.
 pub async fn fence_old_machine(stack: &Stack, first: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&first.server)?;
     let pointer = || stack.slot.pointer(&stack.store);
     let (before, timeout) = (pointer()?, Duration::from_secs(60));
     vm.switch_on_at_previous_size()?;
-    eventually("the old machine learns that it is replaced", BOOT_TIMEOUT, || async {
+    eventually("the old machine learns that it has been replaced", BOOT_TIMEOUT, || async {
         vm.run("test -e /var/lib/svc/superseded.json", timeout).await?.success().map(drop)
     })
     .await?;
     eventually("the old machine's gateway stops", Duration::from_secs(60), || async {
         let state = vm.run("systemctl show -P ActiveState svc-gateway.service", timeout).await?.success()?;
-        ensure!(state.trim() == "inactive", "it is {}", state.trim());
+        ensure!(state.trim() == "inactive", "the gateway is {}", state.trim());
         Ok(())
     })
     .await?;
@@ -122,11 +122,12 @@ pub async fn fence_old_machine(stack: &Stack, first: &MachineRecord) -> Result<(
     ensure!(state.trim() == "inactive", "the gateway is running again: {state}");
     ensure!(pointer()? == before, "the pointer moved: {}", pointer()?);
     vm.save_journal().await.ok();
-    vm.cut();
+    vm.cut_power();
     Ok(((), "superseded: its gateway stops and stays stopped, its backup is refused".to_owned()))
 }
 
-/// Runs the units that verify snapshots: the latest is restored on trial and re-read, and both results reach the fleet.
+/// Runs the units that verify snapshots: the latest snapshot is restored in a drill and re-read, and both results reach
+/// the fleet.
 pub async fn run_drill(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let (timeout, long_timeout) = (Duration::from_secs(60), Duration::from_secs(400));
@@ -148,7 +149,7 @@ pub async fn run_drill(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     let leftover =
         vm.run(&format!("set -e\n{LIST_SIDE_DATABASES}\nls /var/lib/svc/drill"), timeout).await?.success()?;
     ensure!(leftover.trim() == "lock", "leftover of a drill: {leftover}");
-    Ok(((), format!("{} restored on trial; {}", checks["drill"]["key"], output.trim())))
+    Ok(((), format!("{} restored in a drill; {}", checks["drill"]["key"], output.trim())))
 }
 
 /// Resizes the machine: the same disk with the same data, more cores and memory.
@@ -170,7 +171,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let large = vm.run(size, timeout).await?.success()?;
     ensure!(
         vm.run(&identity, timeout).await?.success()? == same,
-        "another disk, or the machine was restored again"
+        "the machine has another disk, or was restored again"
     );
     ensure!(large != small, "the size is still {small}");
     let describe = |text: String| text.split_whitespace().collect::<Vec<_>>().join(" cores, ") + " MiB";
@@ -202,10 +203,13 @@ pub async fn refuse_damaged_restore(stack: &Stack) -> Result<((), String)> {
     ensure!(failure["cause"] == "boot_reported" && failure["stage"] == "restore", "the failure is {failure}");
     let id = record["machineId"].as_str().context("no machineId")?;
     let vm = stack.provider.machine(&format!("svc-{id}"))?;
-    let units = "systemctl show -P ActiveState svc-restore.service svc-gateway.service; test -e /opt/svc/restore-complete && echo open || echo shut";
+    let units = "systemctl show -P ActiveState svc-restore.service svc-gateway.service; test -e /opt/svc/restore-complete && echo open || echo closed";
     let output = vm.run_when_reachable(units, BOOT_TIMEOUT).await?.success()?;
     let states: Vec<&str> = output.split_whitespace().collect();
-    ensure!(states == ["failed", "inactive", "shut"], "svc-restore, svc-gateway and the gate are {states:?}");
+    ensure!(
+        states == ["failed", "inactive", "closed"],
+        "svc-restore, svc-gateway and the gate are {states:?}"
+    );
     vm.save_journal().await.ok();
     stack.store.heal();
     Ok((

@@ -1,10 +1,9 @@
-//! The lab: the main scenario on real machines, and checks that need them. Debian in QEMU, provisioned by cloud-init,
-//! run by systemd, with the database in a container.
+//! The lab: the main scenario on virtual machines, and checks that need them. The machines run Debian in QEMU, are
+//! provisioned by cloud-init, and run the host's units under systemd and the database in a container.
 //!
 //! It uses the interfaces of an operator: `svcctl`, HTTP, the provider's console, and SSH for inspection. Consoles and
 //! journals are stored below `target/lab`, in a directory per machine.
 
-mod acts;
 mod agent;
 mod data;
 mod faults;
@@ -13,6 +12,7 @@ mod life;
 mod packages;
 mod release;
 mod stages;
+mod steps;
 mod updates;
 
 use std::fs;
@@ -24,7 +24,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use tokio::signal::unix::{SignalKind, signal};
 
-use self::acts::{Acts, LabAct, SlotMachines};
+use self::steps::{LabStep, SlotMachines, StepSelection};
 use kit::child;
 use kit::fetch::target_dir;
 use kit::pg::PgBinaries;
@@ -41,8 +41,8 @@ struct Args {
     /// Run only provision, register, bridge, backup, reboot and recover
     #[arg(long)]
     quick: bool,
-    /// Run only these acts, on a freshly provisioned machine: `--only update,bad-update`
-    #[arg(long, value_name = "ACT", value_delimiter = ',', conflicts_with = "quick")]
+    /// Run only these steps, on a newly provisioned machine: `--only update,bad-update`
+    #[arg(long, value_name = "STEP", value_delimiter = ',', conflicts_with = "quick")]
     only: Vec<String>,
     /// The binary for the platform, `svcctl` and the machines
     #[arg(long, value_name = "PATH")]
@@ -59,23 +59,23 @@ fn main() -> ExitCode {
 
 impl Args {
     fn run(self) -> Result<ExitCode> {
-        let acts = match (self.quick, self.only.is_empty()) {
-            (true, _) => Acts::Quick,
-            (false, true) => Acts::Full,
-            (false, false) => Acts::only(self.only)?,
+        let steps = match (self.quick, self.only.is_empty()) {
+            (true, _) => StepSelection::Quick,
+            (false, true) => StepSelection::Full,
+            (false, false) => StepSelection::only(self.only)?,
         };
         let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
-        let report = runtime.block_on(run(&self.svc, &acts))?;
+        let report = runtime.block_on(run(&self.svc, &steps))?;
         Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 }
 
-/// Runs all steps, or until one fails; no machine is running when this returns.
+/// Runs the steps until one fails; no machine is running when this returns.
 ///
 /// # Errors
-/// Fails if it cannot start: no root, no QEMU, no image.
-async fn run(svc: &Path, acts: &Acts) -> Result<Report> {
-    let acts = acts.selected();
+/// Fails if the lab cannot start, for example without root or QEMU.
+async fn run(svc: &Path, steps: &StepSelection) -> Result<Report> {
+    let steps = steps.selected();
     let mut report = Report::with_timeout("lab", STEP_TIMEOUT);
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -84,15 +84,15 @@ async fn run(svc: &Path, acts: &Acts) -> Result<Report> {
     child::remove_on_exit(sockets.path());
     let dir = target_dir().join("lab");
     fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
-    // Only one at a time: concurrent runs would delete each other's disks.
+    // Only one lab at a time: concurrent runs would delete each other's disks.
     let lock = fs::File::create(dir.join("lock"))?;
     lock.try_lock().context("another lab is running in this target directory")?;
     let machines = dir.join("machines");
-    // Deletes disks of gigabytes, and logs of an earlier run.
+    // Deletes the disks, which are large, and the logs of an earlier run.
     fs::remove_dir_all(&machines).ok();
     fs::create_dir_all(&machines).with_context(|| format!("create {}", machines.display()))?;
     let outcome = tokio::select! {
-        result = run_all(&mut report, svc, &acts, &machines, sockets.path()) => Some(result.is_ok()),
+        result = run_all(&mut report, svc, &steps, &machines, sockets.path()) => Some(result.is_ok()),
         _ = terminate.recv() => None,
         _ = interrupt.recv() => None,
     };
@@ -107,17 +107,17 @@ async fn run(svc: &Path, acts: &Acts) -> Result<Report> {
 async fn run_all(
     report: &mut Report,
     svc: &Path,
-    acts: &[&LabAct],
+    steps: &[&LabStep],
     machines: &Path,
     sockets: &Path,
 ) -> Result<(), StepFailed> {
     let (image, accel) =
-        report.step("image", build_image(acts.iter().any(|act| act.name == "full-release"))).await?;
+        report.step("image", build_image(steps.iter().any(|step| step.name == "full-release"))).await?;
     let settings = MachineSettings { image, accel, dir: machines.to_owned(), sockets: sockets.to_owned() };
     let backend = HostBackend::Machines(settings);
     let stack = Stack::start_on(svc, sockets, RouterTransport::Tls, backend, &[]);
     let stack = report.step("stack", stack).await?;
-    let result = run_acts(report, acts, &stack).await;
+    let result = run_steps(report, steps, &stack).await;
     if result.is_err() {
         stack.print_logs();
     }
@@ -143,12 +143,12 @@ async fn build_image(with_full_release: bool) -> Result<((Image, Accel), String)
     Ok(((image, accel), format!("Debian with podman and PostgreSQL 16; {accel_name}")))
 }
 
-async fn run_acts(report: &mut Report, acts: &[&LabAct], stack: &Stack) -> Result<(), StepFailed> {
+async fn run_steps(report: &mut Report, steps: &[&LabStep], stack: &Stack) -> Result<(), StepFailed> {
     report.step("publish", life::publish(stack)).await?;
     let first = report.step("provision", life::provision(stack)).await?;
     let mut slot_machines = SlotMachines { current: first.clone(), first };
-    for act in acts {
-        report.step(act.name, (act.run)(stack, &mut slot_machines)).await?;
+    for step in steps {
+        report.step(step.name, (step.run)(stack, &mut slot_machines)).await?;
     }
     invariants::save_journal(stack, &slot_machines.current).await;
     report.step("delete", life::delete(stack, &slot_machines.current)).await?;
@@ -160,7 +160,7 @@ fn remove_disks(machines: &Path) {
     for machine in fs::read_dir(machines).into_iter().flatten().flatten() {
         fs::remove_file(machine.path().join("disk.qcow2")).ok();
         fs::remove_file(machine.path().join("seed.iso")).ok();
-        // It contains credentials.
+        // The user-data contains credentials.
         fs::remove_file(machine.path().join("user-data")).ok();
     }
 }

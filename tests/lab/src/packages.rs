@@ -1,4 +1,4 @@
-//! The packages on a real systemd: their units start, run confined, and stop.
+//! The packages under a real systemd: their units start, run confined, and stop.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -27,8 +27,8 @@ const REMOVE_RELEASE_AND_UNITS: &str = "systemctl disable --now svc.target; syst
                     find /etc/systemd/system -maxdepth 1 -type f -name 'svc*' ! -name svc-first-boot.service -delete && \
                     systemctl daemon-reload";
 
-/// Installs the platform's package as in docs/operating/install.md, as an additional process of the lab's platform: it becomes ready,
-/// passes its doctor, restarts after a kill, stops and is purged.
+/// Installs the platform's package as in docs/operating/install.md, as an additional process of the lab's platform: it
+/// becomes ready, passes its doctor, restarts after a kill, stops and is purged.
 pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     vm.upload(&build_package(stack, "svc-platform").await?, "/var/tmp/svc-platform.deb", LONG_TIMEOUT)
@@ -84,7 +84,7 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
     ))
 }
 
-/// Runs the same platform from the container recipe, with nothing but its settings: it becomes healthy, and stops when
+/// Runs the same platform from the container recipe, with only its settings: it becomes healthy, and stops when
 /// signalled.
 async fn check_container(vm: &Machine) -> Result<String> {
     let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/container/Containerfile");

@@ -13,7 +13,7 @@ use kit::pg::PgBinaries;
 /// Not a real host: nothing here contacts it.
 const IDP_HOST: &str = "idp.svc.test";
 
-/// Prefetches the parts of [`full`]; requires Node.js 20 or newer and npm.
+/// Prefetches the parts of [`full_options`]; requires Node.js 20 or newer and npm.
 pub fn prepare() -> Result<()> {
     for program in ["node", "npm"] {
         let found = Command::new(program).arg("--version").output();
@@ -21,19 +21,19 @@ pub fn prepare() -> Result<()> {
             format!("a full release requires Node.js 20 or newer and npm: {program} is missing")
         })?;
     }
-    runtime::gather(&runtime::full(&[])?).map(drop)
+    runtime::gather(&runtime::full_sources(&[])?).map(drop)
 }
 
-/// Like [`small`], with the default apps, the shell, and the runtimes of `cargo xtask bundle --full`.
-pub fn full(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
-    let mut options = small(svc, postgres, version, dir)?;
+/// Like [`small_options`], with the default apps, the shell, and the runtimes of `cargo xtask bundle --full`.
+pub fn full_options(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
+    let mut options = small_options(svc, postgres, version, dir)?;
     apps::build(&mut options, &target_dir().join("lab/apps"), Some(&apps::test_key(IDP_HOST)))?;
-    options.runtime.extend(runtime::gather(&runtime::full(&[])?)?);
+    options.runtime.extend(runtime::gather(&runtime::full_sources(&[])?)?);
     Ok(options)
 }
 
 /// Options of a bundle that boots on a machine; its parts are assembled in `dir`.
-pub fn small(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
+pub fn small_options(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
     let mut options = Options::new(svc, version, &dir.join("out"))?;
     options.runtime.push(runtime::copy_client_tools(postgres, &dir.join("postgres"))?);
     Ok(options)

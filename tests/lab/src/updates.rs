@@ -23,7 +23,7 @@ const FULL_VERSION: &str = "story-5";
 /// Deploys a release with a rollout: canary, health check, record.
 pub async fn deploy_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let before = stack.web.titles(&stack.owner()).await?;
-    publish_as(stack, SECOND_VERSION, &stack.svc, release::small).await?;
+    publish_as(stack, SECOND_VERSION, &stack.svc, release::small_options).await?;
     let started = Instant::now();
     let args = ["--json", "deploy", "start", SECOND_VERSION, "--no-verify", "--yes", "--wait=800"];
     let rollout: Value = stack.svcctl(&args).await?.success()?.json()?;
@@ -36,7 +36,7 @@ pub async fn deploy_update(stack: &Stack, machine: &MachineRecord) -> Result<(()
     );
     let after = wait_until_served(stack).await?;
     ensure!(after == before, "there were {before:?}, now {after:?}");
-    Ok(((), format!("{SECOND_VERSION} by the rollout in {seconds:.0} s, {} rows", after.len())))
+    Ok(((), format!("{SECOND_VERSION} deployed by a rollout in {seconds:.0} s, {} rows", after.len())))
 }
 
 /// Cuts the power while the services of the new release start: the next boot completes the update.
@@ -44,7 +44,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     let vm = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner()).await?;
     let previous = current_release(stack, machine).await?;
-    publish_as(stack, CUT_VERSION, &stack.svc, release::small).await?;
+    publish_as(stack, CUT_VERSION, &stack.svc, release::small_options).await?;
     let run =
         stack.svcctl(&["--json", "deploy", "start", CUT_VERSION, "--no-verify", "--yes"]).await?.success()?;
     let rollout: Value = run.json()?;
@@ -57,7 +57,11 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     ensure!(after == before, "there were {before:?}, now {after:?}");
     let state = eventually("the rollout ends", BOOT_TIMEOUT, || async {
         let status: Value = stack.svcctl(&["--json", "deploy", "status", &id]).await?.success()?.json()?;
-        ensure!(status["state"] == "succeeded" || status["state"] == "stopped", "it is {}", status["state"]);
+        ensure!(
+            status["state"] == "succeeded" || status["state"] == "stopped",
+            "the rollout is {}",
+            status["state"]
+        );
         Ok(status["state"].clone())
     })
     .await?;
@@ -68,7 +72,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     );
     let journal = "journalctl -b -u svc-update.service -o cat --no-pager";
     let journal = vm.run(journal, SHORT_TIMEOUT).await?.success()?;
-    ensure!(journal.contains("cut off"), "no update was in progress at the power cut: {journal}");
+    ensure!(journal.contains("interrupted update"), "no update was in progress at the power cut: {journal}");
     let open =
         vm.run("cat /var/lib/svc/update/journal.json 2>/dev/null; true", SHORT_TIMEOUT).await?.success()?;
     ensure!(open.trim().is_empty() || open.contains("ended"), "the update is still in progress: {open}");
@@ -83,7 +87,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
 /// Deploys a release whose gateway does not start: the machine rolls back, and the fleet reports it.
 pub async fn roll_back_broken_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let before = current_release(stack, machine).await?;
-    // The script behaves like the program whose name it has.
+    // The script behaves like the applet by whose name it is called.
     let svc = stack.dir.join("broken/svc");
     fs::create_dir_all(stack.dir.join("broken"))?;
     let script = format!(
@@ -94,7 +98,7 @@ pub async fn roll_back_broken_update(stack: &Stack, machine: &MachineRecord) -> 
     );
     fs::write(&svc, script)?;
     fs::set_permissions(&svc, fs::Permissions::from_mode(0o755))?;
-    publish_as(stack, BROKEN_VERSION, &svc, release::small).await?;
+    publish_as(stack, BROKEN_VERSION, &svc, release::small_options).await?;
     let run = stack.svcctl(&["--json", "deploy", "start", BROKEN_VERSION, "--yes", "--wait=800"]).await?;
     ensure!(run.code == Some(69), "svcctl exited with {:?}: {}{}", run.code, run.stdout, run.stderr);
     let record: Value = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()?;
@@ -124,13 +128,13 @@ pub async fn roll_back_broken_update(stack: &Stack, machine: &MachineRecord) -> 
 /// Deploys a release with all parts: only the owner reaches the shell and code-server.
 pub async fn deploy_full_release(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    let mib = publish_as(stack, FULL_VERSION, &stack.svc, release::full).await?;
+    let mib = publish_as(stack, FULL_VERSION, &stack.svc, release::full_options).await?;
     let started = Instant::now();
     let args = ["--json", "deploy", "start", FULL_VERSION, "--yes", "--wait=1200"];
     let rollout: Value =
         stack.svcctl_with_timeout(Duration::from_secs(1300), &args).await?.success()?.json()?;
     ensure!(rollout["state"] == "succeeded", "the rollout is {rollout}");
-    ensure!(rollout["verification"]["passed"] == true, "the platform did not verify it: {rollout}");
+    ensure!(rollout["verification"]["passed"] == true, "the platform did not verify the release: {rollout}");
     let seconds = started.elapsed().as_secs_f64();
     let owner = stack.owner();
     let page = |web, path| get_page(web, path, &owner);
@@ -142,8 +146,8 @@ pub async fn deploy_full_release(stack: &Stack, machine: &MachineRecord) -> Resu
     let socket = "/stable-0000000000000000000000000000000000000000?reconnectionToken=lab&reconnection=false";
     let status = stack.code.web_socket(socket, &owner).await?;
     ensure!(status == 101, "code-server's WebSocket returned {status}");
-    let stranger = stack.code.get("/", None, "application/json").await?;
-    ensure!(stranger.status == 401, "a stranger got {} from code-server", stranger.status);
+    let anonymous = stack.code.get("/", None, "application/json").await?;
+    ensure!(anonymous.status == 401, "a visitor without a session got {} from code-server", anonymous.status);
     let strict = "/opt/svc/bin/svcctl verify-rollout --strict --socket /run/svc/gateway/gateway.sock";
     let verified = vm.run(strict, LONG_TIMEOUT).await?.success().context("verify-rollout --strict")?;
     let node = "su -l -s /bin/sh svc -c 'node --version'";

@@ -1,9 +1,9 @@
-//! The targets of tests/fuzz under libFuzzer: the same rules, with inputs guided by coverage. The target is named in
-//! the environment because libFuzzer parses the arguments.
+//! Runs the targets of tests/fuzz with libFuzzer: the same rules, with inputs guided by coverage. The target is named
+//! in the environment because libFuzzer parses the arguments.
 
 #![no_main]
 
-// The number of cases of the quick form is unused here.
+// The number of cases of the short form is unused here.
 #[allow(dead_code)]
 #[path = "../../fuzz/parsers/mod.rs"]
 mod parsers;
@@ -45,7 +45,7 @@ fuzz_target!(
     |input: &[u8]| {
         let (name, check_any) = RULE.get().expect("libFuzzer has initialised the target");
         if let Err(rule) = check_any(input) {
-            panic!("{name}: {rule}\nof {:?}", String::from_utf8_lossy(input));
+            panic!("{name}: {rule}\ninput {:?}", String::from_utf8_lossy(input));
         }
     }
 );
@@ -61,6 +61,6 @@ fn write_samples(target: &Target, dir: &Path) {
     for index in 0..SAMPLE_COUNT {
         let sample = target.valid.new_tree(&mut runner).expect("a strategy without filters").current();
         (target.check_valid)(&sample).unwrap_or_else(|rule| panic!("sample {index}: {rule}"));
-        std::fs::write(dir.join(format!("sample-{index}")), sample).expect("the samples' folder takes files");
+        std::fs::write(dir.join(format!("sample-{index}")), sample).expect("write a sample");
     }
 }

@@ -1,5 +1,5 @@
-//! A PostgreSQL that stops, restarts, is full, or locks a table: the run ends with a clear record, and the next one
-//! succeeds.
+//! A PostgreSQL server that stops, restarts, has no free connection, or locks a table: the run ends with a clear
+//! record, and the next run succeeds.
 
 use std::time::{Duration, Instant};
 
@@ -8,20 +8,20 @@ use kit::long::Figures;
 use kit::pg::PgOptions;
 use tokio_postgres::Client;
 
-use super::super::gate::{SHORT, assert_untouched, is_restored, old_and_new, reset};
-use super::super::machine::{self, BUCKET, Ended, Machine, Running, until};
+use super::super::gate::{SHORT_DEADLINE, assert_untouched, is_restored, old_and_new, reset};
+use super::super::machine::{self, BUCKET, Machine, RunResult, Running, wait_until};
 use super::witness::Witness;
 
-/// More than one part of an upload.
+/// A table larger than one part of an upload.
 const CONTENT: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
 
-async fn wait_for_exit(running: Running) -> Result<Ended> {
+async fn wait_for_exit(running: Running) -> Result<RunResult> {
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
 /// Waits until a run's transaction holds its snapshot open.
-async fn until_snapshot_is_open(machine: &Machine) -> Result<()> {
+async fn wait_until_snapshot_is_open(machine: &Machine) -> Result<()> {
     let client = machine.client().await?;
     let sql = "SELECT FROM pg_stat_activity WHERE datname = 'svc' AND state = 'idle in transaction'";
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -47,7 +47,7 @@ async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(CONTENT).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    let mut witness = Witness::of(&store);
+    let mut witness = Witness::new(&store);
     witness.check()?;
     for (how, point) in
         [("stop", "backup.streaming"), ("kill", "backup.streaming"), ("stop", "backup.snapshot")]
@@ -55,10 +55,10 @@ async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
         let slow = format!("{point}=sleep(300)");
         let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", &slow)])?;
         if point == "backup.streaming" {
-            until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
+            wait_until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
         } else {
-            // Before it, the run may connect only after the restart, and succeed.
-            until_snapshot_is_open(&machine).await?;
+            // Before the snapshot is open, the run might connect only after the restart, and succeed.
+            wait_until_snapshot_is_open(&machine).await?;
         }
         match how {
             "stop" => machine.postgres().stop().await?,
@@ -85,9 +85,9 @@ async fn database_restart_during_restore_leaves_complete_database() -> Result<()
     for point in points {
         let slow = format!("{point}=sleep(1500)");
         let running = new.spawn(&["svc-restore"], &[("FAILPOINTS", &slow)])?;
-        let end_of = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while !new.databases().await?.iter().any(|name| name.starts_with("svc_restore_")) {
-            ensure!(Instant::now() < end_of, "{point}: no scratch database:\n{}", running.stderr());
+            ensure!(Instant::now() < deadline, "{point}: no scratch database:\n{}", running.stderr());
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         new.postgres().stop().await?;
@@ -113,17 +113,17 @@ async fn database_restart_during_restore_leaves_complete_database() -> Result<()
 const CONNECTIONS: usize = 8;
 
 /// A server with few connections.
-async fn small_server(store: &kit::s3::S3Server, epoch: u32) -> Result<Machine> {
+async fn machine_with_few_connections(store: &kit::s3::S3Server, epoch: u32) -> Result<Machine> {
     let setting = |name: &str, value: &str| (name.to_owned(), value.to_owned());
     let settings = vec![
         setting("max_connections", &CONNECTIONS.to_string()),
         setting("superuser_reserved_connections", "0"),
     ];
-    Machine::with(store, epoch, PgOptions { settings, ..PgOptions::default() }).await
+    Machine::with_options(store, epoch, PgOptions { settings, ..PgOptions::default() }).await
 }
 
-/// Occupies all connections except `left`.
-async fn occupy_connections(machine: &Machine, left: usize) -> Result<Vec<Client>> {
+/// Occupies all connections except `free`.
+async fn occupy_connections(machine: &Machine, free: usize) -> Result<Vec<Client>> {
     let end = std::time::Instant::now() + Duration::from_secs(60);
     let mut held = Vec::new();
     while held.len() < CONNECTIONS {
@@ -136,7 +136,7 @@ async fn occupy_connections(machine: &Machine, left: usize) -> Result<Vec<Client
             }
         }
     }
-    release_connections(&mut held, CONNECTIONS - left).await?;
+    release_connections(&mut held, CONNECTIONS - free).await?;
     Ok(held)
 }
 
@@ -144,9 +144,9 @@ async fn occupy_connections(machine: &Machine, left: usize) -> Result<Vec<Client
 async fn release_connections(held: &mut Vec<Client>, remain: usize) -> Result<()> {
     let end = std::time::Instant::now() + Duration::from_secs(60);
     held.truncate(remain);
-    let there = i64::try_from(remain)?;
+    let expected = i64::try_from(remain)?;
     let sql = "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'";
-    while held[0].query_one(sql, &[]).await?.get::<_, i64>(0) != there {
+    while held[0].query_one(sql, &[]).await?.get::<_, i64>(0) != expected {
         ensure!(std::time::Instant::now() < end, "more than {remain} sessions remain");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -156,38 +156,38 @@ async fn release_connections(held: &mut Vec<Client>, remain: usize) -> Result<()
 #[tokio::test(flavor = "multi_thread")]
 async fn exhausted_connections_fail_the_run_with_a_message() -> Result<()> {
     let store = machine::store()?;
-    let machine = small_server(&store, 1).await?;
+    let machine = machine_with_few_connections(&store, 1).await?;
     svc::fsx::write_atomic(&machine.path("opt/svc/restore-complete"), b"", 0o644)?;
     machine.client().await?.batch_execute(CONTENT).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let before = machine::pointer(&store).await?;
-    let mut crowded = occupy_connections(&machine, 0).await?;
+    let mut sessions = occupy_connections(&machine, 0).await?;
     machine.run(&["svc-db-backup"])?.expect(69);
     assert_failed(&machine, &["gate"], "too many clients")?;
-    // Room for the run, but not for `pg_dump`.
-    release_connections(&mut crowded, CONNECTIONS - 1).await?;
+    // A connection is free for the run, but none for `pg_dump`.
+    release_connections(&mut sessions, CONNECTIONS - 1).await?;
     let ended = machine.run(&["svc-db-backup"])?;
     ensure!([Some(69), Some(70)].contains(&ended.code), "{:?}: {}", ended.code, ended.stderr);
     assert_failed(&machine, &["dump"], "too many clients")?;
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
     assert_eq!(machine::pointer(&store).await?, before);
-    // One session is not enough to block it.
-    release_connections(&mut crowded, 1).await?;
+    // A single other session does not block the run.
+    release_connections(&mut sessions, 1).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
 
-    let new = small_server(&store, 2).await?;
+    let new = machine_with_few_connections(&store, 2).await?;
     new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
-    let mut crowded = occupy_connections(&new, 0).await?;
-    new.run_with(&["svc-restore"], SHORT)?.expect(69);
-    release_connections(&mut crowded, 1).await?;
-    drop(crowded);
+    let mut sessions = occupy_connections(&new, 0).await?;
+    new.run_with(&["svc-restore"], SHORT_DEADLINE)?.expect(69);
+    release_connections(&mut sessions, 1).await?;
+    drop(sessions);
     assert_untouched(&new, "no room").await?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.marker());
     Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::new("databases without room") }.record()
 }
 
-/// For example `VACUUM FULL` or a migration that locks a table longer than a backup waits: a minute.
+/// For example, `VACUUM FULL` or a migration locks a table for longer than the minute that a backup waits.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: a backup waits a minute for a lock"]
 async fn long_locked_table_fails_the_backup_with_a_record() -> Result<()> {
@@ -200,7 +200,7 @@ async fn long_locked_table_fails_the_backup_with_a_record() -> Result<()> {
     client.batch_execute("BEGIN; LOCK TABLE notes IN ACCESS EXCLUSIVE MODE").await?;
     let ended = wait_for_exit(machine.spawn(&["svc-db-backup"], &[])?).await?.expect(75);
     assert!(ended.stderr.contains("lock"), "{}", ended.stderr);
-    assert_failed(&machine, &["snapshot"], "a table is locked by another session")?;
+    assert_failed(&machine, &["snapshot"], "a table has been locked by another session")?;
     assert_eq!(machine::pointer(&store).await?, before);
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
     client.batch_execute("ROLLBACK").await?;

@@ -1,5 +1,5 @@
-//! A full disk at each write, by a small file system mounted there. The run ends with a clear error, nothing is half
-//! switched, and with free space the next run succeeds.
+//! A full disk at each write: a small file system is mounted there. The run ends with a clear error, no switch is
+//! incomplete, and once there is free space, the next run succeeds.
 
 use std::fs;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use kit::disk::SmallDisk;
 use kit::long::Figures;
 
 use super::super::gate::{assert_untouched, is_restored, old_and_new, reset};
-use super::super::machine::{self, Ended, Machine, Running, until};
+use super::super::machine::{self, Machine, RunResult, Running, wait_until};
 use super::super::stage::{NEW, OLD, Published, Stage};
 use super::witness::Witness;
 
@@ -17,7 +17,7 @@ const MIB: u64 = 1 << 20;
 /// Runs keep 64 MiB free.
 const FREE_MIB: u64 = 160;
 
-async fn wait_for_exit(running: Running) -> Result<Ended> {
+async fn wait_for_exit(running: Running) -> Result<RunResult> {
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
@@ -27,11 +27,11 @@ async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t AS SELECT generate_series(1, 9) AS id").await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    let mut witness = Witness::of(&store);
+    let mut witness = Witness::new(&store);
     let last = machine.path("var/lib/svc/last-backup.json");
     for place in ["var/lib/svc", "home/svc/home/system/logs"] {
         let Some(disk) = SmallDisk::mount(machine.path(place), 1)? else { return Ok(()) };
-        // The rest of the last page has no room for a line either.
+        // The log is removed first: the rest of its last page could have room for a line.
         let log = machine.path("home/svc/home/system/logs/backup.jsonl");
         if place.ends_with("logs") {
             svc::fsx::remove_if_exists(&log)?;
@@ -46,7 +46,7 @@ async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
         if place.ends_with("logs") {
             assert_ne!(fs::read(&last)?, before, "{place}: heartbeat and gateway get the result");
         } else {
-            assert_eq!(fs::read(&last)?, before, "{place}: the old record is whole");
+            assert_eq!(fs::read(&last)?, before, "{place}: the old record is complete");
             assert_eq!(machine.backup_records()?.len(), lines + 1, "{place}: the line is written");
         }
         disk.empty()?;
@@ -60,7 +60,7 @@ async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
 }
 
 /// Fills the disk while the restore is at a point that its databases reveal, and waits for its end.
-async fn full_at(machine: &Machine, disk: &SmallDisk, point: &str, database: &str) -> Result<Ended> {
+async fn fill_disk_at(machine: &Machine, disk: &SmallDisk, point: &str, database: &str) -> Result<RunResult> {
     let slow = format!("{point}=sleep(2500)");
     let running = machine.spawn(&["svc-restore"], &[("FAILPOINTS", &slow)])?;
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
@@ -87,7 +87,7 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
         "{}",
         ended.stderr
     );
-    assert_untouched(&new, "not begun").await?;
+    assert_untouched(&new, "not started").await?;
     disk.empty()?;
 
     let running = new.spawn(&["svc-restore"], &[("FAILPOINTS", "restore.downloading=sleep(30)")])?;
@@ -96,19 +96,19 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
         let mut dumps = entries.filter(|entry| entry.file_name().to_string_lossy().ends_with(".dump"));
         dumps.next()?.metadata().ok().map(|meta| meta.len())
     };
-    until("a part of the dump", || dump().is_some_and(|length| length > 0)).await?;
+    wait_until("a part of the dump", || dump().is_some_and(|length| length > 0)).await?;
     disk.fill(0)?;
     let ended = wait_for_exit(running).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
     assert_untouched(&new, "in the download").await?;
     disk.empty()?;
 
-    let ended = full_at(&new, &disk, "restore.counted", "svc_restore_").await?.expect(70);
+    let ended = fill_disk_at(&new, &disk, "restore.counted", "svc_restore_").await?.expect(70);
     assert!(ended.stderr.contains("journal.json"), "{}", ended.stderr);
     assert_untouched(&new, "before the swap").await?;
     disk.empty()?;
 
-    let ended = full_at(&new, &disk, "restore.renamed", "svc_before_").await?.expect(70);
+    let ended = fill_disk_at(&new, &disk, "restore.renamed", "svc_before_").await?.expect(70);
     assert!(ended.stderr.contains("restore-complete"), "{}", ended.stderr);
     assert!(!new.marker() && is_restored(&new).await?, "swapped, but not marked yet");
     disk.empty()?;
@@ -122,29 +122,29 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     Figures { faults_tried: 4, ..Figures::new("full disks of restores") }.record()
 }
 
-/// The result of an update request on a full disk.
-async fn apply_full(
+/// Applies an update, fills the disk once `when` holds, and returns the result.
+async fn apply_on_full_disk(
     stage: &Stage,
     disk: &SmallDisk,
     point: &str,
     when: impl FnMut() -> bool,
-) -> Result<Ended> {
+) -> Result<RunResult> {
     let running = stage.spawn_with(&["apply", "--version", NEW], Some(point))?;
-    until("the time to fill the disk", when).await?;
+    wait_until("the time to fill the disk", when).await?;
     disk.fill(0)?;
     wait_for_exit(running).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn release_is_unpacked_only_with_free_space() -> Result<()> {
-    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
     let Some(disk) = SmallDisk::mount(stage.machine.path("opt/svc/releases"), FREE_MIB)? else {
         return Ok(());
     };
     disk.fill(10 * MIB)?;
     let ended = stage.apply(NEW).await?.expect(70);
     assert!(ended.stderr.contains("bytes are free and"), "{}", ended.stderr);
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"preflight".into()), "{last}");
     stage.assert_untouched()?;
     disk.empty()?;
@@ -154,9 +154,9 @@ async fn release_is_unpacked_only_with_free_space() -> Result<()> {
         fs::read_dir(&releases)
             .is_ok_and(|all| all.flatten().any(|one| one.file_name().to_string_lossy().starts_with('.')))
     };
-    let ended = apply_full(&stage, &disk, "update.downloading=sleep(1000)", begun).await?.expect(70);
+    let ended = apply_on_full_disk(&stage, &disk, "update.downloading=sleep(1000)", begun).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"download".into()), "{last}");
     disk.empty()?;
     stage.assert_untouched()?;
@@ -168,7 +168,7 @@ async fn release_is_unpacked_only_with_free_space() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn update_with_full_journal_disk_completes_later() -> Result<()> {
-    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
     let Some(disk) = SmallDisk::mount(stage.machine.path("var/lib/svc"), 4)? else { return Ok(()) };
     disk.fill(0)?;
     let ended = stage.apply(NEW).await?.expect(70);
@@ -176,30 +176,30 @@ async fn update_with_full_journal_disk_completes_later() -> Result<()> {
     disk.empty()?;
     stage.assert_untouched()?;
 
-    // Full once the link is switched: later steps cannot be recorded.
+    // The disk is full once the link is switched, so later steps cannot be recorded.
     let current = stage.machine.path("opt/svc/current");
-    let turned = || fs::read_link(&current).is_ok_and(|to| to.ends_with(NEW));
-    let ended = apply_full(&stage, &disk, "update.linked=sleep(1500)", turned).await?.expect(70);
+    let is_switched = || fs::read_link(&current).is_ok_and(|to| to.ends_with(NEW));
+    let ended = apply_on_full_disk(&stage, &disk, "update.linked=sleep(1500)", is_switched).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
     assert!(stage.machine.path("var/lib/svc/update/journal.json").exists(), "the journal is missing");
-    assert!(turned() && current.join("bin/svc").is_file(), "the current release is complete");
+    assert!(is_switched() && current.join("bin/svc").is_file(), "the current release is complete");
     disk.empty()?;
     stage.run(&["resume"], None).await?.expect(0);
     stage.assert_running(NEW)?;
-    assert_eq!(stage.last()?["outcome"], "updated");
+    assert_eq!(stage.last_update()?["outcome"], "updated");
     Figures { faults_tried: 2, ..Figures::new("full disks of journals") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn full_disk_for_units_rolls_the_update_back() -> Result<()> {
-    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
     let Some(disk) = SmallDisk::mount(stage.machine.path("etc/systemd"), 1)? else { return Ok(()) };
     let long = "#\n".repeat(4000);
     let unit = format!("systemd/system/svc-{NEW}.service.d/10-long.conf");
     Published::new(NEW, &[(&unit, &long)])?.serve(&stage.source)?;
     disk.fill(0)?;
     stage.apply(NEW).await?.expect(65);
-    let last = stage.last()?;
+    let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"rolled_back".into(), &"units".into()), "{last}");
     assert!(last["error"].as_str().is_some_and(|why| why.contains("No space left")), "{last}");
     disk.empty()?;
@@ -207,6 +207,6 @@ async fn full_disk_for_units_rolls_the_update_back() -> Result<()> {
     let current = fs::read_link(stage.machine.path("opt/svc/current"))?;
     assert!(current.ends_with(OLD), "{}", current.display());
     stage.run(&["apply", "--version", NEW, "--allow-quarantined"], None).await?.expect(0);
-    assert_eq!(stage.last()?["outcome"], "updated");
+    assert_eq!(stage.last_update()?["outcome"], "updated");
     Figures { faults_tried: 1, ..Figures::new("full disks of units") }.record()
 }

@@ -24,12 +24,12 @@ struct Objects<'a> {
 }
 
 impl<'a> Objects<'a> {
-    fn of(store: &'a S3Server) -> Result<Self> {
+    fn read(store: &'a S3Server) -> Result<Self> {
         let path = dump_key(store);
         let read = |path: &str| store.read(BUCKET, path).with_context(|| path.to_owned());
         Ok(Self {
             store,
-            pointer: serde_json::from_slice(&read(&latest())?)?,
+            pointer: serde_json::from_slice(&read(&pointer_key())?)?,
             side: serde_json::from_slice(&read(&format!("{path}.json"))?)?,
             dump: read(&path)?,
             key: path.strip_prefix(&format!("{USER}/primary/")).context("a key")?.to_owned(),
@@ -51,7 +51,7 @@ impl<'a> Objects<'a> {
             self.store.remove(BUCKET, &key);
         }
         self.store.write(BUCKET, &entry(seq.min(1 << 53)), pointer.to_string());
-        self.store.write(BUCKET, &latest(), pointer.to_string());
+        self.store.write(BUCKET, &pointer_key(), pointer.to_string());
         self.store.write(BUCKET, &self.path(".json"), side.to_string());
         self.store.write(BUCKET, &self.path(""), dump.to_vec());
     }
@@ -76,12 +76,12 @@ impl<'a> Objects<'a> {
         self.put(&self.pointer, &side, &self.dump);
     }
 
-    /// Other bytes with a matching record and pointer: only the content reveals them.
+    /// Stores another dump with a matching record and pointer, so that only its content reveals it.
     fn with_dump(&self, dump: &[u8]) {
-        self.forged(dump, &hex::encode(Sha256::digest(dump)));
+        self.put_forged(dump, &hex::encode(Sha256::digest(dump)));
     }
 
-    fn forged(&self, dump: &[u8], sha256: &str) {
+    fn put_forged(&self, dump: &[u8], sha256: &str) {
         let (mut pointer, mut side) = (self.pointer.clone(), self.side.clone());
         for record in [&mut pointer["snapshot"], &mut side] {
             record["sha256"] = sha256.into();
@@ -91,13 +91,13 @@ impl<'a> Objects<'a> {
     }
 }
 
-fn latest() -> String {
+fn pointer_key() -> String {
     format!("{USER}/primary/system/db/latest")
 }
 
 type Tamper = fn(&Objects<'_>);
 
-/// The manipulation, and part of the message that it causes.
+/// The name of each manipulation, part of the resulting message, and the manipulation.
 fn table() -> Vec<(&'static str, &'static str, Tamper)> {
     vec![
         ("the pointer names another slot's snapshot", "not one of a snapshot", |objects| {
@@ -106,7 +106,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
             objects.store.write(BUCKET, &format!("{there}.json"), objects.side.to_string());
             objects.with_pointer(|pointer| pointer["snapshot"]["key"] = format!("../../{there}").into());
         }),
-        ("the pointer names what is not there", "the object is missing", |objects| {
+        ("the pointer names a missing object", "the object is missing", |objects| {
             objects.with_pointer(|pointer| pointer["snapshot"]["key"] = "system/db/snapshots/x.dump".into());
         }),
         ("another size in the pointer", "does not match", |objects| {
@@ -119,9 +119,9 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
             objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
         }),
         ("a digest that leads to another file", "no SHA-256", |objects| {
-            objects.forged(&objects.dump, "../../../../outside");
+            objects.put_forged(&objects.dump, "../../../../outside");
         }),
-        ("a side record that is no JSON", "its side record", |objects| {
+        ("a side record that is not JSON", "its side record", |objects| {
             objects.store.write(BUCKET, &objects.path(".json"), "{\"version\":1,");
         }),
         ("a side record of another format", "does not match", |objects| {
@@ -133,19 +133,19 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a side record of another size", "bytes instead of", |objects| {
             objects.with_side(|side| side["sizeBytes"] = 1.into());
         }),
-        ("a table too few in the record", "public.noise has 200 rows", |objects| {
+        ("a table is missing in the record", "public.noise: 200 rows restored", |objects| {
             objects.with_side(|side| {
                 let tables = side["tables"].as_array_mut().expect("tables");
                 tables.retain(|table| table["name"] != "public.noise");
             });
         }),
-        ("a table too many in the record", "public.more is not there", |objects| {
+        ("an additional table in the record", "public.more: no table restored", |objects| {
             objects.with_side(|side| {
                 let tables = side["tables"].as_array_mut().expect("tables");
                 tables.push(json!({"name": "public.more", "rows": 0}));
             });
         }),
-        ("a role whose name no server takes", "role", |objects| {
+        ("a role whose name no server accepts", "role", |objects| {
             objects.with_side(|side| side["roles"] = json!(["a\0b"]));
         }),
         ("the bytes of another snapshot of the same size", "the SHA-256 of", |objects| {
@@ -153,19 +153,19 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
             other.rotate_left(4096);
             objects.store.write(BUCKET, &objects.path(""), other);
         }),
-        ("an empty dump, with a record that fits", "pg_restore exited with", |objects| {
+        ("an empty dump, with a matching record", "pg_restore exited with", |objects| {
             objects.with_dump(b"");
         }),
-        ("a text instead of a dump, with a record that fits", "pg_restore exited with", |objects| {
+        ("a text instead of a dump, with a matching record", "pg_restore exited with", |objects| {
             objects.with_dump(b"DROP DATABASE svc;\n");
         }),
-        ("a head and nothing more, with a record that fits", "pg_restore exited with", |objects| {
+        ("only the header of a dump, with a matching record", "pg_restore exited with", |objects| {
             objects.with_dump(&objects.dump[..200]);
         }),
-        ("a dump cut in the middle, with a record that fits", "pg_restore exited with", |objects| {
+        ("a dump truncated in the middle, with a matching record", "pg_restore exited with", |objects| {
             objects.with_dump(&objects.dump[..objects.dump.len() / 2]);
         }),
-        ("damage in the middle, with a record that fits", "pg_restore exited with", |objects| {
+        ("damage in the middle, with a matching record", "pg_restore exited with", |objects| {
             let mut dump = objects.dump.clone();
             let middle = dump.len() / 2;
             dump[middle..middle + 4000].fill(0);
@@ -177,7 +177,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
 #[tokio::test]
 async fn every_tampered_object_is_refused() -> Result<()> {
     let (store, _old, new) = old_and_new().await?;
-    let objects = Objects::of(&store)?;
+    let objects = Objects::read(&store)?;
     let table = table();
     let rows = table.len() as u64;
     for (name, expected_error, tamper) in table {
@@ -217,7 +217,7 @@ fn find(dir: &std::path::Path, begin: &str) -> Result<Vec<std::path::PathBuf>> {
 #[tokio::test]
 async fn record_text_is_never_executed_as_sql() -> Result<()> {
     let (store, _old, new) = old_and_new().await?;
-    let objects = Objects::of(&store)?;
+    let objects = Objects::read(&store)?;
     let hostile = "x\"; DROP DATABASE svc WITH (FORCE); CREATE ROLE intruder SUPERUSER; --";
     let literal = "x'; DROP TABLE kept; CREATE ROLE intruder SUPERUSER; --";
     type Change = fn(&mut Value, &str);
@@ -254,11 +254,12 @@ async fn record_text_is_never_executed_as_sql() -> Result<()> {
     Ok(())
 }
 
-/// An earlier pointer is restored, with a lower fence. Its snapshot is complete; the next write fences again.
+/// An earlier pointer, with a lower fence, replaces the current one. Its snapshot is complete; the next write raises
+/// the fence again.
 #[tokio::test]
 async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
     let (store, old, new) = old_and_new().await?;
-    let objects = Objects::of(&store)?;
+    let objects = Objects::read(&store)?;
     pointer_io::fence(&machine::bucket(&store)?, &machine::slot(), &Fence::unsigned(Epoch(2), new.id))
         .await?;
     old.run(&["svc-db-backup"])?.expect(77);
@@ -273,20 +274,20 @@ async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
     Ok(())
 }
 
-/// A backup checks pointer and record first: it never overwrites an unreadable pointer, and replaces a snapshot that
+/// A backup checks pointer and record first: it never overwrites an unreadable pointer, and it replaces a snapshot that
 /// cannot be restored.
 #[tokio::test]
 async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
     let (store, old, _new) = old_and_new().await?;
-    let objects = Objects::of(&store)?;
+    let objects = Objects::read(&store)?;
     let kept = |machine: &Machine, code: i32, expected_error: &str, name: &str| -> Result<()> {
-        let before = store.read(BUCKET, &latest());
+        let before = store.read(BUCKET, &pointer_key());
         let ended = machine.run(&["svc-db-backup"])?;
         assert_eq!(ended.code, Some(code), "{name}: {}", ended.stderr);
         let line = machine.backup_records()?.pop().context("a record")?;
         let error = line["error"].as_str().unwrap_or_default();
         ensure!(error.contains(expected_error) && line["stage"] == "gate", "{name}: {line}");
-        ensure!(store.read(BUCKET, &latest()) == before, "{name}: the pointer was overwritten");
+        ensure!(store.read(BUCKET, &pointer_key()) == before, "{name}: the pointer was overwritten");
         Ok(())
     };
     for (name, expected_error, text) in [
@@ -298,7 +299,7 @@ async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
         ),
         ("nothing", "is not readable", String::new()),
     ] {
-        store.write(BUCKET, &latest(), text);
+        store.write(BUCKET, &pointer_key(), text);
         kept(&old, 70, expected_error, name)?;
     }
     objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
@@ -326,5 +327,5 @@ async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
         assert_eq!(now.key == objects.key, is_held, "{name}");
     }
     objects.heal();
-    Witness::of(&store).check()
+    Witness::new(&store).check()
 }

@@ -13,27 +13,27 @@ use super::super::machine::{BUCKET, USER};
 /// Remembers earlier states; each check compares with them.
 pub struct Witness<'a> {
     store: &'a S3Server,
-    /// Complete snapshots by key, with the ETags of dump and side record.
-    whole: BTreeMap<String, Seen>,
+    /// Complete snapshots, by key.
+    complete: BTreeMap<String, SeenSnapshot>,
     seq: u64,
 }
 
-struct Seen {
+struct SeenSnapshot {
     etags: (String, String),
     side: SideRecord,
 }
 
 impl<'a> Witness<'a> {
-    pub fn of(store: &'a S3Server) -> Self {
-        Self { store, whole: BTreeMap::new(), seq: 0 }
+    pub fn new(store: &'a S3Server) -> Self {
+        Self { store, complete: BTreeMap::new(), seq: 0 }
     }
 
     /// The number of complete snapshots: a dump with its side record.
     pub fn completed(&self) -> u64 {
-        self.whole.len() as u64
+        self.complete.len() as u64
     }
 
-    /// The number of pointer updates.
+    /// The number of pointer updates so far.
     pub fn seq(&self) -> u64 {
         self.seq
     }
@@ -52,7 +52,7 @@ impl<'a> Witness<'a> {
             .into_iter()
             .filter_map(|object| Some((object.key.strip_prefix(&root)?.to_owned(), object.etag)))
             .collect();
-        for (key, seen) in &self.whole {
+        for (key, seen) in &self.complete {
             let now = (etags.get(key), etags.get(&format!("{key}.json")));
             match now {
                 (Some(dump), Some(side)) if (dump, side) == (&seen.etags.0, &seen.etags.1) => {}
@@ -62,12 +62,12 @@ impl<'a> Witness<'a> {
         }
         for (key, etag) in &etags {
             let side = etags.get(&format!("{key}.json"));
-            if let Some(side) = side.filter(|_| !self.whole.contains_key(key)) {
-                let seen = Seen { etags: (etag.clone(), side.clone()), side: self.read(&root, key)? };
-                self.whole.insert(key.clone(), seen);
+            if let Some(side) = side.filter(|_| !self.complete.contains_key(key)) {
+                let seen = SeenSnapshot { etags: (etag.clone(), side.clone()), side: self.read(&root, key)? };
+                self.complete.insert(key.clone(), seen);
             }
         }
-        self.follow(&root)
+        self.check_pointer(&root)
     }
 
     /// The side record of a dump, checked against it.
@@ -83,18 +83,18 @@ impl<'a> Witness<'a> {
         Ok(side)
     }
 
-    fn follow(&mut self, root: &str) -> Result<(), String> {
+    fn check_pointer(&mut self, root: &str) -> Result<(), String> {
         let Some(text) = self.store.read(BUCKET, &format!("{root}system/db/latest")) else {
             return if self.seq == 0 { Ok(()) } else { Err("the pointer has disappeared".to_owned()) };
         };
         let pointer: Pointer =
             serde_json::from_slice(&text).map_err(|error| format!("the pointer is not readable: {error}"))?;
         if pointer.seq < self.seq {
-            return Err(format!("the pointer went back from {} to {}", self.seq, pointer.seq));
+            return Err(format!("the pointer moved back from {} to {}", self.seq, pointer.seq));
         }
         self.seq = pointer.seq;
         let Some(named) = pointer.snapshot else { return Ok(()) };
-        let Some(seen) = self.whole.get(&named.key) else {
+        let Some(seen) = self.complete.get(&named.key) else {
             return Err(format!("the pointer names {}, which is not complete", named.key));
         };
         if (named.size_bytes, &named.sha256) != (seen.side.size_bytes, &seen.side.sha256) {
@@ -118,7 +118,7 @@ mod tests {
     }
 
     /// Writes the objects of a successful backup.
-    fn take(store: &S3Server, number: u32, now: Option<&Pointer>) -> Pointer {
+    fn write_snapshot(store: &S3Server, number: u32, now: Option<&Pointer>) -> Pointer {
         let key = format!("system/db/snapshots/2026-01-02T03-04-0{number}.000Z-1.dump");
         let dump = format!("dump {number}").into_bytes();
         let at = format!("2026-01-02T03:04:0{number}Z").parse().expect("a time");
@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn every_violation_is_detected() {
-        type Break = fn(&S3Server, &Pointer);
+        type Violate = fn(&S3Server, &Pointer);
         fn key(pointer: &Pointer) -> &str {
             pointer.snapshot.as_ref().map_or("", |named| &named.key)
         }
@@ -155,7 +155,7 @@ mod tests {
             change(&mut pointer);
             store.write(BUCKET, &path("system/db/latest"), serde_json::to_vec(&pointer).expect("JSON"));
         }
-        let breaks: [(&str, Break); 9] = [
+        let violations: [(&str, Violate); 9] = [
             ("has disappeared", |store, pointer| {
                 store.remove(BUCKET, &path(key(pointer)));
             }),
@@ -167,7 +167,7 @@ mod tests {
                 store.remove(BUCKET, &path("system/db/latest"));
             }),
             ("not readable", |store, _| store.write(BUCKET, &path("system/db/latest"), "{")),
-            ("went back", |store, pointer| tamper(store, pointer, |pointer| pointer.seq -= 1)),
+            ("moved back", |store, pointer| tamper(store, pointer, |pointer| pointer.seq -= 1)),
             ("which is not complete", |store, pointer| {
                 tamper(store, pointer, |pointer| {
                     pointer.snapshot.as_mut().expect("one").key.push('x');
@@ -179,20 +179,20 @@ mod tests {
                 });
             }),
             ("its side record says", |store, pointer| {
-                take(store, 3, Some(pointer));
+                write_snapshot(store, 3, Some(pointer));
                 store.write(BUCKET, &path("system/db/snapshots/2026-01-02T03-04-03.000Z-1.dump"), "dump 4");
             }),
         ];
-        for (number, (expected, spoil)) in breaks.into_iter().enumerate() {
+        for (number, (expected, violate)) in violations.into_iter().enumerate() {
             let store = machine::store().expect("a store");
-            let mut witness = Witness::of(&store);
+            let mut witness = Witness::new(&store);
             witness.check().expect("the slot is empty");
-            let first = take(&store, 1, None);
+            let first = write_snapshot(&store, 1, None);
             witness.check().expect("one");
-            let second = take(&store, 2, Some(&first));
+            let second = write_snapshot(&store, 2, Some(&first));
             witness.check().expect("two");
             assert_eq!((witness.completed(), witness.seq()), (2, 2));
-            spoil(&store, &second);
+            violate(&store, &second);
             let error = witness.check().expect_err("a violation").to_string();
             assert!(error.contains(expected), "{number}: {error}");
         }

@@ -4,8 +4,9 @@
 //! `total_cost_usd` and `modelUsage` accumulate over results and over resumed conversations. The usage of a run is
 //! therefore the sum of `model_usage_since_last_result` over its results; background work causes several results.
 //!
-//! Earlier releases, such as 2.1.197, print no such share. Their last `modelUsage` counts, which includes subagents; of
-//! a resumed conversation, whose earlier share is unknown, the tokens in `usage`, which omits them.
+//! Earlier releases, such as 2.1.197, do not print that field. For them, the last `modelUsage` counts, which includes
+//! subagents. In a resumed conversation, the part of earlier runs in it is unknown, so the tokens in `usage` count,
+//! which omit subagents.
 
 use std::collections::BTreeMap;
 
@@ -63,7 +64,7 @@ struct Message {
 /// A count that some gateways omit or write as null.
 type Count = Option<u64>;
 
-fn sum(counts: [Count; 3]) -> u64 {
+fn sum_counts(counts: [Count; 3]) -> u64 {
     counts.into_iter().flatten().fold(0, u64::saturating_add)
 }
 
@@ -78,7 +79,7 @@ struct Usage {
 
 impl Usage {
     fn tokens_in(self) -> u64 {
-        sum([self.input_tokens, self.cache_creation_input_tokens, self.cache_read_input_tokens])
+        sum_counts([self.input_tokens, self.cache_creation_input_tokens, self.cache_read_input_tokens])
     }
 }
 
@@ -94,7 +95,7 @@ struct ModelUsage {
     cost_usd: Option<f64>,
 }
 
-/// The sum over all models.
+/// The usage summed over all models.
 #[derive(Clone, Copy)]
 struct Totals {
     tokens_in: u64,
@@ -103,15 +104,15 @@ struct Totals {
 }
 
 impl Totals {
-    fn of(models: &BTreeMap<String, ModelUsage>) -> Self {
-        let none = Self { tokens_in: 0, tokens_out: 0, cost: Dollars::ZERO };
-        models.values().fold(none, |all, usage| {
+    fn sum(models: &BTreeMap<String, ModelUsage>) -> Self {
+        let zero = Self { tokens_in: 0, tokens_out: 0, cost: Dollars::ZERO };
+        models.values().fold(zero, |total, usage| {
             let tokens_in =
                 [usage.input_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens];
             Self {
-                tokens_in: all.tokens_in.saturating_add(sum(tokens_in)),
-                tokens_out: all.tokens_out.saturating_add(usage.output_tokens.unwrap_or_default()),
-                cost: all.cost + dollars(usage.cost_usd.unwrap_or_default()),
+                tokens_in: total.tokens_in.saturating_add(sum_counts(tokens_in)),
+                tokens_out: total.tokens_out.saturating_add(usage.output_tokens.unwrap_or_default()),
+                cost: total.cost + dollars(usage.cost_usd.unwrap_or_default()),
             }
         })
     }
@@ -143,17 +144,17 @@ enum Block {
 /// A run of Claude Code.
 #[derive(Default)]
 pub struct Claude {
-    /// Includes the tokens and cost of its results.
+    /// Includes the tokens and cost of the results so far.
     run: Run,
-    /// The usage of the whole conversation, of releases that print no share of each result.
+    /// The usage of the whole conversation, from releases that do not print the usage since the last result.
     conversation: Option<Totals>,
-    /// The tokens of the main loop that such releases print with each result.
+    /// Input and output tokens of the main loop, which such releases print with each result.
     main_loop: (u64, u64),
     is_resumed: bool,
     turn_end: Option<TurnEnd>,
     has_result: bool,
-    /// Input tokens per model message since the last result: all that is known of an interrupted run. Output tokens are
-    /// only reported at the end.
+    /// Input tokens per model message since the last result. For an interrupted run, no other usage is known: output
+    /// tokens are only reported at the end.
     input_tokens: BTreeMap<String, u64>,
 }
 
@@ -165,10 +166,10 @@ impl Adapter for Claude {
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
         let Ok(line) = serde_json::from_str::<Line>(line) else { return Vec::new() };
         match (&*line.kind, line.subtype.as_deref()) {
-            ("system", Some("init")) => self.init(line),
-            ("assistant" | "user", _) => self.message(at_ms, line),
+            ("system", Some("init")) => self.handle_init(line),
+            ("assistant" | "user", _) => self.handle_message(at_ms, line),
             ("result", _) => {
-                self.result(line);
+                self.handle_result(line);
                 Vec::new()
             }
             _ => Vec::new(),
@@ -187,19 +188,21 @@ impl Adapter for Claude {
         };
         let is_started = self.run.conversation_id.is_some();
         self.run.has_unreported_usage = !self.input_tokens.is_empty() || (is_started && !self.has_result);
-        self.run.add_tokens(self.input_tokens.values().fold(0, |all, one| all.saturating_add(*one)), 0);
+        let unreported =
+            self.input_tokens.values().fold(0, |total: u64, tokens| total.saturating_add(*tokens));
+        self.run.add_tokens(unreported, 0);
         let (tokens_in, tokens_out) = match self.conversation.take() {
-            Some(all) if !self.is_resumed => (all.tokens_in, all.tokens_out),
+            Some(totals) if !self.is_resumed => (totals.tokens_in, totals.tokens_out),
             _ => self.main_loop,
         };
         self.run.add_tokens(tokens_in, tokens_out);
-        self.run.outcome(at_ms, error)
+        self.run.finish(at_ms, error)
     }
 }
 
 impl Claude {
-    /// Repeated when background work wakes the model.
-    fn init(&mut self, line: Line) -> Vec<Event> {
+    /// The program repeats this line when background work wakes the model.
+    fn handle_init(&mut self, line: Line) -> Vec<Event> {
         let is_first = self.run.conversation_id.is_none();
         self.run.conversation_id = line.session_id.or(self.run.conversation_id.take());
         self.run.model = line.model.or(self.run.model.take());
@@ -207,7 +210,7 @@ impl Claude {
         is_first.then_some(Event::Started { conversation_id, model }).into_iter().collect()
     }
 
-    fn message(&mut self, at_ms: u64, line: Line) -> Vec<Event> {
+    fn handle_message(&mut self, at_ms: u64, line: Line) -> Vec<Event> {
         let (Some(message), is_assistant) = (line.message, line.kind == "assistant") else {
             return Vec::new();
         };
@@ -238,14 +241,14 @@ impl Claude {
         events
     }
 
-    fn result(&mut self, line: Line) {
+    fn handle_result(&mut self, line: Line) {
         self.has_result = true;
         self.input_tokens.clear();
         // A run that failed at its start has no init line.
         self.run.conversation_id = self.run.conversation_id.take().or(line.session_id);
         let cost = match line.model_usage_since_last_result {
             Some(models) => {
-                let share = Totals::of(&models);
+                let share = Totals::sum(&models);
                 self.run.add_tokens(share.tokens_in, share.tokens_out);
                 share.cost
             }
@@ -257,8 +260,9 @@ impl Claude {
                     tokens_out.saturating_add(usage.output_tokens.unwrap_or_default()),
                 );
                 let models = line.model_usage.filter(|models| !models.is_empty());
-                self.conversation = models.as_ref().map(Totals::of).or(self.conversation);
-                let by_model = models.is_some().then_some(self.conversation).flatten().map(|all| all.cost);
+                self.conversation = models.as_ref().map(Totals::sum).or(self.conversation);
+                let by_model =
+                    models.is_some().then_some(self.conversation).flatten().map(|totals| totals.cost);
                 let total = by_model.unwrap_or_else(|| dollars(line.total_cost_usd.unwrap_or_default()));
                 total.saturating_sub(self.run.cost.unwrap_or_default())
             }
@@ -270,7 +274,7 @@ impl Claude {
             let errors =
                 line.errors.iter().map(|error| error.as_str().map_or(error.to_string(), str::to_owned));
             let message =
-                text.clone().or_else(|| errors.reduce(|all, one| all + "; " + &one)).unwrap_or_default();
+                text.clone().or_else(|| errors.reduce(|all, next| all + "; " + &next)).unwrap_or_default();
             // A failed model call has the subtype "success".
             let name = if subtype == "success" { "ApiError".to_owned() } else { subtype };
             DispatchError {
@@ -290,7 +294,7 @@ impl Claude {
     }
 }
 
-/// The text of a tool's result, which is a string or blocks.
+/// The text of a tool's result, which is a string or an array of blocks.
 fn result_text(content: &Value) -> String {
     let text = |block: &Value| block.get("text")?.as_str().map(str::to_owned);
     match content {
@@ -313,7 +317,7 @@ mod tests {
         super::super::tests::replay("claude", name, &mut Claude::default())
     }
 
-    fn names(outcome: &Outcome) -> Vec<(&str, Status)> {
+    fn tool_statuses(outcome: &Outcome) -> Vec<(&str, Status)> {
         outcome.tools.iter().map(|tool| (&*tool.name, tool.status)).collect()
     }
 
@@ -332,7 +336,7 @@ mod tests {
         assert!(ends_unreported(&[init, message], Exit::Code(1)));
         assert!(ends_unreported(&[init, message, result, init, message], Exit::Code(0)));
         assert!(!ends_unreported(&[init, message, result], Exit::Code(0)));
-        assert!(!ends_unreported(&[], Exit::Code(1)), "it did not start");
+        assert!(!ends_unreported(&[], Exit::Code(1)), "the run did not start");
     }
 
     #[test]
@@ -340,7 +344,7 @@ mod tests {
         let (events, outcome) = replay("basic");
         let (good, bad) = (Status::Success, Status::Error);
         assert_eq!(
-            names(&outcome),
+            tool_statuses(&outcome),
             [
                 ("Write", good),
                 ("Edit", good),
@@ -399,7 +403,7 @@ mod tests {
         assert!(outcome.tokens_in > 0 && outcome.cost.is_none(), "{} {:?}", outcome.tokens_in, outcome.cost);
     }
 
-    /// The second run's cost excludes the first's.
+    /// The second run's cost excludes that of the first.
     #[test]
     fn resumed_conversation_costs_only_the_run() {
         let (first, resumed) = (replay("session_id").1, replay("resume").1);
@@ -433,10 +437,10 @@ mod tests {
         let (first, both) = (result(&format!("{{{opus}}}")), result(&format!("{{{opus},{haiku}}}")));
         assert_eq!(run(std::slice::from_ref(&first), false), (45_000, 1000, 120_000_000));
         let all = [first, both];
-        assert_eq!(run(&all, false), (45_010, 1002, 130_000_000), "the second covers the first");
+        assert_eq!(run(&all, false), (45_010, 1002, 130_000_000), "the second result includes the first");
         assert_eq!(run(&all, true), (24_000, 800, 130_000_000), "without the earlier runs");
         assert_eq!(run(&[result("{}")], false), (12_000, 400, 120_000_000));
-        // A recording without the share of its result counts the same.
+        // A recording without the usage since the last result yields the same totals.
         let path = concat!(
             env!("CARGO_MANIFEST_DIR"),
             "/../../tests/agents/recordings/claude/agent_fg.stdout.jsonl"
@@ -449,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn recordings_of_release_2_1_197_count_subagents_and_interruptions() {
+    fn recordings_of_2_1_197_count_subagents_and_interruptions() {
         let usage = |name: &str| {
             let outcome = replay(name).1;
             let cost = outcome.cost.unwrap_or_default().nanos();
@@ -463,16 +467,9 @@ mod tests {
     #[test]
     fn subagents_and_background_work_count() {
         let (_, outcome) = replay("agent_fg");
-        assert!(
-            names(&outcome).iter().any(|(name, _)| ["Agent", "Task"].contains(name)),
-            "{:?}",
-            names(&outcome)
-        );
-        assert!(
-            names(&outcome).iter().any(|(name, _)| *name == "Write"),
-            "the subagent's: {:?}",
-            names(&outcome)
-        );
+        let tools = tool_statuses(&outcome);
+        assert!(tools.iter().any(|(name, _)| ["Agent", "Task"].contains(name)), "{tools:?}");
+        assert!(tools.iter().any(|(name, _)| *name == "Write"), "the subagent's call: {tools:?}");
         for name in ["bash_bg", "agent", "parallel", "no_allow", "model_unknown", "bash_cd"] {
             let (_, outcome) = replay(name);
             assert_eq!(outcome.status, Status::Success, "{name}: {:?}", outcome.error);

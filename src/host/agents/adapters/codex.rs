@@ -2,8 +2,8 @@
 //! recordings that test this adapter.
 //!
 //! The output has neither model nor price, its usage covers all earlier runs of the thread, and it omits the usage of
-//! subagents and of interrupted runs; [`super::codex_sessions`] reads those. A conversation ID that is a known thread
-//! is resumed; with any other ID, each run starts a new thread.
+//! subagents and interrupted runs. [`super::codex_sessions`] therefore reads model and usage from the session files. A
+//! conversation ID that is a known thread is resumed; with any other ID, each run starts a new thread.
 //!
 //! If the session files cannot be read, the printed usage counts, which is too high for a resumed thread.
 
@@ -86,7 +86,7 @@ struct Message {
 #[derive(Default)]
 pub struct Codex {
     run: Run,
-    is_done: bool,
+    is_turn_completed: bool,
     has_session_usage: bool,
     failed: Option<DispatchError>,
 }
@@ -98,12 +98,12 @@ impl Adapter for Codex {
                 self.run.conversation_id = Some(thread_id.clone());
                 Some(Event::Started { conversation_id: Some(thread_id), model: None })
             }
-            Line::ItemStarted { item } => self.started(at_ms, &item),
-            Line::ItemCompleted { item } => return self.completed(at_ms, item),
+            Line::ItemStarted { item } => self.start_item(at_ms, &item),
+            Line::ItemCompleted { item } => return self.complete_item(at_ms, item),
             Line::TurnCompleted { usage } => {
                 self.run.add_tokens(usage.input_tokens, usage.output_tokens);
                 self.run.tokens_cached = usage.cached_input_tokens;
-                self.is_done = true;
+                self.is_turn_completed = true;
                 None
             }
             Line::TurnFailed { error } => {
@@ -131,17 +131,17 @@ impl Adapter for Codex {
 
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
         let error = match (self.failed.take(), exit) {
-            (None, Exit::Code(0)) if self.is_done => None,
+            (None, Exit::Code(0)) if self.is_turn_completed => None,
             (Some(failed), _) => Some(failed),
             _ => Some(exit_failure(exit, stderr_tail)),
         };
         let is_started = self.run.conversation_id.is_some();
-        self.run.has_unreported_usage = is_started && !self.is_done && !self.has_session_usage;
-        self.run.outcome(at_ms, error)
+        self.run.has_unreported_usage = is_started && !self.is_turn_completed && !self.has_session_usage;
+        self.run.finish(at_ms, error)
     }
 }
 
-/// The thread ID, if the line reports a started thread.
+/// Returns the thread ID if the line reports that a thread has started.
 pub fn parse_thread_id(line: &[u8]) -> Option<String> {
     match serde_json::from_slice(line) {
         Ok(Line::Thread { thread_id }) => Some(thread_id),
@@ -150,7 +150,7 @@ pub fn parse_thread_id(line: &[u8]) -> Option<String> {
 }
 
 impl Codex {
-    fn started(&mut self, at_ms: u64, item: &Item) -> Option<Event> {
+    fn start_item(&mut self, at_ms: u64, item: &Item) -> Option<Event> {
         let (name, input) = match &item.kind {
             ItemKind::CommandExecution { command, .. } => {
                 ("Bash", json!({ "command": unwrap_shell(command) }))
@@ -162,16 +162,16 @@ impl Codex {
         self.run.tools.start(at_ms, &item.id, name, &input)
     }
 
-    fn completed(&mut self, at_ms: u64, item: Item) -> Vec<Event> {
+    fn complete_item(&mut self, at_ms: u64, item: Item) -> Vec<Event> {
         // Some items are only reported when they are completed.
-        let begun = self.started(at_ms, &item);
+        let begun = self.start_item(at_ms, &item);
         let ended = match item.kind {
             ItemKind::AgentMessage { text } => {
                 self.run.set_text(&text);
                 Some(Event::Text { text })
             }
             ItemKind::CommandExecution { status, aggregated_output, exit_code, .. } => {
-                // Such as Claude Code reports it.
+                // The same format as in Claude Code's output.
                 let code = exit_code.map(|code| format!("Exit code {code}\n")).unwrap_or_default();
                 self.end_tool(at_ms, &item.id, &status, Some(&(code + &aggregated_output)))
             }
@@ -189,7 +189,7 @@ impl Codex {
     }
 }
 
-/// The command, without the shell wrapper of Codex.
+/// Removes the shell command in which Codex wraps commands.
 fn unwrap_shell(command: &str) -> &str {
     let inner = command.strip_prefix("/bin/bash -lc '").and_then(|rest| rest.strip_suffix('\''));
     inner.unwrap_or(command)

@@ -1,8 +1,8 @@
-//! Session files of Codex: `sessions/YYYY/MM/DD/rollout-TIME-THREAD.jsonl` in its home directory, as of 0.169
-//! (`tests/agents/README.md`).
+//! Reads Codex's session files: `sessions/YYYY/MM/DD/rollout-TIME-THREAD.jsonl` in its home directory, as of release
+//! 0.169 (`tests/agents/README.md`).
 //!
 //! The output of Codex reports a thread's usage only when a turn succeeds, without its model or its subagents. The
-//! session files have the usage of each model call, also of interrupted runs.
+//! session files have the usage of each model call, including those of interrupted runs.
 
 use std::fs::{DirEntry, File};
 use std::io::{BufRead, BufReader, Read};
@@ -13,10 +13,10 @@ use jiff::Timestamp;
 use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 
-/// Maximum files read, and bytes of each.
+/// Maximum number of files read, and maximum bytes read of each.
 const MAX_FILES: usize = 100_000;
 const MAX_FILE_BYTES: u64 = 256 << 20;
-/// Relevant lines have a few hundred bytes, the first about ten thousand.
+/// Relevant lines have a few hundred bytes; the first line has about ten thousand.
 const MAX_LINE_BYTES: u64 = 1 << 20;
 
 /// The usage of a run, including its subagents.
@@ -39,20 +39,20 @@ struct Line<T> {
 
 /// The first line of a session file.
 #[derive(Deserialize)]
-struct Meta {
+struct SessionMeta {
     id: String,
     /// The root thread: for a subagent, the thread of the run.
     session_id: Option<String>,
 }
 
 #[derive(Deserialize)]
-struct Context {
+struct TurnContext {
     model: Option<String>,
 }
 
 /// The usage of one model call, written when it ends.
 #[derive(Deserialize)]
-struct Record {
+struct UsageRecord {
     thread_id: String,
     usage: Tokens,
 }
@@ -73,25 +73,26 @@ impl SessionUsage {
     }
 }
 
-/// The usage of a thread and its subagents since a time; `None` if no usage is recorded.
+/// Reads the usage of a thread and its subagents since a time; `None` if no usage is recorded.
 pub fn read_usage(sessions: &Path, thread: &str, since: Timestamp) -> Option<SessionUsage> {
-    let (mut all, mut has_usage) = (SessionUsage::default(), false);
+    let (mut total, mut has_usage) = (SessionUsage::default(), false);
     for file in session_files(sessions) {
-        let is_own_file = is_file_of(&file, thread);
+        let is_own_file = is_file_of_thread(&file, thread);
         let modified = || Timestamp::try_from(file.metadata().ok()?.modified().ok()?).ok();
         if is_own_file || modified().is_some_and(|modified| modified >= since) {
-            has_usage |= add_usage(&file.path(), thread, since, &mut all) == Some(true);
+            has_usage |= add_usage(&file.path(), thread, since, &mut total) == Some(true);
         }
     }
-    has_usage.then_some(all)
+    has_usage.then_some(total)
 }
 
 /// Whether the thread exists and can be resumed.
 pub fn has_thread(sessions: &Path, thread: &str) -> bool {
-    uuid::Uuid::try_parse(thread).is_ok() && session_files(sessions).any(|file| is_file_of(&file, thread))
+    uuid::Uuid::try_parse(thread).is_ok()
+        && session_files(sessions).any(|file| is_file_of_thread(&file, thread))
 }
 
-fn is_file_of(file: &DirEntry, thread: &str) -> bool {
+fn is_file_of_thread(file: &DirEntry, thread: &str) -> bool {
     file.file_name().to_str().is_some_and(|name| {
         name.strip_suffix(".jsonl")
             .and_then(|name| name.strip_suffix(thread))
@@ -99,54 +100,56 @@ fn is_file_of(file: &DirEntry, thread: &str) -> bool {
     })
 }
 
-/// All session files, from directories of years, months and days.
+/// Lists the session files, which are in directories by year, month and day.
 fn session_files(sessions: &Path) -> impl Iterator<Item = DirEntry> {
-    let inner = |dir: PathBuf| std::fs::read_dir(dir).into_iter().flatten().flatten();
-    let years = inner(sessions.to_owned());
-    let months = years.flat_map(move |year| inner(year.path()));
-    let days = months.flat_map(move |month| inner(month.path()));
-    days.flat_map(move |day| inner(day.path())).take(MAX_FILES)
+    let entries = |dir: PathBuf| std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let years = entries(sessions.to_owned());
+    let months = years.flat_map(move |year| entries(year.path()));
+    let days = months.flat_map(move |month| entries(month.path()));
+    days.flat_map(move |day| entries(day.path())).take(MAX_FILES)
 }
 
-/// Adds the usage of one file since a time, if it belongs to the session. Returns whether it has any.
-fn add_usage(path: &Path, session: &str, since: Timestamp, all: &mut SessionUsage) -> Option<bool> {
+/// Adds the usage in one file since a time. Returns whether there is any; `None` if the file is unreadable or of
+/// another session.
+fn add_usage(path: &Path, session: &str, since: Timestamp, total: &mut SessionUsage) -> Option<bool> {
     let mut lines = BufReader::new(open_regular(path)?.take(MAX_FILE_BYTES));
     let mut line = Vec::new();
-    next_line(&mut lines, &mut line).ok()?;
-    let meta = serde_json::from_slice::<Line<Meta>>(&line).ok()?.payload;
+    read_line(&mut lines, &mut line).ok()?;
+    let meta = serde_json::from_slice::<Line<SessionMeta>>(&line).ok()?.payload;
     if meta.id != session && meta.session_id.as_deref() != Some(session) {
         return None;
     }
     let mut has_usage = false;
     loop {
-        if !next_line(&mut lines, &mut line).ok()? {
+        if !read_line(&mut lines, &mut line).ok()? {
             return Some(has_usage);
         }
         // Most lines are long and irrelevant: check the type before parsing.
         if has_type(&line, b"\"token_usage_record\"") {
-            let Ok(Line { timestamp, payload }) = serde_json::from_slice::<Line<Record>>(&line) else {
+            let Ok(Line { timestamp, payload }) = serde_json::from_slice::<Line<UsageRecord>>(&line) else {
                 continue;
             };
-            // A forked thread also has the records of its origin.
+            // The file of a forked thread also contains the records of the thread that it was forked from.
             if payload.thread_id == meta.id && timestamp.is_none_or(|at| at >= since) {
-                all.add(&payload.usage);
+                total.add(&payload.usage);
                 has_usage = true;
             }
         } else if meta.id == session && has_type(&line, b"\"turn_context\"") {
-            let context = serde_json::from_slice::<Line<Context>>(&line).ok();
-            all.model = context.and_then(|context| context.payload.model).or(all.model.take());
+            let context = serde_json::from_slice::<Line<TurnContext>>(&line).ok();
+            total.model = context.and_then(|context| context.payload.model).or(total.model.take());
         }
     }
 }
 
-/// Opens a regular file only: the agent could create a FIFO, which would block forever.
+/// Opens only regular files: the agent could create a FIFO, which would block forever.
 fn open_regular(path: &Path) -> Option<File> {
     let file = File::options().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).ok()?;
     file.metadata().ok()?.is_file().then_some(file)
 }
 
-/// Reads the next line, up to [`MAX_LINE_BYTES`]; a longer line is truncated and thus invalid JSON. `false` at the end.
-fn next_line(lines: &mut impl BufRead, line: &mut Vec<u8>) -> std::io::Result<bool> {
+/// Reads the next line, up to [`MAX_LINE_BYTES`]; a longer line is truncated, so that it is invalid JSON. Returns
+/// `false` at the end.
+fn read_line(lines: &mut impl BufRead, line: &mut Vec<u8>) -> std::io::Result<bool> {
     line.clear();
     let read = lines.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', line)?;
     if read as u64 == MAX_LINE_BYTES && !line.ends_with(b"\n") {
@@ -184,7 +187,7 @@ mod tests {
         )
     }
 
-    /// Would count if it were not too long.
+    /// A usage record that is ignored because it is too long.
     fn long_line() -> String {
         let call = call("03:00:02.500", THREAD, 5000, 5000);
         let padding = "x".repeat(usize::try_from(MAX_LINE_BYTES).unwrap());

@@ -27,21 +27,25 @@ pub struct Launch {
 }
 
 impl AdapterKind {
-    /// `is_known`: the program already has this conversation and resumes it.
+    /// Builds the additions to the command. If `is_known`, the program already has this conversation and resumes it.
     pub fn launch(self, request: &LaunchRequest<'_>, is_known: bool) -> Launch {
         match self {
-            Self::ClaudeCode => claude(request, is_known),
-            Self::Codex => codex(request, is_known),
-            Self::JsonLines => Launch { stdin: plain(request), ..Launch::default() },
+            Self::ClaudeCode => launch_claude(request, is_known),
+            Self::Codex => launch_codex(request, is_known),
+            Self::JsonLines => Launch { stdin: prompt_line(request), ..Launch::default() },
         }
     }
 
-    /// The transcript of a conversation: a directory, and the file's path in one of its subdirectories; `None` if the
-    /// program does not expose it.
-    pub fn transcripts(self, place: &StatePlace<'_>, conversation_id: &str) -> Option<(PathBuf, String)> {
+    /// Where the transcript of a conversation is: a directory, and the file's name in one of its subdirectories; `None`
+    /// if the program has no transcripts.
+    pub fn transcript_location(
+        self,
+        location: &StateLocation<'_>,
+        conversation_id: &str,
+    ) -> Option<(PathBuf, String)> {
         match self {
             Self::ClaudeCode => {
-                let state = place.of("CLAUDE_CONFIG_DIR", ".claude");
+                let state = location.resolve("CLAUDE_CONFIG_DIR", ".claude");
                 Some((state.join("projects"), format!("{}.jsonl", session_id(conversation_id))))
             }
             Self::Codex | Self::JsonLines => None,
@@ -49,27 +53,27 @@ impl AdapterKind {
     }
 
     /// The directory of Codex's session files (see [`super::codex_sessions`]).
-    pub fn sessions(self, place: &StatePlace<'_>) -> Option<PathBuf> {
-        (self == Self::Codex).then(|| place.of("CODEX_HOME", ".codex").join("sessions"))
+    pub fn sessions_dir(self, location: &StateLocation<'_>) -> Option<PathBuf> {
+        (self == Self::Codex).then(|| location.resolve("CODEX_HOME", ".codex").join("sessions"))
     }
 }
 
-/// What decides where a program keeps its state.
+/// The settings that determine where a program keeps its state.
 #[derive(Debug, Clone, Copy)]
-pub struct StatePlace<'a> {
-    /// The home if the agent's environment has none.
+pub struct StateLocation<'a> {
+    /// The home directory, unless the agent's environment sets `HOME`.
     pub home: &'a Path,
     pub working_dir: &'a Path,
     /// The agent's environment, from its configuration.
     pub environment: &'a BTreeMap<String, String>,
 }
 
-impl StatePlace<'_> {
-    /// The directory that a variable names, else this one below the home.
-    fn of(&self, variable: &str, below_home: &str) -> PathBuf {
+impl StateLocation<'_> {
+    /// The directory that a variable names, or else this directory below the home.
+    fn resolve(&self, variable: &str, below_home: &str) -> PathBuf {
         let directory = |name: &str| {
             let value = self.environment.get(name).filter(|value| !value.is_empty())?;
-            // The program starts in its working directory.
+            // Relative paths start at the program's working directory.
             Some(self.working_dir.join(value))
         };
         directory(variable)
@@ -77,7 +81,7 @@ impl StatePlace<'_> {
     }
 }
 
-fn claude(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
+fn launch_claude(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
     let mut arguments: Vec<String> =
         ["-p", "--output-format", "stream-json", "--verbose"].map(str::to_owned).into();
     if let Some(model) = request.model {
@@ -90,12 +94,12 @@ fn claude(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
     Launch {
         arguments,
         stdin: request.prompt.as_bytes().to_vec(),
-        // Releases update the program.
+        // Host releases update the program.
         environment: vec![("DISABLE_AUTOUPDATER", "1")],
     }
 }
 
-fn codex(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
+fn launch_codex(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
     // The hooks are installed by this machine or by the owner.
     let mut arguments: Vec<String> =
         ["--json", "--skip-git-repo-check", "--dangerously-bypass-hook-trust"].map(str::to_owned).into();
@@ -109,7 +113,7 @@ fn codex(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
     Launch { arguments, stdin: request.prompt.as_bytes().to_vec(), ..Launch::default() }
 }
 
-/// The session ID: Claude Code requires UUIDs, so that other conversation IDs are mapped to a stable one.
+/// Claude Code requires UUIDs, so any other conversation ID is mapped to a stable UUID.
 fn session_id(conversation_id: &str) -> String {
     if let Ok(id) = Uuid::try_parse(conversation_id) {
         return id.to_string();
@@ -120,7 +124,7 @@ fn session_id(conversation_id: &str) -> String {
     uuid::Builder::from_random_bytes(bytes).into_uuid().to_string()
 }
 
-fn plain(request: &LaunchRequest<'_>) -> Vec<u8> {
+fn prompt_line(request: &LaunchRequest<'_>) -> Vec<u8> {
     let mut line = json!({
         "type": "prompt",
         "version": 1,
@@ -172,16 +176,16 @@ mod tests {
     }
 
     #[test]
-    fn environment_moves_state_of_programs() {
+    fn environment_determines_state_directories() {
         let state = |variables: &[(&str, &str)]| {
             let environment =
                 variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
             let (home, working_dir) = (Path::new("/home/svc"), Path::new("/home/svc/home"));
-            let place = StatePlace { home, working_dir, environment: &environment };
-            assert_eq!(AdapterKind::ClaudeCode.sessions(&place), None);
-            let (transcripts, name) = AdapterKind::ClaudeCode.transcripts(&place, "c").unwrap();
+            let location = StateLocation { home, working_dir, environment: &environment };
+            assert_eq!(AdapterKind::ClaudeCode.sessions_dir(&location), None);
+            let (transcripts, name) = AdapterKind::ClaudeCode.transcript_location(&location, "c").unwrap();
             assert_eq!(name, format!("{}.jsonl", session_id("c")));
-            (transcripts, AdapterKind::Codex.sessions(&place).unwrap())
+            (transcripts, AdapterKind::Codex.sessions_dir(&location).unwrap())
         };
         for (variables, claude, codex) in [
             (&[][..], "/home/svc/.claude/projects", "/home/svc/.codex/sessions"),

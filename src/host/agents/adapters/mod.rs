@@ -1,14 +1,14 @@
 //! Adapters: parse the output of coding agents' programs. Pure.
 //!
 //! An [`Adapter`] receives each line of a run's output and finally its exit status. It returns events during the run,
-//! and the outcome at the end: tools, tokens, cost and error. Unknown lines are ignored, since new releases of the
+//! and the outcome at the end: tools, tokens, cost and error. Unknown lines are ignored, because new releases of the
 //! programs add more.
 
 mod claude;
 pub mod codex;
 pub mod codex_sessions;
+mod json_lines;
 pub mod launch;
-mod plain;
 pub mod preview;
 mod run;
 pub mod settings;
@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 pub use claude::Claude;
 pub use codex::Codex;
-pub use plain::Plain;
+pub use json_lines::JsonLines;
 
 use self::codex_sessions::SessionUsage;
 use crate::records::entry::{DispatchError, Status, Tool};
@@ -30,7 +30,7 @@ const MAX_STACK_CHARS: usize = 4000;
 /// Maximum characters of a model's name or a conversation ID.
 const MAX_ID_CHARS: usize = 200;
 
-/// An event of a run, for its listeners.
+/// An event that a run reports to its listeners.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase", tag = "type")]
 pub enum Event {
@@ -40,7 +40,7 @@ pub enum Event {
         conversation_id: Option<String>,
         model: Option<String>,
     },
-    /// Text of the agent.
+    /// Text that the agent wrote.
     Text {
         text: String,
     },
@@ -66,7 +66,8 @@ pub enum Exit {
 }
 
 impl Exit {
-    /// Whether a signal ended the process; by convention, programs that handle it exit with 128 and its number.
+    /// Whether a signal ended the process. By convention, a program that handles a signal exits with 128 plus its
+    /// number.
     pub fn is_by_signal(self) -> bool {
         match self {
             Self::Code(code) => code > 128,
@@ -86,7 +87,7 @@ pub struct Outcome {
     pub tokens_cached: u64,
     /// `None` if the program reports no cost.
     pub cost: Option<Dollars>,
-    /// Whether the model worked after the last usage or cost that the program reported.
+    /// Whether the model worked after the program last reported its usage or cost.
     pub has_unreported_usage: bool,
     pub tools: Vec<Tool>,
     pub status: Status,
@@ -100,11 +101,11 @@ pub trait Adapter: Send {
     /// Parses a line of standard output, `at_ms` after the start.
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event>;
 
-    /// Sets the usage from the program's session files, which overrides the printed one. Call before
+    /// Sets the usage from the program's session files, which overrides the printed usage. Call before
     /// [`Adapter::finish`].
     fn set_usage(&mut self, _usage: SessionUsage) {}
 
-    /// The program resumed an earlier conversation, whose usage some releases print again. Call before
+    /// Notes that the program resumed an earlier conversation, whose usage some releases print again. Call before
     /// [`Adapter::finish`].
     fn set_resumed(&mut self) {}
 
@@ -120,7 +121,7 @@ pub enum AdapterKind {
     ClaudeCode,
     /// Codex: `codex exec --json`.
     Codex,
-    /// The project's own protocol of JSON lines: see [`Plain`].
+    /// The project's own protocol of JSON lines: see [`JsonLines`].
     JsonLines,
 }
 
@@ -130,26 +131,26 @@ impl AdapterKind {
         self == Self::ClaudeCode
     }
 
-    pub fn adapter(self) -> Box<dyn Adapter> {
+    pub fn create_adapter(self) -> Box<dyn Adapter> {
         match self {
             Self::ClaudeCode => Box::new(Claude::default()),
             Self::Codex => Box::new(Codex::default()),
-            Self::JsonLines => Box::new(Plain::default()),
+            Self::JsonLines => Box::new(JsonLines::default()),
         }
     }
 }
 
-/// At most `max` characters, without secrets.
+/// Removes secrets, then truncates to at most `max` characters.
 fn scrub_and_truncate(text: &str, max: usize) -> String {
     preview::truncate(&preview::scrub(text), max)
 }
 
-/// The error of a run that reported none itself. [`run::Run::outcome`] adds the tool and the turn.
+/// The error of a run that reported none itself. [`run::Run::finish`] adds the tool and the turn.
 fn exit_failure(exit: Exit, stderr_tail: &str) -> DispatchError {
     let (name, message) = match exit {
-        Exit::Code(0) => ("NoResult", "the agent ended without a result".to_owned()),
-        Exit::Code(code) => ("ExitCode", format!("the agent ended with exit code {code}")),
-        Exit::Signal(signal) => ("Signal", format!("the agent was ended by signal {signal}")),
+        Exit::Code(0) => ("NoResult", "the agent exited without a result".to_owned()),
+        Exit::Code(code) => ("ExitCode", format!("the agent exited with code {code}")),
+        Exit::Signal(signal) => ("Signal", format!("the agent was terminated by signal {signal}")),
     };
     let stack = Some(stderr_tail.trim())
         .filter(|text| !text.is_empty())

@@ -1,8 +1,7 @@
 //! Previews of tool inputs and messages: their start, without secrets.
 //!
 //! Secrets are recognised by their format, by the name before them, and by value if they are in the agent's
-//! environment. No list of patterns is complete, so previews are short, and of tool results only the start of an error
-//! is shown.
+//! environment. No list of patterns is complete, so previews are short, and only the start of a tool's error is shown.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -31,7 +30,7 @@ static PATTERNS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
         (r"\bsvc[a-z]_[A-Za-z0-9_-]{8,}", REDACTED),
         (r#"(?i)(authorization\\?["']?\s*[:=]\s*)[^"'\r\n]+"#, "$1***"),
         (r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{6,}", "$1 ***"),
-        // The user option of curl.
+        // curl's user option.
         (r"(\s-u\s*)[^\s:]+:\S+", "$1***"),
         // A name that suggests a secret, then a value: as an assignment, a header, a flag or JSON.
         (
@@ -40,7 +39,7 @@ static PATTERNS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
         ),
     ]
     .into_iter()
-    .map(|(pattern, replacement)| (Regex::new(pattern).expect("a constant pattern"), replacement))
+    .map(|(pattern, replacement)| (Regex::new(pattern).expect("constant pattern is valid"), replacement))
     .collect()
 });
 
@@ -60,7 +59,7 @@ static SECRET_NAMES: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(
         "(?i)passw|passphrase|pwd|secret|token($|_)|key(s?$|_|[0-9])|credential|(^|_)auth($|_)|dsn$|cookie",
     )
-    .expect("a constant pattern")
+    .expect("constant pattern is valid")
 });
 
 /// The secrets in an agent's environment, selected by the names of their variables.
@@ -82,7 +81,7 @@ impl Secrets {
         Self(secrets)
     }
 
-    /// Redacts the secrets; returns whether there were any. Must run before the text is truncated or flattened.
+    /// Redacts the secrets; returns whether there were any. Must run before the text is truncated or put on one line.
     pub fn redact(&self, text: &mut String) -> bool {
         let mut is_changed = false;
         for secret in &self.0 {
@@ -122,7 +121,7 @@ impl Secrets {
     }
 }
 
-/// Truncates to at most `max` characters, on one line.
+/// Puts the text on one line and truncates it to at most `max` characters.
 pub fn truncate(text: &str, max: usize) -> String {
     let mut flat: String = text.chars().take(max + 1).map(|c| if c.is_control() { ' ' } else { c }).collect();
     if flat.chars().count() > max {
@@ -134,7 +133,7 @@ pub fn truncate(text: &str, max: usize) -> String {
 
 /// The start of an error that a tool returned, on one line and without secrets.
 pub fn preview_error(error: &str, max_bytes: usize) -> String {
-    // Scan more than is shown, so that a secret at the end is recognised.
+    // Scan more than is shown, so that a secret at the cut is recognised.
     let scanned: String = error.trim().chars().take(MAX_SCANNED_CHARS).collect();
     let mut text = truncate(&scrub(&scanned), max_bytes);
     if text.len() > max_bytes {
@@ -145,13 +144,13 @@ pub fn preview_error(error: &str, max_bytes: usize) -> String {
     text
 }
 
-/// The most informative field of a tool's input, such as a command, path or query; otherwise all of it as JSON.
+/// The most informative field of a tool's input, such as a command, path or query, or else the whole input as JSON.
 pub fn preview_input(input: &Value) -> String {
     const PREVIEWED_FIELDS: [&str; 9] =
         ["command", "file_path", "notebook_path", "path", "pattern", "url", "query", "description", "prompt"];
     let field = PREVIEWED_FIELDS.iter().find_map(|name| input.get(name)?.as_str());
     let text = field.map_or_else(|| input.to_string(), str::to_owned);
-    // Scan more than is shown, so that a secret at the end is recognised.
+    // Scan more than is shown, so that a secret at the cut is recognised.
     let scanned: String = text.chars().take(MAX_SCANNED_CHARS).collect();
     truncate(&scrub(&scanned), MAX_PREVIEW_CHARS)
 }

@@ -1,11 +1,11 @@
-//! State that every adapter collects about a run.
+//! The state of a run that every adapter collects.
 
 use super::tools::Tools;
 use super::{MAX_ID_CHARS, Outcome, scrub_and_truncate};
 use crate::records::entry::{DispatchError, Status};
 use crate::records::money::Dollars;
 
-/// A run, as reported by its program so far.
+/// The state of a run, as reported by its program so far.
 #[derive(Debug, Default)]
 pub struct Run {
     pub conversation_id: Option<String>,
@@ -31,12 +31,12 @@ impl Run {
 
     /// Sets the agent's latest text.
     pub fn set_text(&mut self, text: &str) {
-        self.tools.see_model_output();
+        self.tools.record_model_output();
         self.text = Some(text.to_owned());
     }
 
     /// Ends the run. An error that names no tool or turn gets the interrupted tool and the last turn.
-    pub fn outcome(&mut self, at_ms: u64, error: Option<DispatchError>) -> Outcome {
+    pub fn finish(&mut self, at_ms: u64, error: Option<DispatchError>) -> Outcome {
         let mut run = std::mem::take(self);
         let (interrupted_tool, turn) = (run.tools.close(at_ms), run.tools.turn());
         let error = error.map(|error| DispatchError {

@@ -1,4 +1,4 @@
-//! Agents in the owner's `system/config.json`: programs, concurrency and model prices.
+//! The agents in the owner's `system/config.json`: programs, concurrency and model prices.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,7 +8,7 @@ use serde::Deserialize;
 use super::{AdapterKind, Outcome};
 use crate::records::money::Dollars;
 
-/// The default agent if the settings name none: the release's Claude Code, which may edit the owner's files without
+/// The agent if the settings name none: the release's Claude Code, which may edit the owner's files without
 /// confirmation and has no other permissions.
 const DEFAULT_NAME: &str = "claude";
 const DEFAULT_COMMAND: [&str; 3] = ["claude", "--permission-mode", "acceptEdits"];
@@ -28,11 +28,11 @@ const MAX_SLUG_BYTES: usize = 64;
 pub struct Agent {
     pub adapter: AdapterKind,
     pub command: Vec<String>,
-    /// The default for dispatches without a model.
+    /// The model of dispatches that request none.
     pub model: Option<String>,
     pub deadline_seconds: u64,
     pub environment: BTreeMap<String, String>,
-    /// Slugs of the apps whose tables it may use through the bridge.
+    /// Slugs of the apps whose tables the agent may use through the bridge.
     pub apps: Vec<String>,
 }
 
@@ -58,7 +58,7 @@ pub struct Price {
 }
 
 impl Price {
-    /// Rounded to the nearest billionth of a dollar.
+    /// The cost of a run, rounded to the nearest billionth of a dollar.
     fn cost(self, outcome: &Outcome) -> Dollars {
         const MILLION: u64 = 1_000_000;
         let cached = outcome.tokens_cached.min(outcome.tokens_in);
@@ -117,7 +117,7 @@ impl AgentSettings {
         }
         let default_agent = match dispatch.default_agent {
             Some(name) if agents.contains_key(&name) => name,
-            Some(_) => return Err("dispatch.defaultAgent names no agent of agents".to_owned()),
+            Some(_) => return Err("dispatch.defaultAgent must be a name in agents".to_owned()),
             None => agents.keys().next().cloned().unwrap_or_default(),
         };
         let concurrency = dispatch.concurrency.unwrap_or(DEFAULT_CONCURRENCY);
@@ -127,9 +127,9 @@ impl AgentSettings {
         Ok(Self { agents, default_agent, concurrency, prices })
     }
 
-    /// The cost of a run: as reported by its program, else by the price table for the reported or the requested model,
-    /// which may be an alias of the reported one; `None` if neither is known. A free model that was requested does not
-    /// make another one free.
+    /// The cost of a run: as reported by its program, or else by the price of the reported model or of the requested
+    /// one, which may be an alias of it; `None` if no price is known. If a free model was requested and another one
+    /// ran, the run is not free.
     pub fn cost(&self, outcome: &Outcome, requested: Option<&str>) -> Option<Dollars> {
         let price = |model: Option<&str>| self.prices.get(model?);
         let requested_price = || price(requested).filter(|price| outcome.model.is_none() || !price.is_free());
@@ -179,24 +179,24 @@ impl AgentFile {
         {
             return Err(format!("agents: a name must have 1 to {MAX_AGENT_NAME_CHARS} characters"));
         }
-        let wrong = |what: &str| Err(format!("agents.{name}.{what}"));
+        let invalid = |what: &str| Err(format!("agents.{name}.{what}"));
         if self.command.first().is_none_or(String::is_empty)
             || self.command.iter().any(|word| word.contains('\0'))
         {
-            return wrong("command must be a program and its arguments, without NUL");
+            return invalid("command must be a program and its arguments, without NUL");
         }
         let is_name = |name: &str| !name.is_empty() && !name.contains(['=', '\0']);
         if !self.environment.iter().all(|(name, value)| is_name(name) && !value.contains('\0')) {
-            return wrong("environment has a name or a value that no environment can hold");
+            return invalid("environment must have names without = and NUL, and values without NUL");
         }
         let deadline_seconds = self.deadline_seconds.unwrap_or(DEFAULT_DEADLINE_SECONDS);
         if !(1..=MAX_DEADLINE_SECONDS).contains(&deadline_seconds) {
-            return wrong(&format!("deadlineSeconds must be a number from 1 to {MAX_DEADLINE_SECONDS}"));
+            return invalid(&format!("deadlineSeconds must be a number from 1 to {MAX_DEADLINE_SECONDS}"));
         }
         let is_slug =
             |app: &String| !app.is_empty() && app.len() <= MAX_SLUG_BYTES && !app.contains(char::is_control);
         if self.apps.len() > MAX_APPS || !self.apps.iter().all(is_slug) {
-            return wrong(&format!("apps must be at most {MAX_APPS} slugs of apps"));
+            return invalid(&format!("apps must be at most {MAX_APPS} slugs of apps"));
         }
         Ok(Agent {
             adapter: self.adapter,
@@ -238,7 +238,7 @@ mod tests {
             parse(&agent(json!({"deadlineSeconds": 5, "environment": {"A": "b=c"}, "apps": ["notes"]})))
                 .is_ok()
         );
-        for wrong in [
+        for invalid in [
             agent(json!({"command": []})),
             agent(json!({"command": [""]})),
             agent(json!({"adapter": "other"})),
@@ -246,11 +246,11 @@ mod tests {
             agent(json!({"environment": {"A=B": "c"}})),
             agent(json!({"apps": "notes"})),
             agent(json!({"apps": [""]})),
-            json!({"dispatch": {"defaultAgent": "nobody"}}),
+            json!({"dispatch": {"defaultAgent": "unknown"}}),
             json!({"dispatch": {"concurrency": 0}}),
             json!({"prices": {"m": {"input": -1, "output": 0}}}),
         ] {
-            assert!(parse(&wrong).is_err(), "{wrong}");
+            assert!(parse(&invalid).is_err(), "{invalid}");
         }
     }
 
@@ -286,7 +286,7 @@ mod tests {
         assert_eq!(
             settings.cost(&outcome, Some("free")),
             None,
-            "the free model was requested, another one ran"
+            "a free model was requested, but another one ran"
         );
         outcome.model = None;
         assert_eq!(settings.cost(&outcome, Some("free")), Some(Dollars::ZERO));

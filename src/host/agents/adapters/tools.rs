@@ -5,32 +5,33 @@ use serde_json::Value;
 use super::{Event, preview, scrub_and_truncate};
 use crate::records::entry::{Status, Tool};
 
-/// Maximum tool calls recorded per run, which bounds the line of its record; more are ignored.
+/// Maximum tool calls recorded per run, which bounds the length of its record; further calls are ignored.
 const MAX_TOOLS: usize = 2000;
 
 const MAX_NAME_CHARS: usize = 100;
-/// IDs of Claude Code and Codex have about 30 characters. Longer IDs are compared by their start.
+/// Claude Code and Codex use IDs of about 30 characters. Longer IDs are compared by their start.
 const MAX_ID_CHARS: usize = 200;
 
 /// Maximum bytes of the error of a call, and of all errors of a run.
 const MAX_ERROR_BYTES: usize = 1024;
 const MAX_ERRORS_BYTES: usize = 256 << 10;
 
-/// In the order in which they started.
+/// The tool calls, in the order in which they started.
 #[derive(Debug, Default)]
 pub struct Tools {
     all: Vec<Tool>,
-    running: Vec<Running>,
+    running: Vec<RunningCall>,
     error_bytes: usize,
     turns: u64,
-    /// A tool has ended since the last output of the model, so that the next output begins a turn.
+    /// A tool has ended since the last output of the model, so the next output begins a turn.
     has_results: bool,
 }
 
 #[derive(Debug)]
-struct Running {
+struct RunningCall {
     id: String,
-    at: usize,
+    /// The position in `all`.
+    index: usize,
     since_ms: u64,
 }
 
@@ -40,24 +41,24 @@ impl Tools {
         if self.all.len() == MAX_TOOLS || self.running.iter().any(|running| running.id == id) {
             return None;
         }
-        self.see_model_output();
+        self.record_model_output();
         let input_preview = preview::preview_input(input);
         let event =
             Event::ToolStarted { id: id.clone(), name: name.clone(), input_preview: input_preview.clone() };
-        self.running.push(Running { id, at: self.all.len(), since_ms: at_ms });
-        // A tool that never ends has not succeeded.
+        self.running.push(RunningCall { id, index: self.all.len(), since_ms: at_ms });
+        // The status of a tool that never ends is an error.
         let tool = Tool { name, duration_ms: 0, input_preview, status: Status::Error, error: None };
         self.all.push(tool);
         Some(event)
     }
 
-    /// Ends a call. `error` is what it returned if it failed.
+    /// Ends a call. `error` is its output if it failed.
     pub fn end(&mut self, at_ms: u64, id: &str, status: Status, error: Option<&str>) -> Option<Event> {
         self.has_results = true;
         let id = preview::truncate(id, MAX_ID_CHARS);
-        let at = self.running.iter().position(|running| running.id == id)?;
-        let running = self.running.swap_remove(at);
-        let tool = &mut self.all[running.at];
+        let position = self.running.iter().position(|running| running.id == id)?;
+        let running = self.running.swap_remove(position);
+        let tool = &mut self.all[running.index];
         tool.duration_ms = at_ms.saturating_sub(running.since_ms);
         tool.status = status;
         let has_room = self.error_bytes + MAX_ERROR_BYTES <= MAX_ERRORS_BYTES;
@@ -69,20 +70,20 @@ impl Tools {
         Some(Event::ToolEnded { id, name: tool.name.clone(), status })
     }
 
-    /// Ends all running tools at the end of the run. Returns the tool during which the run was interrupted: one that
-    /// was running, or else the last one if it failed.
+    /// Ends all running tools at the end of the run. Returns the tool during which the run was interrupted: the latest
+    /// running one, or else the last one if it failed.
     pub fn close(&mut self, at_ms: u64) -> Option<String> {
-        let running = self.running.iter().map(|running| running.at).max();
-        let last = self.all.len().checked_sub(1).filter(|at| self.all[*at].status == Status::Error);
+        let running = self.running.iter().map(|running| running.index).max();
+        let last = self.all.len().checked_sub(1).filter(|last| self.all[*last].status == Status::Error);
         let interrupted = running.or(last);
         for running in self.running.drain(..) {
-            self.all[running.at].duration_ms = at_ms.saturating_sub(running.since_ms);
+            self.all[running.index].duration_ms = at_ms.saturating_sub(running.since_ms);
         }
-        interrupted.map(|at| self.all[at].name.clone())
+        interrupted.map(|index| self.all[index].name.clone())
     }
 
-    /// Counts the turns of the model: output after the results of tools begins a new one.
-    pub fn see_model_output(&mut self) {
+    /// Records that the model has produced output. Output after the results of tools begins a new turn.
+    pub fn record_model_output(&mut self) {
         self.turns += u64::from(self.turns == 0 || self.has_results);
         self.has_results = false;
     }
@@ -102,17 +103,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn events_bound_ids_and_names_of_tools() {
+    fn tool_ids_and_names_are_bounded_in_events() {
         let (id, name) = ("i".repeat(1 << 20), "n".repeat(1 << 20));
         let mut tools = Tools::default();
         let Some(Event::ToolStarted { id: shown, name: named, .. }) =
             tools.start(0, &id, &name, &Value::Null)
         else {
-            panic!("a tool starts");
+            panic!("the tool did not start");
         };
         assert!(shown.len() <= MAX_ID_CHARS + 3 && named.len() <= MAX_NAME_CHARS + 3, "{}", shown.len());
         let Some(Event::ToolEnded { id: ended, .. }) = tools.end(5, &id, Status::Success, None) else {
-            panic!("the same tool ends");
+            panic!("the tool did not end");
         };
         assert_eq!(ended, shown);
         assert_eq!(tools.into_all()[0].duration_ms, 5);
@@ -153,7 +154,7 @@ mod tests {
         for id in ["a", "b"] {
             tools.end(0, id, Status::Success, None);
         }
-        tools.see_model_output();
+        tools.record_model_output();
         tools.start(0, "c", "Bash", &Value::Null);
         assert_eq!(tools.turn(), Some(2));
     }

@@ -22,10 +22,10 @@ const MAX_QUEUED_BYTES: usize = 64 << 20;
 
 impl Dispatcher {
     /// # Errors
-    /// 503 while the records are read, and at shutdown; 429 when a limit is reached or the queue is full; 422 when the
-    /// ID belongs to another request.
+    /// 503 while the records are being read, and at shutdown; 429 when a limit is reached or the queue is full; 422
+    /// when the ID belongs to another request.
     pub async fn accept(self: &Arc<Self>, request: DispatchRequest) -> Result<DispatchTarget, Problem> {
-        self.ready().await?;
+        self.wait_until_ready().await?;
         if let Some(id) = &request.id
             && let Some(found) = self.find(id).await?
         {
@@ -36,46 +36,46 @@ impl Dispatcher {
         let reserved = self.kernel.reserve(&request.sender_id, &settings)?;
         let reservation = reserved.map_err(|reached| refuse(&request.sender_id, &reached))?;
         let id = request.id.clone().unwrap_or_else(DispatchId::generate);
-        let (found, all) = build_dispatches(&id, &request, reservation);
-        let existing = self.register(&id, &found, &all, &request.sender_id)?;
+        let (target, all) = build_dispatches(&id, &request, reservation);
+        let existing = self.register(&id, &target, &all, &request.sender_id)?;
         if let Some(existing) = existing {
             return check_same_request(existing, &request).await;
         }
-        // In a separate task: a caller that disconnects must not leave it half done.
+        // This runs in a separate task, so that a caller that disconnects does not leave it half done.
         let (dispatcher, sender) = (Arc::clone(self), request.sender_id.clone());
-        let entered = self.runs.spawn(async move {
-            dispatcher.write_journal(all.iter().map(|one| one.accepted.clone()).collect()).await;
+        let queued = self.runs.spawn(async move {
+            dispatcher.write_journal(all.iter().map(|dispatch| dispatch.accepted.clone()).collect()).await;
             dispatcher.enqueue(&sender, all);
         });
-        entered.await.map_err(|error| Problem::internal(&error))?;
-        Ok(found)
+        queued.await.map_err(|error| Problem::internal(&error))?;
+        Ok(target)
     }
 
     /// Registers the dispatches; returns the existing target if the ID is already registered.
     fn register(
         &self,
         id: &DispatchId,
-        found: &DispatchTarget,
+        target: &DispatchTarget,
         all: &[Arc<Dispatch>],
         sender: &str,
     ) -> Result<Option<DispatchTarget>, Problem> {
         let mut table = self.lock();
-        if let Some(found) = table.all.get(id.as_str()) {
-            return Ok(Some(found.clone()));
+        if let Some(existing) = table.all.get(id.as_str()) {
+            return Ok(Some(existing.clone()));
         }
-        let (mut count, mut of_sender, mut bytes) = (all.len(), all.len(), 0);
-        for waiting in table.queue.iter().chain(&table.arriving) {
+        let (mut count, mut sender_count, mut bytes) = (all.len(), all.len(), 0);
+        for queued in table.queue.iter().chain(&table.arriving) {
             count += 1;
-            of_sender += usize::from(waiting.accepted.sender_id == sender);
-            bytes += waiting.accepted.entry.prompt.len();
+            sender_count += usize::from(queued.accepted.sender_id == sender);
+            bytes += queued.accepted.entry.prompt.len();
         }
-        if count > MAX_QUEUED || of_sender > MAX_QUEUED_PER_SENDER || bytes > MAX_QUEUED_BYTES {
+        if count > MAX_QUEUED || sender_count > MAX_QUEUED_PER_SENDER || bytes > MAX_QUEUED_BYTES {
             let detail = "Too many dispatches are queued; retry when some have ended.";
             return Err(Problem::new(Code::RateLimited, detail).retry_after(10));
         }
-        table.all.insert(id.to_string(), found.clone());
-        for one in all {
-            table.all.insert(one.id().to_owned(), DispatchTarget::One(Arc::clone(one)));
+        table.all.insert(id.to_string(), target.clone());
+        for dispatch in all {
+            table.all.insert(dispatch.id().to_owned(), DispatchTarget::One(Arc::clone(dispatch)));
         }
         table.arriving.extend(all.iter().cloned());
         Ok(None)
@@ -84,13 +84,13 @@ impl Dispatcher {
     /// Moves journaled dispatches to the queue.
     fn enqueue(self: &Arc<Self>, sender: &str, all: Vec<Arc<Dispatch>>) {
         let mut table = self.lock();
-        table.arriving.retain(|one| !all.iter().any(|other| Arc::ptr_eq(one, other)));
-        for one in all {
-            one.is_journaled.cancel();
-            if let Some(batch) = &one.batch {
-                batch.is_journaled.cancel();
+        table.arriving.retain(|dispatch| !all.iter().any(|other| Arc::ptr_eq(dispatch, other)));
+        for dispatch in all {
+            dispatch.journaled.cancel();
+            if let Some(batch) = &dispatch.batch {
+                batch.journaled.cancel();
             }
-            table.queue.push(sender, one);
+            table.queue.push(sender, dispatch);
         }
         drop(table);
         self.start_ready();
@@ -116,18 +116,19 @@ fn build_dispatches(
         refused: None,
     };
     if !request.is_batch {
-        let one = Dispatch::new(accepted(id.to_string(), &request.entries[0], None), None, Some(reservation));
-        return (DispatchTarget::One(Arc::clone(&one)), vec![one]);
+        let dispatch =
+            Dispatch::new(accepted(id.to_string(), &request.entries[0], None), None, Some(reservation));
+        return (DispatchTarget::One(Arc::clone(&dispatch)), vec![dispatch]);
     }
     let size = request.entries.len();
-    let ids = (0..size).map(|index| id.of_entry(index)).collect();
+    let ids = (0..size).map(|index| id.entry_id(index)).collect();
     let batch = Batch::new(id.to_string(), request.fingerprint.clone(), ids, size);
-    // Only the first has a reservation; the others wait for theirs in the queue.
+    // Only the first entry has a reservation; the others wait for theirs in the queue.
     let mut reservation = Some(reservation);
     let entry = |(index, entry)| {
         let position = BatchPosition { id: id.to_string(), index, size };
         Dispatch::new(
-            accepted(id.of_entry(index), entry, Some(position)),
+            accepted(id.entry_id(index), entry, Some(position)),
             Some(Arc::clone(&batch)),
             reservation.take(),
         )
@@ -137,12 +138,12 @@ fn build_dispatches(
 }
 
 fn refuse(sender: &str, reached: &LimitReached) -> Problem {
-    tracing::info!(sender, period = reached.period.word(), "dispatch refused: cost limit reached");
+    tracing::info!(sender, period = reached.period.as_str(), "dispatch refused: cost limit reached");
     DISPATCHES.add_one(["limited"]);
     reached.problem(Timestamp::now())
 }
 
-/// Answers a repeated request, once the original is in the journal.
+/// Answers a repeated request once the original is in the journal.
 async fn check_same_request(
     found: DispatchTarget,
     request: &DispatchRequest,

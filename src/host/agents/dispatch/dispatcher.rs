@@ -1,7 +1,7 @@
-//! The table of dispatches: looks them up, starts the next ones, and ends them at shutdown.
+//! The table of dispatches: looks dispatches up, starts the next ones, and ends them at shutdown.
 //!
 //! Invariants: an accepted dispatch is in the journal until its record is durable; an ID names one dispatch; at most
-//! the configured number run concurrently; the cost of each is reserved before it starts.
+//! the configured number run concurrently; the cost of each dispatch is reserved before it starts.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use super::journal::{Journal, JournalEntry, JournalFile};
 use super::queue::{Queue, Turn};
 use super::request::DispatchId;
 use super::run::{self, RunContext};
-use super::state::{Batch, Dispatch, DispatchResult, Phase, entry_index};
+use super::state::{Batch, Dispatch, DispatchResult, Phase, parse_entry_index};
 use crate::agents::bridge_tokens::AgentTokens;
 use crate::agents::kernel::{Kernel, LimitReached};
 use crate::agents::owner_config::Settings;
@@ -34,8 +34,8 @@ use svc_http::problem::{Code, Problem};
 /// Maximum ended dispatches kept in memory with their text and events.
 const MAX_ENDED: usize = 1000;
 const MAX_ENDED_BYTES: usize = 32 << 20;
-/// Multiple of those limits that applies while a full disk takes no records: the ID of a dispatch that is not durable
-/// must stay known.
+/// Multiplies both limits while a full disk prevents recording: a dispatch must stay findable by its ID until its
+/// record is durable.
 const MAX_NOT_DURABLE_FACTOR: usize = 8;
 /// Interval of pruning the journal and of retrying to start queued dispatches.
 pub(super) const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
@@ -54,30 +54,30 @@ pub enum DispatchTarget {
 impl DispatchTarget {
     pub fn id(&self) -> &str {
         match self {
-            Self::One(one) => one.id(),
+            Self::One(dispatch) => dispatch.id(),
             Self::Batch(batch) | Self::Recorded(batch, _) => &batch.id,
         }
     }
 
     pub fn log(&self) -> &EventLog {
         match self {
-            Self::One(one) => &one.log,
+            Self::One(dispatch) => &dispatch.log,
             Self::Batch(batch) | Self::Recorded(batch, _) => &batch.log,
         }
     }
 
-    /// Waits until it is in the journal.
+    /// Waits until the target is in the journal.
     pub async fn wait_until_journaled(&self) {
         match self {
-            Self::One(one) => one.is_journaled.cancelled().await,
-            Self::Batch(batch) => batch.is_journaled.cancelled().await,
+            Self::One(dispatch) => dispatch.journaled.cancelled().await,
+            Self::Batch(batch) => batch.journaled.cancelled().await,
             Self::Recorded(..) => {}
         }
     }
 
     pub fn fingerprint(&self) -> &str {
         match self {
-            Self::One(one) => &one.accepted.fingerprint,
+            Self::One(dispatch) => &dispatch.accepted.fingerprint,
             Self::Batch(batch) | Self::Recorded(batch, _) => &batch.fingerprint,
         }
     }
@@ -87,17 +87,17 @@ impl DispatchTarget {
 #[derive(Default)]
 pub(super) struct DispatchTable {
     pub(super) all: HashMap<String, DispatchTarget>,
-    /// Being written to the journal; queued afterwards.
+    /// Dispatches that are being written to the journal, and will then be queued.
     pub(super) arriving: Vec<Arc<Dispatch>>,
     pub(super) queue: Queue<Arc<Dispatch>>,
-    /// A conversation has at most one running dispatch; two would both start or resume it.
+    /// At most one dispatch per conversation runs: two would both start or resume it.
     running: Vec<Arc<Dispatch>>,
     /// Cancelled while writers are stopped: nothing starts, and running dispatches are ended.
     pause: CancellationToken,
     /// Ended dispatches, oldest first.
     ended: VecDeque<Arc<Dispatch>>,
     ended_bytes: usize,
-    /// Recorded, but still in the journal until the record is durable.
+    /// Journal files of recorded dispatches, removed once the records are durable.
     pub(super) recorded: Vec<JournalFile>,
 }
 
@@ -105,18 +105,19 @@ pub struct Dispatcher {
     pub(super) kernel: Arc<Kernel>,
     agent_tokens: Arc<AgentTokens>,
     /// The bridge socket for agents.
-    bridge: PathBuf,
+    bridge_socket: PathBuf,
     pub(super) journal: Journal,
-    socket: PathBuf,
+    /// The socket of svc-agent.
+    agent_socket: PathBuf,
     /// The socket of svc-watch.
-    pub(super) watcher: PathBuf,
+    pub(super) watcher_socket: PathBuf,
     table: Mutex<DispatchTable>,
     pub(super) runs: TaskTracker,
     /// Cancelled at shutdown: nothing starts, and running dispatches are ended.
     stop: CancellationToken,
     /// Cancelled when all runs have ended: event streams end.
     pub closed: CancellationToken,
-    /// Cancelled when the dispatches of the previous process are restored.
+    /// Cancelled when the dispatches of the previous process have been restored.
     pub(super) recovered: CancellationToken,
 }
 
@@ -125,10 +126,10 @@ impl Dispatcher {
         Arc::new(Self {
             kernel: Arc::clone(kernel),
             agent_tokens: Arc::clone(agent_tokens),
-            bridge: layout.bridge_sockets().join(BRIDGE_SOCKET),
+            bridge_socket: layout.bridge_sockets().join(BRIDGE_SOCKET),
             journal: Journal::new(layout.dispatches()),
-            socket: layout.owner_sockets().join(protocol::SOCKET),
-            watcher: layout.watch_sockets().join(audit_protocol::SOCKET),
+            agent_socket: layout.owner_sockets().join(protocol::SOCKET),
+            watcher_socket: layout.watch_sockets().join(audit_protocol::SOCKET),
             table: Mutex::default(),
             runs: TaskTracker::new(),
             stop: CancellationToken::new(),
@@ -141,10 +142,12 @@ impl Dispatcher {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits until dispatches can be accepted and looked up.
+    ///
     /// # Errors
     /// The records are still being read, or the gateway is shutting down.
-    pub async fn ready(&self) -> Result<(), Problem> {
-        self.kernel.ready().await?;
+    pub async fn wait_until_ready(&self) -> Result<(), Problem> {
+        self.kernel.wait_for_book().await?;
         let unavailable =
             || Problem::new(Code::Unavailable, "Dispatches are not accepted at the moment.").retry_after(2);
         let recovered = tokio::time::timeout(MAINTENANCE_INTERVAL, self.recovered.cancelled()).await;
@@ -164,25 +167,25 @@ impl Dispatcher {
         }
         let (kernel, ids) = (Arc::clone(&self.kernel), BTreeSet::from([id.to_string()]));
         let found = blocking(move || kernel.find(&ids)).await?;
-        if let Some(one) = found.get(id.as_str()) {
-            return Ok(Some(DispatchTarget::One(Dispatch::from_record(one.clone(), None))));
+        if let Some(interaction) = found.get(id.as_str()) {
+            return Ok(Some(DispatchTarget::One(Dispatch::from_record(interaction.clone(), None))));
         }
         Ok((!found.is_empty()).then(|| {
             let mut entries: Vec<Interaction> = found.into_values().collect();
-            entries.sort_by_key(|one| entry_index(&one.id));
-            let ids: Vec<String> = entries.iter().map(|one| one.id.clone()).collect();
-            let fingerprint = entries.iter().find_map(|one| one.fingerprint.clone()).unwrap_or_default();
+            entries.sort_by_key(|entry| parse_entry_index(&entry.id));
+            let ids: Vec<String> = entries.iter().map(|entry| entry.id.clone()).collect();
+            let fingerprint = entries.iter().find_map(|entry| entry.fingerprint.clone()).unwrap_or_default();
             let batch = Batch::new(id.to_string(), fingerprint, ids, entries.len());
-            let restore = |one| Dispatch::from_record(one, Some(Arc::clone(&batch)));
+            let restore = |entry| Dispatch::from_record(entry, Some(Arc::clone(&batch)));
             let entries = entries.into_iter().map(restore).collect();
             DispatchTarget::Recorded(batch, entries)
         }))
     }
 
     /// The dispatches of a target, in order.
-    pub fn entries(&self, found: &DispatchTarget) -> Vec<Arc<Dispatch>> {
-        match found {
-            DispatchTarget::One(one) => vec![Arc::clone(one)],
+    pub fn entries(&self, target: &DispatchTarget) -> Vec<Arc<Dispatch>> {
+        match target {
+            DispatchTarget::One(dispatch) => vec![Arc::clone(dispatch)],
             DispatchTarget::Batch(batch) => batch.entries.iter().filter_map(|id| self.entry(id)).collect(),
             DispatchTarget::Recorded(_, entries) => entries.clone(),
         }
@@ -190,7 +193,7 @@ impl Dispatcher {
 
     fn entry(&self, id: &str) -> Option<Arc<Dispatch>> {
         match self.lock().all.get(id) {
-            Some(DispatchTarget::One(one)) => Some(Arc::clone(one)),
+            Some(DispatchTarget::One(dispatch)) => Some(Arc::clone(dispatch)),
             _ => None,
         }
     }
@@ -201,8 +204,8 @@ impl Dispatcher {
         let mut all: Vec<Arc<Dispatch>> = table
             .all
             .values()
-            .filter_map(|found| match found {
-                DispatchTarget::One(one) => Some(Arc::clone(one)),
+            .filter_map(|target| match target {
+                DispatchTarget::One(dispatch) => Some(Arc::clone(dispatch)),
                 DispatchTarget::Batch(_) | DispatchTarget::Recorded(..) => None,
             })
             .collect();
@@ -210,17 +213,21 @@ impl Dispatcher {
         all
     }
 
-    /// Cancels it in any phase; queued dispatches have ended when this returns.
-    pub async fn cancel(self: &Arc<Self>, found: &DispatchTarget) {
+    /// Cancels a target's dispatches in any phase. Queued ones have ended when this returns.
+    pub async fn cancel(self: &Arc<Self>, target: &DispatchTarget) {
         let mut ending = Vec::new();
-        for one in self.entries(found) {
-            one.cancel.cancel();
-            let waited = self.lock().queue.remove(|other| other.id() == one.id());
-            if let Some(one) = waited {
+        for dispatch in self.entries(target) {
+            dispatch.cancel.cancel();
+            let queued = self.lock().queue.remove(|other| other.id() == dispatch.id());
+            if let Some(dispatch) = queued {
                 let dispatcher = Arc::clone(self);
                 ending.push(self.runs.spawn(async move {
-                    let interaction = run::without_run(&one, "Cancelled", "it was cancelled before it ran");
-                    dispatcher.end(&one, interaction, None).await;
+                    let interaction = run::interaction_without_run(
+                        &dispatch,
+                        "Cancelled",
+                        "it was cancelled before it started",
+                    );
+                    dispatcher.end(&dispatch, interaction, None).await;
                 }));
             }
         }
@@ -232,18 +239,23 @@ impl Dispatcher {
 
     /// Starts the dispatches that may run now.
     pub(super) fn start_ready(self: &Arc<Self>) {
-        while let Some(one) = self.next() {
+        while let Some(dispatch) = self.take_next() {
             let dispatcher = Arc::clone(self);
             self.runs.spawn(async move {
-                let (runner, running) = (Arc::clone(&dispatcher), Arc::clone(&one));
+                let (runner, running) = (Arc::clone(&dispatcher), Arc::clone(&dispatch));
                 if tokio::spawn(async move { runner.run(&running).await }).await.is_err() {
                     // The panic hook has logged the panic.
-                    let interaction =
-                        run::cut_off(&one, "Internal", "the gateway failed at it", one.reserved());
-                    dispatcher.end(&one, interaction, None).await;
+                    let reserved = dispatch.reserved_amount();
+                    let interaction = run::interrupted_interaction(
+                        &dispatch,
+                        "Internal",
+                        "internal error of the gateway",
+                        reserved,
+                    );
+                    dispatcher.end(&dispatch, interaction, None).await;
                 }
                 let mut table = dispatcher.lock();
-                table.running.retain(|other| !Arc::ptr_eq(other, &one));
+                table.running.retain(|other| !Arc::ptr_eq(other, &dispatch));
                 drop(table);
                 dispatcher.start_ready();
             });
@@ -253,7 +265,7 @@ impl Dispatcher {
         DISPATCHES_QUEUED.set([], table.queue.len() as f64);
     }
 
-    fn next(self: &Arc<Self>) -> Option<Arc<Dispatch>> {
+    fn take_next(self: &Arc<Self>) -> Option<Arc<Dispatch>> {
         let settings = self.kernel.settings();
         let mut table = self.lock();
         if self.stop.is_cancelled()
@@ -263,127 +275,134 @@ impl Dispatcher {
             return None;
         }
         let DispatchTable { queue, running, .. } = &mut *table;
-        let is_idle = |one: &Dispatch| !running.iter().any(|other| other.is_in_conversation_of(one));
-        let turn = |one: &Arc<Dispatch>| {
-            if is_idle(one) { self.turn(one, &settings) } else { Turn::Wait }
+        let is_idle =
+            |dispatch: &Dispatch| !running.iter().any(|other| other.is_in_conversation_of(dispatch));
+        let decide = |dispatch: &Arc<Dispatch>| {
+            if is_idle(dispatch) { self.decide_turn(dispatch, &settings) } else { Turn::Wait }
         };
-        let one = queue.pop(turn, |one| one.has_reservation() && is_idle(one))?;
-        table.running.push(Arc::clone(&one));
-        Some(one)
+        let dispatch = queue.pop(decide, |dispatch| dispatch.has_reservation() && is_idle(dispatch))?;
+        table.running.push(Arc::clone(&dispatch));
+        Some(dispatch)
     }
 
-    fn turn(&self, one: &Dispatch, settings: &Settings) -> Turn {
-        if one.has_reservation() {
+    fn decide_turn(&self, dispatch: &Dispatch, settings: &Settings) -> Turn {
+        if dispatch.has_reservation() {
             return Turn::Take;
         }
-        match self.kernel.reserve(&one.accepted.sender_id, settings) {
+        match self.kernel.reserve(&dispatch.accepted.sender_id, settings) {
             Ok(Ok(reservation)) => {
-                one.set_reservation(reservation);
+                dispatch.set_reservation(reservation);
                 Turn::Take
             }
             // Other dispatches of this user are in flight and may cost less than reserved.
             Ok(Err(reached)) if reached.can_retry_in_period() => Turn::Wait,
-            // `run` refuses it.
+            // `run` refuses the dispatch.
             Ok(Err(_)) => Turn::Take,
             Err(_) => Turn::Wait,
         }
     }
 
-    async fn run(&self, one: &Arc<Dispatch>) {
+    async fn run(&self, dispatch: &Arc<Dispatch>) {
         let settings = self.kernel.settings();
-        if !one.has_reservation() {
-            let refused = self.kernel.reserve(&one.accepted.sender_id, &settings);
+        if !dispatch.has_reservation() {
+            let refused = self.kernel.reserve(&dispatch.accepted.sender_id, &settings);
             match refused {
-                Ok(Ok(reservation)) => one.set_reservation(reservation),
-                Ok(Err(reached)) => return self.refuse(one, &reached).await,
+                Ok(Ok(reservation)) => dispatch.set_reservation(reservation),
+                Ok(Err(reached)) => return self.refuse(dispatch, &reached).await,
                 // Unreachable: nothing is accepted before the book is open.
                 Err(_) => {}
             }
         }
         let started_at = clock::now_ms();
-        one.mark_running(started_at);
-        one.publish("running", &one.to_json());
+        dispatch.mark_running(started_at);
+        dispatch.publish("running", &dispatch.to_json());
         if !self
-            .write_journal(vec![JournalEntry { started_at: Some(started_at), ..one.accepted.clone() }])
+            .write_journal(vec![JournalEntry { started_at: Some(started_at), ..dispatch.accepted.clone() }])
             .await
         {
-            let (journal, accepted) = (self.journal.clone(), one.accepted.clone());
+            let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
             let marked = tokio::task::spawn_blocking(move || journal.mark_begun(&accepted)).await;
             if !marked.unwrap_or_default() {
-                let message = "the disk has no room to note that its agent is started, so nothing ran: make room \
-                               first, for instance in the terminal";
-                return self.end(one, run::without_run(one, "NoRoom", message), None).await;
+                let message = "the disk is full, so the start of the agent could not be recorded and nothing ran: \
+                               free disk space first, for instance in the terminal";
+                let interaction = run::interaction_without_run(dispatch, "NoRoom", message);
+                return self.end(dispatch, interaction, None).await;
             }
         }
         let context = RunContext {
             kernel: &self.kernel,
-            socket: &self.socket,
+            agent_socket: &self.agent_socket,
             agent_tokens: &self.agent_tokens,
-            bridge: &self.bridge,
-            watcher: &self.watcher,
+            bridge_socket: &self.bridge_socket,
+            watcher_socket: &self.watcher_socket,
             stop: &self.stop,
             pause: &self.pause_token(),
             settings: &settings.agents,
         };
-        let (interaction, text) = run::run(&context, one).await;
-        self.end(one, interaction, text).await;
+        let (interaction, text) = run::run(&context, dispatch).await;
+        self.end(dispatch, interaction, text).await;
     }
 
     /// Closes tool calls that the agent left open. Does nothing without a watcher.
-    async fn end_for_watcher(&self, one: &Dispatch) {
-        audit_protocol::send_from_dispatcher(&self.watcher, Message::dispatch_end(one.id(), one.take_seen()))
-            .await;
+    async fn end_for_watcher(&self, dispatch: &Dispatch) {
+        let message = Message::dispatch_end(dispatch.id(), dispatch.take_seen());
+        audit_protocol::send_from_dispatcher(&self.watcher_socket, message).await;
     }
 
-    /// Ends a dispatch whose limit was reached before its turn. Like any refused dispatch, it has no interaction.
-    async fn refuse(&self, one: &Arc<Dispatch>, reached: &LimitReached) {
+    /// Ends a dispatch whose cost limit was reached before its turn. Like any refused dispatch, it has no interaction.
+    async fn refuse(&self, dispatch: &Arc<Dispatch>, reached: &LimitReached) {
         DISPATCHES.add_one(["limited"]);
         // Its batch stays in the journal until all entries have ended: a crash must not queue this one again.
-        let refused = JournalEntry { refused: Some(reached.period), ..one.accepted.clone() };
+        let refused = JournalEntry { refused: Some(reached.period), ..dispatch.accepted.clone() };
         if !self.write_journal(vec![refused]).await {
-            let (journal, accepted) = (self.journal.clone(), one.accepted.clone());
-            // After a crash it is then recorded as interrupted, which is wrong, but does not run it.
+            let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
+            // After a crash, the dispatch is then recorded as interrupted. That is wrong, but it does not run.
             let _ = tokio::task::spawn_blocking(move || journal.mark_begun(&accepted)).await;
         }
-        self.end_refused(one, reached.period);
+        self.end_refused(dispatch, reached.period);
     }
 
     /// Ends a refused dispatch that is in the journal.
-    pub(super) fn end_refused(&self, one: &Arc<Dispatch>, period: Period) {
+    pub(super) fn end_refused(&self, dispatch: &Arc<Dispatch>, period: Period) {
         let refused = Some(period.reached_message());
-        one.end(DispatchResult { phase: Phase::Refused, interaction: None, text: None, refused });
-        one.mark_durable();
-        if one.batch.is_none() {
-            self.journal.remove(&JournalFile::One(one.id().to_owned()));
+        dispatch.end(DispatchResult { phase: Phase::Refused, interaction: None, text: None, refused });
+        dispatch.mark_durable();
+        if dispatch.batch.is_none() {
+            self.journal.remove(&JournalFile::One(dispatch.id().to_owned()));
         }
-        self.retain_ended(one);
+        self.retain_ended(dispatch);
     }
 
-    async fn end(&self, one: &Arc<Dispatch>, interaction: Interaction, text: Option<String>) {
-        self.write_journal(vec![JournalEntry { ended: Some(interaction.clone()), ..one.accepted.clone() }])
-            .await;
-        self.end_for_watcher(one).await;
+    async fn end(&self, dispatch: &Arc<Dispatch>, interaction: Interaction, text: Option<String>) {
+        self.write_journal(vec![JournalEntry {
+            ended: Some(interaction.clone()),
+            ..dispatch.accepted.clone()
+        }])
+        .await;
+        self.end_for_watcher(dispatch).await;
         match self.kernel.record(&interaction) {
             Some(warnings) => {
-                warnings.iter().for_each(|warning| one.publish("warning", &warning.to_json()));
-                self.lock().recorded.push(JournalFile::One(one.id().to_owned()));
+                warnings.iter().for_each(|warning| dispatch.publish("warning", &warning.to_json()));
+                self.lock().recorded.push(JournalFile::One(dispatch.id().to_owned()));
             }
-            // The journal keeps it for the next start.
-            None => tracing::warn!(id = one.id(), "a dispatch stays in the journal: its record was dropped"),
+            // The dispatch is recorded at the next start.
+            None => {
+                tracing::warn!(id = dispatch.id(), "a dispatch stays in the journal: its record was dropped")
+            }
         }
         let phase = interaction.status.into();
         DISPATCHES.add_one([if phase == Phase::Success { "success" } else { "error" }]);
-        one.end(DispatchResult { phase, interaction: Some(interaction), text, refused: None });
-        self.retain_ended(one);
+        dispatch.end(DispatchResult { phase, interaction: Some(interaction), text, refused: None });
+        self.retain_ended(dispatch);
     }
 
-    /// Keeps an ended dispatch for later requests, and evicts the oldest.
-    pub(super) fn retain_ended(&self, one: &Arc<Dispatch>) {
+    /// Keeps an ended dispatch for later requests, and evicts the oldest ones above the limits.
+    pub(super) fn retain_ended(&self, dispatch: &Arc<Dispatch>) {
         let mut table = self.lock();
-        if let Some(batch) = one.batch.as_ref().filter(|batch| batch.is_over()) {
-            // A refused entry stays refused only while its own file exists, so that the batch is removed first.
+        if let Some(batch) = dispatch.batch.as_ref().filter(|batch| batch.is_over()) {
+            // A refused entry stays refused only while its own file exists, so the batch is removed first.
             let is_refused = |id: &&String| match table.all.get(*id) {
-                Some(DispatchTarget::One(one)) => one.phase() == Phase::Refused,
+                Some(DispatchTarget::One(dispatch)) => dispatch.phase() == Phase::Refused,
                 _ => false,
             };
             let refused = batch.entries.iter().filter(is_refused).cloned().map(JournalFile::One);
@@ -391,19 +410,20 @@ impl Dispatcher {
                 std::iter::once(JournalFile::Batch(batch.id.clone())).chain(refused).collect();
             table.recorded.extend(files);
         }
-        table.ended_bytes += one.bytes();
-        table.ended.push_back(Arc::clone(one));
+        table.ended_bytes += dispatch.bytes();
+        table.ended.push_back(Arc::clone(dispatch));
         let is_over_limit = |table: &DispatchTable, factor: usize| {
             table.ended.len() > MAX_ENDED * factor || table.ended_bytes > MAX_ENDED_BYTES * factor
         };
         while is_over_limit(&table, 1) {
             let is_far_over = is_over_limit(&table, MAX_NOT_DURABLE_FACTOR);
             // The entries of a batch are kept until all of them have ended.
-            let can_evict = |one: &Arc<Dispatch>| {
-                one.batch.as_ref().is_none_or(|batch| batch.is_over()) && (one.is_durable() || is_far_over)
+            let can_evict = |dispatch: &Arc<Dispatch>| {
+                dispatch.batch.as_ref().is_none_or(|batch| batch.is_over())
+                    && (dispatch.is_durable() || is_far_over)
             };
-            let Some(at) = table.ended.iter().position(can_evict) else { break };
-            let Some(oldest) = table.ended.remove(at) else { break };
+            let Some(index) = table.ended.iter().position(can_evict) else { break };
+            let Some(oldest) = table.ended.remove(index) else { break };
             table.ended_bytes = table.ended_bytes.saturating_sub(oldest.bytes());
             table.all.remove(oldest.id());
             if let Some(batch) = &oldest.batch
@@ -414,7 +434,8 @@ impl Dispatcher {
         }
     }
 
-    /// A failed write does not refuse the dispatch: it may be the one that frees disk space.
+    /// Writes entries to the journal. A failure does not refuse the dispatch, which may be the one that frees disk
+    /// space.
     pub(super) async fn write_journal(&self, all: Vec<JournalEntry>) -> bool {
         let journal = self.journal.clone();
         let written = blocking(move || journal.write(&all)).await;
@@ -450,16 +471,16 @@ impl Dispatcher {
         if !self.pause_token().is_cancelled() {
             return Ok(());
         }
-        let detail = "No dispatch is started now: a final backup is taken before this machine is replaced.";
+        let detail = "Dispatches are paused: a final backup is being taken before this machine is replaced.";
         Err(Problem::new(Code::Unavailable, detail).retry_after(15))
     }
 
-    /// The number of dispatches that run or are being recorded.
-    pub fn running(&self) -> usize {
+    /// The number of dispatches that are running or being recorded.
+    pub fn running_count(&self) -> usize {
         self.lock().running.len()
     }
 
-    /// Shuts down: starts nothing more, and ends and records running dispatches.
+    /// Shuts down: starts no further dispatches, and ends and records running ones.
     pub async fn close(&self) {
         self.stop.cancel();
         self.runs.close();

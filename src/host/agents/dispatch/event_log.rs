@@ -11,7 +11,7 @@ use tokio::sync::watch;
 /// Maximum bytes of the events kept; the oldest are dropped first.
 const MAX_BYTES: usize = 1 << 20;
 
-/// First event number of this process: above all numbers of earlier processes.
+/// The first event number of this process, which is above all numbers of earlier processes.
 static BASE: LazyLock<u64> =
     LazyLock::new(|| u64::try_from(Timestamp::now().as_millisecond()).unwrap_or_default() * 1000);
 
@@ -72,8 +72,8 @@ impl EventLog {
         self.latest.send_replace(number + 1);
     }
 
-    /// Reads events from this number on. A number outside this process's range was given by an earlier process: then
-    /// all events are read.
+    /// Reads events from this number on. A number outside this process's range is from an earlier process: then all
+    /// events are read.
     pub fn read(&self, from: u64) -> ReadEvents {
         let buffer = self.lock();
         let next = buffer.first + buffer.events.len() as u64;
@@ -88,8 +88,8 @@ impl EventLog {
         }
     }
 
-    /// Notifies of each event.
-    pub fn watch(&self) -> watch::Receiver<u64> {
+    /// Subscribes to the number of the next event, which changes with each event.
+    pub fn subscribe(&self) -> watch::Receiver<u64> {
         self.latest.subscribe()
     }
 

@@ -1,8 +1,8 @@
-//! Dispatches that are accepted and not yet recorded. After a crash, queued ones are queued again and running ones are
-//! recorded as interrupted, so that no accepted dispatch is lost.
+//! The journal of dispatches that are accepted and not yet recorded. After a crash, queued ones are queued again and
+//! running ones are recorded as interrupted, so that no accepted dispatch is lost.
 //!
-//! Each has its own file, `ID.json`. A batch is accepted atomically in one file, `ID.batch`; entries that have started
-//! or were refused also have a separate file. On a full disk, an empty `ID.begun` marks a dispatch as started.
+//! Each dispatch has its own file, `ID.json`. A batch is accepted atomically in one file, `ID.batch`; entries that have
+//! started or were refused also have a separate file. On a full disk, an empty `ID.begun` marks a dispatch as started.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -42,13 +42,13 @@ pub struct JournalEntry {
     pub fingerprint: String,
     #[serde(with = "clock::wire")]
     pub accepted_at: Timestamp,
-    /// When its agent started.
+    /// The time at which the agent started.
     #[serde(default, with = "clock::wire_option")]
     pub started_at: Option<Timestamp>,
     /// The result, until its record is durable.
     #[serde(default)]
     pub ended: Option<Interaction>,
-    /// The limit because of which an entry of a batch was refused, until its batch has left the journal.
+    /// The limit that refused this entry of a batch; kept until the batch is removed from the journal.
     #[serde(default)]
     pub refused: Option<Period>,
 }
@@ -84,7 +84,7 @@ impl Journal {
     pub fn write(&self, all: &[JournalEntry]) -> Result<(), FileError> {
         let (file, text) = match all {
             [] => return Ok(()),
-            [one] => (JournalFile::One(one.id.clone()), serde_json::to_vec(one)),
+            [entry] => (JournalFile::One(entry.id.clone()), serde_json::to_vec(entry)),
             [first, ..] => {
                 let batch = first.batch.as_ref().map_or(&first.id, |batch| &batch.id);
                 (JournalFile::Batch(batch.clone()), serde_json::to_vec(all))
@@ -93,15 +93,15 @@ impl Journal {
         fsx::write_atomic(&self.path(&file), &text.expect("plain fields are JSON"), 0o600)
     }
 
-    /// Marks a dispatch as started by an empty file, which needs no disk space. `false` if not even that is possible:
-    /// then a crash would start it again.
-    pub fn mark_begun(&self, one: &JournalEntry) -> bool {
-        let mark = self.mark(&one.id);
+    /// Marks a dispatch as started with an empty file, which needs no disk space. Returns `false` if even that fails
+    /// and the dispatch may be in the journal: after a crash, it would be started again.
+    pub fn mark_begun(&self, entry: &JournalEntry) -> bool {
+        let mark = self.mark_path(&entry.id);
         let marked = std::fs::File::create(&mark).and_then(|file| file.sync_all());
         let marked = marked.map_err(FileError::at("create", &mark)).and_then(|()| fsx::sync_dir(&self.0));
         let Err(error) = marked else { return true };
         tracing::warn!(error = %chain(&error), "cannot mark a dispatch as started");
-        !self.may_have_file(&one.id)
+        !self.may_have_file(&entry.id)
     }
 
     /// Whether the journal may have a file for this ID, even an unreadable one.
@@ -110,21 +110,21 @@ impl Journal {
         [Some(JournalFile::One(id.to_owned())), batch].iter().flatten().any(|file| self.path(file).exists())
     }
 
-    fn mark(&self, id: &str) -> PathBuf {
+    fn mark_path(&self, id: &str) -> PathBuf {
         self.0.join(format!("{id}.begun"))
     }
 
     /// Removes a dispatch that is recorded, or was never accepted.
     pub fn remove(&self, file: &JournalFile) {
         let mark =
-            if let JournalFile::One(id) = file { fsx::remove_if_exists(&self.mark(id)) } else { Ok(()) };
+            if let JournalFile::One(id) = file { fsx::remove_if_exists(&self.mark_path(id)) } else { Ok(()) };
         if let Err(error) = fsx::remove_if_exists(&self.path(file)).and(mark) {
             tracing::warn!(error = %chain(&error), "cannot remove an ended dispatch from the journal");
         }
     }
 
-    /// Reads all entries, in the order of acceptance. Foreign and unreadable files are left in place and logged. Must
-    /// run before anything is written.
+    /// Reads all entries, in the order of acceptance. Other files stay in place; unreadable and invalid ones are
+    /// logged. Must run before anything is written.
     ///
     /// # Errors
     /// [`FileError`] if the journal exists and cannot be read.
@@ -133,7 +133,7 @@ impl Journal {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
             entries => entries.map_err(FileError::at("read", &self.0))?,
         };
-        // No writer is active yet, so that temporary files are leftovers.
+        // No writer is active yet, so temporary files are leftovers.
         fsx::remove_leftover_temps_in(&self.0, |_| true)?;
         let mut found: BTreeMap<String, JournalEntry> = BTreeMap::new();
         let mut begun = Vec::new();
@@ -156,9 +156,9 @@ impl Journal {
         for mark in begun {
             let id = mark.file_stem().and_then(OsStr::to_str).unwrap_or_default();
             match found.get_mut(id) {
-                Some(entry) => entry.started_at = entry.started_at.or_else(|| Some(written_at(&mark))),
+                Some(entry) => entry.started_at = entry.started_at.or_else(|| Some(modified_at(&mark))),
                 None if self.may_have_file(id) => {}
-                // The dispatch was never accepted for certain, or is recorded.
+                // The dispatch is already recorded, or was never in the journal.
                 None => {
                     if let Err(error) = fsx::remove_if_exists(&mark) {
                         tracing::warn!(error = %chain(&error), "cannot remove a mark from the journal");
@@ -168,28 +168,30 @@ impl Journal {
         }
         let mut all: Vec<JournalEntry> =
             found.into_values().filter(|entry| entry.version == JournalEntry::VERSION).collect();
-        all.sort_by(|a, b| (a.accepted_at, index(a), &a.id).cmp(&(b.accepted_at, index(b), &b.id)));
+        all.sort_by(|a, b| {
+            (a.accepted_at, batch_index(a), &a.id).cmp(&(b.accepted_at, batch_index(b), &b.id))
+        });
         Ok(all)
     }
 }
 
-fn index(entry: &JournalEntry) -> usize {
+fn batch_index(entry: &JournalEntry) -> usize {
     entry.batch.as_ref().map_or(0, |batch| batch.index)
 }
 
-fn written_at(mark: &Path) -> Timestamp {
-    let written = std::fs::metadata(mark).and_then(|meta| meta.modified());
-    written.ok().and_then(|at| Timestamp::try_from(at).ok()).unwrap_or_else(clock::now_ms)
+fn modified_at(mark: &Path) -> Timestamp {
+    let modified = std::fs::metadata(mark).and_then(|meta| meta.modified());
+    modified.ok().and_then(|at| Timestamp::try_from(at).ok()).unwrap_or_else(clock::now_ms)
 }
 
 fn read_entry<T: DeserializeOwned>(path: &Path) -> Option<T> {
     let text = fsx::read_if_exists(path).unwrap_or_else(|error| {
-        tracing::error!(error = %chain(&error), "cannot read a file of the journal; it is left in place");
+        tracing::error!(error = %chain(&error), "cannot read a journal file; leaving it in place");
         None
     })?;
     let entry = serde_json::from_slice(&text);
     if entry.is_err() {
-        tracing::warn!(path = %path.display(), "invalid file in the journal of dispatches; it is left in place");
+        tracing::warn!(path = %path.display(), "invalid file in the journal of dispatches; leaving it in place");
     }
     entry.ok()
 }
@@ -258,7 +260,7 @@ mod tests {
         journal.write(std::slice::from_ref(&one)).unwrap();
         journal.write(&[entry(0), entry(1)]).unwrap();
         assert!(journal.mark_begun(&one) && journal.mark_begun(&entry(1)));
-        assert!(journal.mark_begun(&dispatch("nobody", "2026-11-22T10:00:01.000Z")));
+        assert!(journal.mark_begun(&dispatch("unknown", "2026-11-22T10:00:01.000Z")));
         std::fs::create_dir(dir.path().join("dispatches/unreadable.json")).unwrap();
         std::fs::write(dir.path().join("dispatches/unreadable.begun"), "").unwrap();
         let begun: Vec<bool> =
@@ -269,13 +271,13 @@ mod tests {
         assert_eq!(
             std::fs::read_dir(dir.path().join("dispatches")).unwrap().count(),
             3,
-            "the batch, the unreadable"
+            "the batch, the unreadable file and its mark"
         );
-        // If not even a mark can be created, a dispatch that would be started again must not start.
+        // If the mark cannot be created, a dispatch in the journal must not start: a crash would start it again.
         std::fs::create_dir(dir.path().join("dispatches/b.0.begun")).unwrap();
-        std::fs::create_dir(dir.path().join("dispatches/gone.begun")).unwrap();
+        std::fs::create_dir(dir.path().join("dispatches/unknown.begun")).unwrap();
         assert!(!journal.mark_begun(&entry(0)));
-        assert!(journal.mark_begun(&dispatch("gone", "2026-11-22T10:00:01.000Z")));
+        assert!(journal.mark_begun(&dispatch("unknown", "2026-11-22T10:00:01.000Z")));
     }
 
     #[test]
@@ -284,7 +286,7 @@ mod tests {
         let entry = |index| entry(index, 12);
         let all: Vec<JournalEntry> = (0..12).map(entry).collect();
         journal.write(&all).unwrap();
-        assert_eq!(journal.read().unwrap(), all, "in the order of their numbers");
+        assert_eq!(journal.read().unwrap(), all, "ordered by index");
         let started =
             JournalEntry { started_at: Some("2026-11-22T10:00:02.000Z".parse().unwrap()), ..entry(2) };
         journal.write(std::slice::from_ref(&started)).unwrap();

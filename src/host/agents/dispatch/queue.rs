@@ -1,16 +1,17 @@
-//! The queue: pure. Each sender has its own queue, and senders take turns, so that no sender starves the others.
+//! The queue of dispatches; pure. Each sender has its own queue, and senders take turns, so that no sender starves the
+//! others.
 
 use std::collections::{BTreeMap, VecDeque};
 
-/// Decision about the first dispatch of a sender.
+/// The decision about the first dispatch of a sender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Turn {
     Take,
-    /// Not now: it and those behind it keep their positions.
+    /// The dispatch and those behind it keep their positions.
     Wait,
 }
 
-/// The waiting dispatches, by sender.
+/// The queued dispatches, by sender.
 #[derive(Debug)]
 pub struct Queue<T> {
     waiting: BTreeMap<String, VecDeque<T>>,
@@ -30,36 +31,37 @@ impl<T> Queue<T> {
         self.length
     }
 
-    pub fn push(&mut self, sender: &str, one: T) {
+    pub fn push(&mut self, sender: &str, item: T) {
         let queue = self.waiting.entry(sender.to_owned()).or_default();
         if queue.is_empty() {
             self.turns.push_back(sender.to_owned());
         }
-        queue.push_back(one);
+        queue.push_back(item);
         self.length += 1;
     }
 
-    /// Takes the next dispatch that can run, and moves its sender to the end. A sender's first goes first; if it must
-    /// wait, the first one behind it that already has its reservation passes it: it may be waiting for that one to end.
+    /// Takes the next dispatch that can run, and moves its sender to the back. A sender's dispatches run in order, with
+    /// one exception: if the first must wait, the next one that already has a reservation overtakes it, because the
+    /// first may be waiting for that reservation to be released.
     pub fn pop(&mut self, mut decide: impl FnMut(&T) -> Turn, is_reserved: impl Fn(&T) -> bool) -> Option<T> {
-        for at in 0..self.turns.len() {
-            let queue = self.waiting.get_mut(&self.turns[at])?;
+        for turn in 0..self.turns.len() {
+            let queue = self.waiting.get_mut(&self.turns[turn])?;
             let first = queue.front().filter(|first| decide(first) == Turn::Take).map(|_| 0);
             let found = first.or_else(|| {
-                queue.iter().enumerate().skip(1).find(|(_, one)| is_reserved(one)).map(|(index, _)| index)
+                queue.iter().enumerate().skip(1).find(|(_, item)| is_reserved(item)).map(|(index, _)| index)
             });
             let Some(index) = found else { continue };
-            let one = queue.remove(index);
+            let item = queue.remove(index);
             let is_empty = queue.is_empty();
-            if let Some(sender) = self.turns.remove(at) {
+            if let Some(sender) = self.turns.remove(turn) {
                 if is_empty {
                     self.waiting.remove(&sender);
                 } else {
                     self.turns.push_back(sender);
                 }
             }
-            self.length -= usize::from(one.is_some());
-            return one;
+            self.length -= usize::from(item.is_some());
+            return item;
         }
         None
     }
@@ -70,18 +72,18 @@ impl<T> Queue<T> {
 
     /// Removes the first match.
     pub fn remove(&mut self, is_match: impl Fn(&T) -> bool) -> Option<T> {
-        let (sender, at) = self.waiting.iter().find_map(|(sender, queue)| {
-            let at = queue.iter().position(&is_match)?;
-            Some((sender.clone(), at))
+        let (sender, index) = self.waiting.iter().find_map(|(sender, queue)| {
+            let index = queue.iter().position(&is_match)?;
+            Some((sender.clone(), index))
         })?;
         let queue = self.waiting.get_mut(&sender)?;
-        let one = queue.remove(at);
+        let item = queue.remove(index);
         if queue.is_empty() {
             self.waiting.remove(&sender);
             self.turns.retain(|turn| *turn != sender);
         }
-        self.length -= usize::from(one.is_some());
-        one
+        self.length -= usize::from(item.is_some());
+        item
     }
 }
 
@@ -91,7 +93,7 @@ mod tests {
 
     use super::*;
 
-    fn all(queue: &mut Queue<(&'static str, u32)>) -> Vec<(&'static str, u32)> {
+    fn pop_all(queue: &mut Queue<(&'static str, u32)>) -> Vec<(&'static str, u32)> {
         std::iter::from_fn(|| queue.pop(|_| Turn::Take, |_| false)).collect()
     }
 
@@ -104,14 +106,14 @@ mod tests {
         assert_eq!((queue.len(), queue.iter().count()), (6, 6));
         let next = queue.pop(|(sender, _)| if *sender == "a" { Turn::Wait } else { Turn::Take }, |_| false);
         assert_eq!(next, Some(("b", 1)));
-        assert_eq!(queue.remove(|one| *one == ("a", 2)), Some(("a", 2)));
-        assert_eq!(all(&mut queue), [("a", 1), ("c", 1), ("b", 2), ("a", 3)]);
+        assert_eq!(queue.remove(|item| *item == ("a", 2)), Some(("a", 2)));
+        assert_eq!(pop_all(&mut queue), [("a", 1), ("c", 1), ("b", 2), ("a", 3)]);
         assert_eq!((queue.len(), queue.iter().count()), (0, 0));
     }
 
-    /// The first waits for the second's reservation.
+    /// The first waits until the second's reservation is released.
     #[test]
-    fn reserved_dispatch_passes_a_waiting_first() {
+    fn reserved_dispatch_overtakes_a_waiting_one() {
         let mut queue = Queue::default();
         for number in 0..3 {
             queue.push("a", number);

@@ -1,4 +1,4 @@
-//! Requests for dispatches: parsed, validated, and fingerprinted to detect reused IDs.
+//! Parses, validates and fingerprints requests for dispatches. The fingerprint detects reused IDs.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,7 +13,6 @@ use svc_http::fields::Fields;
 pub const MAX_SENDER_CHARS: usize = 200;
 pub const MAX_CONVERSATION_CHARS: usize = 200;
 pub const MAX_MODEL_CHARS: usize = 200;
-/// Characters of a prompt.
 pub const MAX_PROMPT_CHARS: usize = 512 << 10;
 pub const MAX_BATCH_ENTRIES: usize = 100;
 pub const MAX_BODY_BYTES: usize = 2 << 20;
@@ -44,7 +43,7 @@ impl DispatchId {
     }
 
     /// The ID of an entry of this batch.
-    pub fn of_entry(&self, index: usize) -> String {
+    pub fn entry_id(&self, index: usize) -> String {
         format!("{}.{index}", self.0)
     }
 }
@@ -91,7 +90,7 @@ impl fmt::Display for DispatchId {
 #[serde(rename_all = "camelCase")]
 pub struct Entry {
     pub agent_name: String,
-    /// The requested model, else the agent's.
+    /// The requested model, or else the agent's.
     pub model: Option<String>,
     pub conversation_id: Option<String>,
     pub prompt: String,
@@ -104,9 +103,9 @@ pub struct DispatchRequest {
     pub id: Option<DispatchId>,
     pub sender_id: String,
     pub is_batch: bool,
-    /// Exactly one, unless it is a batch.
+    /// Exactly one entry, unless the request is a batch.
     pub entries: Vec<Entry>,
-    /// Equal for equal requests.
+    /// A digest of the request's own fields; equal for equal requests.
     pub fingerprint: String,
 }
 
@@ -133,31 +132,31 @@ impl Options {
         }
     }
 
-    fn with(&self, prompt: &str) -> Value {
+    fn to_json(&self, prompt: &str) -> Value {
         json!({ "choice": self, "prompt": prompt })
     }
 
-    fn or(self, other: &Self) -> Self {
+    fn with_defaults(self, defaults: &Self) -> Self {
         Self {
-            agent_name: self.agent_name.or_else(|| other.agent_name.clone()),
-            model: self.model.or_else(|| other.model.clone()),
-            conversation_id: self.conversation_id.or_else(|| other.conversation_id.clone()),
-            deadline_seconds: self.deadline_seconds.or(other.deadline_seconds),
+            agent_name: self.agent_name.or_else(|| defaults.agent_name.clone()),
+            model: self.model.or_else(|| defaults.model.clone()),
+            conversation_id: self.conversation_id.or_else(|| defaults.conversation_id.clone()),
+            deadline_seconds: self.deadline_seconds.or(defaults.deadline_seconds),
         }
     }
 
-    fn entry(self, fields: &mut Fields, prompt: String, settings: &AgentSettings) -> Option<Entry> {
+    fn into_entry(self, fields: &mut Fields, prompt: String, settings: &AgentSettings) -> Option<Entry> {
         let agent_name = self.agent_name.unwrap_or_else(|| settings.default_agent.clone());
         let Some(agent) = settings.agents.get(&agent_name) else {
             let names: Vec<&str> = settings.agents.keys().map(String::as_str).collect();
-            let why = format!("is no agent of system/config.json, which has {}", names.join(", "));
+            let why = format!("is not an agent in system/config.json, which has {}", names.join(", "));
             fields.wrong("agentName", why);
             return None;
         };
         Some(Entry {
             model: self.model.or_else(|| agent.model.clone()),
             conversation_id: self.conversation_id,
-            deadline_seconds: deadline(self.deadline_seconds, agent),
+            deadline_seconds: limit_deadline(self.deadline_seconds, agent),
             agent_name,
             prompt,
         })
@@ -165,19 +164,19 @@ impl Options {
 }
 
 /// The caller can only shorten the agent's deadline.
-fn deadline(requested: Option<u64>, agent: &Agent) -> u64 {
+fn limit_deadline(requested: Option<u64>, agent: &Agent) -> u64 {
     requested.map_or(agent.deadline_seconds, |requested| requested.min(agent.deadline_seconds))
 }
 
 impl DispatchRequest {
-    /// Parses a request of this principal; adds its mistakes to `fields`.
+    /// Parses a request from this principal; adds mistakes to `fields`.
     pub fn read(fields: &mut Fields, principal: &str, settings: &AgentSettings) -> Option<Self> {
         let id: Option<DispatchId> = fields.optional("id");
         if id.as_ref().is_some_and(|id| id.as_str().len() > DispatchId::MAX_GIVEN_CHARS || id.is_entry_id()) {
             let max = DispatchId::MAX_GIVEN_CHARS;
             fields.wrong(
                 "id",
-                format!("must have at most {max} characters, and no dot before a number at its end"),
+                format!("must have at most {max} characters, and must not end with a dot and a number"),
             );
         }
         let sender_id = fields.optional_text("senderId", MAX_SENDER_CHARS);
@@ -185,44 +184,44 @@ impl DispatchRequest {
         let (has_prompt, is_batch) = (fields.has("prompt"), fields.has("batch"));
         let entries = match (has_prompt, is_batch) {
             (true, true) => {
-                fields.wrong("batch", "cannot be given beside prompt");
+                fields.wrong("batch", "cannot be given together with prompt");
                 None
             }
-            (false, true) => Self::batch(fields, &options, settings),
+            (false, true) => Self::read_batch(fields, &options, settings),
             (false, false) => {
-                fields.wrong("prompt", "is required, where there is no batch");
-                fields.wrong("batch", "is required, where there is no prompt");
+                fields.wrong("prompt", "is required unless batch is given");
+                fields.wrong("batch", "is required unless prompt is given");
                 None
             }
             (true, false) => {
                 let prompt = fields.text("prompt", MAX_PROMPT_CHARS)?;
-                let given = options.with(&prompt);
-                options.entry(fields, prompt, settings).map(|entry| (vec![entry], given))
+                let given = options.to_json(&prompt);
+                options.into_entry(fields, prompt, settings).map(|entry| (vec![entry], given))
             }
         }?;
         let (entries, given) = entries;
         let sender_id = sender_id.unwrap_or_else(|| principal.to_owned());
-        // Only the request's own fields: defaults from the settings may change before a retry.
+        // Hash only the request's own fields: defaults from the settings may change before a retry.
         let whole = json!({ "senderId": sender_id, "batch": is_batch, "given": given });
         let fingerprint = hex::encode(Sha256::digest(whole.to_string()));
         Some(Self { id, sender_id, is_batch, entries, fingerprint })
     }
 
-    fn batch(
+    fn read_batch(
         fields: &mut Fields,
         options: &Options,
         settings: &AgentSettings,
     ) -> Option<(Vec<Entry>, Value)> {
-        let given = fields.each("batch", 1..=MAX_BATCH_ENTRIES)?;
-        let (mut entries, mut all) = (Vec::new(), vec![options.with("")]);
+        let given = fields.nested_array("batch", 1..=MAX_BATCH_ENTRIES)?;
+        let (mut entries, mut all) = (Vec::new(), vec![options.to_json("")]);
         let count = given.len();
-        for mut one in given {
-            let prompt = one.text("prompt", MAX_PROMPT_CHARS);
-            let own = Options::read(&mut one);
-            all.push(own.with(prompt.as_deref().unwrap_or_default()));
-            let options = own.or(options);
-            entries.extend(prompt.and_then(|prompt| options.entry(&mut one, prompt, settings)));
-            fields.close(one);
+        for mut entry in given {
+            let prompt = entry.text("prompt", MAX_PROMPT_CHARS);
+            let own = Options::read(&mut entry);
+            all.push(own.to_json(prompt.as_deref().unwrap_or_default()));
+            let options = own.with_defaults(options);
+            entries.extend(prompt.and_then(|prompt| options.into_entry(&mut entry, prompt, settings)));
+            fields.close(entry);
         }
         (entries.len() == count).then_some((entries, Value::Array(all)))
     }
@@ -233,8 +232,8 @@ mod tests {
     use super::*;
 
     fn read(body: Value) -> Result<DispatchRequest, String> {
-        let Value::Object(body) = body else { return Err("no object".to_owned()) };
-        let mut fields = Fields::of_body(body);
+        let Value::Object(body) = body else { return Err("not an object".to_owned()) };
+        let mut fields = Fields::from_body(body);
         let request = DispatchRequest::read(&mut fields, "user_owner", &AgentSettings::default());
         fields.finish(request).map_err(|problem| problem.detail)
     }
@@ -259,7 +258,7 @@ mod tests {
         for (body, expected) in [
             (json!({}), "/prompt: is required"),
             (json!({ "prompt": "" }), "/prompt: must have 1"),
-            (json!({ "prompt": "x", "batch": [] }), "/batch: cannot be given beside prompt"),
+            (json!({ "prompt": "x", "batch": [] }), "/batch: cannot be given together with prompt"),
             (json!({ "batch": [] }), "/batch: must be an array of 1 to 100"),
             (json!({ "batch": [{}] }), "/batch/0/prompt: is required"),
             (
@@ -268,11 +267,14 @@ mod tests {
             ),
             (json!({ "prompt": "x", "agentName": "no" }), "which has claude"),
             (json!({ "prompt": "x", "id": "../x" }), "/id: must have"),
-            (json!({ "prompt": "x", "id": "b.12" }), "/id: must have at most 100 characters, and no dot"),
+            (
+                json!({ "prompt": "x", "id": "b.12" }),
+                "/id: must have at most 100 characters, and must not end with a dot",
+            ),
             (json!({ "prompt": "x", "deadlineSeconds": 0 }), "/deadlineSeconds: must be from 1"),
             (json!({ "prompt": "x", "other": 1 }), "/other: is not a field"),
         ] {
-            let why = read(body.clone()).expect_err("it is wrong");
+            let why = read(body.clone()).expect_err("the request is invalid");
             assert!(why.contains(expected), "{body}: {why}");
         }
     }

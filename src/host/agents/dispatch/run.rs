@@ -18,16 +18,17 @@ use crate::agents::adapters::settings::{Agent, AgentSettings};
 use crate::agents::adapters::{Adapter, Event, Exit, Outcome};
 use crate::agents::bridge_tokens::{AgentToken, AgentTokens};
 use crate::agents::kernel::Kernel;
-use crate::agents::protocol::{Ended, FromRunner, INTERRUPT_GRACE, Order, TERMINATE_GRACE, ToRunner};
-use crate::audit::protocol;
-use crate::audit::protocol::{COMMANDS, Message, Process, WRITERS};
+use crate::agents::protocol::{
+    GatewayFrame, INTERRUPT_GRACE, Order, RunResult, RunnerFrame, TERMINATE_GRACE,
+};
+use crate::audit::protocol::{self, COMMAND_TOOLS, Message, Process, WRITER_TOOLS};
 use crate::records::entry::{DispatchError, Interaction, Status};
 use crate::records::money::Dollars;
 use svc_base::clock;
 
 /// Timeout of connecting to the runner, and of one write to it.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Timeout of the runner after a cancellation, in addition to the agent's grace periods.
+/// Time that the runner has to end a cancelled run, in addition to the agent's grace periods.
 const END_TIMEOUT: Duration = Duration::from_secs(15);
 /// The recorded model if none is known.
 const UNKNOWN_MODEL: &str = "unknown";
@@ -46,12 +47,13 @@ enum EndReason {
 /// The gateway's resources that a run uses.
 pub struct RunContext<'a> {
     pub kernel: &'a Kernel,
-    pub socket: &'a Path,
+    /// The socket of svc-agent.
+    pub agent_socket: &'a Path,
     pub agent_tokens: &'a Arc<AgentTokens>,
     /// The bridge socket for agents.
-    pub bridge: &'a Path,
+    pub bridge_socket: &'a Path,
     /// The socket of svc-watch.
-    pub watcher: &'a Path,
+    pub watcher_socket: &'a Path,
     /// Cancelled at shutdown.
     pub stop: &'a CancellationToken,
     /// Cancelled when the machine's writers are stopped.
@@ -65,9 +67,7 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     let RunEnd { outcome, is_cut_off } =
         match context.settings.agents.get(&dispatch.accepted.entry.agent_name) {
             Some(agent) => Run::new(context, dispatch, agent, begun).execute(agent).await,
-            None => {
-                failed_outcome("NoAgent", "the agent is no longer in system/config.json".to_owned()).into()
-            }
+            None => failed_outcome("NoAgent", "the agent is no longer in system/config.json").into(),
         };
     context.kernel.note(&format!(
         "dispatch {}: {} after {:.1} s",
@@ -78,28 +78,29 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     let entry = &dispatch.accepted.entry;
     let model = outcome.model.clone().or_else(|| entry.model.clone());
     let cost = context.settings.cost(&outcome, entry.model.as_deref());
-    if let Some(estimate) = estimate(context.settings, &outcome, cost, is_cut_off, dispatch.reserved()) {
+    let reserved = dispatch.reserved_amount();
+    if let Some(estimate) = estimate_cost(context.settings, &outcome, cost, is_cut_off, reserved) {
         context.kernel.note(&format!(
-            "dispatch {}: it ended before it reported all of its cost; it counts as {estimate}, with its reservation",
+            "dispatch {}: it ended before it reported its full cost; it counts as {estimate}, including its reservation",
             dispatch.id()
         ));
         let text = outcome.text.clone();
-        let ended = interaction(dispatch, outcome, model, estimate, begun.elapsed());
+        let ended = build_interaction(dispatch, outcome, model, estimate, begun.elapsed());
         return (Interaction { cost_estimated: true, ..ended }, text);
     }
     if cost.is_none() && outcome.tokens_in + outcome.tokens_out > 0 {
         let model = model.as_deref().unwrap_or(UNKNOWN_MODEL);
         context.kernel.note(&format!(
-            "dispatch {}: system/config.json has no price of {model}; it counts as $0",
+            "dispatch {}: system/config.json has no price for {model}; it counts as $0",
             dispatch.id()
         ));
     }
     let text = outcome.text.clone();
-    (interaction(dispatch, outcome, model, cost.unwrap_or_default(), begun.elapsed()), text)
+    (build_interaction(dispatch, outcome, model, cost.unwrap_or_default(), begun.elapsed()), text)
 }
 
-/// The amount that counts if the program may have used more than it reported; `None` if it reported its usage.
-fn estimate(
+/// Estimates the cost if the program may have used more than it reported; `None` if it reported its usage.
+fn estimate_cost(
     settings: &AgentSettings,
     outcome: &Outcome,
     cost: Option<Dollars>,
@@ -110,7 +111,7 @@ fn estimate(
         return None;
     }
     match (outcome.has_unreported_usage, outcome.cost) {
-        // The reported cost is of earlier turns.
+        // The reported cost covers only earlier turns.
         (true, Some(reported)) => Some(reported + reserved),
         // The tokens seen so far omit the output.
         (true, None) => Some(cost.unwrap_or_default().max(reserved)),
@@ -120,23 +121,28 @@ fn estimate(
     }
 }
 
-/// The interaction of a dispatch that ended without a run.
-pub fn without_run(dispatch: &Dispatch, name: &str, message: &str) -> Interaction {
-    let outcome = failed_outcome(name, message.to_owned());
+/// Builds the interaction of a dispatch that ended without a run.
+pub fn interaction_without_run(dispatch: &Dispatch, name: &str, message: &str) -> Interaction {
+    let outcome = failed_outcome(name, message);
     let model = dispatch.accepted.entry.model.clone();
-    interaction(dispatch, outcome, model, Dollars::ZERO, Duration::ZERO)
+    build_interaction(dispatch, outcome, model, Dollars::ZERO, Duration::ZERO)
 }
 
-/// The interaction of a dispatch whose run was cut off without an outcome: what it cost is unknown, so that the
+/// Builds the interaction of a dispatch whose run was interrupted without an outcome. Its cost is unknown, so the
 /// reservation counts.
-pub fn cut_off(dispatch: &Dispatch, name: &str, message: &str, reserved: Dollars) -> Interaction {
-    Interaction { cost: reserved, cost_estimated: true, ..without_run(dispatch, name, message) }
+pub fn interrupted_interaction(
+    dispatch: &Dispatch,
+    name: &str,
+    message: &str,
+    reserved: Dollars,
+) -> Interaction {
+    Interaction { cost: reserved, cost_estimated: true, ..interaction_without_run(dispatch, name, message) }
 }
 
 /// The end of a run.
 struct RunEnd {
     outcome: Outcome,
-    /// The agent was running and was ended from outside, so that it may not have reported its cost.
+    /// The agent was running and was ended from outside, so it may not have reported its cost.
     is_cut_off: bool,
 }
 
@@ -147,7 +153,7 @@ impl From<Outcome> for RunEnd {
     }
 }
 
-fn failed_outcome(name: &str, message: String) -> Outcome {
+fn failed_outcome(name: &str, message: impl Into<String>) -> Outcome {
     Outcome {
         conversation_id: None,
         model: None,
@@ -158,16 +164,16 @@ fn failed_outcome(name: &str, message: String) -> Outcome {
         has_unreported_usage: false,
         tools: Vec::new(),
         status: Status::Error,
-        error: Some(failed(name, message)),
+        error: Some(dispatch_error(name, message)),
         text: None,
     }
 }
 
-fn failed(name: &str, message: String) -> DispatchError {
-    DispatchError { name: name.to_owned(), message, stack: None, tool: None, turn: None }
+fn dispatch_error(name: &str, message: impl Into<String>) -> DispatchError {
+    DispatchError { name: name.to_owned(), message: message.into(), stack: None, tool: None, turn: None }
 }
 
-fn interaction(
+fn build_interaction(
     dispatch: &Dispatch,
     outcome: Outcome,
     model: Option<String>,
@@ -199,14 +205,14 @@ fn interaction(
 }
 
 /// Attributes the processes below the runner to this dispatch.
-async fn announce_to_watcher(watcher: &Path, dispatch: &Dispatch, runner: u32) {
+async fn announce_to_watcher(socket: &Path, dispatch: &Dispatch, runner: u32) {
     let runner = Process::from_pid(i32::try_from(runner).unwrap_or_default());
     let begin = Message::dispatch_begin(dispatch.id(), &dispatch.accepted.entry.agent_name, runner);
-    protocol::send_from_dispatcher(watcher, begin).await;
+    protocol::send_from_dispatcher(socket, begin).await;
 }
 
-/// Without a token the agent still runs, but its bridge requests are refused.
-fn token(context: &RunContext<'_>, dispatch: &Dispatch, agent: &Agent) -> Option<AgentToken> {
+/// Issues a token if the agent may use apps. If that fails, the agent still runs, but its bridge requests are refused.
+fn issue_token(context: &RunContext<'_>, dispatch: &Dispatch, agent: &Agent) -> Option<AgentToken> {
     if agent.apps.is_empty() {
         return None;
     }
@@ -233,13 +239,13 @@ struct Run<'a> {
 impl<'a> Run<'a> {
     fn new(context: &'a RunContext<'a>, dispatch: &'a Dispatch, agent: &Agent, begun: Instant) -> Self {
         let deadline = begun + Duration::from_secs(dispatch.accepted.entry.deadline_seconds);
-        let (mut environment, token) = (agent.environment.clone(), token(context, dispatch, agent));
+        let (mut environment, token) = (agent.environment.clone(), issue_token(context, dispatch, agent));
         if let Some(token) = &token {
-            let bridge = context.bridge.display().to_string();
+            let bridge = context.bridge_socket.display().to_string();
             environment.insert("SVC_BRIDGE_SOCKET".to_owned(), bridge);
             environment.insert("SVC_BRIDGE_TOKEN".to_owned(), token.secret.expose_secret().to_owned());
         }
-        let (adapter, secrets) = (agent.adapter.adapter(), Secrets::from_environment(&environment));
+        let (adapter, secrets) = (agent.adapter.create_adapter(), Secrets::from_environment(&environment));
         Self {
             context,
             dispatch,
@@ -255,9 +261,9 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn order(&self, agent: &Agent) -> ToRunner {
+    fn build_order(&self, agent: &Agent) -> GatewayFrame {
         let accepted = &self.dispatch.accepted;
-        ToRunner::Order(Box::new(Order {
+        GatewayFrame::Order(Box::new(Order {
             version: Order::VERSION,
             id: accepted.id.clone(),
             agent_name: accepted.entry.agent_name.clone(),
@@ -279,29 +285,27 @@ impl<'a> Run<'a> {
             self.context.stop.is_cancelled().then_some(EndReason::Stopped)
         };
         if let Some(why) = early {
-            let error = Some(self.ended_early(why));
+            let error = Some(self.early_end_error(why));
             return Outcome { error, ..failed_outcome("", String::new()) }.into();
         }
-        let order = self.order(agent);
-        let within = CONNECT_TIMEOUT.min(self.deadline.saturating_duration_since(Instant::now()));
+        let order = self.build_order(agent);
+        let timeout = CONNECT_TIMEOUT.min(self.deadline.saturating_duration_since(Instant::now()));
         let connected = async {
-            let mut connection = UnixStream::connect(self.context.socket).await?;
+            let mut connection = UnixStream::connect(self.context.agent_socket).await?;
             order.write(&mut connection).await?;
             Ok::<_, std::io::Error>(connection.into_split())
         };
-        let (from, to) = match tokio::time::timeout(within, connected).await {
+        let (from, to) = match tokio::time::timeout(timeout, connected).await {
             Ok(Ok(halves)) => halves,
             Ok(Err(error)) => {
                 tracing::warn!(%error, "svc-agent cannot be reached");
                 return failed_outcome(
                     "NoRunner",
-                    "svc-agent cannot be reached: is svc-agent.socket active?".into(),
+                    "svc-agent cannot be reached: is svc-agent.socket active?",
                 )
                 .into();
             }
-            Err(_) => {
-                return failed_outcome("NoRunner", "svc-agent did not take its order in time".into()).into();
-            }
+            Err(_) => return failed_outcome("NoRunner", "svc-agent did not accept the order in time").into(),
         };
         let ended = self.follow(from, to).await;
         let at = self.elapsed_ms();
@@ -327,27 +331,27 @@ impl<'a> Run<'a> {
         if let (Some(why), Status::Error) = (self.end_reason, outcome.status) {
             let reported = outcome.error.take();
             let (tool, turn) = reported.map(|reported| (reported.tool, reported.turn)).unwrap_or_default();
-            outcome.error = Some(DispatchError { tool, turn, ..self.ended_early(why) });
+            outcome.error = Some(DispatchError { tool, turn, ..self.early_end_error(why) });
         }
         let is_cut_off = self.is_started && is_ended_from_outside && outcome.status == Status::Error;
         RunEnd { outcome, is_cut_off }
     }
 
-    fn ended_early(&self, why: EndReason) -> DispatchError {
+    fn early_end_error(&self, why: EndReason) -> DispatchError {
         let (name, message) = match why {
             EndReason::Cancelled => ("Cancelled", "it was cancelled".to_owned()),
             EndReason::Deadline => {
                 let seconds = self.dispatch.accepted.entry.deadline_seconds;
-                ("DeadlineExceeded", format!("it was ended after {seconds} s, its deadline"))
+                ("DeadlineExceeded", format!("it was stopped at its deadline of {seconds} s"))
             }
-            EndReason::Stopped => ("Interrupted", "it was ended because the gateway ended".to_owned()),
+            EndReason::Stopped => ("Interrupted", "it was stopped because the gateway shut down".to_owned()),
             EndReason::Paused => {
                 let message =
-                    "it was ended because the platform stops this machine's writers for a final backup";
+                    "it was stopped because the platform stopped this machine's writers for a final backup";
                 ("Interrupted", message.to_owned())
             }
         };
-        failed(name, message)
+        dispatch_error(name, message)
     }
 
     /// Milliseconds since the start.
@@ -359,13 +363,13 @@ impl<'a> Run<'a> {
         &mut self,
         mut from: OwnedReadHalf,
         mut to: OwnedWriteHalf,
-    ) -> Result<Ended, DispatchError> {
+    ) -> Result<RunResult, DispatchError> {
         let disconnected =
-            || failed("NoRunner", "svc-agent disconnected without a result: see its unit's log".to_owned());
-        // A separate task reads the frames: cancelling a read half-way would lose the position in the stream.
+            || dispatch_error("NoRunner", "svc-agent disconnected without a result: see its unit's log");
+        // A separate task reads the frames: a read cancelled half-way would lose the position in the stream.
         let (frames, mut next) = tokio::sync::mpsc::channel(2);
         let reader = tokio::spawn(async move {
-            while let Ok(Some(frame)) = FromRunner::read(&mut from).await {
+            while let Ok(Some(frame)) = RunnerFrame::read(&mut from).await {
                 if frames.send(frame).await.is_err() {
                     return;
                 }
@@ -389,24 +393,24 @@ impl<'a> Run<'a> {
             };
             tokio::select! {
                 frame = next.recv() => match frame {
-                    Some(FromRunner::Ready { pid }) => {
-                        announce_to_watcher(self.context.watcher, self.dispatch, pid).await;
-                        // A runner that does not receive it times out.
-                        let _ = tokio::time::timeout(CONNECT_TIMEOUT, ToRunner::Go.write(&mut to)).await;
+                    Some(RunnerFrame::Ready { pid }) => {
+                        announce_to_watcher(self.context.watcher_socket, self.dispatch, pid).await;
+                        // A runner that does not receive the go-ahead times out.
+                        let _ = tokio::time::timeout(CONNECT_TIMEOUT, GatewayFrame::Go.write(&mut to)).await;
                     }
-                    Some(FromRunner::Ended(ended)) => break Ok(ended),
-                    Some(FromRunner::Refused(why)) => break Err(failed("NotStarted", why)),
+                    Some(RunnerFrame::Ended(ended)) => break Ok(ended),
+                    Some(RunnerFrame::Refused(why)) => break Err(dispatch_error("NotStarted", why)),
                     Some(frame) => self.handle_frame(frame),
                     None => break Err(disconnected()),
                 },
                 why = why, if self.end_reason.is_none() => {
                     self.end_reason = Some(why);
                     give_up = Some(Instant::now() + INTERRUPT_GRACE + TERMINATE_GRACE + END_TIMEOUT);
-                    // A runner that does not receive it is abandoned after the timeout.
-                    let _ = tokio::time::timeout(CONNECT_TIMEOUT, ToRunner::Cancel.write(&mut to)).await;
+                    // A runner that does not receive the cancellation is abandoned after the timeout.
+                    let _ = tokio::time::timeout(CONNECT_TIMEOUT, GatewayFrame::Cancel.write(&mut to)).await;
                 }
                 () = wait_for_end => {
-                    break Err(failed("NoRunner", "svc-agent did not end the agent in time".to_owned()));
+                    break Err(dispatch_error("NoRunner", "svc-agent did not stop the agent in time"));
                 }
             }
         };
@@ -414,9 +418,9 @@ impl<'a> Run<'a> {
         ended
     }
 
-    fn handle_frame(&mut self, frame: FromRunner) {
+    fn handle_frame(&mut self, frame: RunnerFrame) {
         match frame {
-            FromRunner::Started { pid } => {
+            RunnerFrame::Started { pid } => {
                 self.is_started = true;
                 let entry = &self.dispatch.accepted.entry;
                 self.context.kernel.note(&format!(
@@ -426,7 +430,7 @@ impl<'a> Run<'a> {
                     self.dispatch.accepted.sender_id
                 ));
             }
-            FromRunner::Line(line) => {
+            RunnerFrame::Line(line) => {
                 let line = String::from_utf8_lossy(&line);
                 for event in self.adapter.parse_line(self.elapsed_ms(), &self.secrets.redact_line(&line)) {
                     if let Event::Started { conversation_id: Some(conversation), .. } = &event {
@@ -435,12 +439,12 @@ impl<'a> Run<'a> {
                     self.publish(&event);
                 }
             }
-            FromRunner::LongLine => {
-                // It may have been a tool call that contains a whole file.
+            RunnerFrame::LongLine => {
+                // The line may have been a tool call that contains a whole file.
                 self.dispatch.add_seen_call("", self.has_hook_ids);
-                tracing::warn!(id = self.dispatch.id(), "skipped a line of an agent: too long");
+                tracing::warn!(id = self.dispatch.id(), "skipped a line of an agent's output: too long");
             }
-            FromRunner::Ready { .. } | FromRunner::Ended(_) | FromRunner::Refused(_) => {}
+            RunnerFrame::Ready { .. } | RunnerFrame::Ended(_) | RunnerFrame::Refused(_) => {}
         }
     }
 
@@ -449,10 +453,10 @@ impl<'a> Run<'a> {
             && SPAWN_TOOLS.contains(&&**name)
         {
             let (id, agent) = (self.dispatch.id(), &self.dispatch.accepted.entry.agent_name);
-            self.context.kernel.note(&format!("dispatch {id}: {agent} spawned an agent by {name}"));
+            self.context.kernel.note(&format!("dispatch {id}: {agent} started a subagent with {name}"));
         }
         if let Event::ToolStarted { id, name, .. } = event
-            && (COMMANDS.contains(&&**name) || WRITERS.contains(&&**name))
+            && (COMMAND_TOOLS.contains(&&**name) || WRITER_TOOLS.contains(&&**name))
         {
             self.dispatch.add_seen_call(id, self.has_hook_ids);
         }
@@ -462,7 +466,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Milliseconds since the start of an interrupted dispatch; zero if unknown.
+/// The milliseconds since an interrupted dispatch started; zero if unknown.
 pub fn elapsed_ms(started_at: Option<Timestamp>, now: Timestamp) -> u64 {
     let elapsed = started_at.map_or(0, |at| now.as_millisecond().saturating_sub(at.as_millisecond()));
     u64::try_from(elapsed).unwrap_or_default()
@@ -473,7 +477,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn estimate_adds_the_reservation_to_what_was_reported() {
+    fn estimate_adds_reservation_to_the_reported_cost() {
         let settings = AgentSettings::default();
         let dollars = |cents: u64| Dollars::from_nanos(cents * 10_000_000);
         let reserved = dollars(200);
@@ -483,9 +487,9 @@ mod tests {
             ..failed_outcome("ExitCode", String::new())
         };
         let estimate = |outcome: &Outcome, cost, is_cut_off| {
-            estimate(&settings, outcome, outcome.cost.or(cost), is_cut_off, reserved)
+            estimate_cost(&settings, outcome, outcome.cost.or(cost), is_cut_off, reserved)
         };
-        // The agent ended by itself, so that it may choose its exit code.
+        // The agent ended by itself and may have chosen any exit code.
         assert_eq!(estimate(&outcome(true, None), None, false), Some(reserved));
         assert_eq!(estimate(&outcome(true, None), Some(dollars(300)), false), Some(dollars(300)));
         assert_eq!(estimate(&outcome(true, Some(1)), None, false), Some(dollars(201)));

@@ -24,14 +24,14 @@ pub enum Phase {
     Running,
     Success,
     Error,
-    /// Never ran: an entry of a batch whose cost limit was reached before its turn.
+    /// An entry of a batch that never ran, because a cost limit was reached before its turn.
     Refused,
 }
 
 impl Phase {
     pub const WORDS: &'static [&'static str] = <Self as strum::VariantNames>::VARIANTS;
 
-    fn word(self) -> &'static str {
+    fn as_str(self) -> &'static str {
         self.into()
     }
 
@@ -79,7 +79,7 @@ pub struct Dispatch {
     pub batch: Option<Arc<Batch>>,
     pub cancel: CancellationToken,
     /// Cancelled when the dispatch is in the journal.
-    pub is_journaled: CancellationToken,
+    pub journaled: CancellationToken,
     state: Mutex<State>,
     is_durable: AtomicBool,
 }
@@ -91,7 +91,7 @@ pub struct Batch {
     pub entries: Vec<String>,
     pub log: EventLog,
     /// Cancelled when the batch is in the journal.
-    pub is_journaled: CancellationToken,
+    pub journaled: CancellationToken,
     remaining: AtomicUsize,
 }
 
@@ -114,7 +114,7 @@ impl Dispatch {
             log: EventLog::default(),
             batch,
             cancel: CancellationToken::new(),
-            is_journaled: CancellationToken::new(),
+            journaled: CancellationToken::new(),
             state: Mutex::new(state),
             is_durable: AtomicBool::new(false),
         });
@@ -123,38 +123,38 @@ impl Dispatch {
     }
 
     /// Restores a dispatch from its record.
-    pub fn from_record(one: Interaction, batch: Option<Arc<Batch>>) -> Arc<Self> {
-        let position = one.batch_id.clone().map(|id| {
-            let index = entry_index(&one.id);
+    pub fn from_record(interaction: Interaction, batch: Option<Arc<Batch>>) -> Arc<Self> {
+        let position = interaction.batch_id.clone().map(|id| {
+            let index = parse_entry_index(&interaction.id);
             BatchPosition { id, index, size: 0 }
         });
         let accepted = JournalEntry {
             version: JournalEntry::VERSION,
-            id: one.id.clone(),
-            sender_id: one.sender_id.clone(),
+            id: interaction.id.clone(),
+            sender_id: interaction.sender_id.clone(),
             entry: Entry {
-                agent_name: one.agent_name.clone(),
-                model: Some(one.model.clone()),
-                conversation_id: Some(one.conversation_id.clone()),
+                agent_name: interaction.agent_name.clone(),
+                model: Some(interaction.model.clone()),
+                conversation_id: Some(interaction.conversation_id.clone()),
                 prompt: String::new(),
                 deadline_seconds: 0,
             },
             batch: position,
-            fingerprint: one.fingerprint.clone().unwrap_or_default(),
-            accepted_at: one.timestamp,
+            fingerprint: interaction.fingerprint.clone().unwrap_or_default(),
+            accepted_at: interaction.timestamp,
             started_at: None,
             ended: None,
             refused: None,
         };
         let dispatch = Self::new(accepted, batch, None);
-        dispatch.is_journaled.cancel();
-        let phase = one.status.into();
-        dispatch.end(DispatchResult { phase, interaction: Some(one), text: None, refused: None });
+        dispatch.journaled.cancel();
+        let phase = interaction.status.into();
+        dispatch.end(DispatchResult { phase, interaction: Some(interaction), text: None, refused: None });
         dispatch.mark_durable();
         dispatch
     }
 
-    /// Marks its record as durable, or the dispatch as having none.
+    /// Notes that the dispatch's record is durable, or that it has none.
     pub fn mark_durable(&self) {
         self.is_durable.store(true, Ordering::Release);
     }
@@ -179,8 +179,8 @@ impl Dispatch {
         self.lock().reservation.is_some()
     }
 
-    /// The amount that is reserved for it.
-    pub fn reserved(&self) -> Dollars {
+    /// The amount that is reserved for this dispatch.
+    pub fn reserved_amount(&self) -> Dollars {
         self.lock().reservation.as_ref().map_or(Dollars::ZERO, Reservation::amount)
     }
 
@@ -193,7 +193,7 @@ impl Dispatch {
         self.lock().conversation = Some(conversation.to_owned());
     }
 
-    /// Adds a tool call that may change files; `is_by_id` if the agent's hooks use the same call IDs.
+    /// Adds a tool call that may change files. `is_by_id` is set if the agent's hooks use the same call IDs.
     pub fn add_seen_call(&self, call: &str, is_by_id: bool) {
         let mut state = self.lock();
         state.seen.is_by_id = is_by_id;
@@ -232,7 +232,7 @@ impl Dispatch {
         }
     }
 
-    /// Publishes an event to the listeners of the dispatch and of its batch.
+    /// Publishes an event to the listeners of the dispatch and its batch.
     pub fn publish(&self, kind: &str, data: &Value) {
         self.push(kind, data, false);
     }
@@ -256,11 +256,11 @@ impl Dispatch {
         let interaction = end.and_then(|end| end.interaction.as_ref());
         json!({
             "id": self.accepted.id,
-            "status": state.phase.word(),
+            "status": state.phase.as_str(),
             "senderId": self.accepted.sender_id,
             "agentName": entry.agent_name,
-            "model": interaction.map(|one| &one.model).or(entry.model.as_ref()),
-            "conversationId": interaction.map(|one| &one.conversation_id).or(entry.conversation_id.as_ref()),
+            "model": interaction.map(|interaction| &interaction.model).or(entry.model.as_ref()),
+            "conversationId": interaction.map(|interaction| &interaction.conversation_id).or(entry.conversation_id.as_ref()),
             "batchId": self.accepted.batch.as_ref().map(|batch| &batch.id),
             "acceptedAt": rfc3339_ms(self.accepted.accepted_at),
             "startedAt": state.started_at.map(rfc3339_ms),
@@ -277,11 +277,11 @@ impl Dispatch {
 }
 
 impl Batch {
-    /// `remaining` of its entries have not ended yet.
+    /// Creates a batch in which `remaining` entries have not ended yet.
     pub fn new(id: String, fingerprint: String, entries: Vec<String>, remaining: usize) -> Arc<Self> {
-        let (log, is_journaled, remaining) =
+        let (log, journaled, remaining) =
             (EventLog::default(), CancellationToken::new(), AtomicUsize::new(remaining));
-        Arc::new(Self { id, fingerprint, entries, log, is_journaled, remaining })
+        Arc::new(Self { id, fingerprint, entries, log, journaled, remaining })
     }
 
     pub fn is_over(&self) -> bool {
@@ -289,7 +289,7 @@ impl Batch {
     }
 }
 
-/// The index of a batch entry, from its ID.
-pub fn entry_index(id: &str) -> usize {
+/// Parses the index of a batch entry from its ID.
+pub fn parse_entry_index(id: &str) -> usize {
     id.rsplit_once('.').and_then(|(_, index)| index.parse().ok()).unwrap_or_default()
 }

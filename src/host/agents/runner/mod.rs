@@ -33,7 +33,7 @@ const MAX_RUNS: usize = 128;
     name = "svc-agent",
     version = applet::version(),
     about = "Runs one agent for the gateway, as the owner's user",
-    after_help = "Without --listen, standard input is the gateway's connection, as systemd hands it to \
+    after_help = "Without --listen, standard input is the gateway's connection, as systemd passes it to \
                   svc-agent@.service. Example: svc-agent --listen"
 )]
 struct Args {
@@ -47,7 +47,7 @@ pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
 
-/// Entry of the applet.
+/// Entry point of the applet.
 pub fn run(args: Vec<OsString>) -> ExitCode {
     let args = match applet::parse::<Args>(args) {
         Ok(args) => args,
@@ -65,29 +65,30 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 /// Serves the connection on standard input until its run has ended.
 async fn serve_stdin(layout: Layout) -> Result<(), Failure> {
     let connection = std::io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
-    let connection = connection.context("standard input").or_exit(Exit::Usage)?;
+    let connection = connection.context("cannot use standard input").or_exit(Exit::Usage)?;
     let connected = connection.set_nonblocking(true).and_then(|()| connection.peer_addr().map(drop));
     connected
         .context("standard input is not a socket; use --listen to accept connections")
         .or_exit(Exit::Usage)?;
-    let connection = tokio::net::UnixStream::from_std(connection).context("the connection")?;
-    let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
-    run::serve(&layout, connection, stop).await.context("the run").or_exit(Exit::Unavailable)
+    let connection = tokio::net::UnixStream::from_std(connection).context("cannot use the connection")?;
+    let stop = server::stop_on_signal().context("cannot handle signals").or_exit(Exit::Internal)?;
+    run::serve(&layout, connection, stop).await.context("the run failed").or_exit(Exit::Unavailable)
 }
 
 async fn listen(layout: Layout) -> Result<(), Failure> {
     let bound = unix_socket::bind(&layout.owner_sockets(), protocol::SOCKET);
-    let listener = bound.context("the unix socket").or_exit(Exit::Unavailable)?;
-    let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
-    let program = std::env::current_exe().context("this program").or_exit(Exit::Internal)?;
+    let listener = bound.context("cannot listen on the Unix socket").or_exit(Exit::Unavailable)?;
+    let stop = server::stop_on_signal().context("cannot handle signals").or_exit(Exit::Internal)?;
+    let program =
+        std::env::current_exe().context("cannot find the path of this program").or_exit(Exit::Internal)?;
     systemd::notify(&[sd_notify::NotifyState::Ready]);
     let mut runs = tokio::task::JoinSet::new();
     while let Some(accepted) = stop.run_until_cancelled(listener.accept()).await {
         while runs.try_join_next().is_some() {}
         match accepted.and_then(|(connection, _)| connection.into_std()) {
-            Ok(connection) if runs.len() < MAX_RUNS => match start(&program, connection) {
+            Ok(connection) if runs.len() < MAX_RUNS => match spawn_run(&program, connection) {
                 Ok(child) => {
-                    runs.spawn(wait(child, stop.clone()));
+                    runs.spawn(wait_for_run(child, stop.clone()));
                 }
                 Err(error) => tracing::error!(error = %chain(&error), "cannot start a run"),
             },
@@ -103,17 +104,17 @@ async fn listen(layout: Layout) -> Result<(), Failure> {
     Ok(())
 }
 
-fn start(program: &Path, connection: UnixStream) -> std::io::Result<tokio::process::Child> {
+fn spawn_run(program: &Path, connection: UnixStream) -> std::io::Result<tokio::process::Child> {
     connection.set_nonblocking(false)?;
     let stdin = Stdio::from(std::os::fd::OwnedFd::from(connection));
     tokio::process::Command::new(program).arg("svc-agent").stdin(stdin).spawn()
 }
 
 /// Waits for a run to end, and terminates it on `stop`.
-async fn wait(mut child: tokio::process::Child, stop: CancellationToken) {
+async fn wait_for_run(mut child: tokio::process::Child, stop: CancellationToken) {
     if stop.run_until_cancelled(child.wait()).await.is_none() {
         if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) {
-            // A process that has already ended is no error.
+            // It is not an error if the process has already ended.
             let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGTERM);
         }
         // The child reports its exit to the gateway.

@@ -7,13 +7,13 @@ use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncRead, AsyncReadExt};
 
 use crate::agents::protocol::MAX_LINE_BYTES;
 
-/// Bytes kept of standard error, from its end.
+/// Maximum bytes kept from the end of standard error.
 const STDERR_TAIL_BYTES: usize = 8 << 10;
 
 #[derive(Debug, PartialEq, Eq)]
 pub enum Line {
     Whole(Vec<u8>),
-    /// The line is skipped.
+    /// The line was skipped.
     TooLong,
 }
 
@@ -33,8 +33,8 @@ impl Lines {
         loop {
             let buffer = input.fill_buf().await?;
             if buffer.is_empty() {
-                let is_rest = !self.line.is_empty() || self.is_too_long;
-                return Ok(is_rest.then(|| self.take()));
+                let has_rest = !self.line.is_empty() || self.is_too_long;
+                return Ok(has_rest.then(|| self.take_line()));
             }
             let end = buffer.iter().position(|byte| *byte == b'\n');
             let part = &buffer[..end.unwrap_or(buffer.len())];
@@ -47,18 +47,18 @@ impl Lines {
             let used = part.len() + usize::from(end.is_some());
             input.consume(used);
             if end.is_some() {
-                return Ok(Some(self.take()));
+                return Ok(Some(self.take_line()));
             }
         }
     }
 
-    fn take(&mut self) -> Line {
+    fn take_line(&mut self) -> Line {
         let line = std::mem::take(&mut self.line);
         if std::mem::take(&mut self.is_too_long) { Line::TooLong } else { Line::Whole(line) }
     }
 }
 
-/// The tail of standard error.
+/// The last `STDERR_TAIL_BYTES` of standard error.
 #[derive(Default)]
 pub struct StderrTail(VecDeque<u8>);
 
@@ -80,7 +80,7 @@ impl StderrTail {
         }
     }
 
-    /// A truncated first line is dropped if whole lines follow: it may be part of a secret.
+    /// Drops a truncated first line if whole lines follow: it may contain part of a secret.
     pub fn into_text(mut self) -> String {
         let is_truncated = self.0.len() >= STDERR_TAIL_BYTES;
         let text = String::from_utf8_lossy(self.0.make_contiguous());
@@ -95,8 +95,8 @@ impl StderrTail {
 mod tests {
     use super::*;
 
-    async fn lines(text: &[u8], pieces: usize) -> Vec<Line> {
-        let mut input = tokio::io::BufReader::with_capacity(pieces, text);
+    async fn read_lines(text: &[u8], capacity: usize) -> Vec<Line> {
+        let mut input = tokio::io::BufReader::with_capacity(capacity, text);
         let (mut lines, mut all) = (Lines::default(), Vec::new());
         while let Some(line) = lines.next(&mut input).await.unwrap() {
             all.push(line);
@@ -107,13 +107,13 @@ mod tests {
     #[tokio::test]
     async fn lines_are_complete_for_any_read_size() {
         let whole = |text: &str| Line::Whole(text.as_bytes().to_vec());
-        for pieces in [1, 2, 3, 100] {
-            assert_eq!(lines(b"ab\n\nc", pieces).await, [whole("ab"), whole(""), whole("c")]);
-            assert!(lines(b"", pieces).await.is_empty());
+        for capacity in [1, 2, 3, 100] {
+            assert_eq!(read_lines(b"ab\n\nc", capacity).await, [whole("ab"), whole(""), whole("c")]);
+            assert!(read_lines(b"", capacity).await.is_empty());
         }
         let mut text = vec![b'x'; MAX_LINE_BYTES + 1];
         text.extend_from_slice(b"\nnext\n");
-        assert_eq!(lines(&text, 1 << 16).await, [Line::TooLong, whole("next")]);
+        assert_eq!(read_lines(&text, 1 << 16).await, [Line::TooLong, whole("next")]);
     }
 
     #[tokio::test]

@@ -1,4 +1,4 @@
-//! The processes below this one: finds them by their parents and kills all of them.
+//! Finds the descendants of this process by their parents, and kills them.
 //!
 //! This process is the subreaper of its descendants: orphans become its children, even those in other sessions.
 
@@ -12,18 +12,18 @@ use crate::system::process_stat::ProcessStat;
 
 /// Interval of checks for remaining processes.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
-/// Timeout of the kill; a process that the kernel holds for longer is left to systemd.
+/// Timeout of the kill; systemd handles a process that is stuck in the kernel for longer.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Makes orphans below this process its own children.
+/// Makes orphaned descendants children of this process.
 ///
+/// # Errors
 /// `prctl` failed.
 pub fn adopt_orphans() -> nix::Result<()> {
     nix::sys::prctl::set_child_subreaper(true)
 }
 
-/// The descendants of a process.
-fn descendants(root: i32) -> Vec<Pid> {
+fn find_descendants(root: i32) -> Vec<Pid> {
     let mut parents: Vec<(i32, i32)> = Vec::new();
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
@@ -47,7 +47,7 @@ pub fn reap(agent: u32) {
     while let Ok(status) = waitid(Id::All, flags) {
         match status.pid() {
             Some(pid) if u32::try_from(pid.as_raw()) != Ok(agent) => {
-                // It has ended: this does not block.
+                // The process has ended, so this does not block.
                 let _ = waitpid(pid, Some(WaitPidFlag::WNOHANG));
             }
             _ => return,
@@ -55,14 +55,14 @@ pub fn reap(agent: u32) {
     }
 }
 
-/// Kills all processes below this one and waits until they are gone. No other task may wait for children in the meantime.
+/// Kills all descendants and waits until they have ended. No other task may wait for children in the meantime.
 pub async fn kill_descendants() {
     let this = Pid::this().as_raw();
-    let until = tokio::time::Instant::now() + KILL_TIMEOUT;
+    let deadline = tokio::time::Instant::now() + KILL_TIMEOUT;
     loop {
         // Killing parents first would only create orphans sooner.
-        for pid in descendants(this).into_iter().rev() {
-            // A process that has already ended is no error.
+        for pid in find_descendants(this).into_iter().rev() {
+            // It is not an error if the process has already ended.
             let _ = kill(pid, Signal::SIGKILL);
         }
         loop {
@@ -73,8 +73,8 @@ pub async fn kill_descendants() {
                 Err(_) => return,
             }
         }
-        if tokio::time::Instant::now() >= until {
-            tracing::warn!("a process of the run does not exit");
+        if tokio::time::Instant::now() >= deadline {
+            tracing::warn!("a process of the run does not end after SIGKILL");
             return;
         }
         tokio::time::sleep(CHECK_INTERVAL).await;
@@ -89,13 +89,13 @@ mod tests {
     fn descendants_include_grandchildren() {
         let mut child = std::process::Command::new("sh").args(["-c", "sleep 60 & wait"]).spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
-        let until = std::time::Instant::now() + Duration::from_secs(10);
-        while descendants(pid).is_empty() {
-            assert!(std::time::Instant::now() < until, "no descendants before the deadline");
+        let deadline = std::time::Instant::now() + Duration::from_secs(10);
+        while find_descendants(pid).is_empty() {
+            assert!(std::time::Instant::now() < deadline, "no descendants before the deadline");
             std::thread::sleep(CHECK_INTERVAL);
         }
-        for below in descendants(pid) {
-            kill(below, Signal::SIGKILL).unwrap();
+        for descendant in find_descendants(pid) {
+            kill(descendant, Signal::SIGKILL).unwrap();
         }
         child.wait().unwrap();
     }

@@ -1,8 +1,8 @@
 //! One run: reads an order, forwards the agent's output, and reports its exit.
 //!
 //! A run ends when the agent exits, when the gateway cancels or disconnects, or when this process is stopped. The agent
-//! first gets SIGINT, on which it may still report its cost, and then SIGTERM, since its tools may run in sessions of
-//! their own, which only the agent ends; then all remaining processes are killed.
+//! first gets SIGINT, so that it can still report its cost, and then SIGTERM, because its tools may run in their own
+//! sessions, which only the agent ends. Then all remaining processes are killed.
 
 use std::io;
 use std::os::unix::process::ExitStatusExt;
@@ -23,13 +23,15 @@ use super::output::{Line, Lines, StderrTail};
 use super::process_tree;
 use crate::agents::adapters::codex_sessions;
 use crate::agents::adapters::codex_sessions::SessionUsage;
-use crate::agents::adapters::launch::{LaunchRequest, StatePlace};
+use crate::agents::adapters::launch::{LaunchRequest, StateLocation};
 use crate::agents::adapters::{AdapterKind, Exit, codex};
-use crate::agents::protocol::{Ended, FromRunner, INTERRUPT_GRACE, Order, TERMINATE_GRACE, ToRunner};
+use crate::agents::protocol::{
+    GatewayFrame, INTERRUPT_GRACE, Order, RunResult, RunnerFrame, TERMINATE_GRACE,
+};
 use crate::system::layout::Layout;
 use svc_base::chain::chain;
 
-/// Timeout of reading the order, and of reading the go-ahead after it.
+/// Timeout of reading the order, and then of reading the go-ahead.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time that the output may stay open after the agent has exited: a child may have inherited it.
 const OUTPUT_CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -50,31 +52,31 @@ const INHERITED_VARIABLES: [&str; 5] = ["HOME", "USER", "LOGNAME", "LANG", "TZ"]
 /// The connection failed before the agent started.
 pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationToken) -> io::Result<()> {
     let (mut from, mut to) = connection.into_split();
-    let order = tokio::time::timeout(ORDER_TIMEOUT, ToRunner::read(&mut from)).await;
-    let Some(ToRunner::Order(order)) = order.map_err(|_| io::ErrorKind::TimedOut)?? else {
+    let order = tokio::time::timeout(ORDER_TIMEOUT, GatewayFrame::read(&mut from)).await;
+    let Some(GatewayFrame::Order(order)) = order.map_err(|_| io::ErrorKind::TimedOut)?? else {
         return Ok(());
     };
     if ![Order::WITHOUT_READY, Order::VERSION].contains(&order.version) {
         let why = format!("svc-agent does not support orders of version {}", order.version);
-        return FromRunner::Refused(why).write(&mut to).await;
+        return RunnerFrame::Refused(why).write(&mut to).await;
     }
     if let Err(error) = process_tree::adopt_orphans() {
         tracing::warn!(%error, "cannot adopt orphans; systemd will kill them");
     }
     if order.version != Order::WITHOUT_READY && !wait_for_go(&mut from, &mut to).await? {
-        return FromRunner::Refused("it was cancelled before it ran".to_owned()).write(&mut to).await;
+        return RunnerFrame::Refused("it was cancelled before it started".to_owned()).write(&mut to).await;
     }
-    let (child, is_resumed) = match start(layout, &order) {
+    let (child, is_resumed) = match start_agent(layout, &order) {
         Ok(started) => started,
         Err(error) => {
             let program = order.command.first().map_or("", String::as_str);
             let why = format!("the agent's program {program:?} cannot be started: {}", chain(&error));
-            return FromRunner::Refused(why).write(&mut to).await;
+            return RunnerFrame::Refused(why).write(&mut to).await;
         }
     };
-    let (home, working_dir) = (own_home(layout), layout.home());
-    let place = StatePlace { home: &home, working_dir: &working_dir, environment: &order.environment };
-    let session = order.adapter.sessions(&place).map(SessionFiles::new);
+    let (home, working_dir) = (user_home(layout), layout.home());
+    let location = StateLocation { home: &home, working_dir: &working_dir, environment: &order.environment };
+    let session = order.adapter.sessions_dir(&location).map(SessionFiles::new);
     let run = Run { to, stop, cancelled: watch_cancellation(from), is_ending: false, is_resumed, session };
     run.drive(child).await;
     Ok(())
@@ -82,15 +84,15 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
 
 /// Reports this process's ID and waits for the gateway's go-ahead.
 async fn wait_for_go(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf) -> io::Result<bool> {
-    FromRunner::Ready { pid: std::process::id() }.write(to).await?;
-    let go = tokio::time::timeout(ORDER_TIMEOUT, ToRunner::read(from)).await;
-    Ok(matches!(go.map_err(|_| io::ErrorKind::TimedOut)??, Some(ToRunner::Go)))
+    RunnerFrame::Ready { pid: std::process::id() }.write(to).await?;
+    let go = tokio::time::timeout(ORDER_TIMEOUT, GatewayFrame::read(from)).await;
+    Ok(matches!(go.map_err(|_| io::ErrorKind::TimedOut)??, Some(GatewayFrame::Go)))
 }
 
-/// Also returns whether the program resumes the conversation.
-fn start(layout: &Layout, order: &Order) -> io::Result<(Child, bool)> {
-    let (home, working_dir) = (own_home(layout), layout.home());
-    let place = StatePlace { home: &home, working_dir: &working_dir, environment: &order.environment };
+/// Starts the agent. Also returns whether the program resumes the conversation.
+fn start_agent(layout: &Layout, order: &Order) -> io::Result<(Child, bool)> {
+    let (home, working_dir) = (user_home(layout), layout.home());
+    let location = StateLocation { home: &home, working_dir: &working_dir, environment: &order.environment };
     let request = LaunchRequest {
         agent_name: &order.agent_name,
         prompt: &order.prompt,
@@ -98,7 +100,7 @@ fn start(layout: &Layout, order: &Order) -> io::Result<(Child, bool)> {
         conversation_id: order.conversation_id.as_deref(),
     };
     let conversation_id = order.conversation_id.as_deref();
-    let has_conversation = conversation_id.is_some_and(|id| has_conversation(order.adapter, &place, id));
+    let has_conversation = conversation_id.is_some_and(|id| has_conversation(order.adapter, &location, id));
     let launch = order.adapter.launch(&request, has_conversation);
     let (program, first) = order.command.split_first().ok_or(io::ErrorKind::InvalidInput)?;
     let runtime = layout.runtime();
@@ -118,16 +120,18 @@ fn start(layout: &Layout, order: &Order) -> io::Result<(Child, bool)> {
     Ok((child, has_conversation))
 }
 
-fn own_home(layout: &Layout) -> PathBuf {
+fn user_home(layout: &Layout) -> PathBuf {
     std::env::var_os("HOME").map_or_else(|| layout.home(), PathBuf::from)
 }
 
-/// Whether the program has this conversation: in a project directory of its transcripts, or as a session.
-fn has_conversation(adapter: AdapterKind, place: &StatePlace<'_>, conversation_id: &str) -> bool {
-    if let Some(sessions) = adapter.sessions(place) {
+/// Whether the program has stored this conversation, as a transcript in a project directory or as a session.
+fn has_conversation(adapter: AdapterKind, location: &StateLocation<'_>, conversation_id: &str) -> bool {
+    if let Some(sessions) = adapter.sessions_dir(location) {
         return codex_sessions::has_thread(&sessions, conversation_id);
     }
-    let Some((directory, name)) = adapter.transcripts(place, conversation_id) else { return false };
+    let Some((directory, name)) = adapter.transcript_location(location, conversation_id) else {
+        return false;
+    };
     let projects = std::fs::read_dir(directory).into_iter().flatten().flatten();
     projects.into_iter().any(|project| project.path().join(&name).exists())
 }
@@ -141,7 +145,7 @@ async fn write_prompt(mut stdin: ChildStdin, prompt: Vec<u8>) {
 struct SessionFiles {
     sessions: PathBuf,
     since: Timestamp,
-    /// Set once the program has printed its ID.
+    /// The thread ID, once the program has printed it.
     thread: Option<String>,
 }
 
@@ -181,7 +185,7 @@ impl Run {
                 tail
             })
         });
-        self.send(&FromRunner::Started { pid }).await;
+        self.send(&RunnerFrame::Started { pid }).await;
         let (cancelled, stop) = (self.cancelled.clone(), self.stop.clone());
         let mut lines = Lines::default();
         // The next signal, and its time.
@@ -226,7 +230,7 @@ impl Run {
                     next_signal = Some((Signal::SIGKILL, tokio::time::Instant::now() + TERMINATE_GRACE));
                 } else {
                     next_signal = None;
-                    // This process adopts its orphans and kills them below.
+                    // This process adopts the agent's orphans; they are killed below.
                     let _ = child.start_kill();
                 }
             }
@@ -240,26 +244,27 @@ impl Run {
             None => None,
         };
         let stderr_tail = stderr_tail.map(StderrTail::into_text).unwrap_or_default();
-        let exit = status.map_or(Exit::Signal(Signal::SIGKILL as i32), exit);
+        let exit = status.map_or(Exit::Signal(Signal::SIGKILL as i32), to_exit);
         let usage = match self.session.take() {
             Some(session) => session.read_usage().await,
             None => None,
         };
-        self.send(&FromRunner::Ended(Ended { exit, stderr_tail, usage, is_resumed: self.is_resumed })).await;
+        self.send(&RunnerFrame::Ended(RunResult { exit, stderr_tail, usage, is_resumed: self.is_resumed }))
+            .await;
     }
 
-    /// Sends buffered lines and those that arrive within this time.
+    /// Sends buffered lines and those that arrive before the timeout.
     async fn send_remaining_lines(
         &mut self,
         lines: &mut Lines,
         out: &mut Option<BufReader<tokio::process::ChildStdout>>,
-        within: Duration,
+        timeout: Duration,
     ) {
         let Some(pipe) = out else { return };
-        let end = tokio::time::Instant::now() + within;
-        // Lines may keep arriving; only the deadline ends this loop.
-        while tokio::time::Instant::now() < end
-            && let Ok(Ok(Some(line))) = tokio::time::timeout_at(end, lines.next(pipe)).await
+        let deadline = tokio::time::Instant::now() + timeout;
+        // Lines may keep arriving, so the deadline must be checked after each.
+        while tokio::time::Instant::now() < deadline
+            && let Ok(Ok(Some(line))) = tokio::time::timeout_at(deadline, lines.next(pipe)).await
         {
             self.send_line(line).await;
         }
@@ -272,13 +277,13 @@ impl Run {
             session.thread = codex::parse_thread_id(line);
         }
         let frame = match line {
-            Line::Whole(line) => FromRunner::Line(line),
-            Line::TooLong => FromRunner::LongLine,
+            Line::Whole(line) => RunnerFrame::Line(line),
+            Line::TooLong => RunnerFrame::LongLine,
         };
         self.send(&frame).await;
     }
 
-    async fn send(&mut self, frame: &FromRunner) {
+    async fn send(&mut self, frame: &RunnerFrame) {
         let written = tokio::time::timeout(WRITE_TIMEOUT, frame.write(&mut self.to)).await;
         if !matches!(written, Ok(Ok(()))) {
             tracing::debug!("gateway connection lost");
@@ -293,7 +298,7 @@ fn watch_cancellation(mut from: OwnedReadHalf) -> CancellationToken {
     let cancel = token.clone();
     drop(tokio::spawn(async move {
         // Any frame, error or end of the connection cancels: no other frame is valid during a run.
-        let _ = ToRunner::read(&mut from).await;
+        let _ = GatewayFrame::read(&mut from).await;
         cancel.cancel();
     }));
     token
@@ -302,12 +307,12 @@ fn watch_cancellation(mut from: OwnedReadHalf) -> CancellationToken {
 /// Sends a signal to the agent's process group.
 fn send_signal(pid: u32, signal: Signal) {
     if let Some(pid) = i32::try_from(pid).ok().filter(|pid| *pid > 1) {
-        // A group that has already ended is no error.
+        // It is not an error if the group has already ended.
         let _ = nix::sys::signal::killpg(Pid::from_raw(pid), signal);
     }
 }
 
-fn exit(status: ExitStatus) -> Exit {
+fn to_exit(status: ExitStatus) -> Exit {
     match (status.code(), status.signal()) {
         (Some(code), _) => Exit::Code(code),
         (None, signal) => Exit::Signal(signal.unwrap_or_default()),

@@ -1,4 +1,4 @@
-//! The input of a hook on stdin, as far as it is used; `tests/agents/README.md` documents it.
+//! The fields of a hook's input that are used; `tests/agents/README.md` documents the input.
 //!
 //! File contents and tool results are skipped while parsing and never leave the process.
 
@@ -7,7 +7,7 @@ use std::io::{self, Read};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
-use crate::audit::protocol::{COMMANDS, Message, Phase, WRITERS};
+use crate::audit::protocol::{COMMAND_TOOLS, Message, Phase, WRITER_TOOLS};
 
 /// Maximum bytes of a hook's input.
 const MAX_INPUT_BYTES: u64 = 4 << 20;
@@ -29,7 +29,7 @@ pub struct HookInput {
     tool_input: Option<Lenient<ToolInput>>,
     #[serde(default)]
     tool_response: Option<Lenient<ToolResponse>>,
-    /// Only Codex sends it.
+    /// Only Codex sends this field.
     #[serde(default)]
     turn_id: Option<IgnoredAny>,
     #[serde(default)]
@@ -90,7 +90,7 @@ impl HookInput {
 
     fn phase(&self) -> Option<Phase> {
         let tool = self.tool_name.as_deref().unwrap_or_default();
-        let is_audited = COMMANDS.contains(&tool) || WRITERS.contains(&tool);
+        let is_audited = COMMAND_TOOLS.contains(&tool) || WRITER_TOOLS.contains(&tool);
         match self.hook_event_name.as_str() {
             "PreToolUse" if is_audited => Some(Phase::Pre),
             "PostToolUse" if is_audited => Some(Phase::Post),
@@ -101,21 +101,21 @@ impl HookInput {
         }
     }
 
-    /// The message for the watcher. `actor` is the program that the hook was installed for.
-    pub fn message(self, actor: &str) -> Message {
+    /// Builds the message for the watcher. `actor` is the program for which the hook was installed; empty if unknown.
+    pub fn into_message(self, actor: &str) -> Message {
         let mut message = Message::new(self.phase().unwrap_or(Phase::TurnEnd));
-        message.actor = self.actor(actor).to_owned();
-        let own = if message.actor == "claude-code" { "claude" } else { &message.actor };
+        message.actor = self.detect_actor(actor).to_owned();
+        let default_name = if message.actor == "claude-code" { "claude" } else { &message.actor };
         message.agent_name = env_var("SVC_AGENT_NAME")
             .or(self.agent_type)
             .filter(|name| !name.is_empty())
-            .unwrap_or_else(|| own.to_owned());
+            .unwrap_or_else(|| default_name.to_owned());
         message.session_id = self.session_id;
         message.subagent = self.agent_id;
         message.tool_use_id = self.tool_use_id;
         message.cwd = self.cwd;
         let input = self.tool_input.as_ref().and_then(Lenient::known);
-        let is_writer = self.tool_name.as_deref().is_some_and(|tool| WRITERS.contains(&tool));
+        let is_writer = self.tool_name.as_deref().is_some_and(|tool| WRITER_TOOLS.contains(&tool));
         message.path = input
             .filter(|_| is_writer)
             .and_then(|input| input.file_path.clone().or_else(|| input.notebook_path.clone()));
@@ -126,7 +126,7 @@ impl HookInput {
         message
     }
 
-    fn actor<'a>(&self, named: &'a str) -> &'a str {
+    fn detect_actor<'a>(&self, named: &'a str) -> &'a str {
         let by_path = |part: &str| self.transcript_path.as_deref().is_some_and(|path| path.contains(part));
         if !named.is_empty() {
             named
@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     fn parse(text: &str) -> Option<Message> {
-        HookInput::read(text.as_bytes()).unwrap().map(|input| input.message(""))
+        HookInput::read(text.as_bytes()).unwrap().map(|input| input.into_message(""))
     }
 
     #[test]
@@ -193,12 +193,12 @@ mod tests {
     fn irrelevant_input_is_ignored_and_invalid_refused() {
         assert!(parse(r#"{"hook_event_name":"PreToolUse","tool_name":"Read","tool_input":{}}"#).is_none());
         assert!(parse(r#"{"hook_event_name":"SessionStart"}"#).is_none());
-        let odd = parse(
+        let unexpected = parse(
             r#"{"hook_event_name":"PostToolUse","tool_name":"Bash","tool_input":7,"tool_response":[1]}"#,
         );
-        assert_eq!(odd.unwrap().phase, Phase::Post);
-        for wrong in ["", "{", "[]", "{}"] {
-            assert!(HookInput::read(wrong.as_bytes()).is_err(), "{wrong}");
+        assert_eq!(unexpected.unwrap().phase, Phase::Post);
+        for invalid in ["", "{", "[]", "{}"] {
+            assert!(HookInput::read(invalid.as_bytes()).is_err(), "{invalid}");
         }
         assert!(HookInput::read(io::repeat(b' ')).is_err());
     }

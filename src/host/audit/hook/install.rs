@@ -8,81 +8,81 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use super::settings::{self, Unusable, Wanted};
+use super::settings::{self, HookSpec, SettingsError};
 use svc_base::fsx::{self, FileError};
 
 const TOOLS: &str = "Write|Edit|MultiEdit|NotebookEdit|Bash|apply_patch";
 
-const fn of_tools(event: &'static str) -> Wanted {
-    Wanted { event, matcher: Some(TOOLS) }
+const fn for_tools(event: &'static str) -> HookSpec {
+    HookSpec { event, matcher: Some(TOOLS) }
 }
 
-const fn at(event: &'static str) -> Wanted {
-    Wanted { event, matcher: None }
+const fn for_any_tool(event: &'static str) -> HookSpec {
+    HookSpec { event, matcher: None }
 }
 
 /// An agent's program, and its settings file below the home.
 struct Program {
     actor: &'static str,
     file: &'static str,
-    wanted: &'static [Wanted],
+    hooks: &'static [HookSpec],
 }
 
 const PROGRAMS: [Program; 2] = [
     Program {
         actor: "claude-code",
         file: ".claude/settings.json",
-        wanted: &[
-            of_tools("PreToolUse"),
-            of_tools("PostToolUse"),
-            of_tools("PostToolUseFailure"),
-            at("Stop"),
-            at("SubagentStop"),
-            at("SessionEnd"),
+        hooks: &[
+            for_tools("PreToolUse"),
+            for_tools("PostToolUse"),
+            for_tools("PostToolUseFailure"),
+            for_any_tool("Stop"),
+            for_any_tool("SubagentStop"),
+            for_any_tool("SessionEnd"),
         ],
     },
     Program {
         actor: "codex",
         file: ".codex/hooks.json",
-        wanted: &[
-            of_tools("PreToolUse"),
-            of_tools("PostToolUse"),
-            at("Stop"),
-            at("SubagentStop"),
-            at("Interrupt"),
-            at("SessionEnd"),
+        hooks: &[
+            for_tools("PreToolUse"),
+            for_tools("PostToolUse"),
+            for_any_tool("Stop"),
+            for_any_tool("SubagentStop"),
+            for_any_tool("Interrupt"),
+            for_any_tool("SessionEnd"),
         ],
     },
 ];
 
 #[derive(Debug, thiserror::Error)]
 pub enum InstallError {
-    #[error("{} is no JSON and is left as it is: fix it, and run this again", .path.display())]
-    NoJson {
+    #[error("{} is not valid JSON and was left unchanged: fix it, then run this command again", .path.display())]
+    InvalidJson {
         path: PathBuf,
         #[source]
         source: serde_json::Error,
     },
-    #[error("{} is left as it is", .path.display())]
-    Unusable {
+    #[error("{} was left unchanged", .path.display())]
+    Settings {
         path: PathBuf,
         #[source]
-        source: Unusable,
+        source: SettingsError,
     },
     #[error(transparent)]
     File(#[from] FileError),
 }
 
-/// Installs the hook in `bin` for all programs; a failure for one does not prevent the others.
+/// Installs the hook in `bin` for all programs; a failure for one program does not prevent the others.
 ///
 /// # Errors
 /// The first failure.
 pub fn install(home: &Path, bin: &Path) -> Result<(), InstallError> {
     let hook = bin.join("svc-hook");
-    for_all(home, |program, settings| {
-        // `exec` replaces the shell, so that the hook's parent is the agent's process, which identifies the call.
+    change_all(home, |program, settings| {
+        // `exec` replaces the shell, so that the hook's parent is the agent's process, by which the call is identified.
         let command = format!("exec {} {}", hook.display(), program.actor);
-        settings::install(settings, program.wanted, &command)
+        settings::install(settings, program.hooks, &command)
     })
 }
 
@@ -91,24 +91,24 @@ pub fn install(home: &Path, bin: &Path) -> Result<(), InstallError> {
 /// # Errors
 /// As [`install`].
 pub fn uninstall(home: &Path) -> Result<(), InstallError> {
-    for_all(home, |_, settings| settings::uninstall(settings))
+    change_all(home, |_, settings| settings::uninstall(settings))
 }
 
-fn for_all(
+fn change_all(
     home: &Path,
-    change: impl Fn(&Program, &mut Value) -> Result<bool, Unusable>,
+    change: impl Fn(&Program, &mut Value) -> Result<bool, SettingsError>,
 ) -> Result<(), InstallError> {
-    let mut all = Ok(());
+    let mut result = Ok(());
     for program in PROGRAMS {
-        let done = change_file(&home.join(program.file), |settings| change(&program, settings));
-        all = all.and(done);
+        let changed = change_file(&home.join(program.file), |settings| change(&program, settings));
+        result = result.and(changed);
     }
-    all
+    result
 }
 
 fn change_file(
     path: &Path,
-    change: impl FnOnce(&mut Value) -> Result<bool, Unusable>,
+    change: impl FnOnce(&mut Value) -> Result<bool, SettingsError>,
 ) -> Result<(), InstallError> {
     // The owner may have replaced the file with a symbolic link.
     let target = fsx::resolve_link(path);
@@ -118,31 +118,31 @@ fn change_file(
         json!({})
     } else {
         serde_json::from_slice(&text)
-            .map_err(|source| InstallError::NoJson { path: path.to_owned(), source })?
+            .map_err(|source| InstallError::InvalidJson { path: path.to_owned(), source })?
     };
     let is_changed =
-        change(&mut settings).map_err(|source| InstallError::Unusable { path: path.to_owned(), source })?;
+        change(&mut settings).map_err(|source| InstallError::Settings { path: path.to_owned(), source })?;
     if !is_changed {
         return Ok(());
     }
     let mut text = serde_json::to_vec_pretty(&settings).expect("a JSON value serializes");
     text.push(b'\n');
-    write(&target, &text)?;
+    replace_file(&target, &text)?;
     println!("{}: changed", path.display());
     Ok(())
 }
 
-fn write(path: &Path, text: &[u8]) -> Result<(), FileError> {
-    let was = fs::metadata(path).ok();
-    let mode = was.as_ref().map_or(0o600, |was| was.permissions().mode() & 0o7777);
+fn replace_file(path: &Path, text: &[u8]) -> Result<(), FileError> {
+    let before = fs::metadata(path).ok();
+    let mode = before.as_ref().map_or(0o600, |before| before.permissions().mode() & 0o7777);
     fsx::write_atomic(path, text, mode)?;
-    let Some(was) = was else { return Ok(()) };
+    let Some(before) = before else { return Ok(()) };
     let now = fs::metadata(path).map_err(FileError::at("stat", path))?;
-    if (now.uid(), now.gid()) != (was.uid(), was.gid()) {
-        std::os::unix::fs::chown(path, Some(was.uid()), Some(was.gid()))
-            .map_err(FileError::at("give back", path))?;
+    if (now.uid(), now.gid()) != (before.uid(), before.gid()) {
+        std::os::unix::fs::chown(path, Some(before.uid()), Some(before.gid()))
+            .map_err(FileError::at("restore the owner of", path))?;
     }
-    // Restores the bits that the umask removed.
+    // Restore the bits that the umask removed.
     fs::set_permissions(path, fs::Permissions::from_mode(mode))
         .map_err(FileError::at("set the mode of", path))
 }
@@ -185,7 +185,7 @@ mod tests {
         std::os::unix::fs::symlink("../dotfiles.json", home.join(".claude/settings.json")).unwrap();
         fs::write(&broken, "{ // mine\n}").unwrap();
         let error = install(home, bin).unwrap_err();
-        assert!(error.to_string().contains("hooks.json is no JSON"), "{error}");
+        assert!(error.to_string().contains("hooks.json is not valid JSON"), "{error}");
         assert_eq!(fs::read_to_string(&broken).unwrap(), "{ // mine\n}");
         assert!(home.join(".claude/settings.json").is_symlink());
         assert_eq!(fs::metadata(&real).unwrap().permissions().mode() & 0o777, 0o666);
@@ -194,7 +194,7 @@ mod tests {
         assert_eq!(names, ["z", "model", "a", "hooks"]);
         fs::write(&broken, r#"{"hooks": []}"#).unwrap();
         let error = install(home, bin).unwrap_err();
-        assert!(error.to_string().ends_with("is left as it is"), "{error}");
+        assert!(error.to_string().ends_with("was left unchanged"), "{error}");
         assert_eq!(fs::read_to_string(&broken).unwrap(), r#"{"hooks": []}"#);
     }
 }

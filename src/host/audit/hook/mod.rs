@@ -1,6 +1,6 @@
 //! `svc-hook`: reports the tool calls of agents to the watcher, and installs itself as a hook of their programs.
 //!
-//! As a hook it prints nothing, ends within `HOOK_TIMEOUT` and always exits with 0, so that it never disturbs an
+//! As a hook, it prints nothing, exits within `HOOK_TIMEOUT`, and always exits with 0, so that it never disturbs an
 //! agent. A message that cannot be delivered is saved to a file for the watcher.
 
 mod input;
@@ -30,12 +30,12 @@ use svc_base::failpoint;
 /// The input is invalid or too large.
 #[cfg(feature = "fuzzing")]
 pub fn read_input(bytes: &[u8]) -> std::io::Result<Option<Message>> {
-    Ok(HookInput::read(bytes)?.map(|input| input.message("")))
+    Ok(HookInput::read(bytes)?.map(|input| input.into_message("")))
 }
 
 /// Time limit of the whole hook, from the start of its process.
 const HOOK_TIMEOUT: Duration = Duration::from_millis(100);
-/// Part of it that is reserved for saving an undelivered message.
+/// The part of `HOOK_TIMEOUT` that is reserved for saving an undelivered message.
 const SAVE_RESERVE: Duration = Duration::from_millis(10);
 
 #[derive(clap::Parser)]
@@ -43,7 +43,7 @@ const SAVE_RESERVE: Duration = Duration::from_millis(10);
     name = "svc-hook",
     version = applet::version(),
     about = "The hook of agents' programs that reports their tool calls to svc-watch",
-    after_help = "Without a command it is a hook: it reads the hook's JSON on stdin, prints nothing, and exits with 0.\n\nExample: svc-hook install"
+    after_help = "Without a command, it acts as a hook: it reads the hook's JSON from stdin, prints nothing, and exits with 0.\n\nExample: svc-hook install"
 )]
 struct Args {
     #[command(subcommand)]
@@ -77,7 +77,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     if is_command {
         return run_command(args);
     }
-    hook(word.to_owned());
+    run_hook(word.to_owned());
     ExitCode::SUCCESS
 }
 
@@ -89,9 +89,9 @@ fn run_command(args: Vec<OsString>) -> ExitCode {
     let layout = Layout::from_process();
     let done = match args.command {
         Command::Install(args) => {
-            install::install(&args.home.unwrap_or_else(|| layout.owner()), &layout.link("bin"))
+            install::install(&args.home.unwrap_or_else(|| layout.user_home()), &layout.link("bin"))
         }
-        Command::Uninstall(args) => install::uninstall(&args.home.unwrap_or_else(|| layout.owner())),
+        Command::Uninstall(args) => install::uninstall(&args.home.unwrap_or_else(|| layout.user_home())),
     };
     match done.or_exit(Exit::Refused) {
         Ok(()) => ExitCode::SUCCESS,
@@ -107,17 +107,17 @@ fn time_limit() -> Duration {
     if failpoint::pass("hook.patient").is_err() { HOOK_TIMEOUT * 300 } else { HOOK_TIMEOUT }
 }
 
-/// How long ago this process was started, to a hundredth of a second: on a busy machine it may have waited for a
-/// processor. Zero if unknown.
-fn age() -> Duration {
+/// The time since this process was started, in steps of 10 ms; zero if unknown. On a busy machine, the process may have
+/// waited for a CPU.
+fn process_age() -> Duration {
     let Ok(stat) = ProcessStat::of_this_process() else { return Duration::ZERO };
     let now = clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from);
     now.saturating_sub(Duration::from_millis(stat.started * 1000 / TICKS_PER_SECOND))
 }
 
-/// Runs the hook in a separate thread, so that it can be abandoned on time.
-fn hook(actor: String) {
-    let end = Instant::now() + time_limit().saturating_sub(age()).saturating_sub(SAVE_RESERVE);
+/// Runs the hook in a separate thread, so that it can be abandoned at the deadline.
+fn run_hook(actor: String) {
+    let deadline = Instant::now() + time_limit().saturating_sub(process_age()).saturating_sub(SAVE_RESERVE);
     std::panic::set_hook(Box::new(|_| {}));
     let layout = Layout::from_process();
     let gaps = layout.audit_gaps();
@@ -125,12 +125,12 @@ fn hook(actor: String) {
     let (done, ends) = mpsc::channel();
     let thread_shared = Arc::clone(&shared);
     let started = std::thread::Builder::new().spawn(move || {
-        // The receiver is gone after a timeout.
-        let _ = done.send(report_call(&layout, &actor, end, &thread_shared));
+        // After a timeout, there is no receiver.
+        let _ = done.send(report_call(&layout, &actor, deadline, &thread_shared));
     });
     let failure = match started {
         Err(_) => Some(GapReason::Unheard),
-        Ok(_) => match ends.recv_timeout(end.saturating_duration_since(Instant::now())) {
+        Ok(_) => match ends.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(failure) => failure,
             Err(mpsc::RecvTimeoutError::Timeout) => Some(GapReason::Late),
             Err(mpsc::RecvTimeoutError::Disconnected) => Some(GapReason::Unreadable),
@@ -143,17 +143,17 @@ fn hook(actor: String) {
     }
 }
 
-/// Parses the input and sends it to the watcher. Returns the reason of a failure.
-fn report_call(layout: &Layout, actor: &str, end: Instant, shared: &SharedMessage) -> Option<GapReason> {
+/// Parses the input and sends it to the watcher. Returns the reason for a failure.
+fn report_call(layout: &Layout, actor: &str, deadline: Instant, shared: &SharedMessage) -> Option<GapReason> {
     let input = match HookInput::read(std::io::stdin().lock()) {
         Ok(Some(input)) => input,
-        // An event that changes no file.
+        // The event changes no file.
         Ok(None) => return None,
         Err(_) => return Some(GapReason::Unreadable),
     };
-    let message = input.message(actor);
+    let message = input.into_message(actor);
     *shared.lock().unwrap_or_else(PoisonError::into_inner) = Some(message.clone());
-    let remaining = end.saturating_duration_since(Instant::now());
+    let remaining = deadline.saturating_duration_since(Instant::now());
     match protocol::send(&layout.watch_sockets().join(SOCKET), &message, remaining) {
         Ok(()) => None,
         Err(error) => match error.kind() {

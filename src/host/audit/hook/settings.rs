@@ -1,40 +1,40 @@
-//! Edits the `hooks` of an agent's settings: pure.
+//! Edits the `hooks` of an agent's settings. Pure.
 //!
 //! Foreign hooks keep their content and order. Our hook is recognised by its program.
 
 use serde_json::{Map, Value, json};
 
-/// Name of the hook's program, in any directory.
+/// The name of the hook's program, which may be in any directory.
 const PROGRAM: &str = "svc-hook";
 
-/// An event that a hook is wanted for, and the tools that it applies to.
+/// A hook to install: its event, and the tools to which it applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Wanted {
+pub struct HookSpec {
     pub event: &'static str,
     pub matcher: Option<&'static str>,
 }
 
 /// Settings whose structure does not allow hooks.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0} is not what it should be: {1} is expected")]
-pub struct Unusable(pub String, pub &'static str);
+#[error("{0} must be {1}")]
+pub struct SettingsError(pub String, pub &'static str);
 
-/// Adds our hook for the wanted events, once each, and removes it from all others; `true` if anything changed.
+/// Adds our hook once for each of these events, and removes it from all other events; `true` if anything changed.
 ///
 /// # Errors
-/// The structure of the hooks is invalid. Then nothing is changed.
-pub fn install(settings: &mut Value, wanted: &[Wanted], command: &str) -> Result<bool, Unusable> {
-    check(settings)?;
+/// The structure of the hooks is invalid; nothing is changed.
+pub fn install(settings: &mut Value, specs: &[HookSpec], command: &str) -> Result<bool, SettingsError> {
+    check_structure(settings)?;
     let before = settings.clone();
-    let all = hooks(settings);
+    let all = hooks_mut(settings);
     for (event, groups) in all.iter_mut() {
-        if !wanted.iter().any(|wanted| wanted.event == event) {
+        if !specs.iter().any(|spec| spec.event == event) {
             remove_ours(groups);
         }
     }
-    for wanted in wanted {
-        let groups = all.entry(wanted.event).or_insert_with(|| json!([]));
-        replace_or_append(groups, group(wanted, command));
+    for spec in specs {
+        let groups = all.entry(spec.event).or_insert_with(|| json!([]));
+        replace_or_append(groups, build_group(spec, command));
     }
     all.retain(|event, groups| !is_empty(groups) || was_empty(&before, event));
     Ok(*settings != before)
@@ -44,18 +44,18 @@ pub fn install(settings: &mut Value, wanted: &[Wanted], command: &str) -> Result
 ///
 /// # Errors
 /// As [`install`].
-pub fn uninstall(settings: &mut Value) -> Result<bool, Unusable> {
-    check(settings)?;
+pub fn uninstall(settings: &mut Value) -> Result<bool, SettingsError> {
+    check_structure(settings)?;
     if settings.get("hooks").is_none() {
         return Ok(false);
     }
     let before = settings.clone();
-    let all = hooks(settings);
+    let all = hooks_mut(settings);
     let mut emptied = Vec::new();
     for (event, groups) in all.iter_mut() {
-        let had = !is_empty(groups);
+        let had_groups = !is_empty(groups);
         remove_ours(groups);
-        if had && is_empty(groups) {
+        if had_groups && is_empty(groups) {
             emptied.push(event.clone());
         }
     }
@@ -66,25 +66,26 @@ pub fn uninstall(settings: &mut Value) -> Result<bool, Unusable> {
     Ok(*settings != before)
 }
 
-fn check(settings: &Value) -> Result<(), Unusable> {
-    let settings = settings.as_object().ok_or_else(|| Unusable("the file".to_owned(), "an object"))?;
+fn check_structure(settings: &Value) -> Result<(), SettingsError> {
+    let settings = settings.as_object().ok_or_else(|| SettingsError("the file".to_owned(), "an object"))?;
     let Some(hooks) = settings.get("hooks") else { return Ok(()) };
-    let hooks = hooks.as_object().ok_or_else(|| Unusable("`hooks`".to_owned(), "an object"))?;
+    let hooks = hooks.as_object().ok_or_else(|| SettingsError("`hooks`".to_owned(), "an object"))?;
     for (event, groups) in hooks {
-        let groups = groups.as_array().ok_or_else(|| Unusable(format!("`hooks.{event}`"), "an array"))?;
+        let groups =
+            groups.as_array().ok_or_else(|| SettingsError(format!("`hooks.{event}`"), "an array"))?;
         if groups.iter().any(|group| !group.is_object()) {
-            return Err(Unusable(format!("`hooks.{event}`"), "an array of objects"));
+            return Err(SettingsError(format!("`hooks.{event}`"), "an array of objects"));
         }
     }
     Ok(())
 }
 
-/// The settings' hooks, created if absent; [`check`] has validated them.
-fn hooks(settings: &mut Value) -> &mut Map<String, Value> {
+/// The settings' hooks, created if absent; [`check_structure`] has validated them.
+fn hooks_mut(settings: &mut Value) -> &mut Map<String, Value> {
     if settings.get("hooks").is_none() {
         settings["hooks"] = json!({});
     }
-    settings["hooks"].as_object_mut().expect("check validated the hooks")
+    settings["hooks"].as_object_mut().expect("the structure has been checked")
 }
 
 fn was_empty(before: &Value, event: &str) -> bool {
@@ -95,9 +96,9 @@ fn is_empty(groups: &Value) -> bool {
     groups.as_array().is_some_and(Vec::is_empty)
 }
 
-fn group(wanted: &Wanted, command: &str) -> Value {
+fn build_group(spec: &HookSpec, command: &str) -> Value {
     let hooks = json!([{ "type": "command", "command": command, "timeout": 5 }]);
-    match wanted.matcher {
+    match spec.matcher {
         Some(matcher) => json!({ "matcher": matcher, "hooks": hooks }),
         None => json!({ "hooks": hooks }),
     }
@@ -109,27 +110,27 @@ fn is_ours(hook: &Value) -> bool {
     words.next().is_some_and(|program| program.rsplit('/').next() == Some(PROGRAM))
 }
 
-/// Whether the group has our hook and no other.
+/// Whether the group contains our hook and no other.
 fn is_only_ours(group: &Value) -> bool {
     group["hooks"].as_array().is_some_and(|hooks| !hooks.is_empty() && hooks.iter().all(is_ours))
 }
 
 /// Replaces our existing group in place, or else appends a new one.
-fn replace_or_append(groups: &mut Value, wanted: Value) {
-    // All groups before it stay, so that its index does.
+fn replace_or_append(groups: &mut Value, group: Value) {
+    // All groups before our first one stay, so its index remains valid.
     let first = groups.as_array().and_then(|groups| groups.iter().position(is_only_ours));
     remove_ours(groups);
     let Some(groups) = groups.as_array_mut() else { return };
-    groups.insert(first.unwrap_or(groups.len()).min(groups.len()), wanted);
+    groups.insert(first.unwrap_or(groups.len()).min(groups.len()), group);
 }
 
 fn remove_ours(groups: &mut Value) {
     let Some(groups) = groups.as_array_mut() else { return };
     groups.retain_mut(|group| {
         let Some(hooks) = group.get_mut("hooks").and_then(Value::as_array_mut) else { return true };
-        let had = hooks.len();
+        let count = hooks.len();
         hooks.retain(|hook| !is_ours(hook));
-        hooks.len() == had || !hooks.is_empty()
+        hooks.len() == count || !hooks.is_empty()
     });
 }
 

@@ -1,4 +1,4 @@
-//! Which peers may report on a tool call. Pure.
+//! Decides which peers may report on a tool call. Pure.
 
 use super::peer::Peer;
 use super::windows::Window;
@@ -7,7 +7,7 @@ use crate::audit::protocol::{Message, Process};
 /// Maximum bytes of agent names and IDs; longer ones are truncated.
 const MAX_NAME_BYTES: usize = 200;
 
-/// A tool call and its process; any program can send any ID.
+/// A tool call. Its process is part of its identity, because any program can send any ID.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Call {
     pub session: String,
@@ -18,7 +18,7 @@ pub struct Call {
 /// A call that has ended.
 pub struct EndedCall {
     pub call: Call,
-    /// Reported by a live process rather than by a saved message.
+    /// The end was reported by a live process rather than by a saved message.
     pub is_live: bool,
 }
 
@@ -26,14 +26,14 @@ pub struct EndedCall {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Authority {
     Proven,
-    /// The peer has ended since. It is believed, and recorded as a gap.
+    /// The peer has ended since. Its report is accepted, and recorded as a gap.
     Unproven,
     /// The call belongs to another process.
     None,
 }
 
-/// The authority of this peer over this call.
-pub fn authority(window: &Window, peer: &Peer) -> Authority {
+/// Determines the authority of a peer over a call.
+pub fn determine_authority(window: &Window, peer: &Peer) -> Authority {
     match (window.process, peer.caller()) {
         (None, _) => Authority::Proven,
         (Some(_), None) if !peer.is_known() => Authority::Unproven,
@@ -44,14 +44,14 @@ pub fn authority(window: &Window, peer: &Peer) -> Authority {
 
 /// Truncates names and IDs, which any program can choose.
 pub fn truncate_names(mut message: Message) -> Message {
-    let cut = |text: &mut String| {
+    let truncate = |text: &mut String| {
         if text.len() > MAX_NAME_BYTES || text.chars().any(char::is_control) {
             *text = text.chars().filter(|c| !c.is_control()).take(MAX_NAME_BYTES / 4).collect();
         }
     };
-    [&mut message.session_id, &mut message.actor, &mut message.agent_name].into_iter().for_each(cut);
+    [&mut message.session_id, &mut message.actor, &mut message.agent_name].into_iter().for_each(truncate);
     let optional =
         [&mut message.tool_use_id, &mut message.tool, &mut message.subagent, &mut message.dispatch_id];
-    optional.into_iter().flatten().for_each(cut);
+    optional.into_iter().flatten().for_each(truncate);
     message
 }

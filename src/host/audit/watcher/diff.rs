@@ -1,11 +1,11 @@
-//! Computes the changes since the last check: the net difference of the tree, reading only names with events.
+//! Computes the changes since the last check: the net difference of the tree. Only names with events are read.
 //!
-//! A replaced name and a moved folder are compared by path with everything that was below them before. A file that was
-//! created and deleted, or moved away and back, is no change.
+//! A replaced name or a moved folder is compared by path with everything that was below it before. A file that was
+//! created and deleted, or moved away and back, is not a change.
 
 use std::collections::HashMap;
 
-use super::tree::{FileId, FileState, Inode, Kind, Name, Paths, Tree, TreeEntry, below};
+use super::tree::{FileId, FileState, Inode, Kind, Name, Paths, Tree, TreeEntry, join_path};
 use crate::records::entry::Op;
 
 /// Maximum names with events; beyond that, the whole tree is checked.
@@ -13,10 +13,10 @@ pub const MAX_NAMES: usize = 200_000;
 
 /// Reads the file system. Links are never followed.
 pub trait FsProbe {
-    /// The current state of these names in a folder; `None` for all if the folder is gone.
+    /// Reads the current state of these names in a folder; `None` for each if the folder no longer exists.
     fn probe(&mut self, path: &[u8], folder: Inode, names: &[Name]) -> Vec<Option<FileState>>;
 
-    /// Lists a folder, and watches it from before it is read.
+    /// Lists a folder. The folder is watched before it is read.
     fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, FileState)>;
 }
 
@@ -24,35 +24,40 @@ pub trait FsProbe {
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Marks {
     /// The name was created, deleted or moved.
-    pub named: bool,
+    pub has_name_change: bool,
     /// The current file was created under this name.
-    pub made: bool,
+    pub is_created: bool,
     /// The current file was written.
-    pub written: bool,
+    pub is_written: bool,
     /// The current file's times, mode or owner changed.
-    pub touched: bool,
-    /// The previous file was written, or its metadata changed.
+    pub is_touched: bool,
+    /// The previous file was written.
     pub was_written: bool,
+    /// The previous file's times, mode or owner changed.
     pub was_touched: bool,
 }
 
 impl Marks {
     /// Adds the next event.
     pub fn add(&mut self, next: Self) {
-        if !next.named {
-            self.written |= next.written;
-            self.touched |= next.touched;
-        } else if self.named {
+        if !next.has_name_change {
+            self.is_written |= next.is_written;
+            self.is_touched |= next.is_touched;
+        } else if self.has_name_change {
             let Self { was_written, was_touched, .. } = *self;
             *self = Self { was_written, was_touched, ..next };
         } else {
-            *self = Self { was_written: self.written, was_touched: self.touched, ..next };
+            *self = Self { was_written: self.is_written, was_touched: self.is_touched, ..next };
         }
     }
 
-    /// Whether the first file of this name was written, and touched.
-    fn of_first_file(self) -> (bool, bool) {
-        if self.named { (self.was_written, self.was_touched) } else { (self.written, self.touched) }
+    /// Whether the first file with this name was written, and whether it was touched.
+    fn for_first_file(self) -> (bool, bool) {
+        if self.has_name_change {
+            (self.was_written, self.was_touched)
+        } else {
+            (self.is_written, self.is_touched)
+        }
     }
 }
 
@@ -60,9 +65,9 @@ impl Marks {
 #[derive(Debug, Default)]
 pub struct DirtySet {
     folders: HashMap<Inode, HashMap<Name, Marks>>,
-    names: usize,
-    /// Events were lost: check everything.
-    everywhere: bool,
+    name_count: usize,
+    /// Events were lost, so everything must be checked.
+    is_everything_dirty: bool,
 }
 
 impl DirtySet {
@@ -71,30 +76,30 @@ impl DirtySet {
         if let Some(known) = names.get_mut(name) {
             return known.add(marks);
         }
-        if self.names >= MAX_NAMES {
+        if self.name_count >= MAX_NAMES {
             return self.mark_all();
         }
         names.insert(name.into(), marks);
-        self.names += 1;
+        self.name_count += 1;
     }
 
     pub fn mark_all(&mut self) {
         self.folders.clear();
-        self.names = 0;
-        self.everywhere = true;
+        self.name_count = 0;
+        self.is_everything_dirty = true;
     }
 
     pub fn is_clean(&self) -> bool {
-        !self.everywhere && self.names == 0
+        !self.is_everything_dirty && self.name_count == 0
     }
 
-    pub fn names(&self) -> usize {
-        self.names
+    pub fn name_count(&self) -> usize {
+        self.name_count
     }
 
     fn marks(&self, folder: Inode, path: &[u8]) -> Marks {
         let names = self.folders.get(&folder);
-        names.and_then(|names| names.get(super::tree::last(path)).copied()).unwrap_or_default()
+        names.and_then(|names| names.get(super::tree::last_component(path)).copied()).unwrap_or_default()
     }
 }
 
@@ -117,43 +122,41 @@ pub struct TreeChanges {
 
 /// Updates the tree and returns its changes.
 pub fn update_tree(tree: &mut Tree, dirty: &DirtySet, probe: &mut impl FsProbe) -> TreeChanges {
-    let (mut before, mut after, mut left) = (Paths::new(), Paths::new(), Vec::new());
-    if dirty.everywhere {
+    let (mut before, mut after, mut removed_folders) = (Paths::new(), Paths::new(), Vec::new());
+    if dirty.is_everything_dirty {
         let root = tree.root();
         for name in tree.names(root) {
-            tree.take(root, &name, name.to_vec(), &mut before, &mut left);
+            tree.remove(root, &name, name.to_vec(), &mut before, &mut removed_folders);
         }
-        Walk { tree, probe, before: &mut before, left: &mut left }.below(
-            root,
-            Vec::new(),
-            &mut |path, known| {
-                after.insert(path, known);
-            },
-        );
+        let mut walk = TreeWalk { tree, probe, before: &mut before, removed_folders: &mut removed_folders };
+        walk.add_contents(root, Vec::new(), &mut |path, known| {
+            after.insert(path, known);
+        });
     } else {
-        let found = remove_dirty(tree, dirty, probe, &mut before, &mut left);
+        let found = remove_dirty(tree, dirty, probe, &mut before, &mut removed_folders);
         for FoundName { folder, path, name, now } in found {
-            let path = below(&path, &name);
-            let mut walk = Walk { tree, probe, before: &mut before, left: &mut left };
-            walk.put(folder, name, now);
-            after.insert(path.clone(), TreeEntry { seen: now, folder });
+            let path = join_path(&path, &name);
+            let mut walk =
+                TreeWalk { tree, probe, before: &mut before, removed_folders: &mut removed_folders };
+            walk.add_name(folder, name, now);
+            after.insert(path.clone(), TreeEntry { state: now, folder });
             if now.kind == Kind::Folder {
-                walk.below(now.inode, path, &mut |path, known| {
+                walk.add_contents(now.inode, path, &mut |path, known| {
                     after.insert(path, known);
                 });
             }
         }
     }
-    let shared = SharedFiles::of(&before, &after, dirty);
-    let mut changes = compare(&before, &after, dirty, &shared);
-    changes.extend(other_names(tree, probe, &after, &shared));
-    changes.sort_by(|one, other| {
-        let (is_gone, other_is_gone) = (one.op == Op::Delete, other.op == Op::Delete);
-        let by_path = if is_gone { other.path.cmp(&one.path) } else { one.path.cmp(&other.path) };
-        other_is_gone.cmp(&is_gone).then(by_path)
+    let shared = SharedFiles::collect(&before, &after, dirty);
+    let mut changes = compare_paths(&before, &after, dirty, &shared);
+    changes.extend(compare_other_names(tree, probe, &after, &shared));
+    changes.sort_by(|a, b| {
+        let (a_deletes, b_deletes) = (a.op == Op::Delete, b.op == Op::Delete);
+        let by_path = if a_deletes { b.path.cmp(&a.path) } else { a.path.cmp(&b.path) };
+        b_deletes.cmp(&a_deletes).then(by_path)
     });
-    left.retain(|inode| !tree.has(*inode));
-    TreeChanges { changes, removed_folders: left }
+    removed_folders.retain(|inode| !tree.has_folder(*inode));
+    TreeChanges { changes, removed_folders }
 }
 
 /// A name to be added to the tree.
@@ -164,14 +167,14 @@ struct FoundName {
     now: FileState,
 }
 
-/// Removes all dirty names, except unmoved folders. Everything is removed before anything is added, so that a moved
-/// file is in one place only.
+/// Removes all dirty names from the tree, except unmoved folders. Everything is removed before anything is added, so
+/// that a moved file is at only one path.
 fn remove_dirty(
     tree: &mut Tree,
     dirty: &DirtySet,
     probe: &mut impl FsProbe,
     before: &mut Paths<TreeEntry>,
-    left: &mut Vec<Inode>,
+    removed_folders: &mut Vec<Inode>,
 ) -> Vec<FoundName> {
     let mut found = Vec::new();
     let mut folders: Vec<(Vec<u8>, Inode)> =
@@ -179,25 +182,25 @@ fn remove_dirty(
     // Parents first.
     folders.sort();
     for (path, folder) in folders {
-        if !tree.has(folder) {
-            // It was moved together with a parent, and is listed again at its new place.
+        if !tree.has_folder(folder) {
+            // The folder was moved together with a parent, and is listed again at its new path.
             continue;
         }
         let Some(marked) = dirty.folders.get(&folder) else { continue };
         let names: Vec<Name> = marked.keys().cloned().collect();
-        let seen = probe.probe(&path, folder, &names);
-        for (name, now) in names.into_iter().zip(seen) {
+        let state = probe.probe(&path, folder, &names);
+        for (name, now) in names.into_iter().zip(state) {
             let was = tree.get(folder, &name);
-            let is_named = marked.get(&name).is_some_and(|marks| marks.named);
+            let has_name_change = marked.get(&name).is_some_and(|marks| marks.has_name_change);
             if let (Some(was), Some(now)) = (was, now)
                 && was.kind == Kind::Folder
                 && (was.kind, was.inode) == (now.kind, now.inode)
-                && !is_named
+                && !has_name_change
             {
                 tree.refresh(folder, &name, now);
                 continue;
             }
-            tree.take(folder, &name, below(&path, &name), before, left);
+            tree.remove(folder, &name, join_path(&path, &name), before, removed_folders);
             if let Some(now) = now {
                 found.push(FoundName { folder, path: path.clone(), name, now });
             }
@@ -208,73 +211,74 @@ fn remove_dirty(
 
 /// Fills an empty tree.
 pub fn fill(tree: &mut Tree, probe: &mut impl FsProbe) {
-    let (mut before, mut left, root) = (Paths::new(), Vec::new(), tree.root());
-    Walk { tree, probe, before: &mut before, left: &mut left }.below(root, Vec::new(), &mut |_, _| {});
+    let (mut before, mut removed_folders, root) = (Paths::new(), Vec::new(), tree.root());
+    let mut walk = TreeWalk { tree, probe, before: &mut before, removed_folders: &mut removed_folders };
+    walk.add_contents(root, Vec::new(), &mut |_, _| {});
 }
 
 /// Adds found names to the tree.
-struct Walk<'a, S> {
+struct TreeWalk<'a, S> {
     tree: &'a mut Tree,
     probe: &'a mut S,
     before: &'a mut Paths<TreeEntry>,
-    left: &'a mut Vec<Inode>,
+    removed_folders: &'a mut Vec<Inode>,
 }
 
-impl<S: FsProbe> Walk<'_, S> {
-    /// Adds everything below a folder.
-    fn below(&mut self, folder: Inode, path: Vec<u8>, found: &mut impl FnMut(Vec<u8>, TreeEntry)) {
+impl<S: FsProbe> TreeWalk<'_, S> {
+    /// Adds everything below a folder, and calls `found` for each path.
+    fn add_contents(&mut self, folder: Inode, path: Vec<u8>, found: &mut impl FnMut(Vec<u8>, TreeEntry)) {
         let mut rest = vec![(folder, path)];
         while let Some((folder, path)) = rest.pop() {
-            for (name, seen) in self.probe.list(&path, folder) {
-                let path = below(&path, &name);
-                self.put(folder, name, seen);
-                found(path.clone(), TreeEntry { seen, folder });
-                if seen.kind == Kind::Folder {
-                    rest.push((seen.inode, path));
+            for (name, state) in self.probe.list(&path, folder) {
+                let path = join_path(&path, &name);
+                self.add_name(folder, name, state);
+                found(path.clone(), TreeEntry { state, folder });
+                if state.kind == Kind::Folder {
+                    rest.push((state.inode, path));
                 }
             }
         }
     }
 
-    /// Adds a name. A folder that is known elsewhere was moved: it is removed there.
-    fn put(&mut self, folder: Inode, name: Name, seen: FileState) {
-        if seen.kind == Kind::Folder
-            && let Some((above, old)) = self.tree.parent(seen.inode)
-            && let Some(path) = self.tree.path(seen.inode)
+    /// Adds a name. A folder that is known at another path was moved, so it is removed from there.
+    fn add_name(&mut self, folder: Inode, name: Name, state: FileState) {
+        if state.kind == Kind::Folder
+            && let Some((parent, old)) = self.tree.parent(state.inode)
+            && let Some(path) = self.tree.path(state.inode)
         {
-            self.tree.take(above, &old, path, self.before, self.left);
+            self.tree.remove(parent, &old, path, self.before, self.removed_folders);
         }
-        self.tree.put(folder, name, seen);
+        self.tree.insert(folder, name, state);
     }
 }
 
-/// Files with several names: events of one name apply to all.
+/// Files with several names, and whether they were written and touched: an event of one name applies to all names.
 struct SharedFiles(HashMap<FileId, (bool, bool)>);
 
 impl SharedFiles {
-    fn of(before: &Paths<TreeEntry>, after: &Paths<TreeEntry>, dirty: &DirtySet) -> Self {
-        let is_shared = |known: &&TreeEntry| known.seen.is_shared && known.seen.kind == Kind::File;
+    fn collect(before: &Paths<TreeEntry>, after: &Paths<TreeEntry>, dirty: &DirtySet) -> Self {
+        let is_shared = |known: &&TreeEntry| known.state.is_shared && known.state.kind == Kind::File;
         let known = before.values().chain(after.values()).filter(is_shared);
         let mut all: HashMap<FileId, (bool, bool)> =
-            known.map(|known| (known.seen.id(), (false, false))).collect();
-        let mut add = |known: &TreeEntry, (written, touched): (bool, bool)| {
-            if let Some(all) = all.get_mut(&known.seen.id()) {
-                all.0 |= written;
-                all.1 |= touched;
+            known.map(|known| (known.state.id(), (false, false))).collect();
+        let mut add = |known: &TreeEntry, (is_written, is_touched): (bool, bool)| {
+            if let Some(marks) = all.get_mut(&known.state.id()) {
+                marks.0 |= is_written;
+                marks.1 |= is_touched;
             }
         };
         for (path, known) in before {
-            add(known, dirty.marks(known.folder, path).of_first_file());
+            add(known, dirty.marks(known.folder, path).for_first_file());
         }
         for (path, known) in after {
             let marks = dirty.marks(known.folder, path);
-            add(known, (marks.written, marks.touched));
+            add(known, (marks.is_written, marks.is_touched));
         }
         Self(all)
     }
 }
 
-fn compare(
+fn compare_paths(
     before: &Paths<TreeEntry>,
     after: &Paths<TreeEntry>,
     dirty: &DirtySet,
@@ -285,54 +289,53 @@ fn compare(
         changes.push(Change { op: Op::Delete, path: path.clone(), size: 0 });
     }
     for (path, now) in after {
-        let was = before.get(path).map(|was| was.seen);
+        let was = before.get(path).map(|was| was.state);
         let mut marks = dirty.marks(now.folder, path);
-        if was.is_some_and(|was| was.id() == now.seen.id()) {
-            let (written, touched) = marks.of_first_file();
-            marks.written |= written;
-            marks.touched |= touched;
+        if was.is_some_and(|was| was.id() == now.state.id()) {
+            let (is_written, is_touched) = marks.for_first_file();
+            marks.is_written |= is_written;
+            marks.is_touched |= is_touched;
         }
-        if let Some((written, touched)) = shared.0.get(&now.seen.id()) {
-            marks.written |= written;
-            marks.touched |= touched;
+        if let Some((is_written, is_touched)) = shared.0.get(&now.state.id()) {
+            marks.is_written |= is_written;
+            marks.is_touched |= is_touched;
         }
-        changes.extend(change(was, now.seen, marks, path));
+        changes.extend(compare_states(was, now.state, marks, path));
     }
     changes
 }
 
-/// The change of an existing path.
-fn change(was: Option<FileState>, now: FileState, marks: Marks, path: &[u8]) -> Option<Change> {
-    let is_other = was.is_none_or(|was| was.kind != now.kind);
+/// Returns the change of an existing path, if there is any.
+fn compare_states(was: Option<FileState>, now: FileState, marks: Marks, path: &[u8]) -> Option<Change> {
+    let is_new = was.is_none_or(|was| was.kind != now.kind);
     if now.kind == Kind::Folder {
-        return is_other.then(|| Change { op: Op::Mkdir, path: path.to_vec(), size: 0 });
+        return is_new.then(|| Change { op: Op::Mkdir, path: path.to_vec(), size: 0 });
     }
-    let is_written = is_other || was.is_some_and(|was| is_written(was, now, marks));
-    is_written.then(|| Change { op: Op::Write, path: path.to_vec(), size: now.size })
+    let is_changed = is_new || was.is_some_and(|was| is_written_or_replaced(was, now, marks));
+    is_changed.then(|| Change { op: Op::Write, path: path.to_vec(), size: now.size })
 }
 
-/// Whether a file or link was written or replaced.
-fn is_written(was: FileState, now: FileState, marks: Marks) -> bool {
+fn is_written_or_replaced(was: FileState, now: FileState, marks: Marks) -> bool {
     if was.id() != now.id() {
         return true;
     }
-    if marks.named && (was.size, was.mtime) == (now.size, now.mtime) {
-        // It was moved and came back, or was linked again; the write events belong to another file.
+    if marks.has_name_change && (was.size, was.mtime) == (now.size, now.mtime) {
+        // The file was moved and came back, or was linked again; the write events belong to another file.
         return false;
     }
-    if marks.made {
-        // A new file that reuses the inode, on a file system without birth times.
+    if marks.is_created {
+        // This is a new file that reuses the inode, on a file system without birth times.
         return true;
     }
     if now.kind != Kind::File || (was.size, now.size) == (0, 0) {
         return false;
     }
-    // Writes to a mapping cause no event, but change the mtime. After a touch, the mtime says nothing.
-    was.size != now.size || marks.written || (was.mtime != now.mtime && !marks.touched)
+    // Writes to a mapping cause no event, but change the mtime. After a touch, the mtime proves nothing.
+    was.size != now.size || marks.is_written || (was.mtime != now.mtime && !marks.is_touched)
 }
 
-/// Changes of the other names of shared files.
-fn other_names(
+/// Returns the changes of the other names of shared files.
+fn compare_other_names(
     tree: &mut Tree,
     probe: &mut impl FsProbe,
     after: &Paths<TreeEntry>,
@@ -342,19 +345,19 @@ fn other_names(
         return Vec::new();
     }
     let mut changes = Vec::new();
-    for (folder, name, was) in tree.names_of(shared.0.keys().copied()) {
+    for (folder, name, was) in tree.find_names(shared.0.keys().copied()) {
         let Some(path) = tree.path(folder) else { continue };
-        let full = below(&path, &name);
-        if after.contains_key(&full) {
+        let full_path = join_path(&path, &name);
+        if after.contains_key(&full_path) {
             continue;
         }
         let now = probe.probe(&path, folder, std::slice::from_ref(&name)).pop().flatten();
-        // If it is another file now, its own events report that.
+        // If the name belongs to another file now, the events of that file report the change.
         let Some(now) = now.filter(|now| now.id() == was.id()) else { continue };
-        let (written, touched) = shared.0.get(&now.id()).copied().unwrap_or_default();
-        let marks = Marks { written, touched, ..Marks::default() };
+        let (is_written, is_touched) = shared.0.get(&now.id()).copied().unwrap_or_default();
+        let marks = Marks { is_written, is_touched, ..Marks::default() };
         tree.refresh(folder, &name, now);
-        changes.extend(change(Some(was), now, marks, &full));
+        changes.extend(compare_states(Some(was), now, marks, &full_path));
     }
     changes
 }

@@ -8,7 +8,7 @@ use super::peer::Peer;
 use crate::audit::protocol::{Process, SeenCalls};
 
 /// Maximum concurrent dispatches, far above the configurable limit.
-const MAX_RUNNING: usize = 256;
+const MAX_DISPATCHES: usize = 256;
 /// Maximum IDs of tool calls stored per dispatch; further calls are only counted.
 const MAX_IDS: usize = 1024;
 
@@ -31,34 +31,34 @@ pub struct Dispatches(Vec<Dispatch>);
 
 impl Dispatches {
     pub fn begin(&mut self, id: String, agent_name: String, runner: Process) {
-        self.0.retain(|one| one.id != id);
-        if self.0.len() >= MAX_RUNNING {
+        self.0.retain(|dispatch| dispatch.id != id);
+        if self.0.len() >= MAX_DISPATCHES {
             self.0.remove(0);
         }
         self.0.push(Dispatch { id, agent_name, runner, reported: BTreeSet::new(), reported_more: 0 });
     }
 
-    /// The dispatch that this process belongs to.
+    /// Finds the dispatch to which this process belongs.
     pub fn find(&self, peer: &Peer) -> Option<&Dispatch> {
-        self.0.iter().find(|one| peer.is_below(one.runner))
+        self.0.iter().find(|dispatch| peer.is_below(dispatch.runner))
     }
 
     /// Stores a call that a hook reported.
     pub fn add_call(&mut self, id: &str, tool_use: &str) {
-        let Some(one) = self.0.iter_mut().find(|one| one.id == id) else { return };
-        if one.reported.len() < MAX_IDS {
-            one.reported.insert(tool_use.to_owned());
-        } else if !one.reported.contains(tool_use) {
-            one.reported_more += 1;
+        let Some(dispatch) = self.0.iter_mut().find(|dispatch| dispatch.id == id) else { return };
+        if dispatch.reported.len() < MAX_IDS {
+            dispatch.reported.insert(tool_use.to_owned());
+        } else if !dispatch.reported.contains(tool_use) {
+            dispatch.reported_more += 1;
         }
     }
 
-    /// Ends a dispatch; returns how many calls of its agent's output no hook reported.
+    /// Ends a dispatch. Returns the number of calls in its agent's output that no hook reported.
     pub fn end(&mut self, id: &str, seen: &SeenCalls) -> u64 {
-        let position = self.0.iter().position(|one| one.id == id);
+        let position = self.0.iter().position(|dispatch| dispatch.id == id);
         let (reported, reported_more) = position
-            .map(|at| self.0.remove(at))
-            .map(|one| (one.reported, one.reported_more))
+            .map(|index| self.0.remove(index))
+            .map(|dispatch| (dispatch.reported, dispatch.reported_more))
             .unwrap_or_default();
         let unmatched = seen.ids.iter().filter(|id| !reported.contains(*id)).count();
         let matched = seen.ids.len() - unmatched;
@@ -79,7 +79,7 @@ mod tests {
         SeenCalls { ids: ids.iter().map(|&id| id.to_owned()).collect(), more: 0, is_by_id }
     }
 
-    fn begun(reported: &[&str]) -> Dispatches {
+    fn dispatches_with_calls(reported: &[&str]) -> Dispatches {
         let mut all = Dispatches::default();
         all.begin("d".to_owned(), "coder".to_owned(), Process { pid: 7, started: 1 });
         reported.iter().for_each(|call| all.add_call("d", call));
@@ -88,21 +88,21 @@ mod tests {
 
     #[test]
     fn end_counts_unreported_calls() {
-        assert_eq!(begun(&["a", "b"]).end("d", &seen(&["a", "b"], true)), 0);
-        assert_eq!(begun(&["a"]).end("d", &seen(&["a", "b", "c"], true)), 2);
+        assert_eq!(dispatches_with_calls(&["a", "b"]).end("d", &seen(&["a", "b"], true)), 0);
+        assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen(&["a", "b", "c"], true)), 2);
         // A subagent's call does not make up for a missing one.
-        assert_eq!(begun(&["a", "x"]).end("d", &seen(&["a", "b"], true)), 1);
+        assert_eq!(dispatches_with_calls(&["a", "x"]).end("d", &seen(&["a", "b"], true)), 1);
         // Codex uses different IDs in its output and its hooks.
-        assert_eq!(begun(&["a", "b"]).end("d", &seen(&["1", "2"], false)), 0);
-        assert_eq!(begun(&["a"]).end("d", &seen(&["1", "2", "3"], false)), 2);
-        assert_eq!(begun(&[]).end("other", &seen(&["1"], true)), 1, "an unknown dispatch");
-        assert_eq!(begun(&[]).end("d", &SeenCalls::default()), 0);
+        assert_eq!(dispatches_with_calls(&["a", "b"]).end("d", &seen(&["1", "2"], false)), 0);
+        assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen(&["1", "2", "3"], false)), 2);
+        assert_eq!(dispatches_with_calls(&[]).end("other", &seen(&["1"], true)), 1, "an unknown dispatch");
+        assert_eq!(dispatches_with_calls(&[]).end("d", &SeenCalls::default()), 0);
     }
 
     #[test]
     fn calls_beyond_the_bound_are_counted() {
         let ids: Vec<String> = (0..MAX_IDS + 50).map(|n| n.to_string()).collect();
-        let mut all = begun(&ids.iter().map(String::as_str).collect::<Vec<_>>());
+        let mut all = dispatches_with_calls(&ids.iter().map(String::as_str).collect::<Vec<_>>());
         let seen = SeenCalls { ids: ids[..MAX_IDS].to_vec(), more: 60, is_by_id: true };
         assert_eq!(all.end("d", &seen), 10);
         assert_eq!(all, Dispatches::default());

@@ -1,9 +1,9 @@
-//! Watches the home: opens its folders and reads their events by inotify(7).
+//! Watches the home: opens its folders, and reads their events with inotify(7).
 //!
 //! The kernel queues an event before the system call that caused it returns. Draining the queue therefore yields all
-//! changes before that moment, which separates one tool call from the next. The crate `notify` does not fit: it also
-//! watches opens, so that a search through the home fills the queue, and it identifies folders by path, which rename(2)
-//! changes.
+//! changes before that moment, which separates one tool call from the next. The crate `notify` is unsuitable: it also
+//! watches for opened files, so that a search through the home fills the queue, and it identifies folders by path,
+//! which rename(2) changes.
 //!
 //! Folders are opened below the home without following links and without crossing mounts.
 
@@ -42,8 +42,8 @@ pub struct HomeWatcher {
     inotify: Inotify,
     folders: HashMap<WatchDescriptor, Inode>,
     watches: HashMap<Inode, WatchDescriptor>,
-    /// The system's limit of watches is reached.
-    is_short: bool,
+    /// The system's limit of watches has been reached.
+    is_at_watch_limit: bool,
 }
 
 impl HomeWatcher {
@@ -58,9 +58,9 @@ impl HomeWatcher {
         let root = fstat(&folder).map_err(at("stat"))?.st_ino;
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).map_err(at("watch"))?;
         let (folders, watches) = (HashMap::new(), HashMap::new());
-        let watcher = Self { home: folder, root, inotify, folders, watches, is_short: false };
-        // Check now that `openat2` is permitted: a seccomp filter could refuse it, and the audit would silently see
-        // nothing.
+        let watcher = Self { home: folder, root, inotify, folders, watches, is_at_watch_limit: false };
+        // Check now that `openat2` is permitted: if a seccomp filter refused it, the audit would silently miss all
+        // changes.
         watcher.open_below(b".").map_err(at("open folders of"))?;
         Ok(watcher)
     }
@@ -69,16 +69,16 @@ impl HomeWatcher {
         self.root
     }
 
-    pub fn is_short(&self) -> bool {
-        self.is_short
+    pub fn is_at_watch_limit(&self) -> bool {
+        self.is_at_watch_limit
     }
 
     /// Allows new watches again. Called before a full check.
     pub fn retry_watches(&mut self) {
-        self.is_short = false;
+        self.is_at_watch_limit = false;
     }
 
-    pub fn watches(&self) -> usize {
+    pub fn watch_count(&self) -> usize {
         self.watches.len()
     }
 
@@ -105,7 +105,7 @@ impl HomeWatcher {
                 } else if let (Some(folder), Some(name)) = (self.folders.get(&event.wd), event.name) {
                     let name = name.as_encoded_bytes();
                     if !(*folder == self.root && name == SYSTEM_FOLDER) {
-                        dirty.mark(*folder, name, marks(event.mask));
+                        dirty.mark(*folder, name, to_marks(event.mask));
                     }
                 }
             }
@@ -134,7 +134,7 @@ impl HomeWatcher {
     fn open_folder(&self, path: &[u8], folder: Inode) -> Option<OwnedFd> {
         match self.open_below(if path.is_empty() { b"." } else { path }) {
             Ok(opened) => fstat(&opened).is_ok_and(|stat| stat.st_ino == folder).then_some(opened),
-            // It was deleted or replaced, or something is mounted on it.
+            // The folder was deleted or replaced, or something is mounted on it.
             Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::EXDEV | Errno::EAGAIN) => None,
             Err(error) => {
                 let path = String::from_utf8_lossy(path);
@@ -155,7 +155,7 @@ impl HomeWatcher {
         openat2(&self.home, path, how)
     }
 
-    fn watch(&mut self, folder: Inode, opened: &OwnedFd) {
+    fn add_watch(&mut self, folder: Inode, opened: &OwnedFd) {
         let path = format!("/proc/self/fd/{}", opened.as_raw_fd());
         match self.inotify.add_watch(path.as_str(), WATCHED_EVENTS) {
             Ok(watch) => {
@@ -163,10 +163,10 @@ impl HomeWatcher {
                 self.watches.insert(folder, watch);
             }
             Err(error) => {
-                if !self.is_short {
+                if !self.is_at_watch_limit {
                     tracing::error!(%error, watches = self.watches.len(), "cannot watch more folders");
                 }
-                self.is_short = true;
+                self.is_at_watch_limit = true;
             }
         }
     }
@@ -181,39 +181,39 @@ impl AsFd for HomeWatcher {
 impl FsProbe for HomeWatcher {
     fn probe(&mut self, path: &[u8], folder: Inode, names: &[Name]) -> Vec<Option<FileState>> {
         let Some(opened) = self.open_folder(path, folder) else { return vec![None; names.len()] };
-        names.iter().map(|name| file_state(&opened, name)).collect()
+        names.iter().map(|name| read_state(&opened, name)).collect()
     }
 
     fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, FileState)> {
         let Some(opened) = self.open_folder(path, folder) else { return Vec::new() };
-        self.watch(folder, &opened);
+        self.add_watch(folder, &opened);
         let Ok(mut dir) = Dir::from_fd(opened) else { return Vec::new() };
         let names: Vec<Name> =
             dir.iter().flatten().map(|entry| entry.file_name().to_bytes().into()).collect();
-        let is_own = |name: &Name| folder == self.root && &name[..] == SYSTEM_FOLDER;
-        let is_listed = |name: &Name| !matches!(&name[..], b"." | b"..") && !is_own(name);
+        let is_system = |name: &Name| folder == self.root && &name[..] == SYSTEM_FOLDER;
+        let is_listed = |name: &Name| !matches!(&name[..], b"." | b"..") && !is_system(name);
         let names = names.into_iter().filter(is_listed);
-        names.filter_map(|name| file_state(&dir, &name).map(|state| (name, state))).collect()
+        names.filter_map(|name| read_state(&dir, &name).map(|state| (name, state))).collect()
     }
 }
 
-fn marks(mask: AddWatchFlags) -> Marks {
+fn to_marks(mask: AddWatchFlags) -> Marks {
     let names = AddWatchFlags::IN_CREATE
         | AddWatchFlags::IN_DELETE
         | AddWatchFlags::IN_MOVED_FROM
         | AddWatchFlags::IN_MOVED_TO;
     Marks {
-        named: mask.intersects(names),
-        made: mask.contains(AddWatchFlags::IN_CREATE),
-        written: mask.contains(AddWatchFlags::IN_MODIFY),
-        touched: mask.contains(AddWatchFlags::IN_ATTRIB),
+        has_name_change: mask.intersects(names),
+        is_created: mask.contains(AddWatchFlags::IN_CREATE),
+        is_written: mask.contains(AddWatchFlags::IN_MODIFY),
+        is_touched: mask.contains(AddWatchFlags::IN_ATTRIB),
         ..Marks::default()
     }
 }
 
-fn file_state(folder: &impl AsFd, name: &[u8]) -> Option<FileState> {
-    let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
-    let stat = rustix::fs::statx(folder, name, AtFlags::SYMLINK_NOFOLLOW, wanted).ok()?;
+fn read_state(folder: &impl AsFd, name: &[u8]) -> Option<FileState> {
+    let fields = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
+    let stat = rustix::fs::statx(folder, name, AtFlags::SYMLINK_NOFOLLOW, fields).ok()?;
     let kind = match FileType::from_raw_mode(stat.stx_mode.into()) {
         FileType::RegularFile => Kind::File,
         FileType::Directory => Kind::Folder,

@@ -1,7 +1,7 @@
-//! `svc-watch`: the audit of the home's files. Records the changes of agents' tools in `audit.jsonl`.
+//! `svc-watch`: the audit of the home's files. It records the changes that agents' tools make in `audit.jsonl`.
 //!
-//! This file has the command line, the socket for hooks, and the service lifecycle. It runs as a user whose processes
-//! the owner's programs can neither kill nor impersonate, and reads names and sizes, never contents.
+//! This module contains the command line, the socket for hooks, and the service lifecycle. The watcher runs as a user
+//! whose processes the owner's programs can neither kill nor impersonate. It reads names and sizes, never contents.
 
 mod calls;
 pub mod diff;
@@ -85,9 +85,10 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     let writer = Writer::start(layout.logs()).or_exit(Exit::Internal)?;
     let records = writer.records();
     let thread_layout = layout.clone();
-    let begun = tokio::task::spawn_blocking(move || Watcher::begin(&thread_layout, records));
-    let watcher = begun.await.or_exit(Exit::Internal)?.or_exit(Exit::Internal)?;
-    let Started { handle, alive, thread, ended } = start(watcher).or_exit(Exit::Internal)?;
+    let started = tokio::task::spawn_blocking(move || Watcher::start(&thread_layout, records));
+    let watcher = started.await.or_exit(Exit::Internal)?.or_exit(Exit::Internal)?;
+    let WatcherThread { handle, alive, thread, ended } =
+        spawn_watcher_thread(watcher).or_exit(Exit::Internal)?;
     let listener = unix_socket::bind(&layout.watch_sockets(), SOCKET).or_exit(Exit::Internal)?;
     systemd::notify(&[NotifyState::Ready]);
     let is_stopped = tokio::select! {
@@ -110,9 +111,9 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
 /// Feeds the watchdog while the thread makes progress.
 async fn feed_watchdog(alive: Arc<AtomicBool>) -> Infallible {
     let is_alive = async || {
-        let end = tokio::time::Instant::now() + STUCK_TIMEOUT;
+        let deadline = tokio::time::Instant::now() + STUCK_TIMEOUT;
         while !alive.swap(false, Ordering::Relaxed) {
-            if tokio::time::Instant::now() > end {
+            if tokio::time::Instant::now() > deadline {
                 return false;
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -120,7 +121,7 @@ async fn feed_watchdog(alive: Arc<AtomicBool>) -> Infallible {
         true
     };
     systemd::feed_watchdog(CancellationToken::new(), is_alive).await;
-    // Without a watchdog.
+    // systemd has no watchdog for this unit.
     std::future::pending().await
 }
 
@@ -131,7 +132,7 @@ struct WatcherHandle {
     waker: Arc<StdStream>,
 }
 
-struct Started {
+struct WatcherThread {
     handle: WatcherHandle,
     /// Set in each round of the thread.
     alive: Arc<AtomicBool>,
@@ -140,7 +141,7 @@ struct Started {
     ended: oneshot::Receiver<()>,
 }
 
-fn start(watcher: Watcher) -> std::io::Result<Started> {
+fn spawn_watcher_thread(watcher: Watcher) -> std::io::Result<WatcherThread> {
     let (requests, received) = channel();
     let (waker, woken) = StdStream::pair()?;
     waker.set_nonblocking(true)?;
@@ -152,7 +153,7 @@ fn start(watcher: Watcher) -> std::io::Result<Started> {
         drop(ends);
     };
     let thread = std::thread::Builder::new().name("watcher".to_owned()).spawn(work)?;
-    Ok(Started { handle: WatcherHandle { requests, waker: Arc::new(waker) }, alive, thread, ended })
+    Ok(WatcherThread { handle: WatcherHandle { requests, waker: Arc::new(waker) }, alive, thread, ended })
 }
 
 impl WatcherHandle {
@@ -190,7 +191,7 @@ async fn listen(listener: UnixListener, handle: WatcherHandle) {
 
 async fn serve_hook(mut stream: UnixStream, handle: WatcherHandle) -> std::io::Result<()> {
     // Read the credentials first: the hook may exit during the read below.
-    let peer = Peer::from_credentials(PeerCredentials::of(&stream));
+    let peer = Peer::from_credentials(PeerCredentials::from_stream(&stream));
     let mut line = Vec::new();
     let (read, mut write) = stream.split();
     BufReader::new(read).take(MAX_MESSAGE_BYTES).read_until(b'\n', &mut line).await?;
@@ -202,11 +203,11 @@ async fn serve_hook(mut stream: UnixStream, handle: WatcherHandle) -> std::io::R
             Ok(())
         }
         Ok(message) => {
-            tracing::warn!(version = message.version, "a hook has another protocol version");
+            tracing::warn!(version = message.version, "a hook uses an unsupported protocol version");
             Ok(())
         }
         Err(error) => {
-            tracing::warn!(%error, "invalid message of a hook");
+            tracing::warn!(%error, "invalid message from a hook");
             Ok(())
         }
     }

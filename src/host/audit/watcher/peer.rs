@@ -1,4 +1,4 @@
-//! The peer of a hook connection: identified by the kernel, never by what it sends.
+//! The peer of a hook connection, identified by the kernel and never by the content that it sends.
 
 use nix::unistd::geteuid;
 
@@ -8,9 +8,9 @@ use crate::system::unix_socket::PeerCredentials;
 /// The connected process and its ancestors, at the time of the connection.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Peer {
-    /// Runs as root or as the gateway's user: only then it may report dispatches.
+    /// Whether the process runs as root or as the gateway's user; only such a process may report dispatches.
     pub is_gateway: bool,
-    /// The process first, then its parent, and so on. Empty if it had already ended.
+    /// The process, then its parent, and so on; empty if the process had already ended.
     processes: Vec<Process>,
 }
 

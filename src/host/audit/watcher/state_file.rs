@@ -1,4 +1,4 @@
-//! The state file: running tool calls and dispatches, restored when the watcher restarts.
+//! The state file, from which running tool calls and dispatches are restored when the watcher restarts.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ pub struct WatcherState {
 
 pub fn load_state(state: &Path) -> WatcherState {
     let text = std::fs::read(state).unwrap_or_default();
-    let of_older_release =
+    let parse_older_format =
         || serde_json::from_slice(&text).map(|windows| WatcherState { windows, ..WatcherState::default() });
-    serde_json::from_slice(&text).or_else(|_| of_older_release()).unwrap_or_default()
+    serde_json::from_slice(&text).or_else(|_| parse_older_format()).unwrap_or_default()
 }

@@ -1,7 +1,7 @@
 //! The watcher's thread: processes the home's events and the hooks' messages, in that order.
 //!
-//! Before a tool call starts and after it ends, all changes so far are collected; so each change belongs to the calls
-//! that ran since the last check. Where this is impossible, a gap is recorded.
+//! Before a tool call starts and after it ends, all changes so far are collected. Each change therefore belongs to the
+//! calls that ran since the last check. Where this is impossible, a gap is recorded.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::calls::{Authority, Call, EndedCall, authority, truncate_names};
+use super::calls::{Authority, Call, EndedCall, determine_authority, truncate_names};
 use super::diff;
 use super::diff::{Change, DirtySet};
 use super::dispatches::Dispatches;
@@ -39,7 +39,7 @@ const TICK_INTERVAL: Duration = Duration::from_secs(2);
 const BACKGROUND_INTERVAL: Duration = Duration::from_secs(10);
 /// Number of dirty names that triggers a check while no tool runs.
 const MAX_IDLE_DIRTY_NAMES: usize = 5_000;
-/// Maximum tool calls remembered that have a gap, and that have ended.
+/// Maximum remembered tool calls with a gap, and maximum remembered ended calls.
 const MAX_REMEMBERED_CALLS: usize = 512;
 
 /// A message, and the channel that reports its completion.
@@ -60,12 +60,12 @@ pub struct Watcher {
     windows: Windows,
     dispatches: Dispatches,
     /// Tool calls whose gap is already recorded.
-    missed: VecDeque<String>,
+    calls_with_gap: VecDeque<String>,
     /// Tool calls that have ended. A call whose hook disconnected may be reported twice: live, and by its saved
     /// message.
     ended_calls: VecDeque<EndedCall>,
     last_check: Instant,
-    was_short: bool,
+    was_at_watch_limit: bool,
 }
 
 impl Watcher {
@@ -73,16 +73,16 @@ impl Watcher {
     ///
     /// # Errors
     /// The home cannot be watched.
-    pub fn begin(layout: &Layout, records: Records) -> Result<Self, FileError> {
+    pub fn start(layout: &Layout, records: Records) -> Result<Self, FileError> {
         let home = layout.home();
-        let home = std::fs::canonicalize(&home).map_err(FileError::at("find", &home))?;
+        let home = std::fs::canonicalize(&home).map_err(FileError::at("resolve", &home))?;
         let mut home_watcher = HomeWatcher::open(&home)?;
         let mut tree = Tree::new(home_watcher.root());
         let begun = Instant::now();
         diff::fill(&mut tree, &mut home_watcher);
         tracing::info!(
             names = tree.len(),
-            folders = home_watcher.watches(),
+            folders = home_watcher.watch_count(),
             ms = begun.elapsed().as_millis(),
             "watching"
         );
@@ -98,26 +98,26 @@ impl Watcher {
             dirty: DirtySet::default(),
             windows: Windows::default(),
             dispatches,
-            missed: VecDeque::new(),
+            calls_with_gap: VecDeque::new(),
             ended_calls: VecDeque::new(),
             last_check: Instant::now(),
-            was_short: false,
+            was_at_watch_limit: false,
         };
         if let Some(since) = open.iter().map(|window| window.opened).min() {
             watcher.record_gap(GapReason::Restarted, open.len(), since);
         }
-        watcher.windows = Windows::restored(open);
-        watcher.report_shortage();
+        watcher.windows = Windows::restore(open);
+        watcher.report_watch_limit();
         watcher.tick();
         Ok(watcher)
     }
 
     /// Runs until all handles are dropped. `waker` is readable when there are requests.
     pub fn run(mut self, requests: &Receiver<HookRequest>, waker: &UnixStream, alive: &Arc<AtomicBool>) {
-        let mut ticked = Instant::now();
+        let mut last_tick = Instant::now();
         loop {
             alive.store(true, Ordering::Relaxed);
-            self.wait(waker, TICK_INTERVAL.saturating_sub(ticked.elapsed()));
+            self.wait_for_events(waker, TICK_INTERVAL.saturating_sub(last_tick.elapsed()));
             self.home_watcher.drain(&mut self.dirty);
             let mut byte = [0; 64];
             // Non-blocking; the bytes only wake this thread.
@@ -126,7 +126,7 @@ impl Watcher {
                 match requests.try_recv() {
                     Ok(HookRequest { message, peer, done }) => {
                         self.collect_saved();
-                        self.process(message, &peer);
+                        self.process_message(message, &peer);
                         // The hook may have disconnected.
                         let _ = done.send(());
                     }
@@ -137,22 +137,22 @@ impl Watcher {
                     }
                 }
             }
-            if ticked.elapsed() >= TICK_INTERVAL {
+            if last_tick.elapsed() >= TICK_INTERVAL {
                 self.tick();
-                ticked = Instant::now();
-            } else if self.windows.is_empty() && self.dirty.names() > MAX_IDLE_DIRTY_NAMES {
+                last_tick = Instant::now();
+            } else if self.windows.is_empty() && self.dirty.name_count() > MAX_IDLE_DIRTY_NAMES {
                 self.check_home();
             }
         }
     }
 
-    fn wait(&self, waker: &UnixStream, timeout: Duration) {
+    fn wait_for_events(&self, waker: &UnixStream, timeout: Duration) {
         let mut ends = [
             PollFd::new(self.home_watcher.as_fd(), PollFlags::POLLIN),
             PollFd::new(waker.as_fd(), PollFlags::POLLIN),
         ];
         let timeout = PollTimeout::try_from(timeout).unwrap_or(PollTimeout::ZERO);
-        // An interruption is harmless: available events are read in any case.
+        // An interruption is harmless: the caller reads the available events in any case.
         let _ = poll(&mut ends, timeout);
         if ends[0].any() == Some(true) && ends[1].any() == Some(false) {
             // Batch events of a busy writer: the kernel queues them.
@@ -175,7 +175,7 @@ impl Watcher {
         }
     }
 
-    fn process(&mut self, message: Message, peer: &Peer) {
+    fn process_message(&mut self, message: Message, peer: &Peer) {
         let message = truncate_names(message);
         if matches!(message.phase, Phase::DispatchBegin | Phase::DispatchEnd) {
             return self.process_dispatch(message, peer);
@@ -183,64 +183,64 @@ impl Watcher {
         let message = self.with_peer_identity(message, peer);
         let (session, tool_use) =
             (message.session_id.clone(), message.tool_use_id.clone().unwrap_or_default());
-        let is_of_call = matches!(message.phase, Phase::Pre | Phase::Post | Phase::Failed);
+        let is_about_call = matches!(message.phase, Phase::Pre | Phase::Post | Phase::Failed);
         let call = Call { session, tool_use, process: message.process };
-        if is_of_call && let Some(ended) = self.ended_calls.iter().find(|ended| ended.call == call) {
-            // A saved message may repeat a live one. But a program's hook reports an end live only once: the earlier
-            // report was forged by another process with the same parent.
+        if is_about_call && let Some(ended) = self.ended_calls.iter().find(|ended| ended.call == call) {
+            // A saved message may repeat a live report. A second live report, however, shows that another process with
+            // the same parent forged the first: a program's hook reports an end only once.
             if ended.is_live && peer.is_known() {
                 self.record_gap(GapReason::Forged, 1, message.sent_at);
             }
             return;
         }
         let Call { session, tool_use, process } = call;
-        if is_of_call && !self.has_authority(&message, &session, &tool_use, peer) {
+        if is_about_call && !self.has_authority(&message, &session, &tool_use, peer) {
             return;
         }
         match message.phase {
             Phase::Pre => {
                 self.check_home();
-                self.open(&message);
+                self.open_window(&message);
             }
             Phase::Post => {
-                let is_known = self.windows.has(&session, &tool_use);
+                let is_known = self.windows.contains(&session, &tool_use);
                 if !is_known && message.path.is_some() {
                     // The message itself names the written file.
-                    self.open(&message);
+                    self.open_window(&message);
                 } else if !is_known {
                     self.record_unpaired(&tool_use, &message);
                 }
-                self.note_call(&message, &session, &tool_use);
+                self.count_reported_call(&message, &session, &tool_use);
                 self.check_home();
-                self.succeed(&message, &session, &tool_use);
+                self.end_successful_call(&message, &session, &tool_use);
                 self.remember_ended(Call { session, tool_use, process }, peer);
             }
             Phase::Failed => {
-                if !self.windows.has(&session, &tool_use) && message.path.is_none() {
+                if !self.windows.contains(&session, &tool_use) && message.path.is_none() {
                     self.record_unpaired(&tool_use, &message);
                 }
-                self.note_call(&message, &session, &tool_use);
+                self.count_reported_call(&message, &session, &tool_use);
                 self.end_windows(|window| window.session == session && window.tool_use == tool_use);
                 self.remember_ended(Call { session, tool_use, process }, peer);
             }
-            Phase::TurnEnd => self.end_all(&message, peer, |window| {
+            Phase::TurnEnd => self.end_calls_of_peer(&message, peer, |window| {
                 window.session == session && window.subagent == message.subagent && !window.is_background
             }),
-            Phase::SessionEnd => self.end_all(&message, peer, |window| window.session == session),
+            Phase::SessionEnd => self.end_calls_of_peer(&message, peer, |window| window.session == session),
             Phase::DispatchBegin | Phase::DispatchEnd => {}
         }
     }
 
     /// Counts a call as reported if its start was seen or its file is known.
-    fn note_call(&mut self, message: &Message, session: &str, tool_use: &str) {
+    fn count_reported_call(&mut self, message: &Message, session: &str, tool_use: &str) {
         if let Some(dispatch) = &message.dispatch_id
-            && self.windows.has(session, tool_use)
+            && self.windows.contains(session, tool_use)
         {
             self.dispatches.add_call(dispatch, tool_use);
         }
     }
 
-    /// Processes a message of the dispatcher, which only the gateway's user may send.
+    /// Processes a message from the dispatcher, which only the gateway's user may send.
     fn process_dispatch(&mut self, message: Message, peer: &Peer) {
         let Some(id) = message.dispatch_id.filter(|_| peer.is_gateway) else {
             return self.record_gap(GapReason::Forged, 1, message.sent_at);
@@ -265,13 +265,13 @@ impl Watcher {
         }
     }
 
-    /// Replaces the sender's claims about itself by the kernel's data.
+    /// Replaces the sender's claims about itself with the kernel's data.
     fn with_peer_identity(&self, mut message: Message, peer: &Peer) -> Message {
         let tool_use = message.tool_use_id.as_deref().unwrap_or_default();
         if !peer.is_known()
             && let Some(window) = self.windows.get(&message.session_id, tool_use)
         {
-            // A known call, reported by a process that has ended.
+            // The call is known, but the process that reported it has ended: use the data of the call's start.
             message.process = window.process;
             message.dispatch_id.clone_from(&window.agent.dispatch);
             message.agent_name.clone_from(&window.agent.name);
@@ -286,10 +286,10 @@ impl Watcher {
         message
     }
 
-    /// Whether this peer may report on this call. Doubts are recorded as gaps.
+    /// Whether this peer may report on this call. Refused and unproven reports are recorded as gaps.
     fn has_authority(&self, message: &Message, session: &str, tool_use: &str, peer: &Peer) -> bool {
         let Some(window) = self.windows.get(session, tool_use) else { return true };
-        let authority = authority(window, peer);
+        let authority = determine_authority(window, peer);
         match authority {
             Authority::None => self.record_gap(GapReason::Forged, 1, message.sent_at),
             Authority::Unproven if message.phase != Phase::Pre => {
@@ -301,12 +301,12 @@ impl Watcher {
     }
 
     /// Ends the matching calls of this peer.
-    fn end_all(&mut self, message: &Message, peer: &Peer, ends: impl Fn(&Window) -> bool) {
+    fn end_calls_of_peer(&mut self, message: &Message, peer: &Peer, ends: impl Fn(&Window) -> bool) {
         let count = |wanted| {
             self.windows
                 .all()
                 .iter()
-                .filter(|window| ends(window) && authority(window, peer) == wanted)
+                .filter(|window| ends(window) && determine_authority(window, peer) == wanted)
                 .count()
         };
         for (wanted, why) in
@@ -317,7 +317,7 @@ impl Watcher {
                 self.record_gap(why, calls, message.sent_at);
             }
         }
-        self.end_windows(|window| ends(window) && authority(window, peer) != Authority::None);
+        self.end_windows(|window| ends(window) && determine_authority(window, peer) != Authority::None);
     }
 
     fn remember_ended(&mut self, call: Call, peer: &Peer) {
@@ -328,14 +328,16 @@ impl Watcher {
     }
 
     fn record_unpaired(&mut self, tool_use: &str, message: &Message) {
-        if !self.missed.iter().any(|missed| missed == tool_use) {
+        if !self.calls_with_gap.iter().any(|call| call == tool_use) {
             self.record_gap(GapReason::Unpaired, 1, message.sent_at);
         }
     }
 
-    fn open(&mut self, message: &Message) {
-        let claim =
-            message.path.as_ref().map(|path| tool_paths::paths(&self.home, message.cwd.as_deref(), path));
+    fn open_window(&mut self, message: &Message) {
+        let claim = message
+            .path
+            .as_ref()
+            .map(|path| tool_paths::resolve_written_paths(&self.home, message.cwd.as_deref(), path));
         let window = Window {
             session: message.session_id.clone(),
             tool_use: message.tool_use_id.clone().unwrap_or_default(),
@@ -357,25 +359,25 @@ impl Watcher {
         self.save_state();
     }
 
-    fn succeed(&mut self, message: &Message, session: &str, tool_use: &str) {
+    fn end_successful_call(&mut self, message: &Message, session: &str, tool_use: &str) {
         if message.is_background {
             self.windows.put_into_background(session, tool_use);
         } else {
             let fallback =
                 message.path.as_ref().and_then(|path| self.reported_write(message.cwd.as_deref(), path));
-            let entries = self.windows.succeed(session, tool_use, fallback, clock::now_ms());
-            self.write(entries);
+            let entries = self.windows.end_successful(session, tool_use, fallback, clock::now_ms());
+            self.write_entries(entries);
         }
         self.save_state();
     }
 
-    /// The write that a tool reports, for when the tree shows no change: the content was the same, or another call's
-    /// check has already seen it.
+    /// The write that a tool reports. It is used if the tree shows no change, because the content was the same or the
+    /// check of another call has already seen the change.
     fn reported_write(&self, cwd: Option<&str>, path: &str) -> Option<Change> {
-        let paths = tool_paths::paths(&self.home, cwd, path);
+        let paths = tool_paths::resolve_written_paths(&self.home, cwd, path);
         let path = paths.last()?;
         let meta = std::fs::symlink_metadata(self.home.join(path)).ok();
-        // The link leads out of the home, and so does the write.
+        // The link leads out of the home, so the write was outside too.
         if meta.as_ref().is_some_and(std::fs::Metadata::is_symlink) {
             return None;
         }
@@ -387,14 +389,14 @@ impl Watcher {
     fn end_windows(&mut self, ends: impl Fn(&Window) -> bool) {
         self.check_home();
         let entries = self.windows.end(ends);
-        self.write(entries);
+        self.write_entries(entries);
         self.save_state();
     }
 
     /// Collects and attributes all changes so far.
     fn check_home(&mut self) {
         self.home_watcher.drain(&mut self.dirty);
-        if failpoint::pass("watch.look").is_err() || self.home_watcher.is_short() {
+        if failpoint::pass("watch.look").is_err() || self.home_watcher.is_at_watch_limit() {
             self.dirty.mark_all();
             self.home_watcher.retry_watches();
         }
@@ -405,16 +407,16 @@ impl Watcher {
         let dirty = std::mem::take(&mut self.dirty);
         let update = diff::update_tree(&mut self.tree, &dirty, &mut self.home_watcher);
         self.home_watcher.forget(&update.removed_folders);
-        self.report_shortage();
+        self.report_watch_limit();
         let entries = self.windows.attribute(update.changes, clock::now_ms());
-        self.write(entries);
+        self.write_entries(entries);
     }
 
-    fn report_shortage(&mut self) {
-        if self.home_watcher.is_short() != self.was_short {
-            self.was_short = self.home_watcher.is_short();
-            let what = if self.was_short {
-                "the file audit cannot watch all folders (fs.inotify.max_user_watches): it looks through the whole home at each tool call"
+    fn report_watch_limit(&mut self) {
+        if self.home_watcher.is_at_watch_limit() != self.was_at_watch_limit {
+            self.was_at_watch_limit = self.home_watcher.is_at_watch_limit();
+            let what = if self.was_at_watch_limit {
+                "the file audit cannot watch all folders (fs.inotify.max_user_watches): it scans the whole home at each tool call"
             } else {
                 "the file audit watches all folders again"
             };
@@ -423,7 +425,7 @@ impl Watcher {
         }
     }
 
-    fn write(&self, entries: Vec<AuditEntry>) {
+    fn write_entries(&self, entries: Vec<AuditEntry>) {
         for entry in entries {
             // The writer reports dropped entries as a gap.
             let _ = self.records.append(Record::Audit, &entry);
@@ -433,37 +435,36 @@ impl Watcher {
     fn record_gap(&self, why: GapReason, calls: usize, since: Timestamp) {
         tracing::warn!(?why, calls, "tool calls were not seen");
         let gap = Gap { lost: calls as u64, since, why: Some(why) };
-        // As in `write`.
+        // The writer reports a dropped line as a gap.
         let _ = self.records.append(Record::Audit, &GapLine { version: 1, timestamp: clock::now_ms(), gap });
     }
 
-    /// Records undelivered messages as gaps, and processes them as far as still possible.
+    /// Records undelivered messages as gaps, and processes those that still describe a call's end.
     fn collect_saved(&mut self) {
         let mut saved = UndeliveredHook::collect(&self.gaps);
-        // A late message at the end of a call is no gap: all changes until then were the call's.
+        // A late message about the end of a call is not a gap: all changes until then belong to the call.
         let is_gap = |saved: &UndeliveredHook| {
             saved.why != GapReason::Late
                 || saved.message.as_ref().is_none_or(|message| message.phase == Phase::Pre)
         };
-        saved.sort_by_key(|one| (one.why, one.at));
-        let gaps: Vec<&UndeliveredHook> = saved.iter().filter(|one| is_gap(one)).collect();
-        for all in gaps.chunk_by(|one, other| one.why == other.why) {
-            self.record_gap(all[0].why, all.len(), all[0].at);
+        saved.sort_by_key(|hook| (hook.why, hook.at));
+        let gaps: Vec<&UndeliveredHook> = saved.iter().filter(|hook| is_gap(hook)).collect();
+        for hooks in gaps.chunk_by(|a, b| a.why == b.why) {
+            self.record_gap(hooks[0].why, hooks.len(), hooks[0].at);
         }
-        let ids = saved.iter().filter(|one| is_gap(one));
-        let ids = ids.filter_map(|one| one.message.as_ref()?.tool_use_id.clone());
-        self.missed.extend(ids);
-        while self.missed.len() > MAX_REMEMBERED_CALLS {
-            self.missed.pop_front();
+        let ids = gaps.iter().filter_map(|hook| hook.message.as_ref()?.tool_use_id.clone());
+        self.calls_with_gap.extend(ids);
+        while self.calls_with_gap.len() > MAX_REMEMBERED_CALLS {
+            self.calls_with_gap.pop_front();
         }
-        saved.sort_by_key(|one| one.at);
+        saved.sort_by_key(|hook| hook.at);
         for UndeliveredHook { why, message, .. } in saved {
             let Some(message) = message.filter(|message| message.phase != Phase::Pre) else { continue };
             let tool_use = message.tool_use_id.as_deref().unwrap_or_default();
-            // A hook that timed out may have been processed all the same.
-            if why == GapReason::Unheard || self.windows.has(&message.session_id, tool_use) {
-                // Its process has ended.
-                self.process(message, &Peer::default());
+            // The message of a hook that timed out may have been processed nevertheless.
+            if why == GapReason::Unheard || self.windows.contains(&message.session_id, tool_use) {
+                // The hook's process has ended.
+                self.process_message(message, &Peer::default());
             }
         }
     }

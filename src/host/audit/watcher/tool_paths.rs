@@ -1,35 +1,35 @@
-//! Resolves the path that a tool was given to a file of the home.
+//! Resolves the path given to a tool to a file in the home.
 
 use std::path::{Component, Path, PathBuf};
 
-/// The paths below the home that a tool may have written: the name in its real folder and, if that is a link, its
-/// target. Empty for paths outside the home and in the records' folder.
-pub fn paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<String> {
+/// Lists the paths below the home that a tool may have written: the name in its real folder and, if that is a link, its
+/// target. Empty for paths outside the home or in the records' folder.
+pub fn resolve_written_paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<String> {
     let path = Path::new(cwd.unwrap_or("/")).join(path);
     let mut found = Vec::new();
     if let (Some(folder), Some(name)) = (path.parent(), path.file_name()) {
-        found.extend(inside(home, &real(folder).join(name)));
+        found.extend(path_within_home(home, &resolve_existing_part(folder).join(name)));
     }
-    let target = std::fs::canonicalize(&path).ok().and_then(|target| inside(home, &target));
+    let target = std::fs::canonicalize(&path).ok().and_then(|target| path_within_home(home, &target));
     if let Some(target) = target.filter(|target| !found.contains(target)) {
         found.push(target);
     }
     found
 }
 
-fn inside(home: &Path, path: &Path) -> Option<String> {
+fn path_within_home(home: &Path, path: &Path) -> Option<String> {
     let below = path.strip_prefix(home).ok()?;
-    let is_own = below.components().next().is_none_or(|first| first.as_os_str() == "system");
-    let text = below.to_str().filter(|_| !is_own)?;
+    let is_excluded = below.components().next().is_none_or(|first| first.as_os_str() == "system");
+    let text = below.to_str().filter(|_| !is_excluded)?;
     Some(text.to_owned())
 }
 
-/// Resolves the existing part of a path; appends the rest unchanged.
-fn real(path: &Path) -> PathBuf {
-    let mut there = path.to_owned();
+/// Resolves the existing part of a path, and appends the rest.
+fn resolve_existing_part(path: &Path) -> PathBuf {
+    let mut existing = path.to_owned();
     let mut rest = Vec::new();
     loop {
-        if let Ok(mut real) = std::fs::canonicalize(&there) {
+        if let Ok(mut real) = std::fs::canonicalize(&existing) {
             for part in rest.into_iter().rev() {
                 match Path::new(&part).components().next() {
                     Some(Component::ParentDir) => _ = real.pop(),
@@ -39,11 +39,11 @@ fn real(path: &Path) -> PathBuf {
             }
             return real;
         }
-        let Some(last) = there.components().next_back().map(|part| part.as_os_str().to_owned()) else {
+        let Some(last) = existing.components().next_back().map(|part| part.as_os_str().to_owned()) else {
             return path.to_owned();
         };
         rest.push(last);
-        if !there.pop() {
+        if !existing.pop() {
             return path.to_owned();
         }
     }
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_resolve_links_and_stay_in_the_home() {
+    fn written_paths_resolve_links_and_stay_in_the_home() {
         let dir = tempfile::tempdir().unwrap();
         let root = std::fs::canonicalize(dir.path()).unwrap();
         let home = root.join("home");
@@ -84,7 +84,7 @@ mod tests {
             ("/etc/passwd", &[]),
             ("..", &[]),
         ] {
-            assert_eq!(paths(&home, Some(&cwd), path), expected, "{path}");
+            assert_eq!(resolve_written_paths(&home, Some(&cwd), path), expected, "{path}");
         }
     }
 }

@@ -1,11 +1,12 @@
 //! The last known state of the home's files: the names in each folder, and the file behind each name.
 //!
-//! In memory only; performs no I/O. Folders are identified by inode, so that they keep their identity when moved.
+//! The tree is only in memory, and performs no I/O. Folders are identified by inode, so that they keep their identity
+//! when they are moved.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 pub type Inode = u64;
-/// Bytes, since a name need not be valid UTF-8.
+/// A name in bytes, because it need not be valid UTF-8.
 pub type Name = Box<[u8]>;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,7 +22,7 @@ pub enum Kind {
 pub struct FileState {
     pub inode: Inode,
     pub size: u64,
-    /// In nanoseconds.
+    /// The modification time in nanoseconds.
     pub mtime: i64,
     /// The birth time in nanoseconds, which distinguishes a file from an earlier one with the same inode; 0 if the
     /// file system has none.
@@ -32,7 +33,7 @@ pub struct FileState {
 }
 
 impl FileState {
-    /// The file's identity; inodes are reused.
+    /// The file's identity. The inode does not suffice, because inodes are reused.
     pub fn id(&self) -> FileId {
         FileId { inode: self.inode, born: self.born }
     }
@@ -57,7 +58,7 @@ pub type Paths<T> = BTreeMap<Vec<u8>, T>;
 pub struct Tree {
     root: Inode,
     folders: HashMap<Inode, Folder>,
-    /// All names of the files that [`Self::names_of`] was called for, and perhaps names that they no longer have.
+    /// All names of the files for which [`Self::find_names`] was called, and possibly names that they no longer have.
     indexed: HashMap<FileId, HashSet<(Inode, Name)>>,
 }
 
@@ -75,7 +76,7 @@ impl Tree {
         self.root
     }
 
-    pub fn has(&self, folder: Inode) -> bool {
+    pub fn has_folder(&self, folder: Inode) -> bool {
         self.folders.contains_key(&folder)
     }
 
@@ -95,18 +96,18 @@ impl Tree {
     /// The path of a folder.
     pub fn path(&self, folder: Inode) -> Option<Vec<u8>> {
         let mut names = Vec::new();
-        let mut at = self.folders.get(&folder)?;
-        while let Some((above, name)) = &at.parent {
+        let mut current = self.folders.get(&folder)?;
+        while let Some((parent, name)) = &current.parent {
             names.push(name);
-            at = self.folders.get(above)?;
-            // No path is that deep: two folders contained each other in turn, between two checks.
+            current = self.folders.get(parent)?;
+            // No path is this deep: between two checks, each of two folders was moved into the other.
             if names.len() > 4096 {
                 return None;
             }
         }
         let mut path = Vec::new();
         for name in names.into_iter().rev() {
-            path = below(&path, name);
+            path = join_path(&path, name);
         }
         Some(path)
     }
@@ -117,67 +118,68 @@ impl Tree {
     }
 
     /// Adds a name. A new folder is empty.
-    pub fn put(&mut self, folder: Inode, name: Name, seen: FileState) {
-        if !self.has(folder) {
+    pub fn insert(&mut self, folder: Inode, name: Name, state: FileState) {
+        if !self.has_folder(folder) {
             return;
         }
-        if seen.kind == Kind::Folder && seen.inode != self.root {
+        if state.kind == Kind::Folder && state.inode != self.root {
             let parent = Some((folder, name.clone()));
-            self.folders.insert(seen.inode, Folder { parent, entries: BTreeMap::new() });
+            self.folders.insert(state.inode, Folder { parent, entries: BTreeMap::new() });
         }
-        self.index(folder, &name, seen);
+        self.index(folder, &name, state);
         if let Some(folder) = self.folders.get_mut(&folder) {
-            folder.entries.insert(name, seen);
+            folder.entries.insert(name, state);
         }
     }
 
-    fn index(&mut self, folder: Inode, name: &[u8], seen: FileState) {
-        if let Some(names) = self.indexed.get_mut(&seen.id()) {
+    fn index(&mut self, folder: Inode, name: &[u8], state: FileState) {
+        if let Some(names) = self.indexed.get_mut(&state.id()) {
             names.insert((folder, name.into()));
         }
     }
 
     /// Updates the state of an unmoved file.
-    pub fn refresh(&mut self, folder: Inode, name: &[u8], seen: FileState) {
+    pub fn refresh(&mut self, folder: Inode, name: &[u8], state: FileState) {
         if let Some(entry) = self.folders.get_mut(&folder).and_then(|folder| folder.entries.get_mut(name)) {
-            *entry = seen;
-            self.index(folder, name, seen);
+            *entry = state;
+            self.index(folder, name, state);
         }
     }
 
-    /// Removes a name and everything below it into `before`, by path; folders also go to `left`.
-    pub fn take(
+    /// Moves a name and everything below it from the tree to `before`, by path. The inodes of removed folders are also
+    /// added to `removed_folders`.
+    pub fn remove(
         &mut self,
         folder: Inode,
         name: &[u8],
         path: Vec<u8>,
         before: &mut Paths<TreeEntry>,
-        left: &mut Vec<Inode>,
+        removed_folders: &mut Vec<Inode>,
     ) {
-        let Some(seen) = self.folders.get_mut(&folder).and_then(|folder| folder.entries.remove(name)) else {
+        let Some(state) = self.folders.get_mut(&folder).and_then(|folder| folder.entries.remove(name)) else {
             return;
         };
-        let mut rest = vec![(path, TreeEntry { seen, folder })];
+        let mut rest = vec![(path, TreeEntry { state, folder })];
         while let Some((path, known)) = rest.pop() {
-            if known.seen.kind == Kind::Folder && self.is_at(known.seen.inode, known.folder, &path) {
-                left.push(known.seen.inode);
-                let inside = self.folders.remove(&known.seen.inode).map(|folder| folder.entries);
-                for (name, seen) in inside.into_iter().flatten() {
-                    rest.push((below(&path, &name), TreeEntry { seen, folder: known.seen.inode }));
+            if known.state.kind == Kind::Folder && self.is_at(known.state.inode, known.folder, &path) {
+                removed_folders.push(known.state.inode);
+                let inside = self.folders.remove(&known.state.inode).map(|folder| folder.entries);
+                for (name, state) in inside.into_iter().flatten() {
+                    rest.push((join_path(&path, &name), TreeEntry { state, folder: known.state.inode }));
                 }
             }
             before.insert(path, known);
         }
     }
 
-    /// Whether the folder is still at this place, rather than found elsewhere since.
-    fn is_at(&self, inode: Inode, above: Inode, path: &[u8]) -> bool {
+    /// Whether the folder is still at this path: it may have been found elsewhere since.
+    fn is_at(&self, inode: Inode, expected_parent: Inode, path: &[u8]) -> bool {
         let parent = self.folders.get(&inode).and_then(|folder| folder.parent.as_ref());
-        parent.is_some_and(|(of, name)| *of == above && last(path) == &name[..])
+        parent.is_some_and(|(parent, name)| *parent == expected_parent && last_component(path) == &name[..])
     }
 
-    /// All names of these files. The first call for a file looks through the whole tree.
-    pub fn names_of(&mut self, files: impl Iterator<Item = FileId>) -> Vec<(Inode, Name, FileState)> {
+    /// Finds all names of these files. The first call for a file searches the whole tree.
+    pub fn find_names(&mut self, files: impl Iterator<Item = FileId>) -> Vec<(Inode, Name, FileState)> {
         let files: Vec<FileId> = files.collect();
         if self.indexed.len() + files.len() > MAX_INDEXED {
             self.indexed.clear();
@@ -187,8 +189,8 @@ impl Tree {
         if !new.is_empty() {
             self.indexed.extend(new.iter().map(|file| (*file, HashSet::new())));
             for (inode, folder) in &self.folders {
-                for (name, seen) in folder.entries.iter().filter(|(_, seen)| new.contains(&seen.id())) {
-                    self.indexed.entry(seen.id()).or_default().insert((*inode, name.clone()));
+                for (name, state) in folder.entries.iter().filter(|(_, state)| new.contains(&state.id())) {
+                    self.indexed.entry(state.id()).or_default().insert((*inode, name.clone()));
                 }
             }
         }
@@ -196,10 +198,10 @@ impl Tree {
         for file in files {
             let Some(names) = self.indexed.get_mut(&file) else { continue };
             names.retain(|(folder, name)| {
-                let seen = self.folders.get(folder).and_then(|folder| folder.entries.get(name));
-                let is_current = seen.is_some_and(|seen| seen.id() == file);
-                let seen = seen.filter(|seen| is_current && seen.kind == Kind::File);
-                found.extend(seen.map(|seen| (*folder, name.clone(), *seen)));
+                let state = self.folders.get(folder).and_then(|folder| folder.entries.get(name));
+                let is_current = state.is_some_and(|state| state.id() == file);
+                let state = state.filter(|state| is_current && state.kind == Kind::File);
+                found.extend(state.map(|state| (*folder, name.clone(), *state)));
                 is_current
             });
         }
@@ -210,12 +212,12 @@ impl Tree {
 /// A file's state, and its folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TreeEntry {
-    pub seen: FileState,
+    pub state: FileState,
     pub folder: Inode,
 }
 
 /// Joins a folder's path and a name.
-pub fn below(path: &[u8], name: &[u8]) -> Vec<u8> {
+pub fn join_path(path: &[u8], name: &[u8]) -> Vec<u8> {
     let mut joined = Vec::with_capacity(path.len() + 1 + name.len());
     joined.extend_from_slice(path);
     if !path.is_empty() {
@@ -226,7 +228,7 @@ pub fn below(path: &[u8], name: &[u8]) -> Vec<u8> {
 }
 
 /// The last component of a path.
-pub fn last(path: &[u8]) -> &[u8] {
+pub fn last_component(path: &[u8]) -> &[u8] {
     path.rsplit(|&byte| byte == b'/').next().unwrap_or_default()
 }
 
@@ -239,7 +241,7 @@ mod tests {
     }
 
     fn names(tree: &mut Tree, inode: Inode) -> Vec<(Inode, String)> {
-        let found = tree.names_of([file(inode).id()].into_iter());
+        let found = tree.find_names([file(inode).id()].into_iter());
         let mut found: Vec<_> = found
             .into_iter()
             .map(|(folder, name, _)| (folder, String::from_utf8_lossy(&name).into()))
@@ -249,22 +251,22 @@ mod tests {
     }
 
     #[test]
-    fn names_of_follows_names_that_are_added_replaced_and_removed() {
+    fn find_names_follows_added_replaced_and_removed_names() {
         let mut tree = Tree::new(1);
         let folder = FileState { kind: Kind::Folder, ..file(2) };
-        tree.put(1, b"sub"[..].into(), folder);
+        tree.insert(1, b"sub"[..].into(), folder);
         for (folder, name) in [(1, &b"a"[..]), (2, &b"b"[..])] {
-            tree.put(folder, name.into(), file(10));
+            tree.insert(folder, name.into(), file(10));
         }
         assert_eq!(names(&mut tree, 10), [(1, "a".to_owned()), (2, "b".to_owned())]);
-        tree.put(1, b"c"[..].into(), file(10));
-        tree.put(1, b"a"[..].into(), file(11));
+        tree.insert(1, b"c"[..].into(), file(10));
+        tree.insert(1, b"a"[..].into(), file(11));
         assert_eq!(names(&mut tree, 10), [(1, "c".to_owned()), (2, "b".to_owned())]);
         assert_eq!(names(&mut tree, 11), [(1, "a".to_owned())]);
         tree.refresh(1, b"c", file(11));
         assert_eq!(names(&mut tree, 11), [(1, "a".to_owned()), (1, "c".to_owned())]);
-        let (mut before, mut left) = (Paths::new(), Vec::new());
-        tree.take(1, b"sub", b"sub".to_vec(), &mut before, &mut left);
+        let (mut before, mut removed_folders) = (Paths::new(), Vec::new());
+        tree.remove(1, b"sub", b"sub".to_vec(), &mut before, &mut removed_folders);
         assert_eq!(names(&mut tree, 10), []);
     }
 }

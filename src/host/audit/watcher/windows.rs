@@ -1,7 +1,7 @@
 //! Attributes changes to the tool calls that were running when they happened.
 //!
-//! Pure. A command may change anything, so changes between its start and its end are its own. A tool that writes one
-//! file claims that file: its report is believed at its end, and no other call is held responsible.
+//! Pure. A command may change anything, so changes between its start and its end are attributed to it. A tool that
+//! writes one file claims that file: if the call succeeds, the change is attributed to it alone.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -22,7 +22,7 @@ pub struct Agent {
     pub dispatch: Option<String>,
 }
 
-/// A running tool call.
+/// The time window of a running tool call. The call may have made any change in it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Window {
@@ -33,7 +33,7 @@ pub struct Window {
     pub subagent: Option<String>,
     pub process: Option<Process>,
     pub opened: Timestamp,
-    /// Possible paths of the one file that it writes; `None` for a command, which may write any.
+    /// Possible paths of the file that the call writes; `None` for a command, which may write any file.
     pub claim: Option<Vec<String>>,
     pub is_background: bool,
 }
@@ -53,27 +53,27 @@ fn is_above(folder: &[u8], path: &[u8]) -> bool {
     path.strip_prefix(folder).is_some_and(|rest| rest.starts_with(b"/"))
 }
 
-/// The agents whose commands were running.
+/// The agents to which a change is attributed, and the tool that they used if it was the same.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Owners {
+struct Attribution {
     agents: Vec<Agent>,
     tool: Option<String>,
 }
 
-impl Owners {
-    fn entry(&self, change: &Change, timestamp: Timestamp) -> Option<AuditEntry> {
+impl Attribution {
+    fn build_entry(&self, change: &Change, timestamp: Timestamp) -> Option<AuditEntry> {
         let first = self.agents.first()?;
-        let all = |of: fn(&Agent) -> &str| {
+        let join_names = |name_of: fn(&Agent) -> &str| {
             let mut names: Vec<&str> = Vec::new();
             for agent in &self.agents {
-                if !names.contains(&of(agent)) {
-                    names.push(of(agent));
+                if !names.contains(&name_of(agent)) {
+                    names.push(name_of(agent));
                 }
             }
             names.join(", ")
         };
-        let is_one = self.agents.len() == 1;
-        let (path, escaped) = AuditEntry::path(&change.path);
+        let is_unambiguous = self.agents.len() == 1;
+        let (path, escaped) = AuditEntry::encode_path(&change.path);
         Some(AuditEntry {
             version: AuditEntry::VERSION,
             timestamp,
@@ -81,20 +81,21 @@ impl Owners {
             path,
             escaped,
             size_bytes: change.size,
-            actor: all(|agent| &agent.actor),
-            agent_name: Some(all(|agent| &agent.name)),
-            dispatch_id: if is_one { first.dispatch.clone() } else { None },
+            actor: join_names(|agent| &agent.actor),
+            agent_name: Some(join_names(|agent| &agent.name)),
+            dispatch_id: if is_unambiguous { first.dispatch.clone() } else { None },
             tool: self.tool.clone(),
-            ambiguous: !is_one,
+            ambiguous: !is_unambiguous,
         })
     }
 }
 
-/// A claimed change, pending until its call ends.
+/// A claimed change, pending until the call that claims it ends.
 #[derive(Debug)]
 struct PendingChange {
     change: Change,
-    owners: Owners,
+    /// Applies if no call that claims the change succeeds.
+    attribution: Attribution,
     at: Timestamp,
 }
 
@@ -106,7 +107,7 @@ pub struct Windows {
 
 impl Windows {
     /// Restores the calls that were open before a restart.
-    pub fn restored(open: Vec<Window>) -> Self {
+    pub fn restore(open: Vec<Window>) -> Self {
         Self { open, pending: Vec::new() }
     }
 
@@ -123,7 +124,7 @@ impl Windows {
         !self.open.is_empty() && self.open.iter().all(|window| window.is_background)
     }
 
-    pub fn has(&self, session: &str, tool_use: &str) -> bool {
+    pub fn contains(&self, session: &str, tool_use: &str) -> bool {
         self.get(session, tool_use).is_some()
     }
 
@@ -131,7 +132,7 @@ impl Windows {
         self.open.iter().find(|window| window.session == session && window.tool_use == tool_use)
     }
 
-    /// Opens a call. Returns the oldest one if it had to be evicted.
+    /// Opens a call. Returns the oldest call if it had to be evicted.
     pub fn begin(&mut self, window: Window) -> Option<Window> {
         self.open.retain(|open| !(open.session == window.session && open.tool_use == window.tool_use));
         let evicted = (self.open.len() >= MAX_WINDOWS).then(|| self.open.remove(0));
@@ -144,19 +145,20 @@ impl Windows {
         if self.open.is_empty() {
             return Vec::new();
         }
-        let owners = self.owners();
+        let attribution = self.running_commands();
         let mut entries = Vec::new();
         for change in changes {
             if self.open.iter().any(|window| window.claims(&change)) {
-                self.pending.push(PendingChange { change, owners: owners.clone(), at });
+                self.pending.push(PendingChange { change, attribution: attribution.clone(), at });
             } else {
-                entries.extend(owners.entry(&change, at));
+                entries.extend(attribution.build_entry(&change, at));
             }
         }
         entries
     }
 
-    fn owners(&self) -> Owners {
+    /// The attribution to all running commands.
+    fn running_commands(&self) -> Attribution {
         let commands = || self.open.iter().filter(|window| window.claim.is_none());
         let mut agents: Vec<Agent> = Vec::new();
         for window in commands() {
@@ -165,43 +167,45 @@ impl Windows {
             }
         }
         let tool = commands().next().map(|window| window.tool.clone());
-        Owners { agents, tool: tool.filter(|tool| commands().all(|window| window.tool == *tool)) }
+        Attribution { agents, tool: tool.filter(|tool| commands().all(|window| window.tool == *tool)) }
     }
 
     /// Ends a successful call. For a tool that wrote a file, returns its changes as the tree shows them, or else
     /// `fallback`.
-    pub fn succeed(
+    pub fn end_successful(
         &mut self,
         session: &str,
         tool_use: &str,
         fallback: Option<Change>,
         at: Timestamp,
     ) -> Vec<AuditEntry> {
-        let Some(place) =
+        let Some(index) =
             self.open.iter().position(|open| open.session == session && open.tool_use == tool_use)
         else {
             return Vec::new();
         };
-        let window = self.open.remove(place);
+        let window = self.open.remove(index);
         if window.claim.is_none() {
             return Vec::new();
         }
-        let (mut mine, others) = std::mem::take(&mut self.pending)
+        let (mut claimed, others) = std::mem::take(&mut self.pending)
             .into_iter()
             .partition::<Vec<_>, _>(|pending| window.claims(&pending.change));
         self.pending = others;
-        if !mine.iter().any(|pending| pending.change.op == Op::Write) {
-            let owners = Owners { agents: Vec::new(), tool: None };
-            mine.extend(fallback.map(|change| PendingChange { change, owners, at }));
+        let attribution = Attribution { agents: vec![window.agent], tool: Some(window.tool) };
+        if !claimed.iter().any(|pending| pending.change.op == Op::Write) {
+            let fallback =
+                fallback.map(|change| PendingChange { change, attribution: attribution.clone(), at });
+            claimed.extend(fallback);
         }
-        let owner = Owners { agents: vec![window.agent], tool: Some(window.tool) };
-        let is_last =
-            |at: usize| !mine[at + 1..].iter().any(|later| later.change.path == mine[at].change.path);
-        let last = mine.iter().enumerate().filter(|(at, _)| is_last(*at));
-        last.filter_map(|(_, pending)| owner.entry(&pending.change, pending.at)).collect()
+        let is_last = |index: usize| {
+            !claimed[index + 1..].iter().any(|later| later.change.path == claimed[index].change.path)
+        };
+        let last = claimed.iter().enumerate().filter(|(index, _)| is_last(*index));
+        last.filter_map(|(_, pending)| attribution.build_entry(&pending.change, pending.at)).collect()
     }
 
-    /// Ends failed or abandoned calls. Changes that they claimed but did not make belong to the running commands.
+    /// Ends failed or abandoned calls. The changes that they claimed are attributed to the commands that were running.
     pub fn end(&mut self, ends: impl Fn(&Window) -> bool) -> Vec<AuditEntry> {
         self.open.retain(|window| !ends(window));
         let open = &self.open;
@@ -209,7 +213,10 @@ impl Windows {
             .into_iter()
             .partition::<Vec<_>, _>(|pending| open.iter().any(|window| window.claims(&pending.change)));
         self.pending = pending;
-        released.into_iter().filter_map(|one| one.owners.entry(&one.change, one.at)).collect()
+        released
+            .into_iter()
+            .filter_map(|pending| pending.attribution.build_entry(&pending.change, pending.at))
+            .collect()
     }
 
     /// Marks a call that continues in the background after its end.

@@ -1,8 +1,8 @@
 //! Copies the release's bundled apps into the owner's apps folder. Apps that the owner changed, created or removed are
-//! left alone.
+//! not touched.
 //!
-//! A record in the home lists the copied files. An app is replaced as a whole, by rename, and only if it is exactly
-//! what was copied.
+//! A record in the home lists the copied files. An app is replaced as a whole, by rename, and only if its files are
+//! exactly those that were copied.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -43,7 +43,7 @@ pub enum SkippedApp {
 pub enum BundledError {
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("write the record of bundled apps")]
+    #[error("serialize the record of bundled apps")]
     Record(#[from] serde_json::Error),
 }
 
@@ -51,7 +51,7 @@ pub enum BundledError {
 ///
 /// # Errors
 /// Files cannot be read or written.
-pub fn run(layout: &Layout) -> Result<(), Failure> {
+pub fn run_install(layout: &Layout) -> Result<(), Failure> {
     install(layout).or_exit(Exit::Internal)?.iter().for_each(log_skipped);
     Ok(())
 }
@@ -67,13 +67,13 @@ pub fn log_skipped(skipped: &SkippedApp) {
 }
 
 /// Whether this process may write the apps folder or create it.
-pub fn may_install(layout: &Layout) -> bool {
+pub fn can_install(layout: &Layout) -> bool {
     let apps = layout.apps();
-    let installed = apps.ancestors().find(|dir| dir.exists());
-    installed.is_some_and(|dir| nix::unistd::access(dir, nix::unistd::AccessFlags::W_OK).is_ok())
+    let existing = apps.ancestors().find(|dir| dir.exists());
+    existing.is_some_and(|dir| nix::unistd::access(dir, nix::unistd::AccessFlags::W_OK).is_ok())
 }
 
-/// Updates the apps folder to the release; blocks.
+/// Updates the bundled apps in the apps folder to those of the release. Blocks.
 ///
 /// # Errors
 /// Files cannot be read or written.
@@ -139,16 +139,16 @@ fn list_bundled(dir: &Path) -> Result<Vec<(String, PathBuf)>, FileError> {
 
 fn read_tree(root: &Path) -> Result<Tree, FileError> {
     let mut files = Tree::new();
-    let mut open = vec![root.to_owned()];
-    while let Some(dir) = open.pop() {
+    let mut pending = vec![root.to_owned()];
+    while let Some(dir) = pending.pop() {
         for entry in fs::read_dir(&dir).map_err(FileError::at("read", &dir))? {
             let entry = entry.map_err(FileError::at("read", &dir))?;
             let path = entry.path();
             let kind = entry.file_type().map_err(FileError::at("read", &path))?;
             if kind.is_dir() {
-                open.push(path);
+                pending.push(path);
             } else if let Ok(below) = path.strip_prefix(root) {
-                // Links and devices are never copied, so their presence makes the tree differ from the copied one.
+                // Links and devices are never copied, so a tree with one differs from the copied tree.
                 let content = if kind.is_file() { digest(&path)? } else { "not a file".to_owned() };
                 files.insert(below.to_string_lossy().into_owned(), content);
             }
@@ -185,16 +185,18 @@ fn copy(source: &Path, target: &Path, files: &Tree) -> Result<(), FileError> {
     };
     let (new, old) = (temporary("new"), temporary("old"));
     for (path, _) in files.iter().filter(|(_, content)| *content != "not a file") {
-        let to = new.join(path);
-        let dir = to.parent().unwrap_or(&new);
+        let destination = new.join(path);
+        let dir = destination.parent().unwrap_or(&new);
         fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
-        fs::copy(source.join(path), &to).map_err(FileError::at("write", &to))?;
-        File::open(&to).and_then(|file| file.sync_all()).map_err(FileError::at("sync", &to))?;
+        fs::copy(source.join(path), &destination).map_err(FileError::at("write", &destination))?;
+        File::open(&destination)
+            .and_then(|file| file.sync_all())
+            .map_err(FileError::at("sync", &destination))?;
     }
     if target.exists() {
-        fs::rename(target, &old).map_err(FileError::at("move aside", target))?;
+        fs::rename(target, &old).map_err(FileError::at("rename", target))?;
     }
-    fs::rename(&new, target).map_err(FileError::at("move in", target))?;
+    fs::rename(&new, target).map_err(FileError::at("rename a new folder to", target))?;
     // Any remainder of the old folder is removed at the next start.
     let _ = fs::remove_dir_all(&old);
     fsx::sync_dir(target.parent().unwrap_or(target))
@@ -207,18 +209,18 @@ fn remove_leftovers(apps: &Path) {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let parts: Vec<&str> = name.split('.').collect();
         let ["", slug, id, ending @ ("new" | "old")] = parts[..] else { continue };
-        // Only names created here; the owner's folders may look similar.
+        // Match only names that `copy` generates: the owner's folders may have similar names.
         if id.len() != 32 || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             continue;
         }
         let target = apps.join(slug);
-        let done = if ending == "old" && !target.exists() {
+        let cleaned = if ending == "old" && !target.exists() {
             fs::rename(&path, &target)
         } else {
             fs::remove_dir_all(&path)
         };
-        if let Err(error) = done {
-            tracing::warn!(path = %path.display(), %error, "removing the remains of an interrupted copy failed");
+        if let Err(error) = cleaned {
+            tracing::warn!(path = %path.display(), %error, "cleaning up an interrupted copy failed");
         }
     }
 }
@@ -243,7 +245,7 @@ mod tests {
             fsx::write_atomic(&self.layout.bundled_apps().join(file), content.as_bytes(), 0o644).unwrap();
         }
 
-        fn own(&self, file: &str, content: &str) {
+        fn write_own(&self, file: &str, content: &str) {
             fsx::write_atomic(&self.layout.apps().join(file), content.as_bytes(), 0o644).unwrap();
         }
 
@@ -270,26 +272,26 @@ mod tests {
     fn install_keeps_changed_created_and_removed_apps() {
         let target = Fixture::new();
         target.bundle("notes/svc.json", "1");
-        target.bundle("gone/svc.json", "1");
-        target.own("mine/svc.json", "mine");
+        target.bundle("removed/svc.json", "1");
+        target.write_own("mine/svc.json", "mine");
         target.bundle("mine/svc.json", "1");
         install(&target.layout).unwrap();
-        target.own("notes/extra.txt", "owner");
-        fs::remove_dir_all(target.layout.apps().join("gone")).unwrap();
-        for app in ["notes", "gone", "mine"] {
+        target.write_own("notes/extra.txt", "owner");
+        fs::remove_dir_all(target.layout.apps().join("removed")).unwrap();
+        for app in ["notes", "removed", "mine"] {
             target.bundle(&format!("{app}/svc.json"), "2");
         }
         let skipped = install(&target.layout).unwrap();
         let expected = [
-            SkippedApp::Removed("gone".into()),
             SkippedApp::Changed("mine".into()),
             SkippedApp::Changed("notes".into()),
+            SkippedApp::Removed("removed".into()),
         ];
         assert_eq!(skipped, expected);
         assert_eq!(target.read("notes/svc.json").as_deref(), Some("1"));
         assert_eq!(target.read("notes/extra.txt").as_deref(), Some("owner"));
         assert_eq!(target.read("mine/svc.json").as_deref(), Some("mine"));
-        assert_eq!(target.read("gone/svc.json"), None);
+        assert_eq!(target.read("removed/svc.json"), None);
     }
 
     #[test]
@@ -300,11 +302,12 @@ mod tests {
         let apps = target.layout.apps();
         let id = "0123456789abcdef0123456789abcdef";
         fs::rename(apps.join("notes"), apps.join(format!(".notes.{id}.old"))).unwrap();
-        target.own(&format!(".notes.{id}.new/svc.json"), "half");
+        target.write_own(&format!(".notes.{id}.new/svc.json"), "half");
         install(&target.layout).unwrap();
         assert_eq!(target.read("notes/svc.json").as_deref(), Some("1"));
-        let left: Vec<_> = fs::read_dir(&apps).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        assert!(left.len() == 2 && left.contains(&"notes".into()), "{left:?}");
+        let remaining: Vec<_> =
+            fs::read_dir(&apps).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert!(remaining.len() == 2 && remaining.contains(&"notes".into()), "{remaining:?}");
     }
 
     #[test]
@@ -312,7 +315,7 @@ mod tests {
         let target = Fixture::new();
         target.bundle("notes/svc.json", "1");
         for own in [".notes.2026.old/draft.txt", ".gone.mine.old/svc.json", ".notes.a.new/x"] {
-            target.own(own, "mine");
+            target.write_own(own, "mine");
         }
         install(&target.layout).unwrap();
         assert_eq!(target.read(".notes.2026.old/draft.txt").as_deref(), Some("mine"));

@@ -12,7 +12,7 @@ pub enum ColumnType {
     Numeric,
     Double,
     Date,
-    /// Stored with milliseconds, as on the wire, so that a value that was read can be queried.
+    /// Stored with millisecond precision, like the wire form, so that a filter by a value read earlier matches.
     Timestamptz,
     Jsonb,
     Uuid,
@@ -59,12 +59,12 @@ impl ColumnType {
         self.names().1
     }
 
-    pub fn by_name(name: &str) -> Option<Self> {
+    pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
     /// Finds a type by `pg_type.typname`.
-    pub fn by_catalog(typname: &str) -> Option<Self> {
+    pub fn from_catalog_name(typname: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.names().2 == typname)
     }
 
@@ -103,7 +103,7 @@ impl Column {
         Some(Self { name: name.parse().ok()?, kind, origin: Origin::BuiltIn })
     }
 
-    /// Whether an insert may set it: of the built-in columns only `id`.
+    /// Whether an insert may set the column. Of the built-in columns, only `id` can be set.
     pub fn is_insertable(&self) -> bool {
         self.origin == Origin::Declared || self.name.as_str() == "id"
     }

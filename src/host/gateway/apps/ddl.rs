@@ -21,33 +21,38 @@ pub struct ExistingSchema {
 /// One statement to run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SchemaChange {
-    /// Its failure fails the registration.
+    /// If it fails, the registration fails.
     Required(String),
-    /// Existing rows may violate it; it is then skipped, and `skip_message` is reported.
+    /// Skipped if existing rows violate it; `skip_message` is then reported.
     IfRowsSatisfy { sql: String, skip_message: String },
 }
 
+/// The planned registration of a manifest.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct Registration {
+pub struct RegistrationPlan {
     pub changes: Vec<SchemaChange>,
+    /// Parts of the manifest that the registration does not apply, as text.
     pub not_done: Vec<String>,
     /// The resulting tables: a column that already has another type keeps it.
     pub tables: Vec<Table>,
 }
 
 /// Plans the registration of `wanted` in `schema`; the role has the name of the schema.
-pub fn plan(schema: &Name, wanted: &[Table], existing: &ExistingSchema) -> Registration {
-    let mut planned = Registration::default();
+pub fn plan_registration(schema: &Name, wanted: &[Table], existing: &ExistingSchema) -> RegistrationPlan {
+    let mut planned = RegistrationPlan::default();
     for table in wanted {
         planned.register_table(schema, table, existing);
     }
     for (name, columns) in &existing.tables {
         match wanted.iter().find(|table| table.name.as_str() == name) {
-            None => planned.not_done.push(format!("table {name} is no longer declared; it stays as it is")),
+            None => {
+                planned.not_done.push(format!("table {name} is no longer declared; it is left unchanged"))
+            }
             Some(table) => {
                 let undeclared = columns.keys().filter(|column| table.column(column).is_none());
                 planned.not_done.extend(
-                    undeclared.map(|c| format!("column {name}.{c} is no longer declared; it stays as it is")),
+                    undeclared
+                        .map(|c| format!("column {name}.{c} is no longer declared; it is left unchanged")),
                 );
             }
         }
@@ -61,10 +66,10 @@ pub fn registration_sql(schema: &Name, wanted: &[Table]) -> Vec<String> {
     let text = |change| match change {
         SchemaChange::Required(sql) | SchemaChange::IfRowsSatisfy { sql, .. } => sql,
     };
-    plan(schema, wanted, &ExistingSchema::default()).changes.into_iter().map(text).collect()
+    plan_registration(schema, wanted, &ExistingSchema::default()).changes.into_iter().map(text).collect()
 }
 
-impl Registration {
+impl RegistrationPlan {
     fn register_table(&mut self, schema: &Name, table: &Table, existing: &ExistingSchema) {
         let qualified_name = format!("{}.{}", schema.quoted(), table.name.quoted());
         match existing.tables.get(table.name.as_str()) {
@@ -94,9 +99,9 @@ impl Registration {
             if !existing.indexes.contains(&name) {
                 let sql =
                     format!("CREATE UNIQUE INDEX \"{name}\" ON {qualified_name} ({})", column_list(columns));
-                let over = columns.iter().map(Name::as_str).collect::<Vec<_>>().join(", ");
+                let names = columns.iter().map(Name::as_str).collect::<Vec<_>>().join(", ");
                 let skip_message =
-                    format!("unique ({over}) of {} is not added: existing rows violate it", table.name);
+                    format!("unique ({names}) of {} is not added: existing rows violate it", table.name);
                 self.changes.push(SchemaChange::IfRowsSatisfy { sql, skip_message });
             }
         }
@@ -114,20 +119,20 @@ impl Registration {
                     ));
                     result.columns.push(column.clone());
                 }
-                Some(typname) => result.columns.extend(self.existing_column(table, column, typname)),
+                Some(typname) => result.columns.extend(self.keep_existing_column(table, column, typname)),
             }
         }
         self.tables.push(result);
     }
 
-    fn existing_column(&mut self, table: &Table, column: &Column, typname: &str) -> Option<Column> {
-        let kind = ColumnType::by_catalog(typname);
+    fn keep_existing_column(&mut self, table: &Table, column: &Column, typname: &str) -> Option<Column> {
+        let kind = ColumnType::from_catalog_name(typname);
         if kind != Some(column.kind) {
             let (table, name) = (&table.name, &column.name);
             let declared = column.kind.name();
-            let has = kind.map_or(typname, |kind| kind.name());
+            let actual = kind.map_or(typname, |kind| kind.name());
             self.not_done
-                .push(format!("column {table}.{name} stays {has}; the manifest declares {declared}"));
+                .push(format!("column {table}.{name} stays {actual}; the manifest declares {declared}"));
         }
         kind.map(|kind| Column { kind, ..column.clone() })
     }
@@ -156,7 +161,7 @@ fn uses_gin(table: &Table, columns: &[Name]) -> bool {
     columns.len() == 1 && kind(&columns[0]) == Some(ColumnType::Jsonb)
 }
 
-/// A deterministic name for the columns, within PostgreSQL's 63 bytes.
+/// Returns a deterministic name for the columns, within PostgreSQL's limit of 63 bytes.
 fn index_name(prefix: &str, table: &Table, columns: &[Name]) -> String {
     let columns = columns.iter().map(Name::as_str).collect::<Vec<_>>();
     let digest = hex::encode(&Sha256::digest(columns.join(",").as_bytes())[..4]);
@@ -187,18 +192,18 @@ mod tests {
         ExistingSchema { tables: [("t".to_owned(), columns.collect())].into(), indexes: BTreeSet::new() }
     }
 
-    fn sql(planned: &Registration) -> String {
-        let one = |change: &SchemaChange| match change {
+    fn sql(planned: &RegistrationPlan) -> String {
+        let text = |change: &SchemaChange| match change {
             SchemaChange::Required(sql) | SchemaChange::IfRowsSatisfy { sql, .. } => sql.clone(),
         };
-        planned.changes.iter().map(one).collect::<Vec<_>>().join(";\n")
+        planned.changes.iter().map(text).collect::<Vec<_>>().join(";\n")
     }
 
     #[test]
     fn plan_creates_table_with_indexes_and_grants() {
         let wanted = tables(&json!({ "t": { "columns": { "a": "text", "j": "jsonb" },
             "indexes": ["a", ["j"]], "unique": [["a"]] } }));
-        let planned = plan(&schema(), &wanted, &ExistingSchema::default());
+        let planned = plan_registration(&schema(), &wanted, &ExistingSchema::default());
         insta::assert_snapshot!(sql(&planned), @r#"
         CREATE TABLE "app_n"."t" ("id" uuid PRIMARY KEY DEFAULT gen_random_uuid(), "a" text, "j" jsonb, "created_at" timestamptz(3) NOT NULL DEFAULT now(), "updated_at" timestamptz(3) NOT NULL DEFAULT now());
         GRANT SELECT, INSERT, UPDATE, DELETE ON "app_n"."t" TO "app_n";
@@ -212,11 +217,15 @@ mod tests {
     #[test]
     fn plan_only_adds_to_existing_tables() {
         let wanted = tables(&json!({ "t": { "columns": { "a": "text", "b": "bigint" } } }));
-        let planned = plan(&schema(), &wanted, &existing(&[("a", "int4"), ("old", "text"), ("odd", "xml")]));
+        let planned = plan_registration(
+            &schema(),
+            &wanted,
+            &existing(&[("a", "int4"), ("old", "text"), ("odd", "xml")]),
+        );
         let text = sql(&planned);
         assert!(text.contains("ADD COLUMN \"b\" bigint"), "{text}");
-        for never in ["DROP", "ALTER COLUMN", "CREATE TABLE", "DELETE FROM"] {
-            assert!(!text.contains(never), "{text}");
+        for forbidden in ["DROP", "ALTER COLUMN", "CREATE TABLE", "DELETE FROM"] {
+            assert!(!text.contains(forbidden), "{text}");
         }
         assert_eq!(planned.not_done.len(), 3, "{:?}", planned.not_done);
         assert!(planned.not_done[0].contains("t.a stays integer"), "{:?}", planned.not_done);
@@ -230,18 +239,18 @@ mod tests {
         let mut columns = existing(&[("a", "text")]);
         columns.indexes =
             [("ix"), ("uq")].map(|prefix| index_name(prefix, &wanted[0], &["a".parse().unwrap()])).into();
-        let planned = plan(&schema(), &wanted, &columns);
+        let planned = plan_registration(&schema(), &wanted, &columns);
         assert_eq!(planned.changes.len(), 1, "{}", sql(&planned));
         assert!(planned.not_done.is_empty());
     }
 
     #[test]
-    fn index_names_fit_and_differ() {
+    fn index_names_of_long_columns_fit_and_differ() {
         let long = "c".repeat(63);
         let wanted = tables(&json!({ "t": { "columns": { long.clone(): "text", "d": "text" } } }));
-        let one = index_name("ix", &wanted[0], &[long.parse().unwrap()]);
-        let two = index_name("ix", &wanted[0], &[long.parse().unwrap(), "d".parse().unwrap()]);
-        assert!(one.len() <= 63 && two.len() <= 63);
-        assert_ne!(one, two);
+        let short = index_name("ix", &wanted[0], &[long.parse().unwrap()]);
+        let longer = index_name("ix", &wanted[0], &[long.parse().unwrap(), "d".parse().unwrap()]);
+        assert!(short.len() <= 63 && longer.len() <= 63);
+        assert_ne!(short, longer);
     }
 }

@@ -35,7 +35,7 @@ pub static ICON: Endpoint = Endpoint {
         credentials: READERS,
         parameters: &[SLUG],
         body: None,
-        responses: PAGE_ANSWERS,
+        responses: PAGE_RESPONSES,
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -69,7 +69,7 @@ pub static FRONT: Endpoint = Endpoint {
         credentials: VIEWERS,
         parameters: &[SLUG],
         body: None,
-        responses: PAGE_ANSWERS,
+        responses: PAGE_RESPONSES,
         problems: PAGE_PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -92,7 +92,7 @@ pub static PAGE: Endpoint = Endpoint {
             },
         ],
         body: None,
-        responses: PAGE_ANSWERS,
+        responses: PAGE_RESPONSES,
         problems: PAGE_PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -102,17 +102,17 @@ const SLUG: Parameter =
     Parameter { name: "slug", location: ParameterLocation::Path, schema: text, about: "The app." };
 const NOT_MODIFIED: DocumentedResponse =
     DocumentedResponse { status: 304, about: "Not modified.", content: Content::Nothing };
-const PAGE_ANSWERS: &[DocumentedResponse] = &[
-    file(200, "The file."),
-    file(206, "The range in `Range`."),
+const PAGE_RESPONSES: &[DocumentedResponse] = &[
+    file_response(200, "The file."),
+    file_response(206, "The range in `Range`."),
     NOT_MODIFIED,
-    file(412, "The file does not match `If-Match`."),
-    file(416, "The range is not satisfiable."),
+    file_response(412, "The file does not match `If-Match`."),
+    file_response(416, "The range is not satisfiable."),
 ];
 const PAGE_PROBLEMS: &[Code] = &[Code::Forbidden, Code::NotFound, Code::Unavailable];
 
-/// A file of any media type.
-const fn file(status: u16, about: &'static str) -> DocumentedResponse {
+/// Describes a response with a file of any media type.
+const fn file_response(status: u16, about: &'static str) -> DocumentedResponse {
     DocumentedResponse { status, about, content: Content::Other("*/*") }
 }
 

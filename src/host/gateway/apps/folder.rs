@@ -34,13 +34,13 @@ pub fn scan(home: &Path) -> io::Result<Vec<AppFolder>> {
     };
     let names = apps.names()?;
     let mut folders: Vec<AppFolder> =
-        names.iter().filter_map(|name| app_folder(&apps, name.to_str()?)).collect();
+        names.iter().filter_map(|name| read_app_folder(&apps, name.to_str()?)).collect();
     reject_shared_schemas(&mut folders);
     Ok(folders)
 }
 
-/// `None` if it is no app: a file, or a folder without a manifest.
-fn app_folder(apps: &Folder, name: &str) -> Option<AppFolder> {
+/// Reads an app's folder; `None` if `name` is not one: a file, or a folder without a manifest.
+fn read_app_folder(apps: &Folder, name: &str) -> Option<AppFolder> {
     if name.starts_with('.') {
         return None;
     }
@@ -80,7 +80,7 @@ mod tests {
 
     use super::*;
 
-    fn write(home: &Path, folder: &str, slug: &str) {
+    fn write_manifest(home: &Path, folder: &str, slug: &str) {
         let text = format!(r#"{{"name":"n","slug":"{slug}","version":"1","runtime":"static"}}"#);
         let file = home.join(APPS_DIR).join(folder).join(MANIFEST_FILE);
         svc_base::fsx::write_atomic(&file, text.as_bytes(), 0o644).unwrap();
@@ -90,9 +90,9 @@ mod tests {
     fn scan_isolates_invalid_manifest() {
         let home = tempfile::tempdir().unwrap();
         assert!(scan(home.path()).unwrap().is_empty());
-        write(home.path(), "good", "good");
-        write(home.path(), "bad", "Not A Slug");
-        write(home.path(), ".hidden", "hidden");
+        write_manifest(home.path(), "good", "good");
+        write_manifest(home.path(), "bad", "Not A Slug");
+        write_manifest(home.path(), ".hidden", "hidden");
         fs::create_dir(home.path().join("apps/empty")).unwrap();
         let found = scan(home.path()).unwrap();
         let names: Vec<_> = found.iter().map(|f| (f.name.as_str(), f.manifest.is_ok())).collect();
@@ -102,8 +102,8 @@ mod tests {
     #[test]
     fn scan_rejects_links_fifos_and_large_manifests() {
         let (home, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        write(home.path(), "good", "good");
-        write(outside.path(), "other", "other");
+        write_manifest(home.path(), "good", "good");
+        write_manifest(outside.path(), "other", "other");
         let apps = home.path().join(APPS_DIR);
         symlink(outside.path().join("apps/other"), apps.join("linked")).unwrap();
         for folder in ["fifo", "large", "link"] {
@@ -127,10 +127,10 @@ mod tests {
     #[test]
     fn scan_rejects_shared_schemas() {
         let home = tempfile::tempdir().unwrap();
-        write(home.path(), "one", "one");
-        write(home.path(), "copy-of-one", "one");
-        write(home.path(), "a", "same");
-        write(home.path(), "b", "same");
+        write_manifest(home.path(), "one", "one");
+        write_manifest(home.path(), "copy-of-one", "one");
+        write_manifest(home.path(), "a", "same");
+        write_manifest(home.path(), "b", "same");
         let found = scan(home.path()).unwrap();
         let good: Vec<_> = found.iter().filter(|f| f.manifest.is_ok()).map(|f| f.name.as_str()).collect();
         assert_eq!(good, ["one"]);

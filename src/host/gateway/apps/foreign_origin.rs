@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use url::{Host, Url};
 
-const MAX_CHARS: usize = 255;
+const MAX_BYTES: usize = 255;
 
 /// Safe inside a Content-Security-Policy: it has no space, quote, comma, semicolon or wildcard.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,14 +35,14 @@ impl FromStr for ForeignOrigin {
             && url.query().is_none()
             && url.fragment().is_none();
         let Some(host) = url.host() else { return Err(EXPECTED) };
-        if text.len() > MAX_CHARS || !is_bare || !matches!(url.scheme(), "https" | "wss") {
+        if text.len() > MAX_BYTES || !is_bare || !matches!(url.scheme(), "https" | "wss") {
             return Err(EXPECTED);
         }
-        let is_name = match &host {
+        let is_safe_host = match &host {
             Host::Domain(name) => name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '.')),
             Host::Ipv4(_) | Host::Ipv6(_) => true,
         };
-        if !is_name {
+        if !is_safe_host {
             return Err(EXPECTED);
         }
         let port = url.port().map(|port| format!(":{port}")).unwrap_or_default();

@@ -1,4 +1,5 @@
-//! `GET /icons/<slug>`: the app's icon, or a stable one generated from its name. It never fails.
+//! `GET /icons/<slug>`: the app's icon, or a stable one generated from its name. A missing or invalid icon is not an
+//! error.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use svc_http::path_params::PathParams;
 
 const MAX_ICON_BYTES: u64 = 1024 * 1024;
 
-pub async fn icon(
+pub async fn serve_icon(
     State(files): State<Arc<AppFiles>>,
     PathParams(slug): PathParams<String>,
     request: Request,
@@ -23,16 +24,16 @@ pub async fn icon(
     let snapshot = files.registry.snapshot();
     let icon =
         snapshot.folders.get(&slug).and_then(|(folder, manifest)| Some(folder.join(manifest.icon.as_ref()?)));
-    let own = match icon {
+    let app_icon = match icon {
         Some(icon) => {
             let home = files.home.clone();
             tokio::task::spawn_blocking(move || read_icon(&home, &icon)).await.ok().flatten()
         }
         None => None,
     };
-    let icon = own.unwrap_or_else(|| StaticFile::in_memory(generated_icon(&slug), "image/svg+xml"));
+    let icon = app_icon.unwrap_or_else(|| StaticFile::in_memory(generate_icon(&slug), "image/svg+xml"));
     let mut response = respond(&request.into_parts().0, icon, None, Caching::Revalidate);
-    // An SVG is a document when it is opened directly.
+    // A browser that opens an SVG directly treats it as a document.
     let policy = HeaderValue::from_static("default-src 'none'; style-src 'unsafe-inline'; sandbox");
     response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, policy);
     response
@@ -50,8 +51,8 @@ fn read_icon(home: &Path, icon: &Path) -> Option<StaticFile> {
     Some(StaticFile::in_memory(content, kind))
 }
 
-/// The first letter on a color derived from the name.
-fn generated_icon(slug: &str) -> String {
+/// Draws the first letter on a color derived from the slug.
+fn generate_icon(slug: &str) -> String {
     let hue = u32::from(Sha256::digest(slug.as_bytes())[0]) * 360 / 256;
     let letter = slug.chars().find(char::is_ascii_alphanumeric).unwrap_or('?').to_ascii_uppercase();
     format!(
@@ -68,10 +69,10 @@ mod tests {
 
     #[test]
     fn generated_icon_is_stable_and_escaped() {
-        assert_eq!(generated_icon("notes"), generated_icon("notes"));
-        assert_ne!(generated_icon("notes"), generated_icon("tasks"));
-        assert!(!generated_icon("<script>").contains("<script>"));
-        assert!(generated_icon("").contains('?'));
+        assert_eq!(generate_icon("notes"), generate_icon("notes"));
+        assert_ne!(generate_icon("notes"), generate_icon("tasks"));
+        assert!(!generate_icon("<script>").contains("<script>"));
+        assert!(generate_icon("").contains('?'));
     }
 
     #[test]

@@ -13,25 +13,25 @@ use super::quota::Quotas;
 use super::registry::{AppsSnapshot, Registry};
 use crate::agents::kernel::Kernel;
 
-pub async fn list(
+pub async fn list_apps(
     State(registry): State<Arc<Registry>>,
     State(quotas): State<Arc<Quotas>>,
     State(kernel): State<Arc<Kernel>>,
 ) -> Json<Value> {
-    let mut apps = app_list(&registry.snapshot());
+    let mut apps = apps_json(&registry.snapshot());
     let settings = &kernel.settings().storage;
     for app in &mut apps {
         let Some(slug) = app["slug"].as_str().map(str::to_owned) else { continue };
         app["storage"] = json!({
-            "databaseBytes": quotas.measured(&slug),
-            "quotaBytes": quotas.quota_of(settings, &slug),
+            "databaseBytes": quotas.measured_bytes(&slug),
+            "quotaBytes": quotas.quota_bytes(settings, &slug),
         });
     }
     Json(json!({ "apps": apps }))
 }
 
 /// Apps that are registered or have a folder, by slug; then folders without a valid slug.
-fn app_list(snapshot: &AppsSnapshot) -> Vec<Value> {
+fn apps_json(snapshot: &AppsSnapshot) -> Vec<Value> {
     let slugs: BTreeSet<&String> = snapshot.apps.keys().chain(snapshot.folders.keys()).collect();
     let mut list: Vec<Value> = slugs.iter().map(|slug| app_json(snapshot, slug)).collect();
     let without_slug = snapshot

@@ -11,7 +11,7 @@ use crate::gateway::name::{Name, Slug};
 const MAX_TABLES: usize = 100;
 const MAX_COLUMNS: usize = 200;
 const MAX_ORIGINS: usize = 20;
-/// PostgreSQL's limit of columns in an index.
+/// PostgreSQL's limit on the columns of an index.
 const MAX_INDEX_COLUMNS: usize = 32;
 
 /// How an app's pages are built or served.
@@ -70,8 +70,9 @@ impl Manifest {
     /// # Errors
     /// All errors in the manifest.
     pub fn parse(text: &[u8]) -> Result<Self, ManifestError> {
-        let value = serde_json::from_slice(text)
-            .map_err(|error| ManifestError { mistakes: vec![format!("not JSON: {error}")] })?;
+        let value = serde_json::from_slice(text).map_err(|error| ManifestError {
+            mistakes: vec![format!("svc.json: is not valid JSON: {error}")],
+        })?;
         Self::from_value(&value)
     }
 
@@ -79,7 +80,7 @@ impl Manifest {
     /// As [`Self::parse`].
     pub fn from_value(value: &Value) -> Result<Self, ManifestError> {
         let mut reader = Reader::default();
-        let manifest = reader.manifest(value);
+        let manifest = reader.read_manifest(value);
         match manifest {
             Some(manifest) if reader.mistakes.is_empty() => Ok(manifest),
             _ => Err(ManifestError { mistakes: reader.mistakes }),
@@ -121,32 +122,33 @@ struct Reader {
 }
 
 impl Reader {
-    fn error<T>(&mut self, path: &str, message: impl std::fmt::Display) -> Option<T> {
+    /// Reports a mistake; always returns `None`.
+    fn reject<T>(&mut self, path: &str, message: impl std::fmt::Display) -> Option<T> {
         self.mistakes.push(format!("{path}: {message}"));
         None
     }
 
-    fn manifest(&mut self, value: &Value) -> Option<Manifest> {
-        let Some(root) = value.as_object() else { return self.error("svc.json", "must be an object") };
+    fn read_manifest(&mut self, value: &Value) -> Option<Manifest> {
+        let Some(root) = value.as_object() else { return self.reject("svc.json", "must be an object") };
         let slug = self
-            .text(root, "slug")
-            .and_then(|slug| slug.parse().map_err(|message| self.error::<()>("slug", message)).ok());
-        let runtime = self.text(root, "runtime").and_then(|runtime| match runtime.parse() {
+            .read_text(root, "slug")
+            .and_then(|slug| slug.parse().map_err(|message| self.reject::<()>("slug", message)).ok());
+        let runtime = self.read_text(root, "runtime").and_then(|runtime| match runtime.parse() {
             Ok(runtime) => Some(runtime),
-            Err(_) => self.error("runtime", format!("unknown {runtime:?}; must be vite, static or node")),
+            Err(_) => self.reject("runtime", format!("unknown {runtime:?}; must be vite, static or node")),
         });
-        let name = self.text(root, "name");
-        let version = self.text(root, "version");
+        let name = self.read_text(root, "name");
+        let version = self.read_text(root, "version");
         let output = match root.get("build").and_then(|build| build.get("output")) {
             None => Some("dist".to_owned()),
-            Some(output) => self.relative_path("build.output", output),
+            Some(output) => self.read_path("build.output", output),
         };
         let icon = match root.get("icon") {
             None | Some(Value::Null) => None,
-            Some(icon) => self.relative_path("icon", icon),
+            Some(icon) => self.read_path("icon", icon),
         };
-        let connect = self.origins(root.get("connect"));
-        let tables = self.tables(root.get("storage"));
+        let connect = self.read_origins(root.get("connect"));
+        let tables = self.read_tables(root.get("storage"));
         Some(Manifest {
             name: name?,
             slug: slug?,
@@ -159,99 +161,101 @@ impl Reader {
         })
     }
 
-    fn text(&mut self, root: &Map<String, Value>, key: &str) -> Option<String> {
+    fn read_text(&mut self, root: &Map<String, Value>, key: &str) -> Option<String> {
         match root.get(key) {
             Some(Value::String(text)) if !text.is_empty() && text.len() <= 200 => Some(text.clone()),
-            Some(_) => self.error(key, "must be a string of 1 to 200 bytes"),
-            None => self.error(key, "is missing"),
+            Some(_) => self.reject(key, "must be a string of 1 to 200 bytes"),
+            None => self.reject(key, "is missing"),
         }
     }
 
-    fn relative_path(&mut self, path: &str, value: &Value) -> Option<String> {
-        let inside = |path: &str| {
+    fn read_path(&mut self, path: &str, value: &Value) -> Option<String> {
+        let is_inside = |path: &str| {
             !path.is_empty()
                 && path.split('/').all(|part| !["", ".", ".."].contains(&part))
                 && !path.contains('\0')
         };
         match value.as_str().map(|path| path.trim_start_matches("./").trim_end_matches('/')) {
-            Some(path) if inside(path) => Some(path.to_owned()),
-            _ => self.error(path, "must be a path below the app's folder"),
+            Some(path) if is_inside(path) => Some(path.to_owned()),
+            _ => self.reject(path, "must be a path below the app's folder"),
         }
     }
 
-    fn origins(&mut self, value: Option<&Value>) -> Vec<ForeignOrigin> {
+    fn read_origins(&mut self, value: Option<&Value>) -> Vec<ForeignOrigin> {
         let origins = match value {
             None | Some(Value::Null) => return Vec::new(),
             Some(Value::Array(origins)) => origins,
-            Some(_) => return self.error("connect", "must be an array of origins").unwrap_or_default(),
+            Some(_) => return self.reject("connect", "must be an array of origins").unwrap_or_default(),
         };
         if origins.len() > MAX_ORIGINS {
-            return self.error("connect", format!("more than {MAX_ORIGINS} origins")).unwrap_or_default();
+            return self
+                .reject("connect", format!("must have at most {MAX_ORIGINS} origins"))
+                .unwrap_or_default();
         }
-        let mut origin = |(at, value): (usize, &Value)| {
+        let mut read_origin = |(index, value): (usize, &Value)| {
             let parsed = value.as_str().unwrap_or_default().parse();
-            parsed.map_err(|message| self.error::<()>(&format!("connect[{at}]"), message)).ok()
+            parsed.map_err(|message| self.reject::<()>(&format!("connect[{index}]"), message)).ok()
         };
-        origins.iter().enumerate().filter_map(&mut origin).collect()
+        origins.iter().enumerate().filter_map(&mut read_origin).collect()
     }
 
-    fn tables(&mut self, storage: Option<&Value>) -> Vec<Table> {
+    fn read_tables(&mut self, storage: Option<&Value>) -> Vec<Table> {
         let tables = match storage {
             None | Some(Value::Null) => return Vec::new(),
             Some(Value::Object(storage)) => {
                 self.reject_unknown(storage, "storage", &["tables"]);
                 storage.get("tables")
             }
-            Some(_) => return self.error("storage", "must be an object").unwrap_or_default(),
+            Some(_) => return self.reject("storage", "must be an object").unwrap_or_default(),
         };
         let Some(tables) = tables else { return Vec::new() };
         let Some(tables) = tables.as_object() else {
-            return self.error("storage.tables", "must be an object").unwrap_or_default();
+            return self.reject("storage.tables", "must be an object").unwrap_or_default();
         };
         if tables.len() > MAX_TABLES {
             return self
-                .error("storage.tables", format!("more than {MAX_TABLES} tables"))
+                .reject("storage.tables", format!("must have at most {MAX_TABLES} tables"))
                 .unwrap_or_default();
         }
-        tables.iter().filter_map(|(name, table)| self.table(name, table)).collect()
+        tables.iter().filter_map(|(name, table)| self.read_table(name, table)).collect()
     }
 
-    fn table(&mut self, name: &str, value: &Value) -> Option<Table> {
+    fn read_table(&mut self, name: &str, value: &Value) -> Option<Table> {
         let path = format!("storage.tables.{name}");
-        let name: Option<Name> = name.parse().map_err(|message| self.error::<()>(&path, message)).ok();
-        let Some(table) = value.as_object() else { return self.error(&path, "must be an object") };
+        let name: Option<Name> = name.parse().map_err(|message| self.reject::<()>(&path, message)).ok();
+        let Some(table) = value.as_object() else { return self.reject(&path, "must be an object") };
         self.reject_unknown(table, &path, &["columns", "indexes", "unique"]);
-        let columns = self.columns(&path, table.get("columns"))?;
+        let columns = self.read_columns(&path, table.get("columns"))?;
         let mut table = Table { name: name?, columns, indexes: Vec::new(), unique: Vec::new() };
         let lists = value.as_object()?;
-        table.indexes = self.lists(&table, &format!("{path}.indexes"), lists.get("indexes"));
-        table.unique = self.lists(&table, &format!("{path}.unique"), lists.get("unique"));
+        table.indexes = self.read_column_lists(&table, &format!("{path}.indexes"), lists.get("indexes"));
+        table.unique = self.read_column_lists(&table, &format!("{path}.unique"), lists.get("unique"));
         for list in &table.unique {
             if list.iter().any(|name| table.column(name.as_str()).is_some_and(|c| !c.kind.is_ordered())) {
-                self.error::<()>(&format!("{path}.unique"), "a jsonb column cannot be unique");
+                self.reject::<()>(&format!("{path}.unique"), "a jsonb column cannot be unique");
             }
         }
         Some(table)
     }
 
-    fn columns(&mut self, path: &str, value: Option<&Value>) -> Option<Vec<Column>> {
+    fn read_columns(&mut self, path: &str, value: Option<&Value>) -> Option<Vec<Column>> {
         let path = format!("{path}.columns");
         let declared = match value {
             Some(Value::Object(columns)) => columns,
-            Some(_) => return self.error(&path, "must be an object"),
-            None => return self.error(&path, "is missing"),
+            Some(_) => return self.reject(&path, "must be an object"),
+            None => return self.reject(&path, "is missing"),
         };
         if declared.len() > MAX_COLUMNS {
-            return self.error(&path, format!("more than {MAX_COLUMNS} columns"));
+            return self.reject(&path, format!("must have at most {MAX_COLUMNS} columns"));
         }
         let mut columns = vec![Column::built_in("id")?];
         for (name, kind) in declared {
             let path = format!("{path}.{name}");
-            let parsed: Option<Name> = name.parse().map_err(|message| self.error::<()>(&path, message)).ok();
-            let Some(kind) = self.kind(&path, kind) else { continue };
+            let parsed: Option<Name> = name.parse().map_err(|message| self.reject::<()>(&path, message)).ok();
+            let Some(kind) = self.read_type(&path, kind) else { continue };
             match Column::built_in(name) {
                 Some(built_in) if built_in.kind != kind => {
-                    self.error::<()>(&path, format!("is built in, with type {}", built_in.kind.name()));
+                    self.reject::<()>(&path, format!("is built in, with type {}", built_in.kind.name()));
                 }
                 Some(_) => {}
                 None => columns.extend(parsed.map(|name| Column::declared(name, kind))),
@@ -261,32 +265,32 @@ impl Reader {
         Some(columns)
     }
 
-    fn kind(&mut self, path: &str, value: &Value) -> Option<ColumnType> {
-        let Some(name) = value.as_str() else { return self.error(path, "must be the name of a type") };
-        ColumnType::by_name(name).or_else(|| {
-            let known = ColumnType::ALL.map(ColumnType::name).join(", ");
-            self.error(path, format!("unknown type {name:?}; the types are {known}"))
+    fn read_type(&mut self, path: &str, value: &Value) -> Option<ColumnType> {
+        let Some(name) = value.as_str() else { return self.reject(path, "must be the name of a type") };
+        ColumnType::from_name(name).or_else(|| {
+            let names = ColumnType::ALL.map(ColumnType::name).join(", ");
+            self.reject(path, format!("unknown type {name:?}; the types are {names}"))
         })
     }
 
-    /// A list of column lists; a bare column name is a list of one.
-    fn lists(&mut self, table: &Table, path: &str, value: Option<&Value>) -> Vec<Vec<Name>> {
+    /// Reads a list of column lists; a bare column name is a list of one column.
+    fn read_column_lists(&mut self, table: &Table, path: &str, value: Option<&Value>) -> Vec<Vec<Name>> {
         let lists = match value {
             None | Some(Value::Null) => return Vec::new(),
             Some(Value::Array(lists)) => lists,
-            Some(_) => return self.error(path, "must be an array").unwrap_or_default(),
+            Some(_) => return self.reject(path, "must be an array").unwrap_or_default(),
         };
-        lists.iter().filter_map(|list| self.list(table, path, list)).collect()
+        lists.iter().filter_map(|list| self.read_column_list(table, path, list)).collect()
     }
 
-    fn list(&mut self, table: &Table, path: &str, value: &Value) -> Option<Vec<Name>> {
+    fn read_column_list(&mut self, table: &Table, path: &str, value: &Value) -> Option<Vec<Name>> {
         let names: Vec<&str> = match value {
             Value::String(name) => vec![name],
             Value::Array(names) => names.iter().filter_map(Value::as_str).collect(),
             _ => Vec::new(),
         };
         if names.is_empty() || names.len() > MAX_INDEX_COLUMNS {
-            return self.error(path, "each entry must be a column or a list of columns");
+            return self.reject(path, "each entry must be a column or a list of columns");
         }
         let known: Vec<Name> =
             names.iter().filter_map(|name| table.column(name)).map(|column| column.name.clone()).collect();
@@ -294,12 +298,12 @@ impl Reader {
             return Some(known);
         }
         let missing = names.iter().find(|name| table.column(name).is_none()).unwrap_or(&"");
-        self.error(path, format!("there is no column {missing:?}"))
+        self.reject(path, format!("there is no column {missing:?}"))
     }
 
     fn reject_unknown(&mut self, object: &Map<String, Value>, path: &str, known: &[&str]) {
         for key in object.keys().filter(|key| !known.contains(&key.as_str())) {
-            self.error::<()>(&format!("{path}.{key}"), "is unknown");
+            self.reject::<()>(&format!("{path}.{key}"), "is unknown");
         }
     }
 }

@@ -5,6 +5,7 @@ mod column;
 mod ddl;
 mod describe;
 mod folder;
+mod folder_watcher;
 mod foreign_origin;
 mod icon;
 mod list;
@@ -14,21 +15,20 @@ mod quota;
 mod register;
 mod registry;
 mod supervise;
-mod watch;
 
-pub use bundled::run as install_bundled;
+pub use bundled::run_install;
 pub use column::{Column, ColumnType, Origin};
 #[cfg(feature = "fuzzing")]
 pub use ddl::registration_sql;
 pub use describe::{FOLDER, FRONT, ICON, LIST, PAGE, app_schema_json};
-pub use icon::icon;
-pub use list::list;
+pub use icon::serve_icon;
+pub use list::list_apps;
 #[cfg(any(test, feature = "fuzzing"))]
 pub use manifest::Manifest;
 pub use manifest::Table;
 #[cfg(feature = "fuzzing")]
 pub use pages::path_in_app;
-pub use pages::{AppFiles, page};
-pub use quota::{ChangedRows, Quotas, SentWrite, WriteSize, measure as measure_sizes};
+pub use pages::{AppFiles, serve_page};
+pub use quota::{ChangedRows, InFlightWrite, Quotas, WriteSize, measure_periodically};
 pub use registry::{App, Registry};
 pub use supervise::{SupervisorContext, supervise};

@@ -1,6 +1,6 @@
 //! `GET /apps/<slug>/…`: an app's built pages, only from below its output folder.
 //!
-//! Each document runs in an opaque origin: apps share a host with the owner's session and must not have its origin.
+//! Each document runs in an opaque origin: apps share a host with the owner's session and must not run in that origin.
 
 use std::collections::BTreeMap;
 use std::fs::{File, Metadata};
@@ -68,24 +68,24 @@ impl GzipCache {
     }
 }
 
-pub async fn page(
+pub async fn serve_page(
     State(files): State<Arc<AppFiles>>,
     Extension(caller): Extension<Caller>,
-    // Rejects a path that is not text; the whole path is parsed below.
+    // Rejects a path that is not UTF-8; the whole path is parsed below.
     _: PathParams<BTreeMap<String, String>>,
     request: Request,
 ) -> Response {
     let (request, _) = request.into_parts();
-    match find(&files, &caller.0, &request.uri).await {
-        Ok(PageTarget::Folder(to)) => Redirect::permanent(&to).into_response(),
+    match find_page(&files, &caller.0, &request.uri).await {
+        Ok(PageTarget::Redirect(to)) => Redirect::permanent(&to).into_response(),
         Ok(PageTarget::File(file, policy)) => serve(&request, *file, policy),
         Err(problem) => problem.into_response(),
     }
 }
 
 enum PageTarget {
-    /// An app's folder without its trailing slash, which relative links need.
-    Folder(String),
+    /// To the app's folder with a trailing slash, which relative links need.
+    Redirect(String),
     File(Box<AppFile>, HeaderValue),
 }
 
@@ -95,7 +95,7 @@ struct AppFile {
     gzip: Option<StaticFile>,
 }
 
-async fn find(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> Result<PageTarget, Problem> {
+async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> Result<PageTarget, Problem> {
     let not_found = || Problem::new(Code::NotFound, "There is no such page.");
     let below = uri.path().strip_prefix("/apps/").unwrap_or_default();
     let (slug, path) = below.split_once('/').map_or((below, None), |(slug, path)| (slug, Some(path)));
@@ -106,17 +106,17 @@ async fn find(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> Result
     }
     let snapshot = files.registry.snapshot();
     let (folder, manifest) = snapshot.folders.get(slug).ok_or_else(not_found)?;
-    let Some(path) = path else { return Ok(PageTarget::Folder(format!("/apps/{slug}/"))) };
+    let Some(path) = path else { return Ok(PageTarget::Redirect(format!("/apps/{slug}/"))) };
     if manifest.runtime == Runtime::Node {
-        return Err(Problem::new(Code::Unavailable, "Apps of runtime node are not served yet."));
+        return Err(Problem::new(Code::Unavailable, "Apps with the runtime node are not served yet."));
     }
-    let path = safe_path(path).ok_or_else(not_found)?;
+    let path = parse_path(path).ok_or_else(not_found)?;
     let output = folder.join(&manifest.output);
-    let policy = policy(&manifest.connect);
+    let policy = content_security_policy(&manifest.connect);
     let files = files.clone();
     let opened = tokio::task::spawn_blocking(move || {
         let folder = Folder::open(&files.home)?.folder(&output)?;
-        let (file, meta, name) = open(&folder, &path)?;
+        let (file, meta, name) = open_page(&folder, &path)?;
         let plain = StaticFile::open(file, &meta, &name);
         let gzip = files.gzip_cache.get(&plain);
         Ok::<_, io::Error>(PageTarget::File(Box::new(AppFile { plain, gzip }), policy))
@@ -125,27 +125,27 @@ async fn find(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> Result
 }
 
 /// Converts a URL path to a path below a folder; `None` if it could escape.
-fn safe_path(path: &str) -> Option<PathBuf> {
+fn parse_path(path: &str) -> Option<PathBuf> {
     let decoded = percent_decode(path)?;
     if decoded.contains(['\0', '\\']) {
         return None;
     }
     let path = PathBuf::from(decoded);
-    let inside = path.components().all(|part| {
+    let is_inside = path.components().all(|part| {
         matches!(part, Component::Normal(name)
         if !name.to_string_lossy().starts_with('.'))
     });
-    inside.then_some(path)
+    is_inside.then_some(path)
 }
 
 /// The path below an app's folder for a request path, for `tests/fuzz`.
 #[cfg(feature = "fuzzing")]
 pub fn path_in_app(path: &str) -> Option<PathBuf> {
-    safe_path(path)
+    parse_path(path)
 }
 
-/// Opens the file, or the app's first page for a path that only the app's router handles.
-fn open(output: &Folder, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
+/// Opens the file, or the app's first page for a path that only the app's client-side router handles.
+fn open_page(output: &Folder, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
     let index = Path::new("index.html");
     let candidates = [
         (!path.as_os_str().is_empty()).then(|| path.to_owned()),
@@ -162,8 +162,8 @@ fn open(output: &Folder, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
     Err(last)
 }
 
-/// The sources that an app's page may load from and send data to: its own host, and the origins of its manifest.
-fn policy(connect: &[ForeignOrigin]) -> HeaderValue {
+/// Limits the sources that an app's page may load from and send data to: its own host and its manifest's origins.
+fn content_security_policy(connect: &[ForeignOrigin]) -> HeaderValue {
     let origins: String = connect.iter().map(|origin| format!(" {origin}")).collect();
     let policy = format!("{SANDBOX}; default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'{origins}");
     HeaderValue::from_str(&policy).expect("origins are ASCII")
@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn safe_path_rejects_escapes() {
+    fn parse_path_rejects_escapes() {
         for bad in [
             "../x",
             "a/../../x",
@@ -199,14 +199,14 @@ mod tests {
             "%zz",
             "%f",
         ] {
-            assert_eq!(safe_path(bad), None, "{bad}");
+            assert_eq!(parse_path(bad), None, "{bad}");
         }
-        assert_eq!(safe_path("assets/app%20one.js"), Some("assets/app one.js".into()));
-        assert_eq!(safe_path(""), Some(PathBuf::new()));
+        assert_eq!(parse_path("assets/app%20one.js"), Some("assets/app one.js".into()));
+        assert_eq!(parse_path(""), Some(PathBuf::new()));
     }
 
     #[test]
-    fn open_rejects_links_and_falls_back_to_index() {
+    fn open_page_rejects_links_and_falls_back_to_index() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("dist");
         std::fs::create_dir_all(root.join("sub")).unwrap();
@@ -217,9 +217,9 @@ mod tests {
         std::fs::write(root.join("sub/index.html"), "i").unwrap();
         std::os::unix::fs::symlink("../secret.txt", root.join("out.txt")).unwrap();
         let folder = Folder::open(&root).unwrap();
-        assert!(open(&folder, Path::new("out.txt")).is_err());
-        assert!(open(&folder, Path::new("missing.js")).is_err());
-        let name = |path: &str| open(&folder, Path::new(path)).unwrap().2;
+        assert!(open_page(&folder, Path::new("out.txt")).is_err());
+        assert!(open_page(&folder, Path::new("missing.js")).is_err());
+        let name = |path: &str| open_page(&folder, Path::new(path)).unwrap().2;
         assert_eq!(name(""), Path::new("index.html"));
         assert_eq!(name("sub"), Path::new("sub/index.html"));
         assert_eq!(name("v1.2"), Path::new("v1.2/index.html"));

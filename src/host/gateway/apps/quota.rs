@@ -1,8 +1,8 @@
 //! The storage quotas of the apps' tables.
 //!
-//! The sizes of the apps' schemas are measured while apps write. Between measurements each write is counted by an
+//! The sizes of the apps' schemas are measured while apps write. Between measurements, each write is counted by an
 //! estimate when it is sent, even if it fails: PostgreSQL frees no space when a transaction rolls back. When the
-//! estimates reach a tenth of the quota, a measurement is requested. Above its quota an app, an agent or a process of
+//! estimates reach a tenth of the quota, a measurement is requested. Above the quota, an app, an agent or a process of
 //! the owner's user cannot add or change rows; the owner can, and rows can always be deleted. Files are not counted,
 //! because apps write none.
 
@@ -23,28 +23,29 @@ use crate::system::app_sizes::AppSize;
 use crate::system::layout::Layout;
 use svc_http::problem::{Code, Problem, chain};
 
-/// Interval of measurements while the database is written to.
+/// Interval between measurements while the database is written to.
 const MEASURE_INTERVAL: Duration = Duration::from_secs(30);
-/// Minimum interval, also for requested measurements.
+/// Minimum delay between measurements, including requested ones.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
-/// Limits measurements to about a tenth of the time.
-const MIN_INTERVAL_IN_DURATIONS: u32 = 10;
+/// Minimum delay as a multiple of the last measurement's duration: limits measurements to about a tenth of the time.
+const MIN_INTERVAL_FACTOR: u32 = 10;
 /// Delay after a failed measurement.
-const RETRY_INTERVAL: Duration = Duration::from_secs(5);
+const RETRY_DELAY: Duration = Duration::from_secs(5);
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(20);
-/// Maximum age of the settings that admit a write; a refusal always uses current settings.
+/// Maximum age of cached settings when a write is admitted; a refusal always uses current settings.
 const MAX_SETTINGS_AGE: Duration = Duration::from_secs(1);
 /// The divisor of the disk size for the default quota.
 const DEFAULT_DISK_DIVISOR: u64 = 5;
-const MIN_DEFAULT_QUOTA: u64 = 1 << 30;
+const MIN_DEFAULT_QUOTA_BYTES: u64 = 1 << 30;
 /// Estimated ratio of stored bytes to request bytes, for indexes and row headers.
 const STORAGE_FACTOR: u64 = 2;
 /// Estimated bytes of a row's header and index entries.
 const ROW_OVERHEAD_BYTES: u64 = 64;
-/// Bounds of a changed row's size: a row is rewritten without its large values, and a PostgreSQL page has 8 KiB.
+/// Bounds of the estimated size of a changed row: an update does not rewrite large values, and a page of PostgreSQL has
+/// 8 KiB.
 const MIN_ROW_BYTES: u64 = 256;
 const MAX_ROW_BYTES: u64 = 8 << 10;
-/// Estimates above this fraction of the quota request a measurement.
+/// A measurement is requested when the estimates reach the quota divided by this.
 const MAX_UNMEASURED_DIVISOR: u64 = 10;
 
 /// The number of changed rows, including those rolled back later.
@@ -63,33 +64,37 @@ pub struct WriteSize {
     pub body_bytes: usize,
     /// Rows with values in the body.
     pub rows: usize,
-    /// Whether a filter selects the rows to change.
-    pub is_by_filter: bool,
+    /// Whether a filter selects the rows to change, so that their number is unknown in advance.
+    pub is_filtered_change: bool,
 }
 
-/// A write that was sent to the database. Its changed rows are counted on drop, even if it fails.
+/// A write in flight. Its changed rows are counted on drop, even if it fails.
 #[derive(Debug)]
-pub struct SentWrite<'q> {
+pub struct InFlightWrite<'q> {
     quotas: &'q Quotas,
     slug: &'q str,
     quota: u64,
     pub changed: ChangedRows,
-    /// Whether unreported rows may have been changed.
-    is_open: bool,
+    /// Whether the write may have changed rows that `changed` does not include.
+    may_have_uncounted_rows: bool,
 }
 
-impl SentWrite<'_> {
-    /// Marks all changed rows as reported.
-    pub fn settle(mut self) {
-        self.is_open = false;
+impl InFlightWrite<'_> {
+    /// Ends the write: `changed` includes all changed rows.
+    pub fn complete(mut self) {
+        self.may_have_uncounted_rows = false;
     }
 }
 
-impl Drop for SentWrite<'_> {
+impl Drop for InFlightWrite<'_> {
     fn drop(&mut self) {
         let rows = self.changed.0.load(Ordering::Relaxed);
-        self.quotas.count(self.slug, rows.saturating_mul(self.quotas.row_bytes(self.slug)), self.quota);
-        if self.is_open {
+        self.quotas.add_estimate(
+            self.slug,
+            rows.saturating_mul(self.quotas.row_bytes(self.slug)),
+            self.quota,
+        );
+        if self.may_have_uncounted_rows {
             self.quotas.measure_requested.notify_one();
         }
     }
@@ -98,13 +103,12 @@ impl Drop for SentWrite<'_> {
 /// Sizes of the apps' schemas by slug, and the estimated writes since they were measured.
 #[derive(Debug)]
 pub struct Quotas {
-    /// Bytes.
-    default_quota: u64,
+    default_quota_bytes: u64,
     /// `None` until the first measurement.
     measured: RwLock<Option<Arc<BTreeMap<String, AppSize>>>>,
     /// Estimated bytes written, by slug.
     written: Mutex<HashMap<String, u64>>,
-    /// Requests a measurement.
+    /// Notified to request a measurement.
     measure_requested: Notify,
     /// The last loaded settings, cached because every write needs them and loading takes a system call.
     settings: Mutex<Option<(Instant, Arc<Settings>)>>,
@@ -114,7 +118,7 @@ impl Quotas {
     pub fn new(layout: &Layout) -> Self {
         let disk = fs4::statvfs(layout.home()).map_or(0, |disk| disk.total_space());
         Self {
-            default_quota: (disk / DEFAULT_DISK_DIVISOR).max(MIN_DEFAULT_QUOTA),
+            default_quota_bytes: (disk / DEFAULT_DISK_DIVISOR).max(MIN_DEFAULT_QUOTA_BYTES),
             measured: RwLock::default(),
             written: Mutex::default(),
             measure_requested: Notify::new(),
@@ -135,12 +139,12 @@ impl Quotas {
     }
 
     /// The quota of an app in bytes.
-    pub fn quota_of(&self, settings: &StorageQuotas, slug: &str) -> u64 {
-        settings.of(slug).unwrap_or(self.default_quota)
+    pub fn quota_bytes(&self, settings: &StorageQuotas, slug: &str) -> u64 {
+        settings.quota_for(slug).unwrap_or(self.default_quota_bytes)
     }
 
     /// The last measured bytes of an app's tables and indexes; `None` before the first measurement.
-    pub fn measured(&self, slug: &str) -> Option<u64> {
+    pub fn measured_bytes(&self, slug: &str) -> Option<u64> {
         self.size(slug).map(|size| size.bytes)
     }
 
@@ -168,13 +172,13 @@ impl Quotas {
         if matches!(principal, Principal::Owner { .. } | Principal::Admin) {
             return Ok(());
         }
-        let Some(measured) = self.measured(slug) else { return Ok(()) };
+        let Some(measured) = self.measured_bytes(slug) else { return Ok(()) };
         let written = self.written().get(slug).copied().unwrap_or(0);
         let used = measured.saturating_add(written);
-        if used < self.quota_of(&self.recent_settings(&load).storage, slug) {
+        if used < self.quota_bytes(&self.recent_settings(&load).storage, slug) {
             return Ok(());
         }
-        let quota = self.quota_of(&load().storage, slug);
+        let quota = self.quota_bytes(&load().storage, slug);
         if used < quota {
             return Ok(());
         }
@@ -187,28 +191,35 @@ impl Quotas {
     }
 
     /// Counts a write before it is sent.
-    pub fn send<'q>(
+    pub fn begin_write<'q>(
         &'q self,
         load: impl FnOnce() -> Arc<Settings>,
         slug: &'q str,
         size: WriteSize,
-    ) -> SentWrite<'q> {
+    ) -> InFlightWrite<'q> {
         let saturating_u64 = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
         let rows = saturating_u64(size.rows).saturating_mul(ROW_OVERHEAD_BYTES);
         let bytes = saturating_u64(size.body_bytes).saturating_mul(STORAGE_FACTOR).saturating_add(rows);
-        let quota = self.quota_of(&self.recent_settings(load).storage, slug);
-        self.count(slug, bytes, quota);
-        SentWrite { quotas: self, slug, quota, changed: ChangedRows::default(), is_open: size.is_by_filter }
+        let quota = self.quota_bytes(&self.recent_settings(load).storage, slug);
+        self.add_estimate(slug, bytes, quota);
+        InFlightWrite {
+            quotas: self,
+            slug,
+            quota,
+            changed: ChangedRows::default(),
+            may_have_uncounted_rows: size.is_filtered_change,
+        }
     }
 
-    /// Adds an estimate, and requests a measurement if the sum exceeds its fraction of the quota.
-    fn count(&self, slug: &str, bytes: u64, quota: u64) {
-        if self.add(slug, bytes) >= quota / MAX_UNMEASURED_DIVISOR {
+    /// Adds an estimate, and requests a measurement if the sum reaches its fraction of the quota.
+    fn add_estimate(&self, slug: &str, bytes: u64, quota: u64) {
+        if self.add_written(slug, bytes) >= quota / MAX_UNMEASURED_DIVISOR {
             self.measure_requested.notify_one();
         }
     }
 
-    fn add(&self, slug: &str, bytes: u64) -> u64 {
+    /// Returns the new sum.
+    fn add_written(&self, slug: &str, bytes: u64) -> u64 {
         let mut written = self.written();
         if let Some(sum) = written.get_mut(slug) {
             *sum = sum.saturating_add(bytes);
@@ -233,7 +244,7 @@ impl Quotas {
             }
             Err(error) => {
                 for (slug, bytes) in before {
-                    self.add(&slug, bytes);
+                    self.add_written(&slug, bytes);
                 }
                 Err(error)
             }
@@ -241,7 +252,7 @@ impl Quotas {
     }
 
     /// Waits until a measurement is requested, but at least until `earliest`.
-    async fn requested(&self, earliest: Instant) {
+    async fn wait_for_request(&self, earliest: Instant) {
         self.measure_requested.notified().await;
         tokio::time::sleep_until(earliest).await;
     }
@@ -253,7 +264,7 @@ impl Quotas {
 }
 
 /// Measures periodically until `stop`.
-pub async fn measure(quotas: Arc<Quotas>, database: Arc<Database>, stop: CancellationToken) {
+pub async fn measure_periodically(quotas: Arc<Quotas>, database: Arc<Database>, stop: CancellationToken) {
     let mut is_requested = false;
     let mut earliest = Instant::now();
     loop {
@@ -262,7 +273,7 @@ pub async fn measure(quotas: Arc<Quotas>, database: Arc<Database>, stop: Cancell
             let started = Instant::now();
             if let Err(error) = quotas.measure(&database).await {
                 tracing::debug!(error = %chain(&error), "measuring app sizes failed; retrying");
-                wait = RETRY_INTERVAL;
+                wait = RETRY_DELAY;
             }
             earliest = Instant::now() + min_delay(started.elapsed());
         }
@@ -270,14 +281,14 @@ pub async fn measure(quotas: Arc<Quotas>, database: Arc<Database>, stop: Cancell
         is_requested = tokio::select! {
             () = stop.cancelled() => return,
             () = tokio::time::sleep_until(next) => false,
-            () = quotas.requested(earliest) => true,
+            () = quotas.wait_for_request(earliest) => true,
         };
     }
 }
 
 /// Minimum delay after a measurement that took `duration`.
 fn min_delay(duration: Duration) -> Duration {
-    MIN_INTERVAL.max(duration.saturating_mul(MIN_INTERVAL_IN_DURATIONS))
+    MIN_INTERVAL.max(duration.saturating_mul(MIN_INTERVAL_FACTOR))
 }
 
 async fn measure_sizes(database: &Database) -> Result<BTreeMap<String, AppSize>, DatabaseError> {
@@ -294,7 +305,7 @@ mod tests {
     fn quotas(bytes: u64, rows: u64) -> Quotas {
         let sizes = BTreeMap::from([("notes".to_owned(), AppSize { bytes, rows })]);
         Quotas {
-            default_quota: QUOTA,
+            default_quota_bytes: QUOTA,
             measured: RwLock::new(Some(Arc::new(sizes))),
             written: Mutex::default(),
             measure_requested: Notify::new(),
@@ -307,40 +318,40 @@ mod tests {
         Arc::new(Settings::parse(text.as_bytes()).unwrap())
     }
 
-    fn send(quotas: &Quotas, size: WriteSize) -> SentWrite<'_> {
-        quotas.send(|| settings(QUOTA), "notes", size)
+    fn begin_write(quotas: &Quotas, size: WriteSize) -> InFlightWrite<'_> {
+        quotas.begin_write(|| settings(QUOTA), "notes", size)
     }
 
-    async fn is_requested(quotas: &Quotas) -> bool {
+    async fn is_measurement_requested(quotas: &Quotas) -> bool {
         tokio::time::timeout(Duration::from_millis(10), quotas.measure_requested.notified()).await.is_ok()
     }
 
     #[tokio::test]
     async fn quota_counts_write_dropped_without_response() {
         let quotas = quotas(0, 0);
-        let size = WriteSize { body_bytes: 1000, rows: 1, is_by_filter: false };
-        drop(send(&quotas, size));
+        let size = WriteSize { body_bytes: 1000, rows: 1, is_filtered_change: false };
+        drop(begin_write(&quotas, size));
         assert_eq!(quotas.written()["notes"], 2064);
-        assert!(!is_requested(&quotas).await);
+        assert!(!is_measurement_requested(&quotas).await);
         let size = WriteSize { body_bytes: 50_000, ..size };
-        drop(send(&quotas, size));
-        assert!(is_requested(&quotas).await, "a tenth of the quota");
+        drop(begin_write(&quotas, size));
+        assert!(is_measurement_requested(&quotas).await, "the estimates exceed a tenth of the quota");
     }
 
     #[tokio::test]
     async fn quota_counts_changed_rows_by_their_average_size() {
-        let size = WriteSize { body_bytes: 0, rows: 0, is_by_filter: true };
+        let size = WriteSize { body_bytes: 0, rows: 0, is_filtered_change: true };
         for ((bytes, rows), expected) in
             [((0, 0), 256), ((300_000, 300), 1000), ((300_000, 3), 8192), ((300, 300), 256)]
         {
             let quotas = quotas(bytes, rows);
-            let sent = send(&quotas, size);
-            sent.changed.add(7);
-            sent.settle();
+            let write = begin_write(&quotas, size);
+            write.changed.add(7);
+            write.complete();
             assert_eq!(quotas.written()["notes"], 7 * expected);
-            assert!(!is_requested(&quotas).await);
-            drop(send(&quotas, size));
-            assert!(is_requested(&quotas).await, "the number of changed rows is unknown");
+            assert!(!is_measurement_requested(&quotas).await);
+            drop(begin_write(&quotas, size));
+            assert!(is_measurement_requested(&quotas).await, "the number of changed rows is unknown");
         }
     }
 
@@ -349,14 +360,18 @@ mod tests {
         let quotas = quotas(500, 1);
         let app = Principal::App { slug: "notes".to_owned() };
         assert!(quotas.admit(|| settings(100), &app, "notes").is_err());
-        assert!(quotas.admit(|| settings(1000), &app, "notes").is_ok(), "quota was just raised");
+        assert!(quotas.admit(|| settings(1000), &app, "notes").is_ok(), "the quota was just raised");
         let loads = std::cell::Cell::new(0);
         let load = || {
             loads.set(loads.get() + 1);
             settings(1000)
         };
         for _ in 0..100 {
-            drop(quotas.send(load, "notes", WriteSize { body_bytes: 1, rows: 1, is_by_filter: false }));
+            drop(quotas.begin_write(
+                load,
+                "notes",
+                WriteSize { body_bytes: 1, rows: 1, is_filtered_change: false },
+            ));
         }
         assert_eq!(loads.get(), 0, "settings are cached");
     }

@@ -1,6 +1,6 @@
 //! Registers a manifest in one transaction: creates its tables and stores the manifest.
 //!
-//! Repeated registration only repairs: the role's login and grants, and objects that were removed.
+//! Registering the same manifest again only repairs the role's login and grants, and objects that were removed.
 
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ pub enum RegisterError {
 }
 
 impl RegisterError {
-    /// Whether the database was unreachable, rather than rejected the registration.
+    /// Whether the database was unreachable, as opposed to having rejected the registration.
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Database(error) if error.is_closed() || error.code().is_none())
     }
@@ -50,7 +50,7 @@ pub async fn load_manifests(client: &Client) -> Result<Vec<(String, Value)>, tok
 /// Registers `manifest`; its role can then log in with `password`.
 ///
 /// # Errors
-/// See [`RegisterError`]; nothing has changed then.
+/// See [`RegisterError`]. After an error, nothing has changed.
 pub async fn register(
     client: &mut Client,
     manifest: &Manifest,
@@ -59,12 +59,12 @@ pub async fn register(
 ) -> Result<RegistrationResult, RegisterError> {
     let schema = manifest.slug.schema();
     let mut transaction = client.transaction().await?;
-    database::lock(&transaction).await?;
-    claim(&transaction, &manifest.slug, &schema).await?;
-    database::open_login(&transaction, &schema, password, statement_timeout).await?;
-    grant(&transaction, &schema).await?;
-    let found = inspect_schema(&transaction, &schema).await?;
-    let mut planned = ddl::plan(&schema, &manifest.tables, &found);
+    database::lock_schemas(&transaction).await?;
+    claim_schema(&transaction, &manifest.slug, &schema).await?;
+    database::enable_login(&transaction, &schema, password, statement_timeout).await?;
+    grant_schema_usage(&transaction, &schema).await?;
+    let existing = inspect_schema(&transaction, &schema).await?;
+    let mut planned = ddl::plan_registration(&schema, &manifest.tables, &existing);
     for change in std::mem::take(&mut planned.changes) {
         match change {
             SchemaChange::Required(sql) => transaction.batch_execute(&sql).await?,
@@ -84,7 +84,11 @@ pub async fn register(
 }
 
 /// Creates the schema; an existing one must belong to this app.
-async fn claim(transaction: &Transaction<'_>, slug: &Slug, schema: &Name) -> Result<(), RegisterError> {
+async fn claim_schema(
+    transaction: &Transaction<'_>,
+    slug: &Slug,
+    schema: &Name,
+) -> Result<(), RegisterError> {
     let row = transaction
         .query_one(
             "SELECT to_regnamespace($1) IS NOT NULL,
@@ -100,7 +104,10 @@ async fn claim(transaction: &Transaction<'_>, slug: &Slug, schema: &Name) -> Res
     Ok(())
 }
 
-async fn grant(transaction: &Transaction<'_>, schema: &Name) -> Result<(), tokio_postgres::Error> {
+async fn grant_schema_usage(
+    transaction: &Transaction<'_>,
+    schema: &Name,
+) -> Result<(), tokio_postgres::Error> {
     let row = transaction
         .query_one(
             "SELECT format('REVOKE ALL ON SCHEMA %1$I FROM PUBLIC; GRANT USAGE ON SCHEMA %1$I TO %1$I;
@@ -115,7 +122,7 @@ async fn inspect_schema(
     transaction: &Transaction<'_>,
     schema: &Name,
 ) -> Result<ExistingSchema, RegisterError> {
-    let mut found = ExistingSchema::default();
+    let mut existing = ExistingSchema::default();
     let columns = transaction
         .query(
             "SELECT c.relname::text, c.relkind::text, a.attname::text, t.typname::text
@@ -132,16 +139,16 @@ async fn inspect_schema(
         if kind != "r" && kind != "p" {
             return Err(RegisterError::NotATable(format!("{schema}.{table}")));
         }
-        let exists = found.tables.entry(table).or_default();
+        let table_columns = existing.tables.entry(table).or_default();
         if let (Some(column), Some(kind)) = (row.get::<_, Option<String>>(2), row.get(3)) {
-            exists.insert(column, kind);
+            table_columns.insert(column, kind);
         }
     }
     let indexes = transaction
         .query("SELECT indexname::text FROM pg_indexes WHERE schemaname = $1", &[&schema.as_str()])
         .await?;
-    found.indexes = indexes.iter().map(|row| row.get(0)).collect();
-    Ok(found)
+    existing.indexes = indexes.iter().map(|row| row.get(0)).collect();
+    Ok(existing)
 }
 
 /// Runs a statement that existing rows may violate; returns whether it succeeded.

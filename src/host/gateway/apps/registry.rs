@@ -31,10 +31,10 @@ pub struct AppError {
 
 #[derive(Debug, Default, Clone)]
 pub struct AppsSnapshot {
-    /// Whether the apps folder has been scanned since the start.
-    pub scanned: bool,
-    /// Whether the registered apps have been loaded from the database since the start.
-    pub loaded: bool,
+    /// Whether the apps folder has been scanned since the gateway started.
+    pub is_scanned: bool,
+    /// Whether the registered apps have been loaded from the database since the gateway started.
+    pub is_loaded: bool,
     pub apps: BTreeMap<String, Arc<App>>,
     /// Folders with a valid manifest, by slug, with their paths relative to the home. Pages are served from these.
     pub folders: BTreeMap<String, (PathBuf, Manifest)>,

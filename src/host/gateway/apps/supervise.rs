@@ -1,5 +1,5 @@
 //! Keeps the registry up to date: copies bundled apps, reads folders, registers manifests, and opens logins. A single
-//! task does all of it, so registrations never run concurrently; it retries for as long as the gateway runs.
+//! task does all of this, so registrations never run concurrently. It retries for as long as the gateway runs.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::bundled;
 use super::folder::{self, AppFolder};
+use super::folder_watcher::FolderWatcher;
 use super::manifest::Manifest;
 use super::register::{self, RegisterError};
 use super::registry::{App, AppError, AppsSnapshot, Registry};
-use super::watch::FolderWatcher;
 use crate::agents::kernel::Kernel;
 use crate::gateway::database::{self, Budget, Database, DatabaseError, Pool};
 use crate::gateway::name::Slug;
@@ -34,7 +34,7 @@ const RETRY_DELAYS: ExponentialBuilder = ExponentialBuilder::new()
     .with_max_delay(Duration::from_secs(5))
     .without_max_times();
 
-/// Services that the supervisor reads and keeps up to date.
+/// The services that the supervisor uses.
 pub struct SupervisorContext {
     pub layout: Layout,
     pub registry: Arc<Registry>,
@@ -58,11 +58,11 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
         unreadable: BTreeMap::new(),
     };
     install_bundled(layout.clone()).await;
-    let mut watch = FolderWatcher::new();
+    let mut watcher = FolderWatcher::new();
     let mut retry_delays = RETRY_DELAYS.build();
     loop {
-        watch.follow(&layout.apps());
-        let wait = match supervisor.round().await {
+        watcher.update_watches(&layout.apps());
+        let wait = match supervisor.run_round().await {
             Ok(()) => {
                 retry_delays = RETRY_DELAYS.build();
                 RESCAN_INTERVAL
@@ -75,17 +75,18 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
         tokio::select! {
             () = stop.cancelled() => return,
             () = tokio::time::sleep(wait) => {}
-            () = watch.changed(), if wait == RESCAN_INTERVAL => {}
-            () = database.login_refused.notified() => supervisor.snapshot.loaded = false,
+            () = watcher.wait_for_change(), if wait == RESCAN_INTERVAL => {}
+            () = database.login_rejected.notified() => supervisor.snapshot.is_loaded = false,
         }
         supervisor.pools.values().for_each(|pool| pool.close_idle());
     }
 }
 
-/// When a unit of the owner's user installs the apps, the gateway has no write access and skips this.
+/// Copies the bundled apps. Where a unit of the owner's user installs them, the gateway has no write access and skips
+/// this.
 async fn install_bundled(layout: Layout) {
     let installed = tokio::task::spawn_blocking(move || {
-        bundled::may_install(&layout).then(|| bundled::install(&layout)).transpose()
+        bundled::can_install(&layout).then(|| bundled::install(&layout)).transpose()
     });
     match installed.await {
         Ok(Ok(skipped)) => skipped.iter().flatten().for_each(bundled::log_skipped),
@@ -114,8 +115,8 @@ enum RoundError {
     Folder(#[source] std::io::Error),
     #[error("register {slug}")]
     Register { slug: String, source: RegisterError },
-    #[error("no randomness to generate a password")]
-    Random,
+    #[error("the system's random number generator failed; cannot generate a password")]
+    RandomUnavailable,
 }
 
 impl From<tokio_postgres::Error> for RoundError {
@@ -126,9 +127,9 @@ impl From<tokio_postgres::Error> for RoundError {
 
 impl Supervisor {
     /// Reads folders first, so that pages are served while the database is unreachable; then updates the database.
-    async fn round(&mut self) -> Result<(), RoundError> {
+    async fn run_round(&mut self) -> Result<(), RoundError> {
         let folders = self.read_folders().await?;
-        if !self.snapshot.loaded {
+        if !self.snapshot.is_loaded {
             self.publish();
         }
         let updated = self.update_database(folders).await;
@@ -140,29 +141,29 @@ impl Supervisor {
         let mut new_manifests: Vec<Manifest> =
             folders.into_iter().filter(|m| !self.is_registered(m)).collect();
         if self.context.writers.is_quiesced() {
-            // A new table is a write: the next scan after the resume registers it.
+            // Creating a table is a write: the first scan after the resume registers these manifests.
             new_manifests.clear();
         }
-        if self.snapshot.loaded && new_manifests.is_empty() {
+        if self.snapshot.is_loaded && new_manifests.is_empty() {
             return Ok(());
         }
         let mut client = self.context.database.connect().await?;
-        if !self.snapshot.loaded {
-            self.load(&mut client).await?;
+        if !self.snapshot.is_loaded {
+            self.load_apps(&mut client).await?;
         }
         for manifest in new_manifests {
             // The load may already have registered the same manifest from the database.
             if !self.is_registered(&manifest) {
                 let (slug, version) = (manifest.slug.to_string(), manifest.version.clone());
                 self.register(&mut client, manifest).await?;
-                self.note_registration(&slug, &version);
+                self.note_outcome(&slug, &version);
             }
         }
         Ok(())
     }
 
-    /// Notes in `activity.log` how the registration of an app's folder ended.
-    fn note_registration(&self, slug: &str, version: &str) {
+    /// Notes in `activity.log` whether an app could be registered.
+    fn note_outcome(&self, slug: &str, version: &str) {
         let is_registered = self.snapshot.apps.get(slug).is_some_and(|app| app.manifest.version == version);
         let outcome = if is_registered { "is registered" } else { "could not be registered" };
         self.context.kernel.note(&format!("the app {slug} {version} {outcome}"));
@@ -175,7 +176,7 @@ impl Supervisor {
         let folders = folders.map_err(RoundError::Folder)?;
         self.snapshot.folders.clear();
         self.snapshot.errors.clear();
-        self.snapshot.scanned = true;
+        self.snapshot.is_scanned = true;
         let mut manifests = Vec::new();
         for AppFolder { name, path, manifest } in folders {
             match manifest {
@@ -203,8 +204,8 @@ impl Supervisor {
     }
 
     /// Prepares the database and registers every app stored in it, with or without a folder.
-    async fn load(&mut self, client: &mut Client) -> Result<(), RoundError> {
-        database_identity::verify(&self.context.layout, client).await?;
+    async fn load_apps(&mut self, client: &mut Client) -> Result<(), RoundError> {
+        database_identity::check_or_adopt(&self.context.layout, client).await?;
         database::prepare(client, self.context.epoch).await?;
         if self.budget.is_none() {
             let connections = database::connection_budget(client).await?;
@@ -222,7 +223,7 @@ impl Supervisor {
                 }
             }
         }
-        self.snapshot.loaded = true;
+        self.snapshot.is_loaded = true;
         systemd::notify(&[NotifyState::Status(&format!("{} apps registered", self.snapshot.apps.len()))]);
         Ok(())
     }
@@ -230,15 +231,15 @@ impl Supervisor {
     /// Registers one app. A rejection becomes that app's error; only an unreachable database ends the round.
     async fn register(&mut self, client: &mut Client, manifest: Manifest) -> Result<(), RoundError> {
         let slug = manifest.slug.clone();
-        let password = self.password(&slug)?;
+        let password = self.get_or_generate_password(&slug)?;
         let timeout = self.context.statement_timeout;
         match register::register(client, &manifest, &password, timeout).await {
             Ok(result) => {
-                result.not_done.iter().for_each(|what| tracing::warn!(app = %slug, "not applied: {what}"));
+                result.not_done.iter().for_each(|part| tracing::warn!(app = %slug, "not applied: {part}"));
                 tracing::info!(app = %slug, tables = result.tables.len(), "registered");
                 let tables: BTreeMap<_, _> =
                     result.tables.into_iter().map(|table| (table.name.to_string(), table)).collect();
-                let pool = self.pool(&slug, &password);
+                let pool = self.get_or_create_pool(&slug, &password);
                 let schema = slug.schema();
                 let app = App { manifest, schema, tables, pool, not_done: result.not_done };
                 self.snapshot.apps.insert(slug.to_string(), Arc::new(app));
@@ -256,16 +257,16 @@ impl Supervisor {
         }
     }
 
-    fn password(&mut self, slug: &Slug) -> Result<SecretString, RoundError> {
+    fn get_or_generate_password(&mut self, slug: &Slug) -> Result<SecretString, RoundError> {
         if let Some(password) = self.passwords.get(slug) {
             return Ok(password.clone());
         }
-        let password = database::fresh_password().map_err(|_| RoundError::Random)?;
+        let password = database::generate_password().map_err(|_| RoundError::RandomUnavailable)?;
         self.passwords.insert(slug.clone(), password.clone());
         Ok(password)
     }
 
-    fn pool(&mut self, slug: &Slug, password: &SecretString) -> Arc<Pool> {
+    fn get_or_create_pool(&mut self, slug: &Slug, password: &SecretString) -> Arc<Pool> {
         let budget = self.budget.get_or_insert_with(|| Budget::new(1)).clone();
         let database = self.context.database.clone();
         let new_pool = || {

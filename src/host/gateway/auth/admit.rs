@@ -13,7 +13,7 @@ use svc_http::problem::{Code, Problem};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller(pub Principal);
 
-/// Admits the principals of these credentials.
+/// Admits a request whose principal has one of these credentials.
 pub async fn admit(credentials: &[Credential], mut request: Request, next: Next) -> Response {
     let outcome = request.extensions().get::<Result<Identified, Denied>>().cloned();
     let refusal = match outcome.unwrap_or(Err(Denied::Missing)) {
@@ -22,7 +22,7 @@ pub async fn admit(credentials: &[Credential], mut request: Request, next: Next)
             return next.run(request).await;
         }
         Ok(identified) => {
-            let (given, wanted) = (identified.principal.credential().name, names(credentials));
+            let (given, wanted) = (identified.principal.credential().name, join_names(credentials));
             let detail =
                 format!("This route does not accept the credential of {given}; it requires {wanted}.");
             Problem::new(Code::Forbidden, detail).into_response()
@@ -34,7 +34,7 @@ pub async fn admit(credentials: &[Credential], mut request: Request, next: Next)
     refusal
 }
 
-fn names(credentials: &[Credential]) -> String {
+fn join_names(credentials: &[Credential]) -> String {
     credentials.iter().map(|credential| credential.name).collect::<Vec<_>>().join(" or ")
 }
 
@@ -50,7 +50,7 @@ impl IntoResponse for Denied {
                 "This socket accepts only root and the machine's two service users.",
             ),
             Self::AgentWithoutToken => {
-                let detail = "The agent has no token: list its apps in system/config.json, and it receives \
+                let detail = "The agent has no token: list its apps in system/config.json; its next dispatch then receives \
                               SVC_BRIDGE_SOCKET and SVC_BRIDGE_TOKEN.";
                 Problem::new(Code::Unauthorized, detail)
             }

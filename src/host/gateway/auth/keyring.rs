@@ -50,9 +50,9 @@ impl FileStamp {
 }
 
 impl Keyring {
-    /// The file is [`Layout::proof_keys`].
-    pub fn new(first: ProofKeys, layout: Layout) -> Self {
-        let state = State { keys: Arc::new(first), generation: 0, last_stamp: None, checked_at: None };
+    /// Accepts the `provisioned` keys until the file [`Layout::proof_keys`] replaces them.
+    pub fn new(provisioned: ProofKeys, layout: Layout) -> Self {
+        let state = State { keys: Arc::new(provisioned), generation: 0, last_stamp: None, checked_at: None };
         Self { layout, state: Mutex::new(state) }
     }
 
@@ -60,11 +60,11 @@ impl Keyring {
     pub fn current(&self) -> (Arc<ProofKeys>, u64) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.checked_at.is_none_or(|at| at.elapsed() >= CHECK_INTERVAL) {
-            // The first check reads the keys that were already accepted before the start.
-            let is_start = state.checked_at.replace(Instant::now()).is_none();
+            // The keys found by the first check were already accepted before the start.
+            let is_first_check = state.checked_at.replace(Instant::now()).is_none();
             let before = state.generation;
             state.reload_if_changed(&self.layout.proof_keys());
-            if state.generation != before && !is_start {
+            if state.generation != before && !is_first_check {
                 let kids = kids(&state.keys).join(", ");
                 activity::note(&self.layout, &format!("the platform's proof keys are now {kids}"));
             }

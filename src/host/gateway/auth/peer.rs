@@ -37,7 +37,7 @@ impl Peers {
         Self { gateway_uid: geteuid().as_raw(), owners_dir, proc: PathBuf::from("/proc") }
     }
 
-    /// A connection without credentials is untrusted.
+    /// Classifies the process at the other end of a connection. Without credentials it is untrusted.
     pub fn classify(&self, credentials: Option<PeerCredentials>) -> Peer {
         let Some(PeerCredentials { uid: Some(uid), pid }) = credentials else { return Peer::Untrusted };
         if uid == 0 || uid == self.gateway_uid {
@@ -49,8 +49,8 @@ impl Peers {
         Peer::Untrusted
     }
 
-    /// A process cannot leave its control group. One that has already exited cannot be checked and counts as an agent,
-    /// which has fewer permissions.
+    /// A process cannot leave its control group. A process that has already exited cannot be checked; it counts as an
+    /// agent, which has fewer permissions.
     fn is_agent(&self, pid: Option<i32>) -> bool {
         let Some(pid) = pid else { return true };
         let groups = fs::read_to_string(self.proc.join(pid.to_string()).join("cgroup"));
@@ -78,7 +78,7 @@ mod tests {
             fs::create_dir(dir.path().join(pid.to_string())).unwrap();
             fs::write(dir.path().join(format!("{pid}/cgroup")), format!("{group}\n")).unwrap();
         }
-        // The owner of the directory plays the owner's user; the gateway is another user.
+        // The directory's owner stands in for the owner's user; the gateway is another user.
         let peers =
             Peers { gateway_uid: owner + 1, owners_dir: dir.path().to_owned(), proc: dir.path().to_owned() };
         let classify = |uid, pid| peers.classify(Some(PeerCredentials { uid: Some(uid), pid }));
@@ -90,8 +90,8 @@ mod tests {
             return;
         }
         assert_eq!(classify(owner, Some(7)), Peer::OwnersProcess);
-        for agents in [Some(8), Some(9), None] {
-            assert_eq!(classify(owner, agents), Peer::Agent, "{agents:?}");
+        for pid in [Some(8), Some(9), None] {
+            assert_eq!(classify(owner, pid), Peer::Agent, "{pid:?}");
         }
     }
 

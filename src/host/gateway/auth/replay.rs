@@ -1,11 +1,11 @@
 //! Replay protection: remembers the ids of single-use proofs until they expire.
 //!
-//! Memory is bounded: when the cache is full of unexpired ids, new ones are rejected; none is evicted early.
+//! Memory is bounded: when the cache is full of unexpired ids, new ids are rejected; no id is evicted early.
 
 use std::collections::HashMap;
 
 /// Maximum number of remembered ids.
-const CAPACITY: usize = 8192;
+const MAX_IDS: usize = 8192;
 /// Longer ids are rejected; genuine ids are shorter.
 const MAX_ID_BYTES: usize = 128;
 
@@ -23,14 +23,14 @@ pub enum ReplayCheck {
 }
 
 impl ReplayCache {
-    /// Records `id`, which is valid until `until`, at time `now`; both in Unix seconds.
+    /// Records `id`, which is valid until `expires_at`, at time `now`; both in Unix seconds.
     pub fn record(&mut self, id: &str, expires_at: i64, now: i64) -> ReplayCheck {
         if id.is_empty() || id.len() > MAX_ID_BYTES || self.expires_at.contains_key(id) {
             return ReplayCheck::Replayed;
         }
-        if self.expires_at.len() >= CAPACITY {
+        if self.expires_at.len() >= MAX_IDS {
             self.expires_at.retain(|_, expires_at| *expires_at >= now);
-            if self.expires_at.len() >= CAPACITY {
+            if self.expires_at.len() >= MAX_IDS {
                 return ReplayCheck::Full;
             }
         }
@@ -53,9 +53,9 @@ mod tests {
     }
 
     #[test]
-    fn full_cache_rejects_new_ids_and_keeps_unexpired() {
+    fn full_cache_rejects_new_ids_and_keeps_unexpired_ids() {
         let mut cache = ReplayCache::default();
-        for n in 0..CAPACITY {
+        for n in 0..MAX_IDS {
             assert_eq!(cache.record(&n.to_string(), 10, 0), ReplayCheck::Accepted);
         }
         assert_eq!(cache.record("more", 10, 5), ReplayCheck::Full);

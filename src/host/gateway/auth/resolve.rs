@@ -25,7 +25,7 @@ use svc_http::jwt::{JwtError, Verifier};
 use svc_http::proof::{self, Claims, LEEWAY_SECONDS, Route};
 use svc_machine::name::IdpUserId;
 
-/// Maximum number of cached verified proofs; the platform reuses a proof for some seconds.
+/// Maximum number of cached verified proofs; the platform reuses a proof for several seconds.
 const MAX_VERIFIED_PROOFS: usize = 4096;
 
 /// Resolves the principal of each request.
@@ -34,9 +34,9 @@ pub struct PrincipalResolver {
     admin_token: Option<SecretString>,
     agent_tokens: Arc<AgentTokens>,
     peers: Peers,
-    issuer: Option<Verifier>,
+    jwt_verifier: Option<Verifier>,
     replay: Mutex<ReplayCache>,
-    verified: Mutex<VerifiedProofs>,
+    verified_proofs: Mutex<VerifiedProofs>,
 }
 
 enum Owner {
@@ -56,15 +56,15 @@ impl PrincipalResolver {
     /// The HTTP client for the identity provider's keys cannot be created.
     pub fn new(config: &Config, agent_tokens: Arc<AgentTokens>) -> anyhow::Result<Self> {
         let owner = match &config.owner {
-            OwnerConfig::Provisioned { identity, first_keys } => Owner::Provisioned {
+            OwnerConfig::Provisioned { identity, proof_keys } => Owner::Provisioned {
                 identity: identity.clone(),
-                keyring: Keyring::new(first_keys.clone(), config.layout.clone()),
+                keyring: Keyring::new(proof_keys.clone(), config.layout.clone()),
             },
             OwnerConfig::DevDefault => {
-                Owner::DevDefault { sub: "dev".parse().expect("the dev user's name is well formed") }
+                Owner::DevDefault { sub: "dev".parse().expect("the development user id is valid") }
             }
         };
-        let issuer = match &config.issuer {
+        let jwt_verifier = match &config.issuer {
             Some(trust) => Some(Verifier::new(trust.clone(), client::build(Deadlines::CALL)?)),
             None => None,
         };
@@ -75,9 +75,9 @@ impl PrincipalResolver {
             admin_token,
             agent_tokens,
             peers,
-            issuer,
+            jwt_verifier,
             replay: Mutex::default(),
-            verified: Mutex::default(),
+            verified_proofs: Mutex::default(),
         })
     }
 
@@ -89,7 +89,7 @@ impl PrincipalResolver {
         }
     }
 
-    /// The principal of a request.
+    /// Resolves the principal of a request, and counts presented credentials.
     ///
     /// # Errors
     /// [`Denied`]; an invalid token is always an error.
@@ -116,13 +116,13 @@ impl PrincipalResolver {
         if ingress == Ingress::Agents {
             return self.authenticate_agent(&head.headers);
         }
-        let proved = match single_header(&head.headers, proof::HEADER)? {
+        let proof = match single_header(&head.headers, proof::HEADER)? {
             Some(token) => Some(self.authenticate_proof(token, head, now)?),
             None => None,
         };
         match single_header(&head.headers, header::AUTHORIZATION.as_str())? {
-            Some(credential) => self.authenticate_bearer(credential, ingress, proved, now).await,
-            None => proved.map_or_else(|| self.without_token(ingress, head), Ok),
+            Some(credential) => self.authenticate_bearer(credential, ingress, proof, now).await,
+            None => proof.map_or_else(|| self.resolve_without_token(ingress, head), Ok),
         }
     }
 
@@ -130,7 +130,7 @@ impl PrincipalResolver {
         let Owner::Provisioned { identity, keyring } = &self.owner else {
             return Err(Denied::InvalidCredential);
         };
-        let claims = self.verified(token, identity, keyring, now)?;
+        let claims = self.verify_proof(token, identity, keyring, now)?;
         if claims.sub != identity.user {
             return Err(Denied::WrongUser);
         }
@@ -147,7 +147,7 @@ impl PrincipalResolver {
         Ok(Identified { principal, route: Some(route) })
     }
 
-    fn verified(
+    fn verify_proof(
         &self,
         token: &str,
         identity: &Identity,
@@ -169,7 +169,7 @@ impl PrincipalResolver {
     }
 
     fn cached_claims(&self, token: &str, generation: u64, now: Timestamp) -> Option<Claims> {
-        let mut verified = self.verified.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut verified = self.verified_proofs.lock().unwrap_or_else(PoisonError::into_inner);
         if verified.generation != generation {
             verified.claims.clear();
             verified.generation = generation;
@@ -178,7 +178,7 @@ impl PrincipalResolver {
     }
 
     fn cache_claims(&self, token: &str, generation: u64, claims: &Claims) {
-        let mut verified = self.verified.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut verified = self.verified_proofs.lock().unwrap_or_else(PoisonError::into_inner);
         if verified.claims.len() >= MAX_VERIFIED_PROOFS {
             verified.claims.clear();
         }
@@ -187,7 +187,7 @@ impl PrincipalResolver {
         }
     }
 
-    /// An internal proof is bound to its request and valid once.
+    /// Checks that an internal proof is for this request, and records it, because it is valid only once.
     fn consume_proof(&self, claims: &Claims, head: &Parts, now: Timestamp) -> Result<(), Denied> {
         let matches_request = claims.method.as_deref() == Some(head.method.as_str())
             && claims.path.as_deref() == Some(head.uri.path());
@@ -204,31 +204,31 @@ impl PrincipalResolver {
     }
 
     /// A bearer token is the admin token or a token of the issuer; anything else is rejected, regardless of other
-    /// credentials. On the public port the admin token needs a proof as well.
+    /// credentials. On the public port, the admin token requires a proof as well.
     async fn authenticate_bearer(
         &self,
         credential: &str,
         ingress: Ingress,
-        authenticate_proof: Option<Identified>,
+        proof: Option<Identified>,
         now: Timestamp,
     ) -> Result<Identified, Denied> {
         let token = strip_bearer(credential).ok_or(Denied::InvalidCredential)?;
         if self.is_admin(token) {
-            if ingress == Ingress::Public && authenticate_proof.is_none() {
+            if ingress == Ingress::Public && proof.is_none() {
                 return Err(Denied::InvalidCredential);
             }
-            let route = authenticate_proof.and_then(|authenticate_proof| authenticate_proof.route);
+            let route = proof.and_then(|proof| proof.route);
             return Ok(Identified { principal: Principal::Admin, route });
         }
         let owner = self.authenticate_jwt(token, now).await?;
-        Ok(authenticate_proof.unwrap_or(owner))
+        Ok(proof.unwrap_or(owner))
     }
 
     async fn authenticate_jwt(&self, token: &str, now: Timestamp) -> Result<Identified, Denied> {
-        let (Some(issuer), Owner::Provisioned { identity, .. }) = (&self.issuer, &self.owner) else {
+        let (Some(verifier), Owner::Provisioned { identity, .. }) = (&self.jwt_verifier, &self.owner) else {
             return Err(Denied::InvalidCredential);
         };
-        let subject = issuer.verify(token, now).await.map_err(|error| match error {
+        let subject = verifier.verify(token, now).await.map_err(|error| match error {
             JwtError::NoKeys => Denied::KeysUnavailable,
             error => {
                 tracing::debug!(%error, "token rejected");
@@ -246,7 +246,7 @@ impl PrincipalResolver {
         admin.expose_secret().as_bytes().ct_eq(token.as_bytes()).into()
     }
 
-    /// On the agents' socket the only credential is the token of a running agent.
+    /// On the agents' socket, only the token of a running agent is accepted.
     fn authenticate_agent(&self, headers: &HeaderMap) -> Result<Identified, Denied> {
         let credential =
             single_header(headers, header::AUTHORIZATION.as_str())?.ok_or(Denied::AgentWithoutToken)?;
@@ -256,7 +256,7 @@ impl PrincipalResolver {
         Ok(Identified { principal, route: None })
     }
 
-    fn without_token(&self, ingress: Ingress, head: &Parts) -> Result<Identified, Denied> {
+    fn resolve_without_token(&self, ingress: Ingress, head: &Parts) -> Result<Identified, Denied> {
         let owner = |sub: &IdpUserId| Principal::Owner { sub: sub.clone() };
         let principal = match (&self.owner, ingress) {
             (Owner::DevDefault { sub }, Ingress::Public) => owner(sub),
@@ -278,7 +278,8 @@ impl PrincipalResolver {
     }
 }
 
-/// The single value of a header. Several values, or one that is not text, are rejected, not treated as absent.
+/// Returns the single value of a header. Several values, or a value that is not text, are rejected, not treated as
+/// absent.
 fn single_header<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, Denied> {
     let mut values = headers.get_all(name).iter();
     let Some(first) = values.next() else { return Ok(None) };

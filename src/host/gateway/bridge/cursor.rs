@@ -1,7 +1,7 @@
-//! The end of a page: the last row's values of the order columns, in text that PostgreSQL parses.
+//! The end of a page: the last row's values of the order columns, as text that PostgreSQL parses.
 //!
-//! A cursor is opaque but not secret: the client has seen the row. A returned cursor is validated and bound like any
-//! value, and is only valid for the order and filter that it was created for.
+//! A cursor is opaque but not secret: the client has seen the row. A cursor in a request is validated, and its values
+//! are bound like any value. It is valid only for the order and filter for which it was created.
 
 use std::hash::{DefaultHasher, Hasher};
 
@@ -37,7 +37,7 @@ impl Cursor {
 
     /// `None` if the cursor would be too long for a request.
     pub fn encode(&self) -> Option<String> {
-        let text = URL_SAFE_NO_PAD.encode(serde_json::to_vec(self).expect("texts are JSON"));
+        let text = URL_SAFE_NO_PAD.encode(serde_json::to_vec(self).expect("strings can be serialized"));
         (text.len() <= MAX_ENCODED_BYTES).then_some(text)
     }
 
@@ -53,16 +53,16 @@ impl Cursor {
         if cursor.filter != filter {
             return Err("belongs to another filter");
         }
-        let fits = cursor.keys.len() == order.keys.len()
+        let is_valid = cursor.keys.len() == order.keys.len()
             && cursor.keys.iter().zip(&order.keys).all(|(value, (column, _))| {
                 value.as_ref().map_or_else(|| column.is_nullable(), |text| !text.contains('\0'))
             });
-        if fits { Ok(cursor) } else { Err(invalid) }
+        if is_valid { Ok(cursor) } else { Err(invalid) }
     }
 }
 
 /// A hash that is equal for equal filters with equal values, regardless of their notation; empty for no filter. It only
-/// catches mistakes, so another version may hash differently.
+/// guards against mistakes, so another version may hash differently.
 pub fn fingerprint(filter: &Filter<'_>) -> String {
     if filter.is_empty() {
         return String::new();
@@ -92,7 +92,7 @@ pub fn key_text(row: &Row, index: usize) -> Result<Option<String>, tokio_postgre
         Some(&Type::INT4) => row.try_get::<_, Option<i32>>(index)?.map(|number| number.to_string()),
         Some(&Type::INT8) => row.try_get::<_, Option<i64>>(index)?.map(|number| number.to_string()),
         Some(&Type::UUID) => row.try_get::<_, Option<Uuid>>(index)?.map(|id| id.to_string()),
-        Some(&Type::TIMESTAMPTZ) => row.try_get::<_, Option<PgMicros>>(index)?.map(PgMicros::text),
+        Some(&Type::TIMESTAMPTZ) => row.try_get::<_, Option<PgMicros>>(index)?.map(PgMicros::to_text),
         _ => row.try_get(index)?,
     })
 }
@@ -102,8 +102,8 @@ pub fn key_text(row: &Row, index: usize) -> Result<Option<String>, tokio_postgre
 struct PgMicros(i64);
 
 impl PgMicros {
-    /// Written with the Julian day, which covers PostgreSQL's whole range and needs no calendar.
-    fn text(self) -> String {
+    /// Formats the time with a Julian day, which covers PostgreSQL's whole range and needs no calendar.
+    fn to_text(self) -> String {
         const MICROS_PER_DAY: i64 = 86_400_000_000;
         /// The Julian day of 2000-01-01.
         const JULIAN_DAY_2000: i64 = 2_451_545;
@@ -145,7 +145,7 @@ mod tests {
             (i64::MAX, "infinity"),
             (i64::MIN, "-infinity"),
         ] {
-            assert_eq!(PgMicros(micros).text(), text, "{micros}");
+            assert_eq!(PgMicros(micros).to_text(), text, "{micros}");
         }
     }
 }

@@ -1,5 +1,5 @@
-//! The bridge's routes and their descriptions. The schema of a query is derived from the table that the request parser
-//! uses.
+//! The bridge's routes and their descriptions. The schema of a query is derived from the list of actions that the
+//! request parser uses.
 
 use http::Method;
 use serde_json::{Value, json};
@@ -97,7 +97,7 @@ pub static CHANGES: Endpoint = Endpoint {
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
 };
 
-/// The JSON schema of one app's schema.
+/// The JSON schema of an app's tables and columns.
 pub fn app_schema() -> Value {
     let column =
         object(&[("column", text()), ("type", text()), ("builtIn", boolean()), ("nullable", boolean())], &[]);
@@ -154,15 +154,16 @@ fn field_schema(name: &str) -> Value {
         "maxAffected" => count(),
         "returning" => boolean(),
         "operations" => {
-            let inside = |shape: &&ActionShape| !matches!(shape.action, "transaction" | "schemas");
-            let shapes = ACTIONS.iter().filter(inside).map(|shape| action_schema(shape, &["table"], &[]));
+            let is_allowed = |shape: &&ActionShape| !matches!(shape.action, "transaction" | "schemas");
+            let shapes = ACTIONS.iter().filter(is_allowed).map(|shape| action_schema(shape, &["table"], &[]));
             bounded(json!({ "oneOf": shapes.collect::<Vec<_>>() }), 1, MAX_OPERATIONS)
         }
         _ => json!({}),
     }
 }
 
-/// Depends on the action: a row, rows with a cursor and an optional count, a number, or the responses of a transaction.
+/// The result depends on the action: a row, rows with a cursor and an optional count, a number, or the responses of a
+/// transaction.
 fn result_schema() -> Value {
     object(
         &[("data", json!({ "type": ["object", "array"] }))],

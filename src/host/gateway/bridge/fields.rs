@@ -15,8 +15,8 @@ pub struct Fields<'a>(pub Vec<(Cow<'a, str>, &'a RawValue)>);
 
 impl<'a> Fields<'a> {
     /// # Errors
-    /// A message that quotes nothing of the input.
-    pub fn of(raw: &'a RawValue) -> Result<Self, &'static str> {
+    /// A message that does not quote the input.
+    pub fn parse(raw: &'a RawValue) -> Result<Self, &'static str> {
         if !raw.get().starts_with('{') {
             return Err("must be an object");
         }
@@ -106,12 +106,12 @@ impl<'de> Deserialize<'de> for Elements<'de> {
 }
 
 /// The elements of `raw`, if it is an array.
-pub fn elements(raw: &RawValue) -> Option<Vec<&RawValue>> {
+pub fn array_elements(raw: &RawValue) -> Option<Vec<&RawValue>> {
     raw.get().starts_with('[').then(|| serde_json::from_str::<Elements<'_>>(raw.get()).ok())?.map(|e| e.0)
 }
 
 /// The text of `raw` if it is a string, borrowed if it has no escapes.
-pub fn text(raw: &RawValue) -> Option<Cow<'_, str>> {
+pub fn string_value(raw: &RawValue) -> Option<Cow<'_, str>> {
     let inner = raw.get().strip_prefix('"')?.strip_suffix('"')?;
     if inner.contains('\\') {
         serde_json::from_str(raw.get()).ok().map(Cow::Owned)
@@ -138,29 +138,30 @@ mod tests {
 
     #[test]
     fn fields_keep_order_and_digits() {
-        let fields = Fields::of(raw(r#"{"b": 12345678901234567890123, "\u0061": [1, {"x": 2}]}"#)).unwrap();
+        let fields =
+            Fields::parse(raw(r#"{"b": 12345678901234567890123, "\u0061": [1, {"x": 2}]}"#)).unwrap();
         let seen: Vec<_> = fields.0.iter().map(|(name, value)| (name.as_ref(), value.get())).collect();
         assert_eq!(seen, [("b", "12345678901234567890123"), ("a", r#"[1, {"x": 2}]"#)]);
     }
 
     #[test]
     fn duplicate_name_is_rejected() {
-        assert!(Fields::of(raw(r#"{"a": 1, "\u0061": 2}"#)).is_err());
-        assert!(Fields::of(raw("[]")).is_err());
+        assert!(Fields::parse(raw(r#"{"a": 1, "\u0061": 2}"#)).is_err());
+        assert!(Fields::parse(raw("[]")).is_err());
         let many = |count: usize| {
             let fields: Vec<String> = (0..count).map(|n| format!("\"f{n}\":0")).collect();
             format!("{{{}}}", fields.join(","))
         };
-        assert!(Fields::of(raw(&many(256))).is_ok());
-        assert!(Fields::of(raw(&many(257))).is_err());
+        assert!(Fields::parse(raw(&many(256))).is_ok());
+        assert!(Fields::parse(raw(&many(257))).is_err());
     }
 
     #[test]
     fn strings_are_unescaped() {
-        assert_eq!(text(raw(r#""a\"b""#)).unwrap(), "a\"b");
-        assert!(matches!(text(raw(r#""plain""#)), Some(Cow::Borrowed("plain"))));
-        assert_eq!(text(raw("1")), None);
-        assert_eq!(elements(raw("[1, [2]]")).unwrap().len(), 2);
-        assert!(elements(raw("{}")).is_none());
+        assert_eq!(string_value(raw(r#""a\"b""#)).unwrap(), "a\"b");
+        assert!(matches!(string_value(raw(r#""plain""#)), Some(Cow::Borrowed("plain"))));
+        assert_eq!(string_value(raw("1")), None);
+        assert_eq!(array_elements(raw("[1, [2]]")).unwrap().len(), 2);
+        assert!(array_elements(raw("{}")).is_none());
     }
 }

@@ -6,10 +6,10 @@
 
 use serde_json::value::RawValue;
 
-use super::fields::{Fields, elements, is_null, is_object};
+use super::fields::{Fields, array_elements, is_null, is_object};
 use super::param::Param;
 use super::sql::Sql;
-use super::value::{bind, bind_bound};
+use super::value::{bind, bind_range_operand};
 use crate::gateway::apps::{Column, ColumnType, Table};
 use svc_http::problem::FieldError;
 
@@ -50,7 +50,7 @@ impl<'t> Filter<'t> {
         Self::Term(column, Predicate::Operator(" = ", value))
     }
 
-    /// Only the whole filter can be empty, never a part of it.
+    /// Whether the filter matches all rows. Only the whole filter can be empty, never a part of it.
     pub fn is_empty(&self) -> bool {
         matches!(self, Self::All(parts) if parts.is_empty())
     }
@@ -71,9 +71,9 @@ impl<'t> Filter<'t> {
         }
     }
 
-    fn write_joined(parts: &[Self], between: &'static str, sql: &mut Sql) {
+    fn write_joined(parts: &[Self], separator: &'static str, sql: &mut Sql) {
         sql.push("(");
-        sql.list(parts, between, |sql, part| part.write(sql));
+        sql.push_list(parts, separator, |sql, part| part.write(sql));
         sql.push(")");
     }
 }
@@ -82,20 +82,23 @@ impl Predicate {
     fn write(&self, column: &Column, sql: &mut Sql) {
         match self {
             Self::Operator(operator, param) => {
-                sql.column(column).push(operator).bind(column.kind, param.clone());
+                sql.push_column(column).push(operator).bind(column.kind, param.clone());
             }
             Self::In(values) => {
-                sql.column(column).push(" = ANY (").bind_many(column.kind, values.clone()).push(")");
+                sql.push_column(column).push(" = ANY (").bind_many(column.kind, values.clone()).push(")");
             }
             Self::Contains(part) => {
-                sql.push("strpos(").column(column).push(", ").placeholder(Param::Text(part.clone()));
+                sql.push("strpos(")
+                    .push_column(column)
+                    .push(", ")
+                    .push_placeholder(Param::Text(part.clone()));
                 sql.push(") > 0");
             }
             Self::IsNull => {
-                sql.column(column).push(" IS NULL");
+                sql.push_column(column).push(" IS NULL");
             }
             Self::IsNotNull => {
-                sql.column(column).push(" IS NOT NULL");
+                sql.push_column(column).push(" IS NOT NULL");
             }
         }
     }
@@ -116,7 +119,7 @@ impl<'t> Parser<'t> {
         if depth > MAX_DEPTH {
             return Err(field_error(pointer, format!("is nested deeper than {MAX_DEPTH}")));
         }
-        let fields = Fields::of(raw).map_err(|message| field_error(pointer, message))?;
+        let fields = Fields::parse(raw).map_err(|message| field_error(pointer, message))?;
         let mut parts = Vec::with_capacity(fields.0.len());
         for (name, value) in &fields.0 {
             let pointer = format!("{pointer}/{}", escape_segment(name));
@@ -136,8 +139,8 @@ impl<'t> Parser<'t> {
         pointer: &str,
         depth: usize,
     ) -> Result<Vec<Filter<'t>>, FieldError> {
-        let parts = elements(raw).filter(|parts| !parts.is_empty());
-        let parts = parts.ok_or_else(|| field_error(pointer, "must be an array of filters, not empty"))?;
+        let parts = array_elements(raw).filter(|parts| !parts.is_empty());
+        let parts = parts.ok_or_else(|| field_error(pointer, "must be a non-empty array of filters"))?;
         parts
             .into_iter()
             .enumerate()
@@ -164,7 +167,7 @@ impl<'t> Parser<'t> {
             parts.push(self.parse_term(column, "eq", raw, pointer)?);
             return Ok(());
         }
-        let operators = Fields::of(raw).map_err(|message| field_error(pointer, message))?;
+        let operators = Fields::parse(raw).map_err(|message| field_error(pointer, message))?;
         if operators.0.is_empty() {
             return Err(field_error(pointer, "must name an operator"));
         }
@@ -220,7 +223,7 @@ fn parse_predicate(kind: ColumnType, operator: &str, raw: &RawValue) -> Result<P
         "contains" => match (kind, bind_non_null(kind, raw)?) {
             (ColumnType::Text, Param::Text(part)) => Ok(Predicate::Contains(part)),
             (ColumnType::Jsonb, part) => Ok(Predicate::Operator(" @> ", part)),
-            _ => Err("is for columns of type text and jsonb"),
+            _ => Err("requires a column of type text or jsonb"),
         },
         _ => Err("is not an operator; the operators are eq ne gt gte lt lte in like ilike isNull contains"),
     }
@@ -245,17 +248,17 @@ fn bind_ordering(
     raw: &RawValue,
 ) -> Result<Predicate, &'static str> {
     if !kind.is_ordered() {
-        return Err("is not for columns of type jsonb");
+        return Err("cannot be used with a column of type jsonb");
     }
     if is_null(raw) {
         return Err(NOT_NULL);
     }
-    Ok(Predicate::Operator(operator, bind_bound(kind, operator.trim(), raw)?))
+    Ok(Predicate::Operator(operator, bind_range_operand(kind, operator.trim(), raw)?))
 }
 
 fn bind_pattern(operator: &'static str, kind: ColumnType, raw: &RawValue) -> Result<Predicate, &'static str> {
     if kind != ColumnType::Text {
-        return Err("is for columns of type text");
+        return Err("requires a column of type text");
     }
     match bind_non_null(kind, raw)? {
         // PostgreSQL rejects a pattern that ends with its escape character; report it as a client error here.
@@ -267,7 +270,7 @@ fn bind_pattern(operator: &'static str, kind: ColumnType, raw: &RawValue) -> Res
 }
 
 fn bind_list(kind: ColumnType, raw: &RawValue) -> Result<Predicate, &'static str> {
-    let values = elements(raw).filter(|values| values.len() <= MAX_IN_VALUES);
+    let values = array_elements(raw).filter(|values| values.len() <= MAX_IN_VALUES);
     let values = values.ok_or("must be an array of at most 1000 values")?;
     Ok(Predicate::In(values.into_iter().map(|value| bind_non_null(kind, value)).collect::<Result<_, _>>()?))
 }

@@ -1,5 +1,5 @@
-//! The bridge's parsers for `tests/fuzz`: results are plain data, against one table with a column of each type. Not in
-//! release builds.
+//! Exposes the bridge's parsers to `tests/fuzz`, with plain data as results, for one table with a column of each type.
+//! Not in release builds.
 
 use std::sync::LazyLock;
 
@@ -25,7 +25,7 @@ static TABLE: LazyLock<Table> = LazyLock::new(|| {
         ColumnType::ALL.iter().map(|kind| (format!("c_{}", kind.name()), json!(kind.name()))).collect();
     let manifest = json!({ "name": "n", "slug": "n", "version": "1", "runtime": "static",
         "storage": { "tables": { "t": { "columns": columns } } } });
-    Manifest::from_value(&manifest).expect("a manifest in order").tables.remove(0)
+    Manifest::from_value(&manifest).expect("the manifest is valid").tables.remove(0)
 });
 
 /// A generated statement.
@@ -38,10 +38,14 @@ pub struct Statement {
 }
 
 impl Statement {
-    fn of(sql: &Sql) -> Self {
+    fn from_sql(sql: &Sql) -> Self {
         let mut bytes = BytesMut::new();
-        let sent = sql.params.iter().all(|param| param.to_sql(&param.sql_type(), &mut bytes).is_ok());
-        Self { text: sql.text.clone(), params: sql.params.len(), sent_bytes: sent.then_some(bytes.len()) }
+        let can_encode = sql.params.iter().all(|param| param.to_sql(&param.sql_type(), &mut bytes).is_ok());
+        Self {
+            text: sql.text.clone(),
+            params: sql.params.len(),
+            sent_bytes: can_encode.then_some(bytes.len()),
+        }
     }
 }
 
@@ -68,11 +72,11 @@ pub fn read_request(body: &[u8]) -> Result<AcceptedRequest, String> {
         Action::Transaction(calls) => calls,
         Action::Schemas => &[],
     };
-    let schema: Name = "app_n".parse().expect("a name");
+    let schema: Name = "app_n".parse().expect("app_n is a valid name");
     let mut statements = Vec::new();
     for call in calls {
         if let Ok(plan) = plan(&schema, &TABLE, &call.operation) {
-            statements.extend(plan.statements().into_iter().map(Statement::of));
+            statements.extend(plan.statements().into_iter().map(Statement::from_sql));
         }
     }
     Ok(AcceptedRequest { action: request.action.name(), operations: calls.len(), statements })
@@ -88,16 +92,16 @@ pub fn read_filter(text: &str) -> Option<Result<(Statement, String), String>> {
     Some(filter.map_err(|error| format!("{}: {}", error.pointer, error.detail)).map(|filter| {
         let mut sql = Sql::default();
         filter.write(&mut sql);
-        (Statement::of(&sql), cursor::fingerprint(&filter))
+        (Statement::from_sql(&sql), cursor::fingerprint(&filter))
     }))
 }
 
-/// Orders to create cursors for: by nullable columns, and only by the id.
+/// The orders for which cursors are created: by nullable columns, and only by the id.
 pub const ORDERS: [&str; 2] = [r#"["c_text",{"column":"c_numeric","direction":"desc"}]"#, "[]"];
 
 fn with_order<T>(index: usize, work: impl FnOnce(&Order<'_>) -> T) -> T {
-    let raw: &RawValue = serde_json::from_str(ORDERS[index]).expect("an array");
-    work(&Order::parse(&TABLE, Some(raw)).expect("an order of the table"))
+    let raw: &RawValue = serde_json::from_str(ORDERS[index]).expect("each order is valid JSON");
+    work(&Order::parse(&TABLE, Some(raw)).expect("each order names columns of the table"))
 }
 
 /// Creates a cursor for an order of [`ORDERS`] and a filter's fingerprint.
@@ -118,22 +122,22 @@ pub fn read_cursor(
         let cursor = Cursor::decode(text, order, filter)?;
         let mut sql = Sql::default();
         order.write_after(&cursor.keys, &mut sql);
-        Ok((cursor.keys, Statement::of(&sql)))
+        Ok((cursor.keys, Statement::from_sql(&sql)))
     })
 }
 
 fn id_form(app: Option<&str>) -> IdForm {
-    app.map_or(IdForm::Plain, |app| IdForm::of_app(&IdSecret::derive(b"of a machine"), app))
+    app.map_or(IdForm::Plain, |app| IdForm::for_app(&IdSecret::derive(b"of a machine"), app))
 }
 
 /// The id of a change event, for an app or the owner.
 pub fn write_event_id(app: Option<&str>, epoch: u32, position: i64) -> String {
-    id_form(app).write(EventId { epoch: Epoch(epoch), position })
+    id_form(app).format(EventId { epoch: Epoch(epoch), position })
 }
 
 /// The epoch and position of an id.
 pub fn read_event_id(app: Option<&str>, text: &str, current: u32) -> Option<(u32, i64)> {
-    id_form(app).read(text, Epoch(current)).ok().map(|id| (id.epoch.0, id.position))
+    id_form(app).parse(text, Epoch(current)).ok().map(|id| (id.epoch.0, id.position))
 }
 
 /// An app's manifest in its normalized form, and the SQL that registers it in an empty schema.

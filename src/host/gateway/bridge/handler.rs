@@ -15,7 +15,7 @@ use super::request::{Action, BridgeRequest, TableCall};
 use super::response::{self, BridgeResponse};
 use super::service::Bridge;
 use super::{refusal, run, schemas};
-use crate::gateway::apps::{App, ChangedRows, SentWrite, WriteSize};
+use crate::gateway::apps::{App, ChangedRows, InFlightWrite, WriteSize};
 use crate::gateway::auth::{Caller, Principal};
 use crate::gateway::body;
 use svc_base::metrics::BRIDGE_ACTIONS;
@@ -60,58 +60,58 @@ async fn handle_query(
         Action::Transaction(calls) => calls,
     };
     let slug = app.unwrap_or_default();
-    allow(principal, slug)?;
+    require_access(principal, slug)?;
     let _permit = bridge.writers.admit()?;
     let app = bridge.find_app(slug)?;
     let is_transaction = matches!(action, Action::Transaction(_));
-    let locate =
-        |problem, index| if is_transaction { refusal::at_operation(problem, index) } else { problem };
+    let add_index =
+        |problem, index| if is_transaction { refusal::with_operation_index(problem, index) } else { problem };
     let mut plans = Vec::with_capacity(calls.len());
     for (index, call) in calls.iter().enumerate() {
-        plans.push(plan_call(&app, call).map_err(|problem| locate(problem, index))?);
+        plans.push(plan_call(&app, call).map_err(|problem| add_index(problem, index))?);
     }
     if calls.iter().any(|call| call.operation.adds_data()) {
         bridge.quotas.admit(|| bridge.kernel.settings(), principal, slug)?;
     }
-    let sent = record_write(bridge, slug, &plans, body.len());
+    let write = begin_write(bridge, slug, &plans, body.len());
     let uncounted = ChangedRows::default();
-    let changed = sent.as_ref().map_or(&uncounted, |sent| &sent.changed);
+    let changed = write.as_ref().map_or(&uncounted, |write| &write.changed);
     let limit = bridge.statement_timeout;
     let response = if is_transaction {
-        let ran = run::run_transaction(&app.pool, plans, limit, changed).await;
-        ran.map(|responses| response::json_response(StatusCode::OK, BridgeResponse::all(&responses))).map_err(
-            |failed| match failed.index {
-                Some(index) => refusal::at_operation(*failed.problem, index),
+        let result = run::run_transaction(&app.pool, plans, limit, changed).await;
+        result
+            .map(|responses| response::json_response(StatusCode::OK, BridgeResponse::combine(&responses)))
+            .map_err(|failed| match failed.index {
+                Some(index) => refusal::with_operation_index(*failed.problem, index),
                 None => *failed.problem,
-            },
-        )
+            })
     } else {
         let plan = plans.pop().ok_or_else(refusal::missing_row)?;
-        run::run(&app.pool, plan, limit, changed)
+        run::run_plan(&app.pool, plan, limit, changed)
             .await
             .map(|response| response::json_response(response.status, response.body))
     };
     if response.is_ok()
-        && let Some(sent) = sent
+        && let Some(write) = write
     {
-        sent.settle();
+        write.complete();
         bridge.changes.wake();
     }
     response
 }
 
 /// Counts a write against the quota before it is sent.
-fn record_write<'b>(
+fn begin_write<'b>(
     bridge: &'b Bridge,
     slug: &'b str,
     plans: &[Plan<'_>],
     body_bytes: usize,
-) -> Option<SentWrite<'b>> {
+) -> Option<InFlightWrite<'b>> {
     let rows = plans.iter().map(Plan::inserted_rows).sum();
-    let is_by_filter = plans.iter().any(Plan::is_by_filter);
+    let is_filtered_change = plans.iter().any(Plan::is_filtered_change);
     let is_write = plans.iter().any(Plan::is_write);
-    let size = WriteSize { body_bytes, rows, is_by_filter };
-    is_write.then(|| bridge.quotas.send(|| bridge.kernel.settings(), slug, size))
+    let size = WriteSize { body_bytes, rows, is_filtered_change };
+    is_write.then(|| bridge.quotas.begin_write(|| bridge.kernel.settings(), slug, size))
 }
 
 fn plan_call<'a>(app: &'a App, call: &TableCall<'_>) -> Result<Plan<'a>, Problem> {
@@ -120,13 +120,13 @@ fn plan_call<'a>(app: &'a App, call: &TableCall<'_>) -> Result<Plan<'a>, Problem
     plan::plan(&app.schema, table, &call.operation).map_err(|errors| Problem::invalid(&errors))
 }
 
-/// An app may use its own tables, an agent those of the apps that the owner granted.
-pub(super) fn allow(principal: &Principal, app: &str) -> Result<(), Problem> {
+/// Checks access to an app's tables: an app may use its own, an agent those of the apps that the owner listed.
+pub(super) fn require_access(principal: &Principal, app: &str) -> Result<(), Problem> {
     match principal {
         Principal::App { slug } if slug != app => {
             Err(Problem::new(Code::Forbidden, "An app may use only its own tables."))
         }
-        Principal::Agent { apps, .. } if !apps.iter().any(|one| one == app) => {
+        Principal::Agent { apps, .. } if !apps.iter().any(|granted| granted == app) => {
             let detail = format!("This agent may use only the tables of {}.", apps.join(", "));
             Err(Problem::new(Code::Forbidden, detail))
         }
@@ -143,11 +143,11 @@ pub(super) fn allow(principal: &Principal, app: &str) -> Result<(), Problem> {
 ///
 /// # Errors
 /// An agent with access to several apps must name one.
-pub(super) fn only_app(principal: &Principal) -> Result<Option<&str>, Problem> {
+pub(super) fn default_app(principal: &Principal) -> Result<Option<&str>, Problem> {
     match principal {
         Principal::App { slug } => Ok(Some(slug)),
         Principal::Agent { apps, .. } => match &**apps {
-            [one] => Ok(Some(one)),
+            [only] => Ok(Some(only)),
             _ => Err(Problem::field("app", format!("is required: one of {}", apps.join(", ")))),
         },
         Principal::Owner { .. }
@@ -159,19 +159,19 @@ pub(super) fn only_app(principal: &Principal) -> Result<Option<&str>, Problem> {
 
 /// Returns the schemas of all apps or of `app`; an app gets its own.
 fn schemas_response(bridge: &Bridge, principal: &Principal, app: Option<&str>) -> Result<Response, Problem> {
-    let only = match app {
+    let requested = match app {
         Some(app) => Some(app),
-        None => only_app(principal)?,
+        None => default_app(principal)?,
     };
-    let data = match only {
+    let data = match requested {
         Some(slug) => {
-            allow(principal, slug)?;
+            require_access(principal, slug)?;
             vec![schemas::schema_json(&*bridge.find_app(slug)?)]
         }
         None => {
             let snapshot = bridge.apps.snapshot();
-            if !snapshot.loaded {
-                return Err(refusal::unavailable());
+            if !snapshot.is_loaded {
+                return Err(refusal::database_unavailable());
             }
             snapshot.apps.values().map(|app| schemas::schema_json(app)).collect()
         }

@@ -4,7 +4,7 @@
 
 use serde_json::value::RawValue;
 
-use super::fields::{Fields, elements, text};
+use super::fields::{Fields, array_elements, string_value};
 use super::sql::Sql;
 use crate::gateway::apps::{Column, Table};
 use svc_http::problem::FieldError;
@@ -31,7 +31,7 @@ impl<'t> Order<'t> {
         let mut keys: Vec<(&Column, Direction)> = Vec::new();
         let entries = match raw {
             None => Vec::new(),
-            Some(raw) => elements(raw)
+            Some(raw) => array_elements(raw)
                 .filter(|entries| entries.len() <= MAX_KEYS)
                 .ok_or_else(|| field_error("/orderBy", "must be an array of at most 8 entries"))?,
         };
@@ -66,54 +66,55 @@ impl<'t> Order<'t> {
     }
 
     pub fn write(&self, sql: &mut Sql) {
-        sql.list(&self.keys, ", ", |sql, (column, direction)| {
-            sql.column(column).push(match direction {
+        sql.push_list(&self.keys, ", ", |sql, (column, direction)| {
+            sql.push_column(column).push(match direction {
                 Direction::Ascending => " ASC NULLS LAST",
                 Direction::Descending => " DESC NULLS FIRST",
             });
         });
     }
 
-    /// Writes the condition that a row comes after the one with these values of the keys.
+    /// Writes the condition that a row comes after the row with these key values.
     pub fn write_after(&self, values: &[Option<String>], sql: &mut Sql) {
-        if self.is_plain() {
+        if self.is_row_comparable() {
             self.write_row_comparison(values, sql);
         } else {
-            self.write_steps(values, sql);
+            self.write_key_comparisons(values, sql);
         }
     }
 
-    /// One direction and no nullable column: an index supports the comparison of whole rows.
-    fn is_plain(&self) -> bool {
+    /// Whether all keys have the same direction and none is nullable: an index then supports the comparison of whole
+    /// rows.
+    fn is_row_comparable(&self) -> bool {
         let first = self.keys.first().map(|(_, direction)| *direction);
         self.keys.iter().all(|(column, direction)| !column.is_nullable() && Some(*direction) == first)
     }
 
     fn write_row_comparison(&self, values: &[Option<String>], sql: &mut Sql) {
-        sql.push("(").list(&self.keys, ", ", |sql, (column, _)| {
-            sql.column(column);
+        sql.push("(").push_list(&self.keys, ", ", |sql, (column, _)| {
+            sql.push_column(column);
         });
         let descending = self.keys.first().is_some_and(|(_, d)| *d == Direction::Descending);
         sql.push(if descending { ") < (" } else { ") > (" });
-        sql.list(self.keys.iter().zip(values), ", ", |sql, ((column, _), value)| {
+        sql.push_list(self.keys.iter().zip(values), ", ", |sql, ((column, _), value)| {
             sql.bind_text(column.kind, value.clone().unwrap_or_default());
         });
         sql.push(")");
     }
 
-    /// For each key: equal in the keys before it, and after it in this one. NULL comes last ascending and first
-    /// descending.
-    fn write_steps(&self, values: &[Option<String>], sql: &mut Sql) {
+    /// A row follows if one of its keys comes after the given value and all earlier keys are equal. NULL sorts last in
+    /// ascending order and first in descending order.
+    fn write_key_comparisons(&self, values: &[Option<String>], sql: &mut Sql) {
         let keys: Vec<_> = self.keys.iter().zip(values).collect();
         sql.push("(");
-        sql.list(0..keys.len(), " OR ", |sql, last| {
+        sql.push_list(0..keys.len(), " OR ", |sql, last| {
             sql.push("(");
-            sql.list(0..=last, " AND ", |sql, index| {
+            sql.push_list(0..=last, " AND ", |sql, index| {
                 let ((column, direction), value) = &keys[index];
                 if index < last {
                     write_equal(column, value.as_deref(), sql);
                 } else {
-                    write_past(column, *direction, value.as_deref(), sql);
+                    write_key_after(column, *direction, value.as_deref(), sql);
                 }
             });
             sql.push(")");
@@ -124,34 +125,34 @@ impl<'t> Order<'t> {
 
 fn write_equal(column: &Column, value: Option<&str>, sql: &mut Sql) {
     match value {
-        Some(value) => sql.column(column).push(" = ").bind_text(column.kind, value.to_owned()),
-        None => sql.column(column).push(" IS NULL"),
+        Some(value) => sql.push_column(column).push(" = ").bind_text(column.kind, value.to_owned()),
+        None => sql.push_column(column).push(" IS NULL"),
     };
 }
 
-fn write_past(column: &Column, direction: Direction, value: Option<&str>, sql: &mut Sql) {
+fn write_key_after(column: &Column, direction: Direction, value: Option<&str>, sql: &mut Sql) {
     match (direction, value) {
         (Direction::Ascending, Some(value)) => {
-            sql.push("(").column(column).push(" > ").bind_text(column.kind, value.to_owned());
-            sql.push(" OR ").column(column).push(" IS NULL)")
+            sql.push("(").push_column(column).push(" > ").bind_text(column.kind, value.to_owned());
+            sql.push(" OR ").push_column(column).push(" IS NULL)")
         }
         (Direction::Ascending, None) => sql.push("FALSE"),
         (Direction::Descending, Some(value)) => {
-            sql.column(column).push(" < ").bind_text(column.kind, value.to_owned())
+            sql.push_column(column).push(" < ").bind_text(column.kind, value.to_owned())
         }
-        (Direction::Descending, None) => sql.column(column).push(" IS NOT NULL"),
+        (Direction::Descending, None) => sql.push_column(column).push(" IS NOT NULL"),
     };
 }
 
 fn parse_entry(raw: &RawValue, pointer: &str) -> Result<(String, Direction), FieldError> {
     let expected = "must be a column or {\"column\", \"direction\"?: \"asc\"|\"desc\"}";
-    if let Some(name) = text(raw) {
+    if let Some(name) = string_value(raw) {
         return Ok((name.into_owned(), Direction::Ascending));
     }
-    let fields = Fields::of(raw).map_err(|_| field_error(pointer, expected))?;
+    let fields = Fields::parse(raw).map_err(|_| field_error(pointer, expected))?;
     let (mut column, mut direction) = (None, Direction::Ascending);
     for (name, value) in &fields.0 {
-        match (name.as_ref(), text(value).as_deref()) {
+        match (name.as_ref(), string_value(value).as_deref()) {
             ("column", Some(name)) => column = Some(name.to_owned()),
             ("direction", Some("asc")) => direction = Direction::Ascending,
             ("direction", Some("desc")) => direction = Direction::Descending,

@@ -13,7 +13,7 @@ use crate::gateway::apps::ColumnType;
 #[derive(Clone, PartialEq)]
 pub enum Param {
     Null(ColumnType),
-    /// Also values of type numeric, which are sent as text and cast.
+    /// Also used for values of type numeric, which are sent as text and cast.
     Text(String),
     Bool(bool),
     Int4(i32),

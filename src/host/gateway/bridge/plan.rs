@@ -6,7 +6,7 @@ mod write;
 use serde_json::value::RawValue;
 
 use super::cursor::{self, Cursor};
-use super::fields::{elements, text};
+use super::fields::{array_elements, string_value};
 use super::filter::Filter;
 use super::order::Order;
 use super::param::Param;
@@ -19,6 +19,8 @@ use svc_http::problem::FieldError;
 
 const DEFAULT_LIMIT: i64 = 100;
 const MAX_LIMIT: i64 = 1000;
+/// Maximum number of entries in an array of column names.
+const MAX_NAMED_COLUMNS: usize = 256;
 
 /// The statements of an operation, and how their rows become the response.
 #[derive(Debug, PartialEq)]
@@ -47,8 +49,8 @@ pub struct InsertGroup {
     pub rows: Vec<usize>,
 }
 
-/// A page of rows: each result row is the JSON and the order columns. The query reads `limit` + 1 rows to detect a next
-/// page.
+/// A page of rows. Each result row has the row's JSON and its order columns. The query reads `limit` + 1 rows to detect
+/// a next page.
 #[derive(Debug, PartialEq)]
 pub struct FindPlan<'t> {
     pub rows: Sql,
@@ -69,7 +71,7 @@ pub struct ChangePlan {
     pub max_affected: Option<i64>,
 }
 
-/// The meaning of a change without matching rows.
+/// How a change selects its rows, which determines the response if none match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChangeTarget {
     /// The row does not exist: 404.
@@ -94,7 +96,7 @@ impl Plan<'_> {
         !matches!(self, Self::Get(_) | Self::Count(_) | Self::Find(_))
     }
 
-    /// Number of rows that the request's own values insert.
+    /// Number of rows whose values are in the request and that may be inserted.
     pub fn inserted_rows(&self) -> usize {
         match self {
             Self::Insert(_) | Self::Upsert { .. } => 1,
@@ -104,17 +106,17 @@ impl Plan<'_> {
     }
 
     /// Whether a filter selects the rows to change.
-    pub fn is_by_filter(&self) -> bool {
+    pub fn is_filtered_change(&self) -> bool {
         matches!(self, Self::Change(changed) if changed.target == ChangeTarget::Filter)
     }
 
-    /// Whether it is a single statement, which PostgreSQL executes atomically.
+    /// Whether the plan is a single statement, which PostgreSQL executes atomically.
     pub fn is_one_statement(&self) -> bool {
         !matches!(self, Self::InsertMany(groups) if groups.len() > 1)
     }
 
     /// JSON pointer to the written values in the request.
-    pub fn data(&self) -> &'static str {
+    pub fn data_pointer(&self) -> &'static str {
         if matches!(self, Self::InsertMany(_)) { "/rows" } else { "/data" }
     }
 }
@@ -136,7 +138,7 @@ pub fn plan<'t>(schema: &Name, table: &'t Table, operation: &Operation<'_>) -> R
         Operation::Delete { change } => planner.delete(change).map_err(single),
         Operation::Get { id } => planner.get(id).map_err(single),
         Operation::Count { filter } => {
-            let filter = planner.filter(*filter).map_err(single)?;
+            let filter = planner.parse_filter(*filter).map_err(single)?;
             Ok(Plan::Count(planner.count_sql(&filter)))
         }
         Operation::Find(find) => planner.find(find).map_err(single),
@@ -150,13 +152,13 @@ struct TablePlanner<'s, 't> {
 
 impl<'t> TablePlanner<'_, 't> {
     fn push_table(&self, sql: &mut Sql) {
-        sql.name(self.schema).push(".").name(&self.table.name).push(" AS \"t\"");
+        sql.push_name(self.schema).push(".").push_name(&self.table.name).push(" AS \"t\"");
     }
 
     fn get(&self, id: &RawValue) -> Result<Plan<'t>, FieldError> {
         let filter = self.id_filter(id)?;
         let mut sql = Sql::new("SELECT ");
-        sql.row_object(&self.table.columns).push(" FROM ");
+        sql.push_row_object(&self.table.columns).push(" FROM ");
         self.push_table(&mut sql);
         sql.push(" WHERE ");
         filter.write(&mut sql);
@@ -172,7 +174,7 @@ impl<'t> TablePlanner<'_, 't> {
         }
     }
 
-    fn filter(&self, raw: Option<&RawValue>) -> Result<Filter<'t>, FieldError> {
+    fn parse_filter(&self, raw: Option<&RawValue>) -> Result<Filter<'t>, FieldError> {
         raw.map_or(Ok(Filter::All(Vec::new())), |raw| Filter::parse(self.table, raw, "/filter"))
     }
 
@@ -187,9 +189,9 @@ impl<'t> TablePlanner<'_, 't> {
     }
 
     fn find(&self, find: &Find<'_>) -> Result<Plan<'t>, FieldError> {
-        let filter = self.filter(find.filter)?;
+        let filter = self.parse_filter(find.filter)?;
         let order = Order::parse(self.table, find.order_by)?;
-        let columns = self.columns(find.columns)?;
+        let columns = self.parse_selected_columns(find.columns)?;
         let limit = parse_limit(find.limit).map_err(|message| field_error("/limit", message))?;
         let fingerprint = cursor::fingerprint(&filter);
         let after = find.after.as_deref().map(|text| Cursor::decode(text, &order, &fingerprint)).transpose();
@@ -210,9 +212,9 @@ impl<'t> TablePlanner<'_, 't> {
         limit: i64,
     ) -> Sql {
         let mut sql = Sql::new("SELECT ");
-        sql.row_json();
+        sql.push_row_json();
         for (column, _) in &order.keys {
-            sql.push(", ").key(column);
+            sql.push(", ").push_order_key(column);
         }
         sql.push(" FROM (SELECT ");
         let keys = order.keys.iter().map(|(column, _)| *column);
@@ -222,8 +224,8 @@ impl<'t> TablePlanner<'_, 't> {
             .iter()
             .filter(|column| columns.contains(column) || keys.clone().any(|key| key == *column))
             .collect();
-        sql.list(needed, ", ", |sql, column| {
-            sql.column(column);
+        sql.push_list(needed, ", ", |sql, column| {
+            sql.push_column(column);
         });
         sql.push(" FROM ");
         self.push_table(&mut sql);
@@ -237,26 +239,26 @@ impl<'t> TablePlanner<'_, 't> {
         }
         sql.push(" ORDER BY ");
         order.write(&mut sql);
-        sql.push(" LIMIT ").placeholder(Param::Int8(limit + 1)).push(") AS \"t\"");
+        sql.push(" LIMIT ").push_placeholder(Param::Int8(limit + 1)).push(") AS \"t\"");
         // A lateral join is cheaper in PostgreSQL than a sub-select for each row.
-        sql.push(" CROSS JOIN LATERAL ").row_source(columns.iter().copied());
+        sql.push(" CROSS JOIN LATERAL ").push_row_source(columns.iter().copied());
         sql
     }
 
-    fn columns(&self, raw: Option<&RawValue>) -> Result<Vec<&'t Column>, FieldError> {
+    fn parse_selected_columns(&self, raw: Option<&RawValue>) -> Result<Vec<&'t Column>, FieldError> {
         match raw {
             None => Ok(self.table.columns.iter().collect()),
             Some(raw) => self.parse_columns(raw, "/columns"),
         }
     }
 
-    /// The columns named by an array, without duplicates.
+    /// Parses an array of column names and drops duplicates.
     fn parse_columns(&self, raw: &RawValue, pointer: &str) -> Result<Vec<&'t Column>, FieldError> {
-        let names = elements(raw).filter(|names| !names.is_empty() && names.len() <= 256);
-        let names = names.ok_or_else(|| field_error(pointer, "must be an array of columns"))?;
+        let names = array_elements(raw).filter(|names| !names.is_empty() && names.len() <= MAX_NAMED_COLUMNS);
+        let names = names.ok_or_else(|| field_error(pointer, "must be an array of 1 to 256 column names"))?;
         let mut columns: Vec<&Column> = Vec::with_capacity(names.len());
         for (index, name) in names.into_iter().enumerate() {
-            let column = text(name).and_then(|name| self.table.column(&name));
+            let column = string_value(name).and_then(|name| self.table.column(&name));
             let column = column
                 .ok_or_else(|| field_error(format!("{pointer}/{index}"), "is not a column of this table"))?;
             if !columns.contains(&column) {

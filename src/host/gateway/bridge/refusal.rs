@@ -1,7 +1,7 @@
 //! Translates PostgreSQL errors and other failures into problems for the caller.
 //!
-//! PostgreSQL's messages quote row values, so their text is never passed on: the response has the name of the
-//! constraint or column, the log line the SQLSTATE.
+//! PostgreSQL's messages quote row values, so their text is never passed on. The response has the name of the
+//! constraint or column, and the log line has the SQLSTATE.
 
 use serde_json::{Value, json};
 use tokio_postgres::error::{DbError, SqlState};
@@ -19,35 +19,35 @@ const RETRY_AFTER_SECONDS: u64 = 2;
 #[derive(Debug, Clone, Copy)]
 pub struct ErrorContext {
     /// JSON pointer to the written values in the request.
-    data: &'static str,
+    data_pointer: &'static str,
     is_write: bool,
 }
 
 impl ErrorContext {
     pub fn for_plan(plan: &Plan<'_>) -> Self {
-        Self { data: plan.data(), is_write: plan.is_write() }
+        Self { data_pointer: plan.data_pointer(), is_write: plan.is_write() }
     }
 
     pub fn for_commit() -> Self {
-        Self { data: "", is_write: true }
+        Self { data_pointer: "", is_write: true }
     }
 }
 
-pub fn from_pool(error: &PoolError) -> Problem {
+pub fn from_pool_error(error: &PoolError) -> Problem {
     match error {
         PoolError::Timeout => tracing::warn!("timeout waiting for a database connection"),
         PoolError::Database(_) => tracing::warn!("database unreachable"),
     }
-    unavailable()
+    database_unavailable()
 }
 
 /// The database is unreachable or overloaded.
-pub fn unavailable() -> Problem {
-    Problem::new(Code::DatabaseUnavailable, "The database cannot take this now.")
+pub fn database_unavailable() -> Problem {
+    Problem::new(Code::DatabaseUnavailable, "The database is unreachable or overloaded; try again.")
         .retry_after(RETRY_AFTER_SECONDS)
 }
 
-pub fn too_slow() -> Problem {
+pub fn statement_timed_out() -> Problem {
     Problem::new(Code::DeadlineExceeded, "The statement timed out.")
 }
 
@@ -57,7 +57,7 @@ pub fn response_too_large() -> Problem {
 }
 
 /// More rows match than `maxAffected` allows.
-pub fn too_many(max_affected: i64) -> Problem {
+pub fn too_many_rows(max_affected: i64) -> Problem {
     let detail = "More rows match than maxAffected allows; nothing was changed.";
     Problem::new(Code::Conflict, detail)
         .with("retryable", json!(false))
@@ -78,7 +78,7 @@ pub fn missing_row() -> Problem {
 }
 
 /// Adds the index of the failed operation of a transaction and makes its pointers absolute.
-pub fn at_operation(mut problem: Problem, index: usize) -> Problem {
+pub fn with_operation_index(mut problem: Problem, index: usize) -> Problem {
     if let Some(Value::Array(errors)) = problem.members.get("errors") {
         let errors: Vec<FieldError> = errors
             .iter()
@@ -92,10 +92,10 @@ pub fn at_operation(mut problem: Problem, index: usize) -> Problem {
     problem.with("operation", json!(index))
 }
 
-pub fn from_error(error: &tokio_postgres::Error, context: ErrorContext) -> Problem {
+pub fn from_database_error(error: &tokio_postgres::Error, context: ErrorContext) -> Problem {
     let Some(db_error) = error.as_db_error() else {
         tracing::warn!(closed = error.is_closed(), "database connection lost");
-        let mut problem = unavailable();
+        let mut problem = database_unavailable();
         if context.is_write {
             problem.detail =
                 "The database connection was lost: the change may or may not have been applied.".into();
@@ -114,20 +114,22 @@ pub fn from_error(error: &tokio_postgres::Error, context: ErrorContext) -> Probl
         "23503" | "23001" => {
             conflict(db_error, "Another row references this one, or the referenced row does not exist.")
         }
-        "23P01" => conflict(db_error, "Another row excludes this one."),
+        "23P01" => conflict(db_error, "The row conflicts with another row under an exclusion constraint."),
         "40001" | "40P01" | "55P03" => concurrent_change(),
-        "42501" => Problem::new(Code::Forbidden, "The app lacks the permission for this."),
+        "42501" => Problem::new(Code::Forbidden, "The app lacks the permission for this statement."),
         "42P10" => {
             Problem::field("/onConflict", "must be the columns of the primary key or of a unique index")
         }
-        "21000" => Problem::field(context.data, "contains the same row twice"),
-        "57014" => too_slow(),
+        "21000" => Problem::field(context.data_pointer, "contains the same row twice"),
+        "57014" => statement_timed_out(),
         text if text.starts_with("23") || text.starts_with("22") || text.starts_with("54") => {
             invalid(db_error, context)
         }
         // Raised by the owner's own triggers.
         text if text.starts_with("P0") => invalid(db_error, context),
-        text if text.starts_with("53") || text.starts_with("08") || text.starts_with("57P") => unavailable(),
+        text if text.starts_with("53") || text.starts_with("08") || text.starts_with("57P") => {
+            database_unavailable()
+        }
         text => {
             tracing::error!(sqlstate = text, "unexpected database error");
             Problem::new(Code::Internal, "The failure is logged under this request id.")
@@ -156,8 +158,8 @@ fn invalid(db_error: &DbError, context: ErrorContext) -> Problem {
         _ => "was rejected by the database",
     };
     let pointer = match db_error.column() {
-        Some(column) if context.data == "/data" => format!("/data/{}", escape_segment(column)),
-        _ if context.is_write => context.data.to_owned(),
+        Some(column) if context.data_pointer == "/data" => format!("/data/{}", escape_segment(column)),
+        _ if context.is_write => context.data_pointer.to_owned(),
         _ => String::new(),
     };
     let problem = Problem::invalid(&[FieldError { pointer, detail: detail.to_owned() }]);

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 
 use serde_json::value::RawValue;
 
-use super::fields::{Fields, elements, text};
+use super::fields::{Fields, array_elements, string_value};
 use super::filter::escape_segment;
 use svc_http::problem::{FieldError, Problem};
 
@@ -22,7 +22,7 @@ pub struct BridgeRequest<'a> {
 #[derive(Debug)]
 pub enum Action<'a> {
     Table(TableCall<'a>),
-    /// All operations or none.
+    /// Applies all operations or none.
     Transaction(Vec<TableCall<'a>>),
     Schemas,
 }
@@ -68,7 +68,7 @@ pub enum Operation<'a> {
 }
 
 impl Operation<'_> {
-    /// Whether it adds or changes rows.
+    /// Whether the operation adds or changes rows.
     pub fn adds_data(&self) -> bool {
         match self {
             Self::Insert { .. } | Self::InsertMany { .. } | Self::Upsert { .. } | Self::Update { .. } => true,
@@ -126,8 +126,8 @@ pub enum Returning {
     Rows,
 }
 
-/// An action and its fields besides `action`, `app` and `table` (`transaction` and `schemas` have no `table`). Inside a
-/// transaction an operation has the same fields without `app`.
+/// An action and its fields, except `action`, `app` and `table` (`transaction` and `schemas` have no `table`). In a
+/// transaction, an operation has the same fields without `app`.
 pub struct ActionShape {
     pub action: &'static str,
     pub required: &'static [&'static str],
@@ -164,7 +164,8 @@ impl<'a> BridgeRequest<'a> {
             Problem::field("", format!("is not JSON: line {} column {}", error.line(), error.column()))
         })?;
         let mut errors = Vec::new();
-        let request = Reader::open(raw, String::new(), &mut errors).and_then(|mut reader| reader.request());
+        let request =
+            Reader::open(raw, String::new(), &mut errors).and_then(|mut reader| reader.read_request());
         match request {
             Some(request) if errors.is_empty() => Ok(request),
             _ => Err(Problem::invalid(&errors)),
@@ -181,7 +182,7 @@ struct Reader<'a, 'w> {
 
 impl<'a, 'w> Reader<'a, 'w> {
     fn open(raw: &'a RawValue, pointer: String, errors: &'w mut Vec<FieldError>) -> Option<Self> {
-        match Fields::of(raw) {
+        match Fields::parse(raw) {
             Ok(fields) => Some(Self { fields, pointer, errors }),
             Err(reason) => {
                 errors.push(FieldError { pointer, detail: reason.to_owned() });
@@ -190,8 +191,8 @@ impl<'a, 'w> Reader<'a, 'w> {
         }
     }
 
-    fn request(&mut self) -> Option<BridgeRequest<'a>> {
-        let shape = self.shape(|_| true)?;
+    fn read_request(&mut self) -> Option<BridgeRequest<'a>> {
+        let shape = self.read_shape(|_| true)?;
         match shape.action {
             "schemas" => {
                 self.reject_unknown(shape, &["app"]);
@@ -199,35 +200,36 @@ impl<'a, 'w> Reader<'a, 'w> {
             }
             "transaction" => {
                 self.reject_unknown(shape, &["app"]);
-                let app = self.required_text("app");
-                let operations = self.operations()?;
+                let app = self.require_text("app");
+                let operations = self.read_operations()?;
                 Some(BridgeRequest { app: Some(app?), action: Action::Transaction(operations) })
             }
             _ => {
                 self.reject_unknown(shape, &["app", "table"]);
-                let app = self.required_text("app");
-                let call = self.call(shape);
+                let app = self.require_text("app");
+                let call = self.read_call(shape);
                 Some(BridgeRequest { app: Some(app?), action: Action::Table(call?) })
             }
         }
     }
 
-    /// The shape of the named action, if `allowed` here.
-    fn shape(&mut self, allowed: impl Fn(&str) -> bool) -> Option<&'static ActionShape> {
-        let action = self.required_text("action")?;
+    /// Reads `action` and returns its shape, if the action is `allowed` here.
+    fn read_shape(&mut self, allowed: impl Fn(&str) -> bool) -> Option<&'static ActionShape> {
+        let action = self.require_text("action")?;
         let mut known = ACTIONS.iter().filter(|shape| allowed(shape.action));
         if let Some(shape) = known.clone().find(|shape| shape.action == action) {
             return Some(shape);
         }
         let first = known.next().map_or("", |shape| shape.action);
         let names = known.fold(first.to_owned(), |names, shape| names + ", " + shape.action);
-        self.error("action", format!("is not an action; the actions are {names}"))
+        self.reject("action", format!("is not an action; the actions are {names}"))
     }
 
-    fn operations(&mut self) -> Option<Vec<TableCall<'a>>> {
-        let raw = self.required("operations")?;
-        let Some(all) = elements(raw).filter(|all| (1..=MAX_OPERATIONS).contains(&all.len())) else {
-            return self.error("operations", format!("must be an array of 1 to {MAX_OPERATIONS} operations"));
+    fn read_operations(&mut self) -> Option<Vec<TableCall<'a>>> {
+        let raw = self.require("operations")?;
+        let Some(all) = array_elements(raw).filter(|all| (1..=MAX_OPERATIONS).contains(&all.len())) else {
+            return self
+                .reject("operations", format!("must be an array of 1 to {MAX_OPERATIONS} operations"));
         };
         let pointer = format!("{}/operations", self.pointer);
         let mut calls = Vec::with_capacity(all.len());
@@ -235,63 +237,63 @@ impl<'a, 'w> Reader<'a, 'w> {
             let Some(mut reader) = Reader::open(raw, format!("{pointer}/{index}"), self.errors) else {
                 continue;
             };
-            let Some(shape) = reader.shape(|action| !matches!(action, "transaction" | "schemas")) else {
+            let Some(shape) = reader.read_shape(|action| !matches!(action, "transaction" | "schemas")) else {
                 continue;
             };
             reader.reject_unknown(shape, &["table"]);
-            calls.extend(reader.call(shape));
+            calls.extend(reader.read_call(shape));
         }
         Some(calls)
     }
 
-    fn call(&mut self, shape: &ActionShape) -> Option<TableCall<'a>> {
-        let table = self.required_text("table");
+    fn read_call(&mut self, shape: &ActionShape) -> Option<TableCall<'a>> {
+        let table = self.require_text("table");
         let operation = match shape.action {
-            "insert" => self.required("data").map(|data| Operation::Insert { data }),
-            "insertMany" => self.required("rows").map(|rows| Operation::InsertMany { rows }),
-            "upsert" => self.upsert(),
-            "get" => self.required("id").map(|id| Operation::Get { id }),
+            "insert" => self.require("data").map(|data| Operation::Insert { data }),
+            "insertMany" => self.require("rows").map(|rows| Operation::InsertMany { rows }),
+            "upsert" => self.read_upsert(),
+            "get" => self.require("id").map(|id| Operation::Get { id }),
             "count" => Some(Operation::Count { filter: self.field("filter") }),
             "update" => {
-                let (data, change) = (self.required("data"), self.change());
+                let (data, change) = (self.require("data"), self.read_change());
                 Some(Operation::Update { data: data?, change: change? })
             }
-            "delete" => Some(Operation::Delete { change: self.change()? }),
-            _ => Some(Operation::Find(self.find())),
+            "delete" => Some(Operation::Delete { change: self.read_change()? }),
+            _ => Some(Operation::Find(self.read_find())),
         };
         Some(TableCall { table: table?, operation: operation? })
     }
 
-    fn upsert(&mut self) -> Option<Operation<'a>> {
-        let (data, on_conflict) = (self.required("data"), self.required("onConflict"));
+    fn read_upsert(&mut self) -> Option<Operation<'a>> {
+        let (data, on_conflict) = (self.require("data"), self.require("onConflict"));
         let resolution = match self.optional_text("resolution").as_deref() {
             None | Some("merge") => Resolution::Merge,
             Some("ignore") => Resolution::Ignore,
-            Some(_) => self.error("resolution", "must be \"merge\" or \"ignore\"").unwrap_or_default(),
+            Some(_) => self.reject("resolution", "must be \"merge\" or \"ignore\"").unwrap_or_default(),
         };
         Some(Operation::Upsert { data: data?, on_conflict: on_conflict?, resolution })
     }
 
-    fn change(&mut self) -> Option<ChangeRequest<'a>> {
+    fn read_change(&mut self) -> Option<ChangeRequest<'a>> {
         let rows = match (self.field("id"), self.field("filter")) {
             (Some(id), None) => Some(RowSelector::Id(id)),
             (None, Some(filter)) => Some(RowSelector::Filter(filter)),
-            (None, None) => self.error("filter", "is required unless id is given"),
-            (Some(_), Some(_)) => self.error("filter", "must not be combined with id"),
+            (None, None) => self.reject("filter", "is required unless id is given"),
+            (Some(_), Some(_)) => self.reject("filter", "must not be combined with id"),
         };
         let returning = match self.field("returning").map(RawValue::get) {
             None | Some("false") => Some(Returning::Number),
             Some("true") => Some(Returning::Rows),
-            Some(_) => self.error("returning", "must be true or false"),
+            Some(_) => self.reject("returning", "must be true or false"),
         };
         Some(ChangeRequest { rows: rows?, max_affected: self.field("maxAffected"), returning: returning? })
     }
 
-    fn find(&mut self) -> Find<'a> {
+    fn read_find(&mut self) -> Find<'a> {
         let count = match self.optional_text("count").as_deref() {
             None => CountMode::No,
             Some("exact") => CountMode::Exact,
-            Some(_) => self.error("count", "must be \"exact\"").unwrap_or_default(),
+            Some(_) => self.reject("count", "must be \"exact\"").unwrap_or_default(),
         };
         Find {
             filter: self.field("filter"),
@@ -303,7 +305,8 @@ impl<'a, 'w> Reader<'a, 'w> {
         }
     }
 
-    fn error<T>(&mut self, field: &str, detail: impl Into<String>) -> Option<T> {
+    /// Reports an error in a field; always returns `None`.
+    fn reject<T>(&mut self, field: &str, detail: impl Into<String>) -> Option<T> {
         self.errors.push(FieldError { pointer: format!("{}/{field}", self.pointer), detail: detail.into() });
         None
     }
@@ -312,18 +315,18 @@ impl<'a, 'w> Reader<'a, 'w> {
         self.fields.0.iter().find(|(known, _)| known == name).map(|(_, value)| *value)
     }
 
-    fn required(&mut self, name: &str) -> Option<&'a RawValue> {
-        self.field(name).or_else(|| self.error(name, "is required"))
+    fn require(&mut self, name: &str) -> Option<&'a RawValue> {
+        self.field(name).or_else(|| self.reject(name, "is required"))
     }
 
-    fn required_text(&mut self, name: &str) -> Option<Cow<'a, str>> {
-        let raw = self.required(name)?;
-        text(raw).or_else(|| self.error(name, "must be a string"))
+    fn require_text(&mut self, name: &str) -> Option<Cow<'a, str>> {
+        let raw = self.require(name)?;
+        string_value(raw).or_else(|| self.reject(name, "must be a string"))
     }
 
     fn optional_text(&mut self, name: &str) -> Option<Cow<'a, str>> {
         let raw = self.field(name)?;
-        text(raw).or_else(|| self.error(name, "must be a string"))
+        string_value(raw).or_else(|| self.reject(name, "must be a string"))
     }
 
     fn reject_unknown(&mut self, shape: &ActionShape, always: &[&'static str]) {
@@ -333,14 +336,15 @@ impl<'a, 'w> Reader<'a, 'w> {
         };
         for (name, _) in self.fields.0.iter().filter(|(name, _)| !known(name)) {
             let pointer = format!("{}/{}", self.pointer, escape_segment(name));
-            let detail = format!("is not a field of this action; it takes {}", fields_of(shape, always));
+            let detail =
+                format!("is not a field of this action; it takes {}", join_field_names(shape, always));
             self.errors.push(FieldError { pointer, detail });
         }
     }
 }
 
-/// The fields of an action as text.
-fn fields_of(shape: &ActionShape, always: &[&'static str]) -> String {
+/// Joins the names of an action's fields.
+fn join_field_names(shape: &ActionShape, always: &[&'static str]) -> String {
     let all = ["action"].iter().chain(always).chain(shape.required).chain(shape.optional);
     all.copied().collect::<Vec<_>>().join(", ")
 }
@@ -378,14 +382,15 @@ mod tests {
 
     #[test]
     fn parse_requires_either_id_or_filter() {
-        let of = |more: &str| format!(r#"{{"action":"delete","app":"a","table":"t"{more}}}"#);
+        let delete_request = |more: &str| format!(r#"{{"action":"delete","app":"a","table":"t"{more}}}"#);
         assert!(
-            errors_of(&of("")).contains("/filter is required") || errors_of(&of("")).contains("/filter:")
+            errors_of(&delete_request("")).contains("/filter is required")
+                || errors_of(&delete_request("")).contains("/filter:")
         );
-        assert!(errors_of(&of(r#","id":"x","filter":{}"#)).contains("combined with id"));
-        assert!(errors_of(&of(r#","id":"x","returning":1"#)).contains("/returning"));
-        assert!(errors_of(&of(r#","id":"x","data":{}"#)).contains("/data"));
-        assert!(BridgeRequest::parse(of(r#","id":"x","maxAffected":1"#).as_bytes()).is_ok());
+        assert!(errors_of(&delete_request(r#","id":"x","filter":{}"#)).contains("combined with id"));
+        assert!(errors_of(&delete_request(r#","id":"x","returning":1"#)).contains("/returning"));
+        assert!(errors_of(&delete_request(r#","id":"x","data":{}"#)).contains("/data"));
+        assert!(BridgeRequest::parse(delete_request(r#","id":"x","maxAffected":1"#).as_bytes()).is_ok());
     }
 
     #[test]
@@ -399,10 +404,10 @@ mod tests {
             assert!(text.contains(part), "{part} in {text}");
         }
         let many = vec![r#"{"action":"count","table":"t"}"#; 51].join(",");
-        let of =
+        let transaction =
             |operations: &str| format!(r#"{{"action":"transaction","app":"a","operations":[{operations}]}}"#);
-        assert!(errors_of(&of(&many)).contains("1 to 50"));
-        assert!(errors_of(&of("")).contains("1 to 50"));
+        assert!(errors_of(&transaction(&many)).contains("1 to 50"));
+        assert!(errors_of(&transaction("")).contains("1 to 50"));
     }
 
     #[test]

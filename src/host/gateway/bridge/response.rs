@@ -33,12 +33,12 @@ pub struct BridgeResponse {
     pub status: StatusCode,
     pub body: Bytes,
     /// Whether PostgreSQL's result was read to the end.
-    pub is_whole: bool,
+    pub is_fully_read: bool,
 }
 
 impl BridgeResponse {
     fn ok(body: impl Into<Bytes>) -> Self {
-        Self { status: StatusCode::OK, body: body.into(), is_whole: true }
+        Self { status: StatusCode::OK, body: body.into(), is_fully_read: true }
     }
 
     fn created(body: impl Into<Bytes>) -> Self {
@@ -46,18 +46,18 @@ impl BridgeResponse {
     }
 
     /// Combines the responses of a transaction.
-    pub fn all(responses: &[Self]) -> Bytes {
+    pub fn combine(responses: &[Self]) -> Bytes {
         let size: usize = responses.iter().map(|response| response.body.len() + 1).sum();
         let mut body = BytesMut::with_capacity(size + 16);
         body.put_slice(b"{\"data\":");
-        put_list(&mut body, responses.iter().map(|response| response.body.as_ref()));
+        put_json_array(&mut body, responses.iter().map(|response| response.body.as_ref()));
         body.put_u8(b'}');
         body.freeze()
     }
 }
 
-/// The bytes that the response may still use and the counter of changed rows. The operations of a transaction share one
-/// budget.
+/// The number of bytes that the response may still use, and the counter of changed rows. The operations of a
+/// transaction share one budget.
 #[derive(Debug)]
 pub struct ResponseBudget<'c> {
     bytes: AtomicUsize,
@@ -74,7 +74,7 @@ impl<'c> ResponseBudget<'c> {
     }
 
     /// Reserves all of `bytes` or fails.
-    fn claim(&self, bytes: usize) -> Result<(), Problem> {
+    fn reserve(&self, bytes: usize) -> Result<(), Problem> {
         if bytes > self.bytes.load(Ordering::Relaxed) {
             return Err(refusal::response_too_large());
         }
@@ -109,8 +109,8 @@ impl<'p, 't> PreparedPlan<'p, 't> {
         let mut statements = Vec::with_capacity(1);
         for sql in plan.statements() {
             let types = || sql.params.iter().map(Param::sql_type).collect();
-            let statement = connection.statement(&sql.text, types).await;
-            statements.push(statement.map_err(|error| refusal::from_error(&error, context))?);
+            let statement = connection.prepare_cached(&sql.text, types).await;
+            statements.push(statement.map_err(|error| refusal::from_database_error(&error, context))?);
         }
         Ok(Self { plan, statements })
     }
@@ -155,7 +155,7 @@ pub async fn execute(
             let count = executor.query_number(statement, sql).await?;
             Ok(BridgeResponse::ok(wrap_data(format!("{{\"count\":{count}}}").as_bytes())))
         }
-        // These reserve bytes row by row.
+        // These plans consume the budget row by row.
         (Plan::Find(page), [rows, count @ ..]) => {
             return executor.find_page(page, rows, count.first(), budget).await;
         }
@@ -166,7 +166,7 @@ pub async fn execute(
     }?;
     // The plan bounds a single response, and a write outside a transaction is already committed.
     if mode == ExecutionMode::InTransaction {
-        budget.claim(response.body.len())?;
+        budget.reserve(response.body.len())?;
     }
     Ok(response)
 }
@@ -178,17 +178,17 @@ impl Executor<'_> {
         groups: &[InsertGroup],
         statements: &[Statement],
     ) -> Result<BridgeResponse, Problem> {
-        let each =
+        let queries =
             groups.iter().zip(statements).map(|(group, statement)| self.query_rows(statement, &group.sql));
         let mut created: Vec<(usize, Row)> = Vec::new();
-        for (group, rows) in groups.iter().zip(join_all(each).await) {
+        for (group, rows) in groups.iter().zip(join_all(queries).await) {
             created.extend(group.rows.iter().copied().zip(rows?));
         }
         created.sort_unstable_by_key(|(index, _)| *index);
         let rows = created.iter().map(|(_, row)| self.row_json(row)).collect::<Result<Vec<_>, _>>()?;
         let mut body = BytesMut::with_capacity(rows.iter().map(|row| row.len() + 1).sum::<usize>() + 16);
         body.put_slice(b"{\"data\":");
-        put_list(&mut body, rows.into_iter());
+        put_json_array(&mut body, rows.into_iter());
         body.put_u8(b'}');
         Ok(BridgeResponse::created(body))
     }
@@ -241,11 +241,14 @@ impl Executor<'_> {
         let (mut filled, count) = future::try_join(self.fill_page(page, rows, budget), counted).await?;
         let body = &mut filled.body;
         body.put_slice(b"],\"nextCursor\":");
-        match filled.last {
+        match filled.last_keys {
             Some(keys) => {
                 let cursor = Cursor::new(&page.order, &page.filter, keys).encode();
                 let cursor = cursor.ok_or_else(|| {
-                    Problem::field("/orderBy", "cannot be used for paging: a value in it is too long")
+                    Problem::field(
+                        "/orderBy",
+                        "cannot be used for paging: a value of its columns is too long",
+                    )
                 })?;
                 body.put_u8(b'"');
                 body.put_slice(cursor.as_bytes());
@@ -257,7 +260,7 @@ impl Executor<'_> {
             body.put_slice(format!(",\"count\":{count}").as_bytes());
         }
         body.put_u8(b'}');
-        Ok(BridgeResponse { is_whole: filled.is_whole, ..BridgeResponse::ok(filled.body) })
+        Ok(BridgeResponse { is_fully_read: filled.is_fully_read, ..BridgeResponse::ok(filled.body) })
     }
 
     /// Reads rows until the page has its limit or the byte budget is used; the cursor continues in both cases.
@@ -267,21 +270,22 @@ impl Executor<'_> {
         statement: &Statement,
         budget: &ResponseBudget<'_>,
     ) -> Result<PageBuffer, Problem> {
-        let refused = |error: tokio_postgres::Error| refusal::from_error(&error, self.context);
-        let mut rows = pin!(self.send_query(statement, &page.rows).await.map_err(refused)?);
-        let mut filled = PageBuffer { body: BytesMut::with_capacity(4096), last: None, is_whole: true };
+        let to_problem = |error: tokio_postgres::Error| refusal::from_database_error(&error, self.context);
+        let mut rows = pin!(self.send_query(statement, &page.rows).await.map_err(to_problem)?);
+        let mut filled =
+            PageBuffer { body: BytesMut::with_capacity(4096), last_keys: None, is_fully_read: true };
         filled.body.put_slice(b"{\"data\":[");
         let (mut listed_rows, mut last_row) = (0, None::<Row>);
         let mut has_more = false;
-        while let Some(row) = rows.try_next().await.map_err(refused)? {
+        while let Some(row) = rows.try_next().await.map_err(to_problem)? {
             if has_more {
                 continue;
             }
             // A page has at least one row; otherwise its cursor would not advance.
             if listed_rows == page.limit || (listed_rows > 0 && !budget.has_room()) {
                 has_more = true;
-                filled.is_whole = listed_rows == page.limit;
-                if filled.is_whole {
+                filled.is_fully_read = listed_rows == page.limit;
+                if filled.is_fully_read {
                     continue;
                 }
                 break;
@@ -298,7 +302,7 @@ impl Executor<'_> {
         let keys = |row: Row| {
             (1..=page.order.keys.len()).map(|index| key_text(&row, index)).collect::<Result<_, _>>()
         };
-        filled.last = last_row.filter(|_| has_more).map(keys).transpose().map_err(refused)?;
+        filled.last_keys = last_row.filter(|_| has_more).map(keys).transpose().map_err(to_problem)?;
         Ok(filled)
     }
 
@@ -308,20 +312,20 @@ impl Executor<'_> {
         statement: &Statement,
         budget: &ResponseBudget<'_>,
     ) -> Result<BridgeResponse, Problem> {
-        let refused = |error: tokio_postgres::Error| refusal::from_error(&error, self.context);
-        let mut stream = pin!(self.send_query(statement, &changed.sql).await.map_err(refused)?);
+        let to_problem = |error: tokio_postgres::Error| refusal::from_database_error(&error, self.context);
+        let mut stream = pin!(self.send_query(statement, &changed.sql).await.map_err(to_problem)?);
         let column = usize::from(changed.max_affected.is_some());
         let (mut matched, mut affected, mut listed) = (0_i64, 0_i64, 0_usize);
         let mut rows = BytesMut::new();
-        while let Some(row) = stream.try_next().await.map_err(refused)? {
+        while let Some(row) = stream.try_next().await.map_err(to_problem)? {
             if changed.max_affected.is_some() {
-                matched = row.try_get(0).map_err(refused)?;
+                matched = row.try_get(0).map_err(to_problem)?;
             }
             match changed.returning {
-                Returning::Number => affected = row.try_get(column).map_err(refused)?,
+                Returning::Number => affected = row.try_get(column).map_err(to_problem)?,
                 Returning::Rows => {
                     let Some(RawJson(json)) =
-                        row.try_get::<_, Option<RawJson<'_>>>(column).map_err(refused)?
+                        row.try_get::<_, Option<RawJson<'_>>>(column).map_err(to_problem)?
                     else {
                         continue;
                     };
@@ -338,7 +342,7 @@ impl Executor<'_> {
             }
         }
         match changed.max_affected {
-            Some(max) if matched > max => return Err(refusal::too_many(max)),
+            Some(max) if matched > max => return Err(refusal::too_many_rows(max)),
             None if changed.returning == Returning::Number => {
                 affected = stream.rows_affected().unwrap_or(0).try_into().unwrap_or(i64::MAX);
             }
@@ -363,8 +367,8 @@ impl Executor<'_> {
     }
 
     async fn query_rows(self, statement: &Statement, sql: &Sql) -> Result<Vec<Row>, Problem> {
-        let ran = async { self.send_query(statement, sql).await?.try_collect().await };
-        ran.await.map_err(|error| refusal::from_error(&error, self.context))
+        let rows = async { self.send_query(statement, sql).await?.try_collect().await };
+        rows.await.map_err(|error| refusal::from_database_error(&error, self.context))
     }
 
     /// The statement is sent by the first poll.
@@ -375,21 +379,22 @@ impl Executor<'_> {
     async fn query_number(self, statement: &Statement, sql: &Sql) -> Result<i64, Problem> {
         let rows = self.query_rows(statement, sql).await?;
         let row = rows.first().ok_or_else(refusal::missing_row)?;
-        row.try_get(0).map_err(|error| refusal::from_error(&error, self.context))
+        row.try_get(0).map_err(|error| refusal::from_database_error(&error, self.context))
     }
 
     fn row_json(self, row: &Row) -> Result<&[u8], Problem> {
-        let raw: RawJson<'_> = row.try_get(0).map_err(|error| refusal::from_error(&error, self.context))?;
+        let raw: RawJson<'_> =
+            row.try_get(0).map_err(|error| refusal::from_database_error(&error, self.context))?;
         Ok(raw.0)
     }
 }
 
-/// The rows of a page read up to now.
+/// The rows of a page that have been read so far.
 struct PageBuffer {
     body: BytesMut,
     /// The order keys of the last row, if more rows follow.
-    last: Option<Vec<Option<String>>>,
-    is_whole: bool,
+    last_keys: Option<Vec<Option<String>>>,
+    is_fully_read: bool,
 }
 
 fn row_not_found() -> Problem {
@@ -409,7 +414,7 @@ impl<'a> FromSql<'a> for RawJson<'a> {
     }
 }
 
-fn put_list<'a>(body: &mut BytesMut, items: impl Iterator<Item = &'a [u8]>) {
+fn put_json_array<'a>(body: &mut BytesMut, items: impl Iterator<Item = &'a [u8]>) {
     body.put_u8(b'[');
     for (index, item) in items.enumerate() {
         if index > 0 {

@@ -1,5 +1,5 @@
-//! Executes plans with the app's role: a single statement in one round trip on a shared connection, several as one
-//! transaction in two round trips on an exclusive connection.
+//! Executes plans with the app's role: a single statement in one round trip on a shared connection, several statements
+//! as one transaction in two round trips on an exclusive connection.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ impl ExecutionError {
 ///
 /// # Errors
 /// The problem to return to the caller.
-pub async fn run(
+pub async fn run_plan(
     pool: &Arc<Pool>,
     plan: Plan<'_>,
     statement_timeout: Duration,
@@ -48,10 +48,10 @@ pub async fn run(
     }
     let started = Instant::now();
     loop {
-        match attempt(pool, &plan, statement_timeout, changed).await {
+        match try_run(pool, &plan, statement_timeout, changed).await {
             Attempt::Ended(response) => return response,
             Attempt::Interrupted if started.elapsed() < statement_timeout => {}
-            Attempt::Interrupted => return Err(refusal::too_slow()),
+            Attempt::Interrupted => return Err(refusal::statement_timed_out()),
         }
     }
 }
@@ -62,7 +62,7 @@ enum Attempt {
     Interrupted,
 }
 
-async fn attempt(
+async fn try_run(
     pool: &Arc<Pool>,
     plan: &Plan<'_>,
     statement_timeout: Duration,
@@ -70,18 +70,18 @@ async fn attempt(
 ) -> Attempt {
     let mut lease = match pool.lease().await {
         Ok(lease) => lease,
-        Err(error) => return Attempt::Ended(Err(refusal::from_pool(&error))),
+        Err(error) => return Attempt::Ended(Err(refusal::from_pool_error(&error))),
     };
     lease.begin();
     let single = async {
-        let ready = PreparedPlan::prepare(&lease, plan).await?;
-        execute(&lease, ready, ExecutionMode::Single, &ResponseBudget::new(changed)).await
+        let prepared = PreparedPlan::prepare(&lease, plan).await?;
+        execute(&lease, prepared, ExecutionMode::Single, &ResponseBudget::new(changed)).await
     };
-    // A lease dropped unsettled, here or by a disconnected client, cancels its statement.
+    // A lease that is dropped before it is settled, here or because the client disconnects, cancels its statement.
     let Ok(response) = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, single).await else {
-        return Attempt::Ended(Err(refusal::too_slow()));
+        return Attempt::Ended(Err(refusal::statement_timed_out()));
     };
-    if response.as_ref().map_or(true, |response| response.is_whole) {
+    if response.as_ref().map_or(true, |response| response.is_fully_read) {
         lease.settle();
     }
     match response {
@@ -95,18 +95,19 @@ async fn attempt(
 /// Executes plans in order, all or nothing, within one statement timeout.
 ///
 /// # Errors
-/// [`ExecutionError`]; nothing was changed then.
+/// [`ExecutionError`]. After an error, nothing was changed.
 pub async fn run_transaction(
     pool: &Arc<Pool>,
     plans: Vec<Plan<'_>>,
     statement_timeout: Duration,
     changed: &ChangedRows,
 ) -> Result<Vec<BridgeResponse>, ExecutionError> {
-    let whole = |problem| ExecutionError::new(None, problem);
-    let mut lease = pool.lease_exclusive().await.map_err(|error| whole(refusal::from_pool(&error)))?;
+    let without_index = |problem| ExecutionError::new(None, problem);
+    let mut lease =
+        pool.lease_exclusive().await.map_err(|error| without_index(refusal::from_pool_error(&error)))?;
     let all = execute_transaction(&mut lease, &plans, changed);
-    let ran = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, all).await;
-    ran.unwrap_or_else(|_| Err(whole(refusal::too_slow())))
+    let result = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, all).await;
+    result.unwrap_or_else(|_| Err(without_index(refusal::statement_timed_out())))
 }
 
 async fn execute_transaction(
@@ -115,24 +116,25 @@ async fn execute_transaction(
     changed: &ChangedRows,
 ) -> Result<Vec<BridgeResponse>, ExecutionError> {
     lease.begin();
-    let ready = match prepare_all(lease, plans).await {
-        Ok(ready) => ready,
+    let prepared = match prepare_all(lease, plans).await {
+        Ok(prepared) => prepared,
         Err(failed) => {
             // No transaction was started.
             lease.settle();
             return Err(failed);
         }
     };
-    let ran = pipeline(lease, ready, changed).await;
-    let end = if ran.is_ok() { "COMMIT" } else { "ROLLBACK" };
+    let result = send_pipelined(lease, prepared, changed).await;
+    let end = if result.is_ok() { "COMMIT" } else { "ROLLBACK" };
     // A failed transaction acknowledges COMMIT without an error, so each statement's own result counts.
     let ended = lease.client.batch_execute(end).await;
     if ended.is_ok() || ended.as_ref().is_err_and(|error| error.as_db_error().is_some()) {
         lease.settle();
     }
-    let responses = ran?;
-    let refused = |error| ExecutionError::new(None, refusal::from_error(&error, ErrorContext::for_commit()));
-    ended.map_err(refused)?;
+    let responses = result?;
+    let to_execution_error =
+        |error| ExecutionError::new(None, refusal::from_database_error(&error, ErrorContext::for_commit()));
+    ended.map_err(to_execution_error)?;
     Ok(responses)
 }
 
@@ -142,14 +144,14 @@ async fn prepare_all<'p, 't>(
 ) -> Result<Vec<PreparedPlan<'p, 't>>, ExecutionError> {
     let mut all = Vec::with_capacity(plans.len());
     for (index, plan) in plans.iter().enumerate() {
-        let ready = PreparedPlan::prepare(connection, plan).await;
-        all.push(ready.map_err(|problem| ExecutionError::new(Some(index), problem))?);
+        let prepared = PreparedPlan::prepare(connection, plan).await;
+        all.push(prepared.map_err(|problem| ExecutionError::new(Some(index), problem))?);
     }
     Ok(all)
 }
 
 /// Sends `BEGIN` and all statements before the first result is read.
-async fn pipeline(
+async fn send_pipelined(
     connection: &Connection,
     all: Vec<PreparedPlan<'_, '_>>,
     changed: &ChangedRows,
@@ -157,15 +159,17 @@ async fn pipeline(
     let budget = ResponseBudget::new(changed);
     let begin = async {
         let started = connection.client.batch_execute("BEGIN").await;
-        started.map(|()| None).map_err(|error| refusal::from_error(&error, ErrorContext::for_commit()))
+        started
+            .map(|()| None)
+            .map_err(|error| refusal::from_database_error(&error, ErrorContext::for_commit()))
     };
-    let steps = all.into_iter().map(|ready| {
-        let step = execute(connection, ready, ExecutionMode::InTransaction, &budget);
+    let steps = all.into_iter().map(|prepared| {
+        let step = execute(connection, prepared, ExecutionMode::InTransaction, &budget);
         step.map(|response| response.map(Some)).boxed()
     });
-    let ran = poll_in_order(std::iter::once(begin.boxed()).chain(steps).collect()).await;
-    let mut responses = Vec::with_capacity(ran.len());
-    for (index, result) in ran.into_iter().enumerate() {
+    let results = poll_in_order(std::iter::once(begin.boxed()).chain(steps).collect()).await;
+    let mut responses = Vec::with_capacity(results.len());
+    for (index, result) in results.into_iter().enumerate() {
         let response = result.map_err(|problem| ExecutionError::new(index.checked_sub(1), problem))?;
         responses.extend(response);
     }
@@ -176,14 +180,14 @@ async fn pipeline(
 async fn poll_in_order<T>(futures: Vec<Pin<Box<dyn Future<Output = T> + Send + '_>>>) -> Vec<T> {
     let mut all: Vec<_> = futures.into_iter().map(|future| (future, None)).collect();
     std::future::poll_fn(|cx| {
-        let mut is_ready = true;
+        let mut are_all_ready = true;
         for (future, result) in all.iter_mut().filter(|(_, result)| result.is_none()) {
             match future.as_mut().poll(cx) {
                 Poll::Ready(value) => *result = Some(value),
-                Poll::Pending => is_ready = false,
+                Poll::Pending => are_all_ready = false,
             }
         }
-        if is_ready { Poll::Ready(()) } else { Poll::Pending }
+        if are_all_ready { Poll::Ready(()) } else { Poll::Pending }
     })
     .await;
     all.into_iter().filter_map(|(_, result)| result).collect()

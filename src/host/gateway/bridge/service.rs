@@ -34,7 +34,7 @@ impl Bridge {
         let snapshot = self.apps.snapshot();
         match snapshot.apps.get(slug) {
             Some(app) => Ok(app.clone()),
-            None if !snapshot.loaded => Err(refusal::unavailable()),
+            None if !snapshot.is_loaded => Err(refusal::database_unavailable()),
             None => Err(Problem::new(Code::NotFound, "There is no such app.")),
         }
     }

@@ -5,7 +5,7 @@ use base64::engine::general_purpose::STANDARD;
 use jiff::{RoundMode, Timestamp, TimestampRound, Unit};
 use serde_json::value::RawValue;
 
-use super::fields::{is_null, text};
+use super::fields::{is_null, string_value};
 use super::param::Param;
 use crate::gateway::apps::ColumnType;
 
@@ -14,7 +14,7 @@ use crate::gateway::apps::ColumnType;
 const MAX_DIGITS: i64 = 1000;
 const TOO_MANY_DIGITS: &str = "must have at most 1000 digits before the point and after it";
 /// 0001-01-01T00:00:00Z in Unix seconds. PostgreSQL prints earlier times as "BC".
-const YEAR_ONE: i64 = -62_135_596_800;
+const YEAR_ONE_SECONDS: i64 = -62_135_596_800;
 
 /// Converts a value to the parameter for a column of type `kind`.
 ///
@@ -25,44 +25,53 @@ pub fn bind(kind: ColumnType, raw: &RawValue) -> Result<Param, &'static str> {
         return Ok(Param::Null(kind));
     }
     match kind {
-        ColumnType::Text => string(raw, "must be a string without NUL"),
+        ColumnType::Text => bind_text(raw, "must be a string without NUL"),
         ColumnType::Boolean => match raw.get() {
             "true" => Ok(Param::Bool(true)),
             "false" => Ok(Param::Bool(false)),
             _ => Err("must be true or false"),
         },
-        ColumnType::Integer => parse_as(raw.get(), Param::Int4, "must be an integer of 32 bits"),
+        ColumnType::Integer => parse_as(raw.get(), Param::Int4, "must be a 32-bit integer"),
         ColumnType::Bigint => {
-            let expected = "must be an integer of 64 bits, or a string of one";
-            parse_as(&text(raw).ok_or(expected).or_else(|_| number(raw, expected))?, Param::Int8, expected)
+            let expected = "must be a 64-bit integer, or a string that contains one";
+            parse_as(
+                &string_value(raw).ok_or(expected).or_else(|_| number_text(raw, expected))?,
+                Param::Int8,
+                expected,
+            )
         }
-        ColumnType::Numeric => numeric(raw),
-        ColumnType::Double => double(raw),
+        ColumnType::Numeric => bind_numeric(raw),
+        ColumnType::Double => bind_double(raw),
         ColumnType::Date => {
             let expected = "must be a date, YYYY-MM-DD";
-            let text = text(raw).ok_or(expected)?;
+            let text = string_value(raw).ok_or(expected)?;
             let day: jiff::civil::Date = text.parse().map_err(|_| expected)?;
-            // Only one notation, and no year before 1, which PostgreSQL would print as "BC".
+            // Accept only one notation, and no year before 1, which PostgreSQL would print as "BC".
             if day.to_string() == text && day.year() >= 1 { Ok(Param::Date(day)) } else { Err(expected) }
         }
-        ColumnType::Timestamptz => timestamp(raw, Unit::Millisecond, RoundMode::HalfExpand),
+        ColumnType::Timestamptz => bind_timestamp(raw, Unit::Millisecond, RoundMode::HalfExpand),
         ColumnType::Jsonb if json_expansion(raw.get()).is_none() => Err(TOO_MANY_DIGITS),
         ColumnType::Jsonb => Ok(Param::Jsonb(raw.get().to_owned())),
-        ColumnType::Uuid => parse_as(&text(raw).ok_or("must be a UUID")?, Param::Uuid, "must be a UUID"),
+        ColumnType::Uuid => {
+            parse_as(&string_value(raw).ok_or("must be a UUID")?, Param::Uuid, "must be a UUID")
+        }
         ColumnType::Bytea => {
-            let expected = "must be a string of base64 (RFC 4648, with padding)";
-            let text = text(raw).ok_or(expected)?;
+            let expected = "must be a base64 string (RFC 4648, with padding)";
+            let text = string_value(raw).ok_or(expected)?;
             STANDARD.decode(text.as_bytes()).map(Param::Bytea).map_err(|_| expected)
         }
     }
 }
 
-fn string(raw: &RawValue, expected: &'static str) -> Result<Param, &'static str> {
-    let text = text(raw).filter(|text| !text.contains('\0')).ok_or(expected)?;
+fn bind_text(raw: &RawValue, expected: &'static str) -> Result<Param, &'static str> {
+    let text = string_value(raw).filter(|text| !text.contains('\0')).ok_or(expected)?;
     Ok(Param::Text(text.into_owned()))
 }
 
-fn number<'a>(raw: &'a RawValue, expected: &'static str) -> Result<std::borrow::Cow<'a, str>, &'static str> {
+fn number_text<'a>(
+    raw: &'a RawValue,
+    expected: &'static str,
+) -> Result<std::borrow::Cow<'a, str>, &'static str> {
     let text = raw.get();
     if text.starts_with(|c: char| c == '-' || c.is_ascii_digit()) { Ok(text.into()) } else { Err(expected) }
 }
@@ -76,9 +85,9 @@ fn parse_as<T: std::str::FromStr>(
 }
 
 /// A number of any length: a JSON number, or a string that contains one.
-fn numeric(raw: &RawValue) -> Result<Param, &'static str> {
-    let expected = "must be a number, or a string of one";
-    let text = text(raw).ok_or(expected).or_else(|_| number(raw, expected))?;
+fn bind_numeric(raw: &RawValue) -> Result<Param, &'static str> {
+    let expected = "must be a number, or a string that contains one";
+    let text = string_value(raw).ok_or(expected).or_else(|_| number_text(raw, expected))?;
     // JSON's number grammar is a subset of PostgreSQL's.
     let is_number = text.starts_with(|c: char| c == '-' || c.is_ascii_digit())
         && serde_json::from_str::<&RawValue>(&text).is_ok_and(|parsed| parsed.get() == text);
@@ -89,8 +98,7 @@ fn numeric(raw: &RawValue) -> Result<Param, &'static str> {
     }
 }
 
-/// The number of bytes that PostgreSQL's output of a JSON number has more than its input; `None` if it has too many
-/// digits.
+/// By how many bytes PostgreSQL's output of a JSON number exceeds its input; `None` if the number has too many digits.
 fn number_expansion(number: &str) -> Option<usize> {
     let unsigned = number.trim_start_matches('-');
     let (digits, exponent) = unsigned.split_once(['e', 'E']).unwrap_or((unsigned, "0"));
@@ -107,34 +115,34 @@ fn number_expansion(number: &str) -> Option<usize> {
     usize::try_from(printed.saturating_sub(length(unsigned))).ok().or(Some(0))
 }
 
-/// The number of bytes that a value in the response has more than in the request, because of exponents.
-pub fn expansion(kind: ColumnType, param: &Param) -> usize {
-    let more = match (kind, param) {
+/// By how many bytes a value in the response exceeds the value in the request, because exponents are expanded.
+pub fn expansion_bytes(kind: ColumnType, param: &Param) -> usize {
+    let bytes = match (kind, param) {
         (ColumnType::Numeric, Param::Text(number)) => number_expansion(number),
         (ColumnType::Jsonb, Param::Jsonb(json)) => json_expansion(json),
         _ => None,
     };
-    more.unwrap_or(0)
+    bytes.unwrap_or(0)
 }
 
-/// [`number_expansion`] of all numbers in a JSON text; `None` if one has too many digits.
+/// The sum of [`number_expansion`] over all numbers in a JSON text; `None` if one has too many digits.
 fn json_expansion(json: &str) -> Option<usize> {
     let bytes = json.as_bytes();
-    let (mut at, mut more) = (0, 0);
-    while let Some(byte) = bytes.get(at) {
-        let rest = &bytes[at + 1..];
-        at += 1 + match byte {
+    let (mut index, mut added) = (0, 0);
+    while let Some(byte) = bytes.get(index) {
+        let rest = &bytes[index + 1..];
+        index += 1 + match byte {
             b'"' => string_length(rest),
             b'-' | b'0'..=b'9' => {
                 let is_part = |byte: &&u8| matches!(byte, b'0'..=b'9' | b'.' | b'e' | b'E' | b'+' | b'-');
                 let length = rest.iter().take_while(is_part).count();
-                more += number_expansion(&json[at..=at + length])?;
+                added += number_expansion(&json[index..=index + length])?;
                 length
             }
             _ => 0,
         };
     }
-    Some(more)
+    Some(added)
 }
 
 /// The length of the rest of a JSON string, including its closing quote.
@@ -148,9 +156,9 @@ fn string_length(rest: &[u8]) -> usize {
     end.map_or(rest.len(), |end| end + 1)
 }
 
-fn double(raw: &RawValue) -> Result<Param, &'static str> {
+fn bind_double(raw: &RawValue) -> Result<Param, &'static str> {
     let expected = "must be a number, or one of \"NaN\", \"Infinity\", \"-Infinity\"";
-    if let Some(text) = text(raw) {
+    if let Some(text) = string_value(raw) {
         return match text.as_ref() {
             "NaN" => Ok(Param::Double(f64::NAN)),
             "Infinity" => Ok(Param::Double(f64::INFINITY)),
@@ -158,7 +166,7 @@ fn double(raw: &RawValue) -> Result<Param, &'static str> {
             _ => Err(expected),
         };
     }
-    let value: f64 = number(raw, expected)?.parse().map_err(|_| expected)?;
+    let value: f64 = number_text(raw, expected)?.parse().map_err(|_| expected)?;
     if value.is_finite() { Ok(Param::Double(value)) } else { Err("is out of range for a double") }
 }
 
@@ -167,21 +175,21 @@ fn double(raw: &RawValue) -> Result<Param, &'static str> {
 ///
 /// # Errors
 /// A message that says what the value must be.
-pub fn bind_bound(kind: ColumnType, operator: &str, raw: &RawValue) -> Result<Param, &'static str> {
+pub fn bind_range_operand(kind: ColumnType, operator: &str, raw: &RawValue) -> Result<Param, &'static str> {
     if kind != ColumnType::Timestamptz || is_null(raw) {
         return bind(kind, raw);
     }
     // For times in whole microseconds, `x < t` is equivalent to `x < ceil(t)`, and `x > t` to `x > floor(t)`.
     let mode = if matches!(operator, "<" | ">=") { RoundMode::Ceil } else { RoundMode::Floor };
-    timestamp(raw, Unit::Microsecond, mode)
+    bind_timestamp(raw, Unit::Microsecond, mode)
 }
 
 /// Columns store milliseconds: rounding lets the same text find the stored value.
-fn timestamp(raw: &RawValue, unit: Unit, mode: RoundMode) -> Result<Param, &'static str> {
-    let expected = "must be a time, RFC 3339 with an offset, in the years 1 to 9999";
-    let at: Timestamp = text(raw).ok_or(expected)?.parse().map_err(|_| expected)?;
+fn bind_timestamp(raw: &RawValue, unit: Unit, mode: RoundMode) -> Result<Param, &'static str> {
+    let expected = "must be an RFC 3339 time with an offset, in the years 1 to 9999";
+    let at: Timestamp = string_value(raw).ok_or(expected)?.parse().map_err(|_| expected)?;
     let at = at.round(TimestampRound::new().smallest(unit).mode(mode)).map_err(|_| expected)?;
-    if at.as_second() >= YEAR_ONE { Ok(Param::Timestamp(at)) } else { Err(expected) }
+    if at.as_second() >= YEAR_ONE_SECONDS { Ok(Param::Timestamp(at)) } else { Err(expected) }
 }
 
 #[cfg(test)]
@@ -211,8 +219,8 @@ mod tests {
         let given = r#""2026-01-02T03:04:05.6789004+01:00""#;
         assert_eq!(bind_json(C::Timestamptz, given), at("2026-01-02T02:04:05.679Z"));
         let raw = || serde_json::from_str(given).unwrap();
-        assert_eq!(bind_bound(C::Timestamptz, "<", raw()), at("2026-01-02T02:04:05.678901Z"));
-        assert_eq!(bind_bound(C::Timestamptz, "<=", raw()), at("2026-01-02T02:04:05.678900Z"));
+        assert_eq!(bind_range_operand(C::Timestamptz, "<", raw()), at("2026-01-02T02:04:05.678901Z"));
+        assert_eq!(bind_range_operand(C::Timestamptz, "<=", raw()), at("2026-01-02T02:04:05.678900Z"));
         assert_eq!(bind_json(C::Jsonb, "null"), Ok(Param::Null(C::Jsonb)));
     }
 
@@ -229,7 +237,7 @@ mod tests {
             assert_eq!(bind_json(C::Jsonb, &format!("[{text}]")), Err(TOO_MANY_DIGITS), "{text}");
         }
         assert_eq!(json_expansion(r#"[1e3, -1e5, 12.5e1, -0.1e-2, 15, "1e9"]"#), Some(1 + 3));
-        // Digits in a string are no number.
+        // Digits in a string are not a number.
         for text in [r#"{"1e131071": "1e131071"}"#, r#"["\\", "\"1e131071", true, null]"#] {
             assert!(bind_json(C::Jsonb, text).is_ok(), "{text}");
         }

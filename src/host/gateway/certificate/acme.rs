@@ -22,13 +22,13 @@ use serde::{Deserialize, Serialize};
 use crate::system::layout::Layout;
 use svc_base::fsx;
 use svc_http::body::read_response;
-use svc_http::certificate::{CertificateSwitch, ChallengeGuard, signing_request};
+use svc_http::certificate::{CertificateSwitch, ChallengeGuard, create_signing_request};
 use svc_http::client::{self, Deadlines};
 use svc_wire::heartbeat::{AcmeSettings, ExternalAccount};
 
 const DEADLINES: Deadlines = Deadlines {
     connect: Duration::from_secs(5),
-    whole: Some(Duration::from_secs(30)),
+    total: Some(Duration::from_secs(30)),
     idle: Duration::from_secs(30),
 };
 const MAX_RESPONSE_BYTES: usize = 256 << 10;
@@ -56,11 +56,11 @@ impl CertificateRequest<'_> {
     /// # Errors
     /// Why no certificate was issued. The error contains no secrets.
     pub async fn issue(&self) -> anyhow::Result<String> {
-        let issuing = tokio::time::timeout(ISSUE_TIMEOUT, self.order());
+        let issuing = tokio::time::timeout(ISSUE_TIMEOUT, self.complete_order());
         issuing.await.map_err(|_| anyhow!("the authority did not issue a certificate in 5 minutes"))?
     }
 
-    async fn order(&self) -> anyhow::Result<String> {
+    async fn complete_order(&self) -> anyhow::Result<String> {
         let mut order = match self.place_order().await {
             Err(error) if is_account_refused(&error) => {
                 fsx::remove_if_exists(&self.layout.acme_account())?;
@@ -76,7 +76,7 @@ impl CertificateRequest<'_> {
             Ok(_) | Err(Error::Api(_)) => return Err(self.explain_refusal(&mut order, ready.err()).await),
             Err(error) => return Err(error).context("wait for the validation of the name"),
         }
-        let request = signing_request(self.name, self.key_pem)?;
+        let request = create_signing_request(self.name, self.key_pem)?;
         order.finalize_csr(&request.der).await.context("the authority refused the certificate request")?;
         order.poll_certificate(&POLL_POLICY).await.context("wait for the certificate")
     }
@@ -124,7 +124,7 @@ impl CertificateRequest<'_> {
         }
     }
 
-    /// The stored account, or a new one, which is stored before it is used.
+    /// Opens the stored account, or creates one and stores it before it is used.
     async fn open_account(&self) -> anyhow::Result<Account> {
         let settings = self.settings;
         let contact: Vec<&str> = settings.contact.iter().map(String::as_str).collect();
@@ -188,14 +188,15 @@ impl StoredAccount {
         })
     }
 
-    /// An unreadable file counts as none: a new account costs nothing.
+    /// A file that cannot be parsed counts as missing: a new account costs nothing.
     fn read(layout: &Layout) -> anyhow::Result<Option<Self>> {
         Ok(fsx::read_if_exists(&layout.acme_account())?.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
     fn is_for(&self, settings: &AcmeSettings) -> bool {
         self.directory_url == settings.directory_url
-            && self.external_key_id.as_ref() == settings.external_account.as_ref().map(|one| &one.key_id)
+            && self.external_key_id.as_ref()
+                == settings.external_account.as_ref().map(|external| &external.key_id)
     }
 
     fn write(&self, layout: &Layout) -> anyhow::Result<()> {
@@ -231,7 +232,7 @@ async fn send(client: reqwest::Client, request: Request<BodyWrapper<Bytes>>) -> 
     let (mut head, ()) = http::Response::new(()).into_parts();
     head.status = response.status();
     head.headers = std::mem::take(response.headers_mut());
-    // The library adds it to the present time, which must not overflow.
+    // The library adds the delay to the current time, and the sum must not overflow.
     let retry_after =
         head.headers.get(RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
     if retry_after.is_some_and(|seconds| seconds > MAX_RETRY_AFTER_SECONDS) {

@@ -1,7 +1,7 @@
 //! Keeps the gateway's certificate current: from the operator's file, or from the authority.
 //!
-//! Invariant: the presented certificate is replaced only by a usable chain, and a trusted one only by a trusted one. A
-//! failed request changes nothing.
+//! Invariant: the presented certificate is replaced only by a usable chain, and a trusted certificate only by a trusted
+//! one. A failed request changes nothing.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ use svc_wire::host::{CertificateSource, HostCertificate};
 
 /// How often settings, file and schedule are checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// How often the presented chain is verified again: it expires, and the machine's clock may be set.
+/// How often the presented chain is verified again: it expires, and the machine's clock may be corrected.
 const VERIFY_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The inputs of a [`CertificateKeeper`].
@@ -50,7 +50,7 @@ pub struct CertificateKeeper {
     switch: Arc<CertificateSwitch>,
     verifier: ChainVerifier,
     presented: Presented,
-    /// The content of the operator's file, and the name, that were checked last.
+    /// The content of the operator's file and the host name that were checked last.
     checked_file: Option<(Option<Vec<u8>>, Option<String>)>,
     attempts: Attempts,
     error: Option<String>,
@@ -69,22 +69,22 @@ struct Verification {
 struct Presented {
     source: CertificateSource,
     chain: Chain,
-    /// The directory of the authority that issued it, if it is known.
+    /// The directory of the authority that issued the chain, if known.
     directory: Option<String>,
 }
 
-/// Starts the first line of the stored chain, which names the ACME directory. PEM parsers ignore text outside of
+/// Prefix of the stored chain's first line, which names the ACME directory. PEM parsers ignore text outside of
 /// certificates (RFC 7468).
 const DIRECTORY_LINE: &str = "Directory: ";
 
-const LOSES_TRUST: &str = "is not trusted by this machine's roots, but the presented certificate is";
+const NOT_TRUSTED: &str = "is not trusted by this machine's roots, but the presented certificate is";
 
 /// The schedule of requests under the same settings.
 struct Attempts {
     /// The settings as JSON; a change resets the backoff.
     settings: Option<String>,
-    pauses: backon::ExponentialBackoff,
-    /// After a failure, or after a change of the settings.
+    delays: backon::ExponentialBackoff,
+    /// Set after a failure, or after a change of the settings.
     retry_at: Option<Timestamp>,
 }
 
@@ -92,18 +92,23 @@ impl CertificateKeeper {
     /// Presents the stored chain, if there is one for this key.
     ///
     /// # Errors
-    /// If the machine's own certificate or the trusted roots cannot be read.
+    /// The machine's self-signed certificate or the trusted roots cannot be read.
     pub fn start(config: KeeperConfig, identity: Identity) -> anyhow::Result<Self> {
         let switch = CertificateSwitch::new(&identity)?;
-        let own = Chain::from_pem(identity.cert_pem.as_bytes()).context("the certificate")?;
+        let self_signed =
+            Chain::from_pem(identity.cert_pem.as_bytes()).context("parse the self-signed certificate")?;
         let pin = identity.pin()?;
         let attempts =
-            Attempts { settings: None, pauses: schedule::retry_delays(config.first_retry), retry_at: None };
+            Attempts { settings: None, delays: schedule::retry_delays(config.first_retry), retry_at: None };
         let mut keeper = Self {
             pin,
             switch,
             verifier: ChainVerifier::new(SSL_CERT_FILE.from_process().map(PathBuf::from))?,
-            presented: Presented { source: CertificateSource::SelfSigned, chain: own, directory: None },
+            presented: Presented {
+                source: CertificateSource::SelfSigned,
+                chain: self_signed,
+                directory: None,
+            },
             checked_file: None,
             attempts,
             error: None,
@@ -112,7 +117,7 @@ impl CertificateKeeper {
             identity,
             config,
         };
-        let settings = certificate::settings(&keeper.config.layout);
+        let settings = certificate::read_settings(&keeper.config.layout);
         keeper.load_stored_chain(&settings);
         keeper.resume_backoff(&settings);
         Ok(keeper)
@@ -137,23 +142,23 @@ impl CertificateKeeper {
     }
 
     async fn check(&mut self) {
-        let settings = certificate::settings(&self.config.layout);
+        let settings = certificate::read_settings(&self.config.layout);
         if let Some(file) = self.config.file.clone() {
             self.check_file(&file, &settings);
         } else if let Some((name, acme)) = settings.host_name.clone().zip(settings.acme.clone()) {
-            let text = text_of(&settings);
-            if self.attempts.settings.as_ref() != Some(&text) {
-                self.attempts.settings = Some(text);
+            let json = settings_json(&settings);
+            if self.attempts.settings.as_ref() != Some(&json) {
+                self.attempts.settings = Some(json);
                 self.attempts.reset(self.config.first_retry);
                 let machine = self.config.machine.unwrap_or_default().0;
-                self.attempts.retry_at = Some(schedule::first_request(Timestamp::now(), machine));
+                self.attempts.retry_at = Some(schedule::first_request_time(Timestamp::now(), machine));
             }
             self.store_chain();
             self.request_if_due(&settings, &name, &acme).await;
         } else {
             self.error = None;
         }
-        self.report(&settings);
+        self.publish_status(&settings);
     }
 
     /// Presents the chain that was stored before a restart, even if it has expired.
@@ -190,7 +195,7 @@ impl CertificateKeeper {
         let at: Option<Timestamp> = last.next_attempt_at.and_then(|at| at.parse().ok());
         self.attempts.retry_at =
             at.filter(|at| at.duration_since(Timestamp::now()) <= schedule::MAX_RETRY_DELAY);
-        self.attempts.settings = Some(text_of(settings));
+        self.attempts.settings = Some(settings_json(settings));
         self.error = last.error;
     }
 
@@ -202,11 +207,11 @@ impl CertificateKeeper {
 
     fn check_file(&mut self, file: &Path, settings: &CertificateSettings) {
         let content = read_limited(file);
-        let seen = (content.as_ref().ok().cloned(), settings.host_name.clone());
-        if self.checked_file.as_ref() == Some(&seen) {
+        let input = (content.as_ref().ok().cloned(), settings.host_name.clone());
+        if self.checked_file.as_ref() == Some(&input) {
             return;
         }
-        self.checked_file = Some(seen);
+        self.checked_file = Some(input);
         let mut is_temporary = false;
         let loaded = content.and_then(|pem| {
             let chain = Chain::from_pem(&pem).map_err(|error| error.to_string())?;
@@ -220,17 +225,17 @@ impl CertificateKeeper {
             checked.map_err(|error| error.to_string())?;
             if name.is_some_and(|name| self.loses_trust(&chain, name)) {
                 is_temporary = true;
-                return Err(LOSES_TRUST.to_owned());
+                return Err(NOT_TRUSTED.to_owned());
             }
             Ok(chain)
         });
         if is_temporary {
-            // Time passes, the machine's clock may be set, and the presented certificate expires.
+            // Check the file again: time passes, the clock may be corrected, and the presented certificate may expire.
             self.checked_file = None;
         }
         match loaded {
             Ok(chain) => {
-                tracing::info!(file = %file.display(), until = %chain.not_after(), "certificate read from its file");
+                tracing::info!(file = %file.display(), until = %chain.not_after(), "certificate loaded from its file");
                 self.present(CertificateSource::File, chain);
                 self.error = None;
             }
@@ -244,7 +249,7 @@ impl CertificateKeeper {
         }
     }
 
-    /// Whether the presented chain is trusted, and this one is not: a wrong directory, or missing intermediates.
+    /// Whether the presented chain is trusted and this one is not, as with a wrong directory or missing intermediates.
     fn loses_trust(&self, chain: &Chain, name: &str) -> bool {
         let is_trusted = |chain: &Chain| chain.verify(&self.verifier, name).is_ok();
         is_trusted(&self.presented.chain) && !is_trusted(chain)
@@ -256,28 +261,28 @@ impl CertificateKeeper {
         }
         // The router passes validations through only to a registered machine.
         let Some(machine) = self.config.machine else { return };
-        if registration::accepted(&self.config.layout, machine).is_none() {
+        if registration::read_accepted(&self.config.layout, machine).is_none() {
             return;
         }
-        // Recorded first: a gateway that is killed in the middle must not order again at its next start.
-        let pause = self.attempts.next_pause();
-        self.attempts.schedule_retry(pause);
-        self.report(settings);
+        // Record the attempt first: a gateway that is killed during the request must not order again at its next start.
+        let delay = self.attempts.next_delay();
+        self.attempts.schedule_retry(delay);
+        self.publish_status(settings);
         match self.request(name, acme).await {
             Ok((chain, pem)) => {
                 tracing::info!(name, until = %chain.not_after(), "certificate issued");
                 self.present(CertificateSource::Acme, chain);
                 self.presented.directory = Some(acme.directory_url.clone());
                 self.attempts.reset(self.config.first_retry);
-                // A certificate whose renewal is already due must not be ordered again and again.
-                let pause = self.attempts.next_pause();
-                self.attempts.schedule_retry(pause);
+                // If the renewal of the new certificate is already due, it must not be ordered in a loop.
+                let delay = self.attempts.next_delay();
+                self.attempts.schedule_retry(delay);
                 self.error = None;
                 self.unstored = Some(format!("{DIRECTORY_LINE}{}\n{pem}", acme.directory_url));
                 self.store_chain();
             }
             Err(error) => {
-                let at = self.attempts.schedule_retry(pause);
+                let at = self.attempts.schedule_retry(delay);
                 let why = untrusted_text::bounded(&error_chain(&error));
                 tracing::warn!(name, error = why, next = %at, "certificate request failed; still presenting the previous certificate");
                 self.error = Some(why);
@@ -285,7 +290,8 @@ impl CertificateKeeper {
         }
     }
 
-    /// Stores an issued chain. It is presented already; without it, a restart requests another one.
+    /// Stores an issued chain, which is already presented. If it is not stored, the gateway requests another one after
+    /// a restart.
     fn store_chain(&mut self) {
         let Some(text) = &self.unstored else { return };
         match fsx::write_atomic(&self.config.layout.tls_chain(), text.as_bytes(), 0o600) {
@@ -302,14 +308,14 @@ impl CertificateKeeper {
         self.error = None;
     }
 
-    /// When the next certificate is requested; `None`: now.
+    /// When the next certificate is requested; `None` means now.
     fn next_attempt(&self, name: &str, acme: &AcmeSettings) -> Option<Timestamp> {
         let Presented { source, chain, directory } = &self.presented;
         let is_ours = *source == CertificateSource::Acme
             && directory.as_ref().is_none_or(|issuer| *issuer == acme.directory_url)
             && chain.check(self.pin, name, chain.not_before()).is_ok();
         let machine = self.config.machine.unwrap_or_default().0;
-        let renewal = is_ours.then(|| schedule::renew_at(chain.not_before(), chain.not_after(), machine));
+        let renewal = is_ours.then(|| schedule::renewal_time(chain.not_before(), chain.not_after(), machine));
         // Ignore a later time: the clock was ahead when it was computed.
         let latest = Timestamp::now() + schedule::MAX_RETRY_DELAY;
         renewal.max(self.attempts.retry_at.filter(|at| *at <= latest))
@@ -323,16 +329,17 @@ impl CertificateKeeper {
             CertificateRequest { layout, settings, name, key_pem, switch: &self.switch }.issue().await?;
         let chain = Chain::from_pem(pem.as_bytes());
         let chain = chain.and_then(|chain| match chain.check(self.pin, name, Timestamp::now()) {
-            // This machine's clock is behind.
+            // If the chain is not yet valid, this machine's clock is behind.
             Ok(()) | Err(ChainError::NotYetValid(_)) => Ok(chain),
             Err(error) => Err(error),
         });
         let chain = chain.map_err(|error| anyhow::anyhow!("the issued certificate {error}"))?;
-        anyhow::ensure!(!self.loses_trust(&chain, name), "the issued certificate {LOSES_TRUST}");
+        anyhow::ensure!(!self.loses_trust(&chain, name), "the issued certificate {NOT_TRUSTED}");
         Ok((chain, pem))
     }
 
-    fn report(&mut self, settings: &CertificateSettings) {
+    /// Updates the metrics and the recorded state of the certificate.
+    fn publish_status(&mut self, settings: &CertificateSettings) {
         let name = settings.host_name.as_deref();
         let is_trusted = match &self.last_verification {
             Some(last) if last.at.elapsed() < VERIFY_INTERVAL && last.name.as_deref() == name => {
@@ -367,32 +374,32 @@ impl CertificateKeeper {
 
 impl Attempts {
     fn reset(&mut self, first_retry: Duration) {
-        self.pauses = schedule::retry_delays(first_retry);
+        self.delays = schedule::retry_delays(first_retry);
         self.retry_at = None;
     }
 
-    fn next_pause(&mut self) -> SignedDuration {
-        let pause = self.pauses.next().and_then(|pause| SignedDuration::try_from(pause).ok());
-        pause.unwrap_or(schedule::MAX_RETRY_DELAY)
+    fn next_delay(&mut self) -> SignedDuration {
+        let delay = self.delays.next().and_then(|delay| SignedDuration::try_from(delay).ok());
+        delay.unwrap_or(schedule::MAX_RETRY_DELAY)
     }
 
-    /// Schedules the next attempt after this pause.
-    fn schedule_retry(&mut self, pause: SignedDuration) -> Timestamp {
-        let at = Timestamp::now() + pause;
+    /// Schedules the next attempt after this delay.
+    fn schedule_retry(&mut self, delay: SignedDuration) -> Timestamp {
+        let at = Timestamp::now() + delay;
         self.retry_at = Some(at);
         at
     }
 }
 
-fn text_of(settings: &CertificateSettings) -> String {
-    serde_json::to_string(settings).expect("plain fields are JSON")
+fn settings_json(settings: &CertificateSettings) -> String {
+    serde_json::to_string(settings).expect("settings can be serialized")
 }
 
 fn error_chain(error: &anyhow::Error) -> String {
     chain::chain(AsRef::<dyn std::error::Error>::as_ref(error))
 }
 
-/// The content of the operator's file, or why it cannot be read.
+/// Reads the operator's file up to the maximum size of a chain. The error says why it cannot be read.
 fn read_limited(file: &Path) -> Result<Vec<u8>, String> {
     use std::io::Read;
     let mut content = Vec::new();

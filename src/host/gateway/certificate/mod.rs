@@ -1,8 +1,8 @@
-//! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration. Certificate
-//! chains from an authority are for the same key: see [`keeper`].
+//! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration.
+//! Certificate chains from an authority are for the same key: see [`keeper`].
 //!
 //! The key is written before the certificate, and the pair is used only when both exist: a crash between the two writes
-//! leaves no key that was ever used.
+//! leaves a key that was never used.
 
 mod acme;
 mod keeper;
@@ -16,7 +16,7 @@ use crate::system::certificate;
 use crate::system::layout::Layout;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx;
-use svc_http::certificate::signing_request;
+use svc_http::certificate::create_signing_request;
 use svc_http::tls::{self, Identity};
 
 /// Reads the machine's certificate or creates it.
@@ -39,14 +39,14 @@ pub fn load_or_create(layout: &Layout) -> anyhow::Result<Identity> {
 /// # Errors
 /// The machine has no name or no key yet, or its key cannot be read.
 pub fn print_csr(layout: &Layout) -> Result<(), Failure> {
-    let Some(name) = certificate::settings(layout).host_name else {
+    let Some(name) = certificate::read_settings(layout).host_name else {
         let error = anyhow!("this machine has no name: set HOST_DOMAIN on the platform");
         return Err(Failure::new(Exit::Config, error));
     };
     let path = layout.tls_key();
     let key = std::fs::read_to_string(&path);
     let key = key.with_context(|| format!("read {}", path.display())).or_exit(Exit::Unavailable)?;
-    print!("{}", signing_request(&name, &key).or_exit(Exit::Internal)?.pem);
+    print!("{}", create_signing_request(&name, &key).or_exit(Exit::Internal)?.pem);
     Ok(())
 }
 

@@ -6,16 +6,17 @@ use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use jiff::{SignedDuration, Timestamp};
 use uuid::Uuid;
 
-/// A certificate of 90 days is renewed this long before its end, a shorter one with a third of its lifetime left.
+/// A certificate with a lifetime of at least 90 days is renewed this long before it expires; a shorter one, when a
+/// third of its lifetime remains.
 const RENEW_BEFORE: SignedDuration = SignedDuration::from_hours(30 * 24);
-/// A younger machine has just registered.
-const NEW_MACHINE: SignedDuration = SignedDuration::from_hours(1);
-const FIRST_SPREAD: Duration = Duration::from_secs(600);
+/// A machine younger than this has just registered.
+const NEW_MACHINE_AGE: SignedDuration = SignedDuration::from_hours(1);
+const FIRST_REQUEST_SPREAD: Duration = Duration::from_secs(600);
 const MAX_BASE_DELAY: Duration = Duration::from_secs(6 * 3600);
 
-/// When a certificate is renewed. To spread machines that were created together, it is renewed earlier by up to a tenth of
-/// that time, by the machine's id.
-pub fn renew_at(not_before: Timestamp, not_after: Timestamp, machine: Uuid) -> Timestamp {
+/// When a certificate is renewed. To spread the requests of machines that were created together, it is renewed earlier
+/// by up to a tenth of the time before it expires, depending on the machine's id.
+pub fn renewal_time(not_before: Timestamp, not_after: Timestamp, machine: Uuid) -> Timestamp {
     let lifetime = not_after.duration_since(not_before);
     let before = (lifetime / 3).min(RENEW_BEFORE);
     let spread = before.as_millis() / 10;
@@ -25,17 +26,17 @@ pub fn renew_at(not_before: Timestamp, not_after: Timestamp, machine: Uuid) -> T
     not_after - before - earlier
 }
 
-/// When the first certificate under new settings is requested. The machines of a fleet that gets the settings all at once
-/// are spread over some minutes by their ids; a new machine does not wait.
-pub fn first_request(now: Timestamp, machine: Uuid) -> Timestamp {
+/// When the first certificate under new settings is requested. If a whole fleet gets the settings at the same time, its
+/// machines are spread over ten minutes by their ids; a new machine does not wait.
+pub fn first_request_time(now: Timestamp, machine: Uuid) -> Timestamp {
     let created = machine.get_timestamp().map(|time| time.to_unix().0);
     let age = created
         .and_then(|at| Some(now.duration_since(Timestamp::from_second(i64::try_from(at).ok()?).ok()?)));
-    if age.is_none_or(|age| age < NEW_MACHINE) {
+    if age.is_none_or(|age| age < NEW_MACHINE_AGE) {
         return now;
     }
     let share = u32::try_from(machine.as_u128() % 1000).unwrap_or(0);
-    now + SignedDuration::try_from(FIRST_SPREAD * share / 1000).unwrap_or_default()
+    now + SignedDuration::try_from(FIRST_REQUEST_SPREAD * share / 1000).unwrap_or_default()
 }
 
 /// Delays after failed requests: `first`, doubled each time up to [`MAX_BASE_DELAY`], plus up to 100 % jitter.
@@ -61,7 +62,7 @@ mod tests {
         let from: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
         let days_before_end = |lifetime_days: i64, machine: u128| {
             let until = from + SignedDuration::from_hours(24 * lifetime_days);
-            let at = renew_at(from, until, Uuid::from_u128(machine));
+            let at = renewal_time(from, until, Uuid::from_u128(machine));
             until.duration_since(at).as_secs_f64() / 86_400.0
         };
         assert!((days_before_end(90, 1000) - 30.0).abs() < 0.001);
@@ -77,10 +78,12 @@ mod tests {
         let unix = uuid::Timestamp::from_unix(uuid::NoContext, created.as_second().unsigned_abs(), 0);
         let machines: Vec<_> = (0..200).map(|_| Uuid::new_v7(unix)).collect();
         let young = created + SignedDuration::from_mins(59);
-        assert!(machines.iter().all(|machine| first_request(young, *machine) == young));
+        assert!(machines.iter().all(|machine| first_request_time(young, *machine) == young));
         let later = created + SignedDuration::from_hours(30 * 24);
-        let mut delays: Vec<_> =
-            machines.iter().map(|machine| first_request(later, *machine).duration_since(later)).collect();
+        let mut delays: Vec<_> = machines
+            .iter()
+            .map(|machine| first_request_time(later, *machine).duration_since(later))
+            .collect();
         delays.sort();
         let quarter = |share: usize| delays[share * delays.len() / 4 - 1].as_secs();
         assert!(quarter(1) > 60 && quarter(1) < quarter(2) && quarter(2) < quarter(3), "{delays:?}");
@@ -89,11 +92,11 @@ mod tests {
 
     #[test]
     fn retry_delays_double_up_to_hours() {
-        let pauses: Vec<_> = retry_delays(Duration::from_secs(120)).take(12).collect();
-        for (number, pause) in pauses.iter().enumerate() {
+        let delays: Vec<_> = retry_delays(Duration::from_secs(120)).take(12).collect();
+        for (number, delay) in delays.iter().enumerate() {
             let least = Duration::from_secs(120 << number.min(20)).min(MAX_BASE_DELAY);
-            assert!(*pause >= least && *pause <= least * 2, "{number}: {pause:?}");
-            assert!(SignedDuration::try_from(*pause).unwrap() <= MAX_RETRY_DELAY);
+            assert!(*delay >= least && *delay <= least * 2, "{number}: {delay:?}");
+            assert!(SignedDuration::try_from(*delay).unwrap() <= MAX_RETRY_DELAY);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The connections that all apps may hold together, and how an app without one gets one when all are in use.
+//! The limit on the connections of all apps together, and how an app without a connection gets one when all are in use.
 
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -24,12 +24,12 @@ impl Budget {
         Arc::new(Self { permits: Arc::new(Semaphore::new(connections)), pools: Mutex::default() })
     }
 
-    /// Registers a pool, which may be requested to close a connection.
+    /// Registers a pool, so that it can be made to close a connection.
     pub fn register(&self, pool: &Arc<Pool>) {
         self.pools().push(Arc::downgrade(pool));
     }
 
-    /// A permit, if one is available.
+    /// Returns a permit if one is available.
     pub fn try_acquire(&self) -> Option<ConnectionPermit> {
         self.permits.clone().try_acquire_owned().ok()
     }
@@ -42,15 +42,15 @@ impl Budget {
         }
         let mut waiting = pin!(self.permits.clone().acquire_owned());
         loop {
-            self.retire_one();
-            // Permits may belong to connections that are still being opened; those can be retired a little later.
+            self.retire_connection();
+            // Permits may belong to connections that are still being opened; these can be retired in a later iteration.
             if let Ok(permit) = tokio::time::timeout(RETIRE_INTERVAL, &mut waiting).await {
                 return permit.ok();
             }
         }
     }
 
-    fn retire_one(&self) {
+    fn retire_connection(&self) {
         let candidate = {
             let mut pools = self.pools();
             pools.retain(|pool| pool.strong_count() > 0);
@@ -58,11 +58,11 @@ impl Budget {
             let usage = pools.iter().filter_map(Weak::upgrade).map(|pool| (pool.usage(), pool));
             usage
                 .filter(|(usage, _)| usage.spare > 0)
-                .max_by_key(|(usage, _)| (usage.spare, std::cmp::Reverse(usage.last_used)))
+                .max_by_key(|(usage, _)| (usage.spare, std::cmp::Reverse(usage.last_used_ms)))
                 .map(|(_, pool)| pool)
         };
         if let Some(pool) = candidate {
-            pool.retire_one();
+            pool.retire_connection();
         }
     }
 

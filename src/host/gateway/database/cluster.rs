@@ -6,12 +6,12 @@ use tokio_postgres::Client;
 
 use super::connect::DatabaseError;
 use super::outbox;
-use super::schema_lock::lock;
+use super::schema_lock::lock_schemas;
 use svc_machine::epoch::Epoch;
 
 /// Connections reserved for the owner's tools, backups and the gateway itself.
 const RESERVED_CONNECTIONS: usize = 16;
-/// Maximum connections of all apps; more do not help on any machine size.
+/// Maximum connections of all apps; more connections do not help on any machine size.
 const MAX_CONNECTIONS: usize = 64;
 
 const SCHEMA_SQL: &str = "
@@ -28,8 +28,8 @@ const SCHEMA_SQL: &str = "
     REVOKE CREATE ON SCHEMA public FROM PUBLIC;
 ";
 
-/// Revokes from PUBLIC what no app may have: temporary tables, new schemas, large objects, and access to other
-/// databases.
+/// Selects the statements that revoke from PUBLIC the privileges that no app may have: temporary tables, new schemas,
+/// large objects, and access to other databases.
 const REVOKE_STATEMENTS: &str = "
     SELECT format('REVOKE CREATE, TEMPORARY ON DATABASE %I FROM PUBLIC', current_database())
      WHERE has_database_privilege('public', current_database(), 'CREATE, TEMPORARY')
@@ -52,10 +52,10 @@ const REVOKE_STATEMENTS: &str = "
 /// The database is unreachable or rejects a statement.
 pub async fn prepare(client: &mut Client, epoch: Epoch) -> Result<(), DatabaseError> {
     let transaction = client.transaction().await?;
-    lock(&transaction).await?;
+    lock_schemas(&transaction).await?;
     transaction.batch_execute(SCHEMA_SQL).await?;
     transaction.batch_execute(outbox::SCHEMA_SQL).await?;
-    outbox::adopt(&transaction, epoch).await?;
+    outbox::adopt_feed(&transaction, epoch).await?;
     for row in transaction.query(REVOKE_STATEMENTS, &[]).await? {
         transaction.batch_execute(row.get(0)).await?;
     }

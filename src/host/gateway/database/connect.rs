@@ -30,17 +30,17 @@ pub enum DatabaseError {
 /// The administrator's access to the database.
 pub struct Database {
     config: tokio_postgres::Config,
-    /// For health checks and the feed of changes: short, pipelined statements.
+    /// For health checks and the change feed: short, pipelined statements.
     shared: Mutex<Option<Arc<Client>>>,
-    /// Notified when a role's login is rejected: the supervisor then sets it up again.
-    pub login_refused: Notify,
+    /// Notified when a role's login is rejected: the supervisor then sets up the login again.
+    pub login_rejected: Notify,
 }
 
 impl Database {
     pub fn new(config: &Config) -> Self {
         let mut postgres = config.postgres.clone();
         postgres.application_name("svc-gateway").connect_timeout(CONNECT_TIMEOUT);
-        Self { config: postgres, shared: Mutex::new(None), login_refused: Notify::new() }
+        Self { config: postgres, shared: Mutex::new(None), login_rejected: Notify::new() }
     }
 
     /// The administrator's configuration, from which a role's is derived.
@@ -56,23 +56,23 @@ impl Database {
         connect(&self.config).await
     }
 
-    /// Opens a connection that notifies `woken` of each notification on `channel`, until it is closed. The client must
-    /// be kept alive.
+    /// Opens a connection that notifies `wakeup` for each notification on `channel`, and when it is closed. The client
+    /// must be kept alive.
     ///
     /// # Errors
     /// See [`DatabaseError`].
-    pub async fn listen(&self, channel: &'static str, woken: Arc<Notify>) -> Result<Client, DatabaseError> {
-        let config = resolved(&self.config).await?;
+    pub async fn listen(&self, channel: &'static str, wakeup: Arc<Notify>) -> Result<Client, DatabaseError> {
+        let config = resolve_hosts(&self.config).await?;
         let connecting = tokio::time::timeout(CONNECT_TIMEOUT, config.connect(NoTls));
         let (client, mut connection) =
             connecting.await.map_err(|_| DatabaseError::Deadline)?.map_err(DatabaseError::Connect)?;
         tokio::spawn(async move {
             while let Some(Ok(message)) = std::future::poll_fn(|cx| connection.poll_message(cx)).await {
                 if matches!(message, AsyncMessage::Notification(_)) {
-                    woken.notify_one();
+                    wakeup.notify_one();
                 }
             }
-            woken.notify_one();
+            wakeup.notify_one();
         });
         client.batch_execute(&format!("LISTEN {channel}")).await?;
         Ok(client)
@@ -82,9 +82,9 @@ impl Database {
     ///
     /// # Errors
     /// See [`DatabaseError`].
-    pub async fn server(&self) -> Result<Option<SocketAddr>, DatabaseError> {
+    pub async fn server_address(&self) -> Result<Option<SocketAddr>, DatabaseError> {
         let query = tokio::time::timeout(PING_TIMEOUT, async {
-            let client = self.shared().await?;
+            let client = self.shared_client().await?;
             let messages = client.simple_query("SELECT host(inet_server_addr()), inet_server_port()").await?;
             Ok(messages.iter().find_map(|message| match message {
                 SimpleQueryMessage::Row(row) => {
@@ -100,7 +100,7 @@ impl Database {
     ///
     /// # Errors
     /// See [`DatabaseError`].
-    pub async fn shared(&self) -> Result<Arc<Client>, DatabaseError> {
+    pub async fn shared_client(&self) -> Result<Arc<Client>, DatabaseError> {
         let mut shared = self.shared.lock().await;
         if let Some(client) = shared.as_ref().filter(|client| !client.is_closed()) {
             return Ok(client.clone());
@@ -113,7 +113,7 @@ impl Database {
 
 /// Connects, resolving names in Rust.
 pub async fn connect(config: &tokio_postgres::Config) -> Result<Client, DatabaseError> {
-    let config = resolved(config).await?;
+    let config = resolve_hosts(config).await?;
     let connecting = tokio::time::timeout(CONNECT_TIMEOUT, config.connect(NoTls));
     let (client, connection) =
         connecting.await.map_err(|_| DatabaseError::Deadline)?.map_err(DatabaseError::Connect)?;
@@ -126,7 +126,7 @@ pub async fn connect(config: &tokio_postgres::Config) -> Result<Client, Database
 }
 
 /// Fills in the hosts' addresses. A configuration with a unix socket needs no resolution.
-async fn resolved(config: &tokio_postgres::Config) -> Result<tokio_postgres::Config, DatabaseError> {
+async fn resolve_hosts(config: &tokio_postgres::Config) -> Result<tokio_postgres::Config, DatabaseError> {
     let mut config = config.clone();
     let names: Vec<String> = config
         .get_hosts()
@@ -135,7 +135,7 @@ async fn resolved(config: &tokio_postgres::Config) -> Result<tokio_postgres::Con
         .collect();
     if names.len() == config.get_hosts().len() && config.get_hostaddrs().is_empty() {
         for name in names {
-            config.hostaddr(resolve::addresses(&name).await?[0]);
+            config.hostaddr(resolve::lookup_addresses(&name).await?[0]);
         }
     }
     Ok(config)

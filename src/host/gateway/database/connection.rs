@@ -18,13 +18,13 @@ const MIN_LIFETIME_MS: u64 = 200;
 
 pub struct Connection {
     pub client: Client,
-    /// The process id of its backend.
-    pub(super) backend: i32,
+    /// The process id of the connection's backend.
+    pub(super) backend_pid: i32,
     statements: Mutex<StatementCache>,
     occupancy: Occupancy,
-    /// Work on it was left unfinished; it is never leased again.
+    /// Set when a request did not finish its work; the connection is never leased again.
     abandoned: AtomicBool,
-    /// When a statement last started while it was idle, or ended.
+    /// When a statement last started on the idle connection, or last ended.
     last_activity_ms: AtomicU64,
     opened_ms: u64,
     _permit: ConnectionPermit,
@@ -38,10 +38,10 @@ struct StatementCache {
 
 impl Connection {
     /// A connection in use by its opener.
-    pub(super) fn new(client: Client, backend: i32, permit: ConnectionPermit) -> Self {
+    pub(super) fn new(client: Client, backend_pid: i32, permit: ConnectionPermit) -> Self {
         Self {
             client,
-            backend,
+            backend_pid,
             statements: Mutex::default(),
             occupancy: Occupancy::used_by_opener(),
             abandoned: AtomicBool::new(false),
@@ -55,7 +55,7 @@ impl Connection {
     ///
     /// # Errors
     /// PostgreSQL rejects the statement.
-    pub async fn statement(
+    pub async fn prepare_cached(
         &self,
         sql: &str,
         types: impl FnOnce() -> Vec<Type>,
@@ -77,26 +77,26 @@ impl Connection {
         Ok(statement)
     }
 
-    pub(super) fn in_flight(&self) -> usize {
+    pub(super) fn requests_in_flight(&self) -> usize {
         usize::try_from(self.occupancy.count()).unwrap_or(usize::MAX)
     }
 
-    /// Adds a user; `false` if a transaction has reserved the connection.
+    /// Counts another request as in flight; `false` if a transaction has reserved the connection.
     pub(super) fn enter(&self) -> bool {
-        let others = self.occupancy.enter();
-        if others == Some(0) {
-            self.touch();
+        let previous = self.occupancy.enter();
+        if previous == Some(0) {
+            self.record_activity();
         }
-        others.is_some()
+        previous.is_some()
     }
 
-    /// Removes a user.
+    /// Counts a request as ended.
     pub(super) fn leave(&self) {
-        self.touch();
+        self.record_activity();
         self.occupancy.leave();
     }
 
-    /// Reserves it for one transaction; `false` if it is already reserved.
+    /// Reserves the connection for one transaction; `false` if it is already reserved.
     pub(super) fn reserve(&self) -> bool {
         self.occupancy.reserve()
     }
@@ -109,7 +109,7 @@ impl Connection {
         self.occupancy.is_reserved()
     }
 
-    /// Whether the transaction that reserved it is its only user.
+    /// Whether the connection is reserved and only the transaction that reserved it is in flight.
     pub(super) fn is_exclusive(&self) -> bool {
         self.occupancy.is_exclusive()
     }
@@ -119,7 +119,8 @@ impl Connection {
         !self.abandoned.swap(true, Ordering::AcqRel)
     }
 
-    /// Whether a request left its statement unfinished: it is cancelled, and so may be the statements behind it.
+    /// Whether a request left its statement unfinished: that statement is cancelled, and statements queued behind it
+    /// may be cancelled too.
     pub fn is_abandoned(&self) -> bool {
         self.abandoned.load(Ordering::Acquire)
     }
@@ -128,16 +129,17 @@ impl Connection {
         !self.client.is_closed() && !self.is_abandoned()
     }
 
-    /// Whether another app may claim its permit: it is idle, or older than the minimum lifetime.
-    pub(super) fn has_served(&self) -> bool {
-        self.in_flight() == 0 || now_ms().saturating_sub(self.opened_ms) > MIN_LIFETIME_MS
+    /// Whether another app may claim the connection's permit: the connection is idle, or older than the minimum
+    /// lifetime.
+    pub(super) fn can_be_retired(&self) -> bool {
+        self.requests_in_flight() == 0 || now_ms().saturating_sub(self.opened_ms) > MIN_LIFETIME_MS
     }
 
     pub(super) fn last_activity_ms(&self) -> u64 {
         self.last_activity_ms.load(Ordering::Relaxed)
     }
 
-    fn touch(&self) {
+    fn record_activity(&self) {
         self.last_activity_ms.store(now_ms(), Ordering::Relaxed);
     }
 

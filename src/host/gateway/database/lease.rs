@@ -1,9 +1,9 @@
 //! A slot on a connection, and the cleanup when a request is dropped before its response arrives.
 //!
 //! A dropped request cannot stop its statement: PostgreSQL continues to execute it, and statements queued behind it
-//! would wait. Its connection therefore leaves the pool at once, is cancelled until it is idle, and is closed. A
-//! cancellation hits the statement that is running, so other requests' statements on the connection may be cancelled
-//! too; those had no effect and are retried on another connection.
+//! would wait. The connection is therefore removed from the pool immediately, its statements are cancelled until it is
+//! idle, and it is closed. A cancellation applies to the statement that is running, so other requests' statements on
+//! the connection may be cancelled too; those had no effect and are retried on another connection.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,8 +15,9 @@ use super::connect::DatabaseError;
 use super::connection::Connection;
 use super::pool::Pool;
 
-/// Timeout of one cancellation, delay until the statement has ended, and maximum number of attempts.
+/// Timeout of one cancellation.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time for a cancelled statement to end before the next cancellation.
 const CANCEL_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 const MAX_CANCEL_ATTEMPTS: usize = 100;
 
@@ -81,26 +82,26 @@ impl Drop for Lease {
     }
 }
 
-/// Cancels running statements as long as requests wait behind them, then terminates the backend. Its permit is held
-/// until the backend is gone.
+/// Cancels running statements while requests are in flight on the connection, then terminates the backend. The
+/// connection's permit is held until the backend has exited.
 async fn end_connection(pool: Arc<Pool>, connection: Arc<Connection>) {
     for _ in 0..MAX_CANCEL_ATTEMPTS {
         let ended = tokio::time::timeout(CANCEL_TIMEOUT, async {
-            if connection.in_flight() > 0 {
+            if connection.requests_in_flight() > 0 {
                 let token = connection.client.cancel_token();
                 token.cancel_query(NoTls).await.map_err(DatabaseError::from)
             } else {
-                pool.terminate(connection.backend).await
+                pool.terminate(connection.backend_pid).await
             }
         });
         match ended.await {
             Ok(Ok(())) => {}
-            Ok(Err(_)) | Err(_) => tracing::warn!("cancelling an abandoned statement failed"),
+            Ok(Err(_)) | Err(_) => tracing::warn!("cancelling an abandoned statement failed; retrying"),
         }
         tokio::time::sleep(CANCEL_RETRY_INTERVAL).await;
         if connection.client.is_closed() {
             return;
         }
     }
-    tracing::warn!("an abandoned statement does not end");
+    tracing::warn!("an abandoned statement is still running after all cancellation attempts");
 }

@@ -17,5 +17,5 @@ pub use connect::{Database, DatabaseError};
 pub use connection::Connection;
 pub use lease::Lease;
 pub use pool::{Pool, PoolError};
-pub use role::{fresh_password, open_login};
-pub use schema_lock::lock;
+pub use role::{enable_login, generate_password};
+pub use schema_lock::lock_schemas;

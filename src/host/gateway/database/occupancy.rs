@@ -1,6 +1,6 @@
-//! The use of a connection: the number of statements in flight, and whether a transaction has reserved it.
+//! The occupancy of a connection: the number of requests in flight, and whether a transaction has reserved it.
 //!
-//! Both are stored in one atomic integer, so that no statement can enter a reserved connection.
+//! Both are stored in one atomic integer, so that no request can enter a reserved connection.
 
 #[cfg(not(test))]
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,23 +14,24 @@ const RESERVED: u32 = 1 << 31;
 pub struct Occupancy(AtomicU32);
 
 impl Occupancy {
-    /// A connection in use by its opener.
+    /// The occupancy of a connection that its opener uses.
     pub fn used_by_opener() -> Self {
         Self(AtomicU32::new(1))
     }
 
-    /// Adds a user and returns the previous number; `None`, without a change, if the connection is reserved.
+    /// Counts another request as in flight and returns the previous number; `None`, without a change, if the connection
+    /// is reserved.
     pub fn enter(&self) -> Option<u32> {
-        let more = |state| (state & RESERVED == 0).then_some(state + 1);
-        self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, more).ok()
+        let increment = |state| (state & RESERVED == 0).then_some(state + 1);
+        self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, increment).ok()
     }
 
-    /// Removes a user and returns the number of remaining ones.
+    /// Counts a request as ended and returns the number of those still in flight.
     pub fn leave(&self) -> u32 {
         (self.0.fetch_sub(1, Ordering::AcqRel) & !RESERVED) - 1
     }
 
-    /// Keeps further statements out; `false` if the connection is already reserved.
+    /// Keeps further requests out; `false` if the connection is already reserved.
     pub fn reserve(&self) -> bool {
         self.0.fetch_or(RESERVED, Ordering::AcqRel) & RESERVED == 0
     }
@@ -44,12 +45,12 @@ impl Occupancy {
         self.0.load(Ordering::Acquire) & RESERVED != 0
     }
 
-    /// The number of users.
+    /// The number of requests in flight.
     pub fn count(&self) -> u32 {
         self.0.load(Ordering::Acquire) & !RESERVED
     }
 
-    /// Whether the transaction that reserved it is its only user.
+    /// Whether the connection is reserved and only the transaction that reserved it is in flight.
     pub fn is_exclusive(&self) -> bool {
         self.0.load(Ordering::Acquire) == RESERVED | 1
     }
@@ -94,15 +95,15 @@ mod tests {
     }
 
     #[test]
-    fn only_one_of_two_reserves() {
+    fn reserve_succeeds_for_only_one_of_two_requests() {
         loom::model(|| {
             let occupancy = Arc::new(Occupancy::used_by_opener());
             let other = {
                 let occupancy = occupancy.clone();
                 thread::spawn(move || occupancy.reserve())
             };
-            let here = occupancy.reserve();
-            assert!(here != other.join().unwrap());
+            let has_reserved = occupancy.reserve();
+            assert!(has_reserved != other.join().unwrap());
         });
     }
 }

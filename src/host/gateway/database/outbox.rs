@@ -3,7 +3,7 @@
 //!
 //! Triggers cost time in each write, so an app's tables get them when a client first listens, and lose them after a
 //! long time without listeners. The triggers notify only for sessions other than the app's own role: NOTIFY serializes
-//! commits, and the bridge recognises its own writes.
+//! commits, and the bridge recognizes its own writes.
 //!
 //! Invariant: after a position at or above the floors of the feed and of the app, the outbox is complete.
 
@@ -17,8 +17,8 @@ use svc_machine::epoch::Epoch;
 /// The notification channel for changes of other sessions.
 pub const CHANNEL: &str = "svc_changes";
 
-/// The position of an event is its transaction id. Larger id arrays are stored as NULL: the reader then reloads the
-/// table.
+/// The position of an event is its transaction id. Arrays of more than 1000 ids are stored as NULL: the reader then
+/// reloads the table.
 pub const SCHEMA_SQL: &str = "
     CREATE TABLE IF NOT EXISTS svc.watched (
         schema_name text PRIMARY KEY,
@@ -87,7 +87,7 @@ const DROP_TRIGGERS: &str = "
 ///
 /// # Errors
 /// A database error.
-pub async fn adopt(transaction: &Transaction<'_>, epoch: Epoch) -> Result<(), tokio_postgres::Error> {
+pub async fn adopt_feed(transaction: &Transaction<'_>, epoch: Epoch) -> Result<(), tokio_postgres::Error> {
     let epoch = i64::from(epoch.0);
     let row = transaction
         .query_one(
@@ -147,20 +147,20 @@ async fn drop_triggers(client: &impl GenericClient, schema: &str) -> Result<(), 
     Ok(())
 }
 
-/// Starts watching an app. Its changes are complete from here on.
+/// Starts watching an app. Its changes are complete from this point on.
 ///
 /// # Errors
 /// The database is unreachable, or a long write holds a table lock.
 pub async fn start_watching(client: &mut Client, schema: &Name) -> Result<(), DatabaseError> {
     let transaction = client.transaction().await?;
     transaction.batch_execute("SET LOCAL lock_timeout = '2s'").await?;
-    schema_lock::lock(&transaction).await?;
+    schema_lock::lock_schemas(&transaction).await?;
     create_triggers(&transaction, schema).await?;
-    let note = "INSERT INTO svc.watched (schema_name) VALUES ($1)
+    let upsert = "INSERT INTO svc.watched (schema_name) VALUES ($1)
                 ON CONFLICT (schema_name) DO UPDATE SET listened_at = now()";
-    transaction.execute(note, &[&schema.as_str()]).await?;
+    transaction.execute(upsert, &[&schema.as_str()]).await?;
     transaction.commit().await?;
-    // Creating the triggers waited for all writers that did not fire them.
+    // Creating the triggers waited for all transactions that had written without firing them.
     let floor = "UPDATE svc.watched SET floor = pg_snapshot_xmin(pg_current_snapshot())::text::bigint - 1
                   WHERE schema_name = $1 AND floor IS NULL";
     client.execute(floor, &[&schema.as_str()]).await?;
@@ -170,21 +170,21 @@ pub async fn start_watching(client: &mut Client, schema: &Name) -> Result<(), Da
 /// Retention limits of the outbox.
 #[derive(Debug, Clone, Copy)]
 pub struct Retention {
-    pub seconds: f64,
-    pub rows: i64,
+    pub max_age_seconds: f64,
+    pub max_rows: i64,
     /// Days without a listener after which an app is no longer watched.
-    pub days: i32,
+    pub unwatch_after_days: i32,
 }
 
-/// Deletes events that are too old to resume from, and stops watching apps without listeners. `live` are the schemas
-/// with listeners.
+/// Deletes events that are too old to resume from, and stops watching apps without listeners. `followed` are the
+/// schemas with listeners.
 ///
 /// # Errors
 /// A database error.
 pub async fn clean_up(
     client: &mut Client,
     retention: Retention,
-    live: &[String],
+    followed: &[String],
 ) -> Result<(), DatabaseError> {
     client
         .execute(
@@ -199,21 +199,21 @@ pub async fn clean_up(
              gone AS (DELETE FROM svc.changes c USING edge WHERE c.xid <= edge.xid)
              UPDATE svc.feed SET floor = greatest(floor, edge.xid::text::bigint)
                FROM edge WHERE edge.xid IS NOT NULL",
-            &[&retention.seconds, &retention.rows],
+            &[&retention.max_age_seconds, &retention.max_rows],
         )
         .await?;
     client
         .execute(
             "UPDATE svc.watched SET listened_at = now()
               WHERE schema_name = ANY ($1) AND listened_at < now() - interval '1 hour'",
-            &[&live],
+            &[&followed],
         )
         .await?;
     let unwatched = client
         .query(
             "SELECT schema_name FROM svc.watched
               WHERE listened_at < now() - make_interval(days => $1) AND schema_name <> ALL ($2)",
-            &[&retention.days, &live],
+            &[&retention.unwatch_after_days, &followed],
         )
         .await?;
     for row in &unwatched {

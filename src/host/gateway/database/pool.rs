@@ -39,7 +39,7 @@ pub struct Pool {
     config: tokio_postgres::Config,
     budget: Arc<Budget>,
     slots: Arc<Semaphore>,
-    open: Mutex<PoolState>,
+    state: Mutex<PoolState>,
     /// Notified when a connection may have become available.
     freed: Notify,
 }
@@ -57,14 +57,14 @@ enum Selection {
     /// Open another connection; it is already counted in `opening`.
     Open(Need),
     Wait,
-    /// A transaction reserved it in the meantime.
+    /// A transaction has reserved the chosen connection in the meantime.
     Retry,
 }
 
 /// How urgently another connection is needed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Need {
-    /// The app has none: another app may have to close one.
+    /// The app has no connection: another app may have to close one of its connections.
     First,
     /// All of the app's connections are busy.
     Further,
@@ -78,9 +78,9 @@ impl std::fmt::Debug for Pool {
 
 /// The use of a pool.
 pub(super) struct PoolUsage {
-    /// Connections that it could close.
+    /// Number of connections that the pool could close.
     pub spare: usize,
-    pub last_used: u64,
+    pub last_used_ms: u64,
 }
 
 impl Pool {
@@ -91,7 +91,7 @@ impl Pool {
             config,
             budget,
             slots: Arc::new(Semaphore::new(MAX_CONNECTIONS * MAX_PIPELINED)),
-            open: Mutex::default(),
+            state: Mutex::default(),
             freed: Notify::new(),
         });
         pool.budget.register(&pool);
@@ -105,7 +105,7 @@ impl Pool {
     pub async fn lease(self: &Arc<Self>) -> Result<Lease, PoolError> {
         let waited = tokio::time::timeout(LEASE_TIMEOUT, async {
             let slot = self.slots.clone().acquire_owned().await.map_err(|_| PoolError::Timeout)?;
-            Ok(Lease::new(self.clone(), self.connection().await?, slot))
+            Ok(Lease::new(self.clone(), self.acquire_connection().await?, slot))
         });
         waited.await.unwrap_or(Err(PoolError::Timeout))
     }
@@ -135,40 +135,40 @@ impl Pool {
     }
 
     /// The numbers of open and of busy connections.
-    pub fn in_use(&self) -> (usize, usize) {
-        let open = &self.open().connections;
-        (open.len(), open.iter().filter(|connection| connection.in_flight() > 0).count())
+    pub fn connection_counts(&self) -> (usize, usize) {
+        let open = &self.lock().connections;
+        (open.len(), open.iter().filter(|connection| connection.requests_in_flight() > 0).count())
     }
 
     /// Closes idle connections.
     pub fn close_idle(&self) {
         let now = now_ms();
         let idle = u64::try_from(IDLE_TIMEOUT.as_millis()).unwrap_or(u64::MAX);
-        self.open().connections.retain(|connection| {
-            connection.in_flight() > 0 || now.saturating_sub(connection.last_activity_ms()) < idle
+        self.lock().connections.retain(|connection| {
+            connection.requests_in_flight() > 0 || now.saturating_sub(connection.last_activity_ms()) < idle
         });
     }
 
     pub(super) fn usage(&self) -> PoolUsage {
-        let open = &self.open().connections;
-        let used = open.iter().map(|connection| connection.last_activity_ms());
-        let spare = open.iter().filter(|connection| connection.has_served());
-        PoolUsage { spare: spare.count(), last_used: used.max().unwrap_or(0) }
+        let open = &self.lock().connections;
+        let activity = open.iter().map(|connection| connection.last_activity_ms());
+        let spare = open.iter().filter(|connection| connection.can_be_retired());
+        PoolUsage { spare: spare.count(), last_used_ms: activity.max().unwrap_or(0) }
     }
 
     /// Retires the least busy connection; it closes when its statements have finished.
-    pub(super) fn retire_one(&self) {
-        let open = &mut self.open().connections;
-        let spare = (0..open.len()).filter(|&index| open[index].has_served());
-        if let Some(index) = spare.min_by_key(|&index| open[index].in_flight()) {
+    pub(super) fn retire_connection(&self) {
+        let open = &mut self.lock().connections;
+        let spare = (0..open.len()).filter(|&index| open[index].can_be_retired());
+        if let Some(index) = spare.min_by_key(|&index| open[index].requests_in_flight()) {
             open.swap_remove(index);
         }
     }
 
     /// Removes a connection from the pool and abandons it; `false` if it was already abandoned.
     pub(super) fn abandon(&self, connection: &Arc<Connection>) -> bool {
-        let mut open = self.open();
-        open.connections.retain(|known| !Arc::ptr_eq(known, connection));
+        let mut state = self.lock();
+        state.connections.retain(|known| !Arc::ptr_eq(known, connection));
         connection.abandon()
     }
 
@@ -176,10 +176,10 @@ impl Pool {
     ///
     /// # Errors
     /// The database is unreachable.
-    pub(super) async fn terminate(&self, backend: i32) -> Result<(), DatabaseError> {
+    pub(super) async fn terminate(&self, backend_pid: i32) -> Result<(), DatabaseError> {
         let sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = $1 AND usename = $2";
         let role = self.config.get_user().unwrap_or_default();
-        self.database.shared().await?.query(sql, &[&backend, &role]).await?;
+        self.database.shared_client().await?.query(sql, &[&backend_pid, &role]).await?;
         Ok(())
     }
 
@@ -188,29 +188,29 @@ impl Pool {
         self.freed.notify_waiters();
     }
 
-    async fn connection(&self) -> Result<Arc<Connection>, PoolError> {
-        let mut may_open = true;
+    async fn acquire_connection(&self) -> Result<Arc<Connection>, PoolError> {
+        let mut can_open = true;
         let mut waiting = None;
         loop {
             let mut freed = pin!(self.freed.notified());
             freed.as_mut().enable();
-            match self.select(may_open) {
+            match self.select_connection(can_open) {
                 Selection::Use(connection) => {
-                    WaitMetric::served(waiting);
+                    WaitMetric::mark_served(waiting);
                     return Ok(connection);
                 }
                 Selection::Open(need) => match self.open_another(need).await? {
                     Some(connection) => {
-                        WaitMetric::served(waiting);
+                        WaitMetric::mark_served(waiting);
                         return Ok(connection);
                     }
-                    None => may_open = false,
+                    None => can_open = false,
                 },
                 Selection::Retry => {}
                 Selection::Wait => {
                     waiting.get_or_insert_default();
                     freed.await;
-                    may_open = true;
+                    can_open = true;
                 }
             }
         }
@@ -218,40 +218,40 @@ impl Pool {
 
     /// Chooses a connection. A request is queued behind another statement only if no further connection may be opened,
     /// and never behind a slow one.
-    fn select(&self, may_open: bool) -> Selection {
-        let mut open = self.open();
-        open.connections.retain(|connection| connection.is_usable());
+    fn select_connection(&self, can_open: bool) -> Selection {
+        let mut state = self.lock();
+        state.connections.retain(|connection| connection.is_usable());
         let now = now_ms();
         let slow = u64::try_from(SLOW_THRESHOLD.as_millis()).unwrap_or(u64::MAX);
         // Fewer connections may each carry more statements.
-        let depth = MAX_CONNECTIONS * MAX_PIPELINED / open.connections.len().max(1);
-        let is_only = open.connections.len() + open.opening == 1;
+        let max_in_flight = MAX_CONNECTIONS * MAX_PIPELINED / state.connections.len().max(1);
+        let is_only = state.connections.len() + state.opening == 1;
         let is_slow = |c: &Connection| !is_only && now.saturating_sub(c.last_activity_ms()) > slow;
-        let is_full = |c: &Connection| c.in_flight() >= depth || is_slow(c);
-        let least = open.connections.iter().filter(|c| !c.is_reserved()).min_by_key(|c| {
-            let in_flight = c.in_flight();
-            // Among equally busy ones, prefer the one with the latest activity.
+        let is_full = |c: &Connection| c.requests_in_flight() >= max_in_flight || is_slow(c);
+        let least_busy = state.connections.iter().filter(|c| !c.is_reserved()).min_by_key(|c| {
+            let in_flight = c.requests_in_flight();
+            // Among equally busy connections, prefer the one with the latest activity.
             (in_flight > 0 && is_full(c), in_flight, now.saturating_sub(c.last_activity_ms()))
         });
-        let is_idle = least.is_some_and(|c| c.in_flight() == 0);
-        // A statement that has just started is not known to be slow yet: while further connections are being opened,
-        // wait for them.
+        let is_idle = least_busy.is_some_and(|c| c.requests_in_flight() == 0);
+        // A statement that has just started is not yet known to be slow, so requests wait for connections that are
+        // being opened.
         if !is_idle
-            && open.opening > 0
-            && (!may_open || open.connections.len() + open.opening >= MAX_CONNECTIONS)
+            && state.opening > 0
+            && (!can_open || state.connections.len() + state.opening >= MAX_CONNECTIONS)
         {
             return Selection::Wait;
         }
-        if !is_idle && may_open && open.connections.len() + open.opening < MAX_CONNECTIONS {
-            let is_first = open.connections.is_empty() && open.opening == 0;
-            open.opening += 1;
+        if !is_idle && can_open && state.connections.len() + state.opening < MAX_CONNECTIONS {
+            let is_first = state.connections.is_empty() && state.opening == 0;
+            state.opening += 1;
             return Selection::Open(if is_first { Need::First } else { Need::Further });
         }
-        match least {
+        match least_busy {
             // Entered under the lock, so that two requests do not take the same idle connection.
-            Some(least) if is_idle || !is_full(least) => {
-                if least.enter() {
-                    Selection::Use(least.clone())
+            Some(connection) if is_idle || !is_full(connection) => {
+                if connection.enter() {
+                    Selection::Use(connection.clone())
                 } else {
                     Selection::Retry
                 }
@@ -260,9 +260,9 @@ impl Pool {
         }
     }
 
-    /// Opens another connection in use by the caller; `None` if the budget is exhausted.
+    /// Opens another connection, already in use by the caller; `None` if the budget is exhausted.
     async fn open_another(&self, need: Need) -> Result<Option<Arc<Connection>>, PoolError> {
-        let _coming = OpeningGuard(self);
+        let _guard = OpeningGuard(self);
         let permit = match need {
             Need::First => Some(self.budget.acquire().await.ok_or(PoolError::Timeout)?),
             Need::Further => self.budget.try_acquire(),
@@ -283,50 +283,50 @@ impl Pool {
         let query = client.query_one("SELECT pg_backend_pid()", &[]);
         let row = tokio::time::timeout(LEASE_TIMEOUT, query).await.map_err(|_| DatabaseError::Deadline)??;
         let connection = Arc::new(Connection::new(client, row.try_get(0)?, permit));
-        self.open().connections.push(connection.clone());
+        self.lock().connections.push(connection.clone());
         Ok(connection)
     }
 
     /// A rejected login means that the role's password has changed, as after a restore.
     fn report_rejected_login(&self, error: &DatabaseError) {
         let DatabaseError::Connect(error) = error else { return };
-        let refused = [SqlState::INVALID_PASSWORD, SqlState::INVALID_AUTHORIZATION_SPECIFICATION];
-        if error.code().is_some_and(|code| refused.contains(code)) {
-            self.database.login_refused.notify_one();
+        let rejections = [SqlState::INVALID_PASSWORD, SqlState::INVALID_AUTHORIZATION_SPECIFICATION];
+        if error.code().is_some_and(|code| rejections.contains(code)) {
+            self.database.login_rejected.notify_one();
         }
     }
 
-    fn open(&self) -> std::sync::MutexGuard<'_, PoolState> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> std::sync::MutexGuard<'_, PoolState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Counts a request that had to wait for a connection, as given up unless it was served.
+/// Counts a request that had to wait for a connection: as given up, unless it was served.
 #[derive(Default)]
 struct WaitMetric {
-    served: bool,
+    is_served: bool,
 }
 
 impl WaitMetric {
-    fn served(waiting: Option<Self>) {
+    fn mark_served(waiting: Option<Self>) {
         if let Some(mut waiting) = waiting {
-            waiting.served = true;
+            waiting.is_served = true;
         }
     }
 }
 
 impl Drop for WaitMetric {
     fn drop(&mut self) {
-        BRIDGE_WAITS.add_one([if self.served { "served" } else { "given_up" }]);
+        BRIDGE_WAITS.add_one([if self.is_served { "served" } else { "given_up" }]);
     }
 }
 
-/// Counts a connection as being opened until it is dropped, also when the request is cancelled.
+/// Counts a connection as being opened until the guard is dropped, including when the request is cancelled.
 struct OpeningGuard<'p>(&'p Pool);
 
 impl Drop for OpeningGuard<'_> {
     fn drop(&mut self) {
-        self.0.open().opening -= 1;
+        self.0.lock().opening -= 1;
         self.0.notify_freed();
     }
 }

@@ -13,19 +13,20 @@ use crate::gateway::name::Name;
 /// Generates a password.
 ///
 /// # Errors
-/// The system has no randomness.
-pub fn fresh_password() -> Result<SecretString, ring::error::Unspecified> {
+/// The system's random number generator fails.
+pub fn generate_password() -> Result<SecretString, ring::error::Unspecified> {
     let mut bytes = [0_u8; 32];
     SystemRandom::new().fill(&mut bytes)?;
     Ok(SecretString::from(hex::encode(bytes)))
 }
 
-/// Creates the role if it is missing (a restore creates it without login), and lets it log in with `password`. The
-/// server's log omits its errors, because their text contains rows; the gateway logs them without text.
+/// Creates the role if it is missing (a restore creates it without login), and enables its login with `password`. The
+/// server's log omits the role's errors, because their text contains row values; the gateway logs them without the
+/// text.
 ///
 /// # Errors
 /// The database is unreachable or rejects a statement.
-pub async fn open_login(
+pub async fn enable_login(
     client: &impl GenericClient,
     role: &Name,
     password: &SecretString,

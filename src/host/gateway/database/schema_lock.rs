@@ -2,7 +2,7 @@
 
 use tokio_postgres::{Error, Transaction};
 
-/// Allows only one gateway at a time to change schemas and roles.
-pub async fn lock(transaction: &Transaction<'_>) -> Result<(), Error> {
+/// Waits until no other gateway is changing schemas or roles, and locks them until the transaction ends.
+pub async fn lock_schemas(transaction: &Transaction<'_>) -> Result<(), Error> {
     transaction.batch_execute("SELECT pg_advisory_xact_lock(hashtext('svc-gateway'))").await
 }

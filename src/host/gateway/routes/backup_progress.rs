@@ -55,11 +55,11 @@ struct LastRunView {
 }
 
 pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> {
-    Ok(Json(blocking(move || backup_status(&layout)).await?))
+    Ok(Json(blocking(move || read_backup_status(&layout)).await?))
 }
 
-fn backup_status(layout: &Layout) -> Result<Value, LockError> {
-    // Check the lock first: a run that has released it has already written its result.
+fn read_backup_status(layout: &Layout) -> Result<Value, LockError> {
+    // Check the lock first: a run that has released the lock has already written its result.
     let is_running = Lock::is_held(&layout.backup_lock())?;
     let mut summary = json!({ "running": is_running });
     let progress = BackupProgress::read(layout)?.filter(|_| is_running);
@@ -75,7 +75,7 @@ fn backup_status(layout: &Layout) -> Result<Value, LockError> {
         let taken_at = last.key.as_deref().and_then(key::taken_at);
         let LastRun { timestamp, status, key, error, held } = last;
         let last = LastRunView { status, began_at: timestamp, taken_at, key, error, held };
-        summary["last"] = serde_json::to_value(last).expect("plain fields are JSON");
+        summary["last"] = serde_json::to_value(last).expect("the last run can be serialized");
     }
     Ok(summary)
 }
@@ -126,6 +126,6 @@ mod tests {
         let last = json!({"timestamp": "2026-01-02T03:04:05.678Z", "status": "error", "key": null, "error": "shrunk",
             "held": {"latest": "k", "loss": "3 rows instead of 400"}});
         fsx::write_atomic(&layout.last_backup(), last.to_string().as_bytes(), 0o644).unwrap();
-        assert_eq!(backup_status(&layout).unwrap()["last"]["held"], last["held"]);
+        assert_eq!(read_backup_status(&layout).unwrap()["last"]["held"], last["held"]);
     }
 }

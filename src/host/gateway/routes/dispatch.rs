@@ -13,7 +13,7 @@ use http::{HeaderMap, Method, StatusCode, header};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
-use super::limits::sender;
+use super::limits::default_sender_id;
 use crate::agents::adapters::settings::{MAX_AGENT_NAME_CHARS, MAX_DEADLINE_SECONDS};
 use crate::agents::dispatch::event_log::EventLog;
 use crate::agents::dispatch::request::{
@@ -26,10 +26,10 @@ use crate::agents::kernel::Kernel;
 use crate::gateway::auth::{Caller, OWNERS, PrincipalResolver};
 use crate::gateway::body;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
-use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
+use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, fields, matching,
-    named, nullable, object, one_of, text, text_to, time,
+    named, nullable, object, one_of, text, text_up_to, time,
 };
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
@@ -37,7 +37,7 @@ use svc_http::problem::{Code, Problem};
 /// Maximum number of listed dispatches.
 const MAX_LISTED: usize = 200;
 
-pub async fn dispatch(
+pub async fn submit(
     State(dispatcher): State<Arc<Dispatcher>>,
     State(kernel): State<Arc<Kernel>>,
     State(resolver): State<Arc<PrincipalResolver>>,
@@ -45,21 +45,22 @@ pub async fn dispatch(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
-    let mut fields = body::fields(&headers, body, MAX_BODY_BYTES).await?;
+    let mut fields = body::read_fields(&headers, body, MAX_BODY_BYTES).await?;
     let settings = kernel.settings();
-    let asked = DispatchRequest::read(&mut fields, &sender(&resolver, &caller), &settings.agents);
-    let asked = fields.finish(asked)?;
-    let sender_id = asked.sender_id.clone();
-    let found = dispatcher.accept(asked).await;
-    let found = found.inspect_err(|problem| {
+    let request =
+        DispatchRequest::read(&mut fields, &default_sender_id(&resolver, &caller), &settings.agents);
+    let request = fields.finish(request)?;
+    let sender_id = request.sender_id.clone();
+    let accepted = dispatcher.accept(request).await;
+    let target = accepted.inspect_err(|problem| {
         if problem.code == Code::CostLimitReached {
             kernel.note_refusal(&sender_id, &problem.detail);
         }
     })?;
     if wants_json(&headers) {
-        return Ok((StatusCode::ACCEPTED, Json(dispatch_json(&dispatcher, &found))).into_response());
+        return Ok((StatusCode::ACCEPTED, Json(dispatch_json(&dispatcher, &target))).into_response());
     }
-    Ok(stream_events(&dispatcher, found, 0))
+    Ok(stream_events(&dispatcher, target, 0))
 }
 
 /// Whether the client accepts JSON but no events; it then polls for the result.
@@ -70,9 +71,9 @@ fn wants_json(headers: &HeaderMap) -> bool {
 }
 
 pub async fn list(State(dispatcher): State<Arc<Dispatcher>>) -> Result<Json<Value>, Problem> {
-    dispatcher.ready().await?;
+    dispatcher.wait_until_ready().await?;
     let all = dispatcher.list();
-    let all: Vec<Value> = all.iter().take(MAX_LISTED).map(|one| one.to_json()).collect();
+    let all: Vec<Value> = all.iter().take(MAX_LISTED).map(|dispatch| dispatch.to_json()).collect();
     Ok(Json(json!({ "dispatches": all })))
 }
 
@@ -80,8 +81,8 @@ pub async fn show(
     State(dispatcher): State<Arc<Dispatcher>>,
     PathParams(id): PathParams<String>,
 ) -> Result<Json<Value>, Problem> {
-    let found = find_dispatch(&dispatcher, &id).await?;
-    Ok(Json(dispatch_json(&dispatcher, &found)))
+    let target = find_dispatch(&dispatcher, &id).await?;
+    Ok(Json(dispatch_json(&dispatcher, &target)))
 }
 
 pub async fn follow(
@@ -100,46 +101,46 @@ pub async fn follow(
         }
         None => None,
     };
-    let found = find_dispatch(&dispatcher, &id).await?;
+    let target = find_dispatch(&dispatcher, &id).await?;
     let from = last.map_or(0, |last| last.saturating_add(1));
-    let read = found.log().read(from);
+    let read = target.log().read(from);
     if last.is_some() && read.is_over && read.events.is_empty() {
         // 204 stops a browser's EventSource from reconnecting.
         return Ok(StatusCode::NO_CONTENT.into_response());
     }
-    Ok(stream_events(&dispatcher, found, from))
+    Ok(stream_events(&dispatcher, target, from))
 }
 
 pub async fn cancel(
     State(dispatcher): State<Arc<Dispatcher>>,
     PathParams(id): PathParams<String>,
 ) -> Result<Response, Problem> {
-    let found = find_dispatch(&dispatcher, &id).await?;
-    dispatcher.cancel(&found).await;
-    Ok((StatusCode::ACCEPTED, Json(dispatch_json(&dispatcher, &found))).into_response())
+    let target = find_dispatch(&dispatcher, &id).await?;
+    dispatcher.cancel(&target).await;
+    Ok((StatusCode::ACCEPTED, Json(dispatch_json(&dispatcher, &target))).into_response())
 }
 
 async fn find_dispatch(dispatcher: &Dispatcher, id: &str) -> Result<DispatchTarget, Problem> {
-    dispatcher.ready().await?;
+    dispatcher.wait_until_ready().await?;
     let unknown = || Problem::new(Code::NotFound, "There is no dispatch with this id, or it has expired.");
     let id: DispatchId = id.parse().map_err(|_| unknown())?;
     dispatcher.find(&id).await?.ok_or_else(unknown)
 }
 
-fn dispatch_json(dispatcher: &Dispatcher, found: &DispatchTarget) -> Value {
-    let all = dispatcher.entries(found);
+fn dispatch_json(dispatcher: &Dispatcher, target: &DispatchTarget) -> Value {
+    let all = dispatcher.entries(target);
     json!({
-        "id": found.id(),
-        "batch": !matches!(found, DispatchTarget::One(_)),
+        "id": target.id(),
+        "batch": !matches!(target, DispatchTarget::One(_)),
         "status": overall_status(&all),
-        "dispatches": all.iter().map(|one| one.to_json()).collect::<Vec<_>>(),
+        "dispatches": all.iter().map(|dispatch| dispatch.to_json()).collect::<Vec<_>>(),
     })
 }
 
-/// The status of a batch: it is over when all entries are, and successful when all are.
+/// The status of a batch: it ends when all entries have ended, and succeeds if all have succeeded.
 fn overall_status(all: &[Arc<Dispatch>]) -> &'static str {
-    let phases: Vec<Phase> = all.iter().map(|one| one.phase()).collect();
-    let all_are = |phase| phases.iter().all(|one| *one == phase);
+    let phases: Vec<Phase> = all.iter().map(|dispatch| dispatch.phase()).collect();
+    let all_are = |phase| phases.iter().all(|each| *each == phase);
     if all_are(Phase::Queued) {
         "queued"
     } else if !phases.iter().all(|phase| phase.is_over()) {
@@ -151,32 +152,33 @@ fn overall_status(all: &[Arc<Dispatch>]) -> &'static str {
     }
 }
 
-/// Streams the events from a number to the last.
-fn stream_events(dispatcher: &Arc<Dispatcher>, found: DispatchTarget, from: u64) -> Response {
-    // A dispatch known only by its record has no deadline of its own.
-    let state = (found, from, Instant::now() + MAX_STREAM_DURATION, Arc::clone(dispatcher));
-    let greeting = Bytes::from(format!("retry: {RETRY_MS}\n\n"));
+/// Streams the events from number `from` to the last.
+fn stream_events(dispatcher: &Arc<Dispatcher>, target: DispatchTarget, from: u64) -> Response {
+    // The stream has its own time limit: a dispatch that is known only from its record has no deadline.
+    let state = (target, from, Instant::now() + MAX_STREAM_DURATION, Arc::clone(dispatcher));
+    let greeting = Bytes::from(format!("retry: {RETRY_DELAY_MS}\n\n"));
     let first = stream::iter([Ok::<_, Infallible>(greeting)]);
     let rest = stream::unfold(Some(state), |state| async move {
-        let (found, from, end, dispatcher) = state?;
+        let (target, from, end, dispatcher) = state?;
         // On shutdown, the listener reconnects to the next gateway.
-        let next = dispatcher.closed.run_until_cancelled(next_events(found.log(), from, end)).await;
-        let (chunk, next) = next.unwrap_or_else(|| remaining_events(found.log(), from))?;
-        Some((Ok(chunk), next.map(|from| (found, from, end, dispatcher))))
+        let next = dispatcher.closed.run_until_cancelled(next_events(target.log(), from, end)).await;
+        let (chunk, next) = next.unwrap_or_else(|| remaining_events(target.log(), from))?;
+        Some((Ok(chunk), next.map(|from| (target, from, end, dispatcher))))
     });
-    events::response(first.chain(rest))
+    events::stream_response(first.chain(rest))
 }
 
-/// The existing events from a number on, and nothing after them.
+/// Returns the existing events from number `from` on, and ends the stream.
 fn remaining_events(log: &EventLog, from: u64) -> Option<(Bytes, Option<u64>)> {
     let events = log.read(from).events.concat();
     (!events.is_empty()).then(|| (Bytes::from(events), None))
 }
 
-/// The events from a number on, and the number to continue with; `None` after the last.
+/// Waits for the events from number `from` on. Returns them and the number to continue with, which is `None` after the
+/// last event.
 async fn next_events(log: &EventLog, from: u64, end: Instant) -> Option<(Bytes, Option<u64>)> {
-    let mut growth = log.watch();
-    growth.mark_unchanged();
+    let mut updates = log.subscribe();
+    updates.mark_unchanged();
     let read = log.read(from);
     if !read.events.is_empty() || read.is_over {
         let mut chunk = Vec::new();
@@ -186,14 +188,14 @@ async fn next_events(log: &EventLog, from: u64, end: Instant) -> Option<(Bytes, 
             );
         }
         read.events.iter().for_each(|event| chunk.extend_from_slice(event));
-        let is_more = !read.is_over;
-        return (!chunk.is_empty()).then(|| (Bytes::from(chunk), is_more.then_some(read.next)));
+        let has_more = !read.is_over;
+        return (!chunk.is_empty()).then(|| (Bytes::from(chunk), has_more.then_some(read.next)));
     }
     if Instant::now() >= end {
         return None;
     }
     let wait = HEARTBEAT_INTERVAL.min(end.saturating_duration_since(Instant::now()));
-    match tokio::time::timeout(wait, growth.changed()).await {
+    match tokio::time::timeout(wait, updates.changed()).await {
         Ok(Ok(())) => Some((Bytes::new(), Some(from))),
         // The log was dropped.
         Ok(Err(_)) => None,
@@ -234,25 +236,25 @@ fn response_schema() -> Value {
 }
 
 fn request_schema() -> Value {
-    let choice = || {
+    let agent_options = || {
         vec![
-            ("agentName", text_to(MAX_AGENT_NAME_CHARS)),
-            ("model", text_to(MAX_MODEL_CHARS)),
-            ("conversationId", text_to(MAX_CONVERSATION_CHARS)),
+            ("agentName", text_up_to(MAX_AGENT_NAME_CHARS)),
+            ("model", text_up_to(MAX_MODEL_CHARS)),
+            ("conversationId", text_up_to(MAX_CONVERSATION_CHARS)),
             ("deadlineSeconds", json!({ "type": "integer", "minimum": 1, "maximum": MAX_DEADLINE_SECONDS })),
         ]
     };
-    let mut batch = array(fields(&[("prompt", text_to(MAX_PROMPT_CHARS))], &choice()));
+    let mut batch = array(fields(&[("prompt", text_up_to(MAX_PROMPT_CHARS))], &agent_options()));
     batch["minItems"] = 1.into();
     batch["maxItems"] = MAX_BATCH_ENTRIES.into();
-    let mut whole = choice();
-    whole.extend([
+    let mut request_options = agent_options();
+    request_options.extend([
         ("id", matching("^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")),
-        ("senderId", text_to(MAX_SENDER_CHARS)),
+        ("senderId", text_up_to(MAX_SENDER_CHARS)),
     ]);
     json!({ "oneOf": [
-        fields(&[("prompt", text_to(MAX_PROMPT_CHARS))], &whole),
-        fields(&[("batch", batch)], &whole),
+        fields(&[("prompt", text_up_to(MAX_PROMPT_CHARS))], &request_options),
+        fields(&[("batch", batch)], &request_options),
     ] })
 }
 
@@ -362,7 +364,7 @@ pub static CANCEL: Endpoint = Endpoint {
         id: "cancelDispatch",
         method: Method::DELETE,
         path: "/api/dispatch/{id}",
-        summary: "Cancels a dispatch or a whole batch in any phase; costs up to then count.",
+        summary: "Cancels a dispatch or a whole batch in any phase; costs incurred until then count.",
         credentials: OWNERS,
         parameters: &[ID],
         body: None,

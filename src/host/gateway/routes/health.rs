@@ -16,29 +16,29 @@ use svc_http::openapi::{Operation, object, one_of, text};
 use svc_http::problem::chain;
 
 /// Reports that the process is running.
-pub async fn live() -> Response {
+pub async fn report_liveness() -> Response {
     json_response(StatusCode::OK, &json!({ "status": "live" }))
 }
 
 /// Reports whether the database responds and its apps are loaded, so that the bridge is usable.
-pub async fn ready(
+pub async fn report_readiness(
     State(database): State<Arc<Database>>,
     State(apps): State<Arc<Registry>>,
     Extension(ingress): Extension<Ingress>,
 ) -> Response {
-    let database = database.server().await;
+    let database = database.server_address().await;
     if let Err(error) = &database {
         tracing::warn!(error = %chain(error), "not ready");
     }
-    let apps = apps.snapshot().loaded;
-    let (status, label) = match (&database, apps) {
+    let are_apps_loaded = apps.snapshot().is_loaded;
+    let (status, label) = match (&database, are_apps_loaded) {
         (Ok(_), true) => (StatusCode::OK, "ready"),
         _ => (StatusCode::SERVICE_UNAVAILABLE, "unready"),
     };
     let mut body = json!({
         "status": label,
         "database": if database.is_ok() { "ok" } else { "failing" },
-        "apps": if apps { "ok" } else { "waiting" },
+        "apps": if are_apps_loaded { "ok" } else { "waiting" },
     });
     if let (Ok(server), Ingress::Trusted) = (&database, ingress) {
         body["server"] = server.map_or_else(|| "socket".to_owned(), |server| server.to_string()).into();
@@ -81,15 +81,15 @@ pub static READY: Endpoint = Endpoint {
         parameters: &[],
         body: None,
         responses: &[
-            documented_json(200, "It is usable.", readiness),
-            documented_json(503, "It is not usable yet.", readiness),
+            documented_json(200, "It is usable.", readiness_schema),
+            documented_json(503, "It is not usable yet.", readiness_schema),
         ],
         problems: &[],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
 };
 
-fn readiness() -> Value {
+fn readiness_schema() -> Value {
     object(
         &[
             ("status", one_of(&["ready", "unready"])),

@@ -1,4 +1,4 @@
-//! `/_svc/internal/…`: requests of the platform to this machine. Each becomes a file that a unit consumes.
+//! `/_svc/internal/…`: requests from the platform to this machine. Each becomes a file that a unit consumes.
 
 use axum::Json;
 use axum::body::Body;
@@ -22,17 +22,17 @@ use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
 /// `POST /_svc/internal/backup`: requests a backup. A repeated request before it runs has no further effect.
-pub async fn backup(State(layout): State<Layout>) -> Result<Response, Problem> {
+pub async fn request_backup(State(layout): State<Layout>) -> Result<Response, Problem> {
     write_request(&layout, "backup").await
 }
 
 /// `POST /_svc/internal/backup-accept`: requests that the held-back snapshot becomes the latest.
-pub async fn accept(State(layout): State<Layout>) -> Result<Response, Problem> {
+pub async fn request_accept(State(layout): State<Layout>) -> Result<Response, Problem> {
     write_request(&layout, "accept").await
 }
 
 /// `POST /_svc/internal/drill`: requests a restore drill of the latest snapshot.
-pub async fn drill(State(layout): State<Layout>) -> Result<Response, Problem> {
+pub async fn request_drill(State(layout): State<Layout>) -> Result<Response, Problem> {
     write_request(&layout, "drill").await
 }
 
@@ -50,12 +50,12 @@ async fn write_request(layout: &Layout, name: &'static str) -> Result<Response, 
 
 /// `POST /_svc/internal/update`: requests an update. The request only names the release; the updater, which runs as
 /// root and trusts no other process, decides whether to install it.
-pub async fn update(
+pub async fn request_update(
     State(layout): State<Layout>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
-    let mut fields = body::fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
+    let mut fields = body::read_fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let version = fields.required("imageVersion");
     let version: ImageVersion = fields.finish(version)?;
     let request = UpdateRequest::new(version);

@@ -1,4 +1,4 @@
-//! `/api/limits`: the cost limits and their use, and how the owner changes them.
+//! `/api/limits`: the cost limits and their use; the owner can change the limits.
 
 use std::sync::{Arc, PoisonError};
 
@@ -26,8 +26,8 @@ use svc_base::clock::{now_ms, rfc3339_ms};
 use svc_base::fsx::{self, FileError};
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, boolean, fields, named, nullable, number, object, text, text_to,
-    time,
+    Operation, Parameter, ParameterLocation, boolean, fields, named, nullable, number, object, text,
+    text_up_to, time,
 };
 use svc_http::problem::{Code, Problem};
 use svc_http::usage::MAX_SENDER_CHARS;
@@ -41,14 +41,14 @@ pub async fn show(
     Extension(Caller(caller)): Extension<Caller>,
     RawQuery(query): RawQuery,
 ) -> Result<Json<Value>, Problem> {
-    let mut query = Fields::of_query(&query.unwrap_or_default());
+    let mut query = Fields::from_query(&query.unwrap_or_default());
     let user = query.optional_text("userId", MAX_SENDER_CHARS);
     let user = query.finish(Some(user))?;
-    Ok(Json(limits_json(&kernel, &user.unwrap_or_else(|| sender(&resolver, &caller))).await?))
+    Ok(Json(limits_json(&kernel, &user.unwrap_or_else(|| default_sender_id(&resolver, &caller))).await?))
 }
 
 /// The default sender id of a caller's dispatches.
-pub fn sender(resolver: &PrincipalResolver, caller: &Principal) -> String {
+pub fn default_sender_id(resolver: &PrincipalResolver, caller: &Principal) -> String {
     match caller {
         Principal::Owner { sub } | Principal::OwnersProcess { sub } => sub.as_str().to_owned(),
         Principal::App { slug } => format!("app:{slug}"),
@@ -59,7 +59,7 @@ pub fn sender(resolver: &PrincipalResolver, caller: &Principal) -> String {
 }
 
 async fn limits_json(kernel: &Kernel, user: &str) -> Result<Value, Problem> {
-    kernel.ready().await?;
+    kernel.wait_for_book().await?;
     let (settings, now) = (kernel.settings(), Timestamp::now());
     let spent = kernel.spent(user, &settings, now)?;
     let [daily, monthly] = Period::ALL.map(|period| period_json(&settings, &spent, period, now));
@@ -107,12 +107,12 @@ pub async fn set(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Value>, Problem> {
-    let mut fields = body::fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
+    let mut fields = body::read_fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let change = LimitsChange {
-        daily: dollars(&mut fields, "daily"),
-        monthly: dollars(&mut fields, "monthly"),
-        reservation: dollars(&mut fields, "reservation"),
-        time_zone: zone(&mut fields),
+        daily: read_dollars(&mut fields, "daily"),
+        monthly: read_dollars(&mut fields, "monthly"),
+        reservation: read_dollars(&mut fields, "reservation"),
+        time_zone: read_time_zone(&mut fields),
     };
     let change = fields.finish(Some(change))?;
     let file = layout.settings();
@@ -120,12 +120,12 @@ pub async fn set(
     let lock = kernel.settings_lock();
     let changed = blocking(move || {
         let _guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
-        let size = write_limits(&file, &change)?;
-        if let Some(size_bytes) = size {
-            // The writer reports a lost record.
+        let written = write_limits(&file, &change)?;
+        if let Some(size_bytes) = written {
+            // The records' writer reports a line that it could not write.
             let _ = records.append(Record::Audit, &audit_entry(size_bytes));
         }
-        Ok::<_, FileError>(size.is_some())
+        Ok::<_, FileError>(written.is_some())
     })
     .await?;
     if !changed {
@@ -133,15 +133,15 @@ pub async fn set(
             "system/config.json is not a JSON object: correct it and try again. Nothing was changed.";
         return Err(Problem::new(Code::Conflict, detail));
     }
-    Ok(Json(limits_json(&kernel, &sender(&resolver, &caller)).await?))
+    Ok(Json(limits_json(&kernel, &default_sender_id(&resolver, &caller)).await?))
 }
 
-fn dollars(fields: &mut Fields, name: &str) -> Option<Dollars> {
-    let given = fields.decimal(name)?;
-    Dollars::from_f64(given).map_err(|error| fields.wrong(name, error)).ok()
+fn read_dollars(fields: &mut Fields, name: &str) -> Option<Dollars> {
+    let amount = fields.decimal(name)?;
+    Dollars::from_f64(amount).map_err(|error| fields.wrong(name, error)).ok()
 }
 
-fn zone(fields: &mut Fields) -> Option<String> {
+fn read_time_zone(fields: &mut Fields) -> Option<String> {
     let zone = fields.optional_text("timeZone", MAX_ZONE_CHARS)?;
     if Calendar::for_zone(&zone).is_err() {
         fields.wrong("timeZone", "must be a time zone such as Europe/Berlin");
@@ -149,7 +149,7 @@ fn zone(fields: &mut Fields) -> Option<String> {
     Some(zone)
 }
 
-/// The gateway's own change is recorded here, because the file watcher does not see it.
+/// The audit entry of a change by the gateway itself, which the file watcher does not see.
 fn audit_entry(size_bytes: u64) -> AuditEntry {
     AuditEntry {
         version: AuditEntry::VERSION,
@@ -188,7 +188,7 @@ fn write_limits(file: &std::path::Path, change: &LimitsChange) -> Result<Option<
     if let Some(dir) = file.parent() {
         std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
     }
-    // Readable by the owner's programs.
+    // The owner's programs read the file through its group.
     fsx::write_atomic(file, &text, 0o640)?;
     Ok(Some(text.len() as u64))
 }
@@ -229,7 +229,7 @@ pub static SHOW_LIMITS: Endpoint = Endpoint {
         parameters: &[Parameter {
             name: "userId",
             location: ParameterLocation::Query,
-            schema: || text_to(MAX_SENDER_CHARS),
+            schema: || text_up_to(MAX_SENDER_CHARS),
             about: "The user or channel; the default is the owner.",
         }],
         body: None,
@@ -255,7 +255,7 @@ pub static SET_LIMITS: Endpoint = Endpoint {
                     ("daily", amount()),
                     ("monthly", amount()),
                     ("reservation", amount()),
-                    ("timeZone", text_to(MAX_ZONE_CHARS)),
+                    ("timeZone", text_up_to(MAX_ZONE_CHARS)),
                 ],
             )
         }),

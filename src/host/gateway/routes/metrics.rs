@@ -25,7 +25,7 @@ use svc_http::problem::Problem;
 use svc_store::key;
 
 /// `GET /metrics`.
-pub async fn metrics(
+pub async fn render_metrics(
     State(registry): State<Arc<Registry>>,
     State(changes): State<Arc<ChangeFeed>>,
     State(kernel): State<Arc<Kernel>>,
@@ -34,10 +34,10 @@ pub async fn metrics(
 ) -> Response {
     let apps = registry.snapshot();
     APPS.set([], apps.apps.len() as f64);
-    LISTENERS.set([], changes.streams() as f64);
+    LISTENERS.set([], changes.open_streams() as f64);
     let (open, busy) = apps.apps.values().fold((0, 0), |(open, busy), app| {
-        let pool = app.pool.in_use();
-        (open + pool.0, busy + pool.1)
+        let (pool_open, pool_busy) = app.pool.connection_counts();
+        (open + pool_open, busy + pool_busy)
     });
     POOL_CONNECTIONS.set(["open"], open as f64);
     POOL_CONNECTIONS.set(["idle"], (open - busy) as f64);
@@ -56,14 +56,14 @@ pub async fn metrics(
     }
 }
 
-/// Sets no metric before the first backup.
+/// Sets the metrics of backups, and none before the first backup.
 fn measure_backups(logs: &Path) {
     #[derive(Deserialize)]
     struct Run {
         status: String,
         key: Option<String>,
     }
-    let newest = page::newest(RecordKind::Backups, logs, None, MAX_SEARCHED_RUNS, |_| Verdict::Take);
+    let newest = page::read_newest(RecordKind::Backups, logs, None, MAX_SEARCHED_RUNS, |_| Verdict::Take);
     let lines = newest.map(|page| page.lines).unwrap_or_default();
     let runs: Vec<Run> = lines.iter().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let has_succeeded = |run: &Run| run.status == "success";
@@ -76,7 +76,7 @@ fn measure_backups(logs: &Path) {
     }
 }
 
-/// Sets no metric of a kind before its first check.
+/// Sets the metrics of each kind of check, and none before its first check.
 fn measure_checks(layout: &Layout) {
     for &kind in CheckKind::ALL {
         if let Ok(Some(check)) = Check::last(layout, kind) {

@@ -12,14 +12,14 @@ use serde_json::{Value, json};
 use crate::gateway::auth::PLATFORM;
 use crate::gateway::body;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
-use crate::gateway::writers::{Progress, Writers};
+use crate::gateway::writers::{QuiesceProgress, Writers};
 use svc_base::clock::rfc3339_ms;
 use svc_http::openapi::{Operation, count, fields, nullable, object, time, uuid};
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::OperationId;
 
-async fn operation_id(headers: &HeaderMap, body: Body) -> Result<OperationId, Problem> {
-    let mut fields = body::fields(headers, body, DEFAULT_MAX_BODY_BYTES).await?;
+async fn read_operation_id(headers: &HeaderMap, body: Body) -> Result<OperationId, Problem> {
+    let mut fields = body::read_fields(headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let operation = fields.required("operationId");
     fields.finish(operation)
 }
@@ -30,8 +30,8 @@ pub async fn quiesce(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Value>, Problem> {
-    let operation = operation_id(&headers, body).await?;
-    let Progress { quiesce, running_dispatches } = writers.quiesce(operation).await?;
+    let operation = read_operation_id(&headers, body).await?;
+    let QuiesceProgress { quiesce, running_dispatches } = writers.quiesce(operation).await?;
     Ok(Json(json!({
         "operationId": quiesce.operation_id,
         "quiescedAt": quiesce.quiesced_at.map(rfc3339_ms),
@@ -45,7 +45,7 @@ pub async fn resume(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Value>, Problem> {
-    let operation = operation_id(&headers, body).await?;
+    let operation = read_operation_id(&headers, body).await?;
     writers.resume(operation).await?;
     Ok(Json(json!({})))
 }

@@ -15,7 +15,7 @@ use tokio::time::{Duration, Instant};
 
 use crate::agents::kernel::Kernel;
 use crate::gateway::bridge;
-use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
+use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
 use crate::records::files::{LinePosition, RecordKind, TailPosition};
 use crate::records::page::{self, PageError, Verdict};
 use crate::records::tail::Tail;
@@ -37,18 +37,18 @@ pub struct RecordView {
     pub kind: RecordKind,
     /// The member of a response that has the lines.
     pub member: &'static str,
-    /// Members of a line that a filter of the same name must equal.
-    pub equal: &'static [&'static str],
-    /// A member that is a path: a filter of the same name matches it and everything below it.
-    pub below: Option<&'static str>,
-    /// Lines are text, filtered by substring: `contains`.
-    pub text: bool,
+    /// Members of a line that must equal the filter of the same name.
+    pub exact_members: &'static [&'static str],
+    /// A member that is a path: the filter of the same name selects that path and everything below it.
+    pub path_member: Option<&'static str>,
+    /// Whether lines are text, filtered by a substring with `contains`.
+    pub is_text: bool,
 }
 
 /// The filters of a request.
 #[derive(Default)]
 struct RecordFilter {
-    equal: Vec<(&'static str, String)>,
+    exact: Vec<(&'static str, String)>,
     below: Option<(&'static str, String)>,
     contains: Option<String>,
     since: Option<Timestamp>,
@@ -59,15 +59,17 @@ impl RecordFilter {
     fn read(query: &mut Fields, view: &RecordView) -> Self {
         let mut text = |name| query.optional_text(name, MAX_FILTER_CHARS);
         Self {
-            equal: view.equal.iter().filter_map(|name| Some((*name, text(name)?))).collect(),
-            below: view.below.and_then(|name| Some((name, text(name)?.trim_end_matches('/').to_owned()))),
-            contains: view.text.then(|| text("contains")).flatten(),
+            exact: view.exact_members.iter().filter_map(|name| Some((*name, text(name)?))).collect(),
+            below: view
+                .path_member
+                .and_then(|name| Some((name, text(name)?.trim_end_matches('/').to_owned()))),
+            contains: view.is_text.then(|| text("contains")).flatten(),
             since: query.time("since"),
             until: query.time("until"),
         }
     }
 
-    fn verdict(&self, entry: &Map<String, Value>) -> Verdict {
+    fn evaluate(&self, entry: &Map<String, Value>) -> Verdict {
         let at = entry.get("timestamp").and_then(Value::as_str).and_then(|at| at.parse::<Timestamp>().ok());
         if let (Some(at), Some(since)) = (at, self.since)
             && at < since
@@ -77,22 +79,26 @@ impl RecordFilter {
         }
         let is_in_time = self.until.is_none_or(|until| at.is_some_and(|at| at < until));
         let text = |name: &str| entry.get(name).and_then(Value::as_str);
-        // A gap may hide matching lines.
+        // A gap may stand for lines that match.
         let is_gap = entry.contains_key("gap");
-        let equal = self.equal.iter().all(|(name, wanted)| text(name) == Some(wanted));
-        let below = self.below.as_ref().is_none_or(|(name, wanted)| {
+        let is_equal = self.exact.iter().all(|(name, wanted)| text(name) == Some(wanted));
+        let is_below = self.below.as_ref().is_none_or(|(name, wanted)| {
             let rest = text(name).and_then(|path| path.strip_prefix(&**wanted));
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/') || wanted.is_empty())
         });
-        let contains =
+        let is_contained =
             self.contains.as_ref().is_none_or(|part| text("text").is_some_and(|line| line.contains(part)));
-        if is_in_time && (is_gap || (equal && below && contains)) { Verdict::Take } else { Verdict::Skip }
+        if is_in_time && (is_gap || (is_equal && is_below && is_contained)) {
+            Verdict::Take
+        } else {
+            Verdict::Skip
+        }
     }
 }
 
 /// Parses a line; `None` if it is not a line of this record.
 fn parse_line(view: &RecordView, line: &str) -> Option<Map<String, Value>> {
-    if !view.text {
+    if !view.is_text {
         return match serde_json::from_str(line) {
             Ok(Value::Object(entry)) => Some(entry),
             _ => None,
@@ -106,23 +112,23 @@ fn parse_line(view: &RecordView, line: &str) -> Option<Map<String, Value>> {
 /// Returns a page of a record.
 ///
 /// # Errors
-/// An invalid filter; 410 for a cursor whose lines are gone.
+/// An invalid filter; 410 for a cursor whose lines no longer exist.
 pub async fn list(
     kernel: &Kernel,
     view: &'static RecordView,
     query: Option<&str>,
 ) -> Result<Response, Problem> {
-    let mut query = Fields::of_query(query.unwrap_or_default());
-    let limit = query.within("limit", 1..=MAX_LIMIT, DEFAULT_LIMIT);
+    let mut query = Fields::from_query(query.unwrap_or_default());
+    let limit = query.number_in_range("limit", 1..=MAX_LIMIT, DEFAULT_LIMIT);
     let cursor: Option<LinePosition> = query.optional("cursor");
     let filter = RecordFilter::read(&mut query, view);
     let filter = query.finish(Some(filter))?;
     let logs = kernel.logs();
     let read = tokio::task::spawn_blocking(move || {
         let mut entries = Vec::new();
-        let page = page::newest(view.kind, &logs, cursor, limit, |line| {
+        let page = page::read_newest(view.kind, &logs, cursor, limit, |line| {
             let Some(entry) = parse_line(view, line) else { return Verdict::Skip };
-            let verdict = filter.verdict(&entry);
+            let verdict = filter.evaluate(&entry);
             if verdict == Verdict::Take {
                 entries.push(Value::Object(entry));
             }
@@ -138,37 +144,38 @@ pub async fn list(
         }
         Err(PageError::File(error)) => return Err(Problem::internal(&error)),
     };
-    let response = json!({ view.member: entries, "nextCursor": next.map(|place| place.to_string()) });
+    let response = json!({ view.member: entries, "nextCursor": next.map(|position| position.to_string()) });
     Ok(bridge::json_response(StatusCode::OK, Bytes::from(response.to_string())).into_response())
 }
 
 /// Streams new lines of a record.
 ///
 /// # Errors
-/// An invalid filter; 410 if the lines after `Last-Event-ID` are gone; too many listeners.
+/// An invalid filter; 410 if the lines after `Last-Event-ID` no longer exist; too many listeners.
 pub async fn follow(
     kernel: &Arc<Kernel>,
     view: &'static RecordView,
     headers: &HeaderMap,
     query: Option<&str>,
 ) -> Result<Response, Problem> {
-    let mut query = Fields::of_query(query.unwrap_or_default());
+    let mut query = Fields::from_query(query.unwrap_or_default());
     let filter = RecordFilter::read(&mut query, view);
     let filter = query.finish(Some(filter))?;
     let last_event_id = parse_last_event_id(headers)?;
-    let busy = || Problem::new(Code::Unavailable, "Too many open streams.").retry_after(5);
-    let permit = kernel.admit_listener().ok_or_else(busy)?;
+    let too_many = || Problem::new(Code::Unavailable, "Too many open streams.").retry_after(5);
+    let permit = kernel.admit_listener().ok_or_else(too_many)?;
     let logs = kernel.logs();
     let opened = tokio::task::spawn_blocking(move || match last_event_id {
-        Some(place) => Tail::after(view.kind, logs, place),
-        None => Tail::at_end(view.kind, logs).map(Some),
+        Some(position) => Tail::resume_after(view.kind, logs, position),
+        None => Tail::from_end(view.kind, logs).map(Some),
     });
     let tail = opened.await.map_err(|error| Problem::internal(&error))?;
     let tail = tail.map_err(|error| Problem::internal(&error))?;
     let gone = || Problem::new(Code::Gone, "The events after this one are no longer available.");
     let tail = tail.ok_or_else(gone)?;
     let now = Instant::now();
-    let greeting = format!("retry: {RETRY_MS}\n{}event: ready\ndata: {{}}\n\n", id(tail.position()));
+    let greeting =
+        format!("retry: {RETRY_DELAY_MS}\n{}event: ready\ndata: {{}}\n\n", id_line(tail.position()));
     let listener = Listener {
         tail: Some(tail),
         view,
@@ -178,7 +185,7 @@ pub async fn follow(
         deadline: now + MAX_STREAM_DURATION,
         _permit: permit,
     };
-    Ok(events::response(stream::unfold(listener, |mut listener| async move {
+    Ok(events::stream_response(stream::unfold(listener, |mut listener| async move {
         let chunk = listener.next().await?;
         Some((Ok::<_, Infallible>(chunk), listener))
     })))
@@ -186,17 +193,17 @@ pub async fn follow(
 
 fn parse_last_event_id(headers: &HeaderMap) -> Result<Option<TailPosition>, Problem> {
     let Some(value) = headers.get("last-event-id").filter(|value| !value.is_empty()) else { return Ok(None) };
-    let place = value.to_str().ok().and_then(|text| text.parse().ok());
+    let position = value.to_str().ok().and_then(|text| text.parse().ok());
     let invalid = || Problem::field("Last-Event-ID", "must be the id of an event");
-    place.map(Some).ok_or_else(invalid)
+    position.map(Some).ok_or_else(invalid)
 }
 
-fn id(place: Option<TailPosition>) -> String {
-    place.map(|place| format!("id: {place}\n")).unwrap_or_default()
+fn id_line(position: Option<TailPosition>) -> String {
+    position.map(|position| format!("id: {position}\n")).unwrap_or_default()
 }
 
 struct Listener {
-    /// `None` while it is being read.
+    /// `None` while its lines are being read.
     tail: Option<Tail>,
     view: &'static RecordView,
     filter: RecordFilter,
@@ -219,17 +226,19 @@ impl Listener {
             }
             let mut tail = self.tail.take()?;
             let (tail, lines) = tokio::task::spawn_blocking(move || {
-                let lines = tail.lines();
+                let lines = tail.read_lines();
                 (tail, lines)
             })
             .await
             .ok()?;
-            let place = tail.position();
+            let position = tail.position();
             self.tail = Some(tail);
             match lines {
                 Ok(lines) => {
-                    let events: Vec<Bytes> =
-                        lines.iter().filter_map(|(place, line)| self.event(*place, line)).collect();
+                    let events: Vec<Bytes> = lines
+                        .iter()
+                        .filter_map(|(position, line)| self.format_event(*position, line))
+                        .collect();
                     self.queued.extend(events);
                 }
                 Err(error) => {
@@ -239,7 +248,7 @@ impl Listener {
             }
             if self.queued.is_empty() {
                 if now >= self.next_heartbeat {
-                    self.queued.push_back(Bytes::from(format!(": heartbeat\n{}\n", id(place))));
+                    self.queued.push_back(Bytes::from(format!(": heartbeat\n{}\n", id_line(position))));
                 } else {
                     tokio::time::sleep(POLL_INTERVAL).await;
                 }
@@ -247,10 +256,11 @@ impl Listener {
         }
     }
 
-    fn event(&self, place: TailPosition, line: &str) -> Option<Bytes> {
+    fn format_event(&self, position: TailPosition, line: &str) -> Option<Bytes> {
         let entry = parse_line(self.view, line)?;
-        let is_wanted = self.filter.verdict(&entry) == Verdict::Take;
-        is_wanted.then(|| Bytes::from(format!("{}data: {}\n\n", id(Some(place)), Value::Object(entry))))
+        let is_wanted = self.filter.evaluate(&entry) == Verdict::Take;
+        is_wanted
+            .then(|| Bytes::from(format!("{}data: {}\n\n", id_line(Some(position)), Value::Object(entry))))
     }
 }
 
@@ -261,20 +271,20 @@ mod tests {
     const VIEW: RecordView = RecordView {
         kind: RecordKind::Audit,
         member: "entries",
-        equal: &["op", "agentName"],
-        below: Some("path"),
-        text: false,
+        exact_members: &["op", "agentName"],
+        path_member: Some("path"),
+        is_text: false,
     };
 
     fn verdict_of(query: &str, line: &Value) -> Verdict {
-        let mut fields = Fields::of_query(query);
+        let mut fields = Fields::from_query(query);
         let filter = RecordFilter::read(&mut fields, &VIEW);
         fields.finish(Some(())).unwrap();
-        filter.verdict(line.as_object().unwrap())
+        filter.evaluate(line.as_object().unwrap())
     }
 
     #[test]
-    fn filter_matches_equal_below_and_in_time() {
+    fn filter_matches_members_paths_and_times() {
         let line = json!({"timestamp": "2026-11-22T10:00:00.000Z", "op": "write", "path": "apps/notes/a.txt", "agentName": "x"});
         for (query, verdict) in [
             ("", Verdict::Take),
@@ -298,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn filter_keeps_gaps_in_time() {
+    fn filter_keeps_gaps_in_its_time_range() {
         let line = json!({"timestamp": "2026-11-22T10:00:00.000Z", "gap": {"lost": 1}});
         assert_eq!(verdict_of("op=write&path=a", &line), Verdict::Take);
         assert_eq!(verdict_of("until=2026-11-22T00:00:00Z", &line), Verdict::Skip);
@@ -306,8 +316,13 @@ mod tests {
 
     #[test]
     fn text_line_has_timestamp_and_text() {
-        let view =
-            RecordView { kind: RecordKind::Activity, member: "entries", equal: &[], below: None, text: true };
+        let view = RecordView {
+            kind: RecordKind::Activity,
+            member: "entries",
+            exact_members: &[],
+            path_member: None,
+            is_text: true,
+        };
         let parsed = Value::Object(parse_line(&view, "2026-11-22T10:00:00.000Z a limit was armed").unwrap());
         assert_eq!(parsed, json!({"timestamp": "2026-11-22T10:00:00.000Z", "text": "a limit was armed"}));
         assert!(parse_line(&view, "no time").is_none() && parse_line(&view, "").is_none());

@@ -14,12 +14,12 @@ use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json
 use crate::records::files::RecordKind;
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, count, matching,
-    named, nullable, number, object, one_of, text, text_to, time,
+    named, nullable, number, object, one_of, text, text_up_to, time,
 };
 use svc_http::problem::{Code, Problem};
 
-const fn filter(name: &'static str, about: &'static str) -> Parameter {
-    Parameter { name, location: ParameterLocation::Query, schema: || text_to(MAX_FILTER_CHARS), about }
+const fn filter_parameter(name: &'static str, about: &'static str) -> Parameter {
+    Parameter { name, location: ParameterLocation::Query, schema: || text_up_to(MAX_FILTER_CHARS), about }
 }
 
 const SINCE: Parameter = Parameter {
@@ -42,7 +42,7 @@ const CURSOR: Parameter = Parameter {
     schema: || matching(POSITION_PATTERN),
     about: "The `nextCursor` of the previous page.",
 };
-const AFTER: Parameter = Parameter {
+const LAST_EVENT_ID: Parameter = Parameter {
     name: "Last-Event-ID",
     location: ParameterLocation::Header,
     schema: || matching(POSITIONS_PATTERN),
@@ -61,18 +61,18 @@ const EVENTS: DocumentedResponse = DocumentedResponse {
 
 /// The two routes of a record: its pages and its stream.
 macro_rules! record {
-    ($list:ident, $list_handler:ident, $follow:ident, $follow_handler:ident, $view:expr, $id:literal, $follow_id:literal, $path:literal, $what:literal,
+    ($list:ident, $list_handler:ident, $follow:ident, $follow_handler:ident, $view:expr, $id:literal, $follow_id:literal, $path:literal, $summary:literal,
      [$($filter:expr),*], $member:literal, $line_schema:literal) => {
         pub static $list: Endpoint = Endpoint {
             operation: Operation {
                 id: $id,
                 method: Method::GET,
                 path: $path,
-                summary: concat!($what, ", the newest first."),
+                summary: concat!($summary, ", the newest first."),
                 credentials: READERS,
                 parameters: &[LIMIT, CURSOR, SINCE, UNTIL $(, $filter)*],
                 body: None,
-                responses: &[documented_json(200, "A page. It may have fewer lines than the limit although there is a next page.", || {
+                responses: &[documented_json(200, "A page. It may have fewer lines than the limit even if there is a next page.", || {
                     object(&[($member, array(named($line_schema))), ("nextCursor", nullable(text()))], &[])
                 })],
                 problems: &[Code::Forbidden, Code::Unavailable, Code::Gone],
@@ -92,9 +92,9 @@ macro_rules! record {
                 id: $follow_id,
                 method: Method::GET,
                 path: concat!($path, "/changes"),
-                summary: concat!($what, ", as a stream."),
+                summary: concat!($summary, ", as a stream."),
                 credentials: READERS,
-                parameters: &[SINCE, UNTIL $(, $filter)*, AFTER],
+                parameters: &[SINCE, UNTIL $(, $filter)*, LAST_EVENT_ID],
                 body: None,
                 responses: &[EVENTS],
                 problems: &[Code::Forbidden, Code::Unavailable, Code::Gone],
@@ -115,23 +115,38 @@ macro_rules! record {
 static INTERACTIONS_VIEW: RecordView = RecordView {
     kind: RecordKind::Interactions,
     member: "interactions",
-    equal: &["id", "senderId", "conversationId", "model", "agentName", "status", "batchId"],
-    below: None,
-    text: false,
+    exact_members: &["id", "senderId", "conversationId", "model", "agentName", "status", "batchId"],
+    path_member: None,
+    is_text: false,
 };
 static AUDIT_VIEW: RecordView = RecordView {
     kind: RecordKind::Audit,
     member: "entries",
-    equal: &["op", "actor", "agentName"],
-    below: Some("path"),
-    text: false,
+    exact_members: &["op", "actor", "agentName"],
+    path_member: Some("path"),
+    is_text: false,
 };
-static ACTIVITY_VIEW: RecordView =
-    RecordView { kind: RecordKind::Activity, member: "lines", equal: &[], below: None, text: true };
-static STORAGE_VIEW: RecordView =
-    RecordView { kind: RecordKind::Storage, member: "days", equal: &[], below: None, text: false };
-static BACKUPS_VIEW: RecordView =
-    RecordView { kind: RecordKind::Backups, member: "backups", equal: &["status"], below: None, text: false };
+static ACTIVITY_VIEW: RecordView = RecordView {
+    kind: RecordKind::Activity,
+    member: "lines",
+    exact_members: &[],
+    path_member: None,
+    is_text: true,
+};
+static STORAGE_VIEW: RecordView = RecordView {
+    kind: RecordKind::Storage,
+    member: "days",
+    exact_members: &[],
+    path_member: None,
+    is_text: false,
+};
+static BACKUPS_VIEW: RecordView = RecordView {
+    kind: RecordKind::Backups,
+    member: "backups",
+    exact_members: &["status"],
+    path_member: None,
+    is_text: false,
+};
 
 record!(
     INTERACTIONS,
@@ -144,13 +159,13 @@ record!(
     "/api/interactions",
     "Ended dispatches",
     [
-        filter("id", "The dispatch with this id."),
-        filter("senderId", "Of this user or channel."),
-        filter("conversationId", "Of this conversation."),
-        filter("model", "By this model."),
-        filter("agentName", "By this agent."),
-        filter("status", "success or error."),
-        filter("batchId", "Of this batch.")
+        filter_parameter("id", "The dispatch with this id."),
+        filter_parameter("senderId", "Of this user or channel."),
+        filter_parameter("conversationId", "Of this conversation."),
+        filter_parameter("model", "By this model."),
+        filter_parameter("agentName", "By this agent."),
+        filter_parameter("status", "success or error."),
+        filter_parameter("batchId", "Of this batch.")
     ],
     "interactions",
     "Interaction"
@@ -166,10 +181,10 @@ record!(
     "/api/audit",
     "Changes by agents to files in the home",
     [
-        filter("op", "write, delete or mkdir."),
-        filter("actor", "By this agent or part of the system."),
-        filter("agentName", "By this agent."),
-        filter("path", "This path and everything below it.")
+        filter_parameter("op", "write, delete or mkdir."),
+        filter_parameter("actor", "By this agent or part of the system."),
+        filter_parameter("agentName", "By this agent."),
+        filter_parameter("path", "This path and everything below it.")
     ],
     "entries",
     "AuditEntry"
@@ -184,7 +199,7 @@ record!(
     "followActivity",
     "/api/activity",
     "Events on the machine",
-    [filter("contains", "Lines that contain this text.")],
+    [filter_parameter("contains", "Lines that contain this text.")],
     "lines",
     "ActivityLine"
 );
@@ -212,7 +227,7 @@ record!(
     "followBackups",
     "/api/backups",
     "Backup runs",
-    [filter("status", "success or error.")],
+    [filter_parameter("status", "success or error.")],
     "backups",
     "Backup"
 );
@@ -224,7 +239,7 @@ fn line_schema(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value 
     line_schema
 }
 
-fn gap() -> Value {
+fn gap_schema() -> Value {
     line_schema(
         &[
             ("version", count()),
@@ -235,8 +250,8 @@ fn gap() -> Value {
     )
 }
 
-fn or_gap(entry: &Value) -> Value {
-    json!({ "anyOf": [entry, gap()] })
+fn with_gap(entry: &Value) -> Value {
+    json!({ "anyOf": [entry, gap_schema()] })
 }
 
 pub fn interaction_schema() -> Value {
@@ -249,7 +264,7 @@ pub fn interaction_schema() -> Value {
         &[("name", text()), ("message", text())],
         &[("stack", text()), ("tool", text()), ("turn", count())],
     );
-    or_gap(&line_schema(
+    with_gap(&line_schema(
         &[
             ("version", count()),
             ("id", text()),
@@ -271,7 +286,7 @@ pub fn interaction_schema() -> Value {
 }
 
 pub fn audit_schema() -> Value {
-    or_gap(&line_schema(
+    with_gap(&line_schema(
         &[
             ("timestamp", time()),
             ("op", one_of(&["write", "delete", "mkdir"])),

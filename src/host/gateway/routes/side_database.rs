@@ -13,13 +13,16 @@ use crate::gateway::auth::OWNERS;
 use crate::gateway::body;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::snapshots::side_database;
-use crate::snapshots::side_database::{Action, Copy, MAX_TABLES, Mode, Request, SnapshotChoice, Status};
+use crate::snapshots::side_database::{
+    CopyMode, MAX_TABLES, SideAction, SideRequest, SideStatus, SnapshotChoice, TableCopy,
+};
 use crate::system::blocking::blocking;
 use crate::system::layout::Layout;
 use svc_base::clock::rfc3339_ms;
 use svc_base::fsx::FileError;
 use svc_http::openapi::{
-    Operation, array, boolean, count, fields, matching, named, nullable, object, one_of, text, text_to, time,
+    Operation, array, boolean, count, fields, matching, named, nullable, object, one_of, text, text_up_to,
+    time,
 };
 use svc_http::problem::{Code, Problem};
 use svc_store::key::SnapshotKey;
@@ -33,13 +36,13 @@ pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> 
 /// The state, and the pending request.
 fn describe_state(layout: &Layout) -> Result<Value, FileError> {
     // Read the request first: it is removed after the state reflects it.
-    let request = Request::read(layout)?.and_then(Result::ok);
-    let state = side_database::State::read(layout)?;
+    let request = SideRequest::read(layout)?.and_then(Result::ok);
+    let state = side_database::SideState::read(layout)?;
     let pending = request.map(|request| {
         let action = match request.action {
-            Action::Open(_) => "open",
-            Action::Copy(_) => "copy",
-            Action::Close => "close",
+            SideAction::Open(_) => "open",
+            SideAction::Copy(_) => "copy",
+            SideAction::Close => "close",
         };
         json!({
             "action": action, "requestId": request.request_id, "requestedAt": rfc3339_ms(request.requested_at),
@@ -47,7 +50,7 @@ fn describe_state(layout: &Layout) -> Result<Value, FileError> {
     });
     let state = state.as_ref();
     Ok(json!({
-        "status": state.map_or(Status::Closed, |state| state.status),
+        "status": state.map_or(SideStatus::Closed, |state| state.status),
         "key": state.and_then(|state| state.key.as_deref()),
         "tables": state.map_or(&[][..], |state| &state.tables),
         "error": state.and_then(|state| state.error.as_deref()),
@@ -57,9 +60,9 @@ fn describe_state(layout: &Layout) -> Result<Value, FileError> {
     }))
 }
 
-/// `POST /api/side-database`: requests an earlier snapshot beside the database.
+/// `POST /api/side-database`: requests that an earlier snapshot be opened beside the database.
 pub async fn open(State(layout): State<Layout>, headers: HeaderMap, body: Body) -> Result<Response, Problem> {
-    let mut fields = body::fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
+    let mut fields = body::read_fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let key: Option<SnapshotKey> = fields.optional("key");
     let at = fields.time("at");
     if key.is_some() && at.is_some() {
@@ -67,12 +70,12 @@ pub async fn open(State(layout): State<Layout>, headers: HeaderMap, body: Body) 
     }
     let chosen = SnapshotChoice { key: key.map(|key| key.as_str().to_owned()), at };
     let chosen = fields.finish(Some(chosen))?;
-    submit(layout, Action::Open(chosen)).await
+    submit(layout, SideAction::Open(chosen)).await
 }
 
-/// `POST /api/side-database/copy`: copies rows of its tables back into the database.
+/// `POST /api/side-database/copy`: requests that rows of the side database be copied back.
 pub async fn copy(State(layout): State<Layout>, headers: HeaderMap, body: Body) -> Result<Response, Problem> {
-    let mut fields = body::fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
+    let mut fields = body::read_fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let has_tables = fields.has("tables");
     let tables = fields.strings("tables", MAX_TABLES);
     if !has_tables {
@@ -80,14 +83,14 @@ pub async fn copy(State(layout): State<Layout>, headers: HeaderMap, body: Body) 
     } else if tables.is_empty() || tables.iter().any(String::is_empty) {
         fields.wrong("tables", "must name at least one table, each as schema.table");
     }
-    let mode: Option<Mode> = fields.optional("mode");
+    let mode: Option<CopyMode> = fields.optional("mode");
     let dry_run = fields.boolean("dryRun").unwrap_or(false);
     let backup = fields.boolean("backup").unwrap_or(true);
-    let copy = Copy { tables, mode: mode.unwrap_or(Mode::Missing), dry_run, backup };
+    let copy = TableCopy { tables, mode: mode.unwrap_or(CopyMode::Missing), dry_run, backup };
     let copy = fields.finish(Some(copy))?;
     let state_layout = layout.clone();
-    let state = blocking(move || side_database::State::read(&state_layout)).await?;
-    let open_state = state.filter(|state| matches!(state.status, Status::Open | Status::Copying));
+    let state = blocking(move || side_database::SideState::read(&state_layout)).await?;
+    let open_state = state.filter(|state| matches!(state.status, SideStatus::Open | SideStatus::Copying));
     let Some(state) = open_state else {
         let detail = "No side database is open: POST /api/side-database opens one.";
         return Err(Problem::new(Code::InvalidState, detail));
@@ -98,16 +101,16 @@ pub async fn copy(State(layout): State<Layout>, headers: HeaderMap, body: Body) 
             format!("{unknown:?} is not a table of the side database: GET /api/side-database lists them.");
         return Err(Problem::new(Code::NotFound, detail));
     }
-    submit(layout, Action::Copy(copy)).await
+    submit(layout, SideAction::Copy(copy)).await
 }
 
-/// `DELETE /api/side-database`: closes the side database.
+/// `DELETE /api/side-database`: requests that the side database be closed.
 pub async fn close(State(layout): State<Layout>) -> Result<Response, Problem> {
-    submit(layout, Action::Close).await
+    submit(layout, SideAction::Close).await
 }
 
-async fn submit(layout: Layout, action: Action) -> Result<Response, Problem> {
-    let request = Request::new(action);
+async fn submit(layout: Layout, action: SideAction) -> Result<Response, Problem> {
+    let request = SideRequest::new(action);
     let response =
         json!({ "requestId": request.request_id, "requestedAt": rfc3339_ms(request.requested_at) });
     if !blocking(move || request.submit(&layout)).await? {
@@ -117,7 +120,7 @@ async fn submit(layout: Layout, action: Action) -> Result<Response, Problem> {
     Ok((StatusCode::ACCEPTED, Json(response)).into_response())
 }
 
-fn accepted() -> Value {
+fn accepted_schema() -> Value {
     object(&[("requestId", text()), ("requestedAt", time())], &[])
 }
 
@@ -148,7 +151,7 @@ pub static OPEN: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[],
         body: Some(|| fields(&[], &[("key", matching(SnapshotKey::PATTERN)), ("at", time())])),
-        responses: &[documented_json(202, "The request is accepted.", accepted)],
+        responses: &[documented_json(202, "The request is accepted.", accepted_schema)],
         problems: PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -164,13 +167,13 @@ pub static COPY: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[],
         body: Some(|| {
-            let mut tables = array(text_to(200));
+            let mut tables = array(text_up_to(200));
             tables["minItems"] = 1.into();
             tables["maxItems"] = MAX_TABLES.into();
-            let options = [("mode", one_of(Mode::NAMES)), ("dryRun", boolean()), ("backup", boolean())];
+            let options = [("mode", one_of(CopyMode::NAMES)), ("dryRun", boolean()), ("backup", boolean())];
             fields(&[("tables", tables)], &options)
         }),
-        responses: &[documented_json(202, "The request is accepted.", accepted)],
+        responses: &[documented_json(202, "The request is accepted.", accepted_schema)],
         problems: &[Code::Forbidden, Code::Unavailable, Code::InvalidState, Code::NotFound],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -185,7 +188,7 @@ pub static CLOSE: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[],
         body: None,
-        responses: &[documented_json(202, "The request is accepted.", accepted)],
+        responses: &[documented_json(202, "The request is accepted.", accepted_schema)],
         problems: PROBLEMS,
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -208,7 +211,7 @@ pub fn side_database_schema() -> Value {
         &[
             ("requestId", text()),
             ("at", time()),
-            ("mode", one_of(Mode::NAMES)),
+            ("mode", one_of(CopyMode::NAMES)),
             ("dryRun", boolean()),
             ("tables", array(copied)),
         ],

@@ -16,14 +16,14 @@ use svc_http::problem::{Code, Problem};
 use svc_http::usage as parameters;
 use svc_wire::usage::UsageReport;
 
-pub async fn usage(
+pub async fn report_usage(
     State(kernel): State<Arc<Kernel>>,
     RawQuery(query): RawQuery,
 ) -> Result<Json<UsageReport>, Problem> {
-    let mut fields = Fields::of_query(&query.unwrap_or_default());
+    let mut fields = Fields::from_query(&query.unwrap_or_default());
     let query = UsageQuery::read(&mut fields);
     let query = fields.finish(Some(query))?;
-    kernel.ready().await?;
+    kernel.wait_for_book().await?;
     // A report over years and many users is slow.
     let report = tokio::task::spawn_blocking(move || kernel.book().map(|book| book.report(&query))).await;
     let report = report.map_err(|error| Problem::internal(&error))??;

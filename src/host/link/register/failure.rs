@@ -1,10 +1,10 @@
-//! The report of a failed boot: one bounded line without this machine's secrets.
+//! Reports a failed boot in one bounded line, without this machine's secrets.
 
 use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
 
-use super::call::RegistrationClient;
+use super::client::RegistrationClient;
 use crate::system::config;
 use crate::system::config::{DatabaseUrl, Identity, PlatformLink};
 use crate::system::layout::Layout;
@@ -27,16 +27,16 @@ pub async fn report(layout: &Layout, stage: BootStageName, message: &str) -> Res
     let identity = Identity::read(&mut env);
     let platform = PlatformLink::read(&mut env, layout);
     let token = env.required_secret(&vars::REGISTRATION_TOKEN);
-    let secrets = secrets(&mut env);
+    let secrets = read_secrets(&mut env);
     let parts = identity.zip(platform).zip(token);
     let ((identity, platform), token) = env.finish(parts)?;
     let report = BootFailureReport { stage: stage.to_string(), message: redact(message, &secrets) };
     let platform = RegistrationClient::new(&platform, &token).or_exit(Exit::Config)?;
-    platform.boot_failure(identity.machine, &report, REPORT_TIMEOUT).await.map_err(super::failure)
+    platform.report_boot_failure(identity.machine, &report, REPORT_TIMEOUT).await.map_err(super::to_failure)
 }
 
-/// Every secret in the env files of a machine.
-fn secrets(env: &mut Env) -> Vec<SecretString> {
+/// Reads every secret in the machine's env files.
+fn read_secrets(env: &mut Env) -> Vec<SecretString> {
     const VARIABLES: [&Variable; 6] = [
         &vars::REGISTRATION_TOKEN,
         &vars::UPGRADE_TOKEN,
@@ -75,7 +75,7 @@ mod tests {
             ("UPGRADE_TOKEN", "token-of-the-machine"),
             ("DATABASE_URL", "postgres://postgres:hunter2hunter2@127.0.0.1/svc"),
         ]);
-        let secrets = secrets(&mut env);
+        let secrets = read_secrets(&mut env);
         let message = "connect postgres://postgres:hunter2hunter2@127.0.0.1/svc\nwith hunter2hunter2 and token-of-the-machine";
         let redacted = redact(message, &secrets);
         assert_eq!(redacted, "connect [hidden] with [hidden] and [hidden]");

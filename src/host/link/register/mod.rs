@@ -1,9 +1,9 @@
 //! `svc-register`: registers this machine once, and reports the progress or failure of its boot.
 //!
-//! Contains the command line, the configuration and the order of steps. A retry after a lost response or a restart
-//! sends the identical bytes, which `state` stores.
+//! This module contains the command line, the configuration and the order of steps. A retry after a lost response or a
+//! restart sends the identical bytes, which `state` stores.
 
-mod call;
+mod client;
 mod failure;
 mod stage;
 mod state;
@@ -23,7 +23,7 @@ use crate::system::probe;
 use crate::system::probe::Gateway;
 use crate::system::release;
 use crate::system::vars;
-use call::{RegistrationClient, RegistrationError};
+use client::{RegistrationClient, RegistrationError};
 use state::RegistrationState;
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::config::Env;
@@ -127,9 +127,9 @@ impl RegisterConfig {
         let platform_deadline =
             Duration::from_secs(env.or_default(&vars::REGISTER_PLATFORM_DEADLINE_SECONDS));
         // The installed release is registered, even if user-data names another one.
-        let version = release::current(layout).or(version);
+        let version = release::current_version(layout).or(version);
         let installed =
-            version.as_ref().and_then(|version| release::digest(&layout.release(version)).ok()?);
+            version.as_ref().and_then(|version| release::read_digest(&layout.release(version)).ok()?);
         let configured = configured.and_then(|text| bundle::parse_digest(&text));
         let bundle_sha256 = installed.or(configured);
         if bundle_sha256.is_none() {
@@ -157,9 +157,9 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
     let config = env.finish(config)?;
     failpoint::pass("register.begin").or_exit(Exit::Internal)?;
     let state = RegistrationState::read(layout).or_exit(Exit::Internal)?;
-    if let Some(done) = state.as_ref().filter(|state| state.is_registered(config.identity.machine)) {
-        tracing::info!(epoch = %config.identity.epoch, "registered already");
-        warn_of_changed_key(layout, done);
+    if let Some(registered) = state.as_ref().filter(|state| state.is_registered(config.identity.machine)) {
+        tracing::info!(epoch = %config.identity.epoch, "already registered");
+        warn_of_changed_key(layout, registered);
         return Ok(());
     }
     let pin = wait_for_gateway(layout, &config).await?;
@@ -174,14 +174,15 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
     let mut state = RegistrationState::reuse_or_create(layout, state, &body).or_exit(Exit::Internal)?;
     failpoint::pass("register.written").or_exit(Exit::Internal)?;
     let platform = RegistrationClient::new(&config.platform, &config.token).or_exit(Exit::Config)?;
-    let response = platform.register(state.sent(), config.platform_deadline).await.map_err(failure)?;
+    let response =
+        platform.register(state.request_text(), config.platform_deadline).await.map_err(to_failure)?;
     failpoint::pass("register.answered").or_exit(Exit::Internal)?;
     state.mark_registered(layout).or_exit(Exit::Internal)?;
     tracing::info!(status = %response.status, epoch = %response.epoch, "registered");
     Ok(())
 }
 
-fn failure(error: RegistrationError) -> Failure {
+fn to_failure(error: RegistrationError) -> Failure {
     let exit = match &error {
         RegistrationError::Rejected { .. } => Exit::Permission,
         RegistrationError::Unreachable { .. } => Exit::TryAgain,
@@ -193,14 +194,14 @@ fn failure(error: RegistrationError) -> Failure {
 /// Waits until the gateway is ready, and returns the pin of its key. The gateway creates the key at its first start,
 /// and only a working gateway is registered.
 async fn wait_for_gateway(layout: &Layout, config: &RegisterConfig) -> Result<SpkiPin, Failure> {
-    let end = Instant::now() + config.gateway_deadline;
+    let deadline = Instant::now() + config.gateway_deadline;
     loop {
-        if let Some(pin) = probe::pin(layout).or_exit(Exit::Internal)?
+        if let Some(pin) = probe::read_pin(layout).or_exit(Exit::Internal)?
             && Gateway::new(config.listen, pin).or_exit(Exit::Config)?.is_ready().await
         {
             return Ok(pin);
         }
-        if Instant::now() > end {
+        if Instant::now() > deadline {
             let seconds = config.gateway_deadline.as_secs();
             let error = anyhow::anyhow!("the gateway at {} was not ready within {seconds} s", config.listen);
             return Err(Failure::new(Exit::TryAgain, error));
@@ -209,16 +210,16 @@ async fn wait_for_gateway(layout: &Layout, config: &RegisterConfig) -> Result<Sp
     }
 }
 
-/// Time from the writing of user-data until the gateway is ready.
+/// The time since user-data was written, measured when the gateway is ready.
 fn boot_ms(layout: &Layout) -> Option<u64> {
     let written = std::fs::metadata(layout.boot_env()).ok()?.modified().ok()?;
     u64::try_from(written.elapsed().ok()?.as_millis()).ok()
 }
 
-/// Warns of a changed key: the platform has only the registered one, so it refuses this machine's certificate.
-fn warn_of_changed_key(layout: &Layout, done: &RegistrationState) {
-    if let Ok(Some(pin)) = probe::pin(layout)
-        && !done.has_pin(pin)
+/// Warns of a changed key: the platform accepts only the registered key, so it refuses this machine's certificate.
+fn warn_of_changed_key(layout: &Layout, registered: &RegistrationState) {
+    if let Ok(Some(pin)) = probe::read_pin(layout)
+        && !registered.has_pin(pin)
     {
         tracing::error!("the gateway's TLS key is not the registered one: recover this machine");
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::anyhow;
 
-use super::call::RegistrationClient;
+use super::client::RegistrationClient;
 use super::state::RegistrationState;
 use crate::system::config;
 use crate::system::config::{Identity, PlatformLink};
@@ -13,7 +13,7 @@ use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_wire::registration::{BootStageName, BootStageReport};
 
-/// Maximum delay of the boot by one report.
+/// Maximum time by which one report delays the boot.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(3);
 
 pub async fn report(layout: &Layout, stage: BootStageName) {
@@ -36,10 +36,10 @@ async fn send_stage(layout: &Layout, stage: BootStageName) -> Result<(), Failure
     let ((identity, platform), token) = env.finish(identity.zip(platform).zip(token))?;
     let state = RegistrationState::read(layout).or_exit(Exit::Internal)?;
     if state.is_some_and(|state| state.is_registered(identity.machine)) {
-        // A later start of a registered machine, whose token is used up.
+        // This is a later start of a registered machine, whose token has been used.
         return Ok(());
     }
     let report = BootStageReport { stage: stage.into(), progress: None };
     let platform = RegistrationClient::new(&platform, &token).or_exit(Exit::Config)?;
-    platform.boot_stage(identity.machine, &report, REPORT_TIMEOUT).await.map_err(super::failure)
+    platform.report_boot_stage(identity.machine, &report, REPORT_TIMEOUT).await.map_err(super::to_failure)
 }

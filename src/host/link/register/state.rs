@@ -1,6 +1,6 @@
 //! `var/lib/svc/register.json`: the registration request as it was first sent, and its result.
 //!
-//! The platform accepts a token once, but accepts an identical body again. Therefore the body is written to disk before
+//! The platform accepts one body per machine, and accepts that body again. Therefore the body is written to disk before
 //! the first call.
 
 use serde::{Deserialize, Serialize};
@@ -13,9 +13,9 @@ use svc_machine::id::MachineId;
 use svc_wire::registration::Registration;
 
 /// Whether both describe the same machine; the boot time is ignored.
-fn describe_same_machine(one: &Registration, other: &Registration) -> bool {
+fn describe_same_machine(a: &Registration, b: &Registration) -> bool {
     let without_time = |registration: &Registration| Registration { boot_ms: None, ..registration.clone() };
-    without_time(one) == without_time(other)
+    without_time(a) == without_time(b)
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -51,7 +51,7 @@ impl RegistrationState {
         {
             return Ok(earlier);
         }
-        let sent = serde_json::to_string(body).expect("a body of plain fields is JSON");
+        let sent = serde_json::to_string(body).expect("plain fields are JSON");
         let state = Self { version: 1, machine_id: body.machine_id, sent, registered_at: None };
         state.write(layout)?;
         Ok(state)
@@ -62,7 +62,7 @@ impl RegistrationState {
         self.write(layout)
     }
 
-    pub fn sent(&self) -> &str {
+    pub fn request_text(&self) -> &str {
         &self.sent
     }
 
@@ -79,7 +79,7 @@ impl RegistrationState {
     }
 
     fn write(&self, layout: &Layout) -> Result<(), FileError> {
-        let text = serde_json::to_vec(self).expect("a state of plain fields is JSON");
+        let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::write_atomic(&layout.registration(), &text, 0o600)
     }
 }
@@ -104,9 +104,9 @@ mod tests {
         let again =
             RegistrationState::reuse_or_create(&layout, RegistrationState::read(&layout).unwrap(), &later)
                 .unwrap();
-        assert_eq!(again.sent(), first.sent());
-        let moved = Registration { tls_spki_sha256: "22".repeat(32), ..body };
-        let new = RegistrationState::reuse_or_create(&layout, Some(again), &moved).unwrap();
-        assert_ne!(new.sent(), first.sent());
+        assert_eq!(again.request_text(), first.request_text());
+        let with_new_key = Registration { tls_spki_sha256: "22".repeat(32), ..body };
+        let new = RegistrationState::reuse_or_create(&layout, Some(again), &with_new_key).unwrap();
+        assert_ne!(new.request_text(), first.request_text());
     }
 }

@@ -23,7 +23,7 @@ use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
 use svc_wire::heartbeat as wire;
 
-/// Record that another machine has replaced this one. The gateway, the backup and the agent stop when the file
+/// The record that another machine has replaced this one. The gateway, the backup and the agent stop when the file
 /// exists.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -31,19 +31,20 @@ pub struct Superseded {
     version: u32,
     at: String,
     machine_id: MachineId,
-    mine: Epoch,
+    #[serde(rename = "mine")]
+    own_epoch: Epoch,
     /// The slot's current epoch, if the platform sent it.
     pub epoch: Option<Epoch>,
 }
 
 impl Superseded {
-    pub fn record(&self, layout: &Layout) -> Result<(), FileError> {
+    pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::write_atomic(&layout.superseded(), &text, 0o644)
     }
 }
 
-/// Stores the delivered keys, token, epoch and update request.
+/// Stores the delivered keys, token, epoch and update request. Returns a record if this machine has been replaced.
 pub fn apply_response(
     config: &SyncConfig,
     HeartbeatReply { response, accepted }: HeartbeatReply,
@@ -53,7 +54,7 @@ pub fn apply_response(
             version: 1,
             at: clock::rfc3339_ms(clock::now_ms()),
             machine_id: config.identity.machine,
-            mine: config.epoch(),
+            own_epoch: config.epoch(),
             epoch: response.epoch,
         }));
     }
@@ -68,7 +69,7 @@ pub fn apply_response(
     if let Some(settings) = &response.certificate
         && let Err(error) = certificate::store_settings(&config.layout, settings)
     {
-        tracing::error!(error = %chain(&error), "could not store the settings of the certificate");
+        tracing::error!(error = %chain(&error), "could not store the certificate settings");
     }
     // The current token remains valid, so an error does not stop the rest of the response.
     if let Err(error) = store_next_token(config, response.next_token.as_ref(), accepted.as_ref()) {
@@ -82,8 +83,8 @@ pub fn apply_response(
     Ok(None)
 }
 
-/// Resumes the writers if they were stopped before the heartbeat and its response does not name their operation: it
-/// ended without a call to resume them.
+/// Resumes the writers if they were stopped before the heartbeat and its response does not name their operation: then
+/// the operation has ended without a call to resume them.
 pub async fn resume_writers(
     config: &SyncConfig,
     before: &Quiesce,
@@ -99,25 +100,25 @@ pub async fn resume_writers(
     Ok(())
 }
 
-/// Requests the release that the platform names, unless it is current, already requested, or has failed here for the
-/// same request: a release that was refused or rolled back would fail again. A new request is tried. The updater
-/// stores the request's id with the outcome, whether the request came from here or from the gateway, so no clock is
-/// needed.
+/// Requests the release that the platform names, unless it is current, already requested, or has failed on this machine
+/// for the same request: a release that was refused or rolled back would fail again. For a new request, the release is
+/// tried again. The updater stores the request's id with the outcome, whether the sync agent or the gateway wrote the
+/// request, so no clock is needed.
 fn request_update(
     config: &SyncConfig,
     desired: ImageVersion,
     request: Option<String>,
 ) -> Result<(), FileError> {
     let layout = &config.layout;
-    if desired == heartbeat::image_version(config)
+    if desired == heartbeat::current_image_version(config)
         || layout.request("update").exists()
         || layout.update_journal().exists()
-        || protocol::last(layout)?.is_some_and(|last| has_failed(&last, &desired, request.as_deref()))
+        || protocol::read_last(layout)?.is_some_and(|last| has_failed(&last, &desired, request.as_deref()))
     {
         return Ok(());
     }
     tracing::info!(%desired, "the platform requests another release");
-    UpdateRequest::under(request.unwrap_or_else(request_id::fresh), desired).write(layout)
+    UpdateRequest::with_request_id(request.unwrap_or_else(request_id::generate), desired).write(layout)
 }
 
 /// Without a request id, every request for the release counts as the same one.

@@ -1,4 +1,4 @@
-//! Whether the owner's code-server accepts connections, if the release has one.
+//! Checks whether the owner's code-server accepts connections, if the release has one.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// `svc-code` gives code-server 90 s to start, and is restarted after that.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Remembers since when code-server has accepted no connection.
+/// Checks code-server, and remembers since when it has accepted no connections.
 #[derive(Default)]
 pub struct CodeProbe {
     down_since: Mutex<Option<Instant>>,
@@ -22,15 +22,15 @@ impl CodeProbe {
     /// `None` if the release has no code-server, or if it may still be starting.
     pub async fn check(&self, layout: &Layout) -> Option<ComponentStatus> {
         let is_installed = layout.runtime().join("code-server").exists();
-        let accepts = is_installed && accepts_connections(layout).await;
-        self.assess(is_installed, accepts, Instant::now())
+        let is_up = is_installed && accepts_connections(layout).await;
+        self.assess(is_installed, is_up, Instant::now())
     }
 
-    fn assess(&self, is_installed: bool, accepts: bool, now: Instant) -> Option<ComponentStatus> {
+    fn assess(&self, is_installed: bool, is_up: bool, now: Instant) -> Option<ComponentStatus> {
         let mut down_since = self.down_since.lock().unwrap_or_else(PoisonError::into_inner);
-        if !is_installed || accepts {
+        if !is_installed || is_up {
             *down_since = None;
-            return accepts.then_some(ComponentStatus::Ok);
+            return is_up.then_some(ComponentStatus::Ok);
         }
         let since = *down_since.get_or_insert(now);
         (now.duration_since(since) >= STARTUP_TIMEOUT).then_some(ComponentStatus::Failing)
@@ -57,7 +57,7 @@ mod tests {
         assert_eq!(probe.assess(true, false, at(121)), Some(ComponentStatus::Failing));
         assert_eq!(probe.assess(true, true, at(122)), Some(ComponentStatus::Ok));
         assert_eq!(probe.assess(true, false, at(500)), None);
-        assert_eq!(probe.assess(false, false, at(900)), None, "a release without it is current");
+        assert_eq!(probe.assess(false, false, at(900)), None, "the current release has no code-server");
         assert_eq!(probe.assess(true, false, at(901)), None);
     }
 
@@ -68,7 +68,7 @@ mod tests {
         let probe = CodeProbe::default();
         std::fs::create_dir_all(layout.owner_sockets()).unwrap();
         let _listener = tokio::net::UnixListener::bind(layout.owner_sockets().join("code.sock")).unwrap();
-        assert_eq!(probe.check(&layout).await, None, "the release has none");
+        assert_eq!(probe.check(&layout).await, None, "the release has no code-server");
         std::fs::create_dir_all(layout.runtime().join("code-server")).unwrap();
         assert_eq!(probe.check(&layout).await, Some(ComponentStatus::Ok));
     }

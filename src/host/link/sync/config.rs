@@ -10,7 +10,7 @@ use crate::system::epoch;
 use crate::system::layout::Layout;
 use crate::system::postgres::Server;
 use crate::system::store::StoreLink;
-use crate::system::store_credentials::{DuringOutage, RenewingCredentials};
+use crate::system::store_credentials::{OutagePolicy, RenewingCredentials};
 use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::config::Env;
@@ -52,7 +52,8 @@ impl SyncConfig {
         let meta_refresh_interval = read_seconds(&mut env, &vars::VPS_META_AT_LEAST_SECONDS);
         let parts = identity.zip(platform).zip(store).zip(database).zip(image_version);
         let ((((identity, platform), store), database), image_version) = env.finish(parts)?;
-        let (bucket, credentials) = store.open_with_source(DuringOutage::Wait).or_exit(Exit::Config)?;
+        let (bucket, credentials) =
+            store.open_with_source(OutagePolicy::RequirePlatform).or_exit(Exit::Config)?;
         Ok(Self {
             slot: SlotPrefix::new(&identity.user, &identity.slot),
             bucket,

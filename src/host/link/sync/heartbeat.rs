@@ -29,7 +29,7 @@ pub struct HeartbeatReply {
 #[derive(Debug)]
 pub struct AcceptedToken {
     pub token: SecretString,
-    /// The token that it rejected first.
+    /// The token that the platform rejected before.
     pub refused: Option<SecretString>,
 }
 
@@ -61,29 +61,29 @@ impl<'a> HeartbeatClient<'a> {
 
     pub async fn send_heartbeat(&self) -> Result<HeartbeatReply, HeartbeatError> {
         let config = self.config;
-        let (mut health, attention) = vitals::health(config).await;
+        let (mut health, attention) = vitals::check_health(config).await;
         health.code = self.code.check(&config.layout).await.map(Into::into);
         let mut request = Heartbeat {
-            image_version: image_version(config),
+            image_version: current_image_version(config),
             epoch: config.epoch(),
             health,
-            last_backup: vitals::last_backup(config),
-            last_update: vitals::last_update(config),
-            checks: vitals::checks(config),
+            last_backup: vitals::read_last_backup(config),
+            last_update: vitals::read_last_update(config),
+            checks: vitals::read_checks(config),
             updating: config.layout.update_journal().exists(),
-            disk: vitals::disk(config),
-            proof_kids: vitals::proof_kids(config),
-            registration: registration::accepted(&config.layout, config.identity.machine),
+            disk: vitals::measure_disk(config),
+            proof_kids: vitals::read_proof_kids(config),
+            registration: registration::read_accepted(&config.layout, config.identity.machine),
             attention,
             certificate: certificate::read(&config.layout),
             trusted_keys: trusted_keys::read(&config.layout),
         };
-        let Tokens { current, before } = config.platform.upgrade_token.tokens();
+        let Tokens { current, previous } = config.platform.upgrade_token.tokens();
         let mut accepted = AcceptedToken { token: current, refused: None };
         let (mut status, mut body) = self.send(&request, &accepted.token).await?;
-        if let (StatusCode::UNAUTHORIZED, Some(before)) = (status, before) {
+        if let (StatusCode::UNAUTHORIZED, Some(previous)) = (status, previous) {
             // A platform restored to an earlier key does not recognise a token that it issued later.
-            accepted = AcceptedToken { token: before, refused: Some(accepted.token) };
+            accepted = AcceptedToken { token: previous, refused: Some(accepted.token) };
             (status, body) = self.send(&request, &accepted.token).await?;
         }
         let has_optional_fields = request.registration.is_some()
@@ -116,14 +116,14 @@ impl<'a> HeartbeatClient<'a> {
         let config = self.config;
         let url = config.platform.url(&format!("/vps/{}/heartbeat", config.identity.machine));
         let call = self.client.post(url).bearer_auth(token.expose_secret()).json(request);
-        let call = request_id::onward(call);
+        let call = request_id::attach(call);
         let response = call.send().await?;
         let status = response.status();
         Ok((status, read_body(response).await?))
     }
 }
 
-/// The current release, or that of user-data while none is installed.
-pub fn image_version(config: &SyncConfig) -> ImageVersion {
-    release::current(&config.layout).unwrap_or_else(|| config.image_version.clone())
+/// The version of the current release, or the version in user-data while none is installed.
+pub fn current_image_version(config: &SyncConfig) -> ImageVersion {
+    release::current_version(&config.layout).unwrap_or_else(|| config.image_version.clone())
 }

@@ -1,4 +1,4 @@
-//! `system/vps-meta.json`, written by the host of the current epoch.
+//! Writes `system/vps-meta.json`, as the host of the current epoch.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use svc_store::StoreError;
 use svc_store::meta::{self, MetaError, VpsMeta};
 use svc_store::pointer_io;
 
-/// Shorter than the interval between two writes.
+/// Timeout of a write, shorter than the interval between two writes.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Debug, thiserror::Error)]
@@ -23,12 +23,12 @@ pub enum MetaWriteError {
     Timeout,
 }
 
-/// The last write, with its time.
+/// The metadata last written, and the time of the write.
 #[derive(Debug, Default)]
 pub struct LastWrite(Option<(VpsMeta, Instant)>);
 
 impl LastWrite {
-    /// Whether the metadata has changed, or the last write is too old.
+    /// Whether the metadata has changed or the last write is too old.
     fn is_due(&self, now: &VpsMeta, refresh_interval: Duration) -> bool {
         let Some((last, at)) = &self.0 else { return true };
         let comparable =
@@ -37,13 +37,13 @@ impl LastWrite {
     }
 }
 
-/// Writes the metadata when it has changed, and at least once per refresh interval. Changed timestamps alone do not
-/// count: 288 writes a day for each machine would cost more than its database.
+/// Writes the metadata when it has changed, and at least once per refresh interval. A change of timestamps only does
+/// not count: 288 writes a day for each machine would cost more than its database.
 ///
 /// # Errors
 /// [`MetaWriteError`]; `Fenced` if a later machine of the slot has written.
-pub async fn write(config: &SyncConfig, last_write: &mut LastWrite) -> Result<(), MetaWriteError> {
-    let mut meta = describe(config);
+pub async fn write_if_due(config: &SyncConfig, last_write: &mut LastWrite) -> Result<(), MetaWriteError> {
+    let mut meta = build_meta(config);
     if !last_write.is_due(&meta, config.meta_refresh_interval) {
         return Ok(());
     }
@@ -55,18 +55,18 @@ pub async fn write(config: &SyncConfig, last_write: &mut LastWrite) -> Result<()
 }
 
 async fn try_write(config: &SyncConfig, meta: &mut VpsMeta) -> Result<(), MetaWriteError> {
-    meta.last_backup = last_backup(config).await.map_err(MetaError::Store)?;
+    meta.last_backup = read_last_backup(config).await.map_err(MetaError::Store)?;
     Ok(meta::write(&config.bucket, &config.slot, meta).await?)
 }
 
-fn describe(config: &SyncConfig) -> VpsMeta {
+fn build_meta(config: &SyncConfig) -> VpsMeta {
     let identity = &config.identity;
     let server = CloudServer::read(&config.layout);
     let listening = match config.listen.ip() {
         IpAddr::V4(ip) if !ip.is_unspecified() => Some(ip),
         _ => None,
     };
-    // The writers treat an unreadable file as absent, too.
+    // An unreadable file counts as absent, as it does for the writers.
     let quiesced = Quiesce::read(&config.layout).ok().flatten();
     VpsMeta {
         version: meta::FORMAT,
@@ -75,7 +75,7 @@ fn describe(config: &SyncConfig) -> VpsMeta {
         machine_id: identity.machine,
         epoch: config.epoch(),
         provider_server_id: server.id,
-        image_version: heartbeat::image_version(config),
+        image_version: heartbeat::current_image_version(config),
         status: if quiesced.is_some() { "quiesced" } else { "running" }.to_owned(),
         public_ipv4: server.public_ipv4.or(listening),
         heartbeat_at: clock::now_ms(),
@@ -83,8 +83,8 @@ fn describe(config: &SyncConfig) -> VpsMeta {
     }
 }
 
-/// The time of the snapshot that the pointer names, from any machine.
-async fn last_backup(config: &SyncConfig) -> Result<Option<jiff::Timestamp>, StoreError> {
+/// Reads the time of the snapshot that the pointer names, whichever machine took it.
+async fn read_last_backup(config: &SyncConfig) -> Result<Option<jiff::Timestamp>, StoreError> {
     match pointer_io::read(&config.bucket, &config.slot).await {
         Ok(pointer) => Ok(pointer.and_then(|read| read.value.snapshot).map(|snapshot| snapshot.taken_at)),
         // A corrupt pointer must not stop the metadata write.

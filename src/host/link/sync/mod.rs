@@ -1,5 +1,5 @@
-//! `svc-sync-agent`: sends heartbeats to the platform, writes the metadata in the object store, and applies the
-//! platform's responses, such as newer proof keys or a replacement by another machine.
+//! `svc-sync-agent`: sends heartbeats to the platform, applies its responses, such as new proof keys or the replacement
+//! of this machine, and writes the machine's metadata to the object store.
 
 mod apply_response;
 mod code_probe;
@@ -60,7 +60,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         let _ = sd_notify::notify(&[NotifyState::Ready]);
         tokio::select! {
             superseded = run_heartbeats(&config, &heartbeats) => {
-                superseded.record(&config.layout).or_exit(Exit::Internal)?;
+                superseded.write(&config.layout).or_exit(Exit::Internal)?;
                 tracing::warn!(epoch = ?superseded.epoch, "another machine has taken this one's place: stopping");
             }
             never = run_meta_writer(&config) => match never {},
@@ -107,7 +107,7 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
 /// second.
 async fn wait_until_healthy(config: &SyncConfig) {
     let healthy = async {
-        while !vitals::health(config).await.0.is_ok() {
+        while !vitals::check_health(config).await.0.is_ok() {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     };
@@ -125,7 +125,7 @@ async fn run_meta_writer(config: &SyncConfig) -> std::convert::Infallible {
         {
             tracing::warn!(%error, "could not renew the credentials for the object store");
         }
-        if let Err(error) = meta::write(config, &mut last_write).await {
+        if let Err(error) = meta::write_if_due(config, &mut last_write).await {
             tracing::warn!(error = %svc_http::problem::chain(&error), "could not write vps-meta.json");
         }
     }

@@ -8,8 +8,8 @@ use serde_json::Value;
 use crate::system::layout::Layout;
 use svc_base::fsx;
 
-/// The server as the provider's metadata service described it at boot. A part is `None` without cloud-init or with
-/// another provider's data.
+/// The server as the provider's metadata service described it at boot. A field is `None` without cloud-init, or if the
+/// provider's data has another format.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CloudServer {
     pub id: Option<String>,

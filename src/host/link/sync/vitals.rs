@@ -27,29 +27,28 @@ use svc_wire::text::Text;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The last check of each kind; `None` if none has run.
-pub fn checks(config: &SyncConfig) -> Option<SnapshotChecks> {
+/// Reads the last check of each kind; `None` if no check has run.
+pub fn read_checks(config: &SyncConfig) -> Option<SnapshotChecks> {
     let last = |kind: CheckKind| {
         let Check { status, timestamp, key, mut damaged, error, .. } =
             Check::last(&config.layout, kind).ok()??;
         damaged.truncate(MAX_DAMAGED_KEYS);
-        Some(SnapshotCheck { status: outcome(status).into(), at: timestamp.into(), key, damaged, error })
+        Some(SnapshotCheck { status: to_outcome(status).into(), at: timestamp.into(), key, damaged, error })
     };
     let checks = SnapshotChecks { verify: last(CheckKind::Verify), drill: last(CheckKind::Drill) };
     (checks.verify.is_some() || checks.drill.is_some()).then_some(checks)
 }
 
-fn outcome(status: Status) -> Outcome {
+fn to_outcome(status: Status) -> Outcome {
     match status {
         Status::Success => Outcome::Success,
         Status::Error => Outcome::Error,
     }
 }
 
-/// The last update of this machine.
-pub fn last_update(config: &SyncConfig) -> Option<LastUpdate> {
+pub fn read_last_update(config: &SyncConfig) -> Option<LastUpdate> {
     let protocol::Outcome { version, outcome, stage, error, at } =
-        protocol::last(&config.layout).ok()??.outcome;
+        protocol::read_last(&config.layout).ok()??.outcome;
     let outcome = match outcome {
         UpdateResult::Updated => UpdateOutcome::Updated,
         UpdateResult::RolledBack => UpdateOutcome::RolledBack,
@@ -60,47 +59,47 @@ pub fn last_update(config: &SyncConfig) -> Option<LastUpdate> {
 }
 
 /// An item for the fleet's list of problems.
-fn attention(code: &str, detail: impl Into<String>) -> Attention {
+fn attention_item(code: &str, detail: impl Into<String>) -> Attention {
     Attention { code: code.to_owned(), detail: detail.into() }
 }
 
-/// The health of the gateway and the database. The health of code-server depends on earlier probes: see `code_probe`.
-pub async fn health(config: &SyncConfig) -> (ComponentHealth, Vec<Attention>) {
-    let (gateway, database) = tokio::join!(gateway_is_ready(config), check_database(config));
+/// Checks the gateway and the database. The health of code-server depends on earlier probes: see `code_probe`.
+pub async fn check_health(config: &SyncConfig) -> (ComponentHealth, Vec<Attention>) {
+    let (gateway, database) = tokio::join!(is_gateway_ready(config), check_database(config));
     let health = ComponentHealth {
-        gateway: status(gateway).into(),
-        database: status(database.is_ok()).into(),
+        gateway: to_status(gateway).into(),
+        database: to_status(database.is_ok()).into(),
         code: None,
     };
     let mut attention: Vec<Attention> = database.err().flatten().into_iter().collect();
-    attention.extend(held_snapshot(config));
-    attention.extend(waiting_update(config));
+    attention.extend(held_snapshot_item(config));
+    attention.extend(waiting_update_item(config));
     (health, attention)
 }
 
-fn status(is_ok: bool) -> ComponentStatus {
+fn to_status(is_ok: bool) -> ComponentStatus {
     if is_ok { ComponentStatus::Ok } else { ComponentStatus::Failing }
 }
 
-/// A snapshot that did not become the latest.
-fn held_snapshot(config: &SyncConfig) -> Option<Attention> {
+/// The item for a snapshot that did not become the latest.
+fn held_snapshot_item(config: &SyncConfig) -> Option<Attention> {
     let held = HeldSnapshot::read(&config.layout).ok()??;
-    Some(attention("snapshot_held", held.to_string()))
+    Some(attention_item("snapshot_held", held.to_string()))
 }
 
-/// An update that is waiting for a snapshot.
-fn waiting_update(config: &SyncConfig) -> Option<Attention> {
+/// The item for an update that is waiting for a snapshot.
+fn waiting_update_item(config: &SyncConfig) -> Option<Attention> {
     let (version, SnapshotWait { since, why }) = SnapshotWait::read(&config.layout).ok()??;
     if why.is_empty() {
         return None;
     }
     let since = clock::rfc3339_ms(since);
     let detail = format!("the update to {version} has been waiting for a snapshot since {since}: {why}");
-    Some(attention("update_waiting", detail))
+    Some(attention_item("update_waiting", detail))
 }
 
-async fn gateway_is_ready(config: &SyncConfig) -> bool {
-    let Ok(Some(pin)) = probe::pin(&config.layout) else { return false };
+async fn is_gateway_ready(config: &SyncConfig) -> bool {
+    let Ok(Some(pin)) = probe::read_pin(&config.layout) else { return false };
     match Gateway::new(config.listen, pin) {
         Ok(gateway) => gateway.is_ready().await,
         Err(_) => false,
@@ -118,20 +117,20 @@ async fn check_database(config: &SyncConfig) -> Result<(), Option<Attention>> {
     match tokio::time::timeout(DATABASE_TIMEOUT, check).await {
         Ok(Ok(_)) => Ok(()),
         Ok(Err(Some(error))) if error.is_mismatch() => {
-            Err(Some(attention("database_mismatch", error.to_string())))
+            Err(Some(attention_item("database_mismatch", error.to_string())))
         }
         Ok(Err(_)) | Err(_) => Err(None),
     }
 }
 
-/// The space of the owner's file system; `None` if it cannot be measured.
-pub fn disk(config: &SyncConfig) -> Option<Disk> {
+/// Measures the host's file system; `None` if that fails.
+pub fn measure_disk(config: &SyncConfig) -> Option<Disk> {
     let stats = fs4::statvfs(config.layout.root());
     let stats = stats.inspect_err(|error| tracing::warn!(%error, "cannot measure the disk")).ok()?;
     Some(Disk { total_bytes: stats.total_space(), free_bytes: stats.available_space() })
 }
 
-pub fn last_backup(config: &SyncConfig) -> Option<LastBackup> {
+pub fn read_last_backup(config: &SyncConfig) -> Option<LastBackup> {
     #[derive(Deserialize)]
     #[serde(rename_all = "camelCase")]
     struct BackupRecord {
@@ -154,8 +153,9 @@ pub fn last_backup(config: &SyncConfig) -> Option<LastBackup> {
     })
 }
 
-/// The ids of the proof keys that the platform delivered last; before the first delivery, those of the user-data.
-pub fn proof_kids(config: &SyncConfig) -> Vec<String> {
+/// Reads the ids of the proof keys that the platform delivered last or, before the first delivery, of those in
+/// user-data.
+pub fn read_proof_kids(config: &SyncConfig) -> Vec<String> {
     let delivered = fsx::read_if_exists(&config.layout.proof_keys()).ok().flatten();
     let delivered = delivered.and_then(|text| serde_json::from_slice::<ProofKeys>(&text).ok());
     let first = || config::first_proof_keys(&mut config::environment(&config.layout));

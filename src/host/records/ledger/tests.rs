@@ -1,4 +1,4 @@
-//! The ledger: its groups, its lines, and random histories with crashes.
+//! Tests of the ledger: its groups, its lines, and random histories with crashes.
 
 use proptest::prelude::*;
 
@@ -9,13 +9,13 @@ fn date(text: &str) -> Date {
 }
 
 fn cents(cents: u64) -> Totals {
-    Totals::one(Dollars::from_nanos(cents * 10_000_000), 10, 1)
+    Totals::for_dispatch(Dollars::from_nanos(cents * 10_000_000), 10, 1)
 }
 
 fn grouped(ledger: &Ledger, group_by: GroupBy) -> Vec<(String, u64)> {
     let report = ledger.report(&UsageQuery { group_by, ..UsageQuery::default() });
     let name =
-        |entry: &Entry| entry.model.clone().or(entry.user_id.clone()).unwrap_or(entry.date.to_string());
+        |entry: &ReportEntry| entry.model.clone().or(entry.user_id.clone()).unwrap_or(entry.date.to_string());
     report.entries.iter().map(|entry| (name(entry), entry.totals.dispatches)).collect()
 }
 
@@ -56,12 +56,12 @@ fn report_groups_by_period_model_or_user() {
         ledger.report(&UsageQuery { user_id: Some("eve".to_owned()), ..UsageQuery::default() }),
         Report::default()
     );
-    let wrong = UsageQuery {
+    let inverted = UsageQuery {
         start: Some(date("2026-12-01")),
         end: Some(date("2026-11-01")),
         ..UsageQuery::default()
     };
-    assert_eq!(ledger.report(&wrong), Report::default());
+    assert_eq!(ledger.report(&inverted), Report::default());
     assert_eq!(
         ledger.spent("ada", date("2026-11-01"), date("2026-11-30")),
         Dollars::from_nanos(3_000_000_000)
@@ -73,92 +73,88 @@ fn line_is_written_once_and_reads_back() {
     let mut ledger = Ledger::default();
     ledger.count(date("2026-11-22"), "ada", "big", &cents(1));
     ledger.count(date("2026-11-22"), "ada", "big", &cents(2));
-    let text = serde_json::to_string(&ledger.lines().next().unwrap()).unwrap();
+    let text = serde_json::to_string(&ledger.unwritten_lines().next().unwrap()).unwrap();
     assert_eq!(
         text,
         r#"{"version":1,"date":"2026-11-22","userId":"ada","model":"big","cost":0.03,"tokensIn":20,"tokensOut":2,"dispatches":2,"seq":2}"#
     );
     let read = serde_json::from_str::<UsageLine<'_>>(&text).unwrap();
-    assert_eq!(Some(&read), ledger.lines().next().as_ref());
+    assert_eq!(Some(&read), ledger.unwritten_lines().next().as_ref());
     ledger.apply_line(&read);
-    assert_eq!(ledger.lines().count(), 0);
-    assert_eq!(ledger.lines_of(date("2026-11-22")).next(), Some(read));
+    assert_eq!(ledger.unwritten_lines().count(), 0);
+    assert_eq!(ledger.day_lines(date("2026-11-22")).next(), Some(read));
 }
 
-/// Events: dispatches end, lines are written, and sometimes the process crashes and restarts from its files.
+/// An event of a history.
 #[derive(Debug, Clone)]
 enum Event {
-    Ended {
-        day: u8,
-        user: u8,
-        model: u8,
-        nanos: u64,
-    },
+    /// A dispatch ends.
+    DispatchEnded { day: u8, user: u8, model: u8, nanos: u64 },
+    /// The missing lines are written to `usage.jsonl`.
     Written,
     /// `usage.jsonl` is rewritten from the ledger.
     Compacted,
-    /// A crash that loses the last lines.
-    Died {
-        lines_lost: usize,
-        interactions_lost: usize,
-    },
+    /// The process crashes, which loses the last lines, and restarts from its files.
+    Crashed { lines_lost: usize, interactions_lost: usize },
 }
 
-fn owned(line: UsageLine<'_>) -> UsageLine<'static> {
+fn into_owned(line: UsageLine<'_>) -> UsageLine<'static> {
     let (user_id, model) = (line.user_id.into_owned().into(), line.model.into_owned().into());
     UsageLine { user_id, model, ..line }
 }
 
-fn event() -> impl Strategy<Value = Event> {
+fn any_event() -> impl Strategy<Value = Event> {
     prop_oneof![
-        8 => (0_u8..4, 0_u8..3, 0_u8..3, 0_u64..3_000_000_000).prop_map(|(day, user, model, nanos)| Event::Ended { day, user, model, nanos }),
+        8 => (0_u8..4, 0_u8..3, 0_u8..3, 0_u64..3_000_000_000).prop_map(|(day, user, model, nanos)| Event::DispatchEnded { day, user, model, nanos }),
         2 => Just(Event::Written),
         1 => Just(Event::Compacted),
-        1 => (0_usize..4, 0_usize..4).prop_map(|(lines_lost, interactions_lost)| Event::Died { lines_lost, interactions_lost }),
+        1 => (0_usize..4, 0_usize..4).prop_map(|(lines_lost, interactions_lost)| Event::Crashed { lines_lost, interactions_lost }),
     ]
 }
 
 proptest! {
     #[test]
-    fn totals_are_the_sum_of_the_interactions_after_any_crash(events in prop::collection::vec(event(), 0..60)) {
+    fn totals_equal_the_sum_of_interactions_after_any_crash(events in prop::collection::vec(any_event(), 0..60)) {
         let day = |n: u8| date("2026-11-20").checked_add(jiff::Span::new().days(n)).unwrap();
         let mut interactions: Vec<(Date, String, String, Totals)> = Vec::new();
         let mut file: Vec<UsageLine<'static>> = Vec::new();
         let mut ledger = Ledger::default();
         for event in events {
             match event {
-                Event::Ended { day: n, user, model, nanos } => {
-                    let one = Totals::one(Dollars::from_nanos(nanos), nanos % 97, nanos % 89);
-                    ledger.count(day(n), &format!("u{user}"), &format!("m{model}"), &one);
-                    interactions.push((day(n), format!("u{user}"), format!("m{model}"), one));
+                Event::DispatchEnded { day: n, user, model, nanos } => {
+                    let totals = Totals::for_dispatch(Dollars::from_nanos(nanos), nanos % 97, nanos % 89);
+                    ledger.count(day(n), &format!("u{user}"), &format!("m{model}"), &totals);
+                    interactions.push((day(n), format!("u{user}"), format!("m{model}"), totals));
                 }
                 Event::Written => {
-                    let lines: Vec<_> = ledger.lines().map(owned).collect();
+                    let lines: Vec<_> = ledger.unwritten_lines().map(into_owned).collect();
                     ledger.mark_written(lines.len());
                     file.extend(lines);
                 }
                 Event::Compacted => {
-                    file = ledger.dates().into_iter().flat_map(|date| ledger.lines_of(date)).map(owned).collect();
+                    file = ledger.dates().into_iter().flat_map(|date| ledger.day_lines(date)).map(into_owned).collect();
                 }
-                Event::Died { lines_lost, interactions_lost } => {
+                Event::Crashed { lines_lost, interactions_lost } => {
                     file.truncate(file.len().saturating_sub(lines_lost));
                     interactions.truncate(interactions.len().saturating_sub(interactions_lost));
                     ledger = Ledger::default();
                     file.iter().for_each(|line| ledger.apply_line(line));
                     for n in 0..4 {
-                        let of_day = interactions.iter().filter(|(date, ..)| *date == day(n));
+                        let day_interactions = interactions.iter().filter(|(date, ..)| *date == day(n));
                         let mut recount = ledger.begin_recount(day(n));
-                        of_day.for_each(|(_, user, model, one)| ledger.add_to_recount(&mut recount, user, model, one));
+                        day_interactions.for_each(|(_, user, model, totals)| {
+                            ledger.add_to_recount(&mut recount, user, model, totals);
+                        });
                         ledger.finish_recount(recount);
                     }
                 }
             }
-            let sum = interactions.iter().fold(Totals::default(), |mut sum, (.., one)| { sum.add(one); sum });
+            let sum = interactions.iter().fold(Totals::default(), |mut sum, (.., totals)| { sum.add(totals); sum });
             prop_assert_eq!(ledger.report(&UsageQuery::default()).total, sum);
             // The result of writing all lines now and reading them back.
             let mut read = Ledger::default();
             let mut lines = file.clone();
-            lines.extend(ledger.lines().map(owned));
+            lines.extend(ledger.unwritten_lines().map(into_owned));
             lines.iter().for_each(|line| read.apply_line(line));
             for group_by in [GroupBy::Day, GroupBy::Model, GroupBy::User] {
                 let query = UsageQuery { group_by, ..UsageQuery::default() };

@@ -1,4 +1,4 @@
-//! The book and its files: reopened, after a crash, and with invalid lines.
+//! Tests of the book and its files: reopened, after a crash, and with invalid lines.
 
 use std::fs;
 
@@ -21,9 +21,10 @@ impl TestBook {
         self.dir.path().join("logs")
     }
 
-    fn open(&self) -> (Writer, Book) {
+    fn open(&self) -> (Writer, UsageBook) {
         let writer = Writer::start(self.logs()).unwrap();
-        let book = Book::open(writer.records(), self.logs(), self.dir.path().join("seals.json")).unwrap();
+        let book =
+            UsageBook::open(writer.records(), self.logs(), self.dir.path().join("seals.json")).unwrap();
         (writer, book)
     }
 
@@ -59,7 +60,7 @@ fn interaction(n: u64) -> Interaction {
     }
 }
 
-fn cost(book: &Book) -> Dollars {
+fn cost(book: &UsageBook) -> Dollars {
     book.report(&UsageQuery::default()).total.cost
 }
 
@@ -77,7 +78,7 @@ fn reopened_book_recounts_only_unsealed_days() {
     let usage = test.read("usage.jsonl");
     assert_eq!(usage.lines().count(), 12);
 
-    // A sealed day is not read: replacing its lines by others of the same length has no effect.
+    // A sealed day is not read: replacing its lines with others of the same length has no effect.
     let path = test.logs().join("interactions-2026-11-21.jsonl");
     let length = fs::metadata(&path).unwrap().len();
     fs::write(&path, "x".repeat(usize::try_from(length).unwrap())).unwrap();
@@ -119,7 +120,11 @@ fn crashed_book_is_recounted_from_interactions() {
     book.record(day("2026-11-22"), &interaction(20)).unwrap();
     book.seal();
     drop((book, writer));
-    assert_eq!(test.read("interactions-2026-11-22.jsonl").lines().count(), 21, "the torn line is gone");
+    assert_eq!(
+        test.read("interactions-2026-11-22.jsonl").lines().count(),
+        21,
+        "the torn line was not removed"
+    );
     // Lost lines reduce the totals, also in usage.jsonl.
     let kept: String = test.read("interactions-2026-11-22.jsonl").split_inclusive('\n').take(5).collect();
     fs::write(&path, kept).unwrap();
@@ -176,17 +181,17 @@ fn compaction_keeps_totals() {
     assert_eq!(test.read("usage.jsonl").lines().count(), 240);
     book.compact();
     assert_eq!(test.read("usage.jsonl").lines().count(), 6);
-    assert!(!test.logs().join(NEW_USAGE).exists());
+    assert!(!test.logs().join(NEW_USAGE_FILE).exists());
     book.record(day("2026-11-22"), &interaction(0)).unwrap();
     book.seal();
     assert_eq!(test.read("usage.jsonl").lines().count(), 7);
     drop((book, writer));
     // The leftover of an interrupted compaction is ignored.
-    fs::write(test.logs().join(NEW_USAGE), "{\"version\":1,\"da").unwrap();
+    fs::write(test.logs().join(NEW_USAGE_FILE), "{\"version\":1,\"da").unwrap();
     fs::remove_file(test.logs().join("interactions-2026-11-22.jsonl")).unwrap();
     let (_writer, book) = test.open();
     assert_eq!(book.report(&UsageQuery::default()).total.cost, before.total.cost + interaction(0).cost);
-    assert!(!test.logs().join(NEW_USAGE).exists());
+    assert!(!test.logs().join(NEW_USAGE_FILE).exists());
 }
 
 #[test]
@@ -220,7 +225,7 @@ fn endless_line_is_not_held_in_memory() {
     file.write_all(b"\n").unwrap();
     serde_json::to_writer(&file, &interaction(5)).unwrap();
     let mut longest = 0;
-    each_line(&path, |line| longest = longest.max(line.len())).unwrap();
+    for_each_line(&path, |line| longest = longest.max(line.len())).unwrap();
     assert!(longest as u64 <= MAX_LINE_BYTES, "{longest}");
     let (_writer, book) = test.open();
     assert_eq!(cost(&book), interaction(5).cost);

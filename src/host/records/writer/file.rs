@@ -29,15 +29,15 @@ pub struct AppendFile {
     pending_bytes: usize,
     /// Bytes of the first piece that are already written.
     written_bytes: usize,
-    /// The last written file and its length then: another file or length needs its tail repaired.
-    last: Option<Last>,
+    /// The last written file and its extent after that write. If either has changed, the file's tail is repaired.
+    last: Option<LastWrite>,
     /// `last` has unsynced writes.
     is_dirty: bool,
     /// Earlier files of this name with unsynced writes.
     earlier_files: Vec<Unsynced>,
 }
 
-struct Last {
+struct LastWrite {
     file: Arc<File>,
     extent: Extent,
 }
@@ -54,7 +54,7 @@ impl Extent {
     ///
     /// # Errors
     /// The file's metadata cannot be read.
-    pub fn of(file: &File) -> io::Result<Self> {
+    pub fn of_file(file: &File) -> io::Result<Self> {
         let meta = file.metadata()?;
         Ok(Self { inode: meta.ino(), length: meta.len() })
     }
@@ -109,7 +109,7 @@ impl AppendFile {
 
     fn append(&mut self) -> io::Result<()> {
         let mut last = self.open()?;
-        let end = loop {
+        let result = loop {
             let Some(piece) = self.pieces.front() else { break Ok(()) };
             match (&*last.file).write(&piece[self.written_bytes..]) {
                 Ok(0) => break Err(io::ErrorKind::WriteZero.into()),
@@ -128,34 +128,34 @@ impl AppendFile {
             }
         };
         self.last = Some(last);
-        end
+        result
     }
 
     /// Opens the file of this name and repairs its tail.
-    fn open(&mut self) -> io::Result<Last> {
+    fn open(&mut self) -> io::Result<LastWrite> {
         if let Some(dir) = self.path.parent() {
             std::fs::create_dir_all(dir)?;
         }
         let mut options = OpenOptions::new();
         options.create(true).read(true).append(true).mode(0o640).custom_flags(OFlag::O_NOFOLLOW.bits());
         let mut file = options.open(&self.path)?;
-        let extent = Extent::of(&file)?;
+        let extent = Extent::of_file(&file)?;
         if let Some(last) = self.last.take() {
             if last.extent == extent {
                 return Ok(last);
             }
-            // Sync the earlier file, wherever it is now.
+            // Sync the earlier file, even if it was renamed or deleted.
             self.retire(last);
         }
         // A line that is partly in another file is written again in full.
         self.rewind_to_line();
         let missing = match self.format {
-            LineFormat::Json => jsonl::repair(&mut file)?,
-            LineFormat::Text => line_end(&file, extent.length)?,
+            LineFormat::Json => jsonl::repair_tail(&mut file)?,
+            LineFormat::Text => missing_line_end(&file, extent.length)?,
         };
         file.write_all(missing)?;
-        let extent = Extent::of(&file)?;
-        Ok(Last { file: Arc::new(file), extent })
+        let extent = Extent::of_file(&file)?;
+        Ok(LastWrite { file: Arc::new(file), extent })
     }
 
     fn rewind_to_line(&mut self) {
@@ -166,9 +166,9 @@ impl AppendFile {
         self.written_bytes = line_start;
     }
 
-    fn retire(&mut self, last: Last) {
+    fn retire(&mut self, last: LastWrite) {
         if std::mem::take(&mut self.is_dirty) {
-            let Last { file, extent } = last;
+            let LastWrite { file, extent } = last;
             self.earlier_files.push(Unsynced::new(self.path.clone(), extent.inode, file));
         }
     }
@@ -176,7 +176,8 @@ impl AppendFile {
     /// Takes the files that must be synced.
     pub fn take_unsynced(&mut self) -> Vec<Unsynced> {
         if let Some(last) = self.last.take() {
-            let reopened = (self.pending_bytes > 0).then(|| Last { file: Arc::clone(&last.file), ..last });
+            let reopened =
+                (self.pending_bytes > 0).then(|| LastWrite { file: Arc::clone(&last.file), ..last });
             self.retire(last);
             self.last = reopened;
         }
@@ -189,15 +190,15 @@ impl AppendFile {
 /// # Errors
 /// The files cannot be read or renamed.
 pub fn replace_if_unchanged(path: &Path, replacement: &Path, expected: Extent) -> io::Result<bool> {
-    if Extent::of(&File::open(path)?)? != expected {
+    if Extent::of_file(&File::open(path)?)? != expected {
         return Ok(false);
     }
     std::fs::rename(replacement, path)?;
     Ok(true)
 }
 
-/// The newline that the text lacks, or an empty slice.
-fn line_end(file: &File, length: u64) -> io::Result<&'static [u8]> {
+/// Returns the newline that the text lacks, or an empty slice.
+fn missing_line_end(file: &File, length: u64) -> io::Result<&'static [u8]> {
     let mut last_byte = [b'\n'];
     if length > 0 {
         file.read_exact_at(&mut last_byte, length - 1)?;

@@ -1,4 +1,5 @@
-//! Accepted lines that are not yet written: bounded, in order per record, in reusable pieces of memory.
+//! The queue of accepted lines that are not yet written. It is bounded, keeps the order of each record's lines, and
+//! reuses its pieces of memory.
 
 use std::path::PathBuf;
 use std::sync::mpsc::SyncSender;
@@ -10,52 +11,53 @@ use super::record::{BATCH_BYTES, MAX_QUEUED_BYTES, QueueFull, Record};
 use crate::records::entry::{Gap, GapLine};
 use svc_base::clock;
 
-/// Size of a piece; lines are never copied again.
+/// The size of a piece of memory. A line is copied into a piece once, and the piece is written from there.
 const PIECE_BYTES: usize = BATCH_BYTES;
 /// Maximum free pieces kept for reuse.
 const MAX_SPARE_PIECES: usize = 8;
 
-/// Lines of one record.
+/// The queued lines of one record.
 #[derive(Default)]
-struct Queue {
+struct LineQueue {
     pieces: Vec<Vec<u8>>,
     bytes: usize,
     lost: u64,
-    /// When the first lost line was refused.
-    since: Option<Timestamp>,
+    /// The time at which the first lost line was refused.
+    lost_since: Option<Timestamp>,
 }
 
 /// The state of the writing thread.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum Thread {
-    /// Sleeps until it is woken.
+    /// The thread sleeps until it is woken.
     #[default]
     Asleep,
-    /// Checks again soon; must only be woken for [`BATCH_BYTES`].
+    /// The thread checks the queue at the next interval; it must only be woken for [`BATCH_BYTES`].
     Polling,
     Writing,
-    /// Has ended: nothing is written.
+    /// The thread has ended: nothing is written.
     Ended,
 }
 
 /// A replacement of a record's file.
 pub struct Replacement {
     pub record: Record,
-    pub by: PathBuf,
+    pub new: PathBuf,
     /// The expected extent of the current file.
-    pub was: Extent,
+    pub expected: Extent,
     pub reply: SyncSender<std::io::Result<bool>>,
 }
 
 #[derive(Default)]
 pub struct RecordQueue {
-    /// Few, so that a linear search suffices.
-    queues: Vec<(Record, Queue)>,
+    /// There are few records, so a linear search suffices.
+    queues: Vec<(Record, LineQueue)>,
     bytes: usize,
-    /// Bytes taken by the thread and not yet written, and those that the disk refused, by record.
-    taken: usize,
-    refused: Vec<(Record, usize)>,
-    spare: Vec<Vec<u8>>,
+    /// Bytes that the thread has taken and not yet written.
+    taken_bytes: usize,
+    /// Bytes that the thread could not write, by record.
+    unwritten_bytes: Vec<(Record, usize)>,
+    spare_pieces: Vec<Vec<u8>>,
     pub replacement: Option<Replacement>,
     pub thread: Thread,
     pub stop: bool,
@@ -68,28 +70,29 @@ pub struct RecordQueue {
 impl RecordQueue {
     /// Queues a line; `true` if the thread must be woken.
     pub fn accept(&mut self, record: Record, line: &[u8]) -> Result<bool, QueueFull> {
-        let refused = self.refused.iter().find(|(of, _)| *of == record).map_or(0, |(_, bytes)| *bytes);
-        let has_room = !self.stop && self.bytes + self.taken + line.len() <= MAX_QUEUED_BYTES;
-        let at = self.queues.iter().position(|(of, _)| *of == record).unwrap_or_else(|| {
-            self.queues.push((record, Queue::default()));
+        let unwritten = self.unwritten_bytes.iter().find(|(other, _)| *other == record);
+        let unwritten = unwritten.map_or(0, |(_, bytes)| *bytes);
+        let has_room = !self.stop && self.bytes + self.taken_bytes + line.len() <= MAX_QUEUED_BYTES;
+        let index = self.queues.iter().position(|(other, _)| *other == record).unwrap_or_else(|| {
+            self.queues.push((record, LineQueue::default()));
             self.queues.len() - 1
         });
-        let queue = &mut self.queues[at].1;
-        if !has_room || queue.bytes + refused + line.len() > record.max_queued_bytes() {
+        let queue = &mut self.queues[index].1;
+        if !has_room || queue.bytes + unwritten + line.len() > record.max_queued_bytes() {
             queue.lost += 1;
-            queue.since.get_or_insert_with(clock::now_ms);
+            queue.lost_since.get_or_insert_with(clock::now_ms);
             return Err(QueueFull);
         }
         let before = queue.bytes;
-        if let Some(gap) = queue.gap(record) {
-            queue.push(&gap, &mut self.spare);
+        if let Some(gap) = queue.take_gap_line(record) {
+            queue.push(&gap, &mut self.spare_pieces);
         }
-        queue.push(line, &mut self.spare);
+        queue.push(line, &mut self.spare_pieces);
         let grown = queue.bytes - before;
         self.bytes += grown;
         Ok(match self.thread {
             Thread::Asleep => {
-                // Wake it only once.
+                // Wake the thread only once.
                 self.thread = Thread::Polling;
                 true
             }
@@ -102,7 +105,7 @@ impl RecordQueue {
         self.bytes == 0
     }
 
-    pub fn is_enough(&self) -> bool {
+    pub fn has_full_batch(&self) -> bool {
         self.bytes >= BATCH_BYTES
     }
 
@@ -113,76 +116,76 @@ impl RecordQueue {
 
     /// Whether the thread has work.
     pub fn has_work(&self) -> bool {
-        let has_gap = || self.queues.iter().any(|(_, queue)| queue.since.is_some());
-        self.bytes > 0 || self.taken > 0 || self.has_request() || has_gap()
+        let has_gap = || self.queues.iter().any(|(_, queue)| queue.lost_since.is_some());
+        self.bytes > 0 || self.taken_bytes > 0 || self.has_request() || has_gap()
     }
 
     /// Takes all lines, by record.
-    pub fn take(&mut self) -> Vec<(Record, Vec<Vec<u8>>)> {
-        if self.taken == 0 {
+    pub fn take_lines(&mut self) -> Vec<(Record, Vec<Vec<u8>>)> {
+        if self.taken_bytes == 0 {
             // The disk accepts writes again: report gaps even without further lines.
             for (record, queue) in &mut self.queues {
-                if let Some(gap) = queue.gap(*record) {
-                    queue.push(&gap, &mut self.spare);
+                if let Some(gap) = queue.take_gap_line(*record) {
+                    queue.push(&gap, &mut self.spare_pieces);
                     self.bytes += gap.len();
                 }
             }
         }
-        self.taken += self.bytes;
+        self.taken_bytes += self.bytes;
         self.bytes = 0;
         let queues = self.queues.iter_mut().filter(|(_, queue)| queue.bytes > 0);
-        let taken = queues.map(|(record, queue)| (*record, queue.take())).collect();
-        // Drop empty queues: days that are over never need theirs again.
-        self.queues.retain(|(_, queue)| queue.since.is_some());
+        let taken = queues.map(|(record, queue)| (*record, queue.take_pieces())).collect();
+        // Drop empty queues: those of past days are never needed again.
+        self.queues.retain(|(_, queue)| queue.lost_since.is_some());
         taken
     }
 
-    /// Returns the unwritten bytes by record, and free pieces for reuse.
-    pub fn give_back(&mut self, left: Vec<(Record, usize)>, pieces: impl Iterator<Item = Vec<u8>>) {
-        self.taken = left.iter().map(|(_, bytes)| bytes).sum();
-        self.refused = left;
+    /// Ends a batch: stores the unwritten bytes by record, and keeps written pieces for reuse.
+    pub fn finish_batch(&mut self, unwritten: Vec<(Record, usize)>, pieces: impl Iterator<Item = Vec<u8>>) {
+        self.taken_bytes = unwritten.iter().map(|(_, bytes)| bytes).sum();
+        self.unwritten_bytes = unwritten;
         for mut piece in pieces {
-            if self.spare.len() < MAX_SPARE_PIECES && piece.capacity() <= 2 * PIECE_BYTES {
+            if self.spare_pieces.len() < MAX_SPARE_PIECES && piece.capacity() <= 2 * PIECE_BYTES {
                 piece.clear();
-                self.spare.push(piece);
+                self.spare_pieces.push(piece);
             }
         }
     }
 
-    /// Bytes that are accepted and not yet written.
+    /// The number of bytes that are accepted and not yet written.
     pub fn bytes(&self) -> usize {
-        self.bytes + self.taken
+        self.bytes + self.taken_bytes
     }
 }
 
-impl Queue {
-    fn push(&mut self, line: &[u8], spare: &mut Vec<Vec<u8>>) {
+impl LineQueue {
+    fn push(&mut self, line: &[u8], spare_pieces: &mut Vec<Vec<u8>>) {
         self.bytes += line.len();
         match self.pieces.last_mut() {
             Some(piece) if piece.len() + line.len() <= PIECE_BYTES => piece.extend_from_slice(line),
             _ => {
                 let mut piece =
-                    spare.pop().unwrap_or_else(|| Vec::with_capacity(PIECE_BYTES.max(line.len())));
+                    spare_pieces.pop().unwrap_or_else(|| Vec::with_capacity(PIECE_BYTES.max(line.len())));
                 piece.extend_from_slice(line);
                 self.pieces.push(piece);
             }
         }
     }
 
-    fn take(&mut self) -> Vec<Vec<u8>> {
+    fn take_pieces(&mut self) -> Vec<Vec<u8>> {
         self.bytes = 0;
         std::mem::take(&mut self.pieces)
     }
 
-    /// The line that reports refused lines.
-    fn gap(&mut self, record: Record) -> Option<Vec<u8>> {
-        let since = self.since.take()?;
+    /// Takes the line that reports refused lines, if any.
+    fn take_gap_line(&mut self, record: Record) -> Option<Vec<u8>> {
+        let since = self.lost_since.take()?;
         let lost = std::mem::take(&mut self.lost);
         let timestamp = clock::now_ms();
         let mut line = match record {
             Record::Activity => {
                 let (now, since) = (clock::rfc3339_ms(timestamp), clock::rfc3339_ms(since));
-                format!("{now} {lost} lines had no room since {since}").into_bytes()
+                format!("{now} {lost} lines were dropped since {since}: the queue was full").into_bytes()
             }
             _ => serde_json::to_vec(&GapLine { version: 1, timestamp, gap: Gap { lost, since, why: None } })
                 .expect("plain fields are JSON"),

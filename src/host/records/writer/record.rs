@@ -1,11 +1,11 @@
-//! The records of the writer, and how much of each is queued.
+//! The records that the writer writes, and their limits in the queue.
 
 use jiff::civil::Date;
 
 use super::file::LineFormat;
 use crate::records::names::{ACTIVITY, AUDIT, INTERACTIONS};
 
-/// Queued bytes that are written immediately, without waiting for the next interval.
+/// Number of queued bytes that are written immediately, without waiting for the next interval.
 pub const BATCH_BYTES: usize = 256 << 10;
 /// Maximum bytes that are accepted and not yet written.
 pub const MAX_QUEUED_BYTES: usize = 16 << 20;
@@ -13,12 +13,12 @@ pub const MAX_QUEUED_BYTES: usize = 16 << 20;
 /// A record of this writer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Record {
-    /// Of the day for which a line counts.
+    /// The interactions that count for a day.
     Interactions(Date),
     Audit,
     /// Plain text; the other records are JSON.
     Activity,
-    /// Last: usage is written after the interactions that it counts.
+    /// Ordered last, because usage is written after the interactions that it counts.
     Usage,
 }
 
@@ -31,15 +31,15 @@ impl Record {
         }
     }
 
-    pub fn form(self) -> LineFormat {
+    pub fn line_format(self) -> LineFormat {
         if self == Self::Activity { LineFormat::Text } else { LineFormat::Json }
     }
 
     pub fn file_name(self) -> String {
         match self {
-            Self::Interactions(day) => INTERACTIONS.dated(day, 1),
-            Self::Audit => AUDIT.current(),
-            Self::Activity => ACTIVITY.current(),
+            Self::Interactions(day) => INTERACTIONS.dated_name(day, 1),
+            Self::Audit => AUDIT.current_name(),
+            Self::Activity => ACTIVITY.current_name(),
             Self::Usage => "usage.jsonl".to_owned(),
         }
     }

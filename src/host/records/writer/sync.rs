@@ -1,4 +1,4 @@
-//! Syncs written files on a separate thread: a sync may take seconds, while writing continues.
+//! Syncs written files on a separate thread, so that writing continues during a sync of several seconds.
 
 use std::fs::File;
 use std::io;
@@ -44,7 +44,7 @@ struct SyncRequest {
 }
 
 impl SyncRequest {
-    /// Keeps the oldest handle of each file: it reports errors since it was opened.
+    /// Keeps the oldest handle of each file, because a handle only reports errors since it was opened.
     fn add(&mut self, files: Vec<Unsynced>) {
         for file in files {
             if self.files.iter().all(|known| known.inode != file.inode) {
@@ -81,10 +81,10 @@ impl Syncer {
     }
 
     /// The loop of the syncing thread. Calls `done` for each durable flush.
-    pub fn work(&self, sync: &SyncFn, done: impl Fn(u64)) {
+    pub fn run(&self, sync: &SyncFn, done: impl Fn(u64)) {
         let mut failed = SyncRequest::default();
         loop {
-            let mut due = self.next(!failed.files.is_empty());
+            let mut due = self.wait_for_request(!failed.files.is_empty());
             failed.add(std::mem::take(&mut due.files));
             failed.flush = failed.flush.max(due.flush);
             failed.files.retain_mut(|unsynced| !unsynced.try_sync(sync));
@@ -99,7 +99,7 @@ impl Syncer {
         }
     }
 
-    fn next(&self, has_failed: bool) -> SyncRequest {
+    fn wait_for_request(&self, has_failed: bool) -> SyncRequest {
         let idle = |due: &mut SyncRequest| due.files.is_empty() && due.flush.is_none() && !due.stop;
         let due = self.lock();
         let mut due = if has_failed {

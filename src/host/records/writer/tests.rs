@@ -1,4 +1,4 @@
-//! The writer with renamed, deleted, torn and unwritable files.
+//! Tests of the writer with renamed, deleted, torn and unwritable files.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::*;
 
-const WAIT: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn lines(path: &Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap();
@@ -37,8 +37,8 @@ fn accepted_lines_are_written_in_order_at_shutdown() {
     drop(writer);
     let found = lines(&dir.path().join("logs/audit.jsonl"));
     for thread in 0..4 {
-        let of_thread = found.iter().filter(|line| line["thread"] == thread);
-        assert!(of_thread.map(|line| line["n"].as_u64().unwrap()).eq(0..5000), "thread {thread}");
+        let thread_lines = found.iter().filter(|line| line["thread"] == thread);
+        assert!(thread_lines.map(|line| line["n"].as_u64().unwrap()).eq(0..5000), "thread {thread}");
     }
     let activity = fs::read_to_string(dir.path().join("logs/activity.log")).unwrap();
     assert!(activity.ends_with(" two lines in one\n") && activity.lines().count() == 1, "{activity}");
@@ -52,7 +52,7 @@ fn lines_are_written_without_a_flush() {
     writer.records().append(Record::Interactions(day), &json!({"n": 1})).unwrap();
     let (path, begun) = (dir.path().join("interactions-2026-11-22.jsonl"), Instant::now());
     while fs::read(&path).is_ok_and(|text| text.is_empty()) || !path.exists() {
-        assert!(begun.elapsed() < WAIT, "nothing is written");
+        assert!(begun.elapsed() < TIMEOUT, "no line was written");
         std::thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(numbers(&path), [1]);
@@ -65,7 +65,7 @@ fn renamed_or_deleted_file_loses_no_later_line() {
     let (records, path) = (writer.records(), dir.path().join("audit.jsonl"));
     let write = |n: u64| {
         records.append(Record::Audit, &json!({"n": n})).unwrap();
-        assert!(records.flush(WAIT));
+        assert!(records.flush(TIMEOUT));
     };
     write(1);
     fs::rename(&path, dir.path().join("audit-2026-11-21.jsonl")).unwrap();
@@ -120,17 +120,17 @@ fn refused_lines_are_counted_and_reported_by_a_gap() {
     assert!(!records.flush(Duration::from_millis(100)) && records.is_stuck());
     assert_eq!(numbers(&dir.path().join("usage.jsonl")), [1]);
     fs::remove_dir(&path).unwrap();
-    assert!(records.flush(WAIT) && !records.is_stuck());
-    // Reported even without further lines.
+    assert!(records.flush(TIMEOUT) && !records.is_stuck());
+    // The gap is reported even without further lines.
     let begun = Instant::now();
     while lines(&path).len() as u64 <= accepted {
-        assert!(begun.elapsed() < WAIT, "the gap is not reported");
+        assert!(begun.elapsed() < TIMEOUT, "the gap was not reported");
         std::thread::sleep(Duration::from_millis(1));
     }
     records.append(Record::Audit, &json!({"n": accepted})).unwrap();
     drop(writer);
     records.append(Record::Audit, &json!({"n": 0})).unwrap_err();
-    assert!(!records.flush(WAIT), "the writer has ended");
+    assert!(!records.flush(TIMEOUT), "the writer has ended");
     let found = lines(&path);
     assert_eq!(found.len() as u64, accepted + 2);
     assert_eq!(found[accepted as usize]["gap"]["lost"], 10);
@@ -153,7 +153,7 @@ fn blocked_record_delays_only_the_usage_that_counts_it() {
     assert_eq!(numbers(&dir.path().join("audit.jsonl")), [1]);
     assert!(!dir.path().join("usage.jsonl").exists());
     fs::remove_dir(&blocked).unwrap();
-    assert!(records.flush(WAIT));
+    assert!(records.flush(TIMEOUT));
     assert_eq!(numbers(&dir.path().join("usage.jsonl")), [1]);
 }
 
@@ -168,7 +168,7 @@ fn slow_disk(logs: &Path) -> (Writer, mpsc::Sender<bool>, mpsc::Receiver<()>) {
             _ => file.sync_data(),
         }
     });
-    (Writer::begin(logs.to_owned(), sync).unwrap(), release, begins)
+    (Writer::start_with_sync(logs.to_owned(), sync).unwrap(), release, begins)
 }
 
 #[test]
@@ -178,20 +178,20 @@ fn lines_are_written_while_a_sync_hangs() {
     let (records, path) = (writer.records(), dir.path().join("audit.jsonl"));
     let append = |n: u64| records.append(Record::Audit, &json!({"n": n})).unwrap();
     append(0);
-    assert!(!records.flush(Duration::from_millis(1)), "it is not durable");
-    begins.recv_timeout(WAIT).unwrap();
+    assert!(!records.flush(Duration::from_millis(1)), "the line is not durable");
+    begins.recv_timeout(TIMEOUT).unwrap();
     for n in 1..20 {
         let accepted = Instant::now();
         append(n);
         while numbers(&path).len() as u64 <= n {
-            assert!(accepted.elapsed() < WAIT, "line {n} waits for the sync");
+            assert!(accepted.elapsed() < TIMEOUT, "line {n} waits for the sync");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
     assert!(!records.flush(Duration::from_millis(20)), "the sync still hangs");
     assert!(!records.is_stuck());
     drop(release);
-    assert!(records.flush(WAIT));
+    assert!(records.flush(TIMEOUT));
 }
 
 #[test]
@@ -203,11 +203,11 @@ fn failed_sync_is_retried_and_shutdown_waits_for_it() {
     release.send(false).unwrap();
     assert!(!records.flush(Duration::from_millis(200)));
     release.send(true).unwrap();
-    assert!(records.flush(WAIT));
+    assert!(records.flush(TIMEOUT));
     assert_eq!(begins.try_iter().count(), 2);
     records.append(Record::Audit, &json!({"n": 2})).unwrap();
     let ends = std::thread::spawn(move || drop(writer));
-    begins.recv_timeout(WAIT).unwrap();
+    begins.recv_timeout(TIMEOUT).unwrap();
     assert!(!ends.is_finished() && !records.flush(Duration::from_millis(20)));
     assert_eq!(numbers(&dir.path().join("audit.jsonl")), [1, 2]);
     drop(release);
@@ -218,23 +218,23 @@ fn failed_sync_is_retried_and_shutdown_waits_for_it() {
 fn file_is_replaced_only_if_unchanged() {
     let dir = tempfile::tempdir().unwrap();
     let writer = Writer::start(dir.path().to_owned()).unwrap();
-    let (records, path, by) = (writer.records(), dir.path().join("usage.jsonl"), dir.path().join("new"));
+    let (records, path, new) = (writer.records(), dir.path().join("usage.jsonl"), dir.path().join("new"));
     let append = |n: u64| {
         records.append(Record::Usage, &json!({"n": n})).unwrap();
-        assert!(records.flush(WAIT));
+        assert!(records.flush(TIMEOUT));
     };
     append(1);
-    let was = Extent::of(&File::open(&path).unwrap()).unwrap();
+    let before = Extent::of_file(&File::open(&path).unwrap()).unwrap();
     append(2);
-    fs::write(&by, "{\"n\":3}\n").unwrap();
-    assert!(!records.replace(Record::Usage, by.clone(), was).unwrap());
+    fs::write(&new, "{\"n\":3}\n").unwrap();
+    assert!(!records.replace(Record::Usage, new.clone(), before).unwrap());
     assert_eq!(numbers(&path), [1, 2]);
-    let was = Extent::of(&File::open(&path).unwrap()).unwrap();
-    assert!(records.replace(Record::Usage, by, was).unwrap());
+    let before = Extent::of_file(&File::open(&path).unwrap()).unwrap();
+    assert!(records.replace(Record::Usage, new, before).unwrap());
     append(4);
     assert_eq!(numbers(&path), [3, 4]);
-    records.replace(Record::Usage, dir.path().join("nothing"), was).unwrap();
-    let now = Extent::of(&File::open(&path).unwrap()).unwrap();
+    records.replace(Record::Usage, dir.path().join("nothing"), before).unwrap();
+    let now = Extent::of_file(&File::open(&path).unwrap()).unwrap();
     records.replace(Record::Usage, dir.path().join("nothing"), now).unwrap_err();
     drop(writer);
     assert!(!records.replace(Record::Usage, dir.path().join("nothing"), now).unwrap());
@@ -258,11 +258,11 @@ fn full_disk_resumes_where_it_stopped_and_reports_the_gap() {
     }
     let begun = Instant::now();
     while !records.is_stuck() {
-        assert!(begun.elapsed() < WAIT, "the disk is full");
+        assert!(begun.elapsed() < TIMEOUT, "no write failed on the full disk");
         std::thread::sleep(Duration::from_millis(1));
     }
     assert!(!records.flush(Duration::from_millis(10)));
-    // The next writer repairs the state that a kill would leave now.
+    // The next writer repairs the state that a kill at this point would leave.
     let torn = fs::read(&path).unwrap();
     let after = tempfile::tempdir().unwrap();
     fs::write(after.path().join("audit.jsonl"), &torn).unwrap();
@@ -273,10 +273,10 @@ fn full_disk_resumes_where_it_stopped_and_reports_the_gap() {
     assert!((1..7).contains(&whole), "{whole} lines fit");
     assert!(numbers(&after.path().join("audit.jsonl")).into_iter().eq((0..whole).chain([99])));
     disk.empty().unwrap();
-    assert!(records.flush(WAIT) && !records.is_stuck());
+    assert!(records.flush(TIMEOUT) && !records.is_stuck());
     records.append(Record::Audit, &json!({"n": accepted})).unwrap();
     drop(writer);
     let gaps: Vec<u64> = lines(&path).iter().filter_map(|line| line["gap"]["lost"].as_u64()).collect();
     assert_eq!(gaps.iter().sum::<u64>(), lost);
-    assert!(numbers(&path).into_iter().eq(0..=accepted), "each once, in order");
+    assert!(numbers(&path).into_iter().eq(0..=accepted), "not each line once, in order");
 }

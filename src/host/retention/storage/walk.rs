@@ -1,7 +1,7 @@
-//! Disk usage of the home's files. Each file counts once, however many links it has, and only on the home's file
-//! system.
+//! Measures the disk usage of the home's files. Each file counts once, however many hard links it has, and only if it
+//! is on the home's file system.
 //!
-//! Symbolic links are not followed. Directories not reached before the deadline are left out.
+//! Symbolic links are not followed. Directories that are not reached before the deadline are skipped.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, Metadata};
@@ -9,13 +9,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use super::Sizes;
+use super::FileSizes;
 use svc_base::fsx::FileError;
 
 /// A directory to read.
 struct Directory {
     path: PathBuf,
-    /// The app that owns it.
+    /// The app to which the directory belongs.
     app: Option<String>,
 }
 
@@ -28,9 +28,9 @@ pub fn measure_home(
     apps: &Path,
     logs: &Path,
     deadline: Instant,
-) -> Result<(Sizes, BTreeMap<String, u64>), FileError> {
+) -> Result<(FileSizes, BTreeMap<String, u64>), FileError> {
     let root = fs::symlink_metadata(home).map_err(FileError::at("measure", home))?;
-    let (mut sizes, mut folders) = (Sizes::default(), BTreeMap::new());
+    let (mut sizes, mut folders) = (FileSizes::default(), BTreeMap::new());
     let mut counted = HashSet::new();
     let mut directories = vec![Directory { path: home.to_owned(), app: None }];
     while let Some(Directory { path, app }) = directories.pop() {
@@ -44,10 +44,10 @@ pub fn measure_home(
         for (entry, meta) in
             entries.flatten().filter_map(|entry| entry.metadata().ok().map(|meta| (entry, meta)))
         {
-            if meta.dev() != root.dev() || !is_first(&meta, &mut counted) {
+            if meta.dev() != root.dev() || !mark_counted(&meta, &mut counted) {
                 continue;
             }
-            let app = if is_apps { slug(&entry, &meta) } else { app.clone() };
+            let app = if is_apps { parse_slug(&entry, &meta) } else { app.clone() };
             let bytes = meta.blocks() * 512;
             sizes.home_bytes += bytes;
             sizes.apps_bytes += if in_apps { bytes } else { 0 };
@@ -63,13 +63,13 @@ pub fn measure_home(
     Ok((sizes, folders))
 }
 
-/// A file with several hard links is counted once.
-fn is_first(meta: &Metadata, counted: &mut HashSet<u64>) -> bool {
+/// Returns `false` for a hard link to a file that has already been counted.
+fn mark_counted(meta: &Metadata, counted: &mut HashSet<u64>) -> bool {
     meta.is_dir() || meta.nlink() == 1 || counted.insert(meta.ino())
 }
 
-/// The slug of an app's folder; `None` if the name is not a valid slug.
-fn slug(entry: &fs::DirEntry, meta: &Metadata) -> Option<String> {
+/// Returns the slug of an app's folder; `None` if the name is not a valid slug.
+fn parse_slug(entry: &fs::DirEntry, meta: &Metadata) -> Option<String> {
     const MAX_SLUG_BYTES: usize = 41;
     let name = entry.file_name().into_string().ok()?;
     let is_slug = name.starts_with(|c: char| c.is_ascii_lowercase())

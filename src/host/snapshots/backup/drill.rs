@@ -27,7 +27,7 @@ pub const FAILPOINTS: &[&str] =
 
 #[derive(Debug, thiserror::Error)]
 enum DrillError {
-    #[error("the snapshot is not usable: {key}: {why}")]
+    #[error("the snapshot {key} is unusable: {why}")]
     Damaged { key: String, why: String },
     #[error("the object store could not be read")]
     Store(#[source] StoreError),
@@ -37,7 +37,7 @@ enum DrillError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Load(#[from] LoadError),
-    #[error("find what earlier drills left behind")]
+    #[error("remove the databases of earlier drills")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     File(#[from] FileError),
@@ -51,7 +51,7 @@ impl DrillError {
     fn exit(&self) -> Exit {
         match self {
             Self::Damaged { .. } => Exit::Refused,
-            Self::Store(error) => crate::system::store::exit(error),
+            Self::Store(error) => crate::system::store::exit_code(error),
             Self::Download(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
@@ -62,7 +62,7 @@ impl DrillError {
     }
 }
 
-/// Runs the drill and records the result. `stop` ends it early; the next drill removes what is left behind.
+/// Runs the drill and records the result. `stop` ends it early; the next drill removes its temporary data.
 ///
 /// # Errors
 /// [`Failure`]; `Refused` if the restored database differs from its record.
@@ -97,39 +97,39 @@ pub async fn run(
     if end.as_ref().err().is_some_and(|error| error.exit() == Exit::Refused)
         && let Err(error) = staging::remove_dumps(&settings.layout.drill_state())
     {
-        // The next drill removes it.
+        // The next drill removes the dump.
         tracing::warn!(%error, "could not remove the damaged dump");
     }
     check.write(&settings.layout).or_exit(Exit::Internal)?;
     failpoint::pass("drill.recorded").or_exit(Exit::Internal)?;
     let summary = end.map_err(|error| Failure::new(error.exit(), error))?;
-    println!("{} became the database that it was: {summary}", check.key.unwrap_or_default());
+    println!("{} was restored and matches its record: {summary}", check.key.unwrap_or_default());
     Ok(())
 }
 
-async fn drill(settings: &BackupSettings, of: &mut Option<SnapshotRef>) -> Result<String, DrillError> {
+async fn drill(settings: &BackupSettings, drilled: &mut Option<SnapshotRef>) -> Result<String, DrillError> {
     failpoint::pass("drill.begin")?;
-    let (into, dir) = (settings.context(), settings.layout.drill_state());
-    clean(&into, &dir).await?;
+    let (context, dir) = (settings.restore_context(), settings.layout.drill_state());
+    clean(&context, &dir).await?;
     failpoint::pass("drill.cleaned")?;
-    let Some((snapshot, side)) = latest(settings, of).await? else { return Ok(String::new()) };
-    staging::refuse_newer(&into, &side).await?;
-    let dump = staging::fetch(&into, &dir, &snapshot, &side).await?;
+    let Some((snapshot, side)) = find_latest(settings, drilled).await? else { return Ok(String::new()) };
+    staging::check_postgres_version(&context, &side).await?;
+    let dump = staging::fetch_dump(&context, &dir, &snapshot, &side).await?;
     failpoint::pass("drill.downloaded")?;
-    let loaded = staging::into_scratch(&into, &dump, &side, RoleLifetime::Drill).await?;
+    let loaded = staging::load_into_scratch(&context, &dump, &side, RoleLifetime::Drill).await?;
     failpoint::pass("drill.loaded")?;
-    staging::drop_scratch(&into.server.connect(postgres::MAINTENANCE, "svc-db-backup").await?, &loaded.name)
-        .await;
+    let client = context.server.connect(postgres::MAINTENANCE, "svc-db-backup").await?;
+    staging::drop_scratch(&client, &loaded.name).await;
     failpoint::pass("drill.dropped")?;
-    clean(&into, &dir).await?;
+    clean(&context, &dir).await?;
     let rows: u64 = side.tables.iter().map(|table| table.rows).sum();
     Ok(format!("{}, {}", pluralize(side.tables.len() as u64, "table"), pluralize(rows, "row")))
 }
 
-/// The newest snapshot. `of` is set even if the snapshot is unusable.
-async fn latest(
+/// Finds the latest snapshot. `drilled` is set even if the side record cannot be read.
+async fn find_latest(
     settings: &BackupSettings,
-    of: &mut Option<SnapshotRef>,
+    drilled: &mut Option<SnapshotRef>,
 ) -> Result<Option<(SnapshotRef, SideRecord)>, DrillError> {
     let snapshot = match snapshot::latest(&settings.bucket, &settings.slot).await {
         Ok(snapshot) => snapshot,
@@ -137,15 +137,15 @@ async fn latest(
         Err(SnapshotUnusable::Damaged { key, why }) => return Err(DrillError::Damaged { key, why }),
         Err(SnapshotUnusable::Store(error)) => return Err(DrillError::Store(error)),
     };
-    *of = Some(snapshot.clone());
-    let side = snapshot::side_record(&settings.bucket, &settings.slot, &snapshot).await;
+    *drilled = Some(snapshot.clone());
+    let side = snapshot::read_side_record(&settings.bucket, &settings.slot, &snapshot).await;
     Ok(Some((snapshot, side.map_err(DrillError::Store)?)))
 }
 
 /// Removes databases, dumps and roles of this drill or of a killed one.
-async fn clean(into: &RestoreContext, dir: &Path) -> Result<(), DrillError> {
-    let client = into.server.connect(postgres::MAINTENANCE, "svc-db-backup").await?;
+async fn clean(context: &RestoreContext, dir: &Path) -> Result<(), DrillError> {
+    let client = context.server.connect(postgres::MAINTENANCE, "svc-db-backup").await?;
     staging::drop_scratches(&client).await?;
-    staging::drop_drills_roles(&client).await?;
+    staging::drop_drill_roles(&client).await?;
     Ok(staging::remove_dumps(dir)?)
 }

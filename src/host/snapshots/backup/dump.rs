@@ -26,7 +26,7 @@ use svc_store::snapshot::{self as stored, DatabaseFacts, SideRecord, TableCount}
 use svc_store::upload::{Upload, UploadError};
 
 const CHUNK_BYTES: usize = 256 * 1024;
-/// Maximum time without output of `pg_dump`, which may wait a minute for a lock.
+/// Maximum time without output from `pg_dump`, which may wait for a lock for a minute.
 const STALL_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The destination of a dump.
@@ -76,13 +76,13 @@ pub enum DumpError {
     Stalled { tool: &'static str, seconds: u64 },
     #[error("read from pg_dump")]
     Read(#[source] std::io::Error),
-    #[error("pg_dump has no output")]
+    #[error("pg_dump has no standard output")]
     NoOutput,
     #[error(transparent)]
     Upload(#[from] UploadError),
     #[error("write the dump")]
     Write(#[source] std::io::Error),
-    #[error("read the database's catalogue")]
+    #[error("read the database's catalog")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     Injected(#[from] failpoint::Injected),
@@ -91,7 +91,7 @@ pub enum DumpError {
 impl DumpError {
     pub fn exit(&self) -> Exit {
         match self {
-            Self::Upload(UploadError::Store(error)) => store::exit(error),
+            Self::Upload(UploadError::Store(error)) => store::exit_code(error),
             Self::Query(error) => postgres::exit(error),
             _ => Exit::Internal,
         }
@@ -107,7 +107,7 @@ pub struct DumpedSnapshot {
 }
 
 impl DumpedSnapshot {
-    /// Builds the side record of the dump under this key, verified now.
+    /// Builds the side record of the dump, which is stored as `key` and was verified now.
     pub fn side_record(self, key: &str, identity: &Identity, snapshot: &Snapshot) -> SideRecord {
         SideRecord {
             version: stored::FORMAT,
@@ -134,7 +134,8 @@ pub async fn dump_snapshot(
     sink: &mut impl Sink,
 ) -> Result<DumpedSnapshot, DumpError> {
     let reading_facts = async {
-        let facts = (snapshot.counts().await?, snapshot.roles().await?, snapshot.facts().await?);
+        let facts =
+            (snapshot.count_rows().await?, snapshot.read_roles().await?, snapshot.read_facts().await?);
         Ok::<_, DumpError>(facts)
     };
     let dumping = dump_to_sink(settings, &snapshot.id, sink);
@@ -145,7 +146,7 @@ pub async fn dump_snapshot(
 /// Dumps the exported snapshot.
 ///
 /// # Errors
-/// [`DumpError`]; the bytes in the sink are then worthless.
+/// [`DumpError`]; the bytes in the sink are then not a dump.
 async fn dump_to_sink(
     settings: &BackupSettings,
     snapshot: &str,
@@ -164,8 +165,8 @@ async fn dump_to_sink(
     let mut dump = dump.stdout(std::process::Stdio::piped()).spawn().map_err(start)?;
     let reader = DumpCheck::start(tools)?;
     let stdout = dump.stdout.take().ok_or(DumpError::NoOutput)?;
-    postgres_tools::widen_pipe(&stdout);
-    let stderr_tail = tokio::spawn(dump_check::tail(dump.stderr.take()));
+    postgres_tools::enlarge_pipe(&stdout);
+    let stderr_tail = tokio::spawn(dump_check::read_stderr_tail(dump.stderr.take()));
 
     let pumped = match pump(stdout, &reader, sink).await {
         Err(error) if !matches!(error, DumpError::Reader(DumpCheckError::ReaderExited)) => return Err(error),
@@ -174,7 +175,7 @@ async fn dump_to_sink(
     let reader_exited = pumped.is_err();
     let status = dump_check::wait_for_exit(&mut dump, "pg_dump").await?;
     let read = reader.finish().await;
-    // A reader that fails breaks the pipe of a healthy pg_dump, so its error comes first.
+    // A reader that fails breaks the pipe of a healthy pg_dump, so the reader's error takes precedence.
     if !status.success() && !reader_exited {
         return Err(DumpError::Dump { status, stderr_tail: stderr_tail.await.unwrap_or_default() });
     }
@@ -186,7 +187,7 @@ async fn dump_to_sink(
     }
 }
 
-/// Moves every byte of the dump. The result is valid only once both tools have succeeded.
+/// Copies the dump to the reader and the sink. The result is valid only if both tools succeed.
 async fn pump(
     mut stdout: impl AsyncRead + Unpin,
     reader: &DumpCheck,
@@ -196,7 +197,7 @@ async fn pump(
     let mut size_bytes = 0;
     let mut head = Vec::new();
     loop {
-        let chunk = next_chunk(&mut stdout, sink.max_chunk_bytes().min(CHUNK_BYTES)).await?;
+        let chunk = read_chunk(&mut stdout, sink.max_chunk_bytes().min(CHUNK_BYTES)).await?;
         if chunk.is_empty() {
             break;
         }
@@ -208,11 +209,11 @@ async fn pump(
         failpoint::pass("backup.streaming")?;
     }
     sink.flush().await?;
-    Ok((VerifiedDump { size_bytes, sha256: hex::encode(digest.finalize()) }, toc::entries(&head)))
+    Ok((VerifiedDump { size_bytes, sha256: hex::encode(digest.finalize()) }, toc::count_entries(&head)))
 }
 
-/// A full chunk, or the rest; empty at the end.
-async fn next_chunk(stdout: &mut (impl AsyncRead + Unpin), size: usize) -> Result<Bytes, DumpError> {
+/// Reads a full chunk, or the rest; empty at the end.
+async fn read_chunk(stdout: &mut (impl AsyncRead + Unpin), size: usize) -> Result<Bytes, DumpError> {
     let mut chunk = BytesMut::with_capacity(size);
     while chunk.len() < size {
         let mut limited = (&mut *stdout).take((size - chunk.len()) as u64);

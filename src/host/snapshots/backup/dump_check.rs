@@ -12,11 +12,11 @@ use tokio::task::JoinHandle;
 use crate::system::postgres_tools;
 use crate::system::postgres_tools::PgTools;
 
-/// Chunks by which the reader may lag behind the writer.
+/// Number of chunks by which the reader may lag behind the writer.
 const QUEUE_CAPACITY: usize = 8;
 /// Maximum time for a tool to exit after the last byte.
 pub const EXIT_TIMEOUT: Duration = Duration::from_secs(600);
-/// Maximum length of a reported error of a tool.
+/// Maximum length of a tool's error output in reports.
 const MAX_STDERR_BYTES: usize = 4096;
 
 /// Why a dump was not read in full.
@@ -60,9 +60,9 @@ impl DumpCheck {
         let start = |source| DumpCheckError::Start { tool: "pg_restore", source };
         let mut child = tools.check_dump().spawn().map_err(start)?;
         if let Some(stdin) = &child.stdin {
-            postgres_tools::widen_pipe(stdin);
+            postgres_tools::enlarge_pipe(stdin);
         }
-        let stderr_tail = tokio::spawn(tail(child.stderr.take()));
+        let stderr_tail = tokio::spawn(read_stderr_tail(child.stderr.take()));
         let (chunks, queue) = mpsc::channel(QUEUE_CAPACITY);
         let feeder = tokio::spawn(feed(child.stdin.take(), queue));
         Ok(Self { child, chunks, feeder, stderr_tail })
@@ -76,7 +76,7 @@ impl DumpCheck {
         self.chunks.send(chunk).await.map_err(|_| DumpCheckError::ReaderExited)
     }
 
-    /// After the last byte: checks that everything was a valid dump.
+    /// Ends the input and checks that it was a complete, valid dump.
     pub async fn finish(self) -> Result<(), DumpCheckError> {
         let Self { mut child, chunks, feeder, stderr_tail } = self;
         drop(chunks);
@@ -115,8 +115,8 @@ pub async fn wait_for_exit(child: &mut Child, tool: &'static str) -> Result<Exit
         .map_err(|source| DumpCheckError::Wait { tool, source })
 }
 
-/// The end of a tool's error output, on one line.
-pub async fn tail(stderr: Option<impl AsyncRead + Unpin>) -> String {
+/// Reads a tool's error output; returns its end, on one line.
+pub async fn read_stderr_tail(stderr: Option<impl AsyncRead + Unpin>) -> String {
     let Some(mut stderr) = stderr else { return String::new() };
     let mut output = Vec::new();
     let mut buffer = [0; 1024];

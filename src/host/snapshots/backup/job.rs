@@ -13,8 +13,7 @@ use super::old_databases;
 use super::open_uploads;
 use super::progress_writer::{TrackedUpload, Tracker};
 use super::record::{self, Record};
-use super::row_loss;
-use super::row_loss::EmptiedDatabase;
+use super::row_loss::{EmptiedDatabase, count_owner_rows};
 use super::settings::BackupSettings;
 use super::shrink_guard::{self, HeldBackError, Trigger};
 use super::snapshot::{Snapshot, SnapshotError};
@@ -34,7 +33,7 @@ use svc_store::StoreError;
 use svc_store::key;
 use svc_store::pointer::{Fenced, SnapshotRef};
 use svc_store::pointer_io::{self, PointerError};
-use svc_store::recorded::Recorded;
+use svc_store::recorded::RecordedSnapshot;
 use svc_store::snapshot::{self as stored, DatabaseIdentity, SideRecord};
 use svc_store::upload::{PartLayout, Upload, UploadError};
 
@@ -54,9 +53,9 @@ pub const FAILPOINTS: &[&str] = &[
 /// Policy for an empty database whose previous snapshot was not empty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EmptyPolicy {
-    /// Treat it as data loss: the previous snapshot stays.
+    /// Treat it as data loss: take no snapshot, so that the previous one stays the latest.
     Refuse,
-    /// The operator confirmed it.
+    /// Take the snapshot: the operator has confirmed that the database may be empty.
     Accept,
 }
 
@@ -70,20 +69,20 @@ pub struct RunOptions {
 /// Why a backup failed.
 #[derive(Debug, thiserror::Error)]
 enum BackupError {
-    #[error("this machine has been replaced (superseded.json): it takes no backups any more")]
+    #[error("this machine has been replaced (superseded.json): it no longer takes backups")]
     Superseded,
-    #[error("{prefix}{0}", prefix = if .0.is_invented() { "" } else { "this machine has been replaced: " })]
+    #[error("{prefix}{0}", prefix = if .0.is_implausible() { "" } else { "this machine has been replaced: " })]
     Fenced(Fenced),
     /// The content of the database before the restore must never replace the snapshot.
-    #[error("the restore gate is shut: no backup is taken until it opens")]
-    GateShut,
+    #[error("the restore gate is closed: no backup is taken until it opens")]
+    GateClosed,
     #[error(transparent)]
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Identity(#[from] IdentityError),
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("the snapshot {key} is stored, and is not the latest, because the pointer could not be moved")]
+    #[error("the snapshot {key} is stored but is not the latest, because the pointer could not be moved")]
     Unpublished { key: String, source: PointerError },
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
@@ -109,14 +108,14 @@ impl BackupError {
             Self::Superseded | Self::Fenced(_) => Exit::Permission,
             Self::Store(error)
             | Self::Unpublished { source: PointerError::Store(error), .. }
-            | Self::Upload(UploadError::Store(error)) => crate::system::store::exit(error),
+            | Self::Upload(UploadError::Store(error)) => crate::system::store::exit_code(error),
             Self::Unpublished { .. } => Exit::Unavailable,
             Self::Snapshot(error) => error.exit(),
             Self::Dump(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Identity(error) => error.exit(),
             Self::Emptied(_) | Self::HeldBack(_) => Exit::Refused,
-            Self::GateShut | Self::Stopped => Exit::TryAgain,
+            Self::GateClosed | Self::Stopped => Exit::TryAgain,
             Self::Upload(_) | Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
     }
@@ -125,8 +124,8 @@ impl BackupError {
 /// A stored snapshot whose attempt could not move the pointer. The next attempt of the run moves it, instead of taking
 /// another snapshot.
 pub struct Unpublished {
-    snapshot: Recorded,
-    /// The snapshot that the pointer named. If it names another one now, that one is newer.
+    snapshot: RecordedSnapshot,
+    /// Key of the snapshot that the pointer named before. If the pointer names another one now, that one is newer.
     before: Option<String>,
 }
 
@@ -150,7 +149,7 @@ impl Progress {
 /// Takes one backup and records the result. `stop` ends it early and aborts the upload.
 ///
 /// # Errors
-/// [`Failure`] with the exit code of the contract.
+/// [`Failure`] with the documented exit code.
 pub async fn run(
     lock: &Lock,
     settings: &BackupSettings,
@@ -160,7 +159,7 @@ pub async fn run(
     attempt(lock, settings, options, &mut None, stop).await
 }
 
-/// [`run`] for a caller that retries: `unpublished` is passed from one attempt to the next.
+/// Like [`run`], for a caller that retries: `unpublished` is passed from one attempt to the next.
 ///
 /// # Errors
 /// As [`run`].
@@ -181,7 +180,7 @@ pub async fn attempt(
         tracker: Tracker::begin(&settings.layout, timestamp),
     };
     let end = back_up(settings, options, &mut progress, stop).await;
-    let record = record_of(timestamp, started, &progress, end.as_ref().err());
+    let record = build_record(timestamp, started, &progress, end.as_ref().err());
     if end.is_err() {
         *unpublished = progress.stored;
     }
@@ -201,7 +200,7 @@ pub async fn attempt(
     }
 }
 
-fn record_of(
+fn build_record(
     timestamp: Timestamp,
     began: Instant,
     progress: &Progress,
@@ -219,7 +218,7 @@ fn record_of(
         duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
         error: error.map(|error| chain(error)),
         held: match error {
-            Some(BackupError::HeldBack(held)) => Some(held.recorded()),
+            Some(BackupError::HeldBack(held)) => Some(held.to_record()),
             _ => None,
         },
     }
@@ -236,15 +235,17 @@ async fn back_up(
         return Err(BackupError::Superseded);
     }
     if !settings.layout.restore_complete().exists() {
-        return Err(BackupError::GateShut);
+        return Err(BackupError::GateClosed);
     }
-    let identity = identify(settings).await?;
-    let latest = latest(settings).await?;
-    if is_publishable(progress, latest.as_ref()) {
+    let identity = check_database(settings).await?;
+    let latest = read_latest(settings).await?;
+    if keep_publishable(progress, latest.as_ref()) {
         return publish(settings, progress).await;
     }
     let before = match &latest {
-        Some(latest) => side_record(settings, latest).await?.filter(|_| options.empty == EmptyPolicy::Refuse),
+        Some(latest) => {
+            read_side_record(settings, latest).await?.filter(|_| options.empty == EmptyPolicy::Refuse)
+        }
         None => None,
     };
     open_uploads::abort_all(&settings.layout, &settings.bucket).await;
@@ -260,7 +261,8 @@ async fn back_up(
     failpoint::pass("backup.completed")?;
 
     progress.enter(Stage::SideRecord);
-    let snapshot = stored::record(&settings.bucket, &settings.slot, &taken.side, taken.etag).await?;
+    let snapshot =
+        stored::write_side_record(&settings.bucket, &settings.slot, &taken.side, taken.etag).await?;
     failpoint::pass("backup.side_record")?;
 
     progress.enter(Stage::Pointer);
@@ -273,8 +275,8 @@ async fn back_up(
     publish(settings, progress).await
 }
 
-/// Returns whether an earlier attempt has stored a snapshot that no newer one has replaced.
-fn is_publishable(progress: &mut Progress, latest: Option<&SnapshotRef>) -> bool {
+/// Discards the snapshot that an earlier attempt stored, if a newer one has replaced it. Returns whether one remains.
+fn keep_publishable(progress: &mut Progress, latest: Option<&SnapshotRef>) -> bool {
     let latest = latest.map(|latest| &latest.key);
     let is_newest = |stored: &Unpublished| {
         latest == stored.before.as_ref() || latest == Some(&stored.snapshot.named().key)
@@ -303,44 +305,45 @@ async fn publish(settings: &BackupSettings, progress: &mut Progress) -> Result<(
     Ok(())
 }
 
-/// Refuses a database that is not the marker's: its snapshot would replace the owner's.
-async fn identify(settings: &BackupSettings) -> Result<Option<DatabaseIdentity>, BackupError> {
+/// Refuses a database other than the one that the marker names: its snapshot would replace the owner's.
+async fn check_database(settings: &BackupSettings) -> Result<Option<DatabaseIdentity>, BackupError> {
     let client = settings.server.connect(settings.server.database(), "svc-db-backup").await?;
-    Ok(database_identity::verify(&settings.layout, &client).await?)
+    Ok(database_identity::check_or_adopt(&settings.layout, &client).await?)
 }
 
 /// Returns the snapshot that the new one replaces.
 ///
-/// This detects a replaced machine before the dump; the conditional write of the pointer remains the authority.
-async fn latest(settings: &BackupSettings) -> Result<Option<SnapshotRef>, BackupError> {
+/// This detects a replaced machine before the dump; the conditional write of the pointer remains authoritative.
+async fn read_latest(settings: &BackupSettings) -> Result<Option<SnapshotRef>, BackupError> {
     let Some(pointer) = pointer_io::read(&settings.bucket, &settings.slot).await? else { return Ok(None) };
-    let mine = &settings.identity;
-    pointer.value.admit(mine.epoch, mine.machine).map_err(BackupError::Fenced)?;
+    let identity = &settings.identity;
+    pointer.value.admit(identity.epoch, identity.machine).map_err(BackupError::Fenced)?;
     Ok(pointer.value.snapshot)
 }
 
-async fn side_record(
+async fn read_side_record(
     settings: &BackupSettings,
     named: &SnapshotRef,
 ) -> Result<Option<SideRecord>, BackupError> {
-    match stored::side_record(&settings.bucket, &settings.slot, named).await {
+    match stored::read_side_record(&settings.bucket, &settings.slot, named).await {
         Ok(side) => Ok(Some(side)),
         // An unusable snapshot must not block its replacement.
         Err(error @ (StoreError::Corrupt { .. } | StoreError::NotFound { .. })) => {
-            tracing::warn!(error = %chain(&error), "the previous snapshot has no usable side record; it is not compared");
+            tracing::warn!(error = %chain(&error), "the previous snapshot has no usable side record; the new one is not compared with it");
             Ok(None)
         }
         Err(error) => Err(error.into()),
     }
 }
 
-/// A complete object and its side record.
+/// A completely uploaded object and its side record.
 struct Uploaded {
     side: SideRecord,
     etag: Option<String>,
 }
 
-/// Uploads the dump and its counts, of one moment. The upload is completed only for a verified dump, otherwise aborted.
+/// Uploads the dump, and counts the rows in the same snapshot. The upload is completed only for a verified dump,
+/// otherwise aborted.
 async fn upload(
     settings: &BackupSettings,
     progress: &mut Progress,
@@ -354,12 +357,12 @@ async fn upload(
     let growth = settings.compression.max_growth();
     let parts = PartLayout::for_max_bytes(snapshot.database_bytes.saturating_mul(growth));
     let mut upload = Upload::begin(&settings.bucket, &object, parts).await?;
-    let open = upload.open().cloned();
+    let open = upload.open_upload().cloned();
     if let Some(open) = &open {
         open_uploads::record(&settings.layout, open);
     }
     let end = tokio::select! {
-        end = fill(settings, progress, snapshot, &key, before, &mut upload) => end,
+        end = dump_to_upload(settings, progress, snapshot, &key, before, &mut upload) => end,
         () = stop => Err(BackupError::Stopped),
     };
     let is_closed = end.is_ok() || upload.abort().await;
@@ -369,7 +372,7 @@ async fn upload(
     end
 }
 
-async fn fill(
+async fn dump_to_upload(
     settings: &BackupSettings,
     progress: &mut Progress,
     snapshot: &Snapshot,
@@ -380,10 +383,10 @@ async fn fill(
     let mut sink = TrackedUpload { upload, tracker: &progress.tracker };
     let dumped = dump::dump_snapshot(settings, snapshot, &mut sink).await?;
     if let Some(before) =
-        before.filter(|before| row_loss::rows(&before.tables) > 0 && row_loss::rows(&dumped.tables) == 0)
+        before.filter(|before| count_owner_rows(&before.tables) > 0 && count_owner_rows(&dumped.tables) == 0)
     {
         return Err(
-            EmptiedDatabase { before: before.key.clone(), rows: row_loss::rows(&before.tables) }.into()
+            EmptiedDatabase { before: before.key.clone(), rows: count_owner_rows(&before.tables) }.into()
         );
     }
     failpoint::pass("backup.verified")?;

@@ -34,16 +34,16 @@ use std::time::Duration;
 use jiff::Timestamp;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::side_database::{Action, Copy, Mode, SnapshotChoice};
+use super::side_database::{CopyMode, SideAction, SnapshotChoice, TableCopy};
 use crate::system::config;
 use crate::system::config::begin_log;
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
-use crate::system::store_credentials::DuringOutage;
+use crate::system::store_credentials::OutagePolicy;
 use crate::system::user;
 use job::{RunOptions, Unpublished};
-use request::Request;
-use retry::Retry;
+use request::RequestFile;
+use retry::RetrySchedule;
 use settings::BackupSettings;
 use shrink_guard::Trigger;
 use svc_base::applet::{self, Exit, Failure, OrExit};
@@ -57,12 +57,12 @@ pub use export::FAILPOINTS as EXPORT_FAILPOINTS;
 pub use job::FAILPOINTS;
 pub use side::FAILPOINTS as SIDE_FAILPOINTS;
 #[cfg(feature = "fuzzing")]
-pub use toc::entries as dump_entries;
+pub use toc::count_entries as count_dump_entries;
 pub use verify::FAILPOINTS as VERIFY_FAILPOINTS;
 
-/// Maximum wait of a request for a run that was started before it.
+/// Maximum time that a request waits for a run that was started before it.
 const REQUEST_LOCK_TIMEOUT: Duration = Duration::from_secs(600);
-/// Maximum wait of any other run. The gateway holds the lock briefly while it checks for a running backup.
+/// Maximum time that any other run waits. The gateway holds the lock briefly while it checks for a running backup.
 const PROBE_LOCK_TIMEOUT: Duration = Duration::from_millis(400);
 
 #[derive(clap::Parser)]
@@ -83,9 +83,9 @@ struct Args {
 enum Command {
     /// Take a snapshot now (the default)
     Run(RunArgs),
-    /// Make the held-back snapshot the latest: its loss since the previous one is intended
+    /// Make the held-back snapshot the latest, and accept its loss of rows since the previous one
     Accept,
-    /// Read stored snapshots again, in full: today's share of all, or the named ones
+    /// Verify stored snapshots by reading them in full: by default, today's share of all
     #[command(after_help = "Examples:\n  svc-db-backup verify\n  svc-db-backup verify --latest\n  \
                             svc-db-backup verify system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump")]
     Verify(VerifyArgs),
@@ -97,8 +97,8 @@ enum Command {
     },
     /// Write all of the owner's data into one archive: database, home, records, manifest
     #[command(
-        after_help = "Run it as root. Any `tar` reads it, a stock pg_restore its database.dump, and `svc-restore import` \
-all of it.\n\nExample:\n  svc-db-backup export --output /var/backups/ada.tar"
+        after_help = "Run this command as root. Any `tar` can read the archive, a stock pg_restore its database.dump, and \
+`svc-restore import` all of it.\n\nExample:\n  svc-db-backup export --output /var/backups/ada.tar"
     )]
     Export {
         /// The archive; it appears only when complete
@@ -134,7 +134,7 @@ enum SideCommand {
         #[arg(long, value_name = "TIME", conflicts_with = "key")]
         at: Option<Timestamp>,
     },
-    /// Show its tables and the result of the last copy
+    /// Show the side database's tables and the result of the last copy
     Show,
     /// Copy rows of tables back into the owner's database; a missing table is recreated
     #[command(after_help = "Example:\n  svc-db-backup side copy app_notes.notes --dry-run")]
@@ -142,8 +142,8 @@ enum SideCommand {
         /// As listed by `side show`
         #[arg(value_name = "TABLE", required = true)]
         tables: Vec<String>,
-        #[arg(long, value_enum, default_value_t = Mode::Missing)]
-        mode: Mode,
+        #[arg(long, value_enum, default_value_t = CopyMode::Missing)]
+        mode: CopyMode,
         /// Copy, count, and roll back
         #[arg(long)]
         dry_run: bool,
@@ -151,7 +151,7 @@ enum SideCommand {
         #[arg(long)]
         no_backup: bool,
     },
-    /// Drop it
+    /// Drop the side database
     Close,
     /// Serve the gateway's request, if there is one
     #[command(hide = true)]
@@ -163,10 +163,10 @@ struct RunArgs {
     /// Serve the request file: wait for a running backup, and remove the file when done
     #[arg(long)]
     request: bool,
-    /// The hourly run: retry for minutes while store or database are unavailable, until the next run is near
+    /// Retry while the store or the database is unavailable, until shortly before the next hourly run
     #[arg(long, conflicts_with = "request")]
     retry: bool,
-    /// The loss since the previous snapshot is intended, even if no row remains
+    /// Accept the loss of rows since the previous snapshot, even if no row remains
     #[arg(long, visible_alias = "accept-loss")]
     allow_empty: bool,
 }
@@ -210,8 +210,8 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     let stepped_down = match command {
         // An export starts a process for each user whose files it reads.
         Command::Export { .. } | Command::ExportHome { .. } => Ok(()),
-        Command::ExportArchive => user::become_gateway(&layout),
-        _ => user::step_down(&layout),
+        Command::ExportArchive => user::switch_to_gateway_user(&layout),
+        _ => user::drop_privileges(&layout),
     };
     if let Err(error) = stepped_down {
         return applet::report("svc-db-backup", &Failure::new(Exit::Internal, error));
@@ -228,10 +228,10 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                 request_id::run_with_new_id(run_check(layout, None, Duration::ZERO)).await
             }
             Command::Drill { request: true } => serve_drill_request(layout).await,
-            Command::Export { output } => export::run(&layout, &output, stopped()?).await,
+            Command::Export { output } => export::run(&layout, &output, watch_stop_signal()?).await,
             Command::ExportArchive => {
                 request_id::run_with_new_id(async {
-                    let settings = BackupSettings::read(layout, DuringOutage::Wait)?;
+                    let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
                     export::write_archive(&settings).await
                 })
                 .await
@@ -246,37 +246,37 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 }
 
 async fn accept(layout: Layout) -> Result<(), Failure> {
-    let settings = BackupSettings::read(layout, DuringOutage::Wait)?;
+    let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
     let lock = Lock::wait(&settings.layout.backup_lock(), REQUEST_LOCK_TIMEOUT).await;
     let lock = lock.map_err(|error| lock_failure(error, "another backup is under way"))?;
     shrink_guard::accept(&lock, &settings).await
 }
 
-/// Serves a request to accept. A request for a backup may be pending at the same time.
-async fn serve_accept_request(layout: &Layout, request: &Request) -> Result<(), Failure> {
-    let id = request.id().unwrap_or_else(request_id::fresh);
+/// Serves a request to accept the held-back snapshot. A request for a backup may be pending at the same time.
+async fn serve_accept_request(layout: &Layout, request: &RequestFile) -> Result<(), Failure> {
+    let id = request.id().unwrap_or_else(request_id::generate);
     let end = request_id::run_with_id(id, accept(layout.clone())).await;
     request.complete();
     end
 }
 
 async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
-    let acceptance = Request::new(&layout, "accept");
+    let acceptance = RequestFile::new(&layout, "accept");
     if args.request && acceptance.is_pending() {
         serve_accept_request(&layout, &acceptance).await?;
-        if !Request::new(&layout, "backup").is_pending() {
+        if !RequestFile::new(&layout, "backup").is_pending() {
             return Ok(());
         }
     }
-    let request = args.request.then(|| Request::new(&layout, "backup"));
-    let id = request.as_ref().and_then(Request::id).unwrap_or_else(request_id::fresh);
-    let end = match BackupSettings::read(layout, DuringOutage::StoreSnapshots) {
+    let request = args.request.then(|| RequestFile::new(&layout, "backup"));
+    let id = request.as_ref().and_then(RequestFile::id).unwrap_or_else(request_id::generate);
+    let end = match BackupSettings::read(layout, OutagePolicy::UseOutageSession) {
         Ok(settings) => {
             request_id::run_with_id(id, back_up_with_retries(&settings, args, request.as_ref())).await
         }
         Err(failure) => Err(failure),
     };
-    // A failed request is removed too: the failure is on record, and the path unit would restart us at once.
+    // A failed request is removed too: the failure is recorded, and the path unit would restart this program immediately.
     if let Some(request) = request {
         request.complete();
     }
@@ -286,21 +286,21 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
 async fn back_up_with_retries(
     settings: &BackupSettings,
     args: &RunArgs,
-    request: Option<&Request>,
+    request: Option<&RequestFile>,
 ) -> Result<(), Failure> {
-    let mut retry = Retry::read(&mut config::environment(&settings.layout));
+    let mut retry = RetrySchedule::read(&mut config::environment(&settings.layout));
     let mut unpublished = None;
     loop {
         let failure = match back_up(settings, args, request, &mut unpublished).await {
             Err(failure) if args.retry => failure,
             end => return end,
         };
-        let Some(pause) = retry.pause(&failure) else { return Err(failure) };
-        let (seconds, error) = (pause.as_secs(), chain(failure.error.as_ref()));
+        let Some(delay) = retry.next_delay(&failure) else { return Err(failure) };
+        let (seconds, error) = (delay.as_secs(), chain(failure.error.as_ref()));
         tracing::warn!(%error, seconds, "the backup failed and is retried");
         tokio::select! {
-            () = tokio::time::sleep(pause) => {}
-            () = stopped()? => return Err(failure),
+            () = tokio::time::sleep(delay) => {}
+            () = watch_stop_signal()? => return Err(failure),
         }
     }
 }
@@ -308,7 +308,7 @@ async fn back_up_with_retries(
 async fn back_up(
     settings: &BackupSettings,
     args: &RunArgs,
-    request: Option<&Request>,
+    request: Option<&RequestFile>,
     unpublished: &mut Option<Unpublished>,
 ) -> Result<(), Failure> {
     let wait = if request.is_some() { REQUEST_LOCK_TIMEOUT } else { PROBE_LOCK_TIMEOUT };
@@ -320,26 +320,26 @@ async fn back_up(
     let empty = if args.allow_empty { job::EmptyPolicy::Accept } else { job::EmptyPolicy::Refuse };
     // Only the hourly unit retries.
     let trigger = if args.retry { Trigger::Schedule } else { Trigger::Request };
-    job::attempt(&lock, settings, RunOptions { empty, trigger }, unpublished, stopped()?).await
+    job::attempt(&lock, settings, RunOptions { empty, trigger }, unpublished, watch_stop_signal()?).await
 }
 
 async fn serve_drill_request(layout: Layout) -> Result<(), Failure> {
-    let request = Request::new(&layout, "drill");
-    let id = request.id().unwrap_or_else(request_id::fresh);
+    let request = RequestFile::new(&layout, "drill");
+    let id = request.id().unwrap_or_else(request_id::generate);
     let end = request_id::run_with_id(id, run_check(layout, None, REQUEST_LOCK_TIMEOUT)).await;
-    // As with a backup, a failed drill's request is removed too.
+    // As for a backup, a failed drill's request is removed too.
     request.complete();
     end
 }
 
-/// Checks snapshots: reads them, or with `None` restores the latest.
+/// Checks snapshots: verifies the targets or, for `None`, runs a drill.
 async fn run_check(layout: Layout, targets: Option<VerifyTargets>, wait: Duration) -> Result<(), Failure> {
-    let settings = BackupSettings::read(layout, DuringOutage::Wait)?;
+    let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
     let lock = lock.map_err(|error| lock_failure(error, "another check of snapshots is under way"))?;
     match targets {
-        Some(targets) => verify::run(&lock, &settings, &targets, stopped()?).await,
-        None => drill::run(&lock, &settings, stopped()?).await,
+        Some(targets) => verify::run(&lock, &settings, &targets, watch_stop_signal()?).await,
+        None => drill::run(&lock, &settings, watch_stop_signal()?).await,
     }
 }
 
@@ -347,33 +347,33 @@ async fn run_side_command(layout: Layout, command: SideCommand) -> Result<(), Fa
     let action = match command {
         SideCommand::Show => return side::show(&layout),
         SideCommand::Open { key, at } => {
-            Some(Action::Open(SnapshotChoice { key: key.map(|key| key.as_str().to_owned()), at }))
+            Some(SideAction::Open(SnapshotChoice { key: key.map(|key| key.as_str().to_owned()), at }))
         }
         SideCommand::Copy { tables, mode, dry_run, no_backup } => {
-            Some(Action::Copy(Copy { tables, mode, dry_run, backup: !no_backup }))
+            Some(SideAction::Copy(TableCopy { tables, mode, dry_run, backup: !no_backup }))
         }
-        SideCommand::Close => Some(Action::Close),
+        SideCommand::Close => Some(SideAction::Close),
         SideCommand::Serve => None,
     };
-    let settings = BackupSettings::read(layout, DuringOutage::Wait)?;
+    let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
     // Drills use the same directory and databases.
     let wait = if action.is_none() { REQUEST_LOCK_TIMEOUT } else { Duration::ZERO };
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
     let lock = lock.map_err(|error| lock_failure(error, "another check of snapshots is under way"))?;
     match action {
-        Some(action) => side::run(&lock, &settings, action, stopped()?).await,
-        None => side::serve(&lock, &settings, stopped()?).await,
+        Some(action) => side::run(&lock, &settings, action, watch_stop_signal()?).await,
+        None => side::serve(&lock, &settings, watch_stop_signal()?).await,
     }
 }
 
-fn lock_failure(error: LockError, what: &'static str) -> Failure {
+fn lock_failure(error: LockError, message: &'static str) -> Failure {
     match error {
-        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!(what)),
+        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!(message)),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     }
 }
 
-fn stopped() -> Result<impl Future<Output = ()>, Failure> {
+fn watch_stop_signal() -> Result<impl Future<Output = ()>, Failure> {
     let mut stop = signal(SignalKind::terminate()).or_exit(Exit::Internal)?;
     Ok(async move {
         stop.recv().await;

@@ -1,5 +1,5 @@
-//! Databases replaced by restores and imports, kept as `svc_before_<n>` to revert a wrong one. They are dropped after
-//! seven days, or oldest first when space is short. This runs only after a good backup.
+//! Databases replaced by restores and imports, kept as `svc_before_<n>` so that a wrong replacement can be reverted. They
+//! are dropped after seven days, or oldest first when space is short, and only after a successful backup.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use super::snapshot::SnapshotError;
 
 /// Retention of a replaced database.
 const RETENTION: SignedDuration = SignedDuration::from_hours(7 * 24);
-/// Space is short when less of the disk is free.
+/// Space is short below this percentage of free space.
 const MIN_FREE_PERCENT: u64 = 10;
 
 /// A replaced database and when it was replaced.
@@ -25,7 +25,7 @@ struct ReplacedDatabase {
 }
 
 impl ReplacedDatabase {
-    /// The number in the name is the time of the swap, in milliseconds.
+    /// Parses a database name. Its number is the time of the swap, in milliseconds.
     fn parse(name: String) -> Option<Self> {
         let at = name.strip_prefix("svc_before_")?.parse().ok()?;
         Some(Self { at: Timestamp::from_millisecond(at).ok()?, name })
@@ -36,7 +36,7 @@ impl ReplacedDatabase {
     }
 }
 
-/// Drops expired databases. One with open sessions stays until the next backup. A failure here does not fail the backup.
+/// Drops expired databases. A database with open sessions stays until the next backup. An error does not fail the backup.
 pub async fn drop_expired(server: &Server, disk: &Path) {
     if let Err(error) = try_drop_expired(server, disk).await {
         tracing::warn!(error = %chain(&error), "could not drop a replaced database");
@@ -50,22 +50,23 @@ async fn try_drop_expired(server: &Server, disk: &Path) -> Result<(), SnapshotEr
     for row in client.query(replaced, &[]).await? {
         all.extend(ReplacedDatabase::parse(row.try_get(0)?));
     }
-    all.sort_by_key(|one| one.at);
-    for one in all {
+    all.sort_by_key(|old| old.at);
+    for old in all {
         let is_due =
-            one.is_expired(Timestamp::now()) || is_short_of_space(disk) || is_empty(server, &one).await;
+            old.is_expired(Timestamp::now()) || is_short_of_space(disk) || is_empty(server, &old).await;
         if is_due {
-            client.batch_execute(&format!("DROP DATABASE IF EXISTS {}", postgres::ident(&one.name))).await?;
-            tracing::info!(database = one.name, "dropped a replaced database");
+            client.batch_execute(&format!("DROP DATABASE IF EXISTS {}", postgres::ident(&old.name))).await?;
+            tracing::info!(database = old.name, "dropped a replaced database");
         }
     }
     Ok(())
 }
 
-/// Returns whether the database has no rows of the owner's, so that it is not worth keeping. Unknown counts as not empty.
-async fn is_empty(server: &Server, one: &ReplacedDatabase) -> bool {
-    let Ok(client) = server.connect(&one.name, "svc-db-backup").await else { return false };
-    row_counts::first_with_rows(&client).await.is_ok_and(|table| table.is_none())
+/// Returns whether the database has no rows of the owner, so that it is not worth keeping. A database that cannot be read
+/// counts as not empty.
+async fn is_empty(server: &Server, old: &ReplacedDatabase) -> bool {
+    let Ok(client) = server.connect(&old.name, "svc-db-backup").await else { return false };
+    row_counts::find_table_with_rows(&client).await.is_ok_and(|table| table.is_none())
 }
 
 fn is_short_of_space(disk: &Path) -> bool {
@@ -93,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn space_is_short_below_its_share() {
+    fn space_is_short_below_min_percent() {
         assert!(is_short(9 << 30, 100 << 30));
         assert!(!is_short(11 << 30, 100 << 30));
     }

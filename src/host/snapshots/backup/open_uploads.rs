@@ -1,5 +1,5 @@
-//! The list of open uploads, on disk: the parts of a killed run are invisible and use space in the store until the next
-//! run aborts the upload.
+//! The list of open uploads, on disk. The parts that a killed run has uploaded are invisible, and use space in the store
+//! until the next run aborts the upload.
 //!
 //! The backup's lock guards the list. A failed write does not fail the backup.
 
@@ -12,7 +12,7 @@ use svc_store::Bucket;
 use svc_store::multipart::OpenUpload;
 
 const FORMAT: u32 = 1;
-/// Maximum open uploads in the list; the latest are kept.
+/// Maximum number of open uploads in the list; the latest are kept.
 const MAX_UPLOADS: usize = 16;
 
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -21,7 +21,7 @@ struct UploadList {
     uploads: Vec<OpenUpload>,
 }
 
-/// An unreadable list counts as empty.
+/// Reads the list. A list that does not parse counts as empty.
 fn read(layout: &Layout) -> Result<Vec<OpenUpload>, FileError> {
     let text = fsx::read_if_exists(&layout.open_uploads())?.unwrap_or_default();
     let list: UploadList = serde_json::from_slice(&text).unwrap_or_default();
@@ -44,7 +44,7 @@ pub fn record(layout: &Layout, upload: &OpenUpload) {
         write(layout, uploads)
     });
     if let Err(error) = result {
-        tracing::warn!(error = %chain(&error), "could not record the upload: its parts would stay in the store after a kill");
+        tracing::warn!(error = %chain(&error), "could not record the upload: if this run is killed, its parts stay in the store");
     }
 }
 
@@ -55,7 +55,7 @@ pub fn remove(layout: &Layout, upload: &OpenUpload) {
         write(layout, uploads)
     });
     if let Err(error) = result {
-        tracing::warn!(error = %chain(&error), "could not remove an ended upload from the list");
+        tracing::warn!(error = %chain(&error), "could not remove a completed or aborted upload from the list");
     }
 }
 

@@ -21,24 +21,24 @@ const WRITE_INTERVAL: Duration = Duration::from_secs(2);
 /// The progress of one run.
 pub struct Tracker {
     layout: Layout,
-    state: Mutex<State>,
+    state: Mutex<TrackerState>,
 }
 
-struct State {
+struct TrackerState {
     progress: BackupProgress,
-    written: Instant,
+    written_at: Instant,
 }
 
 impl Tracker {
-    /// The caller holds the backup's lock.
+    /// Starts tracking a run. The caller holds the backup's lock.
     pub fn begin(layout: &Layout, began_at: Timestamp) -> Self {
         // A killed run may leave a temporary file.
         if let Err(error) = fsx::remove_leftover_temp(&layout.backup_progress()) {
-            tracing::warn!(error = %chain(&error), "could not remove the progress of a killed backup");
+            tracing::warn!(error = %chain(&error), "could not remove a temporary file of a killed backup");
         }
         let progress = BackupProgress::new(began_at, Stage::Gate.name());
-        let tracker =
-            Self { layout: layout.clone(), state: Mutex::new(State { progress, written: Instant::now() }) };
+        let state = Mutex::new(TrackerState { progress, written_at: Instant::now() });
+        let tracker = Self { layout: layout.clone(), state };
         tracker.update(Urgency::Now, |_| {});
         tracker
     }
@@ -50,10 +50,10 @@ impl Tracker {
     fn update(&self, urgency: Urgency, change: impl FnOnce(&mut BackupProgress)) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut state.progress);
-        if urgency == Urgency::Later && state.written.elapsed() < WRITE_INTERVAL {
+        if urgency == Urgency::Later && state.written_at.elapsed() < WRITE_INTERVAL {
             return;
         }
-        state.written = Instant::now();
+        state.written_at = Instant::now();
         state.progress.updated_at = clock::now_ms();
         // The backup does not depend on its progress being visible.
         if let Err(error) = tokio::task::block_in_place(|| state.progress.write(&self.layout)) {
@@ -68,7 +68,7 @@ enum Urgency {
     Later,
 }
 
-/// An upload with counted bytes.
+/// An upload whose progress is tracked.
 pub struct TrackedUpload<'a> {
     pub upload: &'a mut Upload,
     pub tracker: &'a Tracker,

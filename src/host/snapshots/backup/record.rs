@@ -1,4 +1,4 @@
-//! The record of a run: a line of `backup.jsonl`, and `last-backup.json` for heartbeat and gateway.
+//! The record of a run: a line of `backup.jsonl`, and `last-backup.json` for the heartbeat and the gateway.
 
 use jiff::Timestamp;
 use serde::Serialize;
@@ -11,7 +11,7 @@ use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 
-/// One run (contract, part 4).
+/// One backup run.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Record {
@@ -41,7 +41,8 @@ pub struct HeldBack {
     pub loss: String,
 }
 
-/// Writes both, each even if the other fails. The caller holds the backup's lock, so there is no other writer.
+/// Writes the line and `last-backup.json`, each even if the other fails. The caller holds the backup's lock, so there is
+/// no other writer.
 pub fn write(layout: &Layout, record: &Record) -> Result<(), FileError> {
     let line = serde_json::to_vec(record).expect("a record of plain fields is JSON");
     let last = fsx::write_atomic(&layout.last_backup(), &line, 0o644);
@@ -50,11 +51,11 @@ pub fn write(layout: &Layout, record: &Record) -> Result<(), FileError> {
     last.and(appended)
 }
 
-/// The run, as a line of `activity.log`.
+/// Describes the run for `activity.log`.
 fn describe(record: &Record) -> String {
     match (record.status, &record.key) {
-        (Status::Success, Some(key)) => format!("the database is backed up as {key}"),
-        (Status::Success, None) => "the database is backed up".to_owned(),
+        (Status::Success, Some(key)) => format!("the database was backed up as {key}"),
+        (Status::Success, None) => "the database was backed up".to_owned(),
         (Status::Error, _) => {
             let error = record.error.as_deref().unwrap_or("unknown error");
             format!("the backup of the database failed: {error}")

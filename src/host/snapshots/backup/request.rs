@@ -1,6 +1,6 @@
 //! A request file: written by the requester of a backup or a drill, removed by the run that serves it.
 //!
-//! A request made during a run needs a later snapshot than that run's, so it is left for the next run.
+//! A request made during a run needs a later snapshot than that run's, so it is kept for the next run.
 
 use std::cell::Cell;
 use std::os::unix::fs::MetadataExt;
@@ -10,24 +10,25 @@ use crate::system::layout::Layout;
 use svc_base::fsx;
 use svc_http::request_id;
 
-/// The request file as it was when this run started.
-pub struct Request {
+/// The request file, and its version that this run serves.
+pub struct RequestFile {
     path: PathBuf,
-    seen: Cell<Option<Version>>,
+    served: Cell<Option<FileVersion>>,
 }
 
-type Version = (u64, i64, i64);
+/// Inode and modification time.
+type FileVersion = (u64, i64, i64);
 
-impl Request {
+impl RequestFile {
     pub fn new(layout: &Layout, name: &str) -> Self {
         let path = layout.request(name);
-        let seen = Cell::new(version(&path));
-        Self { path, seen }
+        let served = Cell::new(read_version(&path));
+        Self { path, served }
     }
 
-    /// Returns whether there was a request when this was created.
+    /// Returns whether there was a request when this value was created.
     pub fn is_pending(&self) -> bool {
-        self.seen.get().is_some()
+        self.served.get().is_some()
     }
 
     /// The request's id, if the file has one.
@@ -37,22 +38,23 @@ impl Request {
         request["requestId"].as_str().filter(|id| request_id::is_well_formed(id)).map(str::to_owned)
     }
 
-    /// Marks the requests that this run serves: all until now, because the snapshot is taken later.
+    /// Marks every request until now as served by this run, because the snapshot is taken later.
     pub fn begin(&self) {
-        self.seen.set(version(&self.path));
+        self.served.set(read_version(&self.path));
     }
 
+    /// Removes the file, unless it holds a newer request.
     pub fn complete(&self) {
-        if version(&self.path) != self.seen.get() {
+        if read_version(&self.path) != self.served.get() {
             return;
         }
         if let Err(error) = fsx::remove_if_exists(&self.path) {
-            tracing::error!(%error, "could not remove the request");
+            tracing::error!(%error, "could not remove the request file");
         }
     }
 }
 
-fn version(path: &PathBuf) -> Option<Version> {
+fn read_version(path: &PathBuf) -> Option<FileVersion> {
     let meta = std::fs::metadata(path).ok()?;
     Some((meta.ino(), meta.mtime(), meta.mtime_nsec()))
 }
@@ -62,12 +64,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn newer_request_is_left_for_the_next_run() {
+    fn complete_keeps_newer_request() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let path = layout.request("backup");
         fsx::write_atomic(&path, b"1", 0o600).unwrap();
-        let request = Request::new(&layout, "backup");
+        let request = RequestFile::new(&layout, "backup");
         request.begin();
         fsx::write_atomic(&path, b"2", 0o600).unwrap();
         request.complete();

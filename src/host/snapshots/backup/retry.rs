@@ -1,4 +1,4 @@
-//! Retries of the hourly run, so that a short outage of store or database does not cost an hour of changes.
+//! Retries of the hourly run, so that a short outage of the store or the database does not cost an hour of changes.
 
 use std::time::{Duration, Instant};
 
@@ -12,15 +12,15 @@ use svc_base::config::Env;
 const RETRY_WINDOW: Duration = Duration::from_secs(45 * 60);
 const MAX_BACKOFF: Duration = Duration::from_secs(15 * 60);
 
-/// The backoff between the attempts of one run; it doubles.
+/// The delays between the attempts of one run; each is twice the previous one.
 #[derive(Debug)]
-pub struct Retry {
+pub struct RetrySchedule {
     delays: ExponentialBackoff,
     end: Instant,
 }
 
-impl Retry {
-    /// `BACKUP_RETRY_SECONDS`: the first pause.
+impl RetrySchedule {
+    /// Reads `BACKUP_RETRY_SECONDS`, the first delay.
     pub fn read(env: &mut Env) -> Self {
         let seconds: u64 = env.or_default(&vars::BACKUP_RETRY_SECONDS);
         if seconds == 0 {
@@ -35,12 +35,12 @@ impl Retry {
         Self { delays: delays.build(), end: Instant::now() + RETRY_WINDOW }
     }
 
-    /// The pause before the next attempt; `None` if the failure is permanent or the time is up.
-    pub fn pause(&mut self, failure: &Failure) -> Option<Duration> {
+    /// Returns the delay before the next attempt; `None` if the failure is permanent or the time is up.
+    pub fn next_delay(&mut self, failure: &Failure) -> Option<Duration> {
         if !matches!(failure.exit, Exit::Unavailable | Exit::Internal | Exit::TryAgain) {
             return None;
         }
-        self.delays.next().filter(|pause| Instant::now() + *pause < self.end)
+        self.delays.next().filter(|delay| Instant::now() + *delay < self.end)
     }
 }
 
@@ -50,13 +50,13 @@ mod tests {
 
     #[test]
     fn backoff_doubles_until_next_hourly_run() {
-        let mut retry = Retry::read(&mut Env::from_pairs([("BACKUP_RETRY_SECONDS", "600")]));
+        let mut retry = RetrySchedule::read(&mut Env::from_pairs([("BACKUP_RETRY_SECONDS", "600")]));
         let failed = |exit| Failure::new(exit, anyhow::anyhow!("x"));
-        assert_eq!(retry.pause(&failed(Exit::Refused)), None, "a person decides");
-        assert_eq!(retry.pause(&failed(Exit::Permission)), None, "this machine was replaced");
-        assert_eq!(retry.pause(&failed(Exit::Unavailable)), Some(Duration::from_secs(600)));
-        assert_eq!(retry.pause(&failed(Exit::Internal)), Some(Duration::from_secs(900)));
-        let mut late = Retry::new(RETRY_WINDOW);
-        assert_eq!(late.pause(&failed(Exit::Unavailable)), None);
+        assert_eq!(retry.next_delay(&failed(Exit::Refused)), None, "a person decides");
+        assert_eq!(retry.next_delay(&failed(Exit::Permission)), None, "this machine was replaced");
+        assert_eq!(retry.next_delay(&failed(Exit::Unavailable)), Some(Duration::from_secs(600)));
+        assert_eq!(retry.next_delay(&failed(Exit::Internal)), Some(Duration::from_secs(900)));
+        let mut late = RetrySchedule::new(RETRY_WINDOW);
+        assert_eq!(late.next_delay(&failed(Exit::Unavailable)), None);
     }
 }

@@ -1,5 +1,5 @@
-//! Detects rows lost since the previous snapshot. An emptied database is not backed up. One that lost half of its rows,
-//! or a table, is backed up, but its snapshot is held back.
+//! Detects rows lost since the previous snapshot. An emptied database is not backed up. If half of the rows or a table are
+//! lost, the database is backed up, but the snapshot is held back.
 
 use crate::snapshots::row_counts;
 use svc_base::quantity::pluralize;
@@ -8,8 +8,8 @@ use svc_store::snapshot::TableCount;
 /// An emptied database.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the database holds no rows, and the snapshot before, {before}, holds {rows}: it is not replaced\n  next: `svcctl recover` \
-     brings it back; if nothing is missed, `svc-db-backup run --allow-empty`"
+    "the database holds no rows, but the previous snapshot, {before}, holds {rows}: it stays the latest\n  next: `svcctl recover` \
+     restores it; if the loss is intended, `svc-db-backup run --allow-empty`"
 )]
 pub struct EmptiedDatabase {
     /// Key of the previous snapshot.
@@ -17,30 +17,32 @@ pub struct EmptiedDatabase {
     pub rows: u64,
 }
 
-/// Total rows of the owner's tables. Saturates: a record from the store may be wrong.
-pub fn rows(tables: &[TableCount]) -> u64 {
-    owners(tables).fold(0, |sum, table| sum.saturating_add(table.rows))
+/// Returns the total number of rows of the owner's tables. Saturates, because a record from the store may be wrong.
+pub fn count_owner_rows(tables: &[TableCount]) -> u64 {
+    owner_tables(tables).fold(0, |sum, table| sum.saturating_add(table.rows))
 }
 
-fn owners(tables: &[TableCount]) -> impl Iterator<Item = &TableCount> {
-    tables.iter().filter(|table| row_counts::is_owners(&table.name))
+fn owner_tables(tables: &[TableCount]) -> impl Iterator<Item = &TableCount> {
+    tables.iter().filter(|table| row_counts::is_owner_table(&table.name))
 }
 
-/// Describes the loss, if it is at least half of the rows, or a table that had rows.
+/// Describes the loss if at least half of the rows, or a table that had rows, is missing.
 pub fn describe_loss(before: &[TableCount], now: &[TableCount]) -> Option<String> {
-    let missing: Vec<&TableCount> = owners(before)
+    let missing: Vec<&TableCount> = owner_tables(before)
         .filter(|table| table.rows > 0 && !now.iter().any(|other| other.name == table.name))
         .collect();
     if let Some(first) = missing.first() {
-        let others = missing.len() - 1;
-        let others = if others > 0 { format!(" and {others} more") } else { String::new() };
+        let others = match missing.len() as u64 - 1 {
+            0 => String::new(),
+            count => format!(", along with {}", pluralize(count, "other table")),
+        };
         return Some(format!(
-            "the table {} with {}{others} is gone",
+            "the table {} with {} is missing{others}",
             first.name,
             pluralize(first.rows, "row")
         ));
     }
-    let (before, now) = (rows(before), rows(now));
+    let (before, now) = (count_owner_rows(before), count_owner_rows(now));
     (before > 0 && now <= before / 2)
         .then(|| format!("the database holds {} instead of {before}", pluralize(now, "row")))
 }
@@ -54,19 +56,22 @@ mod tests {
     }
 
     #[test]
-    fn rows_ignores_the_gateways_tables() {
-        assert_eq!(rows(&[table("svc.apps", 2), table("svcs.t", 3), table("app_notes.notes", 4)]), 7);
+    fn count_owner_rows_ignores_gateway_tables() {
+        assert_eq!(
+            count_owner_rows(&[table("svc.apps", 2), table("svcs.t", 3), table("app_notes.notes", 4)]),
+            7
+        );
     }
 
     #[test]
-    fn describe_loss_reports_half_of_rows_or_a_table() {
+    fn describe_loss_reports_half_of_rows_or_missing_table() {
         let before = [table("a.t", 60), table("a.u", 41), table("a.empty", 0), table("svc.apps", 500)];
         let now = |t, u| [table("a.t", t), table("a.u", u), table("a.empty", 0), table("svc.apps", 0)];
         assert_eq!(describe_loss(&before, &now(60, 41)), None);
         assert_eq!(
             describe_loss(&before, &now(51, 0)),
             None,
-            "all rows of a table, and less than half of all"
+            "a table has lost all of its rows, but the database less than half"
         );
         assert!(
             describe_loss(&before, &now(50, 0)).is_some_and(|loss| loss.contains("50 rows instead of 101"))

@@ -1,4 +1,4 @@
-//! The settings of a run, and its clients.
+//! The settings and clients of a run.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,14 +11,13 @@ use crate::system::layout::Layout;
 use crate::system::postgres::Server;
 use crate::system::postgres_tools::{Compression, PgTools};
 use crate::system::store::StoreLink;
-use crate::system::store_credentials::DuringOutage;
+use crate::system::store_credentials::OutagePolicy;
 use crate::system::vars;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::config::Env;
 use svc_store::Bucket;
 use svc_store::key::SlotPrefix;
 
-/// The configuration and clients of a run.
 pub struct BackupSettings {
     pub layout: Layout,
     pub identity: Identity,
@@ -26,29 +25,29 @@ pub struct BackupSettings {
     pub bucket: Bucket,
     pub server: Server,
     pub tools: PgTools,
-    /// The wanted compression; the tools may not support it.
+    /// The configured compression; the tools may not support it.
     pub compression: Compression,
-    /// Every snapshot is read again within this number of days.
+    /// Every snapshot is verified within this number of days.
     pub verify_within_days: u32,
     /// Maximum outage of the store during a check, counted from the last progress.
     pub store_deadline: Duration,
 }
 
 impl BackupSettings {
-    pub fn read(layout: Layout, during_outage: DuringOutage) -> Result<Self, Failure> {
+    pub fn read(layout: Layout, outage_policy: OutagePolicy) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read_current(&mut env, &layout);
         let store = StoreLink::read(&mut env, &layout);
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
         let compression = env.or_default(&vars::BACKUP_COMPRESSION);
-        let verify_within_days = verify_within_days(&mut env);
-        let store_deadline = staging::deadline(&mut env);
+        let verify_within_days = read_verify_within_days(&mut env);
+        let store_deadline = staging::read_deadline(&mut env);
         let parts = identity.zip(store).zip(database);
         let ((identity, store), database) = env.finish(parts)?;
         Ok(Self {
             slot: SlotPrefix::new(&identity.user, &identity.slot),
-            bucket: store.open_for(during_outage).or_exit(Exit::Config)?,
+            bucket: store.open_for(outage_policy).or_exit(Exit::Config)?,
             server: Server::new(database.config()?),
             layout,
             identity,
@@ -59,8 +58,8 @@ impl BackupSettings {
         })
     }
 
-    /// The context for loading a snapshot beside the owner's database.
-    pub fn context(&self) -> RestoreContext {
+    /// Returns the context for loading a snapshot beside the owner's database.
+    pub fn restore_context(&self) -> RestoreContext {
         RestoreContext {
             name: "svc-db-backup",
             slot: self.slot.clone(),
@@ -73,7 +72,7 @@ impl BackupSettings {
     }
 }
 
-fn verify_within_days(env: &mut Env) -> u32 {
+fn read_verify_within_days(env: &mut Env) -> u32 {
     let days = env.or_default(&vars::VERIFY_WITHIN_DAYS);
     if days == 0 {
         env.mistake(&vars::VERIFY_WITHIN_DAYS, "must be at least 1");

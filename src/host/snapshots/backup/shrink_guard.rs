@@ -1,5 +1,5 @@
-//! Decides whether a verified snapshot becomes the latest: one of a shrunken database is held back until a person
-//! accepts it, or three hourly snapshots in a row agree. It is uploaded and kept in any case.
+//! Decides whether a verified snapshot becomes the latest. A snapshot of a shrunken database is held back until a person
+//! accepts it, or three hourly snapshots in a row agree. It is stored in any case.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use svc_base::fsx::FileError;
 use svc_store::pointer_io::{self, PointerError};
 use svc_store::snapshot::{self as stored, SideRecord, SnapshotUnusable};
 
-/// Number of agreeing hourly snapshots that show a permanent change.
+/// Number of hourly snapshots in a row that confirm the loss.
 const MIN_AGREEING: u32 = 3;
 
 /// Why a snapshot is taken.
@@ -26,21 +26,21 @@ const MIN_AGREEING: u32 = 3;
 pub enum Trigger {
     /// The hourly run.
     Schedule,
-    /// A person or a program requested it. Such snapshots may follow each other at once, so they do not count as
+    /// A person or a program requested it. Such snapshots may follow each other within seconds, so they do not count as
     /// agreeing.
     Request,
 }
 
-/// A snapshot that is kept but is not the latest.
+/// A snapshot that is stored but is not the latest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0}\n  next: `svc-db-backup accept`, if nothing is missed; else `svc-db-backup side open`, or `svcctl recover`"
+    "{0}\n  next: `svc-db-backup accept`, if the loss is intended; else `svc-db-backup side open`, or `svcctl recover`"
 )]
 pub struct HeldBackError(HeldSnapshot);
 
 impl HeldBackError {
     /// Returns the entry for the run's record.
-    pub fn recorded(&self) -> HeldBack {
+    pub fn to_record(&self) -> HeldBack {
         HeldBack { latest: self.0.latest.clone(), loss: self.0.loss.clone() }
     }
 }
@@ -57,34 +57,35 @@ pub fn check_shrinkage(
 ) -> Result<Option<HeldBackError>, FileError> {
     let layout = &settings.layout;
     let Some(loss) =
-        row_loss::describe_loss(&before.tables, &taken.tables).filter(|_| is_same(before, taken))
+        row_loss::describe_loss(&before.tables, &taken.tables).filter(|_| is_same_database(before, taken))
     else {
         return Ok(None);
     };
     let earlier = HeldSnapshot::read(layout)?.filter(|held| held.latest == before.key);
     let held = match earlier {
-        Some(held) => held.followed_by(taken.key.clone(), loss),
+        Some(held) => held.with_next_snapshot(taken.key.clone(), loss),
         None => HeldSnapshot::new(taken.key.clone(), before.key.clone(), loss),
     };
     let held = match trigger {
-        Trigger::Schedule => held.counted(uptime()),
+        Trigger::Schedule => held.count_agreement(read_uptime()),
         Trigger::Request => held,
     };
     if held.agreeing >= MIN_AGREEING {
-        tracing::warn!(%held, "{MIN_AGREEING} hourly snapshots in a row agree: the last becomes the latest");
+        tracing::warn!(%held, "{MIN_AGREEING} hourly snapshots in a row agree: the newest becomes the latest");
         return Ok(None);
     }
     held.write(layout)?;
     Ok(Some(HeldBackError(held)))
 }
 
-/// Time since boot. Zero if the clock cannot be read.
-fn uptime() -> Duration {
+/// Returns the time since boot; zero if the clock cannot be read.
+fn read_uptime() -> Duration {
     clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from)
 }
 
-/// Returns whether both are of the same database. One restored, imported or adopted since may legitimately be smaller.
-fn is_same(before: &SideRecord, taken: &SideRecord) -> bool {
+/// Returns whether both are of the same database. A database that was restored, imported or adopted in between may
+/// legitimately be smaller.
+fn is_same_database(before: &SideRecord, taken: &SideRecord) -> bool {
     match (&before.database_identity, &taken.database_identity) {
         (Some(before), Some(taken)) => before.restore_id == taken.restore_id,
         _ => true,
@@ -105,7 +106,7 @@ impl AcceptError {
     fn exit(&self) -> Exit {
         match self {
             Self::Unusable(SnapshotUnusable::Store(error)) | Self::Pointer(PointerError::Store(error)) => {
-                crate::system::store::exit(error)
+                crate::system::store::exit_code(error)
             }
             Self::Pointer(PointerError::Fenced(_)) => Exit::Permission,
             Self::Pointer(_) => Exit::Unavailable,
@@ -143,7 +144,7 @@ pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failu
 
 async fn accept_held(settings: &BackupSettings) -> Result<Option<SideRecord>, AcceptError> {
     let Some(held) = HeldSnapshot::read(&settings.layout)? else { return Ok(None) };
-    let (side, snapshot) = stored::recorded(&settings.bucket, &settings.slot, &held.key).await?;
+    let (side, snapshot) = stored::load_recorded(&settings.bucket, &settings.slot, &held.key).await?;
     pointer_io::advance(&settings.bucket, &settings.slot, &snapshot).await?;
     HeldSnapshot::clear(&settings.layout)?;
     Ok(Some(side))

@@ -1,7 +1,7 @@
 //! A consistent snapshot of the database, shared by the dump and the row counts.
 //!
-//! Owns the transaction that exports the snapshot. The tables are locked against DDL, as by `pg_dump`, so that the listed
-//! tables are the dumped and counted ones.
+//! [`Snapshot`] owns the transaction that exports the snapshot. The tables are locked against DDL, as by `pg_dump`, so
+//! that the listed tables are also those that are dumped and counted.
 
 use jiff::Timestamp;
 use tokio_postgres::error::SqlState;
@@ -24,7 +24,7 @@ pub struct Snapshot {
     client: Client,
     /// For `pg_dump --snapshot`.
     pub id: String,
-    /// Read just before the snapshot: everything committed until then is in it.
+    /// A time just before the snapshot: everything committed until then is in the snapshot.
     pub taken_at: Timestamp,
     pub pg_version: String,
     /// Size of the database on disk.
@@ -37,8 +37,8 @@ pub struct Snapshot {
 pub enum SnapshotError {
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    /// A long operation, such as a migration, has locked it exclusively.
-    #[error("a table is locked by another session for more than {LOCK_TIMEOUT_SECONDS} s")]
+    /// A long operation, such as a migration, has locked a table exclusively.
+    #[error("a table has been locked by another session for more than {LOCK_TIMEOUT_SECONDS} s")]
     Locked(#[source] Error),
     #[error("take a snapshot of the database")]
     Query(#[from] Error),
@@ -55,7 +55,7 @@ impl SnapshotError {
 }
 
 impl Snapshot {
-    /// Opens a snapshot. If a table is dropped between the list and its lock, starts over with a later moment.
+    /// Opens a snapshot. If a table is dropped before it is locked, starts over with a new transaction.
     pub async fn open(server: &Server) -> Result<Self, SnapshotError> {
         let mut attempt = 1;
         loop {
@@ -90,10 +90,10 @@ impl Snapshot {
             )
             .await?;
         let size: i64 = row.try_get(2)?;
-        let tables = row_counts::tables(&client).await?;
-        for some in tables.chunks(200) {
+        let tables = row_counts::list_tables(&client).await?;
+        for chunk in tables.chunks(200) {
             client
-                .batch_execute(&format!("LOCK TABLE ONLY {} IN ACCESS SHARE MODE", some.join(", ONLY ")))
+                .batch_execute(&format!("LOCK TABLE ONLY {} IN ACCESS SHARE MODE", chunk.join(", ONLY ")))
                 .await?;
         }
         Ok(Self {
@@ -106,19 +106,19 @@ impl Snapshot {
         })
     }
 
-    /// The row counts of every table.
+    /// Counts the rows of every table.
     ///
     /// # Errors
     /// Errors of the database.
-    pub async fn counts(&self) -> Result<Vec<TableCount>, Error> {
-        row_counts::count(&self.client, &self.tables).await
+    pub async fn count_rows(&self) -> Result<Vec<TableCount>, Error> {
+        row_counts::count_rows(&self.client, &self.tables).await
     }
 
-    /// Roles that own objects or have privileges in this database, without the built-in ones.
+    /// Reads the roles that own objects or have privileges in this database, without the built-in ones.
     ///
     /// # Errors
     /// Errors of the database.
-    pub async fn roles(&self) -> Result<Vec<String>, Error> {
+    pub async fn read_roles(&self) -> Result<Vec<String>, Error> {
         let rows = self
             .client
             .query(
@@ -137,11 +137,11 @@ impl Snapshot {
         rows.iter().map(|row| row.try_get(0)).collect()
     }
 
-    /// Facts of the database itself that a dump of its content does not contain.
+    /// Reads facts about the database itself that a dump of its content does not contain.
     ///
     /// # Errors
     /// Errors of the database.
-    pub async fn facts(&self) -> Result<DatabaseFacts, Error> {
+    pub async fn read_facts(&self) -> Result<DatabaseFacts, Error> {
         let row = self
             .client
             .query_one(
@@ -150,17 +150,17 @@ impl Snapshot {
                 &[],
             )
             .await?;
-        let granted: bool = row.try_get(1)?;
+        let has_grants: bool = row.try_get(1)?;
         Ok(DatabaseFacts {
             owner: row.try_get(0)?,
             size_bytes: self.database_bytes,
-            grants: if granted { Some(self.grants().await?) } else { None },
-            settings: self.settings().await?,
-            roles: Some(roles::read(&self.client).await?),
+            grants: if has_grants { Some(self.read_grants().await?) } else { None },
+            settings: self.read_settings().await?,
+            roles: Some(roles::read_roles(&self.client).await?),
         })
     }
 
-    async fn grants(&self) -> Result<Vec<DatabaseGrant>, Error> {
+    async fn read_grants(&self) -> Result<Vec<DatabaseGrant>, Error> {
         let rows = self
             .client
             .query(
@@ -180,7 +180,7 @@ impl Snapshot {
         rows.iter().map(grant).collect()
     }
 
-    async fn settings(&self) -> Result<Vec<DatabaseSetting>, Error> {
+    async fn read_settings(&self) -> Result<Vec<DatabaseSetting>, Error> {
         let rows = self
             .client
             .query(

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// The last stage that a run reached.
+/// A stage of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Stage {

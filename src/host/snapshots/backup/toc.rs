@@ -2,11 +2,11 @@
 //!
 //! The layout is `ReadHead` of PostgreSQL's `pg_backup_archiver.c`; formats 1.14 (PostgreSQL 14, 15) to 1.16.
 
-/// Bytes that [`entries`] needs, with names of reasonable length.
+/// Number of bytes that [`count_entries`] needs, for names of reasonable length.
 pub const HEAD_BYTES: usize = 4096;
 
-/// The number of entries, or `None` if this is not the head of such a dump.
-pub fn entries(head: &[u8]) -> Option<u32> {
+/// Returns the number of entries, or `None` if this is not the head of such a dump.
+pub fn count_entries(head: &[u8]) -> Option<u32> {
     let mut rest = Reader { bytes: head.strip_prefix(b"PGDMP")?, int_size: 4 };
     let (major, minor, _revision) = (rest.byte()?, rest.byte()?, rest.byte()?);
     if major != 1 || !(14..=16).contains(&minor) {
@@ -44,15 +44,15 @@ impl Reader<'_> {
         Some(*first)
     }
 
-    /// A sign byte, then the magnitude, least significant byte first.
+    /// Reads a sign byte, then the magnitude, least significant byte first.
     fn int(&mut self) -> Option<i64> {
-        let negative = self.byte()? != 0;
+        let is_negative = self.byte()? != 0;
         let mut value: i64 = 0;
-        for at in 0..self.int_size {
-            value |= i64::from(self.byte()?).checked_shl(8 * u32::try_from(at).ok()?)?;
+        for index in 0..self.int_size {
+            value |= i64::from(self.byte()?).checked_shl(8 * u32::try_from(index).ok()?)?;
         }
         // The minimum has no positive counterpart.
-        if negative { value.checked_neg() } else { Some(value) }
+        if is_negative { value.checked_neg() } else { Some(value) }
     }
 
     fn text(&mut self) -> Option<()> {
@@ -81,18 +81,18 @@ mod tests {
     }
 
     #[test]
-    fn entries_reads_the_count() {
-        assert_eq!(entries(&head(7)), Some(7));
-        assert_eq!(entries(&head(0)), Some(0));
-        assert_eq!(entries(b"PGDMP"), None);
-        assert_eq!(entries(b"-- plain SQL"), None);
+    fn count_entries_reads_count_of_head() {
+        assert_eq!(count_entries(&head(7)), Some(7));
+        assert_eq!(count_entries(&head(0)), Some(0));
+        assert_eq!(count_entries(b"PGDMP"), None);
+        assert_eq!(count_entries(b"-- plain SQL"), None);
     }
 
     proptest! {
         #[test]
-        fn entries_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            let _ = entries(&bytes);
-            let _ = entries(&[b"PGDMP\x01\x0f\x00", bytes.as_slice()].concat());
+        fn count_entries_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = count_entries(&bytes);
+            let _ = count_entries(&[b"PGDMP\x01\x0f\x00", bytes.as_slice()].concat());
         }
     }
 }

@@ -29,9 +29,9 @@ pub const FAILPOINTS: &[&str] = &["verify.begin", "verify.read", "verify.noted",
 /// The snapshots to read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum VerifyTargets {
-    /// The one named by the pointer.
+    /// The snapshot that the pointer names.
     Latest,
-    /// Today's share of all, so that each is read within the configured days.
+    /// Today's share of all snapshots, so that each is read within the configured number of days.
     Share,
     All,
     /// By their keys.
@@ -55,14 +55,16 @@ enum VerifyError {
 impl VerifyError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Store(error) | Self::Reread(RereadError::Store(error)) => crate::system::store::exit(error),
+            Self::Store(error) | Self::Reread(RereadError::Store(error)) => {
+                crate::system::store::exit_code(error)
+            }
             Self::Stopped => Exit::TryAgain,
             _ => Exit::Internal,
         }
     }
 }
 
-/// Time of the last full read of each snapshot by this program: `verified.json`.
+/// `verified.json`: when this program last read each snapshot in full.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct ReadTimes {
@@ -73,9 +75,9 @@ struct ReadTimes {
 impl ReadTimes {
     const VERSION: u32 = 1;
 
-    /// An unreadable file counts as empty: snapshots are then read earlier than needed.
+    /// Reads the file. A file that does not parse counts as empty: snapshots are then read earlier than needed.
     fn read(settings: &BackupSettings) -> Result<Self, FileError> {
-        let text = fsx::read_if_exists(&settings.layout.verified())?;
+        let text = fsx::read_if_exists(&settings.layout.verification_times())?;
         let read_times = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
         let supported = read_times.filter(|read_times| read_times.version == Self::VERSION);
         Ok(supported.unwrap_or(Self { version: Self::VERSION, read_at: BTreeMap::new() }))
@@ -84,16 +86,17 @@ impl ReadTimes {
     fn record_read(&mut self, settings: &BackupSettings, key: &str) -> Result<(), FileError> {
         self.read_at.insert(key.to_owned(), clock::now_ms());
         let text = serde_json::to_vec(self).expect("a map of plain fields is JSON");
-        fsx::write_atomic(&settings.layout.verified(), &text, 0o600)
+        fsx::write_atomic(&settings.layout.verification_times(), &text, 0o600)
     }
 }
 
 /// The results of a run.
 #[derive(Default)]
 struct VerifyResults {
-    whole: u64,
+    intact: u64,
     bytes: u64,
-    only: Option<String>,
+    /// The key, if there is a single snapshot.
+    single_key: Option<String>,
     damaged: Vec<(String, String)>,
 }
 
@@ -110,7 +113,7 @@ pub async fn run(
     let started = Instant::now();
     let mut results = VerifyResults::default();
     let end = tokio::select! {
-        end = read_all(settings, targets, &mut results) => end,
+        end = verify_all(settings, targets, &mut results) => end,
         () = stop => Err(VerifyError::Stopped),
     };
     let error = match (&end, results.damaged.as_slice()) {
@@ -123,10 +126,10 @@ pub async fn run(
         timestamp: clock::now_ms(),
         check: CheckKind::Verify,
         status: if error.is_none() { Status::Success } else { Status::Error },
-        snapshots: results.whole,
+        snapshots: results.intact,
         size_bytes: results.bytes,
         duration_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
-        key: results.only,
+        key: results.single_key,
         damaged: results.damaged.iter().map(|(key, _)| key.clone()).collect(),
         error,
     };
@@ -136,7 +139,7 @@ pub async fn run(
     match results.damaged.as_slice() {
         [] => {
             println!(
-                "{} snapshots, {} bytes, read in full: as they were written",
+                "{} snapshots, {} bytes, read in full: all are intact",
                 check.snapshots, check.size_bytes
             );
             Ok(())
@@ -144,7 +147,7 @@ pub async fn run(
         damaged => {
             let lines: Vec<_> = damaged.iter().map(|(_, why)| format!("  {why}")).collect();
             let error = anyhow::anyhow!(
-                "{} of {} snapshots are not as they were written:\n{}\n  next: `svc-db-backup run` takes a new one at once",
+                "{} of {} snapshots are damaged:\n{}\n  next: `svc-db-backup run` takes a new one now",
                 damaged.len(),
                 damaged.len() as u64 + check.snapshots,
                 lines.join("\n")
@@ -154,38 +157,38 @@ pub async fn run(
     }
 }
 
-async fn read_all(
+async fn verify_all(
     settings: &BackupSettings,
     targets: &VerifyTargets,
     results: &mut VerifyResults,
 ) -> Result<(), VerifyError> {
     failpoint::pass("verify.begin")?;
     let mut read_times = ReadTimes::read(settings)?;
-    let keys = keys(settings, targets, &mut read_times).await?;
+    let keys = select_keys(settings, targets, &mut read_times).await?;
     if let [only] = keys.as_slice() {
-        results.only = Some(only.clone());
+        results.single_key = Some(only.clone());
     }
     for key in keys {
-        match read_one(settings, &key).await {
+        match verify_one(settings, &key).await {
             Ok(side) => {
                 failpoint::pass("verify.read")?;
                 read_times.record_read(settings, &key)?;
                 failpoint::pass("verify.noted")?;
-                results.whole += 1;
+                results.intact += 1;
                 results.bytes += side.size_bytes;
-                tracing::info!(key, bytes = side.size_bytes, "a snapshot is as it was written");
+                tracing::info!(key, bytes = side.size_bytes, "a snapshot is intact");
             }
-            Err(ReadFailure::Damaged(why)) => {
-                tracing::error!(key, why, "a snapshot is not as it was written");
+            Err(VerifyFailure::Damaged(why)) => {
+                tracing::error!(key, why, "a snapshot is damaged");
                 results.damaged.push((key, why));
             }
-            Err(ReadFailure::Unknown(error)) => return Err(error),
+            Err(VerifyFailure::Unknown(error)) => return Err(error),
         }
     }
     Ok(())
 }
 
-async fn keys(
+async fn select_keys(
     settings: &BackupSettings,
     targets: &VerifyTargets,
     read_times: &mut ReadTimes,
@@ -201,7 +204,7 @@ async fn keys(
             Err(SnapshotUnusable::Store(error)) => Err(error.into()),
         };
     }
-    let all = snapshots::keys(&settings.bucket, &settings.slot).await?;
+    let all = snapshots::list_keys(&settings.bucket, &settings.slot).await?;
     read_times.read_at.retain(|key, _| all.contains(key));
     let mut taken: Vec<(String, Timestamp)> = all
         .into_iter()
@@ -215,24 +218,24 @@ async fn keys(
     Ok(verify_schedule::select_today(snapshots, clock::now_ms(), settings.verify_within_days))
 }
 
-/// Why a snapshot was not read.
-enum ReadFailure {
+/// Why a snapshot could not be verified.
+enum VerifyFailure {
     Damaged(String),
     /// The state of the snapshot is unknown.
     Unknown(VerifyError),
 }
 
-async fn read_one(settings: &BackupSettings, key: &str) -> Result<SideRecord, ReadFailure> {
-    let side = snapshot::by_key(&settings.bucket, &settings.slot, key).await;
+async fn verify_one(settings: &BackupSettings, key: &str) -> Result<SideRecord, VerifyFailure> {
+    let side = snapshot::load(&settings.bucket, &settings.slot, key).await;
     let side = side.map_err(|unusable| match unusable {
-        SnapshotUnusable::Store(error) => ReadFailure::Unknown(error.into()),
-        error => ReadFailure::Damaged(error.to_string()),
+        SnapshotUnusable::Store(error) => VerifyFailure::Unknown(error.into()),
+        error => VerifyFailure::Damaged(error.to_string()),
     })?;
     let mut backoff = Backoff::new(settings.store_deadline);
     let (bucket, slot, tools) = (&settings.bucket, &settings.slot, &settings.tools);
     match verify_object::reread(bucket, slot, tools, &side, &mut backoff).await {
         Ok(()) => Ok(side),
-        Err(error) if error.is_damage() => Err(ReadFailure::Damaged(format!("{key}: {}", chain(&error)))),
-        Err(error) => Err(ReadFailure::Unknown(error.into())),
+        Err(error) if error.is_damage() => Err(VerifyFailure::Damaged(format!("{key}: {}", chain(&error)))),
+        Err(error) => Err(VerifyFailure::Unknown(error.into())),
     }
 }

@@ -1,4 +1,4 @@
-//! Reads a stored snapshot again, in full: size, SHA-256, and `pg_restore` over all of it.
+//! Reads a stored snapshot again, in full: size, SHA-256, and a run of `pg_restore` over the whole dump.
 
 use futures_util::StreamExt;
 use object_store::{GetOptions, GetRange};
@@ -22,14 +22,14 @@ pub enum RereadError {
     Missing { key: String },
     #[error("{key} has {found} bytes instead of {expected}")]
     WrongSize { key: String, expected: u64, found: u64 },
-    #[error("the SHA-256 of {key} is not the one in its record")]
+    #[error("the SHA-256 of {key} differs from its record")]
     WrongDigest { key: String },
     #[error(transparent)]
     Reader(#[from] DumpCheckError),
 }
 
 impl RereadError {
-    /// Returns whether the snapshot is at fault, rather than store or tool.
+    /// Returns whether the snapshot is at fault, rather than the store or the tool.
     pub fn is_damage(&self) -> bool {
         match self {
             Self::Missing { .. } | Self::WrongSize { .. } | Self::WrongDigest { .. } => true,
@@ -53,23 +53,23 @@ pub async fn reread(
     let mut state = ReadState { length: 0, digest: Sha256::new() };
     while state.length < side.size_bytes {
         let before = state.length;
-        match state.read_on(bucket, slot, &reader, side).await {
+        match state.read_rest(bucket, slot, &reader, side).await {
             Ok(()) => {}
             Err(RereadError::Store(error)) if error.is_transient() => {
                 tracing::warn!(error = %chain(&error), at = state.length, "the read was interrupted");
                 if state.length > before {
-                    backoff.progress();
+                    backoff.record_progress();
                 }
                 backoff.pause().await.map_err(|_| RereadError::Store(error))?;
             }
-            // The tool's own error says more.
+            // `finish` returns the tool's own error.
             Err(RereadError::Reader(DumpCheckError::ReaderExited)) => break,
             Err(error) => return Err(error),
         }
     }
     let read = reader.finish().await;
-    let whole = state.length == side.size_bytes;
-    if whole && hex::encode(state.digest.finalize()) != side.sha256 {
+    let is_complete = state.length == side.size_bytes;
+    if is_complete && hex::encode(state.digest.finalize()) != side.sha256 {
         return Err(RereadError::WrongDigest { key: side.key.clone() });
     }
     Ok(read?)
@@ -81,7 +81,7 @@ struct ReadState {
 }
 
 impl ReadState {
-    async fn read_on(
+    async fn read_rest(
         &mut self,
         bucket: &Bucket,
         slot: &SlotPrefix,
@@ -96,19 +96,19 @@ impl ReadState {
         };
         let range = (self.length > 0).then_some(GetRange::Offset(self.length));
         let options = GetOptions { range, ..GetOptions::default() };
-        let got = bucket.raw().get_opts(&key, options).await.map_err(failed)?;
-        let wrong =
+        let response = bucket.raw().get_opts(&key, options).await.map_err(failed)?;
+        let wrong_size =
             |found| RereadError::WrongSize { key: side.key.clone(), expected: side.size_bytes, found };
-        if got.meta.size != side.size_bytes {
-            return Err(wrong(got.meta.size));
+        if response.meta.size != side.size_bytes {
+            return Err(wrong_size(response.meta.size));
         }
-        let mut stream = got.into_stream();
+        let mut stream = response.into_stream();
         while let Some(chunk) = stream.next().await {
             let chunk = chunk.map_err(failed)?;
             self.digest.update(&chunk);
             self.length += chunk.len() as u64;
             if self.length > side.size_bytes {
-                return Err(wrong(self.length));
+                return Err(wrong_size(self.length));
             }
             reader.push(chunk).await?;
         }

@@ -1,12 +1,12 @@
-//! Chooses the snapshots to read today, so that each is read again within a given number of days, the longest unread
-//! first. Pure.
+//! Selects the snapshots to read today, so that each is read again within a given number of days. Those that were read
+//! least recently come first. Pure.
 
 use std::collections::BTreeMap;
 
 use jiff::{SignedDuration, Timestamp};
 
 const DAY: SignedDuration = SignedDuration::from_hours(24);
-/// Maximum daily shares per run, to catch up after days off.
+/// Maximum number of daily shares per run, to catch up after days without a run.
 const MAX_CATCH_UP_DAYS: usize = 3;
 
 /// A snapshot and when it was last read in full, by its backup or by a check since.
@@ -16,7 +16,7 @@ pub struct LastRead {
     pub read_at: Timestamp,
 }
 
-/// All snapshots with the time of their last read. One without a check was read when it was taken.
+/// Returns all snapshots with the time of their last read: by default, when they were taken.
 pub fn last_reads(taken: &[(String, Timestamp)], checked: &BTreeMap<String, Timestamp>) -> Vec<LastRead> {
     let last_read = |(key, taken): &(String, Timestamp)| {
         let read_at = checked.get(key).copied().unwrap_or(*taken).max(*taken);
@@ -25,16 +25,17 @@ pub fn last_reads(taken: &[(String, Timestamp)], checked: &BTreeMap<String, Time
     taken.iter().map(last_read).collect()
 }
 
-/// Today's snapshots, in the order to read them.
+/// Returns today's snapshots, in the order in which to read them.
 pub fn select_today(mut all: Vec<LastRead>, now: Timestamp, within_days: u32) -> Vec<String> {
     let days = usize::try_from(within_days.max(1)).unwrap_or(usize::MAX);
     let share = all.len().div_ceil(days);
     all.sort_by(|a, b| (a.read_at, &a.key).cmp(&(b.read_at, &b.key)));
     let overdue_before = now - DAY * i32::try_from(within_days.max(1)).unwrap_or(i32::MAX);
-    let overdue = all.iter().filter(|one| one.read_at <= overdue_before).count();
-    let many = share.max(overdue).min(share.saturating_mul(MAX_CATCH_UP_DAYS));
+    let overdue = all.iter().filter(|snapshot| snapshot.read_at <= overdue_before).count();
+    let count = share.max(overdue).min(share.saturating_mul(MAX_CATCH_UP_DAYS));
     // A snapshot read within the last day is skipped, however few there are.
-    all.into_iter().take(many).filter(|one| one.read_at <= now - DAY).map(|one| one.key).collect()
+    let selected = all.into_iter().take(count).filter(|snapshot| snapshot.read_at <= now - DAY);
+    selected.map(|snapshot| snapshot.key).collect()
 }
 
 #[cfg(test)]
@@ -46,11 +47,11 @@ mod tests {
     proptest! {
         /// On a machine that runs every day, no snapshot stays unread for too long, while hourly snapshots arrive.
         #[test]
-        fn schedule_reads_every_snapshot_in_time(within in 1_u32..20, a_day in 0_usize..30, days in 1_usize..60) {
+        fn schedule_reads_every_snapshot_in_time(within in 1_u32..20, per_day in 0_usize..30, days in 1_usize..60) {
             let mut now: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
             let (mut taken, mut checked) = (Vec::new(), BTreeMap::new());
             for day in 0..days {
-                for hour in 0..a_day {
+                for hour in 0..per_day {
                     taken.push((format!("{day:03}-{hour:02}"), now));
                 }
                 now += DAY;
@@ -58,21 +59,21 @@ mod tests {
                     checked.insert(key, now);
                 }
                 // One more day, because a snapshot's day starts when it is taken.
-                let oldest = last_reads(&taken, &checked).into_iter().map(|one| one.read_at).min();
+                let oldest = last_reads(&taken, &checked).into_iter().map(|snapshot| snapshot.read_at).min();
                 if let Some(oldest) = oldest {
                     prop_assert!(now.duration_since(oldest) <= DAY * i32::try_from(within + 1).unwrap(), "{oldest} at {now}");
                 }
             }
         }
 
-        /// After any time off, it catches up without reading everything at once.
+        /// After any time without runs, the schedule catches up without reading everything on one day.
         #[test]
-        fn schedule_catches_up_in_steps(many in 1_usize..500, off in 0_i32..400, within in 1_u32..40) {
+        fn schedule_catches_up_in_steps(count in 1_usize..500, idle_days in 0_i32..400, within in 1_u32..40) {
             let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
-            let taken: Vec<_> = (0..many).map(|n| (format!("{n:03}"), start)).collect();
-            let today = select_today(last_reads(&taken, &BTreeMap::new()), start + DAY * off, within);
-            prop_assert!(today.len() <= many.div_ceil(within as usize) * MAX_CATCH_UP_DAYS);
-            prop_assert_eq!(today.is_empty(), off < 1);
+            let taken: Vec<_> = (0..count).map(|n| (format!("{n:03}"), start)).collect();
+            let today = select_today(last_reads(&taken, &BTreeMap::new()), start + DAY * idle_days, within);
+            prop_assert!(today.len() <= count.div_ceil(within as usize) * MAX_CATCH_UP_DAYS);
+            prop_assert_eq!(today.is_empty(), idle_days < 1);
         }
     }
 }

@@ -11,7 +11,7 @@ use crate::snapshots::database_identity::IdentityError;
 use crate::snapshots::restore_marker::Marker;
 use crate::snapshots::row_counts;
 use crate::snapshots::staging;
-use crate::snapshots::staging::{DownloadError, LoadError, RoleLifetime, Scratch};
+use crate::snapshots::staging::{DownloadError, LoadError, RoleLifetime, ScratchDatabase};
 use crate::system::backoff::Backoff;
 use crate::system::lock::Lock;
 use crate::system::postgres;
@@ -50,17 +50,17 @@ pub const FAILPOINTS: &[&str] = &[
 enum RestoreError {
     #[error("there is no snapshot, and SVC_RESTORE_MODE is required")]
     Absent,
-    #[error("the snapshot is not usable: {key}: {why}")]
+    #[error("the snapshot {key} is unusable: {why}")]
     Damaged { key: String, why: String },
     #[error(
-        "the database {database} holds rows of the owner's ({table}) and no marker says that it was restored: it may be newer \
-         than the snapshot, and is not replaced\n  next: `svc-restore adopt` serves it as it is; `svc-restore replace` \
-         restores the snapshot and keeps it as svc_before_<n>"
+        "the database {database} holds rows of the owner ({table}), but no marker shows that it was restored: it may be newer \
+         than the snapshot, and is not replaced\n  next: `svc-restore adopt` keeps and serves it; `svc-restore replace` \
+         restores the snapshot and keeps this database as svc_before_<n>"
     )]
     HoldsRows { database: String, table: String },
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    #[error("the object store could not be read in time; nothing is known about the snapshot")]
+    #[error("the object store could not be read in time; the state of the snapshot is unknown")]
     Store(#[source] StoreError),
     #[error(transparent)]
     Download(#[from] DownloadError),
@@ -76,28 +76,28 @@ enum RestoreError {
     Injected(#[from] Injected),
 }
 
-/// The gate runs at boot, without a user: there is no request to refuse.
-fn never_refused(exit: Exit) -> Exit {
+/// Maps `Refused` to `Internal`: the gate runs at boot, so there is no request to refuse.
+fn map_refused(exit: Exit) -> Exit {
     if exit == Exit::Refused { Exit::Internal } else { exit }
 }
 
 impl RestoreError {
-    /// The code that the operator's advice depends on.
+    /// Returns the code on which the advice to the operator depends.
     fn code(&self) -> Option<RestoreFailureCode> {
-        let of_download = |error: &DownloadError| match error {
+        let download_code = |error: &DownloadError| match error {
             DownloadError::Store(_) => Some(RestoreFailureCode::StoreUnavailable),
             DownloadError::NoSpace { .. } => Some(RestoreFailureCode::NoSpace),
             _ => None,
         };
         match self {
             Self::Store(_) => Some(RestoreFailureCode::StoreUnavailable),
-            Self::Download(error) | Self::Load(LoadError::Download(error)) => of_download(error),
+            Self::Download(error) | Self::Load(LoadError::Download(error)) => download_code(error),
             Self::Load(LoadError::Newer { .. }) => Some(RestoreFailureCode::NewerPostgres),
             _ => None,
         }
     }
 
-    /// The failure, with its code in the last line: the report of a failed boot has only that line of the journal.
+    /// Returns the failure, with its code in the last line: a failed boot reports only that line of the journal.
     fn into_failure(self) -> Failure {
         let exit = self.exit();
         match self.code() {
@@ -108,10 +108,10 @@ impl RestoreError {
 
     fn exit(&self) -> Exit {
         match self {
-            Self::Store(error) => crate::system::store::exit(error),
-            Self::Download(error) => never_refused(error.exit()),
+            Self::Store(error) => crate::system::store::exit_code(error),
+            Self::Download(error) => map_refused(error.exit()),
             Self::Connect(_) => Exit::Unavailable,
-            Self::Load(error) => never_refused(error.exit()),
+            Self::Load(error) => map_refused(error.exit()),
             Self::Swap(error) => error.exit(),
             Self::HoldsRows { .. } => Exit::Refused,
             Self::Identity(error) => error.exit(),
@@ -120,12 +120,12 @@ impl RestoreError {
     }
 }
 
-/// Policy for an existing database that has rows of the owner's.
+/// Policy for an existing database that has rows of the owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExistingRows {
-    /// Refuse: it may be newer than the snapshot, with a lost marker.
+    /// Refuse to replace it: it may be newer than the snapshot, and its marker may be lost.
     Refuse,
-    /// Replace it, as a person requested. It is kept as `svc_before_<n>`.
+    /// Replace it, as a person requested, and keep it as `svc_before_<n>`.
     Replace,
 }
 
@@ -149,8 +149,8 @@ pub async fn adopt(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failu
     set_marker(settings, None).await.map_err(|error| Failure::new(error.exit(), error))
 }
 
-/// Finishes or undoes an interrupted swap. It runs at every boot, even with a marker, because an import happens after
-/// one.
+/// Finishes or undoes an interrupted swap. It runs at every boot, even if the gate is open, because imports swap
+/// databases too.
 ///
 /// # Errors
 /// [`Failure`].
@@ -164,7 +164,7 @@ async fn settle_swap(settings: &RestoreSettings) -> Result<(), RestoreError> {
     staging::end_sessions_of(&client, settings.context.name).await.map_err(SwapError::from)?;
     let database = settings.context.server.database();
     let was_swapped =
-        staging::oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid);
+        staging::find_oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid);
     swap::allow_connections(&client, database).await?;
     if was_swapped {
         set_marker(settings, Some(&journal.key)).await?;
@@ -179,7 +179,7 @@ async fn settle_swap(settings: &RestoreSettings) -> Result<(), RestoreError> {
 async fn restore(settings: &RestoreSettings, existing_rows: ExistingRows) -> Result<(), RestoreError> {
     failpoint::pass("restore.begin")?;
     fsx::remove_leftover_temps_in(&settings.layout.restore_state(), |_| true)?;
-    let Some(snapshot) = latest(settings).await? else {
+    let Some(snapshot) = find_snapshot(settings).await? else {
         tracing::info!("there is no snapshot: this machine starts with an empty database");
         return set_marker(settings, None).await;
     };
@@ -191,14 +191,15 @@ async fn restore(settings: &RestoreSettings, existing_rows: ExistingRows) -> Res
         if existing_rows == ExistingRows::Refuse && !is_unserved {
             refuse_rows(settings).await?;
         }
-        let side = side_record(settings, &snapshot).await?;
-        staging::refuse_newer(&settings.context, &side).await?;
-        let dump =
-            staging::fetch(&settings.context, &settings.layout.restore_state(), &snapshot, &side).await?;
+        let side = read_side_record(settings, &snapshot).await?;
+        staging::check_postgres_version(&settings.context, &side).await?;
+        let dump = staging::fetch_dump(&settings.context, &settings.layout.restore_state(), &snapshot, &side)
+            .await?;
         failpoint::pass("restore.downloaded")?;
-        let loaded = staging::into_scratch(&settings.context, &dump, &side, RoleLifetime::Permanent).await?;
+        let loaded =
+            staging::load_into_scratch(&settings.context, &dump, &side, RoleLifetime::Permanent).await?;
         assign_restore_id(settings, &loaded).await?;
-        settings.context.progress.at("putting the snapshot in place");
+        settings.context.progress.start_phase("putting the snapshot in place");
         let journal = Journal::new(&snapshot, &loaded);
         let swapped = async {
             journal.write(&settings.layout)?;
@@ -223,18 +224,18 @@ async fn restore(settings: &RestoreSettings, existing_rows: ExistingRows) -> Res
 }
 
 /// Returns the snapshot to restore; `None` if there is none and an empty start is allowed.
-async fn latest(settings: &RestoreSettings) -> Result<Option<SnapshotRef>, RestoreError> {
+async fn find_snapshot(settings: &RestoreSettings) -> Result<Option<SnapshotRef>, RestoreError> {
     let mut backoff = Backoff::new(settings.context.deadline);
     loop {
-        let latest_snapshot = match &settings.chosen {
+        let found = match &settings.chosen {
             None => snapshot::latest(&settings.context.bucket, &settings.context.slot).await,
             Some(key) => {
                 let chosen =
-                    snapshot::by_key(&settings.context.bucket, &settings.context.slot, key.as_str()).await;
+                    snapshot::load(&settings.context.bucket, &settings.context.slot, key.as_str()).await;
                 chosen.map(|side| side.named())
             }
         };
-        match (latest_snapshot, settings.mode) {
+        match (found, settings.mode) {
             (Ok(snapshot), _) => return Ok(Some(snapshot)),
             (Err(SnapshotUnusable::Absent), RestoreMode::Empty) => return Ok(None),
             (Err(SnapshotUnusable::Absent), RestoreMode::Required) => return Err(RestoreError::Absent),
@@ -246,10 +247,13 @@ async fn latest(settings: &RestoreSettings) -> Result<Option<SnapshotRef>, Resto
     }
 }
 
-async fn side_record(settings: &RestoreSettings, snapshot: &SnapshotRef) -> Result<SideRecord, RestoreError> {
+async fn read_side_record(
+    settings: &RestoreSettings,
+    snapshot: &SnapshotRef,
+) -> Result<SideRecord, RestoreError> {
     let mut backoff = Backoff::new(settings.context.deadline);
     loop {
-        match snapshot::side_record(&settings.context.bucket, &settings.context.slot, snapshot).await {
+        match snapshot::read_side_record(&settings.context.bucket, &settings.context.slot, snapshot).await {
             Ok(side) => return Ok(side),
             Err(StoreError::Corrupt { key, why }) => return Err(RestoreError::Damaged { key, why }),
             Err(StoreError::NotFound { key }) => {
@@ -278,7 +282,7 @@ async fn was_swapped_before(
     let journal = Journal::read(&settings.layout)?;
     let database = settings.context.server.database();
     if let Some(journal) = journal.filter(|journal| journal.is_for(snapshot))
-        && staging::oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid)
+        && staging::find_oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid)
     {
         swap::allow_connections(&client, database).await?;
         return Ok(true);
@@ -289,31 +293,31 @@ async fn was_swapped_before(
     Ok(false)
 }
 
-/// Returns whether the database was restored by an earlier run whose gate never opened, so that it has no new rows.
+/// Returns whether an earlier run restored the database but never opened the gate, so that there are no new rows.
 async fn is_unserved_restore(settings: &RestoreSettings) -> Result<bool, RestoreError> {
     let Some(journal) = Journal::read(&settings.layout)? else { return Ok(false) };
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
     let live_oid =
-        staging::oid(&client, settings.context.server.database()).await.map_err(SwapError::from)?;
+        staging::find_oid(&client, settings.context.server.database()).await.map_err(SwapError::from)?;
     Ok(live_oid == Some(journal.scratch_oid))
 }
 
-/// Refuses to replace rows that may be newer than the snapshot. If only the marker was lost, `adopt` keeps them.
+/// Refuses to replace rows that may be newer than the snapshot. If only the marker was lost, `adopt` keeps the database.
 async fn refuse_rows(settings: &RestoreSettings) -> Result<(), RestoreError> {
     let maintenance = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
     let database = settings.context.server.database();
-    if staging::oid(&maintenance, database).await.map_err(SwapError::from)?.is_none() {
+    if staging::find_oid(&maintenance, database).await.map_err(SwapError::from)?.is_none() {
         return Ok(());
     }
     let client = staging::connect_with_retries(&settings.context, database).await?;
-    match row_counts::first_with_rows(&client).await.map_err(SwapError::from)? {
+    match row_counts::find_table_with_rows(&client).await.map_err(SwapError::from)? {
         None => Ok(()),
         Some(table) => Err(RestoreError::HoldsRows { database: database.to_owned(), table }),
     }
 }
 
-/// Gives the restored database its restore id before the swap, so that the live database always has one.
-async fn assign_restore_id(settings: &RestoreSettings, loaded: &Scratch) -> Result<(), RestoreError> {
+/// Assigns the restore id before the swap, so that the live database always has one.
+async fn assign_restore_id(settings: &RestoreSettings, loaded: &ScratchDatabase) -> Result<(), RestoreError> {
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
     database_identity::assign_restore_id(&client, &loaded.name).await?;
     Ok(())
@@ -329,7 +333,7 @@ async fn set_marker(settings: &RestoreSettings, snapshot: Option<&str>) -> Resul
     Ok(())
 }
 
-/// Removes temporary data once the gate is open. Failures only cost space.
+/// Removes temporary data once the gate is open. A failure only wastes space.
 fn clean(settings: &RestoreSettings) {
     let state = settings.layout.restore_state();
     if let Err(error) = journal::remove(&settings.layout).and_then(|()| staging::remove_dumps(&state)) {

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::snapshots::staging::Scratch;
+use crate::snapshots::staging::ScratchDatabase;
 use crate::system::layout::Layout;
 use svc_base::fsx::{self, FileError};
 use svc_store::pointer::SnapshotRef;
@@ -22,7 +22,7 @@ pub fn path(layout: &Layout) -> std::path::PathBuf {
 }
 
 impl Journal {
-    pub fn new(snapshot: &SnapshotRef, scratch: &Scratch) -> Self {
+    pub fn new(snapshot: &SnapshotRef, scratch: &ScratchDatabase) -> Self {
         Self {
             version: 1,
             key: snapshot.key.clone(),
@@ -31,12 +31,12 @@ impl Journal {
         }
     }
 
-    /// Returns whether a run was interrupted between journal entry and end.
+    /// Returns whether a run was interrupted between its journal entry and its end.
     pub fn is_open(layout: &Layout) -> bool {
         path(layout).exists()
     }
 
-    /// An unreadable journal was never completely written, and counts as none.
+    /// Returns `None` also if the journal does not parse: it was never completely written.
     ///
     /// # Errors
     /// [`FileError`] if the file exists and cannot be read.

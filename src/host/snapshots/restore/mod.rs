@@ -1,5 +1,5 @@
-//! `svc-restore`: the gate before the gateway. It opens only for a completely restored snapshot, for a database that was
-//! restored before, or if there is confirmed to be no snapshot and an empty start is allowed.
+//! `svc-restore`: the restore gate, before the gateway. The gate opens only after a complete restore, for a database that
+//! was restored earlier, or if an empty start is allowed and the store confirms that there is no snapshot.
 //!
 //! This module owns the command line, the configuration and the exit code. The steps are in `gate`; `import` imports an
 //! owner's archive onto a machine whose gate is open.
@@ -46,14 +46,14 @@ struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Adopt the existing database as this machine's, although the marker names another or is lost
+    /// Adopt the existing database as this machine's, even if the marker names another one or is lost
     Adopt,
     /// Restore the latest snapshot in place of the existing database, which is kept as svc_before_<n>
     Replace,
     /// Import an archive of `svc-db-backup export`: its database and its files
     #[command(
-        after_help = "Run it as root. Every byte is compared with the archive's manifest first. What it replaces \
-stays: the database as svc_before_<n> for seven days, and as a snapshot that is taken first; files in ~/.before-import-<n> and ~/system/.before-import-<n>.\n\n\
+        after_help = "Run this command as root. Every byte is compared with the archive's manifest first. Replaced data \
+is kept: the database as svc_before_<n> for seven days, and as a snapshot that is taken first; files in ~/.before-import-<n> and ~/system/.before-import-<n>.\n\n\
 Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
     )]
     Import {
@@ -82,9 +82,9 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     let stepped_down = match &args.command {
         // An import starts a process for each user whose files it writes.
         Some(Command::Import { .. }) => Ok(()),
-        Some(Command::ImportStep(step)) if step.step.is_owners() => Ok(()),
-        Some(Command::ImportStep(_)) => user::become_gateway(&layout),
-        _ => user::step_down(&layout),
+        Some(Command::ImportStep(step)) if step.step.is_run_as_owner() => Ok(()),
+        Some(Command::ImportStep(_)) => user::switch_to_gateway_user(&layout),
+        _ => user::drop_privileges(&layout),
     };
     if let Err(error) = stepped_down {
         return applet::report("svc-restore", &Failure::new(Exit::Internal, error));
@@ -102,7 +102,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                 Some(Command::Replace) => {
                     let settings = RestoreSettings::read(layout)?;
                     let restored = gate::open(&lock(&settings)?, &settings, ExistingRows::Replace).await;
-                    note_outcome(&settings.layout, &restored);
+                    record_outcome(&settings.layout, &restored);
                     restored
                 }
                 Some(Command::Import { archive, options }) => import::run(&layout, &archive, options).await,
@@ -125,15 +125,15 @@ async fn open_gate(layout: Layout) -> Result<(), Failure> {
     let lock = lock(&settings)?;
     let _reporter = BootReporter::start(&settings.layout, settings.context.progress.subscribe());
     let restored = gate::open(&lock, &settings, ExistingRows::Refuse).await;
-    note_outcome(&settings.layout, &restored);
+    record_outcome(&settings.layout, &restored);
     restored
 }
 
-/// Notes the outcome of a restore in `activity.log`.
-fn note_outcome(layout: &Layout, restored: &Result<(), Failure>) {
+/// Records the outcome of a restore in `activity.log`.
+fn record_outcome(layout: &Layout, restored: &Result<(), Failure>) {
     let snapshot = || Marker::read(layout).ok().flatten().and_then(|marker| marker.snapshot);
     let text = match restored.as_ref().map(|()| snapshot()) {
-        Ok(Some(key)) => format!("the database is restored from {key}"),
+        Ok(Some(key)) => format!("the database was restored from {key}"),
         Ok(None) => "the machine starts with an empty database".to_owned(),
         Err(failure) => format!("the restore of the database failed: {:#}", failure.error),
     };

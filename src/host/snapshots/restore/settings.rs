@@ -1,4 +1,4 @@
-//! The settings of a restore, and its clients.
+//! The settings and clients of a restore.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ pub struct RestoreSettings {
     pub user: IdpUserId,
     pub context: RestoreContext,
     pub mode: RestoreMode,
-    /// The snapshot to restore; `None`: the one that the pointer names.
+    /// The snapshot to restore; `None` for the one that the pointer names.
     pub chosen: Option<SnapshotKey>,
 }
 
@@ -35,7 +35,7 @@ impl RestoreSettings {
         let tools = PgTools::locate(&mut env, &layout);
         let mode = env.required::<RestoreMode>(&vars::SVC_RESTORE_MODE);
         let chosen = env.optional::<SnapshotKey>(&vars::SVC_RESTORE_SNAPSHOT);
-        let deadline = staging::deadline(&mut env);
+        let deadline = staging::read_deadline(&mut env);
         let parts = identity.zip(store).zip(database).zip(mode);
         let (((identity, store), database), mode) = env.finish(parts)?;
         let context = RestoreContext {

@@ -1,11 +1,11 @@
 //! Swaps the names of the owner's database and the restored one in one transaction. The replaced database is kept as
-//! `svc_before_<n>` for seven days, and at least until the first good backup.
+//! `svc_before_<n>` for seven days, and at least until the first successful backup.
 
 use std::time::{Duration, Instant};
 
 use tokio_postgres::{Client, Error};
 
-use crate::snapshots::staging::{Scratch, drop_scratch, oid};
+use crate::snapshots::staging::{ScratchDatabase, drop_scratch, find_oid};
 use crate::system::postgres;
 use crate::system::postgres::{ConnectError, Server, ident};
 use svc_base::applet::Exit;
@@ -22,7 +22,7 @@ pub enum SwapError {
     Connect(#[from] ConnectError),
     #[error("swap the databases")]
     Query(#[from] Error),
-    #[error("{sessions} sessions on {database} did not end")]
+    #[error("{sessions} sessions of the database {database} did not end in time")]
     InUse { database: String, sessions: i64 },
     #[error(transparent)]
     Injected(#[from] Injected),
@@ -38,10 +38,11 @@ impl SwapError {
     }
 }
 
-pub async fn swap(server: &Server, scratch: &Scratch) -> Result<(), SwapError> {
+/// Swaps the names, and ends the sessions of both databases.
+pub async fn swap(server: &Server, scratch: &ScratchDatabase) -> Result<(), SwapError> {
     let client = server.connect(postgres::MAINTENANCE, "svc-restore").await?;
     let database = server.database();
-    let exists = oid(&client, database).await?.is_some();
+    let exists = find_oid(&client, database).await?.is_some();
     if exists {
         let close = format!("ALTER DATABASE {} ALLOW_CONNECTIONS false", ident(database));
         client.batch_execute(&close).await?;
@@ -69,17 +70,17 @@ pub async fn swap(server: &Server, scratch: &Scratch) -> Result<(), SwapError> {
     Ok(())
 }
 
-/// Cleans up after a failed swap: reopens the owner's database and drops the scratch database, unless the swap did
-/// happen.
-pub async fn undo(server: &Server, scratch: &Scratch) {
+/// Cleans up after a failed swap: reopens the owner's database and drops the scratch database, unless the swap was
+/// committed.
+pub async fn undo(server: &Server, scratch: &ScratchDatabase) {
     match server.connect(postgres::MAINTENANCE, "svc-restore").await {
         Ok(client) => {
             if let Err(error) = allow_connections(&client, server.database()).await {
-                tracing::error!(error = %chain(&error), "could not open the database again");
+                tracing::error!(error = %chain(&error), "could not reopen the owner's database");
             }
             drop_scratch(&client, &scratch.name).await;
         }
-        Err(error) => tracing::error!(error = %chain(&error), "could not open the database again"),
+        Err(error) => tracing::error!(error = %chain(&error), "could not reopen the owner's database"),
     }
 }
 
@@ -108,7 +109,7 @@ async fn end_sessions(client: &Client, database: &str) -> Result<(), SwapError> 
 /// # Errors
 /// Errors of the database.
 pub async fn allow_connections(client: &Client, database: &str) -> Result<(), SwapError> {
-    if oid(client, database).await?.is_some() {
+    if find_oid(client, database).await?.is_some() {
         client.batch_execute(&format!("ALTER DATABASE {} ALLOW_CONNECTIONS true", ident(database))).await?;
     }
     Ok(())

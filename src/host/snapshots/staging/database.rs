@@ -8,18 +8,18 @@ use crate::system::postgres::ident;
 
 /// A database into which a snapshot is loaded.
 #[derive(Debug)]
-pub struct Scratch {
+pub struct ScratchDatabase {
     pub name: String,
     pub oid: u32,
-    /// Its number; the replaced database gets the same one.
+    /// The number in its name; the replaced database gets the same number.
     pub number: i64,
 }
 
-/// The oid of a database, which a rename keeps.
+/// Finds the oid of a database, which a rename keeps.
 ///
 /// # Errors
 /// Errors of the database.
-pub async fn oid(client: &Client, database: &str) -> Result<Option<u32>, Error> {
+pub async fn find_oid(client: &Client, database: &str) -> Result<Option<u32>, Error> {
     let row = client.query_opt("SELECT oid FROM pg_database WHERE datname = $1", &[&database]).await?;
     row.map(|row| row.try_get(0)).transpose()
 }
@@ -27,9 +27,9 @@ pub async fn oid(client: &Client, database: &str) -> Result<Option<u32>, Error> 
 /// Maximum time for a session to end.
 const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Ends the sessions of killed runs: a server completes a statement even without its client. Once they have ended,
-/// their work is committed or rolled back, so a database that they were creating is not missed. The caller holds the
-/// lock that makes all other sessions of that name those of killed runs.
+/// Ends the sessions of killed runs: a server completes a statement even without its client. Once they have ended, their
+/// work is committed or rolled back, so the caller sees every database that they created. The caller holds a lock, so all
+/// other sessions with this application name belong to killed runs.
 ///
 /// # Errors
 /// Errors of the database.
@@ -38,8 +38,8 @@ pub async fn end_sessions_of(client: &Client, application: &str) -> Result<(), E
                   WHERE application_name = $1 AND pid <> pg_backend_pid()";
     let end = Instant::now() + SESSION_END_TIMEOUT;
     loop {
-        let left: i64 = client.query_one(others, &[&application]).await?.try_get(0)?;
-        if left == 0 || Instant::now() > end {
+        let remaining: i64 = client.query_one(others, &[&application]).await?.try_get(0)?;
+        if remaining == 0 || Instant::now() > end {
             return Ok(());
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -51,15 +51,15 @@ pub async fn end_sessions_of(client: &Client, application: &str) -> Result<(), E
 /// # Errors
 /// Errors of the database.
 pub async fn drop_scratches(client: &Client) -> Result<(), Error> {
-    let left = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_restore_[0-9]+$'";
-    for row in client.query(left, &[]).await? {
+    let scratches = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_restore_[0-9]+$'";
+    for row in client.query(scratches, &[]).await? {
         let name: String = row.try_get(0)?;
         client.batch_execute(&drop_statement(&name)).await?;
     }
     Ok(())
 }
 
-/// Drops a scratch database, best effort: the next run drops it otherwise.
+/// Drops a scratch database. On an error, the next run drops it.
 pub async fn drop_scratch(client: &Client, name: &str) {
     if let Err(error) = client.batch_execute(&drop_statement(name)).await {
         tracing::warn!(%error, database = name, "could not drop the scratch database");

@@ -1,6 +1,6 @@
-//! Downloads the dump to this machine's disk, with resume, and accepts it only with the right size and SHA-256.
+//! Downloads the dump to this machine's disk, and accepts it only with the right size and SHA-256.
 //!
-//! A partial file of an earlier run is kept, but hashed again.
+//! Interrupted downloads are resumed. A partial file of an earlier run is kept, but hashed again.
 
 use std::path::{Path, PathBuf};
 
@@ -13,7 +13,7 @@ use crate::system::store;
 use svc_base::applet::Exit;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
-use svc_base::partial::Partial;
+use svc_base::partial::PartialFile;
 use svc_http::problem::chain;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
@@ -23,7 +23,7 @@ use svc_store::snapshot::SideRecord;
 const FREE_SPACE_MARGIN_BYTES: u64 = 64 << 20;
 /// Assumed ratio of database to compressed dump, if the side record has no size.
 const DEFAULT_GROWTH: u64 = 6;
-const FETCHING: &str = "fetching the snapshot";
+const FETCH_PROGRESS: &str = "fetching the snapshot";
 
 /// Why there is no dump to load.
 #[derive(Debug, thiserror::Error)]
@@ -32,10 +32,10 @@ pub enum DownloadError {
     Store(#[source] StoreError),
     #[error("{key} has {found} bytes instead of {expected}")]
     WrongSize { key: String, expected: u64, found: u64 },
-    #[error("the SHA-256 of {key} is not the one in its record: nothing of it is restored")]
+    #[error("the SHA-256 of {key} differs from its record: nothing was restored")]
     WrongDigest { key: String },
     #[error(
-        "{}: {free} bytes are free and {needed} are needed for the database\n  next: free disk space, or recover onto a \
+        "{}: {free} bytes are free and {needed} are needed for the database\n  next: delete files, or recover onto a \
          server type with a larger disk (`svcctl recover --server-type`)", .path.display()
     )]
     NoSpace { path: PathBuf, needed: u64, free: u64 },
@@ -49,7 +49,7 @@ impl DownloadError {
     /// `Refused` if the object differs from its record.
     pub fn exit(&self) -> Exit {
         match self {
-            Self::Store(error) => store::exit(error),
+            Self::Store(error) => store::exit_code(error),
             Self::WrongSize { .. } | Self::WrongDigest { .. } => Exit::Refused,
             Self::NoSpace { .. } | Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
@@ -61,12 +61,12 @@ impl DownloadError {
 pub enum Dump {
     /// The complete, verified dump on this machine's disk.
     File(PathBuf),
-    /// The disk has room only for the database: the dump is streamed from the store and verified on the way.
+    /// The disk has space only for the database: the dump is streamed from the store and verified in transit.
     InStore(Box<SnapshotRef>),
 }
 
-/// Downloads the verified dump into `dir`; or returns the one in the store, if it does not fit beside the database.
-pub async fn fetch(
+/// Downloads the verified dump into `dir`, or returns the one in the store if it does not fit beside the database.
+pub async fn fetch_dump(
     context: &RestoreContext,
     dir: &Path,
     snapshot: &SnapshotRef,
@@ -74,44 +74,44 @@ pub async fn fetch(
 ) -> Result<Dump, DownloadError> {
     std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
     let name = format!("{}.dump", snapshot.sha256);
-    remove_others(dir, &name)?;
+    remove_other_dumps(dir, &name)?;
     let path = dir.join(name);
     let opened = path.clone();
     let size = snapshot.size_bytes;
-    let mut partial = tokio::task::block_in_place(|| Partial::open(opened, size))?;
-    if let Err(error) = ensure_room(dir, snapshot, side, partial.length()) {
+    let mut partial = tokio::task::block_in_place(|| PartialFile::open(opened, size))?;
+    if let Err(error) = ensure_space_for_snapshot(dir, snapshot, side, partial.length()) {
         let DownloadError::NoSpace { free, .. } = &error else { return Err(error) };
-        return stream_instead(dir, partial, *free, snapshot, side);
+        return plan_streaming(dir, partial, *free, snapshot, side);
     }
 
     let mut backoff = Backoff::new(context.deadline);
-    let mut second_try = false;
+    let mut is_second_attempt = false;
     loop {
         complete(context, snapshot, &mut partial, &mut backoff).await?;
         if partial.sha256() == snapshot.sha256 {
-            // No sync needed: after a power failure it is hashed again.
+            // No sync is needed: after a power failure, the file is hashed again.
             return Ok(Dump::File(path));
         }
         partial.restart()?;
-        if second_try {
+        if is_second_attempt {
             return Err(DownloadError::WrongDigest { key: snapshot.key.clone() });
         }
         tracing::warn!(key = snapshot.key, "the downloaded bytes are damaged; starting over");
-        second_try = true;
+        is_second_attempt = true;
     }
 }
 
 /// Checks that the database fits without the dump, whose partial file is removed.
-fn stream_instead(
+fn plan_streaming(
     dir: &Path,
-    partial: Partial,
+    partial: PartialFile,
     free: u64,
     snapshot: &SnapshotRef,
     side: &SideRecord,
 ) -> Result<Dump, DownloadError> {
     let (free, needed) = (free.saturating_add(partial.length()), database_bytes_needed(snapshot, side));
     drop(partial);
-    remove_others(dir, "")?;
+    remove_dumps(dir)?;
     if free < needed {
         return Err(DownloadError::NoSpace { path: dir.to_owned(), needed, free });
     }
@@ -127,10 +127,10 @@ fn stream_instead(
 async fn complete(
     context: &RestoreContext,
     snapshot: &SnapshotRef,
-    partial: &mut Partial,
+    partial: &mut PartialFile,
     backoff: &mut Backoff,
 ) -> Result<(), DownloadError> {
-    context.progress.of_bytes(FETCHING, snapshot.size_bytes);
+    context.progress.start_bytes_phase(FETCH_PROGRESS, snapshot.size_bytes);
     while partial.length() < snapshot.size_bytes {
         let before = partial.length();
         match resume_download(context, snapshot, partial).await {
@@ -138,7 +138,7 @@ async fn complete(
             Err(DownloadError::Store(error)) if error.is_transient() => {
                 tracing::warn!(error = %chain(&error), at = partial.length(), "the download was interrupted");
                 if partial.length() > before {
-                    backoff.progress();
+                    backoff.record_progress();
                 }
                 backoff.pause().await.map_err(|_| DownloadError::Store(error))?;
             }
@@ -151,25 +151,25 @@ async fn complete(
 async fn resume_download(
     context: &RestoreContext,
     snapshot: &SnapshotRef,
-    partial: &mut Partial,
+    partial: &mut PartialFile,
 ) -> Result<(), DownloadError> {
     let key = context.slot.snapshot(&snapshot.key).expect("the key was validated before");
     let failed = |error| DownloadError::Store(StoreError::of(&key, error));
     let range = (partial.length() > 0).then_some(GetRange::Offset(partial.length()));
     let options = GetOptions { range, ..GetOptions::default() };
-    let got = context.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
-    if got.meta.size != snapshot.size_bytes {
+    let response = context.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
+    if response.meta.size != snapshot.size_bytes {
         return Err(DownloadError::WrongSize {
             key: snapshot.key.clone(),
             expected: snapshot.size_bytes,
-            found: got.meta.size,
+            found: response.meta.size,
         });
     }
-    let mut stream = got.into_stream();
+    let mut stream = response.into_stream();
     while let Some(chunk) = stream.next().await {
         let chunk = chunk.map_err(failed)?;
         tokio::task::block_in_place(|| partial.append(&chunk))?;
-        context.progress.bytes(FETCHING, partial.length(), snapshot.size_bytes);
+        context.progress.report_bytes(FETCH_PROGRESS, partial.length(), snapshot.size_bytes);
         failpoint::pass("restore.downloading")?;
         if partial.length() > snapshot.size_bytes {
             return Err(DownloadError::WrongSize {
@@ -182,27 +182,27 @@ async fn resume_download(
     Ok(())
 }
 
-/// Checks that dump and database fit on this file system; `already_downloaded` is the size of its partial file.
+/// Checks that the dump and the database fit on this file system; `already_downloaded` is the size of the partial file.
 ///
 /// # Errors
 /// [`DownloadError::NoSpace`].
-pub fn ensure_room(
+pub fn ensure_space_for_snapshot(
     dir: &Path,
     snapshot: &SnapshotRef,
     side: &SideRecord,
     already_downloaded: u64,
 ) -> Result<(), DownloadError> {
-    ensure_bytes(
+    ensure_free_space(
         dir,
         (snapshot.size_bytes - already_downloaded).saturating_add(database_bytes_needed(snapshot, side)),
     )
 }
 
-/// Checks that a directory's file system has room for this many bytes.
+/// Checks that a directory's file system has this many free bytes.
 ///
 /// # Errors
 /// [`DownloadError::NoSpace`].
-pub fn ensure_bytes(dir: &Path, needed: u64) -> Result<(), DownloadError> {
+pub fn ensure_free_space(dir: &Path, needed: u64) -> Result<(), DownloadError> {
     let free = fs4::available_space(dir).map_err(FileError::at("measure", dir))?;
     if free < needed {
         return Err(DownloadError::NoSpace { path: dir.to_owned(), needed, free });
@@ -216,8 +216,8 @@ fn database_bytes_needed(snapshot: &SnapshotRef, side: &SideRecord) -> u64 {
     database.saturating_add(FREE_SPACE_MARGIN_BYTES)
 }
 
-/// Removes dumps of snapshots that are no longer the latest.
-fn remove_others(dir: &Path, keep: &str) -> Result<(), FileError> {
+/// Removes all dumps except `keep`.
+fn remove_other_dumps(dir: &Path, keep: &str) -> Result<(), FileError> {
     for entry in std::fs::read_dir(dir).map_err(FileError::at("read", dir))?.flatten() {
         let name = entry.file_name();
         if name != keep && name.to_string_lossy().ends_with(".dump") {
@@ -227,7 +227,7 @@ fn remove_others(dir: &Path, keep: &str) -> Result<(), FileError> {
     Ok(())
 }
 
-/// Removes all files of a directory; a missing directory is empty.
-pub fn remove_all(dir: &Path) -> Result<(), FileError> {
-    if dir.exists() { remove_others(dir, "") } else { Ok(()) }
+/// Removes all dumps in a directory, if it exists.
+pub fn remove_dumps(dir: &Path) -> Result<(), FileError> {
+    if dir.exists() { remove_other_dumps(dir, "") } else { Ok(()) }
 }

@@ -1,4 +1,4 @@
-//! Why a snapshot could not be loaded.
+//! The errors of loading a snapshot.
 
 use std::process::ExitStatus;
 
@@ -12,10 +12,10 @@ use svc_base::failpoint::Injected;
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     #[error(
-        "{key} is of PostgreSQL {of}, and this machine has {here}: it cannot be read into an older one\n  next: recover with \
-         an image that has PostgreSQL {of}, or `svcctl recover --snapshot` with an earlier snapshot"
+        "{key} was taken with PostgreSQL {snapshot}, but this machine has PostgreSQL {server}, which cannot load it\n  next: \
+         recover with an image that has PostgreSQL {snapshot}, or `svcctl recover --snapshot` with an earlier snapshot"
     )]
-    Newer { key: String, of: u32, here: i32 },
+    Newer { key: String, snapshot: u32, server: i32 },
     #[error(transparent)]
     Connect(#[from] ConnectError),
     #[error("{action}")]
@@ -29,8 +29,8 @@ pub enum LoadError {
     #[error("pg_restore exited with {status}: {stderr_tail}")]
     Restore { status: ExitStatus, stderr_tail: String },
     #[error("pg_restore did not exit in time")]
-    Stuck,
-    #[error("the restored database is not what the record says: {0}")]
+    TimedOut,
+    #[error("the restored database differs from its record: {0}")]
     Differs(String),
     #[error(transparent)]
     Download(#[from] DownloadError),
@@ -39,14 +39,14 @@ pub enum LoadError {
 }
 
 impl LoadError {
-    /// `Refused` if the snapshot itself cannot become a database here.
+    /// `Refused` if the snapshot itself cannot be loaded on this machine.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Connect(_) => Exit::Unavailable,
             Self::Download(error) => error.exit(),
             Self::Query { source, .. } => postgres::exit(source),
             Self::Newer { .. } | Self::Restore { .. } | Self::Differs(_) => Exit::Refused,
-            Self::Start(_) | Self::Stuck | Self::Injected(_) => Exit::Internal,
+            Self::Start(_) | Self::TimedOut | Self::Injected(_) => Exit::Internal,
         }
     }
 }

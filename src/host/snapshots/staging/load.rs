@@ -9,7 +9,7 @@ use tokio::io::AsyncReadExt;
 use tokio_postgres::Client;
 
 use super::RestoreContext;
-use super::database::{self, Scratch};
+use super::database::{self, ScratchDatabase};
 use super::download::Dump;
 use super::error::{LoadError, query};
 use super::roles::RoleLifetime;
@@ -39,11 +39,11 @@ pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> R
         match context.server.connect(database, context.name).await {
             Ok(client) => return Ok(client),
             Err(error) => {
-                let for_good = match &error {
+                let is_permanent = match &error {
                     ConnectError::Refused { source, .. } => !postgres::is_unavailable(source),
                     _ => false,
                 };
-                if for_good || backoff.pause().await.is_err() {
+                if is_permanent || backoff.pause().await.is_err() {
                     return Err(error);
                 }
             }
@@ -55,25 +55,25 @@ pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> R
 ///
 /// # Errors
 /// [`LoadError::Newer`].
-pub async fn refuse_newer(context: &RestoreContext, side: &SideRecord) -> Result<(), LoadError> {
+pub async fn check_postgres_version(context: &RestoreContext, side: &SideRecord) -> Result<(), LoadError> {
     let client = connect_with_retries(context, postgres::MAINTENANCE).await?;
     let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
-    let here: i32 = row.and_then(|row| row.try_get(0)).map_err(query("query the server's version"))?;
+    let server: i32 = row.and_then(|row| row.try_get(0)).map_err(query("query the server's version"))?;
     match side.pg_major() {
-        Some(of) if i64::from(of) > i64::from(here) => {
-            Err(LoadError::Newer { key: side.key.clone(), of, here })
+        Some(snapshot) if i64::from(snapshot) > i64::from(server) => {
+            Err(LoadError::Newer { key: side.key.clone(), snapshot, server })
         }
         _ => Ok(()),
     }
 }
 
 /// Loads and verifies a snapshot. On failure, the scratch database is dropped.
-pub async fn into_scratch(
+pub async fn load_into_scratch(
     context: &RestoreContext,
     dump: &Dump,
     side: &SideRecord,
     lifetime: RoleLifetime,
-) -> Result<Scratch, LoadError> {
+) -> Result<ScratchDatabase, LoadError> {
     let mut client = connect_with_retries(context, postgres::MAINTENANCE).await?;
     for what in roles::create(&mut client, side, lifetime).await? {
         tracing::warn!(what, "not kept by the restore");
@@ -84,16 +84,16 @@ pub async fn into_scratch(
         failpoint::pass("restore.created")?;
         tokio::select! {
             end = load(context, dump, &scratch.name) => end?,
-            never = watch(context, &client, &scratch.name, side) => match never {},
+            never = report_progress(context, &client, &scratch.name, side) => match never {},
         }
         failpoint::pass("restore.loaded")?;
-        let inside = connect_with_retries(context, &scratch.name).await?;
+        let loaded = connect_with_retries(context, &scratch.name).await?;
         if let Some(facts) = &side.database {
-            apply(&inside, &scratch.name, facts).await?;
+            apply_facts(&loaded, &scratch.name, facts).await?;
         }
         failpoint::pass("restore.applied")?;
-        context.progress.at("comparing tables and rows with the record");
-        compare(context, &inside, side).await?;
+        context.progress.start_phase("comparing tables and rows with the record");
+        compare_with_record(context, &loaded, side).await?;
         failpoint::pass("restore.counted")?;
         Ok(())
     };
@@ -108,7 +108,7 @@ pub async fn into_scratch(
 
 /// Creates a database, owned by this user or by another role. Its number is new, so that a `pg_restore` that outlived a
 /// killed run cannot write into it.
-pub async fn create_database(client: &Client, owner: Option<&str>) -> Result<Scratch, LoadError> {
+pub async fn create_database(client: &Client, owner: Option<&str>) -> Result<ScratchDatabase, LoadError> {
     let number = svc_base::clock::now_ms().as_millisecond();
     let name = format!("svc_restore_{number}");
     let owner = owner.map(|owner| format!(" OWNER {}", ident(owner))).unwrap_or_default();
@@ -116,9 +116,9 @@ pub async fn create_database(client: &Client, owner: Option<&str>) -> Result<Scr
         .batch_execute(&format!("CREATE DATABASE {} TEMPLATE template0{owner}", ident(&name)))
         .await
         .map_err(query("create a database for the snapshot"))?;
-    let oid = database::oid(client, &name).await.map_err(query("look for the new database"))?;
+    let oid = database::find_oid(client, &name).await.map_err(query("look for the new database"))?;
     let oid = oid.ok_or_else(|| LoadError::Differs(format!("{name} has disappeared")))?;
-    Ok(Scratch { name, oid, number })
+    Ok(ScratchDatabase { name, oid, number })
 }
 
 async fn load(context: &RestoreContext, dump: &Dump, database: &str) -> Result<(), LoadError> {
@@ -140,14 +140,15 @@ pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), Loa
     let mut child = command.spawn().map_err(LoadError::Start)?;
     let mut stderr_bytes = Vec::new();
     let mut stderr = child.stderr.take();
-    let talking = async {
+    let reading_stderr = async {
         if let Some(stderr) = &mut stderr {
             // A broken pipe just ends the output.
             let _ = stderr.take(64 * 1024).read_to_end(&mut stderr_bytes).await;
         }
     };
-    let ended = tokio::time::timeout(LOAD_TIMEOUT, async { tokio::join!(child.wait(), talking).0 }).await;
-    let status = ended.map_err(|_| LoadError::Stuck)?.map_err(LoadError::Start)?;
+    let ended =
+        tokio::time::timeout(LOAD_TIMEOUT, async { tokio::join!(child.wait(), reading_stderr).0 }).await;
+    let status = ended.map_err(|_| LoadError::TimedOut)?.map_err(LoadError::Start)?;
     if status.success() {
         return Ok(());
     }
@@ -157,25 +158,30 @@ pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), Loa
 }
 
 /// Reports the size of the database while it is loaded.
-async fn watch(context: &RestoreContext, client: &Client, database: &str, side: &SideRecord) -> Infallible {
+async fn report_progress(
+    context: &RestoreContext,
+    client: &Client,
+    database: &str,
+    side: &SideRecord,
+) -> Infallible {
     const LOADING: &str = "loading the snapshot";
-    let whole = side.database.as_ref().map_or(0, |facts| facts.size_bytes);
-    context.progress.of_bytes(LOADING, whole);
+    let total = side.database.as_ref().map_or(0, |facts| facts.size_bytes);
+    context.progress.start_bytes_phase(LOADING, total);
     loop {
         tokio::time::sleep(PROGRESS_INTERVAL).await;
         // A failed query is repeated at the next interval.
         if let Ok(row) = client.query_one("SELECT pg_database_size($1::text::name)", &[&database]).await {
             let loaded_bytes: i64 = row.try_get(0).unwrap_or_default();
-            context.progress.bytes(LOADING, loaded_bytes.unsigned_abs(), whole);
+            context.progress.report_bytes(LOADING, loaded_bytes.unsigned_abs(), total);
         }
     }
 }
 
-/// Applies what a dump of the content does not contain: owner, privileges and settings of the database itself.
-async fn apply(client: &Client, database: &str, facts: &DatabaseFacts) -> Result<(), LoadError> {
+/// Applies facts that a dump of the content does not contain: owner, privileges and settings of the database itself.
+async fn apply_facts(client: &Client, database: &str, facts: &DatabaseFacts) -> Result<(), LoadError> {
     let name = ident(database);
     let run = async |statement: String| {
-        client.batch_execute(&statement).await.map_err(query("apply the database's rights and settings"))
+        client.batch_execute(&statement).await.map_err(query("apply the database's privileges and settings"))
     };
     if let Some(owner) = &facts.owner {
         run(format!("ALTER DATABASE {name} OWNER TO {}", ident(owner))).await?;
@@ -207,32 +213,38 @@ async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSettin
     };
     // A custom setting's name is two identifiers joined by a dot.
     let name = setting.name.split('.').map(ident).collect::<Vec<_>>().join(".");
-    let here = "SELECT set_config($1, $2, false)";
-    let statement = match client.query_one(here, &[&setting.name, &setting.value]).await {
+    let set_config = "SELECT set_config($1, $2, false)";
+    let statement = match client.query_one(set_config, &[&setting.name, &setting.value]).await {
         Ok(_) => format!("{target} SET {name} FROM CURRENT"),
         Err(_) => format!("{target} SET {name} TO {}", literal(&setting.value)),
     };
     let action = || query(format!("set {} for the database", setting.name));
     client.batch_execute(&statement).await.map_err(action())?;
-    // This session keeps its current values, so the row counts use none of the owner's settings.
+    // The row counts, in this session, must not use the owner's settings.
     client.batch_execute("RESET ALL").await.map_err(action())
 }
 
-/// Checks that all recorded tables and rows are there, and no others.
-pub async fn compare(context: &RestoreContext, client: &Client, side: &SideRecord) -> Result<(), LoadError> {
+/// Checks that the database has exactly the recorded tables and numbers of rows.
+pub async fn compare_with_record(
+    context: &RestoreContext,
+    client: &Client,
+    side: &SideRecord,
+) -> Result<(), LoadError> {
     client
         .batch_execute("SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0")
         .await
         .map_err(query("count the rows"))?;
-    let names = row_counts::tables(client).await.map_err(query("list the tables"))?;
-    let whole = side.tables.iter().fold(0_u64, |sum, table| sum.saturating_add(table.rows));
+    let names = row_counts::list_tables(client).await.map_err(query("list the tables"))?;
+    let total = side.tables.iter().fold(0_u64, |sum, table| sum.saturating_add(table.rows));
     let (mut counted_tables, mut rows) = (Vec::with_capacity(names.len()), 0_u64);
     for name in &names {
         counted_tables.extend(
-            row_counts::count(client, std::slice::from_ref(name)).await.map_err(query("count the rows"))?,
+            row_counts::count_rows(client, std::slice::from_ref(name))
+                .await
+                .map_err(query("count the rows"))?,
         );
         rows = rows.saturating_add(counted_tables.last().map_or(0, |table| table.rows));
-        context.progress.rows(rows, whole);
+        context.progress.report_rows(rows, total);
     }
     let mut recorded = side.tables.clone();
     counted_tables.sort();
@@ -244,12 +256,12 @@ pub async fn compare(context: &RestoreContext, client: &Client, side: &SideRecor
     {
         None => Ok(()),
         Some(table) => {
-            let of = |tables: &[svc_store::snapshot::TableCount]| {
+            let describe = |tables: &[svc_store::snapshot::TableCount]| {
                 let rows = tables.iter().find(|other| other.name == table.name).map(|other| other.rows);
-                rows.map_or("is not there".to_owned(), |rows| format!("has {}", pluralize(rows, "row")))
+                rows.map_or("no table".to_owned(), |rows| pluralize(rows, "row"))
             };
-            let why =
-                format!("{} {} and was recorded as: {}", table.name, of(&counted_tables), of(&recorded));
+            let (found, expected) = (describe(&counted_tables), describe(&recorded));
+            let why = format!("{}: {found} restored, {expected} recorded", table.name);
             Err(LoadError::Differs(why))
         }
     }

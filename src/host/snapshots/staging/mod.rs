@@ -1,5 +1,5 @@
-//! Loads a snapshot into a scratch database: downloads it, loads it, and compares it with its record. The caller
-//! decides what happens next: a restore puts it in the owner's place, a drill drops it.
+//! Loads a snapshot into a scratch database: downloads it, loads it, and compares it with its record. The caller decides
+//! what to do with the scratch database: a restore replaces the owner's database with it, a drill drops it.
 
 mod database;
 mod download;
@@ -19,26 +19,31 @@ use svc_base::config::Env;
 use svc_store::Bucket;
 use svc_store::key::SlotPrefix;
 
-pub use database::{Scratch, drop_scratch, drop_scratches, end_sessions_of, oid};
-pub use download::{DownloadError, Dump, ensure_bytes, ensure_room, fetch, remove_all as remove_dumps};
+pub use database::{ScratchDatabase, drop_scratch, drop_scratches, end_sessions_of, find_oid};
+pub use download::{
+    DownloadError, Dump, ensure_free_space, ensure_space_for_snapshot, fetch_dump, remove_dumps,
+};
 pub use error::LoadError;
-pub use load::{compare, connect_with_retries, create_database, into_scratch, refuse_newer, run_restore};
-pub use roles::{RoleLifetime, drop_drills_roles};
+pub use load::{
+    check_postgres_version, compare_with_record, connect_with_retries, create_database, load_into_scratch,
+    run_restore,
+};
+pub use roles::{RoleLifetime, drop_drill_roles};
 
 /// The context for loading a snapshot: source, destination and limits.
 pub struct RestoreContext {
-    /// Name of the program, for the database's log.
+    /// Name of the program: the application name of its database sessions.
     pub name: &'static str,
     pub slot: SlotPrefix,
     pub bucket: Bucket,
     pub server: Server,
     pub tools: PgTools,
-    /// Maximum outage of store and database, counted from the last progress.
+    /// Maximum outage of the store and the database, counted from the last progress.
     pub deadline: Duration,
     pub progress: Arc<Progress>,
 }
 
-/// `RESTORE_STORE_DEADLINE_SECONDS`.
-pub fn deadline(env: &mut Env) -> Duration {
+/// Reads `RESTORE_STORE_DEADLINE_SECONDS`.
+pub fn read_deadline(env: &mut Env) -> Duration {
     Duration::from_secs(env.or_default(&vars::RESTORE_STORE_DEADLINE_SECONDS))
 }

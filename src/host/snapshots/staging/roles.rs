@@ -1,6 +1,6 @@
 //! Creates the roles that a snapshot needs, before it is loaded, with the recorded attributes, settings and memberships.
 //!
-//! All roles are created in one transaction, so that none lacks its attributes. Existing roles are not changed;
+//! All roles are created in one transaction, so that none ever lacks its attributes. Existing roles are not changed;
 //! differences are reported. No role can log in before it gets a password.
 
 use std::collections::BTreeSet;
@@ -18,16 +18,16 @@ use svc_store::snapshot::SideRecord;
 /// Lifetime of the roles created for a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RoleLifetime {
-    /// They stay: it becomes the owner's database.
+    /// The roles are kept, because the scratch database becomes the owner's.
     Permanent,
-    /// They are dropped after the drill, by [`super::drop_drills_roles`].
+    /// The roles are dropped after the drill, by [`super::drop_drill_roles`].
     Drill,
 }
 
 /// Prefix of the apps' roles: the gateway sets their passwords and lets them log in.
 const APP_PREFIX: &str = "app_";
 
-/// Creates the missing roles. Returns descriptions of what is not kept.
+/// Creates the missing roles. Returns descriptions of the facts that could not be applied.
 pub async fn create(
     client: &mut Client,
     side: &SideRecord,
@@ -41,7 +41,7 @@ pub async fn create(
     let names: BTreeSet<&str> = names.map(String::as_str).filter(|name| !is_built_in(name)).collect();
 
     let transaction = client.transaction().await.map_err(query("create roles"))?;
-    let existing = roles::read(&transaction).await.map_err(query("read the roles"))?;
+    let existing = roles::read_roles(&transaction).await.map_err(query("read the roles"))?;
     let mut created = BTreeSet::new();
     for name in names {
         let exists = transaction.query_opt("SELECT FROM pg_roles WHERE rolname = $1", &[&name]).await;
@@ -100,7 +100,7 @@ impl RoleSetup<'_> {
             self.set(role, setting).await?;
         }
         if role.superuser {
-            self.not_kept.push(format!("the role {} is no SUPERUSER here", role.name));
+            self.not_kept.push(format!("the role {} is not a SUPERUSER here", role.name));
         }
         if role.login && !role.name.starts_with(APP_PREFIX) {
             self.not_kept.push(format!("the role {} has no LOGIN and no password here", role.name));
@@ -149,16 +149,16 @@ impl RoleSetup<'_> {
         };
         let role = &then.name;
         if attributes(then) != attributes(now) {
-            self.not_kept.push(format!("the attributes of the role {role}, which was there already"));
+            self.not_kept.push(format!("the attributes of the role {role}, which existed already"));
         }
         for setting in then.settings.iter().filter(|setting| !now.settings.contains(setting)) {
             self.not_kept
-                .push(format!("the setting {} of the role {role}, which was there already", setting.name));
+                .push(format!("the setting {} of the role {role}, which existed already", setting.name));
         }
         for membership in then.member_of.iter().filter(|membership| !now.member_of.contains(membership)) {
-            let of = &membership.role;
+            let group = &membership.role;
             self.not_kept
-                .push(format!("the membership of the role {role} in {of}; {role} was there already"));
+                .push(format!("the membership of the role {role} in {group}; {role} existed already"));
         }
     }
 
@@ -190,8 +190,8 @@ impl RoleSetup<'_> {
     }
 }
 
-/// Drops the roles of drills, after their databases. A role that is in use by now belongs to the owner and is kept.
-pub async fn drop_drills_roles(client: &Client) -> Result<(), LoadError> {
+/// Drops the roles of drills, after their databases. A role that is now in use belongs to the owner and is kept.
+pub async fn drop_drill_roles(client: &Client) -> Result<(), LoadError> {
     let drills = "SELECT rolname::text FROM pg_roles WHERE NOT rolcanlogin AND shobj_description(oid, 'pg_authid') = $1";
     let rows =
         client.query(drills, &[&DRILL_ROLE_COMMENT]).await.map_err(query("look for the roles of a drill"))?;

@@ -1,7 +1,7 @@
-//! Streams the dump from the store straight into `pg_restore`, for a disk without room for the dump beside the database.
+//! Streams the dump from the store straight into `pg_restore`, for a disk without space for the dump beside the database.
 //!
-//! The bytes are hashed on the way. The result is valid only at the end: the caller drops the database if size or SHA-256
-//! differ.
+//! The bytes are hashed in transit, so the result is known only at the end: the caller drops the database if the size or
+//! the SHA-256 differs.
 
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -23,7 +23,7 @@ use svc_http::problem::chain;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
 
-/// Maximum time of `pg_restore` after the last byte, when it builds indexes.
+/// Maximum time for `pg_restore` to build indexes after the last byte.
 const INDEXES_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 const MAX_STDERR_BYTES: u64 = 64 * 1024;
 
@@ -49,9 +49,9 @@ pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &s
         return Err(error.into());
     }
     let ended = tokio::time::timeout(INDEXES_TIMEOUT, child.wait()).await;
-    let status = ended.map_err(|_| LoadError::Stuck)?.map_err(LoadError::Start)?;
+    let status = ended.map_err(|_| LoadError::TimedOut)?.map_err(LoadError::Start)?;
     if !status.success() {
-        return Err(failure(status, &errors.await.unwrap_or_default()));
+        return Err(restore_error(status, &errors.await.unwrap_or_default()));
     }
     if hex::encode(transfer.digest.finalize()) != snapshot.sha256 {
         return Err(DownloadError::WrongDigest { key: snapshot.key.clone() }.into());
@@ -59,14 +59,14 @@ pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &s
     Ok(())
 }
 
-fn failure(status: ExitStatus, stderr: &[u8]) -> LoadError {
+fn restore_error(status: ExitStatus, stderr: &[u8]) -> LoadError {
     let stderr_tail = postgres_tools::summarize_stderr(&String::from_utf8_lossy(stderr));
     LoadError::Restore { status, stderr_tail: stderr_tail.chars().take(2000).collect() }
 }
 
 /// Why not every byte was received.
 enum Interrupted {
-    /// `pg_restore` failed, and its own error says why.
+    /// `pg_restore` failed; its own error has the reason.
     Reader,
     Download(DownloadError),
 }
@@ -100,7 +100,7 @@ impl Transfer {
                 Err(Interrupted::Download(DownloadError::Store(error))) if error.is_transient() => {
                     tracing::warn!(error = %chain(&error), at = self.length, "the transfer was interrupted");
                     if self.length > before {
-                        backoff.progress();
+                        backoff.record_progress();
                     }
                     backoff.pause().await.map_err(|_| DownloadError::Store(error))?;
                 }
@@ -125,11 +125,11 @@ impl Transfer {
         };
         let range = (self.length > 0).then_some(GetRange::Offset(self.length));
         let options = GetOptions { range, ..GetOptions::default() };
-        let got = context.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
-        if got.meta.size != snapshot.size_bytes {
-            return Err(wrong_size(got.meta.size).into());
+        let response = context.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
+        if response.meta.size != snapshot.size_bytes {
+            return Err(wrong_size(response.meta.size).into());
         }
-        let mut stream = got.into_stream();
+        let mut stream = response.into_stream();
         while let Some(chunk) = stream.next().await {
             let chunk = chunk.map_err(failed)?;
             self.digest.update(&chunk);
@@ -148,7 +148,7 @@ impl Transfer {
         if stdin.write_all(&chunk).await.is_ok() {
             return Ok(());
         }
-        // The tool has closed its end: it has all that it needs, or it has failed.
+        // The tool has closed its input: it needs no more bytes, or it has failed.
         self.stdin = None;
         match tokio::time::timeout(INDEXES_TIMEOUT, child.wait()).await {
             Ok(Ok(status)) if status.success() => Ok(()),

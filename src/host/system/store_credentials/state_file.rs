@@ -21,8 +21,9 @@ pub struct StoredSessions {
     /// The session for normal use.
     #[serde(flatten)]
     pub session: StoredSession,
-    life_seconds: i64,
-    /// Time of the renewal, by this machine's clock. An older release does not write it.
+    #[serde(rename = "lifeSeconds")]
+    lifetime_seconds: i64,
+    /// Time of the renewal, by this machine's clock. Older releases do not write it.
     #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
     pub renewed_at: Option<Timestamp>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -35,13 +36,13 @@ pub struct StoredSession {
     pub access_key_id: String,
     pub secret_access_key: String,
     pub session_token: Option<String>,
-    /// By this machine's clock.
+    /// The expiry by this machine's clock.
     #[serde(with = "clock::wire")]
     pub expires_at: Timestamp,
 }
 
 impl StoredSession {
-    pub fn signing(&self) -> AwsCredential {
+    pub fn to_aws_credential(&self) -> AwsCredential {
         AwsCredential {
             key_id: self.access_key_id.clone(),
             secret_key: self.secret_access_key.clone(),
@@ -57,15 +58,15 @@ impl StoredSessions {
         outage: Option<StoredSession>,
         renewed_at: Timestamp,
     ) -> Self {
-        let life_seconds = session.expires_at.duration_since(renewed_at).as_secs();
-        Self { version: FORMAT, machine_id, session, life_seconds, renewed_at: Some(renewed_at), outage }
+        let lifetime_seconds = session.expires_at.duration_since(renewed_at).as_secs();
+        Self { version: FORMAT, machine_id, session, lifetime_seconds, renewed_at: Some(renewed_at), outage }
     }
 
-    pub fn life(&self) -> SignedDuration {
-        SignedDuration::from_secs(self.life_seconds)
+    pub fn lifetime(&self) -> SignedDuration {
+        SignedDuration::from_secs(self.lifetime_seconds)
     }
 
-    /// The stored sessions of this machine; `None` for a file of another format or machine.
+    /// Reads the stored sessions of this machine; `None` for a file of another format or machine.
     pub fn read(file: &Path, machine: MachineId) -> Result<Option<Self>, FileError> {
         let Some(text) = fsx::read_if_exists(file)? else { return Ok(None) };
         let stored = serde_json::from_slice::<Self>(&text).ok();

@@ -1,4 +1,4 @@
-//! Archives that claim more than they contain, and names that would be written outside their directory.
+//! Tests with archives that claim more than they contain, and with names that have no single meaning.
 
 use super::*;
 
@@ -10,7 +10,7 @@ const LIMITS: TarLimits = TarLimits {
     all_file_bytes: 15_000,
 };
 
-/// A header and a body, which need not match.
+/// Builds an entry from a header and a body, which need not match.
 fn entry(kind: u8, path: &[u8], size: u64, body: &[u8]) -> Vec<u8> {
     let mut header = tar::Header::new_gnu();
     header.as_old_mut().name[..path.len()].copy_from_slice(path);
@@ -34,7 +34,7 @@ fn pax(key: &str, value: &str) -> Vec<u8> {
     format!("{}{rest}", len.unwrap()).into_bytes()
 }
 
-fn read(archive: impl Read) -> Result<Vec<(PathBuf, Vec<u8>)>, TarError> {
+fn read_all(archive: impl Read) -> Result<Vec<(PathBuf, Vec<u8>)>, TarError> {
     let mut archive = tar::Archive::new(archive);
     let mut entries = TarReader::new(&mut archive, LIMITS)?;
     let mut found = Vec::new();
@@ -50,7 +50,7 @@ fn read(archive: impl Read) -> Result<Vec<(PathBuf, Vec<u8>)>, TarError> {
 fn next_entry_follows_long_names() {
     let long = "d/".repeat(200) + "f";
     for record in [whole(b'L', "././@LongLink", long.as_bytes()), whole(b'x', "pax", &pax("path", &long))] {
-        let found = read([record, whole(b'0', "short", b"body")].concat().as_slice()).unwrap();
+        let found = read_all([record, whole(b'0', "short", b"body")].concat().as_slice()).unwrap();
         assert_eq!(found, [(PathBuf::from(&long), b"body".to_vec())]);
     }
 }
@@ -66,18 +66,18 @@ fn next_entry_refuses_special_entries() {
         ("an unknown kind", entry(b'Z', b"f", 0, b"")),
         ("a directory with content", whole(b'5', "d", b"x")),
         ("two of a name", [file(), file()].concat()),
-        ("two of a name, written otherwise", [file(), whole(b'0', "./f", b"")].concat()),
+        ("two spellings of a name", [file(), whole(b'0', "./f", b"")].concat()),
         ("a name without an entry", whole(b'L', "l", b"name")),
         ("an entry named twice", [whole(b'L', "l", b"a"), whole(b'L', "l", b"b"), file()].concat()),
-        ("a target of no link", [whole(b'K', "l", b"a"), file()].concat()),
+        ("a file with a link target", [whole(b'K', "l", b"a"), file()].concat()),
         ("a name that is too long", [whole(b'x', "l", &pax("path", &long)), file()].concat()),
         ("a name with NUL", [whole(b'x', "l", &pax("path", "a\0b")), file()].concat()),
         ("a size in an attribute", [whole(b'x', "l", &pax("size", "0")), file()].concat()),
         ("a sparse map", [whole(b'x', "l", &pax("GNU.sparse.map", "0,1")), file()].concat()),
-        ("a name for all", [whole(b'g', "l", &pax("path", "a")), file()].concat()),
-        ("a file that is cut off", entry(b'0', b"f", 600, b"x")),
+        ("a name for all entries", [whole(b'g', "l", &pax("path", "a")), file()].concat()),
+        ("a truncated file", entry(b'0', b"f", 600, b"x")),
         ("a file that is too large", entry(b'0', b"f", 10_001, b"")),
-        ("a size beyond all", entry(b'0', b"f", u64::MAX >> 1, b"")),
+        ("a size beyond all limits", entry(b'0', b"f", u64::MAX >> 1, b"")),
     ];
     let sum = [whole(b'0', "a", &[0; 9000]), whole(b'0', "b", &[0; 9000])].concat();
     cases.push(("too many bytes", sum));
@@ -89,16 +89,16 @@ fn next_entry_refuses_special_entries() {
     });
     cases.push(("too many bytes in names", names.collect()));
     for (what, bytes) in cases {
-        assert!(read(bytes.as_slice()).is_err(), "{what} was accepted");
+        assert!(read_all(bytes.as_slice()).is_err(), "{what} was accepted");
     }
-    assert_eq!(read(many(20).as_slice()).unwrap().len(), 20);
+    assert_eq!(read_all(many(20).as_slice()).unwrap().len(), 20);
 }
 
 /// A record is not read if its header claims more than a name can have.
 #[test]
 fn next_entry_does_not_read_oversized_record() {
-    struct Counted<'a>(&'a [u8], &'a std::cell::Cell<u64>);
-    impl Read for Counted<'_> {
+    struct CountingReader<'a>(&'a [u8], &'a std::cell::Cell<u64>);
+    impl Read for CountingReader<'_> {
         fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
             let read = self.0.read(into)?;
             let zeros = if read == 0 { into.len() } else { read };
@@ -109,16 +109,16 @@ fn next_entry_does_not_read_oversized_record() {
     for kind in *b"LKxg" {
         let header = entry(kind, b"l", 2 << 30, b"");
         let count = std::cell::Cell::new(0);
-        let refused = read(Counted(&header, &count)).unwrap_err();
-        assert!(matches!(refused, TarError::TooMuch { .. }), "{refused}");
+        let refused = read_all(CountingReader(&header, &count)).unwrap_err();
+        assert!(matches!(refused, TarError::LimitExceeded { .. }), "{refused}");
         assert!(count.get() <= 4096, "{} bytes were read", count.get());
     }
 }
 
 #[test]
-fn quoted_is_safe_for_a_terminal() {
+fn quoted_path_is_safe_for_a_terminal() {
     let name = OsStr::from_bytes(b"a\x1b[2J\xff\n\xe2\x80\xaeb");
-    let shown = quoted(Path::new(name));
+    let shown = quote_path(Path::new(name));
     assert!(!shown.chars().any(|c| c.is_control() || c == '\u{202e}'), "{shown}");
-    assert!(quoted(Path::new(&"x".repeat(5000))).len() < 300);
+    assert!(quote_path(Path::new(&"x".repeat(5000))).len() < 300);
 }

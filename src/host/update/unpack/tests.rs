@@ -1,4 +1,4 @@
-//! Hostile and damaged archives: each is refused, and nothing outside the directory is touched.
+//! Tests with valid, hostile and damaged archives: nothing outside the directory is ever touched.
 
 use std::io::Write;
 
@@ -47,7 +47,7 @@ fn archive(entries: &[RawEntry<'_>]) -> Vec<u8> {
     builder.into_inner().unwrap().finish().unwrap()
 }
 
-/// Unpacks beside a file that must not change.
+/// Unpacks an archive beside a file that must not change.
 fn try_unpack(bytes: &[u8]) -> (tempfile::TempDir, Result<(), UnpackError>) {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("outside"), "untouched").unwrap();
@@ -198,8 +198,8 @@ fn unpack_reads_archive_in_chunks() {
     let dir = tempfile::tempdir().unwrap();
     let into = dir.path().to_owned();
     let unpacking = std::thread::spawn(move || unpack(reader, &into, UnpackLimits::BUNDLE));
-    for piece in whole.chunks(7) {
-        chunks.blocking_send(Bytes::copy_from_slice(piece)).unwrap();
+    for chunk in whole.chunks(7) {
+        chunks.blocking_send(Bytes::copy_from_slice(chunk)).unwrap();
     }
     drop(chunks);
     unpacking.join().unwrap().unwrap();

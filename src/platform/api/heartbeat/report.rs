@@ -20,7 +20,7 @@ use svc_wire::host::{
 };
 use svc_wire::machine::{Disk, Health};
 
-// A host trusts the keys of one set.
+// A host trusts the keys of one set of bundle keys.
 const _: () = assert!(MAX_TRUSTED_KEYS == MAX_KEYS);
 
 /// A heartbeat whose fields are valid, and whose texts are bounded and printable.
@@ -28,7 +28,7 @@ pub struct HeartbeatReport {
     pub sent: Heartbeat,
     /// When the reported verified snapshot was taken.
     pub backup_taken_at: Option<Timestamp>,
-    /// The registration that the platform accepted.
+    /// The registration that the platform has accepted, as the host reports it.
     pub registration: Option<HostRegistration>,
 }
 
@@ -42,7 +42,7 @@ impl HeartbeatReport {
             last_backup: sent.last_backup.as_ref().map(|report| json!(report)),
             last_update: sent.last_update.as_ref().map(|report| json!(report)),
             checks: sent.checks.as_ref().map(|report| json!(report)),
-            updating: sent.updating,
+            is_updating: sent.updating,
             attention: json!(sent.attention),
             backup_taken_at: self.backup_taken_at,
             proof_kids: &sent.proof_kids,
@@ -64,19 +64,19 @@ impl HeartbeatReport {
 pub fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
     let mut fields = call.host_fields()?;
     let image_version = fields.required("imageVersion");
-    let epoch = epoch(&mut fields);
-    let health = health(&mut fields);
-    let disk = disk(&mut fields);
-    let last_backup = last_backup(&mut fields);
-    let last_update = last_update(&mut fields);
-    let checks = checks(&mut fields);
+    let epoch = read_epoch(&mut fields);
+    let health = read_health(&mut fields);
+    let disk = read_disk(&mut fields);
+    let last_backup = read_last_backup(&mut fields);
+    let last_update = read_last_update(&mut fields);
+    let checks = read_checks(&mut fields);
     let updating = fields.boolean("updating").unwrap_or(false);
-    let attention = attention::read(&mut fields);
+    let attention = attention::read_items(&mut fields);
     let proof_kids = fields.strings("proofKids", MAX_PROOF_KIDS);
-    let trusted_keys = trusted_keys(&mut fields);
-    let certificate = certificate(&mut fields);
-    let registration = registration(&mut fields);
-    let built = (|| {
+    let trusted_keys = read_trusted_keys(&mut fields);
+    let certificate = read_certificate(&mut fields);
+    let registration = read_registration(&mut fields);
+    let report = (|| {
         let (last_backup, backup_taken_at) = last_backup.unzip();
         let sent = Heartbeat {
             image_version: image_version?,
@@ -95,11 +95,11 @@ pub fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
         };
         Some(HeartbeatReport { sent, backup_taken_at: backup_taken_at.flatten(), registration })
     })();
-    fields.finish(built)
+    fields.finish(report)
 }
 
 /// The ids of the keys whose signatures on releases the host accepts.
-fn trusted_keys(fields: &mut Fields) -> Option<TrustedKeyIds> {
+fn read_trusted_keys(fields: &mut Fields) -> Option<TrustedKeyIds> {
     let mut inner = fields.optional_nested("trustedKeys")?;
     let sequence = inner.required_number("sequence").map(u32::try_from);
     if matches!(sequence, Some(Err(_))) {
@@ -111,20 +111,20 @@ fn trusted_keys(fields: &mut Fields) -> Option<TrustedKeyIds> {
     let ids = inner.strings("ids", MAX_TRUSTED_KEYS);
     let is_id = |id: &String| id.len() == 16 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
     if !ids.iter().all(is_id) {
-        inner.wrong("ids", "must each have 16 hexadecimal digits");
+        inner.wrong("ids", "must each be 16 hexadecimal digits");
     }
     fields.close(inner);
     Some(TrustedKeyIds { sequence: sequence?.ok()?, ids })
 }
 
 /// The certificate that the host presents.
-fn certificate(fields: &mut Fields) -> Option<HostCertificate> {
+fn read_certificate(fields: &mut Fields) -> Option<HostCertificate> {
     let mut inner = fields.optional_nested("certificate")?;
-    let host_name = inner.reported("hostName");
+    let host_name = inner.reported_text("hostName");
     let source: Option<CertificateSource> = inner.required("source");
     let (issued_at, expires_at) = (inner.required_time("issuedAt"), inner.required_time("expiresAt"));
     let is_trusted = inner.boolean("isTrusted").unwrap_or(false);
-    let error = inner.reported("error");
+    let error = inner.reported_text("error");
     let next_attempt_at = inner.time("nextAttemptAt").map(Into::into);
     fields.close(inner);
     Some(HostCertificate {
@@ -138,14 +138,15 @@ fn certificate(fields: &mut Fields) -> Option<HostCertificate> {
     })
 }
 
-fn registration(fields: &mut Fields) -> Option<HostRegistration> {
+/// The registration that the host repeats.
+fn read_registration(fields: &mut Fields) -> Option<HostRegistration> {
     let mut inner = fields.optional_nested("registration")?;
     let registration = HostRegistration::read(&mut inner);
     fields.close(inner);
     registration
 }
 
-fn health(fields: &mut Fields) -> Option<ComponentHealth> {
+fn read_health(fields: &mut Fields) -> Option<ComponentHealth> {
     let mut inner = fields.nested("health")?;
     let gateway: Option<ComponentStatus> = inner.required("gateway");
     let database: Option<ComponentStatus> = inner.required("database");
@@ -154,8 +155,8 @@ fn health(fields: &mut Fields) -> Option<ComponentHealth> {
     Some(ComponentHealth { gateway: gateway?.into(), database: database?.into(), code: code.map(Into::into) })
 }
 
-/// `None` also if the host could not measure it.
-fn disk(fields: &mut Fields) -> Option<Disk> {
+/// Reads the disk's size; `None` if the host could not measure it.
+fn read_disk(fields: &mut Fields) -> Option<Disk> {
     let mut inner = fields.optional_nested("disk")?;
     let (total, free) = (inner.required_number("totalBytes"), inner.required_number("freeBytes"));
     fields.close(inner);
@@ -163,13 +164,13 @@ fn disk(fields: &mut Fields) -> Option<Disk> {
 }
 
 /// The report of the last backup, and when its snapshot was taken if it succeeded.
-fn last_backup(fields: &mut Fields) -> Option<(LastBackup, Option<Timestamp>)> {
+fn read_last_backup(fields: &mut Fields) -> Option<(LastBackup, Option<Timestamp>)> {
     let mut inner = fields.optional_nested("lastBackup")?;
     let status: Option<Outcome> = inner.required("status");
-    let key = inner.reported("key");
+    let key = inner.reported_text("key");
     let (began_at, taken_at) = (inner.time("beganAt"), inner.time("takenAt"));
     let size_bytes = inner.optional_number("sizeBytes");
-    let error = inner.reported("error");
+    let error = inner.reported_text("error");
     fields.close(inner);
     let status = status?;
     let report = LastBackup {
@@ -184,12 +185,12 @@ fn last_backup(fields: &mut Fields) -> Option<(LastBackup, Option<Timestamp>)> {
 }
 
 /// The report of the last update.
-fn last_update(fields: &mut Fields) -> Option<LastUpdate> {
+fn read_last_update(fields: &mut Fields) -> Option<LastUpdate> {
     let mut inner = fields.optional_nested("lastUpdate")?;
     let version: Option<ImageVersion> = inner.required("version");
     let outcome: Option<UpdateOutcome> = inner.required("outcome");
     let stage: Option<String> = inner.required("stage");
-    let error = inner.reported("error");
+    let error = inner.reported_text("error");
     let at = inner.required_time("at");
     fields.close(inner);
     Some(LastUpdate {
@@ -202,26 +203,27 @@ fn last_update(fields: &mut Fields) -> Option<LastUpdate> {
 }
 
 /// The report of the last snapshot checks, by kind.
-fn checks(fields: &mut Fields) -> Option<SnapshotChecks> {
+fn read_checks(fields: &mut Fields) -> Option<SnapshotChecks> {
     let mut inner = fields.optional_nested("checks")?;
-    let checks = SnapshotChecks { verify: check(&mut inner, "verify"), drill: check(&mut inner, "drill") };
+    let checks =
+        SnapshotChecks { verify: read_check(&mut inner, "verify"), drill: read_check(&mut inner, "drill") };
     fields.close(inner);
     Some(checks)
 }
 
-fn check(checks: &mut Fields, kind: &str) -> Option<SnapshotCheck> {
+fn read_check(checks: &mut Fields, kind: &str) -> Option<SnapshotCheck> {
     let mut inner = checks.optional_nested(kind)?;
     let status: Option<Outcome> = inner.required("status");
     let at = inner.required_time("at");
-    let key = inner.reported("key");
+    let key = inner.reported_text("key");
     let damaged = inner.strings("damaged", MAX_DAMAGED_KEYS);
     let damaged: Vec<String> = damaged.iter().map(|key| untrusted_text::bounded(key)).collect();
-    let error = inner.reported("error");
+    let error = inner.reported_text("error");
     checks.close(inner);
     Some(SnapshotCheck { status: status?.into(), at: at?.into(), key, damaged, error })
 }
 
-fn epoch(fields: &mut Fields) -> Option<Epoch> {
+fn read_epoch(fields: &mut Fields) -> Option<Epoch> {
     let number = fields.required_number("epoch")?;
     let epoch = u32::try_from(number).ok().map(Epoch).filter(|epoch| *epoch <= MAX_EPOCH);
     if epoch.is_none() {
@@ -248,7 +250,7 @@ mod tests {
         parse_report(&ApiCall::read(request).await?)
     }
 
-    fn at() -> Time {
+    fn sample_time() -> Time {
         Time::stored("2026-11-21T11:05:00.000Z")
     }
 
@@ -256,7 +258,7 @@ mod tests {
     fn full_heartbeat() -> Heartbeat {
         let check = |status: Outcome| SnapshotCheck {
             status: status.into(),
-            at: at(),
+            at: sample_time(),
             key: Some("k".to_owned()),
             damaged: vec!["d".to_owned()],
             error: Some("e".to_owned()),
@@ -272,9 +274,9 @@ mod tests {
             disk: Some(Disk { total_bytes: 9, free_bytes: 5 }),
             last_backup: Some(LastBackup {
                 status: Outcome::Success.into(),
-                began_at: Some(at()),
+                began_at: Some(sample_time()),
                 key: Some("k".to_owned()),
-                taken_at: Some(at()),
+                taken_at: Some(sample_time()),
                 size_bytes: Some(7),
                 error: Some("e".to_owned()),
             }),
@@ -282,7 +284,7 @@ mod tests {
                 version: "2026.11.1".parse::<ImageVersion>().unwrap().into(),
                 outcome: UpdateOutcome::RolledBack.into(),
                 stage: "health".to_owned(),
-                at: at(),
+                at: sample_time(),
                 error: Some("e".to_owned()),
             }),
             checks: Some(SnapshotChecks {
@@ -296,11 +298,11 @@ mod tests {
             certificate: Some(HostCertificate {
                 host_name: Some("a.hosts.example.com".to_owned()),
                 source: CertificateSource::Acme.into(),
-                issued_at: at(),
-                expires_at: at(),
+                issued_at: sample_time(),
+                expires_at: sample_time(),
                 is_trusted: true,
                 error: Some("e".to_owned()),
-                next_attempt_at: Some(at()),
+                next_attempt_at: Some(sample_time()),
             }),
             registration: Some(Registration {
                 machine_id: MachineId::new(),
@@ -317,7 +319,7 @@ mod tests {
         let full = full_heartbeat();
         let report = parse(&json!(full)).await.unwrap();
         assert_eq!(report.sent, full);
-        assert_eq!(report.backup_taken_at, Some(at().parse().unwrap()));
+        assert_eq!(report.backup_taken_at, Some(sample_time().parse().unwrap()));
         assert!(report.registration.is_some());
     }
 

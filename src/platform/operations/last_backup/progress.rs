@@ -9,17 +9,17 @@ use serde_json::{Map, Value};
 use super::saved_copy::SnapshotWindow;
 use super::{AttemptOutcome, BackupFailure, MAX_POLL_INTERVAL, MAX_REQUESTS, poll_interval, signed_duration};
 use crate::operations::host_call::BackupProgress;
-use crate::operations::leased::HeldOperation;
+use crate::operations::leased::LeasedOperation;
 use crate::operations::step::StepOutcome;
 use svc_base::clock;
 use svc_base::untrusted_text::bounded;
 
-/// Key of this step's progress in an operation's facts.
+/// Key in an operation's facts: the progress of this step.
 const FACTS: &str = "lastBackup";
 /// Minimum number of additional bytes that counts as progress.
 const MIN_PROGRESS_BYTES: u64 = 1 << 20;
 
-/// Times are by the database's clock; request times are by the host's clock, like those of snapshots.
+/// Times are by the database's clock, except request times, which are by the host's clock, like those of snapshots.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct LastBackupProgress {
@@ -48,7 +48,7 @@ pub struct LastBackupProgress {
     #[serde(with = "clock::wire_option")]
     host_clock_noted_at: Option<Timestamp>,
     requests: u32,
-    /// The stage and bytes at the last progress; `progress_at` is its time.
+    /// The stage and bytes when progress was last recorded; `progress_at` is the time.
     stage: Option<String>,
     bytes: u64,
     #[serde(with = "clock::wire_option")]
@@ -62,14 +62,14 @@ pub struct LastBackupProgress {
 }
 
 impl LastBackupProgress {
-    pub fn load(held: &HeldOperation<'_>) -> Self {
-        let stored = held.operation.facts.get(FACTS).cloned();
+    pub fn load(leased: &LeasedOperation<'_>) -> Self {
+        let stored = leased.operation.facts.get(FACTS).cloned();
         stored.and_then(|stored| serde_json::from_value(stored).ok()).unwrap_or_default()
     }
 
     /// Returns the operation's facts with this progress inserted.
-    pub fn facts(&self, held: &HeldOperation<'_>) -> Map<String, Value> {
-        let mut facts = held.facts();
+    pub fn facts(&self, leased: &LeasedOperation<'_>) -> Map<String, Value> {
+        let mut facts = leased.facts();
         facts.insert(FACTS.to_owned(), serde_json::to_value(self).unwrap_or_default());
         facts
     }
@@ -79,15 +79,15 @@ impl LastBackupProgress {
         poll_interval(now.duration_since(self.started_at.unwrap_or(now)), MAX_POLL_INTERVAL)
     }
 
-    pub fn wait(&self, held: &HeldOperation<'_>, again_in: Duration) -> StepOutcome {
-        StepOutcome::Wait { again_in, facts: Some(self.facts(held)) }
+    pub fn wait(&self, leased: &LeasedOperation<'_>, delay: Duration) -> StepOutcome {
+        StepOutcome::Wait { delay, facts: Some(self.facts(leased)) }
     }
 
     /// Records a request that the host has accepted.
-    pub fn record_request(&mut self, at: Timestamp, now: Timestamp) {
-        self.requested_at = Some(at);
-        self.first_requested_at.get_or_insert(at);
-        (self.host_clock_at, self.host_clock_noted_at) = (Some(at), Some(now));
+    pub fn record_request(&mut self, requested_at: Timestamp, now: Timestamp) {
+        self.requested_at = Some(requested_at);
+        self.first_requested_at.get_or_insert(requested_at);
+        (self.host_clock_at, self.host_clock_noted_at) = (Some(requested_at), Some(now));
         self.requests += 1;
         self.progress_at = Some(now);
     }
@@ -96,7 +96,8 @@ impl LastBackupProgress {
     pub fn snapshot_window(&self, now: Timestamp) -> Option<SnapshotWindow> {
         let since = self.first_requested_at()?;
         let reading = self.host_clock_at.zip(self.host_clock_noted_at);
-        let host_now = reading.and_then(|(at, noted_at)| at.checked_add(now.duration_since(noted_at)).ok());
+        let host_now =
+            reading.and_then(|(clock_at, noted_at)| clock_at.checked_add(now.duration_since(noted_at)).ok());
         Some(SnapshotWindow { since, now: host_now.unwrap_or(now) })
     }
 
@@ -105,7 +106,7 @@ impl LastBackupProgress {
         self.first_requested_at.or(self.requested_at)
     }
 
-    /// The progress after an operator restarts the step. Snapshots of earlier requests still count.
+    /// Resets the progress after an operator has restarted the step. Snapshots of earlier requests still count.
     pub fn into_restarted(self) -> Self {
         Self {
             first_requested_at: self.first_requested_at(),
@@ -115,7 +116,7 @@ impl LastBackupProgress {
         }
     }
 
-    /// Records the host's report. Another stage, fewer bytes (a new run), or enough additional bytes count as progress.
+    /// Records the host's report. A new stage, fewer bytes (a new run), or enough additional bytes count as progress.
     /// [`Self::is_overdue`] limits a host that reports false progress.
     pub fn record_report(&mut self, host: &BackupProgress, now: Timestamp) {
         let bytes = host.dumped_bytes.unwrap_or(0).saturating_add(host.uploaded_bytes.unwrap_or(0));
@@ -137,21 +138,21 @@ impl LastBackupProgress {
     }
 
     /// Whether the deadline for stopping the writers has passed. The host's reports do not extend it.
-    pub fn is_stop_overdue(&self, held: &HeldOperation<'_>, now: Timestamp) -> bool {
-        let limit = signed_duration(held.platform.config.timing.last_backup_stall);
+    pub fn is_stop_overdue(&self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
+        let limit = signed_duration(leased.platform.config.timing.last_backup_stall);
         self.stopping_since.is_some_and(|since| now.duration_since(since) >= limit)
     }
 
     /// Whether the time limit of a final backup has passed. The host's reports do not extend it.
-    pub fn is_overdue(&mut self, held: &HeldOperation<'_>, now: Timestamp) -> bool {
+    pub fn is_overdue(&mut self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
         let since = *self.started_at.get_or_insert(now);
-        now.duration_since(since) >= signed_duration(held.platform.config.timing.last_backup_limit)
+        now.duration_since(since) >= signed_duration(leased.platform.config.timing.last_backup_limit)
     }
 
     /// Whether there has been no progress for the stall timeout.
-    pub fn is_stalled(&mut self, held: &HeldOperation<'_>, now: Timestamp) -> bool {
+    pub fn is_stalled(&mut self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
         let since = *self.progress_at.get_or_insert(now);
-        now.duration_since(since) >= signed_duration(held.platform.config.timing.last_backup_stall)
+        now.duration_since(since) >= signed_duration(leased.platform.config.timing.last_backup_stall)
     }
 
     /// Schedules a new request after a failed backup, up to `MAX_REQUESTS` in total.
@@ -168,7 +169,7 @@ impl LastBackupProgress {
 mod tests {
     use super::*;
 
-    fn at(seconds: i64) -> Timestamp {
+    fn time_at(seconds: i64) -> Timestamp {
         Timestamp::from_second(1_800_000_000 + seconds).unwrap()
     }
 
@@ -180,31 +181,31 @@ mod tests {
     #[test]
     fn progress_requires_new_stage_new_run_or_enough_bytes() {
         let mut progress = LastBackupProgress::default();
-        progress.record_report(&host("dump", 1), at(0));
+        progress.record_report(&host("dump", 1), time_at(0));
         for poll in 1..1000 {
-            progress.record_report(&host("dump", u64::try_from(poll).unwrap()), at(poll));
+            progress.record_report(&host("dump", u64::try_from(poll).unwrap()), time_at(poll));
         }
-        assert_eq!(progress.progress_at, Some(at(0)));
-        progress.record_report(&host("dump", 1 + MIN_PROGRESS_BYTES), at(1000));
-        assert_eq!(progress.progress_at, Some(at(1000)));
-        progress.record_report(&host("verify", 1 + MIN_PROGRESS_BYTES), at(1001));
-        assert_eq!(progress.progress_at, Some(at(1001)), "another stage");
-        progress.record_report(&host("verify", 5), at(1002));
-        assert_eq!(progress.progress_at, Some(at(1002)), "another run");
+        assert_eq!(progress.progress_at, Some(time_at(0)));
+        progress.record_report(&host("dump", 1 + MIN_PROGRESS_BYTES), time_at(1000));
+        assert_eq!(progress.progress_at, Some(time_at(1000)));
+        progress.record_report(&host("verify", 1 + MIN_PROGRESS_BYTES), time_at(1001));
+        assert_eq!(progress.progress_at, Some(time_at(1001)), "another stage");
+        progress.record_report(&host("verify", 5), time_at(1002));
+        assert_eq!(progress.progress_at, Some(time_at(1002)), "another run");
     }
 
     #[test]
     fn window_follows_host_clock() {
         let mut progress = LastBackupProgress::default();
-        assert!(progress.snapshot_window(at(0)).is_none());
-        progress.record_request(at(-500), at(0));
-        let window = progress.snapshot_window(at(60)).unwrap();
-        assert_eq!((window.since, window.now), (at(-500), at(-440)));
-        progress.record_request(at(100), at(100));
-        let window = progress.into_restarted().snapshot_window(at(130)).unwrap();
+        assert!(progress.snapshot_window(time_at(0)).is_none());
+        progress.record_request(time_at(-500), time_at(0));
+        let window = progress.snapshot_window(time_at(60)).unwrap();
+        assert_eq!((window.since, window.now), (time_at(-500), time_at(-440)));
+        progress.record_request(time_at(100), time_at(100));
+        let window = progress.into_restarted().snapshot_window(time_at(130)).unwrap();
         assert_eq!(
             (window.since, window.now),
-            (at(-500), at(130)),
+            (time_at(-500), time_at(130)),
             "the first request, and the newest clock"
         );
     }

@@ -1,16 +1,16 @@
 //! Checks whether an outgoing machine has taken its final backup.
 //!
-//! The invariant: the pointer is not sufficient proof, because every store session of the slot can write it,
-//! including that of a replaced machine. The snapshot must be complete, its side record must match the pointer, and
-//! the machine must claim it, by the key that it registered. Only hosts of releases that do not report backups need
-//! not claim it.
+//! The invariant: the pointer is not sufficient proof, because every store session of the slot can write it, including
+//! that of a replaced machine. The snapshot must be complete, its side record must match the pointer, and the machine,
+//! authenticated by its registered key, must report the snapshot as its own. The last condition does not apply to hosts
+//! whose release does not report backups.
 
 use jiff::{SignedDuration, Timestamp};
 
 use super::progress::LastBackupProgress;
 use crate::db::machine_row::MachineRow;
 use crate::operations::host_call::{BackupOutcome, BackupProgress};
-use crate::operations::leased::HeldOperation;
+use crate::operations::leased::LeasedOperation;
 use svc_store::key::{self, SlotPrefix};
 use svc_store::pointer::SnapshotRef;
 use svc_store::{pointer_io, snapshot};
@@ -22,14 +22,14 @@ const MAX_CLOCK_STEP: SignedDuration = SignedDuration::from_mins(2);
 #[derive(Debug)]
 pub enum HostReport {
     Backups(BackupProgress),
-    /// Its release does not report backups.
+    /// The host's release does not report backups.
     Unsupported,
 }
 
-/// When a final backup of the machine can have been taken, by its host's clock.
+/// The time range in which a final backup of the machine can have been taken, by its host's clock.
 #[derive(Debug, Clone, Copy)]
 pub struct SnapshotWindow {
-    /// The writers had stopped: every later snapshot is complete.
+    /// The writers had stopped by this time, so every later snapshot contains all data.
     pub since: Timestamp,
     /// The host's clock now.
     pub now: Timestamp,
@@ -45,7 +45,7 @@ impl SnapshotWindow {
 /// The time of the final backup, if the store and the machine agree on one. The store is read only if the host
 /// reports one.
 pub async fn find_final_backup(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     machine: &MachineRow,
     progress: &LastBackupProgress,
     report: &HostReport,
@@ -55,13 +55,13 @@ pub async fn find_final_backup(
     if !may_have_saved(report, window) {
         return None;
     }
-    let (bucket, slot) = (&held.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
+    let (bucket, slot) = (&leased.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let pointer = pointer_io::read(bucket, &slot).await.ok()?.filter(pointer_io::PointerRead::has_latest)?;
     let named = pointer.value.snapshot?;
     if !is_by_machine(machine, &named, window) || !is_claimed(report, &named) {
         return None;
     }
-    let side = snapshot::by_key(bucket, &slot, &named.key).await;
+    let side = snapshot::load(bucket, &slot, &named.key).await;
     let is_whole =
         side.as_ref().is_ok_and(|side| side.named() == SnapshotRef { etag: None, ..named.clone() });
     if !is_whole {
@@ -75,7 +75,7 @@ fn reported_backup(report: &HostReport) -> Option<&BackupOutcome> {
     host.last.as_ref().filter(|last| last.status == "success")
 }
 
-/// Whether a store read can find a final backup.
+/// Whether reading the store can find a final backup.
 fn may_have_saved(report: &HostReport, window: SnapshotWindow) -> bool {
     let key = reported_backup(report).and_then(|last| last.key.as_deref());
     let is_recent = || key.and_then(key::taken_at).is_some_and(|at| window.contains(at));
@@ -95,7 +95,7 @@ fn is_by_machine(machine: &MachineRow, named: &SnapshotRef, window: SnapshotWind
 mod tests {
     use super::*;
 
-    fn at(text: &str) -> Timestamp {
+    fn time_of_day(text: &str) -> Timestamp {
         format!("2026-01-02T{text}Z").parse().unwrap()
     }
 
@@ -110,17 +110,17 @@ mod tests {
 
     #[test]
     fn window_ends_shortly_after_host_clock() {
-        let window = SnapshotWindow { since: at("03:00:00"), now: at("03:10:00") };
+        let window = SnapshotWindow { since: time_of_day("03:00:00"), now: time_of_day("03:10:00") };
         for (time, expected) in
             [("02:59:59", false), ("03:00:00", true), ("03:12:00", true), ("03:12:01", false)]
         {
-            assert_eq!(window.contains(at(time)), expected, "{time}");
+            assert_eq!(window.contains(time_of_day(time)), expected, "{time}");
         }
     }
 
     #[test]
     fn find_reads_store_only_for_reported_backup() {
-        let window = SnapshotWindow { since: at("03:00:00"), now: at("03:10:00") };
+        let window = SnapshotWindow { since: time_of_day("03:00:00"), now: time_of_day("03:10:00") };
         let key = |time: &str| format!("system/db/snapshots/2026-01-02T{time}.000Z-1.dump");
         let (earlier, recent) = (key("02-00-00"), key("03-05-00"));
         assert!(may_have_saved(&success(Some(&recent)), window));

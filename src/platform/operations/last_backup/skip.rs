@@ -1,16 +1,16 @@
 //! Skips a host that cannot make a final backup. Such a host may have stored a snapshot that the pointer does not
 //! name, for example with an outage session: an operator decides whether to restore the new machine from it.
 //!
-//! The invariant: the pointer is unchanged, and a machine is never silently restored from an older snapshot than the
+//! The invariant: the pointer is unchanged, and a machine is never silently restored from a snapshot older than the
 //! newest one.
 
 use std::time::Duration;
 
 use super::progress::LastBackupProgress;
-use super::{NewestCopy, newest_copy};
+use super::{NewestCopy, find_newest_copy};
 use crate::db::machine_row::MachineRow;
 use crate::operations::OperationKind;
-use crate::operations::leased::HeldOperation;
+use crate::operations::leased::LeasedOperation;
 use crate::operations::step::{Question, StepError, StepOutcome, StepRecord};
 use svc_base::clock::rfc3339_ms;
 use svc_store::key::SlotPrefix;
@@ -21,7 +21,7 @@ use svc_store::{StoreError, newer_snapshot, pointer_io};
 pub const NEWER_SNAPSHOT: &str = "newer_snapshot";
 /// Key in an operation's facts, set when an operator has answered the question.
 pub const SNAPSHOT_CHOSEN: &str = "newerSnapshotAnswered";
-/// Timeout of all store requests of one search.
+/// Timeout for all store requests of one search.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Why the host is skipped.
@@ -30,7 +30,7 @@ pub enum SkipReason {
     ServerGone,
     OutOfService,
     Unreachable,
-    /// An operator stopped waiting for its backup.
+    /// An operator gave up waiting for the backup.
     GivenUp,
 }
 
@@ -46,39 +46,39 @@ impl SkipReason {
 }
 
 /// Whether an operator has chosen the snapshot. If so, the host is not called again.
-pub fn is_snapshot_chosen(held: &HeldOperation<'_>) -> bool {
-    held.facts().contains_key(SNAPSHOT_CHOSEN)
+pub fn is_snapshot_chosen(leased: &LeasedOperation<'_>) -> bool {
+    leased.facts().contains_key(SNAPSHOT_CHOSEN)
 }
 
 /// Continues without a final backup, or waits until an operator chooses the snapshot to restore.
 ///
 /// # Errors
-/// [`StepError`] if the database fails, the operation is no longer held, or the store cannot be searched for a newer
+/// [`StepError`] if the database fails, the lease is lost, or the store cannot be searched for a newer
 /// snapshot.
 pub async fn skip_host(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     machine: &MachineRow,
     progress: &LastBackupProgress,
     reason: SkipReason,
 ) -> Result<StepOutcome, StepError> {
-    let latest = newest_copy(held, machine).await;
-    let Some(newer) = Box::pin(find_newer_snapshot(held, machine)).await? else {
-        return Ok(skip_backup(held, machine, reason, &latest, ""));
+    let latest = find_newest_copy(leased, machine).await;
+    let Some(newer) = Box::pin(find_newer_snapshot(leased, machine)).await? else {
+        return Ok(finish_without_backup(leased, machine, reason, &latest, ""));
     };
     let stored = format!("{} of {}", newer.key, rfc3339_ms(newer.taken_at));
     let saved = NewestCopy::Snapshot(newer.taken_at);
-    if held.kind == OperationKind::Delete {
-        let suffix = format!("; it is {}, stored and not the latest", newer.key);
-        return Ok(skip_backup(held, machine, reason, &saved, &suffix));
+    if leased.kind == OperationKind::Delete {
+        let suffix = format!("; that copy is {}, which is stored but not the latest", newer.key);
+        return Ok(finish_without_backup(leased, machine, reason, &saved, &suffix));
     }
-    let chosen = held.machine().await?.restore_snapshot;
+    let chosen = leased.machine().await?.restore_snapshot;
     let suffix = match &chosen {
         Some(key) if *key == newer.key => {
             format!("; the new machine is restored from {stored}, which was not the latest")
         }
-        None if !is_snapshot_chosen(held) => {
-            let detail = question(held, machine, reason, &newer, &latest);
-            let (snapshot, facts) = (Some(newer.key), progress.facts(held));
+        None if !is_snapshot_chosen(leased) => {
+            let detail = question(leased, machine, reason, &newer, &latest);
+            let (snapshot, facts) = (Some(newer.key), progress.facts(leased));
             return Ok(StepOutcome::NeedsDecision(Question {
                 code: NEWER_SNAPSHOT,
                 detail,
@@ -87,63 +87,63 @@ pub async fn skip_host(
             }));
         }
         _ => {
-            held.record_unrestored(newer.key.clone()).await?;
+            leased.record_unrestored(newer.key.clone()).await?;
             let chosen = chosen.unwrap_or_else(|| latest.to_string());
             format!("; the operator chose {chosen}, and {stored} is not restored")
         }
     };
-    Ok(skip_backup(held, machine, reason, &saved, &suffix))
+    Ok(finish_without_backup(leased, machine, reason, &saved, &suffix))
 }
 
 /// Records a newer snapshot after an operator accepted that a reachable host makes no final backup. Returns a suffix
 /// for the note in the log.
-pub async fn record_unrestored(held: &HeldOperation<'_>, machine: &MachineRow) -> String {
-    let Ok(Some(newer)) = Box::pin(find_newer_snapshot(held, machine)).await else { return String::new() };
-    if held.kind != OperationKind::Delete && held.record_unrestored(newer.key.clone()).await.is_err() {
+pub async fn record_unrestored(leased: &LeasedOperation<'_>, machine: &MachineRow) -> String {
+    let Ok(Some(newer)) = Box::pin(find_newer_snapshot(leased, machine)).await else { return String::new() };
+    if leased.kind != OperationKind::Delete && leased.record_unrestored(newer.key.clone()).await.is_err() {
         tracing::warn!(key = newer.key, "cannot record a newer snapshot that is not restored");
     }
-    format!("; {} of {} is stored and not the latest", newer.key, rfc3339_ms(newer.taken_at))
+    format!("; {} of {} is stored but not the latest", newer.key, rfc3339_ms(newer.taken_at))
 }
 
 fn question(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     machine: &MachineRow,
     reason: SkipReason,
     newer: &SideRecord,
     latest: &NewestCopy,
 ) -> String {
-    let (operation, key) = (held.operation.id, &newer.key);
+    let (operation, key) = (leased.operation.id, &newer.key);
     format!(
-        "No final backup of {}: {}. It stored a snapshot of {} that was not made the latest ({key}); the latest is {latest}. \
-         `svcctl operation continue {operation} --snapshot {key}` restores the newer one to the new machine, with \
-         `--accept-loss` it restores the latest, and the newer one stays in the store; `svcctl operation abandon {operation}` \
-         abandons the operation.",
+        "No final backup of {}: {}. The store has a newer snapshot, of {}, that was not made the latest ({key}); the latest is \
+         {latest}. `svcctl operation continue {operation} --snapshot {key}` restores the newer snapshot to the new machine; \
+         with `--accept-loss`, the command restores the latest, and the newer snapshot stays in the store. `svcctl operation \
+         abandon {operation}` abandons the operation.",
         machine.id,
         reason.note(),
         rfc3339_ms(newer.taken_at),
     )
 }
 
-fn skip_backup(
-    held: &HeldOperation<'_>,
+fn finish_without_backup(
+    leased: &LeasedOperation<'_>,
     machine: &MachineRow,
     reason: SkipReason,
     saved: &NewestCopy,
     suffix: &str,
 ) -> StepOutcome {
-    let (id, since, why) = (machine.id, saved.until(), reason.note());
-    let accepts_loss = held.operation.options.accept_loss;
+    let (id, since, why) = (machine.id, saved.saved_until(), reason.note());
+    let accepts_loss = leased.operation.options.accept_loss;
     let (note, record) = match reason {
         SkipReason::OutOfService => (why.to_owned(), StepRecord::Nothing),
         SkipReason::ServerGone => (format!("{why}; the newest copy is {saved}"), StepRecord::Nothing),
         SkipReason::Unreachable | SkipReason::GivenUp if accepts_loss => (
             format!(
-                "no final backup; the operator accepted the loss of what was written since the newest copy, which is {saved}"
+                "no final backup; the operator accepted the loss of data written since the newest copy, which is {saved}"
             ),
             StepRecord::LossAccepted { machine: id, since },
         ),
         SkipReason::Unreachable | SkipReason::GivenUp => (
-            format!("{why}; only its server holds what was written since the newest copy, which is {saved}"),
+            format!("{why}; only its server holds data written since the newest copy, which is {saved}"),
             StepRecord::Unsaved { machine: id, since },
         ),
     };
@@ -153,13 +153,13 @@ fn skip_backup(
 /// Finds a complete snapshot that is newer than the latest one: this machine's or, if it has made none, an earlier
 /// machine's that was not restored to it.
 ///
-/// Also returns `None` if the pointer names no snapshot, if it is unreadable (which is left to the next step), or if
-/// the search fails for a deletion, which restores nothing.
+/// Also returns `None` if the pointer names no snapshot, if it is unreadable (which the next step reports), or if the
+/// search fails for a deletion, which restores nothing.
 async fn find_newer_snapshot(
-    held: &HeldOperation<'_>,
+    leased: &LeasedOperation<'_>,
     machine: &MachineRow,
 ) -> Result<Option<SideRecord>, StepError> {
-    let (bucket, slot) = (&held.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
+    let (bucket, slot) = (&leased.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let search = async {
         let pointer = pointer_io::read(bucket, &slot).await?;
         let Some(named) = pointer.and_then(|read| read.value.snapshot) else { return Ok(None) };
@@ -170,16 +170,16 @@ async fn find_newer_snapshot(
         let Some(key) = machine.unrestored_snapshot.as_ref().filter(|key| **key > named.key) else {
             return Ok(None);
         };
-        match snapshot::by_key(bucket, &slot, key).await {
+        match snapshot::load(bucket, &slot, key).await {
             Ok(side) => Ok(Some(side)),
             Err(SnapshotUnusable::Store(error)) => Err(error),
             Err(SnapshotUnusable::Absent | SnapshotUnusable::Damaged { .. }) => Ok(None),
         }
     };
-    match bucket.within(&slot.snapshots(), SEARCH_TIMEOUT, Box::pin(search)).await {
+    match bucket.run_with_timeout(&slot.snapshots(), SEARCH_TIMEOUT, Box::pin(search)).await {
         Ok(found) => Ok(found),
         Err(StoreError::Corrupt { .. }) => Ok(None),
-        Err(_) if held.kind == OperationKind::Delete => Ok(None),
+        Err(_) if leased.kind == OperationKind::Delete => Ok(None),
         Err(error) => Err(StepError::transient("cannot list the slot's snapshots", error)),
     }
 }

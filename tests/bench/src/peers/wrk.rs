@@ -63,11 +63,11 @@ impl Wrk {
     /// Sends the request repeatedly.
     ///
     /// # Errors
-    /// Fails if a response was an error or a connection failed, because the figures would mean nothing.
+    /// Fails if a response was an error or a connection failed, because the figures would be meaningless.
     pub fn load(&self, request: &Request, connections: u32, seconds: u32) -> Result<LoadResult> {
         let dir = tempfile::tempdir()?;
         let script = dir.path().join("load.lua");
-        fs::write(&script, lua(request, dir.path())?)?;
+        fs::write(&script, lua_script(request, dir.path())?)?;
         let mut command = self.program.command();
         // A single thread for all connections leaves the other cores of a small machine to the server.
         command.args(["--threads", "1", "--connections", &connections.to_string()]);
@@ -110,15 +110,15 @@ fn parse_result(output: &str) -> Result<LoadResult> {
         .context("parse wrk's figures")
 }
 
-fn lua(request: &Request, dir: &Path) -> Result<String> {
+fn lua_script(request: &Request, dir: &Path) -> Result<String> {
     let mut script = String::new();
     for (name, value) in &request.headers {
-        writeln!(script, "wrk.headers[{}] = {}", quoted(name), quoted(value))?;
+        writeln!(script, "wrk.headers[{}] = {}", quote_lua(name), quote_lua(value))?;
     }
     if let Some(body) = &request.body {
         let file = dir.join("body");
         fs::write(&file, body)?;
-        let file = quoted(&file.display().to_string());
+        let file = quote_lua(&file.display().to_string());
         writeln!(script, "wrk.method = \"POST\"\nlocal file = io.open({file}, \"rb\")")?;
         writeln!(script, "wrk.body = file:read(\"*a\")\nfile:close()")?;
     }
@@ -137,7 +137,7 @@ end
 }
 
 /// Formats a Lua string literal.
-fn quoted(text: &str) -> String {
+fn quote_lua(text: &str) -> String {
     let escaped = text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
     format!("\"{escaped}\"")
 }
@@ -164,7 +164,7 @@ mod tests {
             headers: vec![("x-a".to_owned(), "say \"hi\" \\ there".to_owned())],
             body: Some("{\"a\":[[1]]}".to_owned()),
         };
-        let script = lua(&request, dir.path()).expect("a script");
+        let script = lua_script(&request, dir.path()).expect("a script");
         assert!(script.contains(r#"wrk.headers["x-a"] = "say \"hi\" \\ there""#), "{script}");
         assert_eq!(fs::read_to_string(dir.path().join("body")).expect("the body"), "{\"a\":[[1]]}");
     }

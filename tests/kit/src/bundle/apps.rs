@@ -10,7 +10,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 
-use super::{Apps, Options, Part, project};
+use super::{Apps, Options, Part, project_dir};
 use crate::child;
 
 /// Variable with the identity provider's publishable key, which is embedded in the shell.
@@ -20,20 +20,20 @@ pub const PLACEHOLDER_HOSTS: [&str; 2] = ["placeholder-idp.invalid", "idp.exampl
 
 const TIMEOUT: Duration = Duration::from_secs(1200);
 
-/// A publishable key like one of the identity provider at `host`.
+/// A publishable key in the format of the identity provider, for the provider at `host`.
 pub fn test_key(host: &str) -> String {
     format!("pk_test_{}", STANDARD.encode(format!("{host}$")))
 }
 
-/// Builds everything into `dir` and adds it to a bundle; without a key, the shell is left out.
+/// Builds everything into `dir` and adds it to a bundle; without a key, the shell is omitted.
 pub fn build(options: &mut Options, dir: &Path, key: Option<&str>) -> Result<()> {
     let mut node = Command::new("node");
-    node.arg(project().join("scripts/build-default-apps.mjs")).arg("--out").arg(dir);
+    node.arg(project_dir().join("scripts/build-default-apps.mjs")).arg("--out").arg(dir);
     match key {
         Some("") => bail!(
             "{KEY} is not set. It is embedded in the shell, which would otherwise use a placeholder identity \
-             provider. Set it to the publishable key of your identity provider (pk_test_… or pk_live_…), or leave the \
-             shell out with --no-shell"
+             provider. Set it to the publishable key of your identity provider (pk_test_… or pk_live_…), or omit the \
+             shell with --no-shell"
         ),
         Some(key) => node.env(KEY, key),
         None => node.arg("--no-shell"),
@@ -49,7 +49,7 @@ pub fn build(options: &mut Options, dir: &Path, key: Option<&str>) -> Result<()>
         Ok(Part { name: name.to_owned(), version, dir })
     };
     if key.is_some() {
-        let manifest = project().join("apps/shell/package.json");
+        let manifest = project_dir().join("apps/shell/package.json");
         options.shell = Some(part("shell", dir.join("shell"), &manifest)?);
     }
     let bridge = dir.join("packages/svc-bridge");
@@ -68,13 +68,13 @@ pub fn version_in(manifest: &Path) -> Result<Option<String>> {
 /// Refuses built files that contain a placeholder host, in plain text or inside a publishable key.
 pub fn check_placeholders(dir: &Path) -> Result<()> {
     let encodings: Vec<(&str, Vec<u8>)> = PLACEHOLDER_HOSTS.into_iter().flat_map(encodings).collect();
-    let mut open = vec![dir.to_owned()];
-    while let Some(dir) = open.pop() {
+    let mut pending = vec![dir.to_owned()];
+    while let Some(dir) = pending.pop() {
         let Ok(entries) = fs::read_dir(&dir) else { continue };
         for entry in entries {
             let path = entry?.path();
             if path.is_dir() {
-                open.push(path);
+                pending.push(path);
                 continue;
             }
             let content = fs::read(&path).with_context(|| format!("read {}", path.display()))?;
@@ -82,7 +82,7 @@ pub fn check_placeholders(dir: &Path) -> Result<()> {
             let host = found.map(|(host, _)| *host).unwrap_or_default();
             ensure!(
                 found.is_none(),
-                "{} contains the placeholder identity provider {host}: {KEY} is missing or is that of the examples",
+                "{} contains the placeholder identity provider {host}: set {KEY} to your identity provider's key",
                 path.display()
             );
         }
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn check_finds_placeholder_in_text_and_key() {
+    fn check_placeholders_finds_hosts_in_text_and_keys() {
         for host in PLACEHOLDER_HOSTS {
             for content in [format!("const h=\"https://{host}/x\""), format!("k=\"{}\"", test_key(host))] {
                 let dir = tempfile::tempdir().unwrap();
@@ -123,7 +123,7 @@ mod tests {
     #[test]
     fn first_party_apps_are_vite_apps_built_into_dist() {
         let mut slugs = Vec::new();
-        for entry in fs::read_dir(project().join("apps")).unwrap() {
+        for entry in fs::read_dir(project_dir().join("apps")).unwrap() {
             let dir = entry.unwrap().path();
             let Ok(text) = fs::read(dir.join("svc.json")) else { continue };
             let manifest: Value = serde_json::from_slice(&text).unwrap();

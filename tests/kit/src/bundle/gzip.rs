@@ -1,4 +1,4 @@
-//! Parallel gzip whose output does not depend on the number of threads.
+//! A parallel gzip writer whose output does not depend on the number of threads.
 //!
 //! The content is split into blocks of fixed size. Each is deflated independently up to a byte boundary, and the
 //! results form a single gzip member, which every reader supports. Memory holds a few blocks per core.
@@ -13,7 +13,7 @@ use flate2::{Compress, Compression, Crc, FlushCompress, Status};
 
 /// The output depends on this size.
 const BLOCK_BYTES: usize = 1 << 20;
-/// Deflate; no flags, no time, no extra flags; Unix.
+/// The gzip header: deflate, no flags, no time, no extra flags, Unix.
 const HEADER: [u8; 10] = [0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 3];
 
 struct Job {
@@ -52,7 +52,7 @@ impl<W: Write> Gzip<W> {
                 loop {
                     let next = queue.lock().unwrap_or_else(PoisonError::into_inner).recv();
                     let Ok(Job { block, flush, result }) = next else { return };
-                    // The receiver may be gone after an error.
+                    // The receiver may have been dropped after an error.
                     result.send(deflate(&block, level, flush)).ok();
                 }
             })?;
@@ -120,10 +120,10 @@ fn deflate(block: &[u8], level: Compression, flush: FlushCompress) -> io::Result
     loop {
         let consumed = usize::try_from(deflate.total_in()).unwrap_or(block.len());
         let status = deflate.compress_vec(&block[consumed..], &mut bytes, flush).map_err(io::Error::other)?;
-        let all_in = deflate.total_in() == block.len() as u64;
+        let is_consumed = deflate.total_in() == block.len() as u64;
         // Spare capacity means that all output has been written.
-        let flushed = flush == FlushCompress::Full && all_in && bytes.len() < bytes.capacity();
-        if status == Status::StreamEnd || flushed {
+        let is_flushed = flush == FlushCompress::Full && is_consumed && bytes.len() < bytes.capacity();
+        if status == Status::StreamEnd || is_flushed {
             return Ok(Deflated { bytes, crc });
         }
         bytes.reserve(block.len() / 2 + 1024);
@@ -141,7 +141,7 @@ mod tests {
         let mut bytes = Vec::new();
         while bytes.len() < 3 * BLOCK_BYTES + 12_345 {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            // Half of it is compressible.
+            // Half of the content is compressible.
             bytes.extend_from_slice(&state.to_le_bytes());
             bytes.extend_from_slice(b"the same");
         }

@@ -45,13 +45,13 @@ pub struct KeySet {
 }
 
 impl Manifest {
-    /// One JSON object and a newline.
+    /// Renders the file: one JSON object and a newline.
     pub fn text(&self) -> Result<String> {
         Ok(format!("{}\n", serde_json::to_string(self)?))
     }
 }
 
-/// Formats a time as on the wire.
+/// Formats a time as manifests contain it.
 pub fn format_time(at: Timestamp) -> String {
     format!("{at:.3}")
 }
@@ -85,7 +85,7 @@ impl SigningKey {
         self.pair.public_key().as_ref()
     }
 
-    /// The public key as in `BUNDLE_PUBLIC_KEYS`.
+    /// The public key, in the format of `BUNDLE_PUBLIC_KEYS`.
     pub fn public_key_base64(&self) -> String {
         STANDARD.encode(self.public_key())
     }
@@ -95,7 +95,7 @@ impl SigningKey {
         hex::encode(Sha256::digest(self.public_key()))[..16].to_owned()
     }
 
-    /// Line of the `.sig` file for a manifest.
+    /// The line of the `.sig` file for a manifest.
     pub fn signature_line(&self, manifest: &[u8]) -> String {
         let signature = self.pair.sign(&[CONTEXT, manifest].concat());
         format!("{} {}\n", self.id(), STANDARD.encode(signature.as_ref()))
@@ -134,7 +134,7 @@ mod tests {
         );
     }
 
-    /// Expected values from OpenSSL 3: `openssl genpkey -algorithm ed25519`, `openssl pkey -pubout -outform DER | tail -c 32`, and
+    /// The expected values are from OpenSSL 3: `openssl genpkey -algorithm ed25519`, `openssl pkey -pubout -outform DER | tail -c 32`, and
     /// `openssl pkeyutl -sign -rawin -inkey KEY -in FILE` over the context line and the sample above.
     #[test]
     fn signature_matches_openssl() {

@@ -1,7 +1,7 @@
-//! The host bundle: `svc-host-bundle.tar.gz`, its `.sha256`, and its signed manifest.
+//! Builds the host bundle: `svc-host-bundle.tar.gz`, its `.sha256`, and its signed manifest.
 //!
-//! The output is reproducible: entries are sorted, without times or owners, and independent of the number of cores.
-//! Content is streamed. Apps, shell and runtimes are built elsewhere.
+//! The output is reproducible: entries are sorted and have no times or owners, and the number of cores has no effect.
+//! Content is streamed. The apps, the shell and the runtimes are built elsewhere.
 
 pub mod apps;
 mod gzip;
@@ -55,13 +55,13 @@ pub struct Part {
     pub dir: PathBuf,
 }
 
-/// Input of a build.
+/// The inputs of a build.
 #[derive(Debug, Clone)]
 pub struct Options {
     pub svc: PathBuf,
     pub image_version: String,
     pub out: PathBuf,
-    /// The directory of units; if it does not exist, the bundle's is empty.
+    /// The directory of units; if it does not exist, the bundle has no units.
     pub systemd: PathBuf,
     pub apps: Apps,
     /// The shell's static build.
@@ -82,13 +82,13 @@ pub struct Options {
 }
 
 impl Options {
-    /// Options of the smallest bundle that boots.
+    /// Options for the smallest bundle that boots.
     pub fn new(svc: &Path, image_version: &str, out: &Path) -> Result<Self> {
         Ok(Self {
             svc: svc.to_owned(),
             image_version: image_version.to_owned(),
             out: out.to_owned(),
-            systemd: project().join("systemd"),
+            systemd: project_dir().join("systemd"),
             apps: Apps::Kit,
             shell: None,
             packages: Vec::new(),
@@ -112,7 +112,7 @@ pub struct Bundle {
     pub size_bytes: u64,
 }
 
-/// The parts without which hosts refuse an update from a release that has them.
+/// Parts that no release may remove: hosts refuse an update from a release with these parts to one without them.
 const REQUIRED_PARTS: [&str; 2] = ["postgres", "shell"];
 
 /// Builds the smallest bundle that boots, with the kit's apps and the project's units.
@@ -190,7 +190,7 @@ fn check_removals(removes: &[String], components: &[Component]) -> Result<()> {
     for part in removes {
         ensure!(
             components.iter().all(|component| component.name != *part),
-            "the bundle contains {part}, which --removes declares as removed: leave out one of both"
+            "the bundle contains {part}, which --removes declares as removed: omit one of the two"
         );
         ensure!(
             !REQUIRED_PARTS.contains(&part.as_str()),
@@ -217,26 +217,26 @@ fn assemble_tree(options: &Options, program: PathBuf) -> Result<Tree> {
     let version = version.split_whitespace().nth(1).unwrap_or("unknown").to_owned();
     components.push(Component::new("svc", &version, "bin/svc"));
     for applet in query(&options.svc, "--list")?.lines() {
-        tree.link(format!("bin/{applet}"), "svc");
+        tree.add_link(format!("bin/{applet}"), "svc");
     }
-    tree.program("bin/svc", program);
+    tree.add_program("bin/svc", program);
     match &options.apps {
         Apps::Kit => {
             for (path, content) in KIT_APPS {
-                tree.bytes(path, content);
+                tree.add_bytes(path, content);
                 components.extend(release::app_component(path, content.as_bytes())?);
             }
         }
         Apps::Built(dir) => {
-            tree.copy("app/apps", dir)?;
-            for (path, manifest) in release::manifests(dir)? {
+            tree.add_tree("app/apps", dir)?;
+            for (path, manifest) in release::read_manifests(dir)? {
                 components.extend(release::app_component(&path, &manifest)?);
             }
         }
     }
     let mut add = |path: String, part: &Part| {
         components.push(Component::new(&part.name, &part.version, &path));
-        tree.copy(&path, &part.dir)
+        tree.add_tree(&path, &part.dir)
     };
     if let Some(shell) = &options.shell {
         add("app/shell".to_owned(), shell)?;
@@ -250,25 +250,25 @@ fn assemble_tree(options: &Options, program: PathBuf) -> Result<Tree> {
     for agent in &options.runtime {
         let Some(name) = agent.name.strip_prefix("agents/") else { continue };
         for command in runtime::commands(agent)? {
-            tree.link(format!("runtime/agents/bin/{command}"), format!("../{name}/bin/{command}"));
+            tree.add_link(format!("runtime/agents/bin/{command}"), format!("../{name}/bin/{command}"));
         }
     }
-    tree.directory("runtime");
-    tree.directory("systemd");
+    tree.add_directory("runtime");
+    tree.add_directory("systemd");
     if options.systemd.is_dir() {
-        tree.copy("systemd", &options.systemd)?;
+        tree.add_tree("systemd", &options.systemd)?;
     }
     check_removals(&options.removes, &components)?;
-    tree.bytes("release.json", release::text(&options.image_version, options.created_at, &components)?);
+    tree.add_bytes("release.json", release::render(&options.image_version, options.created_at, &components)?);
     Ok(tree)
 }
 
-/// Root directory of the project.
-fn project() -> PathBuf {
+/// The root directory of the project.
+fn project_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap_or(Path::new(".")).to_owned()
 }
 
-/// Time of the sources, so that the build time does not affect the output: `SOURCE_DATE_EPOCH`, otherwise the commit's
+/// The time of the sources, so that the build time does not affect the output: `SOURCE_DATE_EPOCH`, otherwise the commit's
 /// time.
 fn source_date() -> i64 {
     let epoch = std::env::var("SOURCE_DATE_EPOCH").ok();
@@ -288,7 +288,8 @@ fn query(svc: &Path, arg: &str) -> Result<String> {
     Ok(output)
 }
 
-/// Copies the binary without debug information, a quarter of the size; without `strip`, returns the original.
+/// Copies the binary without debug information, which reduces it to a quarter of its size. Without `strip`, returns the
+/// original.
 fn strip_debug_info(svc: &Path, dir: &Path) -> Result<PathBuf> {
     let stripped = dir.join("svc");
     let mut strip = Command::new("strip");

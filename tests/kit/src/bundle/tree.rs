@@ -1,7 +1,7 @@
 //! The content of a bundle: sorted entries whose content stays on disk until it is written.
 //!
-//! Entries that a host would refuse to unpack are rejected by name: links that are absolute, dangling or leave the
-//! bundle, and anything but files, directories and links.
+//! Entries that a host would refuse to unpack are rejected with their names: links that are absolute, dangling or lead out of
+//! the bundle, and anything but files, directories and links.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -29,25 +29,25 @@ pub struct Tree {
 }
 
 impl Tree {
-    pub fn directory(&mut self, path: &str) {
+    pub fn add_directory(&mut self, path: &str) {
         self.entries.entry(path.to_owned()).or_insert(Entry::Directory);
     }
 
-    pub fn bytes(&mut self, path: impl Into<String>, content: impl Into<Vec<u8>>) {
+    pub fn add_bytes(&mut self, path: impl Into<String>, content: impl Into<Vec<u8>>) {
         self.entries.insert(path.into(), Entry::Bytes(content.into()));
     }
 
-    pub fn program(&mut self, path: impl Into<String>, source: PathBuf) {
+    pub fn add_program(&mut self, path: impl Into<String>, source: PathBuf) {
         self.entries.insert(path.into(), Entry::File { source, is_program: true });
     }
 
-    pub fn link(&mut self, path: impl Into<String>, target: impl Into<String>) {
+    pub fn add_link(&mut self, path: impl Into<String>, target: impl Into<String>) {
         self.entries.insert(path.into(), Entry::Link(target.into()));
     }
 
     /// Adds everything below `source` as `path/…`.
-    pub fn copy(&mut self, path: &str, source: &Path) -> Result<()> {
-        self.directory(path);
+    pub fn add_tree(&mut self, path: &str, source: &Path) -> Result<()> {
+        self.add_directory(path);
         let read = fs::read_dir(source).with_context(|| format!("read {}", source.display()))?;
         for entry in read {
             let entry = entry?;
@@ -58,28 +58,28 @@ impl Tree {
             let to = format!("{path}/{name}");
             let kind = entry.file_type()?;
             if kind.is_dir() {
-                self.copy(&to, &from)?;
+                self.add_tree(&to, &from)?;
             } else if kind.is_symlink() {
                 let target = fs::read_link(&from)?;
                 let Some(target) = target.to_str() else {
                     bail!("{} links to a path that is not UTF-8", from.display())
                 };
-                self.link(to, target);
+                self.add_link(to, target);
             } else if kind.is_file() {
                 let is_program = entry.metadata()?.permissions().mode() & 0o111 != 0;
                 self.entries.insert(to, Entry::File { source: from, is_program });
             } else {
-                bail!("{} is neither a file nor a directory nor a link", from.display());
+                bail!("{} is not a file, a directory or a link", from.display());
             }
         }
         Ok(())
     }
 
-    /// Writes a tar archive in order, without times and owners.
+    /// Writes a tar archive with sorted entries, without times and owners.
     pub fn write(mut self, out: impl Write) -> Result<()> {
         let parents: Vec<String> = self.entries.keys().flat_map(|path| parents(path)).collect();
         for parent in parents {
-            self.directory(&parent);
+            self.add_directory(&parent);
         }
         ensure!(
             self.entries.len() <= MAX_ENTRIES,
@@ -193,7 +193,7 @@ mod tests {
 
     fn pack(source: &Path) -> Result<Vec<u8>> {
         let mut tree = Tree::default();
-        tree.copy("runtime/x", source)?;
+        tree.add_tree("runtime/x", source)?;
         let mut out = Vec::new();
         tree.write(&mut out)?;
         Ok(out)

@@ -1,4 +1,4 @@
-//! A child process with an owner.
+//! A child process that ends with its owner.
 
 use std::io;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus};
@@ -35,7 +35,7 @@ impl OwnedChild {
         kill(Pid::from_raw(i32::try_from(self.pid())?), signal).with_context(|| format!("send {signal}"))
     }
 
-    /// Its standard output, if it is piped and was not taken.
+    /// The child's standard output, if it is piped and has not been taken.
     pub fn stdout(&mut self) -> Option<&mut ChildStdout> {
         self.0.stdout.as_mut()
     }
@@ -48,12 +48,12 @@ impl OwnedChild {
         self.0.stdout.take()
     }
 
-    /// The exit status, if it has ended.
+    /// The exit status, if the child has exited.
     pub fn status(&mut self) -> Option<ExitStatus> {
         self.0.try_wait().ok().flatten()
     }
 
-    /// Waits for its end; `None` after the timeout.
+    /// Waits until the child exits; `None` after the timeout.
     pub fn wait(&mut self, timeout: Duration) -> Option<ExitStatus> {
         wait_until(&mut self.0, Instant::now() + timeout)
     }
@@ -70,10 +70,10 @@ impl OwnedChild {
         }
     }
 
-    /// Kills it, unless it has ended, and reaps it.
+    /// Kills the child, unless it has exited, and reaps it.
     ///
     /// # Errors
-    /// Fails if it cannot be reaped.
+    /// Fails if the child cannot be reaped.
     pub fn kill(&mut self) -> io::Result<ExitStatus> {
         self.0.kill().ok();
         self.0.wait()

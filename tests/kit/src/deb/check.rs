@@ -34,7 +34,7 @@ const EXPECTED_TAGS: [&str; 7] = [
     "non-standard-file-perm",
 ];
 
-/// Runs every operation of dpkg on the packages.
+/// Runs all operations of dpkg on the packages.
 ///
 /// # Errors
 /// Returns the first failure.
@@ -52,7 +52,7 @@ pub async fn check(options: &Options) -> Result<()> {
         ..options.clone()
     };
     let second = build(&next)?;
-    let [platform, host] = [0, 1].map(|at| [first[at].clone(), second[at].clone()]);
+    let [platform, host] = [0, 1].map(|index| [first[index].clone(), second[index].clone()]);
     let mut root = Root::unpack()?;
     timer.print_step("Debian root unpacked");
     check_platform_package(&mut root, options, &platform).await?;
@@ -66,8 +66,8 @@ pub async fn check(options: &Options) -> Result<()> {
 struct StepTimer(Instant);
 
 impl StepTimer {
-    fn print_step(&mut self, what: &str) {
-        println!("deb: {:>5.1} s  {what}", self.0.elapsed().as_secs_f64());
+    fn print_step(&mut self, step: &str) {
+        println!("deb: {:>5.1} s  {step}", self.0.elapsed().as_secs_f64());
         self.0 = Instant::now();
     }
 }
@@ -76,7 +76,7 @@ fn check_reproducible(options: &Options, first: &[PathBuf]) -> Result<()> {
     let again = Options { out: options.out.join("again"), ..options.clone() };
     for (one, other) in first.iter().zip(build(&again)?) {
         let (one, other) = (fs::read(one)?, fs::read(&other).with_context(|| other.display().to_string())?);
-        ensure!(one == other, "a second build produced other bytes");
+        ensure!(one == other, "a second build produced a different package");
     }
     let bill = fs::read_to_string(options.out.join("svc.cdx.json"))?;
     ensure!(bill == sbom::generate(&options.source, &options.svc)?, "a second bill of materials differs");
@@ -120,7 +120,7 @@ async fn check_platform_package(root: &mut Root, options: &Options, packages: &[
             "/{path} has mode {:o}",
             meta.permissions().mode()
         );
-        ensure!(meta.uid() == 0 && meta.gid() == group(root, "svc-platform")?, "/{path} has wrong owners");
+        ensure!(meta.uid() == 0 && meta.gid() == group_id(root, "svc-platform")?, "/{path} has wrong owners");
     }
     check_documentation(root, "svc-platform", "svc-platform.8")?;
 
@@ -149,7 +149,7 @@ async fn check_platform_package(root: &mut Root, options: &Options, packages: &[
     // The example is a conffile: an upgrade keeps an operator's changes, a purge removes them.
     let example = root.path(EXAMPLE);
     ensure!(!example.exists(), "an upgrade restored the deleted example");
-    let changed = "# my own words\n";
+    let changed = "# changed by an operator\n";
     fs::write(&example, changed)?;
     root.run(&["dpkg", "--install", &root.copy_in(&packages[1])?])?;
     ensure!(fs::read_to_string(&example)? == changed, "an upgrade reverted an operator's changes");
@@ -194,12 +194,12 @@ fn write_settings(root: &Root, source: &Path, stack: &Stack, url: &str) -> Resul
     Ok(fs::write(root.path(SETTINGS), text)?)
 }
 
-/// Report of `svcctl doctor` on the installed platform; it may contain problems.
+/// Returns the report of `svcctl doctor` on the installed platform; it may contain problems.
 fn run_doctor(root: &Root) -> Result<String> {
     root.run(&["sh", "-c", "svcctl doctor platform --json 2>&1 || true"])
 }
 
-/// Starts the command of the unit, waits until it is ready, and stops it with SIGTERM.
+/// Starts the unit's command, waits until the platform is ready, and stops it with SIGTERM.
 async fn run_platform(root: &Root, url: &str, log: &Path, stack: &Stack) -> Result<()> {
     let unit = fs::read_to_string(root.path("usr/lib/systemd/system/svc-platform.service"))?;
     let line = unit.lines().find_map(|line| line.strip_prefix("ExecStart=")).context("no ExecStart")?;
@@ -267,7 +267,7 @@ fn check_host_package(root: &Root, packages: &[PathBuf; 2]) -> Result<()> {
         "no hint about the missing provisioning:\n{output}"
     );
     for user in ["svc-gateway", "svc"] {
-        group(root, user)?;
+        group_id(root, user)?;
     }
     for (path, mode) in
         [("opt/svc", 0o755), ("opt/svc/env", 0o750), ("var/lib/svc", 0o1771), ("home/svc", 0o1770)]
@@ -299,7 +299,7 @@ fn check_host_package(root: &Root, packages: &[PathBuf; 2]) -> Result<()> {
     check_version(root, "svc-host", "+next")?;
     root.run(&["dpkg", "--remove", "svc-host"])?;
     let output = root.run(&["dpkg", "--purge", "svc-host"])?;
-    ensure!(output.contains("they are the owner's"), "purge does not report what it keeps:\n{output}");
+    ensure!(output.contains("they hold the owner's data"), "purge does not report what it keeps:\n{output}");
     for path in owner_files {
         ensure!(
             fs::read_to_string(root.path(path))? == "the owner's",
@@ -309,9 +309,9 @@ fn check_host_package(root: &Root, packages: &[PathBuf; 2]) -> Result<()> {
     check_removed(root, "svc-host")
 }
 
-/// Checks manual pages, completions, and the version.
+/// Checks the manual pages, the completions, and the version.
 fn check_documentation(root: &Root, package: &str, page: &str) -> Result<()> {
-    let (name, section) = page.split_once('.').context("a page")?;
+    let (name, section) = page.split_once('.').context("the page has no section")?;
     for (section, name) in [(section, name), ("1", "svcctl"), ("1", "svcctl-doctor")] {
         // dpkg of a minimal root excludes pages from unpacking, but still lists them.
         let listed = root.run(&["dpkg", "-L", package])?;
@@ -358,9 +358,9 @@ fn check_removed(root: &Root, package: &str) -> Result<()> {
 }
 
 /// The group id of a system user.
-fn group(root: &Root, name: &str) -> Result<u32> {
+fn group_id(root: &Root, name: &str) -> Result<u32> {
     let groups = fs::read_to_string(root.path("etc/group"))?;
     let line = groups.lines().find(|line| line.split(':').next() == Some(name));
     let line = line.with_context(|| format!("no group {name}"))?;
-    Ok(line.split(':').nth(2).context("a group id")?.parse()?)
+    Ok(line.split(':').nth(2).context("the group has no id")?.parse()?)
 }

@@ -1,4 +1,4 @@
-//! The Debian packages: the files of `packaging/` with one binary. Builds are reproducible.
+//! Builds the Debian packages from the files in `packaging/` and one binary. Builds are reproducible.
 
 pub mod check;
 mod root;
@@ -16,7 +16,7 @@ use crate::child;
 pub const PACKAGES: [&str; 2] = ["svc-platform", "svc-host"];
 const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Input of a build.
+/// The inputs of a build.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The packaged binary.
@@ -49,7 +49,7 @@ pub fn build(options: &Options) -> Result<Vec<PathBuf>> {
 
 fn build_package(options: &Options, name: &str, bill: &str, epoch: &str) -> Result<PathBuf> {
     let stage = tempfile::Builder::new().prefix("svc-deb-").tempdir()?;
-    stage::fill(stage.path(), options, name, bill, epoch)?;
+    stage::fill_stage(stage.path(), options, name, bill, epoch)?;
     let arch = architecture()?;
     let deb = options.out.join(format!("{name}_{}_{arch}.deb", options.version));
     let mut build = Command::new("dpkg-deb");

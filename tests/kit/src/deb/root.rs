@@ -1,4 +1,4 @@
-//! A Debian root in which packages are installed; created once by mmdebstrap, and unpacked for each use.
+//! A Debian root directory in which packages are installed; created once by mmdebstrap, and unpacked for each use.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ const EXTRA_PACKAGES: &str = "systemd,man-db";
 const MIRROR: &str = "http://deb.debian.org/debian";
 const BUILD_TIMEOUT: Duration = Duration::from_secs(900);
 pub const RUN_TIMEOUT: Duration = Duration::from_secs(180);
-/// Programs that build the root, with their Debian packages.
+/// Programs that are needed to build the root, with their Debian packages.
 const TOOLS: [(&str, &str); 1] = [("mmdebstrap", "mmdebstrap")];
 
 /// An unpacked root, deleted on drop.
@@ -26,12 +26,15 @@ pub struct Root {
 
 impl Root {
     pub fn unpack() -> Result<Self> {
-        ensure!(nix::unistd::geteuid().is_root(), "installing packages in a root needs root");
-        let archive = archive()?;
+        ensure!(
+            nix::unistd::geteuid().is_root(),
+            "installing packages in a Debian root directory requires the root user"
+        );
+        let archive = build_archive()?;
         let dir = tempfile::Builder::new().prefix("svc-root-").tempdir()?;
         child::remove_on_exit(dir.path());
         let mut tar = Command::new("tar");
-        // Device nodes are left out for safety; /dev is bind-mounted later.
+        // Device nodes are omitted for safety; /dev is bind-mounted later.
         tar.args(["--extract", "--numeric-owner", "--exclude=./dev/*", "--file"]).arg(archive);
         tar.arg("--directory").arg(dir.path());
         child::run(tar, BUILD_TIMEOUT)?;
@@ -63,7 +66,8 @@ impl Root {
         let mut command = self.command(user, args);
         command.current_dir("/");
         let args: Vec<_> = args.iter().map(|arg| arg.as_ref().to_string_lossy().into_owned()).collect();
-        child::run(command, RUN_TIMEOUT).with_context(|| format!("in the root: {}", args.join(" ")))
+        child::run(command, RUN_TIMEOUT)
+            .with_context(|| format!("run in the Debian root: {}", args.join(" ")))
     }
 
     /// Starts a command inside the root, with its output in `log`.
@@ -84,11 +88,11 @@ impl Root {
     }
 }
 
-fn archive() -> Result<PathBuf> {
+fn build_archive() -> Result<PathBuf> {
     let name = format!("debian-{SUITE}-{}", EXTRA_PACKAGES.replace(',', "-"));
     let dir = fetch::once(&fetch::target_dir(), &name, |dir| {
         install_missing()?;
-        println!("deb: creating a Debian root, once");
+        println!("deb: creating a Debian root (only the first time)");
         let mut make = Command::new("mmdebstrap");
         make.args(["--variant=minbase", &format!("--include={EXTRA_PACKAGES}"), SUITE]);
         make.arg(dir.join("root.tar")).arg(MIRROR);

@@ -1,7 +1,7 @@
 //! The bill of materials, CycloneDX 1.5: crates that are linked into the binary, Rust's standard library, and glibc.
 //!
-//! cargo-cyclonedx is not used: it includes the features of the whole workspace, a new serial number and time in each
-//! run, and it does not know the statically linked C library.
+//! cargo-cyclonedx is not used: it includes the features of the whole workspace, writes a new serial number and time in each
+//! run, and omits the statically linked C library.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -19,6 +19,7 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 #[cfg(target_arch = "aarch64")]
 const TARGET: &str = "aarch64-unknown-linux-gnu";
 
+/// Name and version.
 type Crate = (String, String);
 
 /// Generates the bill of `svc`, built from `source`, as JSON.
@@ -26,37 +27,37 @@ type Crate = (String, String);
 /// # Errors
 /// Fails if cargo fails, or if its outputs contradict each other.
 pub fn generate(source: &Path, svc: &Path) -> Result<String> {
-    let linked_crates = linked_crates(source)?;
+    let linked_crates = list_linked_crates(source)?;
     let mut metadata = cargo(source);
     metadata.args(["metadata", "--format-version", "1", "--locked", "--filter-platform", TARGET]);
     let metadata: Value = serde_json::from_str(&child::run(metadata, TIMEOUT)?)?;
-    let checksums = checksums(&std::fs::read_to_string(source.join("Cargo.lock"))?);
+    let checksums = parse_checksums(&std::fs::read_to_string(source.join("Cargo.lock"))?);
     let mut components = Vec::new();
-    let mut own = 0;
+    let mut workspace_crates = 0;
     let mut svc_version = None;
-    for package in metadata["packages"].as_array().context("packages")? {
-        let name = package["name"].as_str().context("a name")?.to_owned();
-        let version = package["version"].as_str().context("a version")?.to_owned();
+    for package in metadata["packages"].as_array().context("cargo metadata lists no packages")? {
+        let name = package["name"].as_str().context("a package has no name")?.to_owned();
+        let version = package["version"].as_str().context("a package has no version")?.to_owned();
         let id = (name, version);
         if id.0 == "svc" {
             svc_version = Some(id.1.clone());
         }
         if package["source"].is_null() {
             // Packages of this workspace are part of `svc`.
-            own += usize::from(linked_crates.contains(&id));
+            workspace_crates += usize::from(linked_crates.contains(&id));
         } else if linked_crates.contains(&id) {
             components.push(component(&id, package, checksums.get(&id)));
         }
     }
     ensure!(
-        components.len() + own == linked_crates.len(),
+        components.len() + workspace_crates == linked_crates.len(),
         "cargo tree lists {} packages, cargo metadata {}",
         linked_crates.len(),
-        components.len() + own
+        components.len() + workspace_crates
     );
     components.extend(system_libraries());
-    components.sort_by_key(|one| one["bom-ref"].as_str().unwrap_or_default().to_owned());
-    let version = svc_version.context("the package svc")?;
+    components.sort_by_key(|component| component["bom-ref"].as_str().unwrap_or_default().to_owned());
+    let version = svc_version.context("cargo metadata has no package svc")?;
     let sha256 = fetch::sha256(svc)?;
     let bill = json!({
         "bomFormat": "CycloneDX",
@@ -74,8 +75,8 @@ pub fn generate(source: &Path, svc: &Path) -> Result<String> {
     Ok(serde_json::to_string_pretty(&bill)? + "\n")
 }
 
-/// Names and versions of linked crates: normal dependencies of the shipped build, without procedural macros.
-fn linked_crates(source: &Path) -> Result<BTreeSet<Crate>> {
+/// Lists the linked crates: normal dependencies of the shipped build, without procedural macros.
+fn list_linked_crates(source: &Path) -> Result<BTreeSet<Crate>> {
     let mut tree = cargo(source);
     tree.args([
         "tree",
@@ -87,8 +88,8 @@ fn linked_crates(source: &Path) -> Result<BTreeSet<Crate>> {
         "--no-default-features",
     ]);
     tree.args(["--target", TARGET, "--prefix", "none", "--format", "{p}"]);
-    let listed = child::run(tree, TIMEOUT)?;
-    let crates = listed.lines().filter_map(|line| {
+    let output = child::run(tree, TIMEOUT)?;
+    let crates = output.lines().filter_map(|line| {
         let mut words = line.split_whitespace();
         Some((words.next()?.to_owned(), words.next()?.strip_prefix('v')?.to_owned()))
     });
@@ -138,8 +139,8 @@ fn system_libraries() -> Vec<Value> {
     rust.into_iter().chain(glibc).collect()
 }
 
-/// The `checksum` of each package in `Cargo.lock`.
-fn checksums(lock: &str) -> BTreeMap<Crate, String> {
+/// Parses the `checksum` of each package in `Cargo.lock`.
+fn parse_checksums(lock: &str) -> BTreeMap<Crate, String> {
     let value = |block: &str, name: &str| {
         let line = block.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(" = \""))?;
         Some(line.trim_end_matches('"').to_owned())
@@ -163,17 +164,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn checksums_are_read_from_lock_file() {
+    fn parse_checksums_reads_packages_of_registries() {
         let lock = "[[package]]\nname = \"a\"\nversion = \"1.0.0\"\nchecksum = \"ab\"\n\n[[package]]\nname = \"svc\"\nversion = \"0.1.0\"\n";
-        let read = checksums(lock);
-        assert_eq!(read.len(), 1);
-        assert_eq!(read[&("a".to_owned(), "1.0.0".to_owned())], "ab");
+        let checksums = parse_checksums(lock);
+        assert_eq!(checksums.len(), 1);
+        assert_eq!(checksums[&("a".to_owned(), "1.0.0".to_owned())], "ab");
     }
 
     #[test]
-    fn linked_crates_exclude_build_and_test_crates() {
+    fn list_linked_crates_excludes_build_and_test_crates() {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).parent().and_then(Path::parent).unwrap();
-        let linked_crates = linked_crates(source).unwrap();
+        let linked_crates = list_linked_crates(source).unwrap();
         let has = |name: &str| linked_crates.iter().any(|(known, _)| known == name);
         for name in ["svc", "rustls", "ring", "tokio-postgres", "object_store"] {
             assert!(has(name), "{name}");

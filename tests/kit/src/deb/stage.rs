@@ -16,16 +16,16 @@ use crate::child;
 const TIMEOUT: Duration = Duration::from_secs(60);
 const MAINTAINER: &str = "svc developers <svc@localhost.invalid>";
 const PROGRAM: &str = "usr/lib/svc/svc";
-/// Completion file of each shell.
+/// The completion file of each shell.
 const COMPLETIONS: [(&str, &str); 3] = [
     ("bash", "usr/share/bash-completion/completions/svcctl"),
     ("zsh", "usr/share/zsh/vendor-completions/_svcctl"),
     ("fish", "usr/share/fish/vendor_completions.d/svcctl.fish"),
 ];
 
-pub fn fill(stage: &Path, options: &Options, name: &str, bill: &str, epoch: &str) -> Result<()> {
+pub fn fill_stage(stage: &Path, options: &Options, name: &str, bill: &str, epoch: &str) -> Result<()> {
     let side = name.strip_prefix("svc-").unwrap_or(name);
-    copy(&options.source.join("packaging").join(side), stage)?;
+    copy_tree(&options.source.join("packaging").join(side), stage)?;
     let program = stage.join(PROGRAM);
     make_parent(&program)?;
     fs::copy(&options.svc, &program).with_context(|| format!("copy {}", options.svc.display()))?;
@@ -49,7 +49,7 @@ fn copy_units(from: &Path, stage: &Path) -> Result<()> {
         ("sysusers.d", "usr/lib/sysusers.d"),
         ("tmpfiles.d", "usr/lib/tmpfiles.d"),
     ] {
-        copy(&from.join(folder), &stage.join(target))?;
+        copy_tree(&from.join(folder), &stage.join(target))?;
     }
     Ok(())
 }
@@ -66,14 +66,15 @@ fn write_pages_and_completions(program: &Path, name: &str, stage: &Path) -> Resu
         }
         let mut write = Command::new(program);
         write.args([applet, "--write-man"]).arg(pages.path()).env_clear();
-        child::run(write, TIMEOUT).with_context(|| format!("the manual pages of {applet}"))?;
+        child::run(write, TIMEOUT).with_context(|| format!("write the manual pages of {applet}"))?;
     }
     for entry in fs::read_dir(pages.path())? {
         let page = entry?.path();
-        let section = page.extension().and_then(|section| section.to_str()).context("a section")?;
+        let section =
+            page.extension().and_then(|section| section.to_str()).context("a manual page has no section")?;
         let target = stage.join(format!("usr/share/man/man{section}"));
         fs::create_dir_all(&target)?;
-        fs::copy(&page, target.join(page.file_name().context("a name")?))?;
+        fs::copy(&page, target.join(page.file_name().context("a manual page has no name")?))?;
     }
     for (shell, target) in COMPLETIONS {
         let mut print = Command::new(program);
@@ -95,25 +96,25 @@ fn write_documents(stage: &Path, options: &Options, name: &str, bill: &str, epoc
                      On Debian systems the text is in /usr/share/common-licenses/Apache-2.0.\nComment:\n \
                      Linked components and their licences are listed in svc.cdx.json.\n";
     fs::write(dir.join("copyright"), copyright)?;
-    let changes = fs::read(options.source.join("CHANGELOG.md")).context("CHANGELOG.md")?;
+    let changes = fs::read(options.source.join("CHANGELOG.md")).context("read CHANGELOG.md")?;
     gzip(&changes, &dir.join("CHANGELOG.md.gz"))?;
     let version = &options.version;
     let entry = format!(
         "{name} ({version}) stable; urgency=medium\n\n  * See CHANGELOG.md.\n\n -- {MAINTAINER}  {}\n",
-        date(epoch)?
+        format_date(epoch)?
     );
     gzip(entry.as_bytes(), &dir.join("changelog.gz"))
 }
 
 /// Formats a date for a Debian changelog (RFC 5322).
-fn date(epoch: &str) -> Result<String> {
+fn format_date(epoch: &str) -> Result<String> {
     let at = jiff::Timestamp::from_second(epoch.parse().context("SOURCE_DATE_EPOCH is not a number")?)?;
     Ok(jiff::fmt::rfc2822::to_string(&at.to_zoned(jiff::tz::TimeZone::UTC))?)
 }
 
 fn compress_pages(dir: &Path) -> Result<()> {
-    for page in files(dir)? {
-        if page.extension().is_some_and(|ending| ending == "gz") {
+    for page in list_files(dir)? {
+        if page.extension().is_some_and(|extension| extension == "gz") {
             continue;
         }
         let text = fs::read(&page)?;
@@ -123,7 +124,7 @@ fn compress_pages(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Compresses without name and time in the header.
+/// Compresses without a name and time in the header.
 fn gzip(content: &[u8], to: &Path) -> Result<()> {
     let mut packed = GzBuilder::new().write(fs::File::create(to)?, Compression::best());
     packed.write_all(content)?;
@@ -132,10 +133,13 @@ fn gzip(content: &[u8], to: &Path) -> Result<()> {
 }
 
 fn write_control(stage: &Path, version: &str) -> Result<()> {
-    let size: u64 =
-        files(stage)?.iter().filter_map(|path| path.symlink_metadata().ok()).map(|meta| meta.len()).sum();
+    let size: u64 = list_files(stage)?
+        .iter()
+        .filter_map(|path| path.symlink_metadata().ok())
+        .map(|meta| meta.len())
+        .sum();
     let path = stage.join("DEBIAN/control");
-    let text = fs::read_to_string(&path).context("DEBIAN/control")?;
+    let text = fs::read_to_string(&path).context("read DEBIAN/control")?;
     let text = text
         .replace("@VERSION@", version)
         .replace("@ARCH@", &architecture()?)
@@ -148,10 +152,10 @@ fn write_control(stage: &Path, version: &str) -> Result<()> {
     Ok(())
 }
 
-/// Sets modes independent of the umask, and one modification time for all.
+/// Sets modes that do not depend on the umask, and the same modification time for everything.
 fn normalize(stage: &Path, date: Duration) -> Result<()> {
     let at = SystemTime::UNIX_EPOCH + date;
-    for path in files(stage)? {
+    for path in list_files(stage)? {
         let meta = path.symlink_metadata()?;
         if meta.is_symlink() {
             continue;
@@ -166,15 +170,15 @@ fn normalize(stage: &Path, date: Duration) -> Result<()> {
         set_mode(&path, expected)?;
         fs::File::options().append(true).open(&path)?.set_modified(at)?;
     }
-    for dir in directories(stage)? {
+    for dir in list_directories(stage)? {
         set_mode(&dir, if dir.ends_with("etc/svc") { 0o750 } else { 0o755 })?;
         fs::File::open(&dir)?.set_modified(at)?;
     }
     Ok(())
 }
 
-fn copy(from: &Path, to: &Path) -> Result<()> {
-    for path in files(from).with_context(|| format!("read {}", from.display()))? {
+fn copy_tree(from: &Path, to: &Path) -> Result<()> {
+    for path in list_files(from).with_context(|| format!("read {}", from.display()))? {
         let target = to.join(path.strip_prefix(from)?);
         make_parent(&target)?;
         fs::copy(&path, &target)?;
@@ -182,13 +186,13 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// All files and links below `dir`, sorted.
-fn files(dir: &Path) -> Result<Vec<PathBuf>> {
+/// Lists all files and links below `dir`, sorted.
+fn list_files(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(walk(dir)?.into_iter().filter(|path| path.is_symlink() || !path.is_dir()).collect())
 }
 
-/// All directories below `dir` and `dir` itself, children first.
-fn directories(dir: &Path) -> Result<Vec<PathBuf>> {
+/// Lists all directories below `dir` and `dir` itself, children first.
+fn list_directories(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut found: Vec<_> =
         walk(dir)?.into_iter().filter(|path| path.is_dir() && !path.is_symlink()).collect();
     found.reverse();

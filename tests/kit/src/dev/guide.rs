@@ -1,19 +1,19 @@
-//! The text printed once everything runs: addresses, and commands that work when pasted.
+//! The text that is printed once all services run: addresses, and commands that can be pasted.
 
 use std::path::Path;
 use std::time::Duration;
 
-use super::instance_dir::{Files, psql, shell_quote};
+use super::instance_dir::{Files, psql_command, shell_quote};
 use super::service_info::ServiceInfo;
 use crate::story::stack::Stack;
 
-/// A session of a day, so that a developer need not mint one per call.
+/// The lifetime of the session: a day, so that a developer need not mint one for each call.
 const SESSION_SECONDS: u32 = 86_400;
 
-pub(super) fn text(stack: &Stack, info: &ServiceInfo, files: &Files, elapsed: Duration) -> String {
+pub(super) fn render(stack: &Stack, info: &ServiceInfo, files: &Files, elapsed: Duration) -> String {
     let ServiceInfo { platform_url, router_url, app_host, code_host, owner, idp, s3, .. } = info;
     let (operator, json) = (display_path(&files.operator), display_path(&files.info));
-    let (user, psql, seconds) = (&owner.idp_user_id, psql(stack), elapsed.as_secs_f64());
+    let (user, psql, seconds) = (&owner.idp_user_id, psql_command(stack), elapsed.as_secs_f64());
     let mint = shell_quote(&format!("{}?sub={user}&ttl={SESSION_SECONDS}", idp.mint_url));
     let call = format!("curl -sS -H 'Host: {app_host}' -H \"Authorization: Bearer $TOKEN\"");
     let query = format!("{call} -H 'content-type: application/json' {router_url}/api/bridge/query");
@@ -60,7 +60,8 @@ The databases:
     )
 }
 
-/// The path relative to the current directory. It keeps a slash, because `.` would search the path for a bare name.
+/// The path relative to the current directory. It always contains a slash, because the shell's `.` searches `PATH` for a bare
+/// name.
 fn display_path(path: &Path) -> String {
     let here = std::env::current_dir().ok();
     let short = here.and_then(|here| Some(path.strip_prefix(here).ok()?.to_owned()));

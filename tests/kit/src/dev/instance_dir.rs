@@ -1,7 +1,7 @@
 //! The directory of a running instance: `dev.json`, the operator's credential, a link to `svcctl`.
 //!
-//! A file lock decides who owns it. A killed instance releases the lock, and its files are replaced. Only files that
-//! were created here are removed.
+//! A file lock determines which instance owns the directory. A killed instance releases the lock, and its files are replaced.
+//! Only files that were created here are removed.
 
 use std::fmt;
 use std::fs::{self, File, TryLockError};
@@ -25,11 +25,11 @@ pub struct DevLock {
     _lock: File,
 }
 
-/// Error: another instance owns the directory.
+/// The error if another instance owns the directory.
 #[derive(Debug)]
 pub struct AlreadyRunning {
     pid: Option<u32>,
-    /// URLs of the other instance; `None` while it starts.
+    /// The platform's and the router's URL of the other instance; `None` while it starts.
     urls: Option<(String, String)>,
     info: PathBuf,
 }
@@ -47,7 +47,7 @@ impl DevLock {
     pub fn acquire(dir: &Path) -> Result<Self> {
         fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
         let dir = dir.canonicalize()?;
-        // Next to the directory, because the directory is removed.
+        // The lock file is next to the directory, because the directory is removed.
         let path = dir.with_added_extension("lock");
         let mut lock = File::options().read(true).write(true).create(true).truncate(false).open(&path)?;
         match lock.try_lock() {
@@ -66,16 +66,16 @@ impl DevLock {
         fs::create_dir_all(&self.dir)?;
         let files = Files { info: self.dir.join(INFO_FILE), operator: self.dir.join(OPERATOR_FILE) };
         symlink(svc, self.dir.join(SVCCTL_LINK)).context("link svcctl")?;
-        self.write(&files.operator, &self.operator_script(env))?;
-        // Written last: programs that wait for it find everything else.
+        self.write(&files.operator, &self.render_operator_script(env))?;
+        // Written last, so that programs that wait for this file find the others.
         let mut text = serde_json::to_string_pretty(info)?;
         text.push('\n');
         self.write(&files.info, &text)?;
         Ok(files)
     }
 
-    /// The operator's environment for a shell's `.`, with `svcctl` in the path.
-    fn operator_script(&self, env: &[(String, String)]) -> String {
+    /// Renders the operator's environment for a shell's `.`, with `svcctl` in `PATH`.
+    fn render_operator_script(&self, env: &[(String, String)]) -> String {
         let exports = env.iter().map(|(name, value)| format!("export {name}={}\n", shell_quote(value)));
         let dir = shell_quote(&self.dir.display().to_string());
         exports.chain([format!("export PATH={dir}:\"$PATH\"\n")]).collect()
@@ -141,15 +141,15 @@ impl fmt::Display for AlreadyRunning {
 
 /// Quotes a word for a shell.
 pub(super) fn shell_quote(text: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=@%+,".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=@%+,".contains(c);
+    if !text.is_empty() && text.chars().all(is_plain) {
         return text.to_owned();
     }
     format!("'{}'", text.replace('\'', r"'\''"))
 }
 
-/// Path of `psql` of the running PostgreSQL, if it includes one.
-pub(super) fn psql(stack: &Stack) -> String {
+/// The command `psql`: of the running PostgreSQL, if it includes one.
+pub(super) fn psql_command(stack: &Stack) -> String {
     let bundled = stack.pg.dir().join("psql");
     if bundled.exists() { shell_quote(&bundled.display().to_string()) } else { "psql".to_owned() }
 }
@@ -165,7 +165,7 @@ mod tests {
         fs::create_dir_all(&dir).unwrap();
         fs::write(dir.join(INFO_FILE), r#"{"platformUrl": "stale"}"#).unwrap();
         let first = DevLock::acquire(&dir).unwrap();
-        assert!(!dir.join(INFO_FILE).exists(), "stale files are removed");
+        assert!(!dir.join(INFO_FILE).exists(), "the stale file was not removed");
         let refused = DevLock::acquire(&dir).unwrap_err().to_string();
         assert!(refused.contains(&format!("kill {}", std::process::id())), "{refused}");
         drop(first);

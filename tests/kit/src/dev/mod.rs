@@ -1,7 +1,7 @@
 //! `cargo xtask dev`: the services of the story, kept running for a developer.
 //!
-//! It starts all services of the demo, provisions an owner's machine and uses its two apps, until a signal stops it.
-//! Invariants: at most one instance per directory; however it ends, no process remains.
+//! It starts all services of the demo, provisions an owner's machine with two apps, and runs until a signal stops it.
+//! Invariants: there is at most one instance per directory; however it ends, no process remains.
 
 mod guide;
 mod instance_dir;
@@ -22,25 +22,27 @@ use crate::story::stack::{CONFIRMED, HANDLE, IMAGE_VERSION, RouterTransport, Sta
 /// The router loads a new machine within a second.
 const ROUTE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Starts everything, prints how to use it, and runs until SIGINT, SIGTERM or SIGHUP.
+/// Starts all services, prints how to use them, and runs until SIGINT, SIGTERM or SIGHUP.
 ///
 /// # Errors
 /// Fails if something cannot start, or if the platform exits.
 pub async fn run(lock: DevLock, svc: &Path, bundle: Option<&Path>) -> Result<()> {
     let started = Instant::now();
     let mut stop = StopSignals::listen()?;
-    // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
-    let dir =
-        tempfile::Builder::new().prefix("svc-dev-").tempdir_in("/tmp").context("a directory for disks")?;
+    // In `/tmp`, because the path of a Unix socket is limited to 107 bytes.
+    let dir = tempfile::Builder::new()
+        .prefix("svc-dev-")
+        .tempdir_in("/tmp")
+        .context("create a directory for disks")?;
     child::remove_on_exit(dir.path());
     println!("dev: starting platform, router, provider, store, database, identity provider");
     let mut stack = tokio::select! {
         started = Stack::start(svc, dir.path(), RouterTransport::Plain) => started?.0,
-        () = stop.received() => return Ok(()),
+        () = stop.wait_for_signal() => return Ok(()),
     };
     let result = tokio::select! {
         result = provision_and_wait(&mut stack, &lock, svc, bundle, started) => result,
-        () = stop.received() => Ok(()),
+        () = stop.wait_for_signal() => Ok(()),
     };
     if result.is_err() {
         stack.print_logs();
@@ -62,11 +64,11 @@ async fn provision_and_wait(
     let machine = provision(stack, bundle).await?;
     let info = service_info::ServiceInfo::collect(stack, &machine)?;
     let files = lock.publish(&info, stack.operator_env(), svc)?;
-    println!("{}", guide::text(stack, &info, &files, started.elapsed()));
+    println!("{}", guide::render(stack, &info, &files, started.elapsed()));
     stack.wait_for_platform_exit().await
 }
 
-/// Provisions the demo owner's machine and waits until the router reaches it. The default is the minimal bundle.
+/// Provisions the demo owner's machine and waits until the router reaches it. Without `bundle`, builds the minimal bundle.
 pub(crate) async fn provision(stack: &Stack, bundle: Option<&Path>) -> Result<MachineRecord> {
     stack.svcctl(&["slot", "set", USER, "--plan", "max"]).await?.success()?;
     let (dir, version) = match bundle {
@@ -107,7 +109,7 @@ impl StopSignals {
         Ok(Self([interrupt?, terminate?, hangup?]))
     }
 
-    async fn received(&mut self) {
+    async fn wait_for_signal(&mut self) {
         let [interrupt, terminate, hangup] = &mut self.0;
         tokio::select! {
             _ = interrupt.recv() => {}

@@ -1,4 +1,4 @@
-//! HTTP endpoints of the issuer.
+//! The issuer's HTTP endpoints.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -25,7 +25,7 @@ pub(super) async fn serve(state: Arc<State>, stream: TcpStream) {
         .route("/mint", get(mint_by_query))
         .with_state(state);
     let service = TowerToHyperService::new(router);
-    // Errors of a connection concern only its client.
+    // A connection's errors concern only its client.
     hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service).await.ok();
 }
 
@@ -73,7 +73,7 @@ async fn mint_by_query(
     Ok(mint::mint(&state.keys(), &issuer(&headers), &query.sub, &options))
 }
 
-// The issuer's name is the address in the request: it listens on one address only.
+// The issuer's name is the address in the request, because the issuer listens on only one address.
 fn issuer(headers: &HeaderMap) -> String {
     let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
     format!("http://{host}")

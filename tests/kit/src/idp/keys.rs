@@ -23,7 +23,7 @@ pub enum Alg {
 impl Alg {
     pub const ALL: [Self; 3] = [Self::EdDsa, Self::Es256, Self::Rs256];
 
-    /// Name in a token's header.
+    /// The name in a token's header.
     pub fn name(self) -> &'static str {
         match self {
             Self::EdDsa => "EdDSA",
@@ -103,7 +103,7 @@ impl Key {
         match &self.signer {
             Signer::Ed25519(key) => key.sign(message).as_ref().to_vec(),
             Signer::P256(key) => {
-                key.sign(&random, message).expect("randomness is available").as_ref().to_vec()
+                key.sign(&random, message).expect("cannot sign with the P-256 key").as_ref().to_vec()
             }
             Signer::Rsa(key) => {
                 let mut signature = vec![0; key.public().modulus_len()];
@@ -114,7 +114,7 @@ impl Key {
         }
     }
 
-    /// Public key bytes that a faulty verifier could use as an HMAC secret.
+    /// The bytes of the public key, which a faulty verifier could use as an HMAC secret.
     pub(super) fn public_bytes(&self) -> &[u8] {
         match &self.signer {
             Signer::Ed25519(key) => key.public_key().as_ref(),

@@ -1,4 +1,4 @@
-//! Session tokens, valid ones and flawed ones.
+//! Mints session tokens, valid and flawed ones.
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::Idp;
 use super::keys::{Alg, KeySet};
 
-/// Content of a token; the default is a valid session of five minutes.
+/// The content of a token; the default is a valid session of five minutes.
 #[derive(Clone, Debug)]
 pub struct MintOptions {
     /// Seconds from now to `exp`; negative for an expired token.
@@ -17,13 +17,13 @@ pub struct MintOptions {
     pub nbf: i64,
     /// Overrides the issuer.
     pub iss: Option<String>,
-    /// `None` leaves `aud` out.
+    /// `None` omits `aud`.
     pub aud: Option<Value>,
     pub azp: Option<String>,
     pub alg: Alg,
     /// Overrides the key id in the header.
     pub kid: Option<String>,
-    /// Additional claims, or overrides of those above; `null` removes a claim.
+    /// Additional claims, which override those above; `null` removes a claim.
     pub claims: Map<String, Value>,
     pub flaw: Option<Flaw>,
 }
@@ -93,7 +93,7 @@ pub(super) fn mint(keys: &KeySet, issuer: &str, sub: &str, options: &MintOptions
     {
         header.shift_remove("kid");
     }
-    let claims = claims(issuer, sub, options);
+    let claims = build_claims(issuer, sub, options);
     let mut signed = format!("{}.{}", encode(&header), encode(&claims));
     let mut signature = key.sign(signed.as_bytes());
     match options.flaw {
@@ -114,7 +114,7 @@ pub(super) fn mint(keys: &KeySet, issuer: &str, sub: &str, options: &MintOptions
     format!("{signed}.{}", URL_SAFE_NO_PAD.encode(signature))
 }
 
-fn claims(issuer: &str, sub: &str, options: &MintOptions) -> Value {
+fn build_claims(issuer: &str, sub: &str, options: &MintOptions) -> Value {
     let now = jiff::Timestamp::now().as_second();
     let mut claims = json!({
         "iss": options.iss.as_deref().unwrap_or(issuer),

@@ -30,7 +30,7 @@ use anyhow::Result;
 use crate::net::ReopenableListener;
 use keys::KeySet;
 
-/// What rotation does with the previous keys.
+/// The treatment of the previous keys in a rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OldKeys {
     /// They stay in the JWKS: their tokens still verify.
@@ -86,8 +86,8 @@ impl Idp {
         mint::mint(&self.state.keys(), &self.issuer(), sub, options)
     }
 
-    /// Generates new keys with new ids, which sign from now on. (The RSA key is slow to generate and only gets a new
-    /// id.)
+    /// Generates new keys with new ids, which sign from now on. (The RSA key stays the same and only gets a new id, because
+    /// ring cannot generate RSA keys.)
     pub fn rotate(&self, old: OldKeys) -> Result<()> {
         let new = KeySet::generate()?;
         let mut keys = self.state.keys();
@@ -108,7 +108,7 @@ impl Idp {
         self.state.jwks_fetches.load(Ordering::SeqCst)
     }
 
-    /// Sets the status of JWKS responses; without keys unless it is 200.
+    /// Sets the status of JWKS responses. They contain keys only if it is 200.
     pub fn set_jwks_status(&self, status: u16) {
         *self.state.jwks_status.lock().unwrap_or_else(PoisonError::into_inner) = status;
     }

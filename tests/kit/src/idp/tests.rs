@@ -1,4 +1,4 @@
-//! Tokens and keys of the issuer, from a verifier's point of view.
+//! Tests of the issuer's tokens and keys from a verifier's point of view.
 
 use anyhow::{Context, Result};
 use base64::Engine;
@@ -26,13 +26,13 @@ async fn get(url: &str) -> Result<String> {
 /// Returns the claims of a token if a published key has signed it with the algorithm of that key.
 async fn verify(idp: &Idp, token: &str) -> Result<Value> {
     let jwks: Value = serde_json::from_str(&get(&idp.jwks_url()).await?)?;
-    let (signed, signature) = token.rsplit_once('.').context("parts")?;
-    let (header, claims) = signed.split_once('.').context("three parts")?;
+    let (signed, signature) = token.rsplit_once('.').context("the token has no signature")?;
+    let (header, claims) = signed.split_once('.').context("the token does not have three parts")?;
     let (header, signature): (Value, _) = (serde_json::from_slice(&decode(header)?)?, decode(signature)?);
-    let keys = jwks["keys"].as_array().context("keys")?;
+    let keys = jwks["keys"].as_array().context("the JWKS has no keys")?;
     let jwk = keys.iter().find(|jwk| jwk["kid"] == header["kid"]).context("unknown kid")?;
-    anyhow::ensure!(jwk["alg"] == header["alg"], "not the key's algorithm");
-    let valid = match header["alg"].as_str().context("alg")? {
+    anyhow::ensure!(jwk["alg"] == header["alg"], "the algorithm does not match the key");
+    let result = match header["alg"].as_str().context("the header has no alg")? {
         "EdDSA" => UnparsedPublicKey::new(&ED25519, field(jwk, "x")?).verify(signed.as_bytes(), &signature),
         "ES256" => {
             let point = [vec![4], field(jwk, "x")?, field(jwk, "y")?].concat();
@@ -45,7 +45,7 @@ async fn verify(idp: &Idp, token: &str) -> Result<Value> {
         ),
         other => anyhow::bail!("alg {other}"),
     };
-    valid.ok().context("signature")?;
+    result.ok().context("the signature is invalid")?;
     Ok(serde_json::from_slice(&decode(claims)?)?)
 }
 
@@ -76,7 +76,7 @@ async fn flawed_tokens_do_not_verify() -> Result<()> {
             let token = idp.mint("user_1", &MintOptions { alg, flaw: Some(flaw), ..MintOptions::default() });
             assert!(verify(&idp, &token).await.is_err(), "{alg:?} {flaw:?}");
         }
-        let kid = Some("of-nobody".to_owned());
+        let kid = Some("unknown".to_owned());
         assert!(
             verify(&idp, &idp.mint("user_1", &MintOptions { alg, kid, ..MintOptions::default() }))
                 .await

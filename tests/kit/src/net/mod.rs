@@ -10,10 +10,10 @@
 //! # Ok(()) }
 //! ```
 
-mod gate;
 mod ports;
 mod proxy;
+mod reopenable_listener;
 
-pub(crate) use gate::ReopenableListener;
 pub use ports::free_port;
 pub use proxy::Proxy;
+pub(crate) use reopenable_listener::ReopenableListener;

@@ -16,7 +16,7 @@ const MAX_ATTEMPTS: usize = 2000;
 pub fn free_port() -> io::Result<u16> {
     /// Locked files of this process's ports.
     static RESERVED: Mutex<Vec<File>> = Mutex::new(Vec::new());
-    let folder = reservations()?;
+    let folder = reservation_folder()?;
     let range = range_below_ephemeral();
     for _ in 0..MAX_ATTEMPTS {
         let port =
@@ -30,8 +30,8 @@ pub fn free_port() -> io::Result<u16> {
     Err(io::Error::new(io::ErrorKind::AddrInUse, format!("no free port found in {range:?}")))
 }
 
-/// The folder with one empty file per port that was ever reserved by this user.
-fn reservations() -> io::Result<PathBuf> {
+/// The folder with an empty file for each port that this user has ever reserved.
+fn reservation_folder() -> io::Result<PathBuf> {
     let folder = std::env::temp_dir().join(format!("svc-kit-ports-{}", nix::unistd::geteuid()));
     std::fs::create_dir_all(&folder)?;
     Ok(folder)
@@ -55,7 +55,7 @@ fn range_below_ephemeral() -> Range<u16> {
     let system = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap_or_default();
     let first_ephemeral =
         system.split_whitespace().next().and_then(|port| port.parse().ok()).unwrap_or(32_768);
-    // If nearly all ports are ephemeral, there is no better range.
+    // If nearly all ports are ephemeral, no better range exists.
     FIRST..if first_ephemeral > FIRST + 2000 { first_ephemeral } else { 32_768 }
 }
 
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn port_is_reserved_until_its_holder_ends() {
+    fn port_is_reserved_until_its_lock_is_released() {
         let folder = tempfile::tempdir().expect("a folder");
         let first = reserve(folder.path(), 10_000).expect("a file").expect("not reserved");
         assert!(reserve(folder.path(), 10_000).expect("a file").is_none());

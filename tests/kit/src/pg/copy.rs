@@ -1,12 +1,13 @@
-//! A copy of the platform's tables inside their own database, equivalent to a dump and its restore. Keys and
-//! installation are excluded.
+//! Copies the platform's tables inside their own database, which is equivalent to a dump and its restore. The tables of keys
+//! and of the installation are excluded.
 
 use anyhow::Result;
 use tokio_postgres::Client;
 use tokio_postgres::error::SqlState;
 
 pub struct TablesCopy {
-    empty: String,
+    /// The SQL that empties the tables.
+    empty_sql: String,
 }
 
 impl TablesCopy {
@@ -16,10 +17,10 @@ impl TablesCopy {
     /// Fails on a database error.
     pub async fn new(client: &Client) -> Result<Self> {
         client.batch_execute("SET session_replication_role = replica").await?;
-        let empty = "SELECT string_agg('DELETE FROM ' || quote_ident(tablename), '; ') FROM pg_tables \
+        let build_sql = "SELECT string_agg('DELETE FROM ' || quote_ident(tablename), '; ') FROM pg_tables \
                      WHERE schemaname = 'public' AND tablename \
                      NOT IN ('signing_keys', 'installation', 'refinery_schema_history')";
-        Ok(Self { empty: client.query_one(empty, &[]).await?.get(0) })
+        Ok(Self { empty_sql: client.query_one(build_sql, &[]).await?.get(0) })
     }
 
     /// Empties the tables.
@@ -27,7 +28,7 @@ impl TablesCopy {
     /// # Errors
     /// Fails on a database error.
     pub async fn empty(&self, client: &Client) -> Result<()> {
-        execute_with_retry(client, &self.empty).await
+        execute_with_retry(client, &self.empty_sql).await
     }
 
     /// Saves all tables and sequences, and replaces an earlier copy.
@@ -52,6 +53,8 @@ impl TablesCopy {
         Ok(true)
     }
 
+    /// Drops the copy, if there is one.
+    ///
     /// # Errors
     /// Fails on a database error.
     pub async fn drop(&self, client: &Client) -> Result<()> {
@@ -59,7 +62,7 @@ impl TablesCopy {
     }
 }
 
-/// Saves one consistent snapshot.
+/// Saves a consistent snapshot of all tables.
 const SAVE: &str = "ROLLBACK; BEGIN ISOLATION LEVEL REPEATABLE READ; DROP SCHEMA IF EXISTS saved CASCADE; CREATE SCHEMA saved; DO $$ DECLARE name text; BEGIN
     FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'public'
         AND tablename NOT IN ('signing_keys', 'installation', 'refinery_schema_history') LOOP
@@ -78,7 +81,7 @@ const RESTORE: &str = "DO $$ DECLARE name text; columns text; BEGIN
     PERFORM setval(quote_ident(sequencename), coalesce(last_value, 1)) FROM saved.sequences;
     END $$";
 
-/// Executes SQL, and retries when a lock of the platform causes a deadlock.
+/// Executes SQL, and retries if it deadlocks with the platform.
 ///
 /// # Errors
 /// Fails on a database error.

@@ -1,4 +1,4 @@
-//! A fresh database per test, on one server per test process or per run.
+//! A new database for each test, on one server per test process or per run.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,8 +11,8 @@ use tokio_postgres::Client;
 use super::{PgAddress, PgBinaries, PgOptions, PgServer, run_server};
 use crate::fetch;
 
-/// The server of this process, which has the databases of [`test_database`]. It is started on first use and stopped
-/// with the process.
+/// The server of this process, with the databases of [`test_database`]. It is started on first use, and stopped when the
+/// process ends.
 ///
 /// # Errors
 /// Fails if it cannot be started.
@@ -26,7 +26,7 @@ pub async fn process_server() -> Result<&'static PgServer> {
     server.await
 }
 
-/// The server of [`test_database_from`].
+/// The server with the databases of [`test_database_from`].
 ///
 /// # Errors
 /// Fails if it cannot be started.
@@ -37,21 +37,21 @@ pub async fn prepared_server() -> Result<PgAddress> {
     }
 }
 
-/// A test's own database, dropped at some point after the value.
+/// A test's own database. It is dropped from the server some time after this value is dropped.
 #[derive(Debug)]
 pub struct TestDatabase {
     server: PgAddress,
     name: String,
 }
 
-/// Creates an empty database on the server of this process. Roles belong to a server, so that those of the test's
-/// applications cannot collide with another test's.
+/// Creates an empty database on the server of this process. Roles belong to a server, so the roles of this test's apps cannot
+/// collide with those of another process.
 pub async fn test_database() -> Result<TestDatabase> {
-    database_from(process_server().await?.address(), "template1").await
+    create_from(process_server().await?.address(), "template1").await
 }
 
-/// Creates a copy of a prepared database. `prepare` runs once per `key` and server, with the URL of an empty database;
-/// it must close its connections, and creates the same content in each process of a run.
+/// Creates a copy of a prepared database. `prepare` runs once per `key` and server, with the URL of an empty database.
+/// It must close its connections, and must create the same content in each process of a run.
 pub async fn test_database_from<F, Fut>(key: &str, prepare: F) -> Result<TestDatabase>
 where
     F: FnOnce(String) -> Fut,
@@ -66,27 +66,27 @@ where
     let name = template
         .get_or_try_init(|| async {
             run_server::drop_databases_of_ended_tests(&server).await?;
-            run_server::template(&server, key, prepare).await
+            run_server::prepare_template(&server, key, prepare).await
         })
         .await?;
-    database_from(&server, name).await
+    create_from(&server, name).await
 }
 
-async fn database_from(server: &PgAddress, template: &str) -> Result<TestDatabase> {
-    let databases = std::mem::take(&mut *PENDING_DROPS.lock().unwrap_or_else(PoisonError::into_inner));
-    for (server, name) in databases {
+async fn create_from(server: &PgAddress, template: &str) -> Result<TestDatabase> {
+    let dropped = std::mem::take(&mut *PENDING_DROPS.lock().unwrap_or_else(PoisonError::into_inner));
+    for (server, name) in dropped {
         server.drop_database(&name).await?;
     }
-    let name = next_name();
-    server.database_from_template(template, &name).await?;
+    let name = generate_name();
+    server.create_database_from_template(template, &name).await?;
     Ok(TestDatabase { server: server.clone(), name })
 }
 
-// `Drop` cannot await the server, so the next request for a database drops these.
+// `Drop` cannot await the server, so the next request for a database drops these databases.
 static PENDING_DROPS: Mutex<Vec<(PgAddress, String)>> = Mutex::new(Vec::new());
 
-/// Unique among the processes of a run.
-fn next_name() -> String {
+/// Generates a name that is unique among the processes of a run.
+fn generate_name() -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     format!("test_{}_{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed))
 }

@@ -1,5 +1,5 @@
-//! One server for all tests of a run that copy a prepared database: nextest runs each test in a process of its own, and
-//! a server with a migrated schema for each costs more than most of these tests.
+//! One server for all tests of a run that copy a prepared database: nextest runs each test in its own process, and starting
+//! a server with a migrated schema for each process would take longer than most of these tests.
 
 use std::path::Path;
 
@@ -9,12 +9,12 @@ use sha2::{Digest, Sha256};
 use super::{PgAddress, PgBinaries, PgOptions, PgServer};
 use crate::fetch;
 
-/// `PORT PASSWORD` of the run's server.
-pub const ADDRESS: &str = "SVC_TEST_POSTGRES";
-/// For the processes of all tests that run at the same time.
+/// Variable with `PORT PASSWORD` of the run's server.
+pub const ADDRESS_VARIABLE: &str = "SVC_TEST_POSTGRES";
+/// Enough for the processes of all tests that run concurrently.
 const MAX_CONNECTIONS: &str = "400";
 
-/// A server for the tests of a run; it ends with the value.
+/// A server for the tests of a run, stopped on drop.
 #[derive(Debug)]
 pub struct RunServer(PgServer);
 
@@ -24,28 +24,29 @@ impl RunServer {
     pub async fn start() -> Result<Self> {
         let target = fetch::target_dir();
         let binaries = tokio::task::spawn_blocking(move || PgBinaries::locate_or_fetch(&target)).await??;
-        // Databases live for seconds.
+        // Databases exist only for seconds.
         let settings = [("autovacuum", "off"), ("max_connections", MAX_CONNECTIONS)];
         let settings = settings.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
         Ok(Self(PgServer::start(&binaries, PgOptions { settings, ..PgOptions::default() }).await?))
     }
 
-    /// The variable that tells the tests of this server.
+    /// The variable that passes the server's address to the tests.
     pub fn variable(&self) -> (&'static str, String) {
         let PgAddress { port, password } = self.0.address();
-        (ADDRESS, format!("{port} {password}"))
+        (ADDRESS_VARIABLE, format!("{port} {password}"))
     }
 }
 
 /// The run's server, if there is one.
 pub(super) fn address() -> Result<Option<PgAddress>> {
-    let Ok(text) = std::env::var(ADDRESS) else { return Ok(None) };
-    let (port, password) = text.split_once(' ').with_context(|| format!("{ADDRESS} is not PORT PASSWORD"))?;
+    let Ok(text) = std::env::var(ADDRESS_VARIABLE) else { return Ok(None) };
+    let (port, password) =
+        text.split_once(' ').with_context(|| format!("{ADDRESS_VARIABLE} must be PORT PASSWORD"))?;
     Ok(Some(PgAddress { port: port.parse()?, password: password.to_owned() }))
 }
 
-/// Returns the template of `key` on a server that several processes use; the first to need it prepares it.
-pub(super) async fn template<F, Fut>(server: &PgAddress, key: &str, prepare: F) -> Result<String>
+/// Returns the name of the template for `key` on a server that several processes use. The first process prepares it.
+pub(super) async fn prepare_template<F, Fut>(server: &PgAddress, key: &str, prepare: F) -> Result<String>
 where
     F: FnOnce(String) -> Fut,
     Fut: Future<Output = Result<()>>,
@@ -54,9 +55,10 @@ where
     let name = format!("template_{}", &digest[..12]);
     let session = server.connect("postgres").await?;
     let lock = i64::from_str_radix(&digest[..15], 16)?;
-    // Held until the session ends.
+    // The lock is held until the session ends.
     session.execute("SELECT pg_advisory_lock($1)", &[&lock]).await?;
-    if !server.databases().await?.contains(&name) {
+    if !server.list_databases().await?.contains(&name) {
+        // Renamed only when it is complete.
         let unfinished = format!("unfinished_{name}");
         server.drop_database(&unfinished).await?;
         server.create_database(&unfinished).await?;
@@ -68,7 +70,7 @@ where
 
 /// Drops the databases of tests that have ended.
 pub(super) async fn drop_databases_of_ended_tests(server: &PgAddress) -> Result<()> {
-    for name in server.databases().await? {
+    for name in server.list_databases().await? {
         let pid = name.strip_prefix("test_").and_then(|rest| rest.split('_').next());
         if pid.is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {
             server.drop_database(&name).await?;

@@ -31,7 +31,7 @@ pub struct PgOptions {
     pub data_dir: Option<PathBuf>,
     /// The loopback port; by default a free one, reserved for the server's lifetime.
     pub port: Option<u16>,
-    /// The superuser's password; by default that of the prepared cluster, or a random one with [`Durability::FsyncOn`].
+    /// The superuser's password; by default the prepared cluster's, or a random one with [`Durability::FsyncOn`].
     pub password: Option<String>,
     pub durability: Durability,
     /// Additional `postgresql.conf` settings, which override the kit's.
@@ -48,7 +48,7 @@ pub enum Durability {
     FsyncOn,
 }
 
-/// A PostgreSQL 16 on `127.0.0.1` and a unix socket. Drop stops it immediately and deletes a temporary data directory.
+/// A PostgreSQL 16 server on `127.0.0.1` and a Unix socket. Drop stops it immediately and deletes a temporary data directory.
 #[derive(Debug)]
 pub struct PgServer {
     binaries: PgBinaries,
@@ -65,14 +65,14 @@ impl PgServer {
     ///
     /// A server for tests starts from a copy of a prepared cluster, unless its password is given.
     pub async fn start(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
-        let any_port = options.port.is_none();
+        let is_any_port = options.port.is_none();
         let is_copy = options.password.is_none() && options.durability == Durability::FsyncOff;
         let mut server = Self::prepare(binaries, options)?;
         let (binaries, data_dir, password) =
             (binaries.clone(), server.data_dir.clone(), server.address.password.clone());
         server.address.password = tokio::task::spawn_blocking(move || -> Result<String> {
             if is_copy {
-                let cluster = PreparedCluster::of(&binaries)?;
+                let cluster = PreparedCluster::locate_or_create(&binaries)?;
                 cluster.copy_to(&data_dir)?;
                 return Ok(cluster.password);
             }
@@ -84,7 +84,7 @@ impl PgServer {
         loop {
             match server.restart().await {
                 // Another process bound the port first.
-                Err(error) if any_port && format!("{error:#}").contains("Address already in use") => {
+                Err(error) if is_any_port && format!("{error:#}").contains("Address already in use") => {
                     server.address.port = net::free_port()?;
                 }
                 result => return result.map(|()| server),
@@ -166,7 +166,7 @@ impl PgServer {
         }
     }
 
-    /// A fast shutdown as by systemd: connections are closed, commits are on disk.
+    /// Shuts down fast, as with systemd: closes connections and keeps all commits.
     pub async fn stop(&self) -> Result<()> {
         self.terminate(Signal::SIGINT, STOP_TIMEOUT)
     }
@@ -174,7 +174,7 @@ impl PgServer {
     /// Kills the server and all its processes with SIGKILL, like a machine failure.
     pub async fn kill9(&self) -> Result<()> {
         if let Some(postmaster) = self.pid() {
-            // Suspended first, so that it can neither start a process nor notice the death of one.
+            // Suspend the postmaster first, so that it can neither start a process nor notice that one has ended.
             kill(postmaster, Signal::SIGSTOP).ok();
             for process in children_of(postmaster) {
                 kill(process, Signal::SIGKILL).ok();
@@ -219,7 +219,7 @@ impl PgServer {
         &self.data_dir
     }
 
-    /// The directory of the unix socket, as `host` in a connection string.
+    /// The directory of the Unix socket, as `host` in a connection string.
     pub fn socket_dir(&self) -> &Path {
         self.temp_dir.path()
     }
@@ -252,7 +252,7 @@ impl PgServer {
         for (name, value) in &self.settings {
             command.arg("-c").arg(format!("{name}={value}"));
         }
-        // Ctrl-C on a terminal must reach only this process, because others may still need PostgreSQL.
+        // Ctrl-C on a terminal must reach only this process, because other processes may still need PostgreSQL.
         command.process_group(0).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let child = command.spawn().context("start postgres")?;
         child::kill_on_exit(child.id(), AtExit::Quit);
@@ -265,17 +265,17 @@ impl PgServer {
         process.as_ref().and_then(|child| i32::try_from(child.id()).ok()).map(Pid::from_raw)
     }
 
-    /// Reaps the process if it has exited, and returns whether it had.
+    /// Reaps the process if it has exited; returns whether it has.
     fn reap_if_exited(&self) -> bool {
         let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
-        let exited = process.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(Some(_))));
-        if exited && let Some(child) = process.take() {
+        let has_exited = process.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(Some(_))));
+        if has_exited && let Some(child) = process.take() {
             child::unregister(child.id());
         }
-        exited
+        has_exited
     }
 
-    /// Releases the System V shared memory of a killed server, which only its next start would release.
+    /// Releases the System V shared memory of a killed server, which otherwise only its next start would release.
     fn release_shared_memory(&self) {
         let pid_file = fs::read_to_string(self.data_dir.join("postmaster.pid")).unwrap_or_default();
         let segment = pid_file.lines().nth(6).and_then(|line| line.split_whitespace().nth(1));
@@ -293,13 +293,13 @@ impl PgServer {
             return Ok(());
         };
         kill(pid, signal).ok();
-        let in_time = child::wait_until(&mut child, Instant::now() + timeout).is_some();
-        if !in_time {
+        let ended_in_time = child::wait_until(&mut child, Instant::now() + timeout).is_some();
+        if !ended_in_time {
             child.kill().ok();
             child.wait().ok();
         }
         child::unregister(child.id());
-        ensure!(in_time, "PostgreSQL needed SIGKILL: it was still running {timeout:?} after {signal}");
+        ensure!(ended_in_time, "PostgreSQL needed SIGKILL: it was still running {timeout:?} after {signal}");
         Ok(())
     }
 }
@@ -313,15 +313,15 @@ impl Drop for PgServer {
     }
 }
 
-/// The parent of temporary data: memory if it has room, because a new database consists of hundreds of small files, whose
-/// creation on a disk would cost a third of the tests' computing time. A short path, because that of a unix socket is
-/// limited to 107 bytes.
+/// The parent directory of temporary data: in memory if there is room, because a new database consists of hundreds of small
+/// files, whose creation on a disk would take a third of the tests' CPU time. Its path is short, because that of a Unix
+/// socket is limited to 107 bytes.
 fn temp_parent() -> &'static str {
     const IN_MEMORY: &str = "/dev/shm";
-    const MIN_FREE: u64 = 2 << 30;
+    const MIN_FREE_BYTES: u64 = 2 << 30;
     let free = statvfs(IN_MEMORY).map(|stats| stats.blocks_available() * stats.fragment_size());
     let is_writable = access(IN_MEMORY, AccessFlags::W_OK).is_ok();
-    if is_writable && free.is_ok_and(|free| free >= MIN_FREE) { IN_MEMORY } else { "/tmp" }
+    if is_writable && free.is_ok_and(|free| free >= MIN_FREE_BYTES) { IN_MEMORY } else { "/tmp" }
 }
 
 fn children_of(pid: Pid) -> Vec<Pid> {

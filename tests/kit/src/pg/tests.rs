@@ -1,4 +1,4 @@
-//! The server as tests use it: databases, passwords, termination.
+//! Tests of the server: databases, passwords, termination.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::*;
 
-async fn server(options: PgOptions) -> Result<PgServer> {
+async fn start_server(options: PgOptions) -> Result<PgServer> {
     let binaries = PgBinaries::locate_or_fetch(&crate::fetch::target_dir())?;
     PgServer::start(&binaries, options).await
 }
@@ -16,23 +16,23 @@ async fn count(server: &PgServer, database: &str) -> Result<i64> {
 }
 
 #[tokio::test]
-async fn server_is_16_and_requires_password() -> Result<()> {
-    let server = server(PgOptions::default()).await?;
+async fn server_is_version_16_and_requires_password() -> Result<()> {
+    let server = start_server(PgOptions::default()).await?;
     let version: String =
         server.connect("postgres").await?.query_one("SHOW server_version", &[]).await?.get(0);
     assert!(version.starts_with("16."), "{version}");
 
     let socket = server.socket_dir().to_str().expect("ascii");
     for host in ["127.0.0.1", socket] {
-        let with = |password: &str| {
+        let connect_with = |password: &str| {
             let mut psql = server.binaries().client("psql");
             psql.args(["-h", host, "-p", &server.port().to_string(), "-U", "postgres", "-Atc", "SELECT 1"]);
             psql.arg("-w").env("PGPASSWORD", password);
             crate::child::run(psql, Duration::from_secs(30))
         };
-        assert_eq!(with(server.password())?, "1\n");
+        assert_eq!(connect_with(server.password())?, "1\n");
         assert!(
-            format!("{:#}", with("wrong").expect_err("wrong password"))
+            format!("{:#}", connect_with("wrong").expect_err("wrong password"))
                 .contains("password authentication failed")
         );
     }
@@ -41,7 +41,7 @@ async fn server_is_16_and_requires_password() -> Result<()> {
 
 #[tokio::test]
 async fn committed_rows_survive_stop_and_kill() -> Result<()> {
-    let server = server(PgOptions::default()).await?;
+    let server = start_server(PgOptions::default()).await?;
     server.create_database("svc").await?;
     let client = server.connect("svc").await?;
     client.batch_execute("CREATE TABLE kept (id int); INSERT INTO kept VALUES (1)").await?;
@@ -65,7 +65,7 @@ async fn committed_rows_survive_stop_and_kill() -> Result<()> {
 
 #[tokio::test]
 async fn kill9_kills_all_processes() -> Result<()> {
-    let server = server(PgOptions::default()).await?;
+    let server = start_server(PgOptions::default()).await?;
     let client = server.connect("postgres").await?;
     let backend: i32 = client.query_one("SELECT pg_backend_pid()", &[]).await?.get(0);
     // A busy backend does not notice the death of its postmaster.
@@ -90,7 +90,7 @@ async fn kill9_kills_all_processes() -> Result<()> {
 async fn open_reuses_data_with_port_and_password() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let data_dir = dir.path().join("var/lib/postgresql");
-    let first = server(PgOptions { data_dir: Some(data_dir.clone()), ..PgOptions::default() }).await?;
+    let first = start_server(PgOptions { data_dir: Some(data_dir.clone()), ..PgOptions::default() }).await?;
     first.create_database("svc").await?;
     first.connect("svc").await?.batch_execute("CREATE TABLE kept (id int)").await?;
     let (binaries, port, password) = (first.binaries().clone(), first.port(), first.password().to_owned());
@@ -99,18 +99,18 @@ async fn open_reuses_data_with_port_and_password() -> Result<()> {
     let again = PgServer::open(&binaries, &data_dir, port, &password).await?;
     assert_eq!(count(&again, "svc").await?, 0);
     drop(again);
-    assert!(data_dir.join("PG_VERSION").exists(), "a given data directory is kept");
+    assert!(data_dir.join("PG_VERSION").exists(), "the given data directory was deleted");
     assert!(PgServer::open(&binaries, dir.path(), port, &password).await.is_err(), "not a cluster");
     Ok(())
 }
 
 #[tokio::test]
 async fn drop_removes_process_and_files() -> Result<()> {
-    let server = server(PgOptions::default()).await?;
+    let server = start_server(PgOptions::default()).await?;
     let (port, dir) = (server.port(), server.socket_dir().to_owned());
     drop(server);
     assert!(std::net::TcpStream::connect(("127.0.0.1", port)).is_err(), "still listening");
-    assert!(!dir.exists(), "files left in {}", dir.display());
+    assert!(!dir.exists(), "{} still exists", dir.display());
     Ok(())
 }
 
@@ -118,7 +118,7 @@ async fn drop_removes_process_and_files() -> Result<()> {
 async fn start_reports_bad_setting() -> Result<()> {
     let options =
         PgOptions { settings: vec![("shared_buffers".into(), "lots".into())], ..PgOptions::default() };
-    let error = format!("{:#}", server(options).await.expect_err("a bad setting"));
+    let error = format!("{:#}", start_server(options).await.expect_err("a bad setting"));
     assert!(error.contains("shared_buffers"), "{error}");
     Ok(())
 }
@@ -130,7 +130,7 @@ async fn test_databases_are_separate() -> Result<()> {
     assert!(two.connect().await?.query("SELECT * FROM mine", &[]).await.is_err(), "databases are shared");
     let server_of =
         |database: &TestDatabase| database.url().rsplit_once('/').map(|(server, _)| server.to_owned());
-    assert_eq!(server_of(&one), server_of(&two), "the server is shared");
+    assert_eq!(server_of(&one), server_of(&two), "the server is not shared");
     Ok(())
 }
 
@@ -162,7 +162,7 @@ async fn dropped_database_is_removed_by_next_request() -> Result<()> {
     drop(dropped);
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
-        // A concurrent test may have taken the list and still be dropping.
+        // A concurrent test may have taken the list, and may still be dropping the databases.
         let next = test_database().await?;
         let client = next.connect().await?;
         if client.query("SELECT 1 FROM pg_database WHERE datname = $1", &[&name]).await?.is_empty() {
@@ -173,7 +173,7 @@ async fn dropped_database_is_removed_by_next_request() -> Result<()> {
 }
 
 #[tokio::test]
-async fn run_server_prepares_once_and_drops_databases_of_ended_processes() -> Result<()> {
+async fn run_server_prepares_once_and_drops_stale_databases() -> Result<()> {
     let run = RunServer::start().await?;
     let (_, value) = run.variable();
     let (port, password) = value.split_once(' ').expect("two words");
@@ -185,22 +185,23 @@ async fn run_server_prepares_once_and_drops_databases_of_ended_processes() -> Re
         drop(client);
         Ok(connection.await??)
     };
-    let first = run_server::template(&server, "key", async |url| anyhow::bail!("no schema for {url}")).await;
-    assert!(first.is_err(), "a failed preparation leaves no template");
+    let first =
+        run_server::prepare_template(&server, "key", async |url| anyhow::bail!("no schema for {url}")).await;
+    assert!(first.is_err(), "a failed preparation must not publish a template");
     let (one, two) = tokio::try_join!(
-        run_server::template(&server, "key", prepare),
-        run_server::template(&server, "key", prepare)
+        run_server::prepare_template(&server, "key", prepare),
+        run_server::prepare_template(&server, "key", prepare)
     )?;
     assert_eq!(one, two);
     let mut ended = std::process::Command::new("true").spawn()?;
     let names = [format!("test_{}_0", ended.id()), format!("test_{}_0", std::process::id())];
     ended.wait()?;
     for name in &names {
-        server.database_from_template(&one, name).await?;
+        server.create_database_from_template(&one, name).await?;
         server.connect(name).await?.batch_execute("INSERT INTO kept VALUES (1)").await?;
     }
     run_server::drop_databases_of_ended_tests(&server).await?;
-    let left = server.databases().await?;
-    assert_eq!(names.map(|name| left.contains(&name)), [false, true]);
+    let remaining = server.list_databases().await?;
+    assert_eq!(names.map(|name| remaining.contains(&name)), [false, true]);
     Ok(())
 }

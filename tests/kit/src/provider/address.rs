@@ -7,7 +7,7 @@ use std::net::{Ipv4Addr, TcpListener};
 use anyhow::{Context, Result};
 use uuid::Uuid;
 
-/// Remaining addresses, and the HTTPS port of all hosts of the simulator.
+/// Allocates addresses; chooses the HTTPS port of all hosts of the simulator.
 pub(super) struct Addresses {
     network: [u8; 2],
     next_index: u16,
@@ -15,11 +15,11 @@ pub(super) struct Addresses {
 }
 
 impl Addresses {
-    pub(super) fn choose() -> Result<Self> {
+    pub(super) fn choose_network() -> Result<Self> {
         let mut last_error = None;
         for _ in 0..20 {
             let random = *Uuid::new_v4().as_bytes();
-            // 127.0 is used by others.
+            // Other programs use 127.0.
             let network = [random[0].max(1), random[1]];
             match TcpListener::bind((Ipv4Addr::new(127, network[0], network[1], 1), 0)) {
                 Ok(listener) => {
@@ -36,8 +36,8 @@ impl Addresses {
         self.https_port
     }
 
-    /// The next address whose HTTPS port is free.
-    pub(super) fn next(&mut self) -> Ipv4Addr {
+    /// Returns the next address whose HTTPS port is free.
+    pub(super) fn allocate(&mut self) -> Ipv4Addr {
         loop {
             let index = self.next_index;
             self.next_index = self.next_index.wrapping_add(1);

@@ -34,8 +34,8 @@ pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
         .route("/v1/pricing", get(get_pricing))
         .with_state(cloud)
         .merge(catalog_api::routes())
-        .fallback(no_route)
-        .method_not_allowed_fallback(no_method)
+        .fallback(refuse_route)
+        .method_not_allowed_fallback(refuse_method)
 }
 
 async fn list_servers(State(cloud): Shared, RawQuery(raw): RawQuery) -> ListResult {
@@ -43,12 +43,12 @@ async fn list_servers(State(cloud): Shared, RawQuery(raw): RawQuery) -> ListResu
     let inventory = cloud.inventory();
     let mut found = Vec::new();
     for record in inventory.servers.values().filter(|record| !inventory.hidden.contains(&record.name)) {
-        let shown = query.allows("name", &record.name) && query.allows("status", record.power.as_str());
-        if shown && labels::selects(query.one("label_selector").unwrap_or_default(), &record.labels)? {
-            found.push(wire::server(record, inventory.is_locked(record.id)));
+        let is_listed = query.allows("name", &record.name) && query.allows("status", record.power.as_str());
+        if is_listed && labels::selects(query.first("label_selector").unwrap_or_default(), &record.labels)? {
+            found.push(wire::server_json(record, inventory.is_locked(record.id)));
         }
     }
-    query.page("/v1/servers", "servers", found)
+    query.render_page("/v1/servers", "servers", found)
 }
 
 async fn create_server(
@@ -59,9 +59,9 @@ async fn create_server(
     let create_request: CreateRequest = parse_body(&body)?;
     let has_key = create_request.has_ssh_keys();
     let (record, actions) = cloud.create(create_request, outcome_of(outcome))?;
-    let mut actions = actions.iter().map(wire::action);
+    let mut actions = actions.iter().map(wire::action_json);
     let body = json!({
-        "server": wire::server(&record, true),
+        "server": wire::server_json(&record, true),
         "action": actions.next(),
         "next_actions": actions.collect::<Vec<_>>(),
         "root_password": (!has_key).then(|| Uuid::new_v4().simple().to_string()),
@@ -74,7 +74,7 @@ async fn get_server(State(cloud): Shared, Path(id): Path<String>) -> ApiResult {
     let inventory = cloud.inventory();
     let found = Some(inventory.server(id)?).filter(|record| !inventory.hidden.contains(&record.name));
     let found = found.ok_or_else(|| Refusal::not_found("server", id))?;
-    Ok(Json(json!({"server": wire::server(found, inventory.is_locked(id))})))
+    Ok(Json(json!({"server": wire::server_json(found, inventory.is_locked(id))})))
 }
 
 async fn update_server(State(cloud): Shared, Path(id): Path<String>, body: Bytes) -> ApiResult {
@@ -82,12 +82,12 @@ async fn update_server(State(cloud): Shared, Path(id): Path<String>, body: Bytes
     let request: UpdateRequest = parse_body(&body)?;
     let mut inventory = cloud.inventory();
     let locked = inventory.is_locked(id);
-    Ok(Json(json!({"server": wire::server(inventory.update(id, request)?, locked)})))
+    Ok(Json(json!({"server": wire::server_json(inventory.update(id, request)?, locked)})))
 }
 
 async fn delete_server(State(cloud): Shared, Path(id): Path<String>) -> ApiResult {
     let id = parse_id("server", &id)?;
-    Ok(Json(json!({"action": wire::action(&cloud.delete(id).await?)})))
+    Ok(Json(json!({"action": wire::action_json(&cloud.delete(id).await?)})))
 }
 
 async fn start_action(
@@ -97,8 +97,8 @@ async fn start_action(
     body: Bytes,
 ) -> CreatedResult {
     let id = parse_id("server", &id)?;
-    let action = cloud.act(id, &command, &body, outcome_of(outcome))?;
-    Ok((StatusCode::CREATED, Json(json!({"action": wire::action(&action)}))))
+    let action = cloud.start_action(id, &command, &body, outcome_of(outcome))?;
+    Ok((StatusCode::CREATED, Json(json!({"action": wire::action_json(&action)}))))
 }
 
 async fn list_server_actions(
@@ -111,25 +111,25 @@ async fn list_server_actions(
     let inventory = cloud.inventory();
     inventory.server(id)?;
     let actions = inventory.actions().filter(|action| action.server == id);
-    let actions = actions.filter(|action| query.allows("status", action.status())).map(wire::action);
-    query.page(&format!("/v1/servers/{id}/actions"), "actions", actions.collect())
+    let actions = actions.filter(|action| query.allows("status", action.status())).map(wire::action_json);
+    query.render_page(&format!("/v1/servers/{id}/actions"), "actions", actions.collect())
 }
 
-/// The actions with the ids of the query; the provider lists no others.
+/// Lists the actions with the ids in the query; like the provider, it requires ids.
 async fn list_actions(State(cloud): Shared, RawQuery(raw): RawQuery) -> ApiResult {
     let query = Query::parse(raw.as_deref());
-    if query.one("id").is_none() {
+    if query.first("id").is_none() {
         return Err(Refusal::invalid("id", "is required"));
     }
     let inventory = cloud.inventory();
-    let chosen = |action: &&ActionRecord| query.allows("id", &action.id.to_string());
-    let actions: Vec<Value> = inventory.actions().filter(chosen).map(wire::action).collect();
+    let is_requested = |action: &&ActionRecord| query.allows("id", &action.id.to_string());
+    let actions: Vec<Value> = inventory.actions().filter(is_requested).map(wire::action_json).collect();
     Ok(Json(json!({"actions": actions})))
 }
 
 async fn get_action(State(cloud): Shared, Path(id): Path<String>) -> ApiResult {
     let id = parse_id("action", &id)?;
-    Ok(Json(json!({"action": wire::action(cloud.inventory().action(id)?)})))
+    Ok(Json(json!({"action": wire::action_json(cloud.inventory().action(id)?)})))
 }
 
 async fn get_server_action(State(cloud): Shared, Path((server, id)): Path<(String, String)>) -> ApiResult {
@@ -139,14 +139,14 @@ async fn get_server_action(State(cloud): Shared, Path((server, id)): Path<(Strin
     if action.server != server {
         return Err(Refusal::not_found("action", id));
     }
-    Ok(Json(json!({"action": wire::action(action)})))
+    Ok(Json(json!({"action": wire::action_json(action)})))
 }
 
-async fn no_route() -> Refusal {
+async fn refuse_route() -> Refusal {
     Refusal::new(StatusCode::NOT_FOUND, "not_found", "no such route")
 }
 
-async fn no_method() -> Refusal {
+async fn refuse_method() -> Refusal {
     let text = "the method is not allowed for this route";
     Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", text)
 }
@@ -155,8 +155,8 @@ async fn get_pricing(State(cloud): Shared) -> Json<Value> {
     Json(json!({"pricing": catalog::pricing(cloud.inventory().price_percent)}))
 }
 
-pub(super) fn parse_id(what: &str, text: &str) -> Result<i64, Refusal> {
-    let message = || format!("{what} with ID '{text}' not found");
+pub(super) fn parse_id(kind: &str, text: &str) -> Result<i64, Refusal> {
+    let message = || format!("{kind} with ID '{text}' not found");
     text.parse().map_err(|_| Refusal::new(StatusCode::NOT_FOUND, "not_found", message()))
 }
 

@@ -1,4 +1,4 @@
-//! What the simulated provider sells: server types, locations and system images.
+//! The catalogue of the simulated provider: server types, locations and system images.
 
 use serde_json::{Value, json};
 
@@ -10,20 +10,20 @@ pub struct CatalogType {
     pub cores: u32,
     pub memory_gb: u32,
     pub disk_gb: u32,
-    /// A month without tax in the European locations, in cents.
-    cents: u32,
+    /// Net price per month in the European locations.
+    monthly_cents: u32,
 }
 
 const fn server_type(
     id: i64,
     name: &'static str,
     (cores, memory_gb, disk_gb): (u32, u32, u32),
-    cents: u32,
+    monthly_cents: u32,
 ) -> CatalogType {
-    CatalogType { id, name, cores, memory_gb, disk_gb, cents }
+    CatalogType { id, name, cores, memory_gb, disk_gb, monthly_cents }
 }
 
-/// `cpx12` has less disk than the type of any plan, so that a resize to it is refused.
+/// `cpx12` has a smaller disk than the type of any plan, so that a resize to it is refused.
 pub const TYPES: [CatalogType; 5] = [
     server_type(107, "cpx12", (1, 2, 40), 450),
     server_type(108, "cpx22", (2, 4, 80), 799),
@@ -117,7 +117,7 @@ pub(super) trait Entry: 'static {
     fn json(&self) -> Value;
 }
 
-/// The entry with this name, or with this id in decimal.
+/// Finds the entry with this name, or with this id in decimal.
 pub(super) fn find<E: Entry>(id_or_name: &str) -> Option<&'static E> {
     let id = id_or_name.parse();
     E::all().iter().find(|entry| entry.name() == id_or_name || id == Ok(entry.id()))
@@ -140,10 +140,10 @@ impl Entry for CatalogType {
     }
 
     fn json(&self) -> Value {
-        let prices = prices(self.cents).into_iter().map(|mut price_there| {
-            price_there["included_traffic"] = INCLUDED_TRAFFIC.into();
-            price_there["price_per_tb_traffic"] = price(100);
-            price_there
+        let prices = prices(self.monthly_cents).into_iter().map(|mut location_price| {
+            location_price["included_traffic"] = INCLUDED_TRAFFIC_BYTES.into();
+            location_price["price_per_tb_traffic"] = price(100);
+            location_price
         });
         let locations = LOCATIONS.iter().map(|location| {
             json!({
@@ -166,27 +166,31 @@ impl Entry for CatalogType {
 const VAT_PERCENT: u32 = 19;
 const IPV4_CENTS: u32 = 50;
 
-/// A price as the provider writes it.
+/// A price in the provider's format.
 fn price(cents: u32) -> Value {
     let decimal = |micros: u64| format!("{}.{:010}", micros / 1_000_000, micros % 1_000_000 * 10_000);
     let net = u64::from(cents) * 10_000;
     json!({"net": decimal(net), "gross": decimal(net * u64::from(100 + VAT_PERCENT) / 100)})
 }
 
-/// The prices of `cents` a month in each location. Those outside Europe cost a fifth more.
-fn prices(cents: u32) -> Vec<Value> {
-    let of = |location: &Location| {
-        let cents = if location.network_zone == "eu-central" { cents } else { cents * 6 / 5 };
+/// The prices in each location of an item that costs `european_cents` per month in Europe; it costs a fifth more elsewhere.
+fn prices(european_cents: u32) -> Vec<Value> {
+    let price_in = |location: &Location| {
+        let cents =
+            if location.network_zone == "eu-central" { european_cents } else { european_cents * 6 / 5 };
         json!({"location": location.name, "price_hourly": price(cents / 730), "price_monthly": price(cents)})
     };
-    LOCATIONS.iter().map(of).collect()
+    LOCATIONS.iter().map(price_in).collect()
 }
 
 /// The price list, with `percent` of the usual prices of servers.
 pub(super) fn pricing(percent: u32) -> Value {
     let types: Vec<Value> = TYPES
         .iter()
-        .map(|known| json!({"id": known.id, "name": known.name, "prices": prices(known.cents * percent / 100)}))
+        .map(|server_type| {
+            let prices = prices(server_type.monthly_cents * percent / 100);
+            json!({"id": server_type.id, "name": server_type.name, "prices": prices})
+        })
         .collect();
     json!({
         "currency": "EUR", "vat_rate": "19.000000", "server_types": types,
@@ -247,5 +251,5 @@ impl Entry for Image {
     }
 }
 
-/// Bytes a month that a server may send for free: 20 TB.
-pub(super) const INCLUDED_TRAFFIC: u64 = 20 << 40;
+/// The traffic that a server may send per month for free: 20 TB.
+pub(super) const INCLUDED_TRAFFIC_BYTES: u64 = 20 << 40;

@@ -14,28 +14,28 @@ use super::refusal::Refusal;
 
 pub(super) fn routes() -> Router {
     Router::new()
-        .route("/v1/server_types", get(list::<CatalogType>))
-        .route("/v1/server_types/{id}", get(one::<CatalogType>))
-        .route("/v1/locations", get(list::<Location>))
-        .route("/v1/locations/{id}", get(one::<Location>))
-        .route("/v1/images", get(list::<Image>))
-        .route("/v1/images/{id}", get(one::<Image>))
-        .route("/v1/datacenters", get(removed))
-        .route("/v1/datacenters/{id}", get(removed))
+        .route("/v1/server_types", get(list_entries::<CatalogType>))
+        .route("/v1/server_types/{id}", get(get_entry::<CatalogType>))
+        .route("/v1/locations", get(list_entries::<Location>))
+        .route("/v1/locations/{id}", get(get_entry::<Location>))
+        .route("/v1/images", get(list_entries::<Image>))
+        .route("/v1/images/{id}", get(get_entry::<Image>))
+        .route("/v1/datacenters", get(refuse_removed))
+        .route("/v1/datacenters/{id}", get(refuse_removed))
 }
 
-async fn list<E: Entry>(RawQuery(raw): RawQuery) -> Result<Response, Refusal> {
+async fn list_entries<E: Entry>(RawQuery(raw): RawQuery) -> Result<Response, Refusal> {
     let query = Query::parse(raw.as_deref());
     let entries = E::all().iter().filter(|entry| query.allows("name", entry.name()));
-    query.page(&format!("/v1/{}", E::LIST), E::LIST, entries.map(Entry::json).collect())
+    query.render_page(&format!("/v1/{}", E::LIST), E::LIST, entries.map(Entry::json).collect())
 }
 
-async fn one<E: Entry>(Path(id): Path<String>) -> Result<Json<Value>, Refusal> {
+async fn get_entry<E: Entry>(Path(id): Path<String>) -> Result<Json<Value>, Refusal> {
     let id = parse_id(E::ONE, &id)?;
     let found = catalog::find::<E>(&id.to_string()).ok_or_else(|| Refusal::not_found(E::ONE, id))?;
     Ok(Json(json!({E::ONE: found.json()})))
 }
 
-async fn removed() -> Refusal {
+async fn refuse_removed() -> Refusal {
     Refusal::removed("https://docs.hetzner.cloud/changelog#2026-06-02-datacenters-deprecated")
 }

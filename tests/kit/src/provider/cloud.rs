@@ -25,22 +25,22 @@ pub(super) struct Cloud {
     pub(super) action_time: Duration,
 }
 
-/// Set by the listener if the action of a call must fail.
+/// The intended result of an action. The listener sets it if a call's action must fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Outcome {
     Success,
     Failure,
 }
 
-/// Effect of a successful action on its server.
+/// The effect of a successful action on its server.
 #[derive(Debug, Clone, Copy)]
 enum Effect {
     Boot,
-    Cut,
+    CutPower,
     ShutDown,
     Reboot,
     Reset,
-    Retype { to: &'static CatalogType, grow_disk: bool },
+    ChangeType { to: &'static CatalogType, grow_disk: bool },
     Protect(bool),
     Nothing,
 }
@@ -58,10 +58,11 @@ struct ChangeProtection {
     rebuild: Option<bool>,
 }
 
-/// Reads a request's body: what is no object of JSON is a `json_error`, a wrong or missing field is `invalid_input`.
+/// Parses a request's body. A body that is not a JSON object is a `json_error`; a wrong or missing field is
+/// `invalid_input`.
 pub(super) fn parse_body<T: DeserializeOwned>(body: &[u8]) -> Result<T, Refusal> {
     let fields: serde_json::Map<String, Value> =
-        serde_json::from_slice(body).map_err(|error| Refusal::json(&error))?;
+        serde_json::from_slice(body).map_err(|error| Refusal::malformed_json(&error))?;
     serde_json::from_value(Value::Object(fields)).map_err(|error| {
         Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_input", format!("invalid input: {error}"))
     })
@@ -77,12 +78,12 @@ impl Cloud {
         self.guests.install(&record);
         match actions.as_slice() {
             [created, started] => {
-                self.run(created.id, record.id, Effect::Nothing, Outcome::Success);
-                self.run(started.id, record.id, Effect::Boot, outcome);
+                self.run_action(created.id, record.id, Effect::Nothing, Outcome::Success);
+                self.run_action(started.id, record.id, Effect::Boot, outcome);
             }
             created => {
                 for action in created {
-                    self.run(action.id, record.id, Effect::Cut, outcome);
+                    self.run_action(action.id, record.id, Effect::CutPower, outcome);
                 }
             }
         }
@@ -91,11 +92,11 @@ impl Cloud {
 
     pub(super) async fn delete(&self, id: i64) -> Result<ActionRecord, Refusal> {
         let (record, action) = self.inventory().delete(id)?;
-        self.guests.cut(&record.name).await;
+        self.guests.cut_power(&record.name).await;
         Ok(action)
     }
 
-    pub(super) fn act(
+    pub(super) fn start_action(
         self: &Arc<Self>,
         id: i64,
         command: &str,
@@ -104,7 +105,7 @@ impl Cloud {
     ) -> Result<ActionRecord, Refusal> {
         let (name, effect) = match command {
             "poweron" => ("start_server", Effect::Boot),
-            "poweroff" => ("stop_server", Effect::Cut),
+            "poweroff" => ("stop_server", Effect::CutPower),
             "shutdown" => ("shutdown_server", Effect::ShutDown),
             "reboot" => ("reboot_server", Effect::Reboot),
             "reset" => ("reset_server", Effect::Reset),
@@ -113,16 +114,18 @@ impl Cloud {
             _ => return Err(Refusal::new(StatusCode::NOT_FOUND, "not_found", "no such action")),
         };
         let mut power = Power::Off;
-        let action = self.inventory().begin(id, name, |record| {
+        let action = self.inventory().begin_action(id, name, |record| {
             power = record.power;
             Ok(())
         })?;
         // The provider accepts an action that changes nothing.
         let effect = match (effect, power) {
-            (Effect::Boot, Power::Running) | (Effect::Cut | Effect::ShutDown, Power::Off) => Effect::Nothing,
+            (Effect::Boot, Power::Running) | (Effect::CutPower | Effect::ShutDown, Power::Off) => {
+                Effect::Nothing
+            }
             (effect, _) => effect,
         };
-        self.run(action.id, id, effect, outcome);
+        self.run_action(action.id, id, effect, outcome);
         Ok(action)
     }
 
@@ -137,7 +140,7 @@ impl Cloud {
             return Err(Refusal::invalid("server_type", "server type not found"));
         };
         let refuse = |code: &str, text: &str| Err(Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, code, text));
-        let action = self.inventory().begin(id, "change_server_type", |record| {
+        let action = self.inventory().begin_action(id, "change_server_type", |record| {
             if record.power != Power::Off {
                 return refuse("server_not_stopped", "server is not stopped");
             }
@@ -149,7 +152,7 @@ impl Cloud {
             }
             Ok(())
         })?;
-        self.run(action.id, id, Effect::Retype { to, grow_disk: request.upgrade_disk }, outcome);
+        self.run_action(action.id, id, Effect::ChangeType { to, grow_disk: request.upgrade_disk }, outcome);
         Ok(action)
     }
 
@@ -163,19 +166,19 @@ impl Cloud {
         let (Some(protect), true) = (request.delete, request.delete == request.rebuild) else {
             return Err(Refusal::invalid("rebuild", "must have the same value as delete"));
         };
-        let action = self.inventory().begin(id, "change_protection", |_| Ok(()))?;
-        self.run(action.id, id, Effect::Protect(protect), outcome);
+        let action = self.inventory().begin_action(id, "change_protection", |_| Ok(()))?;
+        self.run_action(action.id, id, Effect::Protect(protect), outcome);
         Ok(action)
     }
 
     /// Runs an action: waits for its duration, applies the effect, then reports the result.
-    fn run(self: &Arc<Self>, action: i64, server: i64, effect: Effect, outcome: Outcome) {
+    fn run_action(self: &Arc<Self>, action: i64, server: i64, effect: Effect, outcome: Outcome) {
         let cloud = Arc::clone(self);
         let work = async move {
             tokio::time::sleep(cloud.action_time).await;
             match outcome {
                 Outcome::Success => cloud.apply(action, server, effect).await,
-                Outcome::Failure => cloud.inventory().settle(action, true),
+                Outcome::Failure => cloud.inventory().end_action(action, true),
             }
         };
         crate::runtime::servers().spawn(work);
@@ -188,18 +191,18 @@ impl Cloud {
         match effect {
             Effect::Nothing => {}
             Effect::Boot => self.boot(server),
-            Effect::Cut => self.cut(server, &name).await,
+            Effect::CutPower => self.cut_power(server, &name).await,
             Effect::Reset => {
-                self.cut(server, &name).await;
+                self.cut_power(server, &name).await;
                 self.boot(server);
             }
             Effect::Reboot => {
                 self.guests.shut_down(&name).await;
                 self.boot(server);
             }
-            // The action succeeds as soon as the button is pressed; the machine takes its time.
+            // The action succeeds as soon as the button is pressed; the guest shuts down later.
             Effect::ShutDown => {
-                self.inventory().settle(action, false);
+                self.inventory().end_action(action, false);
                 if self.inventory().server(server).is_ok_and(|record| record.obeys_shutdown) {
                     self.set_power(server, Power::Stopping);
                     self.guests.shut_down(&name).await;
@@ -208,20 +211,20 @@ impl Cloud {
             }
             Effect::Protect(protect) => {
                 if let Some(record) = self.inventory().servers.get_mut(&server) {
-                    record.protected = protect;
+                    record.is_protected = protect;
                 }
             }
-            Effect::Retype { to, grow_disk } => {
+            Effect::ChangeType { to, grow_disk } => {
                 if let Some(record) = self.inventory().servers.get_mut(&server) {
                     record.server_type = to;
                     record.disk_gb = if grow_disk { to.disk_gb } else { record.disk_gb };
                 }
             }
         }
-        self.inventory().settle(action, false);
+        self.inventory().end_action(action, false);
     }
 
-    /// Sets the power first: a server that is deleted concurrently is never started.
+    /// Boots under the inventory's lock, so that a server that is deleted concurrently is never started.
     pub(super) fn boot(&self, server: i64) {
         let mut inventory = self.inventory();
         if let Some(record) = inventory.servers.get_mut(&server) {
@@ -230,8 +233,8 @@ impl Cloud {
         }
     }
 
-    async fn cut(&self, server: i64, name: &str) {
-        self.guests.cut(name).await;
+    async fn cut_power(&self, server: i64, name: &str) {
+        self.guests.cut_power(name).await;
         self.set_power(server, Power::Off);
     }
 

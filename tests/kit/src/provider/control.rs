@@ -1,4 +1,4 @@
-//! Control over HTTP below `/_sim/`, for other processes. JSON requests and responses, no token.
+//! The control API below `/_sim/`, for other processes: JSON requests and responses, without a token.
 
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
@@ -23,12 +23,12 @@ type ControlResult = Result<Json<Value>, ControlError>;
 
 pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
     Router::new()
-        .route("/_sim/servers", get(servers))
+        .route("/_sim/servers", get(list_servers))
         .route("/_sim/servers/{name}/kill", post(kill))
         .route("/_sim/servers/{name}/vanish", post(vanish))
         .route("/_sim/servers/{name}/obey-shutdown", post(set_obeys_shutdown))
-        .route("/_sim/hosts", get(hosts))
-        .route("/_sim/hosts/{name}", get(host))
+        .route("/_sim/hosts", get(list_hosts))
+        .route("/_sim/hosts/{name}", get(get_host))
         .route("/_sim/hosts/{name}/start-from-disk", post(start_from_disk))
         .route("/_sim/hosts/{name}/stop", post(stop_unlisted))
         .route("/_sim/hosts/{name}/start-database", post(start_database))
@@ -37,12 +37,12 @@ pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
         .route("/_sim/hosts/{name}/units/{unit}/stop", post(stop_service))
         .route("/_sim/next-server-env", put(set_next_server_env))
         .route("/_sim/faults", get(list_faults).post(add_fault).delete(clear_faults))
-        .route("/_sim/calls", get(calls))
-        .route("/_sim/creations", get(creations))
+        .route("/_sim/calls", get(list_calls))
+        .route("/_sim/creations", get(list_creations))
         .with_state(cloud)
 }
 
-/// Error of a control request: 409 with the whole error chain.
+/// The error of a control request. The response is 409 with the whole error chain.
 pub(super) struct ControlError(anyhow::Error);
 
 impl From<anyhow::Error> for ControlError {
@@ -57,7 +57,7 @@ impl IntoResponse for ControlError {
     }
 }
 
-async fn servers(State(cloud): Shared) -> Json<Vec<ServerView>> {
+async fn list_servers(State(cloud): Shared) -> Json<Vec<ServerView>> {
     Json(cloud.views())
 }
 
@@ -85,11 +85,11 @@ async fn set_obeys_shutdown(
     Ok(Json(json!({})))
 }
 
-async fn hosts(State(cloud): Shared) -> Result<Json<Vec<HostView>>, ControlError> {
+async fn list_hosts(State(cloud): Shared) -> Result<Json<Vec<HostView>>, ControlError> {
     Ok(Json(cloud.host_views()?))
 }
 
-async fn host(State(cloud): Shared, Path(name): Path<String>) -> Result<Json<HostView>, ControlError> {
+async fn get_host(State(cloud): Shared, Path(name): Path<String>) -> Result<Json<HostView>, ControlError> {
     let found = cloud.host_views()?.into_iter().find(|host| host.name == name);
     Ok(Json(found.with_context(|| format!("no server {name} was ever created"))?))
 }
@@ -116,7 +116,7 @@ struct UnitRun {
     env: BTreeMap<String, String>,
 }
 
-/// `code` is null if a signal ended the process.
+/// `code` is null if a signal terminated the process.
 async fn run_unit(
     State(cloud): Shared,
     Path((name, unit)): Path<(String, String)>,
@@ -169,10 +169,10 @@ async fn clear_faults(State(cloud): Shared) -> Json<Value> {
     Json(json!({}))
 }
 
-async fn calls(State(cloud): Shared) -> Json<Vec<CallRecord>> {
+async fn list_calls(State(cloud): Shared) -> Json<Vec<CallRecord>> {
     Json(cloud.script().calls().to_vec())
 }
 
-async fn creations(State(cloud): Shared) -> Json<Vec<Creation>> {
+async fn list_creations(State(cloud): Shared) -> Json<Vec<Creation>> {
     Json(cloud.inventory().creations().to_vec())
 }

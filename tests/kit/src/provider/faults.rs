@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A fault of a call.
+/// A fault in the handling of a call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", rename_all_fields = "camelCase", tag = "kind")]
 pub enum Fault {
@@ -21,7 +21,7 @@ pub enum Fault {
     SlowReply { ms: u64 },
     /// Accepted; its action ends as an error, without effect.
     ActionError,
-    /// Neither executed nor handled, until the caller gives up.
+    /// Neither executed nor answered: the caller times out.
     Timeout,
 }
 
@@ -33,7 +33,7 @@ pub struct FaultRule {
     pub method: Option<String>,
     #[serde(default)]
     pub path_contains: String,
-    /// Number of matching calls to let through first.
+    /// Number of matching calls to skip first.
     #[serde(default)]
     pub skip: u32,
     pub times: u32,
@@ -57,7 +57,7 @@ impl FaultRule {
     }
 }
 
-/// A call with its response; `status: None` if it was cut or abandoned.
+/// A call and its response; `status` is `None` if the connection was cut or abandoned.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CallRecord {
@@ -95,8 +95,8 @@ impl Script {
         }
     }
 
-    /// Logs the call; returns its index and its fault, if any.
-    pub(super) fn call(&mut self, method: &str, path: &str) -> (usize, Option<Fault>) {
+    /// Logs the call, and returns its index and its fault, if any.
+    pub(super) fn record_call(&mut self, method: &str, path: &str) -> (usize, Option<Fault>) {
         let (method_name, path_name) = (method.to_owned(), path.to_owned());
         self.calls.push(CallRecord { method: method_name, path: path_name, status: None, request_id: None });
         let fault = self.rules.iter_mut().find_map(|rule| {
@@ -135,10 +135,10 @@ mod tests {
     fn rule_skips_then_applies_then_expires() {
         let mut script = Script::default();
         script.add(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", Fault::LostRequest) });
-        assert_eq!(script.call("GET", "/v1/servers").1, None);
-        assert_eq!(script.call("POST", "/v1/servers").1, None);
-        assert_eq!(script.call("POST", "/v1/servers").1, Some(Fault::LostRequest));
-        assert_eq!(script.call("POST", "/v1/servers").1, None);
+        assert_eq!(script.record_call("GET", "/v1/servers").1, None);
+        assert_eq!(script.record_call("POST", "/v1/servers").1, None);
+        assert_eq!(script.record_call("POST", "/v1/servers").1, Some(Fault::LostRequest));
+        assert_eq!(script.record_call("POST", "/v1/servers").1, None);
         assert!(script.pending().is_empty());
         assert_eq!(script.calls().len(), 4);
     }

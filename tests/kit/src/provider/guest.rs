@@ -1,4 +1,4 @@
-//! What runs in a simulated server: nothing, the processes of a host, or a virtual machine.
+//! The guest of a simulated server: nothing, the processes of a host, or a virtual machine.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::inventory::ServerRecord;
 use super::machines::Machines;
 use crate::vm::Machine;
 
-/// Chosen once per simulator.
+/// The guests of all servers of a simulator.
 pub(super) enum Guests {
     /// Servers exist only in the inventory.
     None,
@@ -43,19 +43,19 @@ impl Guests {
     }
 
     /// Cuts the power: all processes are dead when this returns.
-    pub(super) async fn cut(&self, name: &str) {
+    pub(super) async fn cut_power(&self, name: &str) {
         match self {
             Self::None => {}
-            Self::Processes(hosts) => hosts.cut(name).await,
+            Self::Processes(hosts) => hosts.cut_power(name).await,
             Self::Machines(machines) => {
                 if let Ok(machine) = machines.machine(name) {
-                    machine.cut();
+                    machine.cut_power();
                 }
             }
         }
     }
 
-    /// Shuts the machine down in order.
+    /// Shuts the machine down gracefully.
     pub(super) async fn shut_down(&self, name: &str) {
         match self {
             Self::None => {}
@@ -83,12 +83,12 @@ impl Guests {
         }
     }
 
-    /// Kills everything immediately.
+    /// Kills all processes and machines immediately.
     pub(super) fn kill_all(&self) {
         match self {
             Self::None => {}
             Self::Processes(hosts) => hosts.kill_all(),
-            Self::Machines(machines) => machines.cut_all(),
+            Self::Machines(machines) => machines.cut_all_power(),
         }
     }
 }

@@ -51,12 +51,12 @@ pub(super) struct ServerRecord {
     pub(super) location: &'static Location,
     pub(super) labels: Labels,
     pub(super) user_data: String,
-    /// The machine's address, also if it has no public one.
+    /// The machine's address, even if it is not public.
     pub(super) ipv4: Ipv4Addr,
     pub(super) public_net: PublicNet,
     pub(super) created: Timestamp,
-    /// Refuses deletion and rebuild.
-    pub(super) protected: bool,
+    /// Whether deletion and rebuild are refused.
+    pub(super) is_protected: bool,
     /// Whether the operating system reacts to the power button.
     pub(super) obeys_shutdown: bool,
 }
@@ -95,7 +95,7 @@ impl ActionRecord {
     }
 }
 
-/// A server that was created, with the time of its end; the log reveals orphans and duplicates.
+/// A server that was created, with the time of its end. The log of creations reveals orphans and duplicates.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Creation {
@@ -128,13 +128,13 @@ pub(super) struct CreateRequest {
 }
 
 impl CreateRequest {
-    /// Whether the server is entered with a key, so that it needs no password.
+    /// Whether the request names SSH keys, so that the server needs no password.
     pub(super) fn has_ssh_keys(&self) -> bool {
         !self.ssh_keys.is_empty()
     }
 }
 
-/// How requests name an entry of the catalogue.
+/// A request's reference to an entry of the catalogue.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum IdOrName {
@@ -164,7 +164,7 @@ impl Default for PublicNetRequest {
     }
 }
 
-/// The fields of `PUT /servers/{id}`; what is absent stays.
+/// The fields of `PUT /servers/{id}`; absent ones are not changed.
 #[derive(Debug, Deserialize)]
 pub(super) struct UpdateRequest {
     #[serde(default)]
@@ -177,8 +177,8 @@ fn default_true() -> bool {
     true
 }
 
-/// What an order names in the catalogue.
-struct Chosen {
+/// The catalogue entries that an order names.
+struct OrderedEntries {
     server_type: &'static CatalogType,
     image: &'static Image,
     location: &'static Location,
@@ -192,7 +192,7 @@ pub(super) struct Inventory {
     creations: Vec<Creation>,
     addresses: Addresses,
     server_limit: usize,
-    /// Prices of servers, in percent of the usual ones.
+    /// Prices of servers, as a percentage of the usual ones.
     pub(super) price_percent: u32,
     next_id: i64,
 }
@@ -215,7 +215,7 @@ impl Inventory {
         &mut self,
         request: CreateRequest,
     ) -> Result<(ServerRecord, Vec<ActionRecord>), Refusal> {
-        let Chosen { server_type, image, location } = self.validate(&request)?;
+        let OrderedEntries { server_type, image, location } = self.validate(&request)?;
         let starts = request.start_after_create;
         let ipv4_id = request.public_net.enable_ipv4.then(|| self.next_id());
         let ipv6_id = request.public_net.enable_ipv6.then(|| self.next_id());
@@ -229,10 +229,10 @@ impl Inventory {
             location,
             labels: request.labels,
             user_data: request.user_data.unwrap_or_default(),
-            ipv4: self.addresses.next(),
+            ipv4: self.addresses.allocate(),
             public_net: PublicNet { ipv4_id, ipv6_id },
             created: Timestamp::now(),
-            protected: false,
+            is_protected: false,
             obeys_shutdown: true,
         };
         self.creations.push(Creation {
@@ -250,7 +250,7 @@ impl Inventory {
         Ok((record, actions))
     }
 
-    fn validate(&self, request: &CreateRequest) -> Result<Chosen, Refusal> {
+    fn validate(&self, request: &CreateRequest) -> Result<OrderedEntries, Refusal> {
         check_name(&request.name)?;
         let Some(server_type) = request.server_type.find() else {
             return Err(Refusal::invalid("server_type", "server type not found"));
@@ -266,12 +266,12 @@ impl Inventory {
             return Err(Refusal::invalid("user_data", "must be at most 32 KiB"));
         }
         if self.has_name(&request.name) {
-            return Err(Refusal::name_is_used());
+            return Err(Refusal::name_taken());
         }
         if self.servers.len() >= self.server_limit {
             return Err(Refusal::server_limit());
         }
-        Ok(Chosen { server_type, image, location })
+        Ok(OrderedEntries { server_type, image, location })
     }
 
     fn has_name(&self, name: &str) -> bool {
@@ -284,7 +284,7 @@ impl Inventory {
         if let Some(other) = request.name.as_ref().filter(|new| *new != name) {
             check_name(other)?;
             return Err(if self.has_name(other) {
-                Refusal::name_is_used()
+                Refusal::name_taken()
             } else {
                 Refusal::invalid("name", "this simulator does not rename servers")
             });
@@ -299,7 +299,7 @@ impl Inventory {
     }
 
     /// Starts an action on an unlocked server that satisfies `rule`.
-    pub(super) fn begin(
+    pub(super) fn begin_action(
         &mut self,
         server: i64,
         command: &'static str,
@@ -311,15 +311,15 @@ impl Inventory {
         Ok(self.add_action(server, command))
     }
 
-    /// Ends an action; only the first call counts.
-    pub(super) fn settle(&mut self, action: i64, failed: bool) {
+    /// Ends an action; only the first call has an effect.
+    pub(super) fn end_action(&mut self, action: i64, failed: bool) {
         if let Some(action) = self.actions.get_mut(&action).filter(|action| action.end.is_none()) {
             action.end = Some(ActionEnd { at: Timestamp::now(), failed });
         }
     }
 
     pub(super) fn delete(&mut self, server: i64) -> Result<(ServerRecord, ActionRecord), Refusal> {
-        if self.server(server)?.protected {
+        if self.server(server)?.is_protected {
             return Err(Refusal::protected());
         }
         self.check_unlocked(server)?;

@@ -1,4 +1,4 @@
-//! Labels of servers: syntax and selectors.
+//! The syntax and selectors of servers' labels.
 
 use std::collections::BTreeMap;
 
@@ -8,24 +8,24 @@ pub(super) type Labels = BTreeMap<String, String>;
 
 /// Checks the syntax: keys may have a DNS prefix; values are empty or at most 63 characters.
 pub(super) fn validate(labels: &Labels) -> Result<(), Refusal> {
-    let name = |text: &str| {
-        let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
+    let is_name = |text: &str| {
+        let is_alphanumeric = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
         text.len() <= 63
-            && ends(text.chars().next())
-            && ends(text.chars().last())
+            && is_alphanumeric(text.chars().next())
+            && is_alphanumeric(text.chars().last())
             && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
     };
-    let prefix = |text: &str| {
-        let label = |part: &str| {
-            name(part) && part.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
+    let is_prefix = |text: &str| {
+        let is_dns_label = |part: &str| {
+            is_name(part) && part.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
         };
-        // The provider keeps its own prefix for itself.
-        text.len() <= 253 && text != "hetzner.cloud" && text.split('.').all(label)
+        // The provider reserves its own prefix.
+        text.len() <= 253 && text != "hetzner.cloud" && text.split('.').all(is_dns_label)
     };
     let is_valid = labels.iter().all(|(key, value)| {
-        let (has_prefix, bare) =
-            key.split_once('/').map_or((true, key.as_str()), |(before, bare)| (prefix(before), bare));
-        has_prefix && name(bare) && (value.is_empty() || name(value))
+        let (is_prefix_valid, name) =
+            key.split_once('/').map_or((true, key.as_str()), |(prefix, name)| (is_prefix(prefix), name));
+        is_prefix_valid && is_name(name) && (value.is_empty() || is_name(value))
     });
     if is_valid { Ok(()) } else { Err(Refusal::invalid("labels", "keys or values are not valid labels")) }
 }
@@ -34,7 +34,7 @@ pub(super) fn validate(labels: &Labels) -> Result<(), Refusal> {
 /// `k notin (v,w)`, separated by commas.
 pub(super) fn selects(selector: &str, labels: &Labels) -> Result<bool, Refusal> {
     let mut matches_all = true;
-    for term in terms(selector)? {
+    for term in split_terms(selector)? {
         matches_all &= if let Some((key, values)) = term.split_once(" notin ") {
             !is_in(labels, key, values)?
         } else if let Some((key, values)) = term.split_once(" in ") {
@@ -42,9 +42,9 @@ pub(super) fn selects(selector: &str, labels: &Labels) -> Result<bool, Refusal> 
         } else if term.contains(['(', ')', ' ']) {
             return Err(syntax_error());
         } else if let Some((key, value)) = term.split_once("!=") {
-            labels.get(key).is_none_or(|has| has != value)
+            labels.get(key).is_none_or(|actual| actual != value)
         } else if let Some((key, value)) = term.split_once('=') {
-            labels.get(key).is_some_and(|has| has == value.trim_start_matches('='))
+            labels.get(key).is_some_and(|actual| actual == value.trim_start_matches('='))
         } else if let Some(key) = term.strip_prefix('!') {
             !labels.contains_key(key)
         } else {
@@ -54,8 +54,8 @@ pub(super) fn selects(selector: &str, labels: &Labels) -> Result<bool, Refusal> 
     Ok(matches_all)
 }
 
-/// Splits a selector at the commas outside of parentheses.
-fn terms(selector: &str) -> Result<Vec<&str>, Refusal> {
+/// Splits a selector at the commas outside parentheses.
+fn split_terms(selector: &str) -> Result<Vec<&str>, Refusal> {
     let (mut terms, mut start, mut depth) = (Vec::new(), 0, 0_u32);
     for (at, c) in selector.char_indices() {
         match c {
@@ -76,7 +76,7 @@ fn terms(selector: &str) -> Result<Vec<&str>, Refusal> {
 fn is_in(labels: &Labels, key: &str, values: &str) -> Result<bool, Refusal> {
     let values = values.trim().strip_prefix('(').and_then(|values| values.strip_suffix(')'));
     let values = values.ok_or_else(syntax_error)?;
-    Ok(labels.get(key.trim()).is_some_and(|has| values.split(',').any(|value| value.trim() == has)))
+    Ok(labels.get(key.trim()).is_some_and(|actual| values.split(',').any(|value| value.trim() == actual)))
 }
 
 fn syntax_error() -> Refusal {
@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn selects_requires_all_terms() {
-        let has = labels(&[("a", "1"), ("b", "")]);
+        let labels = labels(&[("a", "1"), ("b", "")]);
         for (selector, expected) in [
             ("", true),
             ("a", true),
@@ -111,10 +111,10 @@ mod tests {
             ("c notin (1)", true),
             ("a notin (1)", false),
         ] {
-            assert_eq!(selects(selector, &has).unwrap(), expected, "{selector}");
+            assert_eq!(selects(selector, &labels).unwrap(), expected, "{selector}");
         }
         for invalid in ["a in 1", "a in (1", "a)", "a b"] {
-            assert!(selects(invalid, &has).is_err(), "{invalid}");
+            assert!(selects(invalid, &labels).is_err(), "{invalid}");
         }
     }
 

@@ -25,7 +25,7 @@ use super::refusal::Refusal;
 /// Longer than any client timeout under test.
 const HANG_DURATION: Duration = Duration::from_secs(300);
 
-/// Error that drops the connection without a response.
+/// An error that closes the connection without a response.
 #[derive(Debug)]
 struct ConnectionCut;
 
@@ -37,7 +37,7 @@ impl std::fmt::Display for ConnectionCut {
 
 impl std::error::Error for ConnectionCut {}
 
-/// Serves until it is aborted; connections are closed with it.
+/// Serves until the task is aborted, which also closes all connections.
 pub(super) async fn serve(listener: TcpListener, cloud: Arc<Cloud>, api: Router, control: Router) {
     let mut connections = JoinSet::new();
     loop {
@@ -71,13 +71,13 @@ async fn handle(
         return Ok(forward(control, request).await);
     }
     let path = request.uri().path_and_query().map_or("", |path| path.as_str()).to_owned();
-    let (call, fault) = cloud.script().call(request.method().as_str(), &path);
+    let (call, fault) = cloud.script().record_call(request.method().as_str(), &path);
     if let Some(id) = request.headers().get("x-request-id").and_then(|id| id.to_str().ok()) {
         cloud.script().set_request_id(call, id);
     }
     let mut rate = cloud.bucket().take();
 
-    let error = if !authorized(cloud, &request) {
+    let error = if !is_authorized(cloud, &request) {
         Some(Refusal::new(StatusCode::UNAUTHORIZED, "unauthorized", "unable to authenticate"))
     } else if !rate.allowed {
         Some(Refusal::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", "rate limit exceeded"))
@@ -113,7 +113,7 @@ async fn handle(
             return Err(ConnectionCut);
         }
     };
-    rate.write(response.headers_mut());
+    rate.write_headers(response.headers_mut());
     if let Ok(id) = HeaderValue::try_from(Uuid::new_v4().simple().to_string()) {
         response.headers_mut().insert("x-correlation-id", id);
     }
@@ -128,7 +128,7 @@ async fn forward(router: Router, request: Request<Incoming>) -> Response<Body> {
     }
 }
 
-fn authorized(cloud: &Cloud, request: &Request<Incoming>) -> bool {
-    let given = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
-    given.and_then(|value| value.strip_prefix("Bearer ")) == Some(cloud.token.as_str())
+fn is_authorized(cloud: &Cloud, request: &Request<Incoming>) -> bool {
+    let authorization = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
+    authorization.and_then(|value| value.strip_prefix("Bearer ")) == Some(cloud.token.as_str())
 }

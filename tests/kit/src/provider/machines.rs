@@ -1,6 +1,6 @@
 //! Simulated servers as virtual machines: one per record, with the power state of the inventory.
 //!
-//! A machine outlives its server's record: its disk is kept as long as the simulator.
+//! A machine outlives its server's record: its disk is kept until the simulator ends.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ pub struct MachineSettings {
     pub accel: Accel,
     /// Parent of the machines' directories.
     pub dir: PathBuf,
-    /// Directory of the sockets; must be short.
+    /// Directory of the sockets; its path must be short.
     pub sockets: PathBuf,
 }
 
@@ -39,7 +39,7 @@ impl Machines {
         let machine = Machine::new(MachineSpec {
             name: &record.name,
             user_data: &record.user_data,
-            size: size(record.server_type),
+            size: scaled_size(record.server_type),
             address: record.ipv4,
             https_port: self.https_port,
             dir: self.settings.dir.join(&record.name),
@@ -53,7 +53,7 @@ impl Machines {
 
     pub(super) fn boot(&self, record: &ServerRecord) {
         let started =
-            self.machine(&record.name).and_then(|machine| machine.switch_on(size(record.server_type)));
+            self.machine(&record.name).and_then(|machine| machine.switch_on(scaled_size(record.server_type)));
         if let Err(error) = started {
             println!("      (the machine {} could not be powered on: {error:#})", record.name);
         }
@@ -68,16 +68,16 @@ impl Machines {
         self.machines.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
 
-    pub(super) fn cut_all(&self) {
-        self.all().iter().for_each(|machine| machine.cut());
+    pub(super) fn cut_all_power(&self) {
+        self.all().iter().for_each(|machine| machine.cut_power());
     }
 }
 
-/// Half of the type's memory and a fifth of its disk, because a test machine runs several at once.
-fn size(kind: &CatalogType) -> Size {
+/// Half of the type's memory and a fifth of its disk, because a test runs several machines concurrently.
+fn scaled_size(server_type: &CatalogType) -> Size {
     Size {
-        cores: kind.cores.min(4),
-        memory_mib: kind.memory_gb.min(8) * 512,
-        disk_gib: kind.disk_gb.min(160) / 5,
+        cores: server_type.cores.min(4),
+        memory_mib: server_type.memory_gb.min(8) * 512,
+        disk_gib: server_type.disk_gb.min(160) / 5,
     }
 }

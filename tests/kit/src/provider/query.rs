@@ -1,4 +1,4 @@
-//! Query strings of the API, and the pages of its lists.
+//! Parses the API's query strings, and renders the pages of its lists.
 
 use axum::Json;
 use axum::response::{IntoResponse, Response};
@@ -12,7 +12,7 @@ use super::refusal::Refusal;
 const DEFAULT_PAGE_SIZE: usize = 25;
 const MAX_PAGE_SIZE: usize = 50;
 
-/// The parameters of a query; some can be used several times.
+/// The parameters of a query; some can have several values.
 pub(super) struct Query {
     pairs: Vec<(String, String)>,
 }
@@ -23,7 +23,7 @@ impl Query {
         Self { pairs: pairs.map(|(name, value)| (name.into_owned(), value.into_owned())).collect() }
     }
 
-    pub(super) fn one(&self, name: &str) -> Option<&str> {
+    pub(super) fn first(&self, name: &str) -> Option<&str> {
         self.all(name).next()
     }
 
@@ -33,16 +33,21 @@ impl Query {
 
     /// Whether the parameter is absent, or one of its values is this one.
     pub(super) fn allows(&self, name: &str, value: &str) -> bool {
-        self.one(name).is_none() || self.all(name).any(|allowed| allowed == value)
+        self.first(name).is_none() || self.all(name).any(|allowed| allowed == value)
     }
 
     fn number(&self, name: &'static str, default: usize) -> Result<usize, Refusal> {
-        let Some(text) = self.one(name) else { return Ok(default) };
+        let Some(text) = self.first(name) else { return Ok(default) };
         text.parse().map_err(|_| Refusal::invalid(name, "is not a number"))
     }
 
-    /// The requested page of a list, with its `meta.pagination` and `Link` header.
-    pub(super) fn page(&self, path: &str, list: &str, entries: Vec<Value>) -> Result<Response, Refusal> {
+    /// Renders the requested page of a list, with its `meta.pagination` and `Link` header.
+    pub(super) fn render_page(
+        &self,
+        path: &str,
+        list: &str,
+        entries: Vec<Value>,
+    ) -> Result<Response, Refusal> {
         let page = self.number("page", 1)?.max(1);
         let per_page = self.number("per_page", DEFAULT_PAGE_SIZE)?.clamp(1, MAX_PAGE_SIZE);
         let total = entries.len();

@@ -12,7 +12,7 @@ pub struct RateLimit {
 }
 
 impl Default for RateLimit {
-    /// The provider's default: 3600 per hour.
+    /// The provider's default: 3600 calls per hour.
     fn default() -> Self {
         Self { limit: 3600, per_second: 1.0 }
     }
@@ -24,7 +24,7 @@ pub(super) struct Bucket {
     refilled_at: Instant,
 }
 
-/// Decision of the bucket for one call.
+/// The bucket's decision on one call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RateDecision {
     pub(super) allowed: bool,
@@ -59,13 +59,13 @@ impl Bucket {
 }
 
 impl RateDecision {
-    pub(super) fn write(self, headers: &mut HeaderMap) {
+    pub(super) fn write_headers(self, headers: &mut HeaderMap) {
         headers.insert("ratelimit-limit", self.limit.into());
         headers.insert("ratelimit-remaining", self.remaining.into());
         headers.insert("ratelimit-reset", self.reset_unix.into());
     }
 
-    /// Reports an empty bucket until the reset.
+    /// The same decision, but with headers that report an empty bucket until the reset.
     pub(super) fn exhausted(self, reset_in_seconds: u64) -> Self {
         Self { remaining: 0, reset_unix: since_epoch().as_secs() + reset_in_seconds, ..self }
     }

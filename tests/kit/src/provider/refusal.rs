@@ -20,7 +20,7 @@ impl Refusal {
         Self { status, code: code.to_owned(), message: message.into(), details: Box::new(json!({})) }
     }
 
-    /// Error for an invalid field.
+    /// The error for an invalid field.
     pub(super) fn invalid(field: &'static str, message: &'static str) -> Self {
         let text = format!("invalid input in field '{field}': {message}");
         Self {
@@ -29,7 +29,7 @@ impl Refusal {
         }
     }
 
-    pub(super) fn json(error: &serde_json::Error) -> Self {
+    pub(super) fn malformed_json(error: &serde_json::Error) -> Self {
         Self::new(StatusCode::BAD_REQUEST, "json_error", error.to_string())
     }
 
@@ -46,14 +46,14 @@ impl Refusal {
         Self::new(StatusCode::LOCKED, "protected", "server deletion is protected")
     }
 
-    pub(super) fn name_is_used() -> Self {
+    pub(super) fn name_taken() -> Self {
         Self {
             details: Box::new(json!({"fields": [{"name": "name"}]})),
             ..Self::new(StatusCode::CONFLICT, "uniqueness_error", "server name is already used")
         }
     }
 
-    /// Error for functionality that the API no longer has.
+    /// The error for functionality that the API no longer has.
     pub(super) fn removed(announcement: &str) -> Self {
         Self {
             details: Box::new(json!({"announcement": announcement})),

@@ -21,10 +21,10 @@ use super::view::{HostView, ServerView};
 use super::{api, control, listener};
 use crate::vm::Machine;
 
-/// The implementation of a server.
+/// The guests of a simulator's servers.
 #[derive(Debug, Clone)]
 pub enum SimulatorKind {
-    /// A record; nothing runs.
+    /// None: a server is only a record.
     Record,
     /// A host of child processes.
     Process(HostSettings),
@@ -65,7 +65,7 @@ impl SimulatorOptions {
     }
 }
 
-/// A running simulator. Drop kills everything that runs in its servers.
+/// A running simulator. Drop kills all guests of its servers.
 pub struct Simulator {
     cloud: Arc<Cloud>,
     address: std::net::SocketAddr,
@@ -75,12 +75,12 @@ pub struct Simulator {
 
 impl Simulator {
     pub async fn start(options: SimulatorOptions) -> Result<Self> {
-        // On the kit's own runtime, because a test may block its thread on a program that calls the simulator.
-        crate::runtime::servers().spawn(Self::start_here(options)).await?
+        // Runs on the kit's own runtime, because a test may block its thread on a program that calls the simulator.
+        crate::runtime::servers().spawn(Self::start_on_this_runtime(options)).await?
     }
 
-    async fn start_here(options: SimulatorOptions) -> Result<Self> {
-        let addresses = Addresses::choose()?;
+    async fn start_on_this_runtime(options: SimulatorOptions) -> Result<Self> {
+        let addresses = Addresses::choose_network()?;
         let https_port = addresses.https_port();
         let guests = match options.kind {
             SimulatorKind::Record => Guests::None,
@@ -160,27 +160,27 @@ impl Simulator {
         self.cloud.script().calls().iter().filter(matches).count()
     }
 
-    /// The machine dies: all its processes are killed, and the provider shows it as off.
+    /// Kills all processes of the machine. The provider shows the server as off.
     pub async fn kill_server(&self, name: &str) -> Result<()> {
         self.cloud.kill(name).await
     }
 
-    /// The machine dies and disappears from the provider; its disk is kept.
+    /// Kills all processes of the machine, and removes the server from the provider. The disk is kept.
     pub async fn vanish_server(&self, name: &str) -> Result<()> {
         self.cloud.vanish(name).await
     }
 
-    /// Hides these servers from reads, while they keep running; an empty list shows all again.
+    /// Hides these servers from reads, while they keep running; an empty list shows all servers again.
     pub fn hide_servers(&self, names: &[String]) {
         self.cloud.inventory().hidden = names.iter().cloned().collect();
     }
 
-    /// Sets the prices of servers, in percent of the usual ones.
+    /// Sets the prices of servers, as a percentage of the usual ones.
     pub fn set_price_percent(&self, percent: u32) {
         self.cloud.inventory().price_percent = percent;
     }
 
-    /// Whether the server's operating system reacts to the power button (default: it does).
+    /// Sets whether the server's operating system reacts to the power button, which it does by default.
     pub fn set_obeys_shutdown(&self, name: &str, obeys: bool) -> Result<()> {
         self.cloud.set_obeys_shutdown(name, obeys)
     }
@@ -207,9 +207,9 @@ impl Simulator {
     }
 }
 
-/// Operations on servers of the process kind; with records, each is an error.
+/// Operations on hosts that consist of processes; with other guests, each is an error.
 impl Simulator {
-    /// All hosts, listed at the provider or not.
+    /// All hosts, whether or not the provider lists them.
     pub fn hosts(&self) -> Result<Vec<HostView>> {
         self.cloud.host_views()
     }
@@ -219,14 +219,14 @@ impl Simulator {
         Ok(self.cloud.guests.hosts()?.machine(name)?.disk())
     }
 
-    /// Output of a unit's processes, with messages of the init.
+    /// The output of a unit's processes, and the init's messages.
     pub fn unit_log(&self, name: &str, unit: &str) -> Result<String> {
         let log = self.disk(name)?.join("var/log").join(format!("{unit}.log"));
         let bytes = std::fs::read(&log).with_context(|| log.display().to_string())?;
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    /// Waits until the host's init has finished: the gateway is ready, the machine registered.
+    /// Waits until the host's init has finished: the gateway is ready, and the machine is registered.
     pub async fn wait_until_booted(&self, name: &str, timeout: Duration) -> Result<()> {
         self.cloud.guests.hosts()?.machine(name)?.wait_until_booted(timeout).await
     }
@@ -268,7 +268,7 @@ impl Simulator {
         self.cloud.start_database_only(name).await
     }
 
-    /// Extra environment, such as `FAILPOINTS`, for all processes of the host's next start only.
+    /// Sets extra environment, such as `FAILPOINTS`, for all processes of the host's next start only.
     pub fn set_next_start_env(&self, name: &str, env: &[(&str, &str)]) -> Result<()> {
         self.cloud.guests.hosts()?.machine(name)?.set_next_env(to_owned_env(env));
         Ok(())

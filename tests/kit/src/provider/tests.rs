@@ -1,4 +1,4 @@
-//! The API's rules over plain HTTP, without the product's adapter.
+//! Tests of the API's rules over plain HTTP, without the product's adapter.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ pub(super) struct ApiResponse {
 
 impl Api {
     pub(super) fn for_simulator(simulator: &Simulator) -> Self {
-        // The provider is installed once per process; later attempts find it.
+        // The crypto provider is installed once per process; later attempts fail harmlessly.
         let _ = rustls::crypto::ring::default_provider().install_default();
         Self::new(simulator.base_url(), simulator.token().to_owned())
     }
@@ -52,14 +52,14 @@ impl Api {
 
     /// Creates a server; returns its id.
     pub(super) async fn create(&self, name: &str, user_data: &str) -> Result<i64> {
-        let mut server_order = server_order(name);
-        server_order["user_data"] = user_data.into();
-        let response = self.post("/servers", server_order).await?;
+        let mut order = server_order(name);
+        order["user_data"] = user_data.into();
+        let response = self.post("/servers", order).await?;
         ensure!(response.status == 201, "{}", response.body);
         Ok(response.body["server"]["id"].as_i64().unwrap_or_default())
     }
 
-    /// Waits until no action runs on the server.
+    /// Waits until no action is running on the server.
     pub(super) async fn wait_until_unlocked(&self, id: i64) -> Result<()> {
         while self.get(&format!("/servers/{id}")).await?.body["server"]["locked"] == true {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -71,7 +71,7 @@ impl Api {
         self.call(Method::DELETE, &format!("/servers/{id}"), None).await
     }
 
-    /// Starts an action and waits for its end; returns its status.
+    /// Starts an action, waits for its end, and returns its status.
     pub(super) async fn run_action(&self, id: i64, action: &str, body: Value) -> Result<String> {
         let response = self.post(&format!("/servers/{id}/actions/{action}"), body).await?;
         ensure!(response.status == 201, "{}", response.body);
@@ -91,7 +91,7 @@ fn server_order(name: &str) -> Value {
     json!({"name": name, "server_type": "cpx22", "image": "debian-12", "location": "nbg1"})
 }
 
-fn code(response: &ApiResponse) -> (u16, &str) {
+fn status_and_code(response: &ApiResponse) -> (u16, &str) {
     (response.status, response.body["error"]["code"].as_str().unwrap_or("none"))
 }
 
@@ -106,7 +106,7 @@ async fn wrong_token_is_refused_without_effect() -> Result<()> {
     let (simulator, mut api) = start().await?;
     api.token = "wrong".to_owned();
     let response = api.post("/servers", server_order("a")).await?;
-    assert_eq!(code(&response), (401, "unauthorized"));
+    assert_eq!(status_and_code(&response), (401, "unauthorized"));
     assert!(simulator.creations().is_empty());
     Ok(())
 }
@@ -125,7 +125,7 @@ async fn create_server_names_invalid_field() -> Result<()> {
         let mut bad = server_order("a");
         bad[field] = value;
         let response = api.post("/servers", bad).await?;
-        assert_eq!(code(&response), (422, "invalid_input"), "{field}");
+        assert_eq!(status_and_code(&response), (422, "invalid_input"), "{field}");
         assert_eq!(response.body["error"]["details"]["fields"][0]["name"], field);
     }
     assert_eq!(api.post("/servers", json!([])).await?.status, 400);
@@ -137,7 +137,7 @@ async fn create_server_names_invalid_field() -> Result<()> {
 async fn names_are_unique_among_existing_servers() -> Result<()> {
     let (simulator, api) = start().await?;
     let first = api.create("a", "").await?;
-    assert_eq!(code(&api.post("/servers", server_order("a")).await?), (409, "uniqueness_error"));
+    assert_eq!(status_and_code(&api.post("/servers", server_order("a")).await?), (409, "uniqueness_error"));
     simulator.wait_for_power("a", Power::Running).await?;
     api.wait_until_unlocked(first).await?;
     assert_eq!(api.delete(first).await?.status, 200);
@@ -157,8 +157,8 @@ async fn server_is_locked_while_an_action_runs() -> Result<()> {
     assert_eq!(simulator.server_by_name("a").map(|server| server.status), Some(Power::Initializing));
     assert_eq!(api.get(&format!("/servers/{id}")).await?.body["server"]["locked"], true);
     let power_off = format!("/servers/{id}/actions/poweroff");
-    assert_eq!(code(&api.post(&power_off, json!({})).await?), (423, "locked"));
-    assert_eq!(code(&api.delete(id).await?), (423, "locked"));
+    assert_eq!(status_and_code(&api.post(&power_off, json!({})).await?), (423, "locked"));
+    assert_eq!(status_and_code(&api.delete(id).await?), (423, "locked"));
     simulator.wait_for_power("a", Power::Running).await?;
     Ok(())
 }
@@ -172,16 +172,16 @@ async fn change_type_enforces_power_and_disk_rules() -> Result<()> {
     let to = |name: &str, grow: bool| json!({"server_type": name, "upgrade_disk": grow});
 
     api.wait_until_unlocked(id).await?;
-    assert_eq!(code(&api.post(&change, to("cpx32", false)).await?), (422, "server_not_stopped"));
+    assert_eq!(status_and_code(&api.post(&change, to("cpx32", false)).await?), (422, "server_not_stopped"));
     assert_eq!(api.run_action(id, "poweroff", json!({})).await?, "success");
-    assert_eq!(code(&api.post(&change, to("cpx12", false)).await?), (422, "invalid_server_type"));
-    assert_eq!(code(&api.post(&change, to("cpx22", false)).await?), (422, "invalid_server_type"));
+    assert_eq!(status_and_code(&api.post(&change, to("cpx12", false)).await?), (422, "invalid_server_type"));
+    assert_eq!(status_and_code(&api.post(&change, to("cpx22", false)).await?), (422, "invalid_server_type"));
 
     assert_eq!(api.run_action(id, "change_type", to("cpx32", false)).await?, "success");
     assert_eq!(simulator.server_by_name("a").map(|s| (s.server_type, s.disk_gb)), Some(("cpx32".into(), 80)));
     assert_eq!(api.run_action(id, "change_type", to("cpx52", true)).await?, "success");
     assert_eq!(simulator.server_by_name("a").map(|s| s.disk_gb), Some(480));
-    assert_eq!(code(&api.post(&change, to("cpx32", false)).await?), (422, "invalid_server_type"));
+    assert_eq!(status_and_code(&api.post(&change, to("cpx32", false)).await?), (422, "invalid_server_type"));
     Ok(())
 }
 
@@ -216,7 +216,10 @@ async fn list_is_paginated() -> Result<()> {
     let last = api.get("/servers?per_page=3&page=3").await?.body;
     assert_eq!(last["servers"].as_array().map(Vec::len), Some(1));
     assert_eq!(last["meta"]["pagination"]["next_page"], Value::Null);
-    assert_eq!(code(&api.get("/servers?label_selector=a%20in%20(b").await?), (422, "invalid_input"));
+    assert_eq!(
+        status_and_code(&api.get("/servers?label_selector=a%20in%20(b").await?),
+        (422, "invalid_input")
+    );
     Ok(())
 }
 
@@ -234,7 +237,7 @@ async fn rate_limit_is_reported_and_enforced() -> Result<()> {
         response.headers["ratelimit-reset"].to_str()?.parse::<i64>()? > jiff::Timestamp::now().as_second()
     );
     api.get("/servers").await?;
-    assert_eq!(code(&api.get("/servers").await?), (429, "rate_limit_exceeded"));
+    assert_eq!(status_and_code(&api.get("/servers").await?), (429, "rate_limit_exceeded"));
     Ok(())
 }
 
@@ -259,7 +262,7 @@ async fn faults_and_control_work_over_http() -> Result<()> {
     let rule = json!({"method": "GET", "pathContains": "/servers", "times": 1,
         "fault": {"kind": "status", "status": 503, "code": "unavailable"}});
     assert_eq!(control.post("/faults", rule).await?.status, 200);
-    assert_eq!(code(&api.get("/servers").await?), (503, "unavailable"));
+    assert_eq!(status_and_code(&api.get("/servers").await?), (503, "unavailable"));
 
     api.create("a", "").await?;
     assert_eq!(control.get("/servers").await?.body[0]["name"], "a");

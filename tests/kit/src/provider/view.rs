@@ -1,4 +1,4 @@
-//! Servers from a test's point of view, and operations that bypass the API.
+//! The servers as tests see them, and operations that bypass the API.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -29,7 +29,7 @@ pub struct ServerView {
     pub user_data: String,
 }
 
-/// A host of the process kind, listed at the provider or not.
+/// A host that consists of processes, whether or not the provider lists it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HostView {
@@ -60,26 +60,26 @@ impl Cloud {
     }
 
     pub(super) async fn kill(&self, name: &str) -> Result<()> {
-        let id = self.id_of(name)?;
-        self.guests.cut(name).await;
+        let id = self.find_id(name)?;
+        self.guests.cut_power(name).await;
         self.set_power(id, Power::Off);
         Ok(())
     }
 
     pub(super) fn switch_on(&self, name: &str) -> Result<()> {
-        self.boot(self.id_of(name)?);
+        self.boot(self.find_id(name)?);
         Ok(())
     }
 
     pub(super) async fn vanish(&self, name: &str) -> Result<()> {
-        let id = self.id_of(name)?;
+        let id = self.find_id(name)?;
         self.inventory().remove(id);
-        self.guests.cut(name).await;
+        self.guests.cut_power(name).await;
         Ok(())
     }
 
     pub(super) fn set_obeys_shutdown(&self, name: &str, obeys: bool) -> Result<()> {
-        let id = self.id_of(name)?;
+        let id = self.find_id(name)?;
         if let Some(record) = self.inventory().servers.get_mut(&id) {
             record.obeys_shutdown = obeys;
         }
@@ -89,7 +89,7 @@ impl Cloud {
     pub(super) fn host_views(&self) -> Result<Vec<HostView>> {
         let machines = self.guests.hosts()?.machines();
         let view = |machine: Arc<super::host::ProcessHost>| HostView {
-            listed: self.id_of(&machine.name).is_ok(),
+            listed: self.find_id(&machine.name).is_ok(),
             name: machine.name.clone(),
             ipv4: machine.ipv4,
             disk: machine.disk(),
@@ -99,14 +99,14 @@ impl Cloud {
     }
 
     pub(super) fn start_from_disk(&self, name: &str) -> Result<()> {
-        let machine = self.unlisted(name)?;
+        let machine = self.find_unlisted(name)?;
         ensure!(machine.boot_state() == BootState::Off, "{name} is on");
         machine.boot();
         Ok(())
     }
 
     pub(super) async fn stop_unlisted(&self, name: &str) -> Result<()> {
-        self.unlisted(name)?.cut().await;
+        self.find_unlisted(name)?.cut_power().await;
         Ok(())
     }
 
@@ -127,14 +127,14 @@ impl Cloud {
         crate::runtime::servers().spawn(async move { machine.run_unit(&unit, &args, &env).await }).await?
     }
 
-    /// A machine that the provider does not list; only the test controls its power.
-    fn unlisted(&self, name: &str) -> Result<Arc<super::host::ProcessHost>> {
+    /// Finds a machine that the provider does not list. Only the test controls its power.
+    fn find_unlisted(&self, name: &str) -> Result<Arc<super::host::ProcessHost>> {
         let machine = self.guests.hosts()?.machine(name)?;
-        ensure!(self.id_of(name).is_err(), "the provider lists {name}: use its API");
+        ensure!(self.find_id(name).is_err(), "the provider lists {name}: use its API");
         Ok(machine)
     }
 
-    fn id_of(&self, name: &str) -> Result<i64> {
+    fn find_id(&self, name: &str) -> Result<i64> {
         let inventory = self.inventory();
         let record = inventory.servers.values().find(|record| record.name == name);
         record.map(|record| record.id).with_context(|| format!("the provider has no server {name}"))

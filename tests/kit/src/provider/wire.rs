@@ -3,10 +3,10 @@
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
-use super::catalog::{Entry, INCLUDED_TRAFFIC};
+use super::catalog::{Entry, INCLUDED_TRAFFIC_BYTES};
 use super::inventory::{ActionRecord, ServerRecord};
 
-pub(super) fn server(record: &ServerRecord, locked: bool) -> Value {
+pub(super) fn server_json(record: &ServerRecord, locked: bool) -> Value {
     let net = &record.public_net;
     let ipv4 = net.ipv4_id.map(|id| {
         json!({
@@ -15,7 +15,7 @@ pub(super) fn server(record: &ServerRecord, locked: bool) -> Value {
         })
     });
     let ipv6 = net.ipv6_id.map(|id| {
-        // A network of the documentation prefix: servers of the simulator are reached on loopback only.
+        // A network of the documentation prefix: the simulator's servers can only be reached on loopback.
         json!({"id": id, "ip": format!("2001:db8:0:{:x}::/64", id & 0xffff), "blocked": false, "dns_ptr": []})
     });
     json!({
@@ -34,8 +34,8 @@ pub(super) fn server(record: &ServerRecord, locked: bool) -> Value {
         "backup_window": null,
         "outgoing_traffic": 0,
         "ingoing_traffic": 0,
-        "included_traffic": INCLUDED_TRAFFIC,
-        "protection": {"delete": record.protected, "rebuild": record.protected},
+        "included_traffic": INCLUDED_TRAFFIC_BYTES,
+        "protection": {"delete": record.is_protected, "rebuild": record.is_protected},
         "labels": record.labels,
         "volumes": [],
         "load_balancers": [],
@@ -44,7 +44,7 @@ pub(super) fn server(record: &ServerRecord, locked: bool) -> Value {
     })
 }
 
-pub(super) fn action(record: &ActionRecord) -> Value {
+pub(super) fn action_json(record: &ActionRecord) -> Value {
     let failed = record.end.as_ref().is_some_and(|end| end.failed);
     let error = failed.then(|| json!({"code": "action_failed", "message": "Action failed"}));
     json!({

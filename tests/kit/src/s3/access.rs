@@ -1,4 +1,4 @@
-//! Authorises each request with the policy of its session. The owner may do everything.
+//! Authorizes each request with the policy of its session. The owner may do everything.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::session::Sessions;
 
 pub(super) struct Access(pub(super) Arc<Sessions>);
 
-/// Set on a request whose session may not list the whole bucket: like in S3, a missing object is reported as forbidden.
+/// Set on a request whose session may not list the whole bucket: as in S3, a missing object is reported as forbidden.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct HideMissing;
 
@@ -83,7 +83,7 @@ fn required_access(cx: &S3AccessContext<'_>) -> S3Result<Vec<AccessRequest<'stat
         S3Path::Bucket { bucket } => format!("arn:aws:s3:::{bucket}"),
         S3Path::Root => "*".to_owned(),
     };
-    let one = |action: &'static str| Ok(vec![AccessRequest::new(action, object.clone())]);
+    let single = |action: &'static str| Ok(vec![AccessRequest::new(action, object.clone())]);
     let listing = |action: &'static str| {
         Ok(vec![AccessRequest {
             prefix: query(cx.uri(), "prefix"),
@@ -91,32 +91,32 @@ fn required_access(cx: &S3AccessContext<'_>) -> S3Result<Vec<AccessRequest<'stat
         }])
     };
     match cx.s3_op().name() {
-        "GetObject" | "HeadObject" => one("s3:GetObject"),
+        "GetObject" | "HeadObject" => single("s3:GetObject"),
         "PutObject" | "CreateMultipartUpload" | "UploadPart" | "CompleteMultipartUpload" => {
-            one("s3:PutObject")
+            single("s3:PutObject")
         }
         "CopyObject" | "UploadPartCopy" => {
             let source = AccessRequest::new("s3:GetObject", copy_source(cx.headers())?);
             Ok(vec![source, AccessRequest::new("s3:PutObject", object.clone())])
         }
-        "DeleteObject" => one("s3:DeleteObject"),
-        // The keys are checked when the body has been read.
+        "DeleteObject" => single("s3:DeleteObject"),
+        // The keys are checked after the body has been read.
         "DeleteObjects" => Ok(Vec::new()),
-        "AbortMultipartUpload" => one("s3:AbortMultipartUpload"),
-        "ListParts" => one("s3:ListMultipartUploadParts"),
+        "AbortMultipartUpload" => single("s3:AbortMultipartUpload"),
+        "ListParts" => single("s3:ListMultipartUploadParts"),
         "ListObjects" | "ListObjectsV2" => listing("s3:ListBucket"),
         "ListMultipartUploads" => listing("s3:ListBucketMultipartUploads"),
-        "HeadBucket" => one("s3:ListBucket"),
-        "ListBuckets" => one("s3:ListAllMyBuckets"),
-        "GetBucketLocation" => one("s3:GetBucketLocation"),
-        "CreateBucket" => one("s3:CreateBucket"),
-        "DeleteBucket" => one("s3:DeleteBucket"),
+        "HeadBucket" => single("s3:ListBucket"),
+        "ListBuckets" => single("s3:ListAllMyBuckets"),
+        "GetBucketLocation" => single("s3:GetBucketLocation"),
+        "CreateBucket" => single("s3:CreateBucket"),
+        "DeleteBucket" => single("s3:DeleteBucket"),
         name => Err(s3_error!(AccessDenied, "{name} is not available to sessions")),
     }
 }
 
 impl Creation {
-    /// Like in AWS, calls that only start an upload or add a part to it do not create an object.
+    /// As in AWS, calls that only start an upload or add a part to it do not create an object.
     fn from_request(cx: &S3AccessContext<'_>) -> Self {
         let creates = matches!(cx.s3_op().name(), "PutObject" | "CompleteMultipartUpload" | "CopyObject");
         let header = |name: &str| cx.headers().get(name)?.to_str().ok().map(str::to_owned);
@@ -125,7 +125,7 @@ impl Creation {
 }
 
 fn copy_source(headers: &HeaderMap) -> S3Result<String> {
-    let bad = || -> S3Error { s3_error!(InvalidArgument, "x-amz-copy-source") };
+    let bad = || -> S3Error { s3_error!(InvalidArgument, "x-amz-copy-source is missing or malformed") };
     let text = headers.get("x-amz-copy-source").and_then(|value| value.to_str().ok()).ok_or_else(bad)?;
     let text = text.split('?').next().unwrap_or_default().trim_start_matches('/');
     Ok(format!("arn:aws:s3:::{}", decode(text)))

@@ -20,15 +20,15 @@ macro_rules! attributes_of {
             content_type: $input.content_type,
             cache_control: $input.cache_control,
             content_disposition: $input.content_disposition,
-            content_encoding: $crate::s3::attributes::plain($input.content_encoding),
+            content_encoding: $crate::s3::attributes::remove_aws_chunked($input.content_encoding),
             content_language: $input.content_language,
             metadata: $input.metadata,
         }
     };
 }
 
-/// The output of a `GetObject` or `HeadObject`, with their common fields.
-macro_rules! described {
+/// Builds the output of a `GetObject` or `HeadObject` with their common fields.
+macro_rules! object_output {
     ($output:ident, $object:expr) => {{
         let attributes = $object.attributes.clone();
         $output {
@@ -47,10 +47,10 @@ macro_rules! described {
     }};
 }
 
-pub(super) use {attributes_of, described};
+pub(super) use {attributes_of, object_output};
 
-/// Removes `aws-chunked`, which is the encoding of the transfer, not of the content.
-pub(super) fn plain(content_encoding: Option<String>) -> Option<String> {
+/// Removes `aws-chunked`, which is an encoding of the transfer, not of the content.
+pub(super) fn remove_aws_chunked(content_encoding: Option<String>) -> Option<String> {
     let encodings = content_encoding?;
     let content_encodings: Vec<_> =
         encodings.split(',').map(str::trim).filter(|e| !e.is_empty() && *e != "aws-chunked").collect();

@@ -1,4 +1,4 @@
-//! The immutable bytes of objects: small ones in memory, others in files that are deleted with their last user.
+//! The immutable bytes of objects: small ones in memory, others in files that are deleted when they are no longer used.
 
 use std::io::{self, Read};
 use std::ops::Range;
@@ -94,7 +94,7 @@ fn upload_error(error: &s3s::StdError) -> s3s::S3Error {
     s3_error!(IncompleteBody, "the body is incomplete: {text}")
 }
 
-/// A blob that is being written to a file, which is deleted unless the write completes.
+/// A blob that is being written to a file. The file is deleted unless the write completes.
 struct Spill {
     blob: Blob,
     file: tokio::io::BufWriter<tokio::fs::File>,

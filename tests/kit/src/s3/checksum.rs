@@ -1,4 +1,4 @@
-//! Verification of the checksums that the sender of an upload provides in headers or after the body.
+//! Verifies the checksums that the sender of an upload provides in headers or after the body.
 //!
 //! (s3s verifies the SHA-256 in the signature.)
 
@@ -26,7 +26,7 @@ pub(super) struct ProvidedChecksums {
     trailers: Option<TrailingHeaders>,
 }
 
-/// Computes all provided checksums along the body.
+/// Computes all provided checksums while the body is read.
 pub(super) struct Hasher {
     md5: Option<Md5>,
     checksums: ChecksumHasher,
@@ -64,7 +64,7 @@ impl ProvidedChecksums {
         }
     }
 
-    /// Refuses a body that does not match, or whose announced checksum is missing.
+    /// Refuses a body that does not match its checksums, or whose announced checksum is missing.
     pub(super) fn verify(&self, hasher: Hasher) -> S3Result<()> {
         let trailers = self.trailers.as_ref().and_then(TrailingHeaders::take).unwrap_or_default();
         let provided = |name: &str| {

@@ -19,16 +19,16 @@ use std::time::Duration;
 
 use http::Uri;
 
-/// A fault of a request.
+/// A fault in the handling of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// Not executed; the response has this status (5xx, 429, 403…).
     Status(u16),
     /// Not executed; the response is an S3 error with this status and code (`403`, `RequestTimeTooSkewed`).
     Code(u16, &'static str),
-    /// Executed; the response has another ETag.
+    /// Executed; the response has a wrong ETag.
     WrongEtag,
-    /// Delayed by this duration; further faults still apply.
+    /// Delayed by this duration; other faults still apply.
     Delay(Duration),
     /// Executed; the connection is cut before the response.
     LostReply,

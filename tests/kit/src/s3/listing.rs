@@ -1,4 +1,4 @@
-//! Listings and parts of multipart uploads, as types of the protocol.
+//! The operations that list objects, and those on multipart uploads.
 
 use s3s::dto::*;
 use s3s::{S3Request, S3Result, s3_error};
@@ -16,7 +16,7 @@ impl Store {
         let start_after = input.start_after.clone().map(Cursor::After);
         let from = input.continuation_token.as_deref().map(from_token).transpose()?.or(start_after);
         let max_keys = input.max_keys.unwrap_or(MAX_PAGE_KEYS);
-        let page = self.page(&input.bucket, &input.prefix, &input.delimiter, from, max_keys)?;
+        let page = self.list_page(&input.bucket, &input.prefix, &input.delimiter, from, max_keys)?;
         let (contents, common_prefixes) = entries(&page);
         Ok(ListObjectsV2Output {
             key_count: i32::try_from(contents.len() + common_prefixes.len()).ok(),
@@ -41,7 +41,7 @@ impl Store {
             _ => Cursor::After(marker),
         });
         let max_keys = input.max_keys.unwrap_or(MAX_PAGE_KEYS);
-        let page = self.page(&input.bucket, &input.prefix, &input.delimiter, from, max_keys)?;
+        let page = self.list_page(&input.bucket, &input.prefix, &input.delimiter, from, max_keys)?;
         let (contents, common_prefixes) = entries(&page);
         Ok(ListObjectsOutput {
             contents: Some(contents),
@@ -57,7 +57,7 @@ impl Store {
         })
     }
 
-    fn page(
+    fn list_page(
         &self,
         bucket: &str,
         prefix: &Option<String>,
@@ -66,7 +66,7 @@ impl Store {
         max_keys: i32,
     ) -> S3Result<Page> {
         let max = usize::try_from(max_keys.min(MAX_PAGE_KEYS))
-            .map_err(|_| s3_error!(InvalidArgument, "max-keys"))?;
+            .map_err(|_| s3_error!(InvalidArgument, "max-keys must not be negative"))?;
         let delimiter = delimiter.as_deref().filter(|delimiter| !delimiter.is_empty());
         self.with(bucket, |bucket| {
             Ok(bucket.list(prefix.as_deref().unwrap_or_default(), delimiter, from, max))

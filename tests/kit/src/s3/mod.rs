@@ -15,8 +15,9 @@
 //! STS is available at the same endpoint: with [`S3Server::sts_env`] the platform issues sessions to hosts. Their
 //! policies are enforced for every key and action.
 //!
-//! Where S3 and R2 differ, it behaves like R2: `If-Match` on a missing object is 412, and all parts of a multipart
-//! upload except the last have the same size. Buckets are addressed by path. Objects are deleted with the server.
+//! Where S3 and R2 differ, the server behaves like R2: the response to `If-Match` on a missing object is 412, and all parts
+//! of a multipart upload except the last must have the same size. Buckets are addressed by path. Objects are deleted with
+//! the server.
 
 mod access;
 mod attributes;
@@ -85,16 +86,16 @@ pub struct ObjectInfo {
 }
 
 impl S3Server {
-    /// Starts on a free port. Larger objects are stored below `dir`, which must exist, until the server is dropped.
+    /// Starts on a free port. Large objects are stored below `dir`, which must exist, until the server is dropped.
     pub fn start(dir: &Path) -> Result<Self> {
         Self::start_with(dir, None)
     }
 
-    /// Like [`Self::start`], with a third-party server that executes the requests; that server checks no signatures.
+    /// Like [`Self::start`], but a third-party server executes the requests. It does not check signatures.
     ///
     /// # Errors
     /// Like [`Self::start`].
-    pub fn in_front_of(server: ThirdParty, dir: &Path) -> Result<Self> {
+    pub fn start_in_front_of(server: ThirdParty, dir: &Path) -> Result<Self> {
         Self::start_with(dir, Some(Arc::new(Upstream::new(server)?)))
     }
 
@@ -150,8 +151,8 @@ impl S3Server {
         pairs.map(|(name, value)| (name.to_owned(), value)).into()
     }
 
-    /// The platform's settings for issuing short-lived credentials to hosts with this server's STS, or without an STS for
-    /// sharing its own.
+    /// The platform's settings for the hosts' credentials: short-lived ones from this server's STS, or, without an STS, the
+    /// platform's own.
     pub fn sts_env(&self) -> Vec<(String, String)> {
         if self.upstream.as_ref().is_some_and(|upstream| !upstream.server.has_sts()) {
             return vec![("STORE_HOST_CREDENTIALS".to_owned(), "static".to_owned())];
@@ -171,7 +172,7 @@ impl S3Server {
         self.sessions.all()
     }
 
-    /// Secret keys and tokens of all sessions.
+    /// The secret keys and tokens of all sessions.
     pub fn session_secrets(&self) -> Vec<(String, String)> {
         self.sessions.secrets()
     }
@@ -188,13 +189,13 @@ impl S3Server {
 
     /// Creates a bucket; does nothing if it exists.
     pub fn create_bucket(&self, name: &str) {
-        self.try_create_bucket(name).expect("the bucket was not created");
+        self.try_create_bucket(name).expect("cannot create the bucket");
     }
 
     /// Like [`Self::create_bucket`].
     ///
     /// # Errors
-    /// Fails if a third-party server keeps refusing.
+    /// Fails if a third-party server still refuses after the timeout.
     pub fn try_create_bucket(&self, name: &str) -> Result<()> {
         match &self.upstream {
             None => {
@@ -265,7 +266,7 @@ impl S3Server {
         keys
     }
 
-    /// Like [`Self::uploads`], but only those with parts.
+    /// Like [`Self::uploads`], but only for uploads with parts.
     pub fn uploads_with_parts(&self, bucket: &str) -> Vec<String> {
         let keys = |bucket: &mut store::Bucket| {
             let filled = bucket.uploads.values().filter(|upload| !upload.parts.is_empty());
@@ -296,8 +297,8 @@ impl S3Server {
         Ok(self.listener.reopen()?)
     }
 
-    /// Waits until every client has closed its connections and every request has been executed. What a killed client
-    /// has sent may otherwise still change the objects.
+    /// Waits until every client has closed its connections and every request has been executed. Otherwise, requests that a
+    /// killed client has sent may still change the objects.
     pub async fn drain(&self) -> Result<()> {
         self.listener.drain(DRAIN_TIMEOUT).await.context("wait for the store's clients")
     }

@@ -1,10 +1,10 @@
-//! Session policies: a strictly parsed subset of IAM's policy language.
+//! Session policies: a subset of IAM's policy language.
 //!
-//! Anything unsupported (another operator, another condition key) is refused, never ignored.
+//! Unsupported elements, such as other operators or condition keys, are refused, never ignored.
 
 use serde_json::{Map, Value};
 
-/// An access to be authorised.
+/// An access that must be authorized.
 #[derive(Clone, Debug)]
 pub(super) struct AccessRequest<'a> {
     /// Such as `s3:GetObject`.
@@ -39,7 +39,7 @@ struct Statement {
     allows: bool,
     actions: Vec<String>,
     resources: Vec<String>,
-    /// Patterns of `s3:prefix`; all conditions must hold.
+    /// The patterns of each condition on `s3:prefix`; all conditions must be met.
     prefixes: Vec<Vec<String>>,
     /// `Null` of `s3:if-none-match`: whether the header must be missing.
     if_none_match_is_null: Option<bool>,
@@ -50,18 +50,18 @@ struct Statement {
 impl Policy {
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         let value: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
-        let mut fields = object(value, "the policy")?;
+        let mut fields = parse_object(value, "the policy")?;
         let version = fields.remove("Version");
         if version.as_ref().and_then(Value::as_str) != Some("2012-10-17") {
-            return Err(format!("Version {version:?}"));
+            return Err(format!("unsupported Version {version:?}"));
         }
         let statements = match fields.remove("Statement") {
             Some(Value::Array(all)) => all,
             Some(one @ Value::Object(_)) => vec![one],
-            other => return Err(format!("Statement {other:?}")),
+            other => return Err(format!("invalid Statement {other:?}")),
         };
         refuse_unknown_fields(&fields)?;
-        statements.into_iter().map(statement).collect::<Result<_, _>>().map(Self)
+        statements.into_iter().map(parse_statement).collect::<Result<_, _>>().map(Self)
     }
 
     /// An explicit deny wins; without an allow, access is denied.
@@ -77,7 +77,7 @@ impl Statement {
         self.actions.iter().any(|pattern| matches_pattern(&pattern.to_ascii_lowercase(), &action))
             && self.resources.iter().any(|pattern| matches_pattern(pattern, &access_request.resource))
             && self.prefixes.iter().all(|patterns| {
-                // A condition on a missing key does not hold.
+                // A condition on a missing key is not met.
                 access_request
                     .prefix
                     .as_ref()
@@ -90,19 +90,21 @@ impl Statement {
     }
 }
 
-fn statement(value: Value) -> Result<Statement, String> {
-    let mut fields = object(value, "a statement")?;
+fn parse_statement(value: Value) -> Result<Statement, String> {
+    let mut fields = parse_object(value, "a statement")?;
     fields.remove("Sid");
     let allows = match fields.remove("Effect").as_ref().and_then(Value::as_str) {
         Some("Allow") => true,
         Some("Deny") => false,
-        other => return Err(format!("Effect {other:?}")),
+        other => return Err(format!("invalid Effect {other:?}")),
     };
     let actions = parse_strings(fields.remove("Action"), "Action")?;
     let resources = parse_strings(fields.remove("Resource"), "Resource")?;
     let (mut prefixes, mut if_none_match_is_null, mut creates) = (Vec::new(), None, None);
-    for (operator, tests) in fields.remove("Condition").map_or(Ok(Map::new()), |c| object(c, "Condition"))? {
-        for (key, patterns) in object(tests, &operator)? {
+    for (operator, tests) in
+        fields.remove("Condition").map_or(Ok(Map::new()), |c| parse_object(c, "Condition"))?
+    {
+        for (key, patterns) in parse_object(tests, &operator)? {
             match (operator.as_str(), key.as_str()) {
                 ("Null", "s3:if-none-match") => {
                     if_none_match_is_null = Some(parse_bool(&patterns)?);
@@ -119,7 +121,7 @@ fn statement(value: Value) -> Result<Statement, String> {
             }
             let patterns = parse_strings(Some(patterns), &key)?;
             if operator == "StringEquals" && patterns.iter().any(|pattern| pattern.contains(['*', '?'])) {
-                return Err("StringEquals has no wildcards".to_owned());
+                return Err("StringEquals does not support wildcards".to_owned());
             }
             prefixes.push(patterns);
         }
@@ -136,10 +138,10 @@ fn parse_bool(value: &Value) -> Result<bool, String> {
     }
 }
 
-fn object(value: Value, what: &str) -> Result<Map<String, Value>, String> {
+fn parse_object(value: Value, what: &str) -> Result<Map<String, Value>, String> {
     match value {
         Value::Object(map) => Ok(map),
-        other => Err(format!("{what} is {other}")),
+        other => Err(format!("{what} must be an object, not {other}")),
     }
 }
 
@@ -153,7 +155,9 @@ fn parse_strings(value: Option<Value>, what: &str) -> Result<Vec<String>, String
         Some(one) => vec![one],
         None => return Err(format!("{what} is missing")),
     };
-    let text = |value: Value| value.as_str().map(str::to_owned).ok_or_else(|| format!("{what} has {value}"));
+    let text = |value: Value| {
+        value.as_str().map(str::to_owned).ok_or_else(|| format!("{what} must contain strings, not {value}"))
+    };
     all.into_iter().map(text).collect()
 }
 
@@ -201,7 +205,7 @@ mod tests {
         assert!(put("b/u/s/x", true, None));
         assert!(!put("b/u/s/once/x", true, None));
         assert!(put("b/u/s/once/x", true, Some("*")));
-        assert!(put("b/u/s/once/x", false, None), "a part of an upload creates no object");
+        assert!(put("b/u/s/once/x", false, None), "a part of an upload does not create an object");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use s3s::dto::*;
 use s3s::{S3, S3Request, S3Response, S3Result, s3_error};
 
 use super::access::HideMissing;
-use super::attributes::{attributes_of, described};
+use super::attributes::{attributes_of, object_output};
 use super::blob::Blob;
 use super::checksum::ProvidedChecksums;
 use super::condition::{WriteCondition, read_condition};
@@ -32,7 +32,7 @@ impl S3 for Service {
     async fn put_object(&self, request: S3Request<PutObjectInput>) -> ServiceResult<PutObjectOutput> {
         let checksums = ProvidedChecksums::from_request(&request);
         let input = request.input;
-        // Checked before the body is read: a missing bucket is reported without transferring gigabytes.
+        // Checked before the body is read, so that a missing bucket is reported without a transfer of gigabytes.
         self.store.with(&input.bucket, |_| Ok(()))?;
         let attributes = attributes_of!(input);
         let condition = WriteCondition { if_match: input.if_match, if_none_match: input.if_none_match };
@@ -58,7 +58,7 @@ impl S3 for Service {
             content_length: i64::try_from(range.end - range.start).ok(),
             body: Some(object.body.stream(range)),
             content_range,
-            ..described!(GetObjectOutput, object)
+            ..object_output!(GetObjectOutput, object)
         };
         let mut response = S3Response::new(output);
         response.status = status;
@@ -69,7 +69,7 @@ impl S3 for Service {
         let object = self.find(&request, &request.input.bucket, &request.input.key)?;
         let input = request.input;
         read_condition!(input).check(&object)?;
-        respond(described!(HeadObjectOutput, object))
+        respond(object_output!(HeadObjectOutput, object))
     }
 
     async fn delete_object(

@@ -1,4 +1,4 @@
-//! Principals: the bucket's owner, and the sessions issued by STS, each with a token, a policy and an expiry.
+//! The principals: the bucket's owner, and the sessions issued by STS, each with a token, a policy and an expiry.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,7 +13,7 @@ use super::policy::Policy;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionInfo {
     pub access_key: String,
-    /// RoleSessionName of the AssumeRole call.
+    /// The `RoleSessionName` of the AssumeRole call.
     pub name: String,
     pub policy: Option<String>,
     pub expires: SystemTime,
@@ -60,7 +60,7 @@ impl Sessions {
         self.inner().lifetime = lifetime;
     }
 
-    pub(super) fn open(
+    pub(super) fn create(
         &self,
         name: &str,
         policy: Option<(String, Policy)>,

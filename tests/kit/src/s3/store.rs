@@ -1,7 +1,7 @@
 //! The server's state: buckets, each with a sorted index of objects and its open uploads.
 //!
-//! Content is written before, and outside of, any lock; a short critical section compares and replaces. Therefore
-//! exactly one of several racing conditional writes to a key succeeds.
+//! Content is written before the lock is taken; a short critical section compares and replaces. Therefore exactly one of
+//! several racing conditional writes to a key succeeds.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -41,7 +41,7 @@ pub(super) struct Object {
 }
 
 impl Object {
-    /// An object of one blob; its ETag is derived from the content.
+    /// Creates an object with one blob; its ETag is derived from the content.
     pub(super) fn simple(blob: Arc<Blob>, sha256: &[u8; 32], attributes: Attributes) -> Self {
         Self {
             body: Body::new(vec![blob]),
@@ -56,7 +56,7 @@ impl Object {
     }
 }
 
-/// Has the form of S3's MD5 tag: 32 hexadecimal digits that identify the content.
+/// The ETag of some content. It has the form of S3's MD5 tags: 32 hexadecimal digits.
 pub(super) fn content_tag(sha256: &[u8; 32]) -> ETag {
     ETag::Strong(hex::encode(&sha256[..16]))
 }
@@ -180,7 +180,7 @@ impl Bucket {
     fn first_after(&self, prefix: &str, cursor: Option<&Cursor>) -> Option<(&String, &Arc<Object>)> {
         let (start, common_prefix) = match cursor {
             Some(Cursor::After(key)) if key.as_str() >= prefix => (Bound::Excluded(key.clone()), None),
-            // Skips nearly all keys with this prefix at once; remaining ones (with U+10FFFF after the prefix) are
+            // Skips nearly all keys with this prefix in one step; the remaining ones (with U+10FFFF after the prefix) are
             // skipped one by one.
             Some(Cursor::AfterPrefix(common_prefix)) if common_prefix.as_str() >= prefix => {
                 (Bound::Excluded(format!("{common_prefix}\u{10FFFF}")), Some(common_prefix))

@@ -1,4 +1,4 @@
-//! AssumeRole at the store's endpoint, like in MinIO: a signed form as request, an XML response, errors in AWS's
+//! AssumeRole at the store's endpoint, as in MinIO: the request is a signed form, the response is XML, and errors have AWS's
 //! format.
 
 use std::fmt::Write;
@@ -13,7 +13,7 @@ use super::policy::Policy;
 use super::session::{Session, Sessions};
 
 const MAX_FORM_BYTES: usize = 8192;
-/// Maximum length of a session policy in plain text.
+/// Maximum length of a session policy.
 const MAX_POLICY_CHARS: usize = 2048;
 
 pub(super) struct Sts(pub(super) Arc<Sessions>);
@@ -32,9 +32,11 @@ fn invalid(message: impl Into<String>) -> StsError {
 #[async_trait::async_trait]
 impl S3Route for Sts {
     fn is_match(&self, method: &Method, uri: &Uri, headers: &HeaderMap, _: &mut Extensions) -> bool {
-        let kind =
+        let content_type =
             headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-        method == Method::POST && uri.path() == "/" && kind.starts_with("application/x-www-form-urlencoded")
+        method == Method::POST
+            && uri.path() == "/"
+            && content_type.starts_with("application/x-www-form-urlencoded")
     }
 
     async fn call(&self, request: S3Request<Body>) -> S3Result<S3Response<Body>> {
@@ -53,7 +55,7 @@ impl S3Route for Sts {
             let message = "only the owner may assume a role".to_owned();
             Err(StsError { status: StatusCode::FORBIDDEN, code: "AccessDenied", message })
         } else {
-            self.assume(&form)
+            self.assume_role(&form)
         };
         Ok(match result {
             Ok(session) => xml_response(StatusCode::OK, session_xml(&session)),
@@ -63,7 +65,7 @@ impl S3Route for Sts {
 }
 
 impl Sts {
-    fn assume(&self, form: &[u8]) -> Result<Session, StsError> {
+    fn assume_role(&self, form: &[u8]) -> Result<Session, StsError> {
         let pairs: Vec<(String, String)> = url::form_urlencoded::parse(form).into_owned().collect();
         let field = |name: &str| {
             pairs
@@ -80,8 +82,8 @@ impl Sts {
             return Err(invalid("RoleArn must have at least 20 characters"));
         }
         let name = field("RoleSessionName").unwrap_or_default();
-        let plain = |c: char| c.is_ascii_alphanumeric() || "_+=,.@-".contains(c);
-        if !(2..=64).contains(&name.len()) || !name.chars().all(plain) {
+        let is_allowed = |c: char| c.is_ascii_alphanumeric() || "_+=,.@-".contains(c);
+        if !(2..=64).contains(&name.len()) || !name.chars().all(is_allowed) {
             return Err(invalid("RoleSessionName must have 2 to 64 of [\\w+=,.@-]"));
         }
         let seconds = field("DurationSeconds").map_or(Ok(3600), str::parse);
@@ -102,7 +104,7 @@ impl Sts {
                 Some((text.to_owned(), Policy::parse(text).map_err(malformed)?))
             }
         };
-        Ok(self.0.open(name, policy, Duration::from_secs(seconds)))
+        Ok(self.0.create(name, policy, Duration::from_secs(seconds)))
     }
 }
 
@@ -111,14 +113,14 @@ fn session_xml(session: &Session) -> String {
     let mut xml = String::from(
         "<AssumeRoleResponse xmlns=\"https://sts.amazonaws.com/doc/2011-06-15/\"><AssumeRoleResult>",
     );
-    let pieces = [
+    let elements = [
         ("AccessKeyId", session.info.access_key.clone()),
         ("SecretAccessKey", session.secret.clone()),
         ("SessionToken", session.token.clone()),
         ("Expiration", format!("{expires:.3}")),
     ];
     xml.push_str("<Credentials>");
-    for (name, value) in pieces {
+    for (name, value) in elements {
         write!(xml, "<{name}>{value}</{name}>").ok();
     }
     xml.push_str("</Credentials></AssumeRoleResult></AssumeRoleResponse>");

@@ -1,6 +1,6 @@
 //! Multipart uploads. A completed upload consists of its parts' blobs: nothing is copied.
 //!
-//! It enforces R2's stricter rules: all parts except the last have the same size, of at least 5 MiB.
+//! R2's stricter rules are enforced: all parts except the last have the same size, of at least 5 MiB.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -98,9 +98,10 @@ fn select_parts(upload: &Upload, completed: &[CompletedPart]) -> S3Result<Vec<Pa
         }
         last_number = number;
         let part = upload.parts.get(&number);
-        let same = |part: &&Part| entry.e_tag.as_ref().is_some_and(|etag| etag.strong_cmp(&part.etag));
+        let matches_etag =
+            |part: &&Part| entry.e_tag.as_ref().is_some_and(|etag| etag.strong_cmp(&part.etag));
         let part = part
-            .filter(same)
+            .filter(matches_etag)
             .ok_or_else(|| s3_error!(InvalidPart, "part {number} does not match its upload"))?;
         parts.push(part.clone());
     }

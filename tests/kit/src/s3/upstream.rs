@@ -1,5 +1,5 @@
-//! Another S3 server behind the kit's HTTP layer: requests are passed on unchanged, so that faults and the log work on a
-//! third-party store, too.
+//! Another S3 server behind the kit's HTTP layer. Requests are passed on unchanged, so that faults and the request log also
+//! work with a third-party store.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -22,8 +22,8 @@ use crate::seaweed::Seaweed;
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// moto refuses anonymous reads, and checks no signature.
-const UNCHECKED: &str =
+/// A signature that is never checked: moto refuses anonymous reads, but does not check signatures.
+const UNCHECKED_AUTHORIZATION: &str =
     "AWS4-HMAC-SHA256 Credential=kit/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=00";
 
 /// A third-party store. It admits everyone, so the kit accesses its content without a valid signature.
@@ -40,7 +40,7 @@ impl ThirdParty {
         }
     }
 
-    /// Whether it gives sessions to hosts.
+    /// Whether the store issues sessions.
     pub(super) fn has_sts(&self) -> bool {
         matches!(self, Self::Moto(_))
     }
@@ -54,7 +54,7 @@ pub(super) struct Upstream {
 
 impl Upstream {
     pub(super) fn new(server: ThirdParty) -> Result<Self> {
-        // The provider is installed once per process; later attempts find it.
+        // The crypto provider is installed once per process; later attempts fail harmlessly.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let address = server.process().endpoint().trim_start_matches("http://").parse()?;
         let client = reqwest::Client::builder().no_proxy().timeout(CALL_TIMEOUT).build()?;
@@ -74,7 +74,7 @@ impl Upstream {
         Ok(response.map(Body::http_body_unsync))
     }
 
-    /// Creates the bucket and waits until it accepts objects, for which a server may need a moment.
+    /// Creates the bucket and waits until it accepts objects, because a server may refuse them at first.
     pub(super) fn create_bucket(&self, name: &str) -> Result<()> {
         let deadline = Instant::now() + READY_TIMEOUT;
         let is_ready = || {
@@ -120,7 +120,7 @@ impl Upstream {
                 self.call(Method::GET, &format!("{bucket}?{}", query.finish()), Bytes::new())?;
             ensure!(status.is_success(), "list {prefix}: {status}");
             let text = String::from_utf8(body.to_vec())?;
-            let page = elements(&text, "Contents").map(object).collect::<Result<Vec<_>>>()?;
+            let page = elements(&text, "Contents").map(parse_object).collect::<Result<Vec<_>>>()?;
             let is_last = page.is_empty() || !text.contains("<IsTruncated>true</IsTruncated>");
             found.extend(page);
             if is_last {
@@ -137,25 +137,27 @@ impl Upstream {
         elements(&text, "Upload").map(|upload| field(upload, "Key")).collect()
     }
 
-    /// Blocks the caller's thread, as the other accesses of a test to the store's content do.
+    /// Blocks the caller's thread, like a test's other accesses to the store's content.
     fn call(&self, method: Method, target: &str, body: Bytes) -> Result<(StatusCode, Bytes)> {
         let request = self.client.request(method, format!("http://{}/{target}", self.address));
-        let request = request.header(AUTHORIZATION, UNCHECKED).body(body);
-        wait_for(async move {
+        let request = request.header(AUTHORIZATION, UNCHECKED_AUTHORIZATION).body(body);
+        block_on_kit_runtime(async move {
             let response = request.send().await?;
             Ok((response.status(), response.bytes().await?))
         })
     }
 }
 
-/// Runs on the kit's own runtime, because the caller may be in another one.
-fn wait_for<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
+/// Runs `work` on the kit's own runtime, because the caller may be in another one.
+fn block_on_kit_runtime<T: Send + 'static>(
+    work: impl Future<Output = Result<T>> + Send + 'static,
+) -> Result<T> {
     let (sender, receiver) = mpsc::channel();
     crate::runtime::servers().spawn(async move { sender.send(work.await) });
     receiver.recv().context("the call was cancelled")?
 }
 
-fn object(entry: &str) -> Result<ObjectInfo> {
+fn parse_object(entry: &str) -> Result<ObjectInfo> {
     let modified: jiff::Timestamp = field(entry, "LastModified")?.parse()?;
     Ok(ObjectInfo {
         key: field(entry, "Key")?,
@@ -165,7 +167,7 @@ fn object(entry: &str) -> Result<ObjectInfo> {
     })
 }
 
-/// The contents of all elements with this name. The keys of svc need no more of XML than this.
+/// The contents of all elements with this name. svc's keys do not require a real XML parser.
 fn elements<'a>(text: &'a str, name: &str) -> impl Iterator<Item = &'a str> {
     let (begin, end) = (format!("<{name}>"), format!("</{name}>"));
     let mut rest = text;
@@ -180,6 +182,6 @@ fn elements<'a>(text: &'a str, name: &str) -> impl Iterator<Item = &'a str> {
 
 fn field(text: &str, name: &str) -> Result<String> {
     let value = elements(text, name).next().with_context(|| format!("no {name} in {text}"))?;
-    let plain = [("&quot;", "\""), ("&#34;", "\""), ("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&")];
-    Ok(plain.iter().fold(value.to_owned(), |text, (quoted, plain)| text.replace(quoted, plain)))
+    let entities = [("&quot;", "\""), ("&#34;", "\""), ("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&")];
+    Ok(entities.iter().fold(value.to_owned(), |text, (entity, character)| text.replace(entity, character)))
 }

@@ -37,7 +37,7 @@ pub struct RequestRecord {
     pub status: Option<u16>,
 }
 
-/// What executes the requests.
+/// The executor of the requests.
 pub(super) enum Backend {
     Own(S3Service),
     Upstream(Arc<Upstream>),
@@ -52,7 +52,7 @@ pub(super) struct HttpLayer {
 impl HttpLayer {
     pub(super) async fn serve(self: Arc<Self>, stream: TcpStream) {
         let service = hyper::service::service_fn(|request| self.handle(request));
-        // Errors of a connection concern only its client.
+        // A connection's errors concern only its client.
         hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service).await.ok();
     }
 
@@ -140,7 +140,7 @@ impl hyper::body::Body for SharedBody {
     }
 }
 
-/// Like an overloaded store: reads the request without executing it.
+/// Reads the request without executing it, like an overloaded store.
 async fn drain_and_refuse(
     request: Request<Incoming>,
     status: u16,
@@ -159,7 +159,7 @@ fn code_of(status: u16) -> &'static str {
     }
 }
 
-/// The replaced ETag has the form of a real one, so that only its value differs.
+/// Replaces the ETag. The new one has the form of a real ETag, so that only its value differs.
 fn replace_etag(mut response: Response<Body>) -> Response<Body> {
     let etag = http::HeaderValue::from_static("\"00000000000000000000000000000000\"");
     if let Some(value) = response.headers_mut().get_mut(http::header::ETAG) {
@@ -195,7 +195,7 @@ fn truncate(body: s3s::Body, after: u64) -> Body {
         remaining -= chunk.len() as u64;
         Ok(Frame::data(chunk))
     });
-    // Also fails if the body is shorter, or the limit falls on the end of a chunk.
+    // The stream also fails if the body is shorter, or if the limit is at the end of a chunk.
     let truncation_error = stream::once(std::future::ready(Err("the body was truncated".into())));
     StreamBody::new(data.chain(truncation_error)).boxed_unsync()
 }

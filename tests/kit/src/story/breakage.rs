@@ -1,4 +1,4 @@
-//! Deliberate defects of the story, caused from outside: in the store, or on a disk. The product has no hook for them.
+//! Deliberate defects in the story, caused from outside: in the store, or on a disk. The product has no hooks for them.
 
 use std::fmt;
 use std::fs;
@@ -17,7 +17,7 @@ pub enum Breakage {
     Backup,
     /// The store returns corrupted content.
     Restore,
-    /// The host presents another TLS key than the registered one.
+    /// The host presents a TLS key other than the registered one.
     Pin,
     /// The fence of the recovery is removed.
     Fence,
@@ -90,7 +90,7 @@ async fn swap_tls_key(stack: &Stack, machine: &MachineRecord) -> Result<()> {
     Ok(())
 }
 
-/// Restores the pointer to the first machine's epoch, as if nothing had been fenced.
+/// Resets the pointer's fence to the first machine's epoch, as if nothing had been fenced.
 pub fn remove_fence(stack: &Stack, first: &MachineRecord) {
     let result = stack.slot.pointer(&stack.store).map(|mut pointer| {
         pointer["fenceEpoch"] = Value::from(first.epoch);
@@ -98,12 +98,12 @@ pub fn remove_fence(stack: &Stack, first: &MachineRecord) {
             fields.remove("fenceMachineId");
         }
         stack.slot.write(&stack.store, "system/db/latest", &pointer);
-        // The log must agree, otherwise its fence would hold.
+        // The log must have the same value: otherwise, its fence would still apply.
         let entry = format!("system/db/pointer-log/{:016}.json", pointer["seq"].as_u64().unwrap_or_default());
         stack.slot.write(&stack.store, &entry, &pointer);
     });
     let outcome = result
-        .context("no pointer")
+        .context("read the pointer")
         .map_or_else(|error| format!("attempt failed: {error:#}"), |()| "broken".to_owned());
     println!("      ({outcome}: the pointer's fence is back at epoch {})", first.epoch);
 }

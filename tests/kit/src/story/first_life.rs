@@ -106,16 +106,16 @@ pub async fn boot(stack: &Stack, machine: &MachineRecord) -> Result<((), String)
     ))
 }
 
-/// A used registration token is not accepted again.
+/// Checks that a used registration token is not accepted again.
 async fn check_single_registration(stack: &Stack, machine: &MachineRecord, disk: &Path) -> Result<()> {
     let env = std::fs::read_to_string(disk.join("opt/svc/env/boot.env"))?;
     let token = env.lines().find_map(|line| line.strip_prefix("REGISTRATION_TOKEN="));
     let token = token.context("no REGISTRATION_TOKEN in boot.env")?.trim_matches('"');
     let body = json!({"machineId": machine.id, "imageVersion": IMAGE_VERSION, "bundleSha256": "0".repeat(64), "tlsSpkiSha256": "0".repeat(64)});
     let client = reqwest::Client::builder().timeout(Duration::from_secs(20)).no_proxy().build()?;
-    let again =
+    let response =
         client.post(format!("{}/vps/register", stack.api)).bearer_auth(token).json(&body).send().await?;
-    ensure!(again.status() == StatusCode::UNAUTHORIZED, "a second registration: {}", again.status());
+    ensure!(response.status() == StatusCode::UNAUTHORIZED, "a second registration: {}", response.status());
     Ok(())
 }
 
@@ -133,8 +133,8 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
     }
     let found = stack.web.titles(&owner).await?;
     ensure!(found == TITLES, "found {found:?}");
-    let stranger = stack.web.get("/api/apps", None, "application/json").await?;
-    ensure!(stranger.status == StatusCode::UNAUTHORIZED, "without identity: {}", stranger.status);
+    let anonymous = stack.web.get("/api/apps", None, "application/json").await?;
+    ensure!(anonymous.status == StatusCode::UNAUTHORIZED, "without identity: {}", anonymous.status);
     let other = stack.web.get("/api/apps", Some(&stack.session("user_other")), "application/json").await?;
     ensure!(other.status == StatusCode::SERVICE_UNAVAILABLE, "a user without a machine: {}", other.status);
     Ok(((), format!("{} rows inserted and found through the app host", found.len())))
@@ -175,21 +175,21 @@ pub async fn backup(stack: &Stack, machine: &MachineRecord) -> Result<(String, S
     Ok((key, detail))
 }
 
-/// A release like the first.
+/// A release with the same content as the first.
 const NEXT_VERSION: &str = "story-2";
 /// A release whose gateway does not start.
 const BROKEN_VERSION: &str = "story-3";
 
-/// Updates the running machine: rows are kept, and the machine reports its release.
+/// Updates the running machine, which keeps its rows and reports its release.
 pub async fn update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     publish_signed(stack, NEXT_VERSION, stack.svc.clone()).await?;
-    // The minimal bundle has no shell, without which the release cannot be verified: see ctl::rollout.
+    // Without a shell, which the minimal bundle lacks, the release cannot be verified: see ctl::rollout.
     let args = ["--json", "deploy", "start", NEXT_VERSION, "--no-verify", "--yes", "--wait=200"];
     let rollout: serde_json::Value = stack.svcctl(&args).await?.success()?.json()?;
     ensure!(rollout["state"] == "succeeded" && rollout["totals"]["updated"] == 1, "the rollout is {rollout}");
     ensure!(record(stack).await?["imageVersion"] == NEXT_VERSION, "the record has another release");
     check_running_release(stack, machine, NEXT_VERSION).await?;
-    Ok(((), format!("{IMAGE_VERSION} to {NEXT_VERSION}, signed; the rows are there")))
+    Ok(((), format!("{IMAGE_VERSION} to {NEXT_VERSION}, signed; the rows were kept")))
 }
 
 /// Deploys a release whose gateway does not start: the machine rolls back, and rollout, host and fleet report it.
@@ -217,7 +217,8 @@ pub async fn roll_back(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     );
     let fleet: serde_json::Value = stack.svcctl(&["--json", "fleet"]).await?.success()?.json()?;
     let reasons = &fleet["attention"][0]["reasons"];
-    let is_reported = reasons.as_array().is_some_and(|all| all.iter().any(|one| one == "update_rolled_back"));
+    let is_reported =
+        reasons.as_array().is_some_and(|reasons| reasons.iter().any(|reason| reason == "update_rolled_back"));
     ensure!(is_reported, "the fleet is {fleet}");
     check_running_release(stack, machine, NEXT_VERSION).await?;
     let status = stack.provider.run_unit(&machine.server, "svc-update", &["status", "--json"]).await?;
@@ -260,7 +261,7 @@ pub async fn publish_signed(stack: &Stack, version: &'static str, svc: PathBuf) 
     Ok(())
 }
 
-/// Changes the server type: the same server and disk with the same rows, and no restore.
+/// Changes the server type. Server, disk and rows stay the same, and nothing is restored.
 pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.success()?;
     let before = stack.provider.server_by_name(&machine.server).context("no server")?;
@@ -274,9 +275,14 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
         record["machineId"] == machine.id.as_str() && record["epoch"] == machine.epoch,
         "the record is {record}"
     );
-    let after = stack.provider.server_by_name(&machine.server).context("the server is gone")?;
+    let after = stack.provider.server_by_name(&machine.server).context("the provider has no such server")?;
     ensure!(after.server_type == RESIZED_TYPE && after.id == before.id, "at the provider: {after:?}");
-    ensure!(after.disk_gb == before.disk_gb, "its disk went from {} to {}", before.disk_gb, after.disk_gb);
+    ensure!(
+        after.disk_gb == before.disk_gb,
+        "its disk changed from {} GB to {} GB",
+        before.disk_gb,
+        after.disk_gb
+    );
     ensure!(std::fs::metadata(&marker)?.modified()? == restored, "the machine was restored again");
     let owner = stack.owner();
     let found = eventually("find the rows", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
@@ -285,7 +291,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     Ok(((), format!("{from} to {RESIZED_TYPE} on the same disk; {} rows, nothing restored", found.len())))
 }
 
-/// Lists the dump with PostgreSQL's own tool.
+/// Lists the content of a dump with PostgreSQL's own tool.
 async fn list_dump(stack: &Stack, dump: &[u8]) -> Result<String> {
     let file = stack.dir.join("backup.dump");
     tokio::fs::write(&file, dump).await?;
@@ -299,5 +305,5 @@ pub async fn insert_later_row(stack: &Stack) -> Result<((), String)> {
     stack.web.insert(&owner, LATER_TITLE).await?;
     let found = stack.web.titles(&owner).await?;
     ensure!(found.len() == TITLES.len() + 1, "found {found:?}");
-    Ok(((), "one more row, which is in no backup".to_owned()))
+    Ok(((), "another row, which is in no backup".to_owned()))
 }

@@ -1,7 +1,7 @@
 //! The main scenario against real services: a stack is started; a machine is provisioned, used, backed up, lost and
 //! recovered; its predecessor is fenced off; and the successor is deleted.
 //!
-//! It uses the interfaces of users — the CLI, HTTP, signals — and checks what users could check: records, disks,
+//! It uses the interfaces of users — the CLI, HTTP, signals — and makes checks that users could make: of records, disks and
 //! objects. [`Breakage`] causes one defect from outside; the story must then fail at the matching step.
 
 mod breakage;
@@ -43,7 +43,7 @@ pub struct Options {
     pub breakage: Option<Breakage>,
     /// The object store.
     pub store: StoreKind,
-    /// Keep disks and logs even after success.
+    /// Whether to keep disks and logs even after success.
     pub keep: bool,
     /// Path of `report.json`.
     pub report: Option<PathBuf>,
@@ -57,12 +57,12 @@ pub async fn run(options: Options) -> Result<Report> {
     run_inspected(options, &[], async |_, _| Ok(())).await
 }
 
-/// A point of the story for an inspection.
+/// A point of the story at which it can be inspected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Checkpoint {
     /// All services run; there is no machine yet.
     Started,
-    /// The second machine runs and has the rows; the first knows that it is replaced.
+    /// The second machine is running and has the rows; the first has recorded that it is superseded.
     Recovered,
 }
 
@@ -75,7 +75,7 @@ pub async fn run_inspected(
     extra_env: &[(&str, &str)],
     mut inspect: impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
 ) -> Result<Report> {
-    // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
+    // In `/tmp`, because the path of a Unix socket is limited to 107 bytes.
     let dir =
         tempfile::Builder::new().prefix("svc-demo-").tempdir_in("/tmp").context("create a directory")?;
     child::remove_on_exit(dir.path());
@@ -90,9 +90,9 @@ pub async fn run_inspected(
         _ = terminate.recv() => true,
         _ = interrupt.recv() => true,
     };
-    let as_expected =
+    let is_expected =
         options.breakage.map(Breakage::fails_at) == report.failed().map(|step| step.name.as_str());
-    if options.keep || (!interrupted && !report.ok && !as_expected) {
+    if options.keep || (!interrupted && !report.ok && !is_expected) {
         println!("kept: {}", keep_dir(dir)?.display());
     }
     println!("{}", report.summary());
@@ -102,7 +102,7 @@ pub async fn run_inspected(
     Ok(report)
 }
 
-/// Renames the directory, because the registered name is removed when this process ends.
+/// Renames the directory, because the registered path is removed when this process ends.
 fn keep_dir(dir: TempDir) -> Result<PathBuf> {
     let dir = dir.keep();
     let kept = dir.with_added_extension("kept");
@@ -138,16 +138,16 @@ async fn run_steps(
     stack: &mut Stack,
     inspect: &mut impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
 ) -> Result<(), StepFailed> {
-    let broken = |what: Breakage| breakage == Some(what);
+    let is_broken = |expected: Breakage| breakage == Some(expected);
     report.hidden_step("watched", inspect(stack, Checkpoint::Started)).await?;
     report.step("publish", first_life::publish(stack)).await?;
     let first = report.step("provision", first_life::provision(stack)).await?;
     report.step("boot", first_life::boot(stack, &first)).await?;
-    if broken(Breakage::Pin) {
+    if is_broken(Breakage::Pin) {
         breakage::replace_tls_key(stack, &first).await;
     }
     report.step("use", first_life::insert_and_find(stack)).await?;
-    if broken(Breakage::Backup) {
+    if is_broken(Breakage::Backup) {
         breakage::fail_snapshot_puts(stack);
     }
     let backup = report.step("backup", first_life::backup(stack, &first)).await?;
@@ -159,12 +159,12 @@ async fn run_steps(
         .await?;
     report.step("later-row", first_life::insert_later_row(stack)).await?;
     report.step("loss", second_life::lose_machine(stack, &first)).await?;
-    if broken(Breakage::Restore) {
+    if is_broken(Breakage::Restore) {
         breakage::corrupt_snapshot_gets(stack);
     }
     let second = report.step("recover", second_life::recover(stack, &first)).await?;
     report.step("rows", second_life::check_restored_rows(stack)).await?;
-    if broken(Breakage::Fence) {
+    if is_broken(Breakage::Fence) {
         breakage::remove_fence(stack, &first);
     }
     report.step("fenced", second_life::check_old_backup_refused(stack, &first, &backup)).await?;

@@ -30,7 +30,7 @@ impl Platform {
     pub async fn start(program: &Program, log: &Path) -> Result<Self> {
         let out = File::create(log)?;
         let mut command = program.command("svc-platform");
-        // Ctrl-C on a terminal must reach only this process, which stops the platform in order.
+        // Ctrl-C on a terminal must reach only this process, which stops the platform gracefully.
         command.process_group(0).stdout(out.try_clone()?).stderr(out);
         let mut process = command.spawn().context("start svc-platform")?;
         let pid = process.id().context("svc-platform has already exited")?;
@@ -53,7 +53,7 @@ impl Platform {
             }
             ensure!(
                 Instant::now() < deadline,
-                "svc-platform does not listen after {START_TIMEOUT:?}:\n{output}"
+                "svc-platform did not listen within {START_TIMEOUT:?}:\n{output}"
             );
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -73,8 +73,9 @@ impl Platform {
         if let Ok(pid) = i32::try_from(self.pid) {
             kill(Pid::from_raw(pid), Signal::SIGTERM)?;
         }
-        let status =
-            tokio::time::timeout(DRAIN_TIMEOUT, self.process.wait()).await.context("still running")??;
+        let status = tokio::time::timeout(DRAIN_TIMEOUT, self.process.wait())
+            .await
+            .context("svc-platform is still running after SIGTERM")??;
         ensure!(status.success(), "svc-platform exited with {status}");
         Ok(())
     }

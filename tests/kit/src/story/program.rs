@@ -1,5 +1,5 @@
-//! The product's binary as its users run it: arguments, environment, exit code, output. The environment of this process
-//! is not inherited.
+//! Runs the product's binary as its users do: with arguments and an environment, for an exit code and output. The
+//! environment of this process is not inherited.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -37,7 +37,7 @@ impl Program {
         &self.env
     }
 
-    /// A command of this program, not started yet.
+    /// Builds a command of this program without starting it.
     pub fn command(&self, applet: &str) -> Command {
         let mut command = Command::new(&self.path);
         command.arg(applet).env_clear().envs(self.env.iter().map(|(name, value)| (name, value)));

@@ -100,7 +100,7 @@ impl Report {
         format!("{}: {verdict}; {passed} passed, {failed} failed, {:.1} s", self.name, seconds(ms))
     }
 
-    /// Written atomically, so that concurrent demos do not interfere.
+    /// Writes the report atomically, so that concurrent demos do not interfere.
     pub fn write(&self, path: &Path) -> Result<()> {
         let dir = path.parent().context("the report's path has no directory")?;
         fs::create_dir_all(dir)?;

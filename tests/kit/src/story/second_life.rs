@@ -19,7 +19,7 @@ pub async fn lose_machine(stack: &Stack, first: &MachineRecord) -> Result<((), S
     let response = stack.web.get("/", Some(&owner), "text/html").await?;
     ensure!(
         response.status == StatusCode::BAD_GATEWAY,
-        "with its machine dead, the owner gets {}",
+        "after the loss of the machine, the owner gets {}",
         response.status
     );
     Ok(((), "killed and deleted at the provider; the owner gets a 502 page".to_owned()))
@@ -28,8 +28,9 @@ pub async fn lose_machine(stack: &Stack, first: &MachineRecord) -> Result<((), S
 /// Timeouts that depend on the kind of servers.
 #[derive(Debug, Clone, Copy)]
 pub struct Timeouts {
-    /// From an order to a serving machine.
+    /// From an order until the machine serves.
     pub ready: Duration,
+    /// Until a server that is no longer needed is deleted.
     pub removal: Duration,
 }
 
@@ -41,7 +42,7 @@ impl Timeouts {
     }
 }
 
-/// A recovery whose new machine cannot restore: the slot returns to its previous machine, which continues to serve.
+/// Starts a recovery whose new machine cannot restore. The slot returns to its previous machine, which continues to serve.
 pub async fn fail_recovery_midway(
     stack: &Stack,
     first: &MachineRecord,
@@ -60,7 +61,7 @@ pub async fn fail_recovery_midway(
     })
     .await?;
     let owner = stack.owner();
-    eventually("the owner's rows are there", timeouts.ready, || async {
+    eventually("the owner's rows are found", timeouts.ready, || async {
         let found = stack.web.titles(&owner).await?;
         ensure!(found == titles, "found {found:?}");
         Ok(())
@@ -88,9 +89,9 @@ pub async fn undelete(stack: &Stack, second: &MachineRecord, timeouts: Timeouts)
     ensure!(is_off, "a deleted machine's server must be retained and off: {servers:?}");
     stack.svcctl(&["--json", "undelete", &second.id, &timeouts.wait_arg()]).await?.success()?;
     let owner = stack.owner();
-    let found = eventually("the rows are there again", timeouts.ready, || async {
+    let found = eventually("the rows are found again", timeouts.ready, || async {
         let found = stack.web.titles(&owner).await?;
-        ensure!(found == titles, "found {found:?}, there were {titles:?}");
+        ensure!(found == titles, "found {found:?}, expected {titles:?}");
         Ok(found)
     })
     .await?;
@@ -119,11 +120,11 @@ pub async fn check_restored_rows(stack: &Stack) -> Result<((), String)> {
     ensure!(row["id"].is_string(), "a row cannot be added: {row}");
     Ok((
         (),
-        format!("{} rows of the backup restored, the later one is gone; rows can be added", TITLES.len()),
+        format!("{} rows of the backup restored, without the later one; rows can be added", TITLES.len()),
     ))
 }
 
-/// The old machine starts with only its database: a backup that is due runs at once, and is refused.
+/// Starts only the database of the old machine, and checks that its backup is refused.
 pub async fn check_old_backup_refused(
     stack: &Stack,
     first: &MachineRecord,
@@ -136,12 +137,12 @@ pub async fn check_old_backup_refused(
     ensure!(!run.status.success(), "the replaced machine's backup was not refused; it moved the pointer");
     ensure!(output.contains("fence"), "the backup failed for another reason: {output}");
     ensure!(stack.slot.read(&stack.store, "system/db/latest")? == before, "the pointer has moved");
-    ensure!(stack.slot.snapshots(&stack.store).iter().any(|key| key == backup), "the snapshot is gone");
+    ensure!(stack.slot.snapshots(&stack.store).iter().any(|key| key == backup), "the snapshot is missing");
     let last = output.lines().last().unwrap_or_default();
     Ok(((), format!("its backup exits with {}, pointer unchanged: {last}", run.status)))
 }
 
-/// The old machine starts completely, and learns that it is superseded.
+/// Starts the old machine completely, and checks that it learns that it is superseded.
 pub async fn check_old_machine_superseded(
     stack: &Stack,
     first: &MachineRecord,
@@ -165,7 +166,7 @@ pub async fn check_old_machine_superseded(
     let run = stack.provider.run_unit(&first.server, "svc-db-backup", &["run"]).await?;
     ensure!(!run.status.success(), "a superseded machine's backup was not refused");
     ensure!(stack.slot.read(&stack.store, "system/db/latest")? == before, "the pointer has moved");
-    ensure!(stack.slot.snapshots(&stack.store).iter().any(|key| key == backup), "the snapshot is gone");
+    ensure!(stack.slot.snapshots(&stack.store).iter().any(|key| key == backup), "the snapshot is missing");
     stack.provider.stop_unlisted(&first.server).await?;
     Ok(((), "superseded; its gateway stops, its backups are refused".to_owned()))
 }
@@ -195,11 +196,15 @@ pub async fn check_owner_gets_503(stack: &Stack) -> Result<((), String)> {
         Ok(page)
     })
     .await?;
-    ensure!(page.kind.starts_with("text/html"), "the page is {}", page.kind);
+    ensure!(page.content_type.starts_with("text/html"), "the page is {}", page.content_type);
     ensure!(page.retry_after.is_some(), "no Retry-After");
     let problem = stack.web.get("/", Some(&owner), "application/json").await?;
     ensure!(problem.status == StatusCode::SERVICE_UNAVAILABLE, "{}", problem.status);
-    ensure!(problem.kind.starts_with("application/problem+json"), "the problem is {}", problem.kind);
+    ensure!(
+        problem.content_type.starts_with("application/problem+json"),
+        "the problem is {}",
+        problem.content_type
+    );
     let code = problem.json()?["code"].clone();
     Ok(((), format!("503: a page for a browser, problem+json ({code}) for a program")))
 }

@@ -1,4 +1,4 @@
-//! A slot's objects in the store, accessed directly.
+//! Accesses a slot's objects directly in the store.
 
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -39,7 +39,7 @@ impl Slot {
         store.write(BUCKET, &self.key(key), value.to_string());
     }
 
-    /// Keys of all snapshots, without the slot's prefix.
+    /// The keys of all snapshots, without the slot's prefix.
     pub fn snapshots(&self, store: &S3Server) -> Vec<String> {
         let objects = store.objects(BUCKET, &self.key("system/db/snapshots/"));
         let keys = objects.into_iter().map(|object| object.key[self.prefix.len()..].to_owned());

@@ -22,16 +22,16 @@ use crate::stores::StoreKind;
 use crate::vm::HOST_FROM_GUEST;
 
 pub const USER: &str = "user_story";
-/// The options of `svcctl provision` that confirm a new customer.
+/// The options of `svcctl provision` that confirm the provisioning for a new customer.
 pub const CONFIRMED: [&str; 2] = ["--confirm-cost", "--confirm-opt-in"];
 pub const HANDLE: &str = "ada";
 pub const IMAGE_VERSION: &str = "story-1";
 
-/// For tests only: nothing else trusts it.
+/// A key for tests only, which nothing else trusts.
 const SIGNING_KEY: &str = include_str!("../bundle/ed25519-test-only.txt");
 const LOG_LINES: usize = 25;
 
-/// Kind of the provider's servers.
+/// The kind of the provider's servers.
 #[derive(Debug, Clone)]
 pub enum HostBackend {
     /// Processes on this machine.
@@ -40,12 +40,12 @@ pub enum HostBackend {
     Machines(MachineSettings),
 }
 
-/// Transport of the router's public listener.
+/// The transport of the router's public listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RouterTransport {
     /// As in production: TLS, with a certificate of the test CA.
     Tls,
-    /// For people: names that resolve to loopback in browsers and curl, without a certificate.
+    /// For manual use: names that resolve to loopback in browsers and curl, without a certificate.
     Plain,
 }
 
@@ -83,18 +83,18 @@ pub struct Stack {
     pub secret: String,
     /// `PLATFORM_KEY`, from which the hosts' tokens are derived.
     pub key: String,
-    /// The key whose public half the hosts trust.
+    /// The private key that signs bundles; hosts trust its public key.
     pub signing_key: PathBuf,
     operator: Program,
     platform_env: Vec<(String, String)>,
-    /// Timeout of one call of `svcctl`.
+    /// Timeout for one call of `svcctl`.
     svcctl_timeout: Duration,
     platform: Platform,
     database: PgServer,
 }
 
 impl Stack {
-    /// Starts everything; also returns a line with the addresses.
+    /// Starts all services. Also returns a line with their addresses.
     pub async fn start(svc: &Path, dir: &Path, transport: RouterTransport) -> Result<(Self, String)> {
         Self::start_with(svc, dir, transport, &[]).await
     }
@@ -109,7 +109,7 @@ impl Stack {
         Self::start_on(svc, dir, transport, HostBackend::Processes, extra_env).await
     }
 
-    /// Like [`Self::start_with`], on servers of another kind. Virtual machines get no settings except their user-data.
+    /// Like [`Self::start_with`], with another kind of servers. Virtual machines get no settings except their user-data.
     pub async fn start_on(
         svc: &Path,
         dir: &Path,
@@ -131,18 +131,18 @@ impl Stack {
         extra_env: &[(&str, &str)],
     ) -> Result<(Self, String)> {
         let extra_env = extra_env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
-        // The provider is installed once per process; a second story finds it installed.
+        // The crypto provider is installed once per process; later attempts fail harmlessly.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let pg = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&target_dir())).await??;
         let database = PgServer::start(&pg, PgOptions::default()).await?;
         database.create_database("platform").await?;
         let idp = Idp::start()?;
-        let machines = matches!(backend, HostBackend::Machines(_));
+        let uses_machines = matches!(backend, HostBackend::Machines(_));
         let servers = match backend {
             HostBackend::Machines(settings) => SimulatorOptions::machine(settings),
             HostBackend::Processes => {
                 let mut hosts = HostSettings::new(svc.to_owned(), pg.clone(), dir.join("hosts"));
-                // The default of half a minute would slow down the story.
+                // The default of 30 s would slow down the story.
                 hosts.extra_env.push(("HEARTBEAT_SECONDS".to_owned(), "5".to_owned()));
                 hosts.extra_env.push(("SVC_UPDATE_HEALTH_SECONDS".to_owned(), "60".to_owned()));
                 hosts.extra_env.extend(extra_env.clone());
@@ -176,10 +176,10 @@ impl Stack {
         set("CUSTOMER_VPS_HTTPS_PORT", &provider.https_port().to_string());
         set("PROVIDER_API_URL", &provider.base_url());
         set("PROVIDER_API_TOKEN", provider.token());
-        set("LAST_BACKUP_DEADLINE_SECONDS", if machines { "60" } else { "5" });
-        set("SERVER_CHECK_SECONDS", if machines { "60" } else { "1" });
-        set("SERVER_GONE_SILENCE_SECONDS", if machines { "120" } else { "15" });
-        if machines {
+        set("LAST_BACKUP_DEADLINE_SECONDS", if uses_machines { "60" } else { "5" });
+        set("SERVER_CHECK_SECONDS", if uses_machines { "60" } else { "1" });
+        set("SERVER_GONE_SILENCE_SECONDS", if uses_machines { "120" } else { "15" });
+        if uses_machines {
             // In a guest, 127.0.0.1 is the guest itself.
             let from_guest = |url: &str| url.replace("127.0.0.1", HOST_FROM_GUEST);
             set("PLATFORM_INTERNAL_URL", &from_guest(&api));
@@ -221,7 +221,7 @@ impl Stack {
             signing_key,
             operator,
             platform_env,
-            svcctl_timeout: Duration::from_secs(if machines { 900 } else { 230 }),
+            svcctl_timeout: Duration::from_secs(if uses_machines { 900 } else { 230 }),
             platform,
             database,
         };
@@ -305,7 +305,7 @@ impl Stack {
         }
     }
 
-    /// Stops the platform in order, then the servers; everything else ends on drop.
+    /// Stops the platform gracefully, then the servers. All other services end on drop.
     pub async fn stop(self) {
         let Self { platform, provider, .. } = self;
         if let Err(error) = platform.stop().await {

@@ -1,4 +1,4 @@
-//! HTTP of the owner and of strangers: through the router like a browser, or directly to a host.
+//! HTTP requests with and without an owner's identity: through the router like a browser, or directly to a host.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A client of one of the router's hosts, which resolves the name and trusts the CA.
+/// A client for one of the router's hosts, which resolves its name to the router and trusts the test CA.
 pub struct WebClient {
     client: Client,
     base: String,
@@ -19,7 +19,7 @@ pub struct WebClient {
 #[derive(Debug)]
 pub struct WebResponse {
     pub status: StatusCode,
-    pub kind: String,
+    pub content_type: String,
     pub retry_after: Option<String>,
     pub body: String,
 }
@@ -37,7 +37,7 @@ impl WebClient {
         Ok(Self { client, base: format!("{scheme}://{host}:{}", router.port()) })
     }
 
-    /// A request, not sent yet.
+    /// Builds a request without sending it.
     pub fn request(&self, method: reqwest::Method, path: &str) -> reqwest::RequestBuilder {
         self.client.request(method, format!("{}{path}", self.base))
     }
@@ -51,7 +51,7 @@ impl WebClient {
         read(request).await
     }
 
-    /// Requests a WebSocket upgrade; returns the status of the response.
+    /// Requests a WebSocket upgrade, and returns the status of the response.
     pub async fn web_socket(&self, path: &str, bearer: &str) -> Result<StatusCode> {
         let request = self
             .client
@@ -65,7 +65,7 @@ impl WebClient {
         Ok(request.send().await.context("request a WebSocket")?.status())
     }
 
-    /// Calls the bridge as the owner through the router; returns `data` of the response.
+    /// Calls the bridge as the owner through the router, and returns `data` of the response.
     pub async fn bridge(&self, bearer: &str, call: &Value) -> Result<Value> {
         let request =
             self.client.post(format!("{}/api/bridge/query", self.base)).bearer_auth(bearer).json(call);
@@ -107,7 +107,7 @@ impl WebResponse {
     }
 }
 
-/// Sends a GET request directly to a host's :443 with any certificate, with or without a credential.
+/// Sends a GET request directly to a host, with or without a credential. Accepts any certificate.
 pub async fn get_from_host(ip: Ipv4Addr, port: u16, path: &str, bearer: Option<&str>) -> Result<WebResponse> {
     let client = Client::builder()
         .tls_danger_accept_invalid_certs(true)
@@ -125,7 +125,7 @@ pub async fn get_from_host(ip: Ipv4Addr, port: u16, path: &str, bearer: Option<&
 async fn read(request: reqwest::RequestBuilder) -> Result<WebResponse> {
     let response = request.send().await?;
     let header = |name: &str| Some(response.headers().get(name)?.to_str().ok()?.to_owned());
-    let (status, kind, retry_after) =
+    let (status, content_type, retry_after) =
         (response.status(), header("content-type").unwrap_or_default(), header("retry-after"));
-    Ok(WebResponse { status, kind, retry_after, body: response.text().await? })
+    Ok(WebResponse { status, content_type, retry_after, body: response.text().await? })
 }

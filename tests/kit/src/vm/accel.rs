@@ -1,4 +1,4 @@
-//! Detects whether KVM works: `/dev/kvm` may exist and still not run a kernel, so a kernel is booted on it.
+//! Detects whether KVM works: `/dev/kvm` may exist without being able to run a kernel, so a kernel is booted with it.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -12,7 +12,7 @@ use crate::child::{self, AtExit};
 /// With KVM, the kernel panics within a second.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How the virtual processors are executed.
+/// The way in which the virtual processors are executed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accel {
     Kvm,

@@ -1,4 +1,4 @@
-//! The base disk of all machines of a lab: a Debian like a provider's image, with the database's container image
+//! The base disk of all machines of a lab: a Debian system like a provider's image, with the database's container image
 //! preloaded, because there is no registry to pull it from.
 
 use std::fs;
@@ -23,7 +23,7 @@ pub struct Image {
 }
 
 impl Image {
-    /// Returns the image, and builds it if its recipe is new: a minute, and 1 GB below `target/tools`.
+    /// Returns the image, and builds it if its recipe is new. This takes more than a minute, and 1 GB below `target/tools`.
     ///
     /// # Errors
     /// Fails if a tool is unavailable, or the build fails.
@@ -31,7 +31,7 @@ impl Image {
         tools::ensure_installed()?;
         let recipe = hex::encode(Sha256::digest(SCRIPT));
         let dir = fetch::once(target, &format!("lab-image-{}", &recipe[..12]), |dir| build(dir, postgres))?;
-        // Fetched files are world-readable, but ssh refuses such a key.
+        // Fetched files are world-readable, but ssh refuses a world-readable key.
         let image = Self { dir };
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
         fs::set_permissions(image.key(), mode)?;
@@ -57,7 +57,7 @@ impl Image {
 }
 
 fn build(dir: &Path, postgres: &PgBinaries) -> Result<()> {
-    println!("lab: building the machines' disk image, about a minute and a half");
+    println!("lab: building the machines' disk image (takes about 90 s)");
     let key = dir.join("key");
     let mut keygen = Command::new("ssh-keygen");
     keygen.args(["-q", "-t", "ed25519", "-N", "", "-C", "lab", "-f"]).arg(&key);

@@ -57,7 +57,7 @@ exec "$@"
 ENTRYPOINT
 chmod 0755 "$image/usr/local/bin/docker-entrypoint.sh"
 
-# Imported into the machine's image store with its own podman: importing it in a guest would take minutes.
+# Imports the image into the machine's image store with the machine's own podman: an import in a guest would take minutes.
 root=$work/root
 mkdir -p "$root/etc/containers"
 printf '[storage]\ndriver = "overlay"\nrunroot = "/run/containers/storage"\ngraphroot = "/var/lib/containers/storage"\n' \

@@ -135,7 +135,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Powers on with the previous size, independent of the provider's record.
+    /// Powers on with the previous size, regardless of the provider's record.
     ///
     /// # Errors
     /// Fails if the machine was never on, or QEMU cannot be started.
@@ -144,8 +144,8 @@ impl Machine {
         self.switch_on(size.with_context(|| format!("{} was never on", self.name))?)
     }
 
-    /// Cuts the power: unwritten data of the guest is lost.
-    pub fn cut(&self) {
+    /// Cuts the power: the guest's unwritten data is lost.
+    pub fn cut_power(&self) {
         if let Some(mut qemu) = self.power().qemu.take() {
             qemu.kill().ok();
             qemu.wait().ok();
@@ -153,18 +153,18 @@ impl Machine {
         }
     }
 
-    /// Presses the power button; cuts the power if the guest does not react.
+    /// Presses the power button; cuts the power if the guest does not shut down in time.
     pub async fn shut_down(&self) {
         if qmp::command(&self.qmp_socket, "system_powerdown").await.is_ok() {
-            let give_up_at = Instant::now() + SHUTDOWN_TIMEOUT;
-            while self.is_on() && Instant::now() < give_up_at {
+            let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
+            while self.is_on() && Instant::now() < deadline {
                 tokio::time::sleep(POLL_INTERVAL).await;
             }
         }
-        self.cut();
+        self.cut_power();
     }
 
-    /// Whether QEMU is running; a guest that powers itself off ends it.
+    /// Whether QEMU is running. QEMU exits when the guest powers itself off.
     pub fn is_on(&self) -> bool {
         let mut power = self.power();
         let Some(qemu) = power.qemu.as_mut() else { return false };
@@ -176,7 +176,7 @@ impl Machine {
         false
     }
 
-    /// Time of the last power-on.
+    /// The time of the last power-on.
     pub fn on_since(&self) -> Option<Timestamp> {
         self.power().on_since
     }
@@ -184,12 +184,12 @@ impl Machine {
     /// Runs a script as root.
     ///
     /// # Errors
-    /// Fails if the machine is unreachable, or on a timeout; a failed script is not an error here.
+    /// Fails if the machine is unreachable, or on a timeout. The exit status of the script is not checked.
     pub async fn run(&self, script: &str, timeout: Duration) -> Result<ShellOutput> {
         self.shell().run(script, timeout).await.with_context(|| self.name.clone())
     }
 
-    /// Uploads a file; an existing target keeps owner and mode.
+    /// Uploads a file; an existing target keeps its owner and mode.
     ///
     /// # Errors
     /// Like [`Self::run`], and if the file cannot be read or written.
@@ -203,20 +203,21 @@ impl Machine {
         Shell { address: self.address, key: self.image.key() }
     }
 
-    /// Like [`Self::run`], retried until the machine is reachable.
+    /// Like [`Self::run`], but retries until the machine is reachable, for at most `timeout`; the last attempt may take
+    /// another `timeout`.
     pub async fn run_when_reachable(&self, script: &str, timeout: Duration) -> Result<ShellOutput> {
-        let give_up_at = Instant::now() + timeout;
+        let deadline = Instant::now() + timeout;
         loop {
             ensure!(self.is_on(), "{} is off", self.name);
             match self.run(script, timeout).await {
                 Ok(output) => return Ok(output),
-                Err(error) if Instant::now() >= give_up_at => return Err(error),
+                Err(error) if Instant::now() >= deadline => return Err(error),
                 Err(_) => tokio::time::sleep(Duration::from_secs(1)).await,
             }
         }
     }
 
-    /// Output on the machine's console.
+    /// The output on the machine's console.
     pub fn serial(&self) -> String {
         let bytes = fs::read(self.dir.join("serial.log")).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
@@ -241,6 +242,6 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        self.cut();
+        self.cut_power();
     }
 }

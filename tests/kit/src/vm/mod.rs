@@ -8,7 +8,7 @@
 //! | `tools` | required programs, installed if missing |
 //! | `image` | the base disk of all machines, built once |
 //! | `accel` | detection of KVM |
-//! | `machine` | one machine: its disk, its power |
+//! | `machine` | a machine's disk and power |
 //! | `qmp` | the power button |
 //! | `shell` | commands on a machine, as root over SSH |
 

@@ -1,4 +1,4 @@
-//! Commands on a machine, as root over SSH.
+//! Runs commands on a machine, as root over SSH.
 
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use tokio::process::Command;
 
 /// The port that is forwarded to a machine's port 22.
 pub(super) const PORT: u16 = 2222;
-/// Exit status of ssh itself for a failed connection.
+/// The exit status of ssh if it cannot connect.
 const CONNECTION_FAILED: i32 = 255;
 
 pub(super) struct Shell {
@@ -27,7 +27,7 @@ pub struct ShellOutput {
 }
 
 impl ShellOutput {
-    /// The standard output of a successful command.
+    /// Returns the standard output of a successful command.
     pub fn success(self) -> Result<String> {
         ensure!(self.status.success(), "{}: {}{}", self.status, self.stdout, self.stderr);
         Ok(self.stdout)
@@ -59,8 +59,8 @@ impl Shell {
         }
         ssh.arg(format!("root@{}", self.address)).arg(script).stdin(input).kill_on_drop(true);
         let output = tokio::time::timeout(timeout, ssh.output()).await;
-        let output = output.with_context(|| format!("{script:?} still runs after {timeout:?}"))??;
-        ensure!(output.status.code() != Some(CONNECTION_FAILED), "no connection to the machine by SSH");
+        let output = output.with_context(|| format!("{script:?} was still running after {timeout:?}"))??;
+        ensure!(output.status.code() != Some(CONNECTION_FAILED), "cannot connect to the machine by SSH");
         let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
         Ok(ShellOutput { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr) })
     }

@@ -1,4 +1,4 @@
-//! Programs that a lab needs, from Debian packages.
+//! Installs the programs that a lab needs, from Debian packages.
 
 use anyhow::{Result, ensure};
 
@@ -15,14 +15,14 @@ const PROGRAMS: [(&str, &str); 7] = [
     ("mkfs.ext4", "e2fsprogs"),
 ];
 
-/// Installs missing programs as root on Debian; elsewhere, a missing program is an error.
+/// Installs missing programs.
 ///
 /// # Errors
-/// Fails if a missing program cannot be installed.
+/// Fails if a missing program cannot be installed: only root on Debian can.
 pub fn ensure_installed() -> Result<()> {
     ensure!(
         nix::unistd::geteuid().is_root(),
-        "the lab needs root: it builds a Debian disk with package tools"
+        "the lab must run as root: it builds a Debian disk with package tools"
     );
     let missing = || PROGRAMS.into_iter().find(|(program, _)| !is_in_path(program));
     while let Some((program, package)) = missing() {

@@ -6,9 +6,9 @@ use kit::s3::S3Server;
 
 use super::super::super::machine::{self, BUCKET, Machine};
 use super::super::witness::Witness;
-use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_torn_file};
+use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
 
-/// A table whose rows are counted, and more than one part of an upload.
+/// A table whose rows are counted, and one that is larger than a part of an upload.
 const CONTENT: &str = "CREATE TABLE t AS SELECT generate_series(1, 1000) AS id; \
      CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
@@ -23,48 +23,48 @@ struct Campaign<'a> {
 }
 
 impl Campaign<'_> {
-    /// The newest `seq` that was claimed. A run that was killed after its claim has not updated `latest`: the next
-    /// writer does so before its own claim.
+    /// Returns the newest claimed `seq`. A run that is killed after its claim has not updated `latest`; the next writer
+    /// does so before its own claim.
     async fn claimed_seq(&self) -> Result<u64> {
         Ok(machine::pointer(self.store).await?.map_or(0, |pointer| pointer.seq))
     }
 
-    /// An undisturbed run stores a snapshot of the current database after any earlier runs.
-    async fn succeed(&mut self) -> Result<()> {
+    /// Checks that an undisturbed run stores a snapshot of the current database, regardless of earlier runs.
+    async fn complete_backup(&mut self) -> Result<()> {
         let before = self.claimed_seq().await?;
         self.killer.complete_run(|| self.machine.spawn(&BACKUP, &[])).await?;
         self.witness.check()?;
         ensure!(self.witness.seq() == before + 1, "moved from {before} to {}", self.witness.seq());
         let pointer = machine::pointer(self.store).await?.context("a pointer")?;
         let named = pointer.snapshot.context("a snapshot")?;
-        let side = self.side(&named.key)?;
+        let side = self.read_side_record(&named.key)?;
         let rows = side["tables"].as_array().into_iter().flatten().find(|table| table["name"] == "public.t");
         ensure!(rows.is_some_and(|table| table["rows"] == self.rows), "{side}");
-        // An upload started at the moment of a kill is not noted yet, and is empty.
+        // An upload started at the moment of a kill is not recorded yet, and is empty.
         let open = self.store.uploads_with_parts(BUCKET);
         ensure!(open.is_empty(), "uploads of killed runs are still open: {open:?}");
         let own = self.store.uploads(BUCKET).into_iter().find(|key| key.ends_with(&named.key));
-        ensure!(own.is_none(), "its own upload is still open");
-        assert_no_torn_file(&self.machine.path("var/lib/svc"))?;
+        ensure!(own.is_none(), "the run's own upload is still open");
+        assert_no_temporary_file(&self.machine.path("var/lib/svc"))?;
         let last = self.machine.backup_records()?.pop().context("a record")?;
         ensure!(last["status"] == "success" && last["key"] == *named.key, "{last}");
         Ok(())
     }
 
-    fn side(&self, key: &str) -> Result<serde_json::Value> {
+    fn read_side_record(&self, key: &str) -> Result<serde_json::Value> {
         let path = format!("{}/{key}.json", machine::slot().root());
         Ok(serde_json::from_slice(&self.store.read(BUCKET, &path).context("a side record")?)?)
     }
 
-    async fn round(&mut self) -> Result<()> {
+    async fn run_round(&mut self) -> Result<()> {
         self.machine.client().await?.batch_execute("INSERT INTO t VALUES (0)").await?;
         self.rows += 1;
-        for _ in 0..self.killer.row() {
+        for _ in 0..self.killer.next_kill_count() {
             self.killer.kill_run(self.machine.spawn(&BACKUP, &[])?).await?;
             self.store.drain().await?;
             self.witness.check()?;
         }
-        self.succeed().await
+        self.complete_backup().await
     }
 }
 
@@ -73,15 +73,15 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(CONTENT).await?;
     let killer = Killer::new("backups", seed);
-    let mut campaign = Campaign { store: &store, machine, witness: Witness::of(&store), killer, rows: 1000 };
-    let end = async {
-        campaign.succeed().await?;
+    let mut campaign = Campaign { store: &store, machine, witness: Witness::new(&store), killer, rows: 1000 };
+    let result = async {
+        campaign.complete_backup().await?;
         while campaign.killer.kills < kills {
-            campaign.round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;
+            campaign.run_round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;
         }
         anyhow::Ok(())
     };
-    let end = end.await;
+    let result = result.await;
     let figures = Figures {
         kills_survived: campaign.killer.kills,
         snapshots_taken: campaign.witness.completed(),
@@ -89,7 +89,7 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
         ..Figures::new("kills of backups")
     };
     figures.record()?;
-    end
+    result
 }
 
 #[tokio::test]
@@ -100,5 +100,5 @@ async fn backups_survive_random_kills() -> Result<()> {
 #[tokio::test]
 #[ignore = "long: 200 kills"]
 async fn long_backups_survive_200_kills() -> Result<()> {
-    run_campaign(LONG_KILLS, Killer::fresh()).await
+    run_campaign(LONG_KILLS, Killer::new_seed()).await
 }

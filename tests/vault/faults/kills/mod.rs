@@ -11,34 +11,35 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail, ensure};
 use nix::sys::signal::Signal;
 
-use super::super::machine::{Ended, Running};
+use super::super::machine::{RunResult, Running};
 use crate::sim::rng::Rng;
 
 /// Kills in the short form.
 const SHORT_KILLS: u64 = 8;
 const LONG_KILLS: u64 = 200;
 /// Maximum consecutive kills before a complete run; fewer than the number after which an update is abandoned.
-const MAX_KILLS_IN_A_ROW: usize = 3;
+const MAX_CONSECUTIVE_KILLS: usize = 3;
 
-/// Temporary files of a killed write are removed by the next complete run.
-fn assert_no_torn_file(dir: &Path) -> Result<()> {
+/// Asserts that the next complete run has removed the temporary files of killed writes.
+fn assert_no_temporary_file(dir: &Path) -> Result<()> {
     let names =
         std::fs::read_dir(dir)?.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
-    let torn: Vec<String> = names.filter(|name| name.starts_with('.') && name.ends_with(".tmp")).collect();
-    ensure!(torn.is_empty(), "{} holds {torn:?}", dir.display());
+    let remaining: Vec<String> =
+        names.filter(|name| name.starts_with('.') && name.ends_with(".tmp")).collect();
+    ensure!(remaining.is_empty(), "{} contains {remaining:?}", dir.display());
     Ok(())
 }
 
-/// A run killed while it started a program: until that program has started, it holds the lock.
-fn is_locked_out(ended: &Ended) -> bool {
+/// Whether a run was refused because a program that a killed run was starting still holds the lock.
+fn is_locked_out(ended: &RunResult) -> bool {
     ended.code == Some(75) && ended.stderr.contains("is under way")
 }
 
-/// Kills runs at random moments and counts.
+/// Kills runs at random moments, and counts the kills.
 struct Killer {
     rng: Rng,
     /// Duration of an undisturbed run.
-    span: Duration,
+    run_duration: Duration,
     kills: u64,
 }
 
@@ -47,16 +48,16 @@ impl Killer {
         let given = std::env::var("SVC_FAULT_SEED").ok().and_then(|seed| seed.parse().ok());
         let seed = given.unwrap_or(seed);
         println!("{what}: SVC_FAULT_SEED={seed}");
-        Self { rng: Rng::new(seed), span: Duration::ZERO, kills: 0 }
+        Self { rng: Rng::new(seed), run_duration: Duration::ZERO, kills: 0 }
     }
 
     /// A new seed, for a long campaign.
-    fn fresh() -> u64 {
+    fn new_seed() -> u64 {
         uuid::Uuid::new_v4().as_u64_pair().0
     }
 
     /// Completes a run and measures its duration, which changes with the load.
-    async fn complete_run(&mut self, spawn: impl Fn() -> Result<Running>) -> Result<Ended> {
+    async fn complete_run(&mut self, spawn: impl Fn() -> Result<Running>) -> Result<RunResult> {
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
             let (begun, running) = (Instant::now(), spawn()?);
@@ -65,7 +66,8 @@ impl Killer {
                 continue;
             }
             let took = begun.elapsed();
-            self.span = if self.span.is_zero() { took } else { (self.span * 3 + took) / 4 };
+            self.run_duration =
+                if self.run_duration.is_zero() { took } else { (self.run_duration * 3 + took) / 4 };
             return Ok(ended.expect(0));
         }
     }
@@ -73,7 +75,7 @@ impl Killer {
     /// Kills a run at a random point, unless it has already succeeded.
     async fn kill_run(&mut self, running: Running) -> Result<()> {
         let part = self.rng.below(1050) as u32;
-        tokio::time::sleep(self.span * part / 1000).await;
+        tokio::time::sleep(self.run_duration * part / 1000).await;
         running.signal(Signal::SIGKILL)?;
         let ended = tokio::task::spawn_blocking(move || running.wait()).await??;
         match (ended.signal, ended.code) {
@@ -86,7 +88,7 @@ impl Killer {
     }
 
     /// The number of kills before the next complete run.
-    fn row(&mut self) -> usize {
-        1 + self.rng.below(MAX_KILLS_IN_A_ROW)
+    fn next_kill_count(&mut self) -> usize {
+        1 + self.rng.below(MAX_CONSECUTIVE_KILLS)
     }
 }

@@ -35,13 +35,13 @@ struct Entry {
 type SharedRegistrations = Arc<Mutex<Registrations>>;
 
 async fn respond(State(registrations): State<SharedRegistrations>, body: String) -> Response {
-    let mut book = registrations.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut state = registrations.lock().unwrap_or_else(PoisonError::into_inner);
     let machine = serde_json::from_str::<Value>(&body).ok();
     let machine =
         machine.and_then(|body| Some(body.get("machineId")?.as_str()?.to_owned())).unwrap_or_default();
-    let entry = book.accepted.entry(machine).or_insert_with(|| Entry { body: body.clone(), responses: 0 });
+    let entry = state.accepted.entry(machine).or_insert_with(|| Entry { body: body.clone(), responses: 0 });
     if entry.body != body {
-        book.refused += 1;
+        state.refused += 1;
         let problem = json!({"code": "registration_rejected", "detail": "The token was used."});
         return (StatusCode::UNAUTHORIZED, Json(problem)).into_response();
     }
@@ -59,7 +59,7 @@ struct Campaign {
 impl Campaign {
     async fn new(seed: u64) -> Result<Self> {
         let machine = Machine::bare(1)?;
-        machine.run_release("1.0.0", &bundle::digest(b"a release"))?;
+        machine.set_current_release("1.0.0", &bundle::digest(b"a release"))?;
         let registrations = SharedRegistrations::default();
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let base = format!("http://{}", listener.local_addr()?);
@@ -88,36 +88,39 @@ impl Campaign {
     }
 
     fn responses(&self, id: &str) -> u64 {
-        let book = self.registrations.lock().unwrap_or_else(PoisonError::into_inner);
-        book.accepted.get(id).map_or(0, |entry| entry.responses)
+        let registrations = self.registrations.lock().unwrap_or_else(PoisonError::into_inner);
+        registrations.accepted.get(id).map_or(0, |entry| entry.responses)
     }
 
     /// Checks that the files are complete, and that none claims a registration that did not happen.
     fn check_state(&self, id: &str) -> Result<()> {
         let path = self.machine.path("var/lib/svc/register.json");
         let Some(text) = svc::fsx::read_if_exists(&path)? else { return Ok(()) };
-        let ledger: Value = serde_json::from_slice(&text).context("the ledger is torn")?;
-        let book = self.registrations.lock().unwrap_or_else(PoisonError::into_inner);
-        ensure!(book.refused == 0, "another body came from the same machine");
-        if ledger["machineId"] == id && !ledger["registeredAt"].is_null() {
-            let entry = book.accepted.get(id).context("it was never accepted")?;
-            ensure!(ledger["sent"] == *entry.body, "{ledger} differs from the accepted body");
+        let record: Value = serde_json::from_slice(&text).context("the record is incomplete")?;
+        let registrations = self.registrations.lock().unwrap_or_else(PoisonError::into_inner);
+        ensure!(registrations.refused == 0, "a machine sent a second, different body");
+        if record["machineId"] == id && !record["registeredAt"].is_null() {
+            let entry = registrations
+                .accepted
+                .get(id)
+                .with_context(|| format!("the platform never accepted a registration of {id}"))?;
+            ensure!(record["sent"] == *entry.body, "{record} differs from the accepted body");
         }
         Ok(())
     }
 
-    /// A new machine on the disk of the previous one.
-    async fn round(&mut self) -> Result<()> {
+    /// Registers a new machine, with kills, on the disk of the previous machine.
+    async fn run_round(&mut self) -> Result<()> {
         let id = MachineId::new().to_string();
         self.machine.add_env("host.env", &[("SVC_MACHINE_ID", &id)])?;
-        for _ in 0..self.killer.row() {
+        for _ in 0..self.killer.next_kill_count() {
             self.killer.kill_run(self.spawn()?).await?;
             self.check_state(&id)?;
         }
-        self.succeed(&id).await
+        self.complete_registration(&id).await
     }
 
-    async fn succeed(&mut self, id: &str) -> Result<()> {
+    async fn complete_registration(&mut self, id: &str) -> Result<()> {
         let ended = self.spawn()?;
         let ended = tokio::task::spawn_blocking(move || ended.wait()).await??.expect(0);
         self.check_state(id)?;
@@ -125,25 +128,25 @@ impl Campaign {
         ensure!(responses > 0, "not registered:\n{}", ended.stderr);
         let again = self.spawn()?;
         tokio::task::spawn_blocking(move || again.wait()).await??.expect(0);
-        ensure!(self.responses(id) == responses, "a registered machine does not register again");
+        ensure!(self.responses(id) == responses, "a registered machine registered again");
         Ok(())
     }
 }
 
 async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let mut campaign = Campaign::new(seed).await?;
-    let end = async {
+    let result = async {
         let first = campaign.machine.id.to_string();
         campaign.complete_run().await?;
-        campaign.succeed(&first).await?;
+        campaign.complete_registration(&first).await?;
         while campaign.killer.kills < kills {
-            campaign.round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;
+            campaign.run_round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;
         }
         anyhow::Ok(())
     };
-    let end = end.await;
+    let result = result.await;
     Figures { kills_survived: campaign.killer.kills, ..Figures::new("kills of registrations") }.record()?;
-    end
+    result
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -154,7 +157,7 @@ async fn registrations_survive_random_kills() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: 200 kills"]
 async fn long_registrations_survive_200_kills() -> Result<()> {
-    run_campaign(LONG_KILLS, Killer::fresh()).await
+    run_campaign(LONG_KILLS, Killer::new_seed()).await
 }
 
 /// Tests the check itself.
@@ -166,20 +169,20 @@ async fn false_registration_ledger_is_detected() -> Result<()> {
     let path = campaign.machine.path("var/lib/svc/register.json");
     let write = |text: &str| svc::fsx::write_atomic(&path, text.as_bytes(), 0o600);
     write("{\"version\":1,")?;
-    assert!(campaign.check_state(&id).is_err(), "torn");
+    assert!(campaign.check_state(&id).is_err(), "incomplete");
     write(&json!({"machineId": id, "sent": "{}", "registeredAt": null}).to_string())?;
     campaign.check_state(&id)?;
     write(&json!({"machineId": id, "sent": "{}", "registeredAt": "now"}).to_string())?;
     assert!(campaign.check_state(&id).is_err(), "nothing was accepted");
-    let book = || Registrations {
+    let with_accepted_body = || Registrations {
         accepted: BTreeMap::from([(id.clone(), Entry { body: "{}".to_owned(), responses: 1 })]),
         refused: 0,
     };
-    *campaign.registrations.lock().unwrap() = book();
+    *campaign.registrations.lock().unwrap() = with_accepted_body();
     campaign.check_state(&id)?;
     write(&json!({"machineId": id, "sent": "{\"other\":1}", "registeredAt": "now"}).to_string())?;
     assert!(campaign.check_state(&id).is_err(), "another body was accepted");
-    *campaign.registrations.lock().unwrap() = Registrations { refused: 1, ..book() };
+    *campaign.registrations.lock().unwrap() = Registrations { refused: 1, ..with_accepted_body() };
     write(&json!({"machineId": id, "sent": "{}", "registeredAt": "now"}).to_string())?;
     assert!(campaign.check_state(&id).is_err(), "another body was refused");
     Ok(())

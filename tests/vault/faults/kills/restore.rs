@@ -7,7 +7,7 @@ use kit::long::Figures;
 use super::super::super::gate::{old_and_new, reset};
 use super::super::super::machine::Machine;
 use super::super::witness::Witness;
-use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_torn_file};
+use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
 
 const RESTORE: [&str; 1] = ["svc-restore"];
 
@@ -20,7 +20,7 @@ enum DatabaseContent {
     Snapshot,
     /// Sessions are refused: a swap was in progress.
     Closed,
-    Else(String),
+    Other(String),
 }
 
 /// A hash of the snapshot's rows.
@@ -37,7 +37,7 @@ async fn database_content(machine: &Machine, database: &str, snapshot: &str) -> 
     let admin = machine.postgres().connect("postgres").await?;
     let sql = "SELECT datallowconn FROM pg_database WHERE datname = $1";
     let Some(row) = admin.query_opt(sql, &[&database]).await? else {
-        return Ok(DatabaseContent::Else("it does not exist".to_owned()));
+        return Ok(DatabaseContent::Other("it does not exist".to_owned()));
     };
     if !row.get::<_, bool>(0) {
         return Ok(DatabaseContent::Closed);
@@ -51,16 +51,16 @@ async fn database_content(machine: &Machine, database: &str, snapshot: &str) -> 
         return Ok(if rows.is_empty() {
             DatabaseContent::Old
         } else {
-            DatabaseContent::Else(format!("local has {rows:?}"))
+            DatabaseContent::Other(format!("local has {rows:?}"))
         });
     }
-    if tables == ["kept", "noise"] && content(&client).await?.as_deref() == Some(snapshot) {
+    if tables == ["kept", "noise"] && read_content(&client).await?.as_deref() == Some(snapshot) {
         return Ok(DatabaseContent::Snapshot);
     }
-    Ok(DatabaseContent::Else(format!("{tables:?}")))
+    Ok(DatabaseContent::Other(format!("{tables:?}")))
 }
 
-async fn content(client: &tokio_postgres::Client) -> Result<Option<String>> {
+async fn read_content(client: &tokio_postgres::Client) -> Result<Option<String>> {
     Ok(client.query_one(CONTENT, &[]).await?.get(0))
 }
 
@@ -73,7 +73,8 @@ struct Campaign {
 }
 
 impl Campaign {
-    /// Checks, after a kill: without the marker the name `svc` refers to the old database or to the complete new one.
+    /// Checks the state after a kill: without the marker, the name `svc` refers to the old database or to the complete
+    /// new database.
     async fn check_state(&self) -> Result<()> {
         let marker = self.machine.marker();
         let database_content = database_content(&self.machine, "svc", &self.snapshot).await?;
@@ -86,7 +87,7 @@ impl Campaign {
     }
 
     /// Completes a run and checks the result.
-    async fn succeed(&mut self) -> Result<()> {
+    async fn complete_restore(&mut self) -> Result<()> {
         let ended = self.killer.complete_run(|| self.machine.spawn(&RESTORE, &[])).await?;
         ensure!(self.machine.marker(), "the gate is closed: {}", ended.stderr);
         let now = database_content(&self.machine, "svc", &self.snapshot).await?;
@@ -101,45 +102,45 @@ impl Campaign {
             }
         }
         ensure!(old == 1, "{old} databases have the old content");
-        assert_no_torn_file(&self.machine.path("var/lib/svc/restore"))?;
-        assert_no_torn_file(&self.machine.path("opt/svc"))?;
+        assert_no_temporary_file(&self.machine.path("var/lib/svc/restore"))?;
+        assert_no_temporary_file(&self.machine.path("opt/svc"))?;
         self.restored += 1;
         Ok(())
     }
 
-    async fn round(&mut self) -> Result<()> {
+    async fn run_round(&mut self) -> Result<()> {
         reset(&self.machine).await?;
         self.check_state().await?;
-        for _ in 0..self.killer.row() {
+        for _ in 0..self.killer.next_kill_count() {
             self.killer.kill_run(self.machine.spawn(&RESTORE, &[])?).await?;
             self.check_state().await?;
         }
-        self.succeed().await
+        self.complete_restore().await
     }
 }
 
 async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let (store, old, machine) = old_and_new().await?;
-    let snapshot = content(&old.client().await?).await?.context("content")?;
+    let snapshot = read_content(&old.client().await?).await?.context("content")?;
     drop(old);
-    let mut witness = Witness::of(&store);
+    let mut witness = Witness::new(&store);
     witness.check()?;
     let mut campaign = Campaign { machine, killer: Killer::new("restores", seed), snapshot, restored: 0 };
-    let end = async {
-        campaign.succeed().await?;
+    let result = async {
+        campaign.complete_restore().await?;
         while campaign.killer.kills < kills {
-            campaign.round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;
+            campaign.run_round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;
         }
         // A restore never writes to the store.
         witness.check()?;
         ensure!((witness.completed(), witness.seq()) == (1, 1), "a restore has written");
         anyhow::Ok(())
     };
-    let end = end.await;
+    let result = result.await;
     let kills_survived = campaign.killer.kills;
     println!("{} restores", campaign.restored);
     Figures { kills_survived, snapshots_taken: 1, ..Figures::new("kills of restores") }.record()?;
-    end
+    result
 }
 
 #[tokio::test]
@@ -150,14 +151,14 @@ async fn restores_survive_random_kills() -> Result<()> {
 #[tokio::test]
 #[ignore = "long: 200 kills"]
 async fn long_restores_survive_200_kills() -> Result<()> {
-    run_campaign(LONG_KILLS, Killer::fresh()).await
+    run_campaign(LONG_KILLS, Killer::new_seed()).await
 }
 
 /// Tests the check itself, which must not accept everything.
 #[tokio::test]
 async fn unexpected_database_content_is_detected() -> Result<()> {
     let (_store, old, machine) = old_and_new().await?;
-    let snapshot = content(&old.client().await?).await?.context("content")?;
+    let snapshot = read_content(&old.client().await?).await?.context("content")?;
     assert_eq!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Old);
     machine.run(&RESTORE)?.expect(0);
     assert_eq!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Snapshot);
@@ -165,7 +166,7 @@ async fn unexpected_database_content_is_detected() -> Result<()> {
     for change in ["UPDATE kept SET id = 0 WHERE id = 1", "CREATE TABLE more (id int)"] {
         client.batch_execute(change).await?;
         let now = database_content(&machine, "svc", &snapshot).await?;
-        assert!(matches!(now, DatabaseContent::Else(_)), "{change}: {now:?}");
+        assert!(matches!(now, DatabaseContent::Other(_)), "{change}: {now:?}");
     }
     client
         .batch_execute(
@@ -173,11 +174,11 @@ async fn unexpected_database_content_is_detected() -> Result<()> {
         )
         .await?;
     assert!(
-        matches!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Else(_)),
-        "its row is missing"
+        matches!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Other(_)),
+        "the old database has another content"
     );
     assert!(
-        matches!(database_content(&machine, "svc_else", &snapshot).await?, DatabaseContent::Else(_)),
+        matches!(database_content(&machine, "svc_else", &snapshot).await?, DatabaseContent::Other(_)),
         "the database does not exist"
     );
     Ok(())

@@ -7,12 +7,12 @@ use anyhow::{Context, Result, bail, ensure};
 use kit::long::Figures;
 
 use super::super::super::stage::{OLD, Published, Stage};
-use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_torn_file};
+use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};
 
 const APPLY: [&str; 2] = ["apply", "--request"];
 
-/// The version of the current release, after a check that it is complete and its program could start.
-fn current(stage: &Stage) -> Result<String> {
+/// Returns the version of the current release, after a check that it is complete.
+fn current_version(stage: &Stage) -> Result<String> {
     let opt = stage.machine.path("opt/svc");
     let link = fs::read_link(opt.join("current")).context("there is no current release")?;
     let version = link.strip_prefix("releases")?.to_string_lossy().into_owned();
@@ -35,38 +35,38 @@ struct Campaign {
 }
 
 impl Campaign {
-    /// Checks, after a kill: the previous release or the requested one, without parts of another.
+    /// Checks that after a kill, the current release is the previous or the requested one, without parts of another.
     fn check_state(&self, to: &str) -> Result<()> {
-        let current = current(&self.stage)?;
+        let current = current_version(&self.stage)?;
         if current != self.version && current != to {
             bail!("{current} is current, neither {} nor {to}", self.version);
         }
         Ok(())
     }
 
-    async fn round(&mut self) -> Result<()> {
+    async fn run_round(&mut self) -> Result<()> {
         let to = format!("2026.{}.0", self.updates + 2);
         Published::new(&to, &[])?.serve(&self.stage.source)?;
         self.stage.request_update(&to)?;
-        for _ in 0..self.killer.row() {
+        for _ in 0..self.killer.next_kill_count() {
             self.killer.kill_run(self.stage.spawn(&APPLY)?).await?;
             self.check_state(&to)?;
         }
         let running = self.stage.spawn(&APPLY)?;
         let check_completed = tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
         self.check_completed(&to).with_context(|| check_completed.stderr)?;
-        // Archives already served are removed: two hundred releases are several hundred megabytes.
+        // Removes archives that were served: two hundred releases are several hundred megabytes.
         self.stage.source.put(&format!("/{to}/svc-host-bundle.tar.gz"), None);
         self.version = to;
         Ok(())
     }
 
-    /// Checks that the update is complete: its release runs with its units, nothing is open, and it is reported once.
+    /// Checks that the update is complete: its release runs with its units, no step is open, and it is reported once.
     fn check_completed(&mut self, to: &str) -> Result<()> {
         self.updates += 1;
-        ensure!(current(&self.stage)? == to, "{to} is not current");
+        ensure!(current_version(&self.stage)? == to, "{to} is not current");
         self.stage.assert_running(to)?;
-        assert_no_torn_file(&self.stage.machine.path("var/lib/svc/update"))?;
+        assert_no_temporary_file(&self.stage.machine.path("var/lib/svc/update"))?;
         let history = self.stage.history()?;
         let reports = history.iter().filter(|line| line["version"] == to).count();
         let all_well = history.iter().all(|line| line["outcome"] == "updated");
@@ -79,7 +79,7 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let stage = Stage::new().await?;
     let mut campaign =
         Campaign { stage, killer: Killer::new("updates", seed), version: OLD.to_owned(), updates: 0 };
-    let end = async {
+    let result = async {
         // The first update shows the duration of an update.
         let to = "2026.2.0";
         Published::new(to, &[])?.serve(&campaign.stage.source)?;
@@ -88,14 +88,14 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
         campaign.check_completed(to)?;
         campaign.version = to.to_owned();
         while campaign.killer.kills < kills {
-            campaign.round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;
+            campaign.run_round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;
         }
         anyhow::Ok(())
     };
-    let end = end.await;
+    let result = result.await;
     println!("{} updates", campaign.updates);
     Figures { kills_survived: campaign.killer.kills, ..Figures::new("kills of updates") }.record()?;
-    end
+    result
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -106,24 +106,24 @@ async fn updates_survive_random_kills() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: 200 kills"]
 async fn long_updates_survive_200_kills() -> Result<()> {
-    run_campaign(LONG_KILLS, Killer::fresh()).await
+    run_campaign(LONG_KILLS, Killer::new_seed()).await
 }
 
-/// Tests the check itself.
+/// Tests [`current_version`] itself.
 #[tokio::test(flavor = "multi_thread")]
 async fn incomplete_release_is_detected() -> Result<()> {
     let stage = Stage::new().await?;
-    assert_eq!(current(&stage)?, OLD);
+    assert_eq!(current_version(&stage)?, OLD);
     let part = stage.machine.path("opt/svc/current/runtime/noise/7");
-    let whole = fs::read(&part)?;
-    fs::write(&part, &whole[..31_000])?;
-    assert!(current(&stage).is_err(), "a part is truncated");
+    let complete = fs::read(&part)?;
+    fs::write(&part, &complete[..31_000])?;
+    assert!(current_version(&stage).is_err(), "a part is truncated");
     fs::remove_file(&part)?;
-    assert!(current(&stage).is_err(), "a part is missing");
-    fs::write(&part, &whole)?;
+    assert!(current_version(&stage).is_err(), "a part is missing");
+    fs::write(&part, &complete)?;
     fs::write(stage.machine.path("opt/svc/current/bin/svc"), "")?;
-    assert!(current(&stage).is_err(), "the program differs");
+    assert!(current_version(&stage).is_err(), "the program differs");
     fs::remove_file(stage.machine.path("opt/svc/current"))?;
-    assert!(current(&stage).is_err(), "there is no release");
+    assert!(current_version(&stage).is_err(), "there is no release");
     Ok(())
 }

@@ -9,9 +9,9 @@ use kit::s3::{Fault, S3Server};
 use super::super::super::credentials::Platform;
 use super::super::super::machine::{self, BUCKET, Machine, USER};
 use super::super::witness::Witness;
-use super::{Disruption, FaultScene, expired_and_no_others, one, replaced, revoked, rule};
+use super::{Disruption, FaultScene, expire_without_renewal, one, revoke, rule, supersede};
 
-/// More than one part of an upload.
+/// A table larger than one part of an upload.
 const CONTENT: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
 
@@ -41,45 +41,29 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
     let completes = |fault: Fault| rule(fault).method("POST").query("uploadId=");
     let clock = Fault::Code(403, "RequestTimeTooSkewed");
     vec![
-        ("connections are refused", Disruption::Done(|scene| scene.store.down()), unavailable("gate")),
+        ("connections are refused", Disruption::Action(|scene| scene.store.down()), unavailable("gate")),
         ("connections are cut", one(rule(Fault::Refuse).always()), unavailable("gate")),
-        ("slow", one(rule(Fault::Delay(Duration::from_millis(250))).always()), SUCCESS),
+        ("slow responses", one(rule(Fault::Delay(Duration::from_millis(250))).always()), SUCCESS),
         ("500 for everything", one(rule(Fault::Status(500)).always()), unavailable("gate")),
         ("503 for everything", one(rule(Fault::Status(503)).always()), unavailable("gate")),
-        ("503 now and then", one(rule(Fault::Status(503)).after(2).times(3)), SUCCESS),
-        ("the upload does not begin", one(begins(Fault::Status(503)).always()), unavailable("dump")),
-        ("no part arrives", one(parts(Fault::Status(500)).always()), unavailable("dump")),
+        ("503 three times", one(rule(Fault::Status(503)).after(2).times(3)), SUCCESS),
+        ("the upload does not start", one(begins(Fault::Status(503)).always()), unavailable("dump")),
+        ("every part is refused", one(parts(Fault::Status(500)).always()), unavailable("dump")),
         ("the connection of every part is cut", one(parts(Fault::Refuse).always()), unavailable("dump")),
         ("the upload is not completed", one(completes(Fault::Status(500)).always()), unavailable("upload")),
-        ("the side record is not taken", one(side(Fault::Status(503)).always()), unavailable("sideRecord")),
-        (
-            "the pointer's claim is not taken",
-            one(claims(Fault::Status(500)).always()),
-            unavailable("pointer"),
-        ),
-        ("the pointer is not moved", one(moves(Fault::Status(500)).always()), unavailable("pointer")),
-        ("no response to the pointer's claim, ever", one(claims(Fault::LostReply).always()), SUCCESS),
-        (
-            "an error after the pointer's claim, ever",
-            one(claims(Fault::StatusAfterCommit(500)).always()),
-            SUCCESS,
-        ),
-        ("no response to the completion, ever", one(completes(Fault::LostReply).always()), SUCCESS),
+        ("the side record is refused", one(side(Fault::Status(503)).always()), unavailable("sideRecord")),
+        ("the pointer's claim is refused", one(claims(Fault::Status(500)).always()), unavailable("pointer")),
+        ("the pointer's move is refused", one(moves(Fault::Status(500)).always()), unavailable("pointer")),
+        ("no response to any pointer claim", one(claims(Fault::LostReply).always()), SUCCESS),
+        ("an error after each pointer claim", one(claims(Fault::StatusAfterCommit(500)).always()), SUCCESS),
+        ("no response to any completion", one(completes(Fault::LostReply).always()), SUCCESS),
         ("no response to the side record", one(side(Fault::LostReply).times(3)), SUCCESS),
+        ("no response to any side record", one(side(Fault::LostReply).always()), unavailable("sideRecord")),
+        ("no response to any pointer move", one(moves(Fault::LostReply).always()), SUCCESS),
+        ("an error after each pointer move", one(moves(Fault::StatusAfterCommit(500)).always()), SUCCESS),
+        ("the pointer is truncated once", one(pointer(Fault::TruncateBody(10)).method("GET")), SUCCESS),
         (
-            "no response to the side record, ever",
-            one(side(Fault::LostReply).always()),
-            unavailable("sideRecord"),
-        ),
-        ("no response to the pointer's move, ever", one(moves(Fault::LostReply).always()), SUCCESS),
-        (
-            "an error after the pointer's move, ever",
-            one(moves(Fault::StatusAfterCommit(500)).always()),
-            SUCCESS,
-        ),
-        ("the pointer breaks off", one(pointer(Fault::TruncateBody(10)).method("GET")), SUCCESS),
-        (
-            "the pointer always breaks off",
+            "the pointer is always truncated",
             one(pointer(Fault::TruncateBody(10)).method("GET").always()),
             unavailable("gate"),
         ),
@@ -114,20 +98,20 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
             one(rule(clock).always()),
             ExpectedRun { exit: 69, stage: "gate", expected_error: "because of this machine's clock" },
         ),
-        ("credentials expired", Disruption::Done(|scene| scene.store.expire_sessions()), SUCCESS),
+        ("credentials expired", Disruption::Action(|scene| scene.store.expire_sessions()), SUCCESS),
         (
-            "credentials expired, and no others",
-            Disruption::Done(expired_and_no_others),
+            "credentials expired, without renewal",
+            Disruption::Action(expire_without_renewal),
             ExpectedRun { exit: 69, stage: "gate", expected_error: "" },
         ),
         (
             "credentials revoked at the store",
-            Disruption::Done(revoked),
+            Disruption::Action(revoke),
             ExpectedRun { exit: 69, stage: "gate", expected_error: "the object store refused access" },
         ),
         (
             "credentials withdrawn by the platform",
-            Disruption::Done(replaced),
+            Disruption::Action(supersede),
             ExpectedRun { exit: 77, stage: "gate", expected_error: "this machine has been replaced" },
         ),
     ]
@@ -146,14 +130,14 @@ fn assert_recorded(machine: &Machine, end: &ExpectedRun) -> Result<()> {
     Ok(())
 }
 
-/// The last claimed `seq`.
-fn claimed(store: &S3Server) -> u64 {
+/// Returns the last claimed `seq`.
+fn last_claimed_seq(store: &S3Server) -> u64 {
     let entries = store.objects(BUCKET, &format!("{USER}/primary/system/db/pointer-log/"));
     let seq = |key: &str| key.rsplit('/').next()?.strip_suffix(".json")?.parse::<u64>().ok();
     entries.iter().filter_map(|entry| seq(&entry.key)).max().unwrap_or(0)
 }
 
-async fn scene() -> Result<FaultScene> {
+async fn fault_scene() -> Result<FaultScene> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = Machine::in_use(&store, 1).await?;
@@ -165,21 +149,21 @@ async fn scene() -> Result<FaultScene> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> {
-    let scene = scene().await?;
+    let scene = fault_scene().await?;
     scene.machine.run(&["svc-db-backup"])?.expect(0);
     // A stale read needs an older value.
     scene.machine.run(&["svc-db-backup"])?.expect(0);
-    let mut witness = Witness::of(&scene.store);
+    let mut witness = Witness::new(&scene.store);
     witness.check()?;
     let table = table();
     let rows = table.len() as u64;
     let mut lines = scene.machine.backup_records()?.len();
-    for (name, spoil, end) in table {
+    for (name, disruption, end) in table {
         let before = witness.seq();
-        // Claimed by a run that could not write `latest`; the next run does.
-        let unpublished = claimed(&scene.store) - before;
+        // Claimed by a run that then could not write `latest`; the next run writes it.
+        let unpublished = last_claimed_seq(&scene.store) - before;
         let ended = scene
-            .run_disrupted(spoil, || scene.machine.spawn(&["svc-db-backup"], &[]))
+            .run_disrupted(disruption, || scene.machine.spawn(&["svc-db-backup"], &[]))
             .await
             .context(name)?;
         assert_eq!(ended.code, Some(end.exit), "{name}: {}", ended.stderr);
@@ -199,7 +183,7 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
 
 #[tokio::test(flavor = "multi_thread")]
 async fn unabortable_upload_is_abandoned_by_the_next_run() -> Result<()> {
-    let scene = scene().await?;
+    let scene = fault_scene().await?;
     let rules = vec![
         rule(Fault::Status(503)).query("partNumber=2").always(),
         rule(Fault::Status(503)).method("DELETE").always(),
@@ -212,16 +196,19 @@ async fn unabortable_upload_is_abandoned_by_the_next_run() -> Result<()> {
     scene.machine.run(&["svc-db-backup"])?.expect(0);
     assert_eq!(scene.store.uploads(BUCKET), Vec::<String>::new());
     assert!(!scene.machine.path("var/lib/svc/open-uploads.json").exists());
-    // A note of an unknown upload, or an invalid one, has no effect.
-    let of = |key: &str| format!(r#"{{"version":1,"uploads":[{{"key":"{key}","uploadId":"none"}}]}}"#);
-    for note in
-        ["{".to_owned(), of("user_1/primary/system/db/snapshots/x.dump"), of("user_2/primary/x"), of("../x")]
-    {
+    // A record of an unknown upload, or an invalid record, has no effect.
+    let note_of = |key: &str| format!(r#"{{"version":1,"uploads":[{{"key":"{key}","uploadId":"none"}}]}}"#);
+    for note in [
+        "{".to_owned(),
+        note_of("user_1/primary/system/db/snapshots/x.dump"),
+        note_of("user_2/primary/x"),
+        note_of("../x"),
+    ] {
         std::fs::write(scene.machine.path("var/lib/svc/open-uploads.json"), &note)?;
         let ended = scene.machine.run(&["svc-db-backup"])?;
         assert_eq!(ended.code, Some(0), "{note}: {}", ended.stderr);
     }
-    let mut witness = Witness::of(&scene.store);
+    let mut witness = Witness::new(&scene.store);
     witness.check()?;
     assert_eq!(witness.completed(), 5);
     Ok(())
@@ -229,9 +216,9 @@ async fn unabortable_upload_is_abandoned_by_the_next_run() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn long_store_outage_fails_only_the_runs_during_it() -> Result<()> {
-    let scene = scene().await?;
+    let scene = fault_scene().await?;
     scene.machine.run(&["svc-db-backup"])?.expect(0);
-    let mut witness = Witness::of(&scene.store);
+    let mut witness = Witness::new(&scene.store);
     witness.check()?;
     scene.store.down();
     for _ in 0..2 {

@@ -9,7 +9,7 @@ use jiff::SignedDuration;
 use kit::s3::{Fault, Rule, S3Server};
 
 use super::super::credentials::{CredentialResponse, Platform};
-use super::super::machine::{Ended, Machine, Running};
+use super::super::machine::{Machine, RunResult, Running};
 
 /// A machine with short-lived credentials, its store, and the platform that issues them.
 struct FaultScene {
@@ -22,7 +22,7 @@ struct FaultScene {
 enum Disruption {
     /// Faults of the store; each must be triggered.
     Rules(Vec<Rule>),
-    Done(fn(&FaultScene)),
+    Action(fn(&FaultScene)),
 }
 
 fn rule(fault: Fault) -> Rule {
@@ -39,10 +39,10 @@ impl FaultScene {
         &self,
         disruption: Disruption,
         run: impl FnOnce() -> Result<Running>,
-    ) -> Result<Ended> {
+    ) -> Result<RunResult> {
         let hits: Vec<_> = match disruption {
             Disruption::Rules(rules) => rules.into_iter().map(|rule| self.store.fault(rule)).collect(),
-            Disruption::Done(disruption) => {
+            Disruption::Action(disruption) => {
                 disruption(self);
                 Vec::new()
             }
@@ -57,23 +57,23 @@ impl FaultScene {
     async fn heal(&self) -> Result<()> {
         self.store.heal();
         self.store.up()?;
-        self.platform.set_response(CredentialResponse::Gives);
+        self.platform.set_response(CredentialResponse::Issue);
         svc::fsx::remove_if_exists(&self.machine.path("var/lib/svc/store-credentials.json"))?;
         self.platform.write_credentials(&self.machine, SignedDuration::from_hours(9)).await
     }
 }
 
-/// The store works, but refuses all earlier sessions.
-fn expired_and_no_others(scene: &FaultScene) {
-    scene.platform.set_response(CredentialResponse::Away);
+/// The store works, but refuses all earlier sessions, and the platform issues no new ones.
+fn expire_without_renewal(scene: &FaultScene) {
+    scene.platform.set_response(CredentialResponse::Unavailable);
     scene.store.expire_sessions();
 }
 
-fn replaced(scene: &FaultScene) {
-    scene.platform.set_response(CredentialResponse::Supersedes);
+fn supersede(scene: &FaultScene) {
+    scene.platform.set_response(CredentialResponse::Superseded);
     scene.store.expire_sessions();
 }
 
-fn revoked(scene: &FaultScene) {
+fn revoke(scene: &FaultScene) {
     assert!(scene.store.revoke_sessions("svc-host") > 0, "there was no session");
 }

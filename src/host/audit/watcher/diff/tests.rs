@@ -1,5 +1,5 @@
-//! An in-memory file system with the events of inotify(7), changed at random: the reported changes must be the
-//! difference of its states, and the tree must match it.
+//! Tests with an in-memory file system that has the events of inotify(7) and changes at random: the reported changes
+//! must be the difference between its states, and the tree must match it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,8 +14,8 @@ enum Node {
     Folder(BTreeMap<Name, Inode>),
 }
 
-/// Inodes are reused as soon as possible.
-struct World {
+/// The file system. Inodes are reused as soon as possible.
+struct FakeFs {
     nodes: BTreeMap<Inode, Node>,
     /// The birth time of each node.
     born: BTreeMap<Inode, i64>,
@@ -26,7 +26,7 @@ struct World {
 
 const ROOT: Inode = 2;
 
-impl World {
+impl FakeFs {
     fn new() -> Self {
         let nodes = BTreeMap::from([(ROOT, Node::Folder(BTreeMap::new()))]);
         Self { nodes, born: BTreeMap::new(), watched: BTreeSet::new(), dirty: DirtySet::default(), clock: 0 }
@@ -55,9 +55,9 @@ impl World {
         Some(at)
     }
 
-    /// The folder of a path, and its last name.
+    /// Splits a path into its folder and its last name.
     fn split<'a>(&self, path: &'a [u8]) -> Option<(Inode, &'a [u8])> {
-        let name = super::super::tree::last(path);
+        let name = super::super::tree::last_component(path);
         let folder = self.find(&path[..path.len() - name.len()])?;
         matches!(self.nodes[&folder], Node::Folder(_)).then_some((folder, name))
     }
@@ -72,7 +72,7 @@ impl World {
         (ROOT + 1..).find(|inode| !self.nodes.contains_key(inode)).unwrap()
     }
 
-    fn make(&mut self, path: &[u8], node: Node) {
+    fn create(&mut self, path: &[u8], node: Node) {
         let Some((folder, name)) = self.split(path) else { return };
         if self.names(folder).contains_key(name) {
             return;
@@ -82,26 +82,27 @@ impl World {
         self.clock += 1;
         self.born.insert(inode, self.clock);
         self.names_mut(folder).insert(name.into(), inode);
-        let written = matches!(self.nodes[&inode], Node::File { .. });
-        self.emit(folder, name, Marks { named: true, made: true, written, ..Marks::default() });
+        let is_written = matches!(self.nodes[&inode], Node::File { .. });
+        let marks = Marks { has_name_change: true, is_created: true, is_written, ..Marks::default() };
+        self.emit(folder, name, marks);
     }
 
-    fn write(&mut self, path: &[u8], by_map: bool) {
+    fn write(&mut self, path: &[u8], is_mapped: bool) {
         self.clock += 1;
         let node = Node::File { content: self.clock.unsigned_abs(), mtime: self.clock };
         match (self.find(path), self.split(path)) {
             (Some(inode), Some((folder, name))) if matches!(self.nodes[&inode], Node::File { .. }) => {
                 self.nodes.insert(inode, node);
                 // Closing a mapped file causes an event, but not a write event.
-                self.emit(folder, name, Marks { written: !by_map, ..Marks::default() });
+                self.emit(folder, name, Marks { is_written: !is_mapped, ..Marks::default() });
             }
-            (None, Some(_)) => self.make(path, node),
+            (None, Some(_)) => self.create(path, node),
             // A write through a link changes its target.
             _ => {}
         }
     }
 
-    /// Replaces a name by a symbolic link, as `ln -sfn` does: a link with a temporary name is renamed.
+    /// Replaces a name with a symbolic link, as `ln -sfn` does: a link with a temporary name is renamed.
     fn symlink(&mut self, path: &[u8]) {
         let is_folder = self.find(path).is_some_and(|inode| matches!(self.nodes[&inode], Node::Folder(_)));
         if is_folder || self.split(path).is_none() {
@@ -109,7 +110,7 @@ impl World {
         }
         let temporary = [path, b".tmp"].concat();
         self.clock += 1;
-        self.make(&temporary, Node::Link { target: self.clock.unsigned_abs(), mtime: self.clock });
+        self.create(&temporary, Node::Link { target: self.clock.unsigned_abs(), mtime: self.clock });
         self.rename(&temporary, path);
     }
 
@@ -120,7 +121,7 @@ impl World {
             if let Some(Node::File { mtime, .. }) = self.nodes.get_mut(&inode) {
                 *mtime = at;
             }
-            self.emit(folder, name, Marks { touched: true, ..Marks::default() });
+            self.emit(folder, name, Marks { is_touched: true, ..Marks::default() });
         }
     }
 
@@ -128,11 +129,11 @@ impl World {
         let (Some(inode), Some((folder, name))) = (self.find(path), self.split(path)) else { return };
         if let Node::Folder(names) = &self.nodes[&inode] {
             for name in names.keys().cloned().collect::<Vec<_>>() {
-                self.remove(&below(path, &name));
+                self.remove(&join_path(path, &name));
             }
         }
         self.names_mut(folder).remove(name);
-        self.emit(folder, name, Marks { named: true, ..Marks::default() });
+        self.emit(folder, name, Marks { has_name_change: true, ..Marks::default() });
         let links = self.nodes.values().filter(
             |node| matches!(node, Node::Folder(names) if names.values().any(|other| *other == inode)),
         );
@@ -156,7 +157,7 @@ impl World {
         self.remove(to);
         self.names_mut(old).remove(old_name);
         self.names_mut(new).insert(new_name.into(), inode);
-        let marks = Marks { named: true, ..Marks::default() };
+        let marks = Marks { has_name_change: true, ..Marks::default() };
         self.emit(old, old_name, marks);
         self.emit(new, new_name, marks);
     }
@@ -165,11 +166,12 @@ impl World {
         let (Some(inode), Some((folder, name))) = (self.find(from), self.split(to)) else { return };
         if matches!(self.nodes[&inode], Node::File { .. }) && !self.names(folder).contains_key(name) {
             self.names_mut(folder).insert(name.into(), inode);
-            self.emit(folder, name, Marks { named: true, made: true, ..Marks::default() });
+            let marks = Marks { has_name_change: true, is_created: true, ..Marks::default() };
+            self.emit(folder, name, marks);
         }
     }
 
-    fn seen(&self, inode: Inode) -> FileState {
+    fn state(&self, inode: Inode) -> FileState {
         let links = self.nodes.values().map(|node| match node {
             Node::Folder(names) => names.values().filter(|other| **other == inode).count(),
             Node::File { .. } | Node::Link { .. } => 0,
@@ -194,12 +196,12 @@ impl World {
         }
     }
 
-    /// All paths, with contents.
+    /// Lists all paths, with the contents of files.
     fn states(&self) -> BTreeMap<Vec<u8>, Option<u64>> {
         let (mut all, mut rest) = (BTreeMap::new(), vec![(Vec::new(), ROOT)]);
         while let Some((path, folder)) = rest.pop() {
             for (name, inode) in self.names(folder) {
-                let path = below(&path, name);
+                let path = join_path(&path, name);
                 let content = match &self.nodes[inode] {
                     Node::File { content, .. } | Node::Link { target: content, .. } => Some(*content),
                     Node::Folder(_) => {
@@ -214,13 +216,13 @@ impl World {
     }
 }
 
-impl FsProbe for World {
+impl FsProbe for FakeFs {
     fn probe(&mut self, path: &[u8], folder: Inode, names: &[Name]) -> Vec<Option<FileState>> {
         if self.find(path) != Some(folder) {
             return vec![None; names.len()];
         }
         let known = self.names(folder);
-        names.iter().map(|name| known.get(name).map(|inode| self.seen(*inode))).collect()
+        names.iter().map(|name| known.get(name).map(|inode| self.state(*inode))).collect()
     }
 
     fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, FileState)> {
@@ -228,14 +230,14 @@ impl FsProbe for World {
             return Vec::new();
         }
         self.watched.insert(folder);
-        self.names(folder).iter().map(|(name, inode)| (name.clone(), self.seen(*inode))).collect()
+        self.names(folder).iter().map(|(name, inode)| (name.clone(), self.state(*inode))).collect()
     }
 }
 
 #[derive(Debug, Clone)]
 enum Step {
     Write(Vec<u8>),
-    Map(Vec<u8>),
+    MappedWrite(Vec<u8>),
     Touch(Vec<u8>),
     Symlink(Vec<u8>),
     Mkdir(Vec<u8>),
@@ -245,36 +247,36 @@ enum Step {
     Check,
 }
 
-fn path() -> impl Strategy<Value = Vec<u8>> {
+fn any_path() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(prop::sample::select(vec!["a", "b", "c"]), 1..4)
         .prop_map(|names| names.join("/").into_bytes())
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn any_step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        4 => path().prop_map(Step::Write),
-        1 => path().prop_map(Step::Map),
-        1 => path().prop_map(Step::Touch),
-        2 => path().prop_map(Step::Symlink),
-        4 => path().prop_map(Step::Mkdir),
-        3 => path().prop_map(Step::Remove),
-        4 => (path(), path()).prop_map(|(from, to)| Step::Rename(from, to)),
-        2 => (path(), path()).prop_map(|(from, to)| Step::Link(from, to)),
+        4 => any_path().prop_map(Step::Write),
+        1 => any_path().prop_map(Step::MappedWrite),
+        1 => any_path().prop_map(Step::Touch),
+        2 => any_path().prop_map(Step::Symlink),
+        4 => any_path().prop_map(Step::Mkdir),
+        3 => any_path().prop_map(Step::Remove),
+        4 => (any_path(), any_path()).prop_map(|(from, to)| Step::Rename(from, to)),
+        2 => (any_path(), any_path()).prop_map(|(from, to)| Step::Link(from, to)),
         3 => Just(Step::Check),
     ]
 }
 
 /// Checks the reported changes against the expected ones.
-fn check(world: &mut World, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option<u64>>, all: bool) {
-    let mut dirty = std::mem::take(&mut world.dirty);
-    if all {
+fn check(fs: &mut FakeFs, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option<u64>>, is_full: bool) {
+    let mut dirty = std::mem::take(&mut fs.dirty);
+    if is_full {
         dirty.mark_all();
     }
-    let update = update_tree(tree, &dirty, world);
+    let update = update_tree(tree, &dirty, fs);
     for folder in &update.removed_folders {
-        world.watched.remove(folder);
+        fs.watched.remove(folder);
     }
-    let now = world.states();
+    let now = fs.states();
     let mut expected: BTreeMap<Vec<u8>, Op> = BTreeMap::new();
     expected
         .extend(before.keys().filter(|path| !now.contains_key(*path)).map(|path| (path.clone(), Op::Delete)));
@@ -283,10 +285,10 @@ fn check(world: &mut World, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Opti
     }
     let reported: BTreeMap<Vec<u8>, Op> =
         update.changes.iter().map(|change| (change.path.clone(), change.op)).collect();
-    assert_eq!(reported.len(), update.changes.len(), "each path once");
+    assert_eq!(reported.len(), update.changes.len(), "a path was reported twice");
     assert_eq!(reported, expected);
     let mut known = Tree::new(ROOT);
-    fill(&mut known, world);
+    fill(&mut known, fs);
     assert_eq!(tree.len(), known.len());
     *before = now;
 }
@@ -294,35 +296,35 @@ fn check(world: &mut World, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Opti
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
     #[test]
-    fn changes_are_the_difference_of_states(steps in prop::collection::vec(step(), 1..40), all in prop::bool::weighted(0.1)) {
-        let mut world = World::new();
+    fn changes_are_the_difference_of_states(steps in prop::collection::vec(any_step(), 1..40), is_full in prop::bool::weighted(0.1)) {
+        let mut fs = FakeFs::new();
         let mut tree = Tree::new(ROOT);
-        fill(&mut tree, &mut world);
-        let mut before = world.states();
+        fill(&mut tree, &mut fs);
+        let mut before = fs.states();
         for step in steps {
             match step {
-                Step::Write(path) => world.write(&path, false),
-                Step::Map(path) => world.write(&path, true),
-                // A touch and a mapped write of the same file look alike.
-                Step::Touch(path) if !all => {
-                    check(&mut world, &mut tree, &mut before, false);
-                    world.touch(&path);
-                    check(&mut world, &mut tree, &mut before, false);
+                Step::Write(path) => fs.write(&path, false),
+                Step::MappedWrite(path) => fs.write(&path, true),
+                // A touch and a mapped write of the same file cannot be distinguished.
+                Step::Touch(path) if !is_full => {
+                    check(&mut fs, &mut tree, &mut before, false);
+                    fs.touch(&path);
+                    check(&mut fs, &mut tree, &mut before, false);
                 }
                 Step::Touch(_) => {}
-                Step::Symlink(path) => world.symlink(&path),
-                Step::Mkdir(path) => world.make(&path, Node::Folder(BTreeMap::new())),
-                Step::Remove(path) => world.remove(&path),
-                Step::Rename(from, to) => world.rename(&from, &to),
-                // A link that is created and deleted between two checks leaves no trace.
+                Step::Symlink(path) => fs.symlink(&path),
+                Step::Mkdir(path) => fs.create(&path, Node::Folder(BTreeMap::new())),
+                Step::Remove(path) => fs.remove(&path),
+                Step::Rename(from, to) => fs.rename(&from, &to),
+                // A link that is created and deleted between two checks cannot be detected.
                 Step::Link(from, to) => {
-                    world.link(&from, &to);
-                    check(&mut world, &mut tree, &mut before, all);
+                    fs.link(&from, &to);
+                    check(&mut fs, &mut tree, &mut before, is_full);
                 }
-                Step::Check => check(&mut world, &mut tree, &mut before, all),
+                Step::Check => check(&mut fs, &mut tree, &mut before, is_full),
             }
         }
-        check(&mut world, &mut tree, &mut before, all);
+        check(&mut fs, &mut tree, &mut before, is_full);
     }
 }
 
@@ -332,22 +334,22 @@ fn too_many_dirty_names_mark_everything() {
     for n in 0..=MAX_NAMES {
         dirty.mark(1, n.to_string().as_bytes(), Marks::default());
     }
-    assert!(dirty.everywhere && dirty.names() == 0 && !dirty.is_clean());
+    assert!(dirty.is_everything_dirty && dirty.name_count() == 0 && !dirty.is_clean());
 }
 
-/// Found by a random script: the new link had the inode of the old one, and came by a rename.
+/// Found by a random test: a rename put a new link in place of an old one with the same inode.
 #[test]
 fn link_that_reuses_the_inode_of_the_replaced_link_is_written() {
-    let mut world = World::new();
+    let mut fs = FakeFs::new();
     let mut tree = Tree::new(ROOT);
-    fill(&mut tree, &mut world);
-    let mut before = world.states();
-    world.symlink(b"a");
-    world.write(b"b", false);
-    check(&mut world, &mut tree, &mut before, false);
-    let replaced = world.find(b"a");
-    world.rename(b"b", b"a");
-    world.symlink(b"a");
-    assert_eq!(world.find(b"a"), replaced);
-    check(&mut world, &mut tree, &mut before, false);
+    fill(&mut tree, &mut fs);
+    let mut before = fs.states();
+    fs.symlink(b"a");
+    fs.write(b"b", false);
+    check(&mut fs, &mut tree, &mut before, false);
+    let replaced = fs.find(b"a");
+    fs.rename(b"b", b"a");
+    fs.symlink(b"a");
+    assert_eq!(fs.find(b"a"), replaced);
+    check(&mut fs, &mut tree, &mut before, false);
 }

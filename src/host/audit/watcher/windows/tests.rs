@@ -1,4 +1,4 @@
-//! Attribution of changes to overlapping calls.
+//! Tests of the attribution of changes to overlapping calls.
 
 use proptest::prelude::*;
 
@@ -28,7 +28,7 @@ fn change(op: Op, path: &str) -> Change {
 
 const NOW: Timestamp = Timestamp::UNIX_EPOCH;
 
-fn who(entries: &[AuditEntry]) -> Vec<(String, String, bool)> {
+fn attributions(entries: &[AuditEntry]) -> Vec<(String, String, bool)> {
     let names = |entry: &AuditEntry| entry.agent_name.clone().unwrap_or_default();
     entries.iter().map(|entry| (entry.path.clone(), names(entry), entry.ambiguous)).collect()
 }
@@ -45,8 +45,8 @@ fn claimed_file_and_its_new_folders_belong_to_the_tool() {
         change(Op::Write, "n/x"),
     ];
     let now = windows.attribute(changes.to_vec(), NOW);
-    assert_eq!(who(&now), [("n/x".to_owned(), "ada".to_owned(), false)]);
-    let entries = windows.succeed("bob", "2", Some(change(Op::Write, "n/e/w")), NOW);
+    assert_eq!(attributions(&now), [("n/x".to_owned(), "ada".to_owned(), false)]);
+    let entries = windows.end_successful("bob", "2", Some(change(Op::Write, "n/e/w")), NOW);
     assert_eq!(entries.iter().map(|entry| entry.path.as_str()).collect::<Vec<_>>(), ["n", "n/e", "n/e/w"]);
     assert!(entries.iter().all(|entry| entry.agent_name.as_deref() == Some("bob") && !entry.ambiguous));
     assert!(windows.end(|_| true).is_empty());
@@ -58,12 +58,12 @@ fn failed_tools_claim_reverts_to_running_commands() {
     windows.begin(window("ada", "1", None));
     windows.begin(window("bob", "2", Some("w")));
     assert!(windows.attribute(vec![change(Op::Write, "w")], NOW).is_empty());
-    let freed = windows.end(|window| window.tool_use == "2");
-    assert_eq!(who(&freed), [("w".to_owned(), "ada".to_owned(), false)]);
+    let released = windows.end(|window| window.tool_use == "2");
+    assert_eq!(attributions(&released), [("w".to_owned(), "ada".to_owned(), false)]);
     windows.begin(window("bob", "3", Some("w")));
     windows.end(|window| window.session == "ada");
     assert!(windows.attribute(vec![change(Op::Write, "w")], NOW).is_empty());
-    assert!(windows.end(|_| true).is_empty(), "the owner's own");
+    assert!(windows.end(|_| true).is_empty(), "the owner made the change");
 }
 
 #[test]
@@ -72,7 +72,7 @@ fn several_calls_of_one_agent_are_unambiguous() {
     windows.begin(window("ada", "1", None));
     windows.begin(window("ada", "2", None));
     let entries = windows.attribute(vec![change(Op::Delete, "x")], NOW);
-    assert_eq!(who(&entries), [("x".to_owned(), "ada".to_owned(), false)]);
+    assert_eq!(attributions(&entries), [("x".to_owned(), "ada".to_owned(), false)]);
     assert_eq!(entries[0].dispatch_id.as_deref(), Some("ada"));
     for call in 3..=MAX_WINDOWS {
         assert_eq!(windows.begin(window("ada", &call.to_string(), None)), None);
@@ -88,20 +88,20 @@ proptest! {
         let names = ["ada", "bob", "eve"];
         let mut running = [0_usize; 3];
         let mut windows = Windows::default();
-        for (step, of) in steps {
+        for (step, agent) in steps {
             match step {
                 0 => {
-                    windows.begin(window(names[of], &running[of].to_string(), None));
-                    running[of] += 1;
+                    windows.begin(window(names[agent], &running[agent].to_string(), None));
+                    running[agent] += 1;
                 }
-                1 if running[of] > 0 => {
-                    running[of] -= 1;
-                    let call = running[of].to_string();
-                    prop_assert!(windows.succeed(names[of], &call, None, NOW).is_empty());
+                1 if running[agent] > 0 => {
+                    running[agent] -= 1;
+                    let call = running[agent].to_string();
+                    prop_assert!(windows.end_successful(names[agent], &call, None, NOW).is_empty());
                 }
                 _ => {
                     let entries = windows.attribute(vec![change(Op::Write, "f")], NOW);
-                    let mut expected: Vec<&str> = (0..3).filter(|of| running[*of] > 0).map(|of| names[of]).collect();
+                    let mut expected: Vec<&str> = (0..3).filter(|agent| running[*agent] > 0).map(|agent| names[agent]).collect();
                     prop_assert_eq!(entries.len(), usize::from(!expected.is_empty()));
                     for entry in entries {
                         let mut actual: Vec<String> = entry.agent_name.unwrap_or_default().split(", ").map(str::to_owned).collect();

@@ -31,14 +31,14 @@ const CLEANUP_INTERVAL: Duration = Duration::from_secs(60);
 const MAX_OUTBOX_ROWS: i64 = 100_000;
 const UNWATCH_AFTER_DAYS: i32 = 7;
 
-/// The gateway's state of the change feed.
+/// The state of the change feed.
 pub struct ChangeFeed {
-    woken: Arc<Notify>,
+    wakeup: Arc<Notify>,
     head: watch::Sender<FeedHead>,
-    streams: AtomicUsize,
+    open_streams: AtomicUsize,
     /// Number of open streams by app.
     streams_by_app: Mutex<HashMap<String, usize>>,
-    /// Number of open streams by followed schema.
+    /// Number of open streams that follow a schema, by schema.
     streams_by_schema: Mutex<HashMap<String, usize>>,
     pub closing: CancellationToken,
 }
@@ -46,9 +46,9 @@ pub struct ChangeFeed {
 impl Default for ChangeFeed {
     fn default() -> Self {
         Self {
-            woken: Arc::default(),
+            wakeup: Arc::default(),
             head: watch::Sender::default(),
-            streams: AtomicUsize::new(0),
+            open_streams: AtomicUsize::new(0),
             streams_by_app: Mutex::default(),
             streams_by_schema: Mutex::default(),
             closing: CancellationToken::new(),
@@ -66,16 +66,16 @@ pub struct ChangeStream {
 }
 
 impl ChangeFeed {
-    /// Announces a write.
+    /// Starts a poll after a write, if any stream is open.
     pub fn wake(&self) {
-        if self.streams.load(Ordering::Relaxed) > 0 {
-            self.woken.notify_one();
+        if self.open_streams.load(Ordering::Relaxed) > 0 {
+            self.wakeup.notify_one();
         }
     }
 
     /// Number of open streams.
-    pub fn streams(&self) -> usize {
-        self.streams.load(Ordering::Relaxed)
+    pub fn open_streams(&self) -> usize {
+        self.open_streams.load(Ordering::Relaxed)
     }
 
     /// Opens a stream for an app or, with `None`, for the owner; returns `None` at the limit.
@@ -83,13 +83,13 @@ impl ChangeFeed {
         let mut streams_by_app = self.streams_by_app();
         if let Some(app) = app {
             let total: usize = streams_by_app.values().sum();
-            let own = streams_by_app.get(app).copied().unwrap_or(0);
-            if total >= MAX_APPS_STREAMS || own >= MAX_APP_STREAMS {
+            let app_streams = streams_by_app.get(app).copied().unwrap_or(0);
+            if total >= MAX_APPS_STREAMS || app_streams >= MAX_APP_STREAMS {
                 return None;
             }
         }
         let increment = |streams| (streams < MAX_STREAMS).then_some(streams + 1);
-        self.streams.fetch_update(Ordering::AcqRel, Ordering::Acquire, increment).ok()?;
+        self.open_streams.fetch_update(Ordering::AcqRel, Ordering::Acquire, increment).ok()?;
         if let Some(app) = app {
             *streams_by_app.entry(app.to_owned()).or_default() += 1;
         }
@@ -146,16 +146,16 @@ impl ChangeStream {
 
 impl Drop for ChangeStream {
     fn drop(&mut self) {
-        self.changes.streams.fetch_sub(1, Ordering::AcqRel);
+        self.changes.open_streams.fetch_sub(1, Ordering::AcqRel);
         if let Some(app) = &self.app {
-            count_down(&mut self.changes.streams_by_app(), app);
+            decrement(&mut self.changes.streams_by_app(), app);
         }
         let mut streams_by_schema = self.changes.streams_by_schema();
-        self.schemas.iter().for_each(|schema| count_down(&mut streams_by_schema, schema));
+        self.schemas.iter().for_each(|schema| decrement(&mut streams_by_schema, schema));
     }
 }
 
-fn count_down(counts: &mut HashMap<String, usize>, name: &str) {
+fn decrement(counts: &mut HashMap<String, usize>, name: &str) {
     if let Some(count) = counts.get_mut(name) {
         *count -= 1;
         if *count == 0 {
@@ -182,17 +182,20 @@ impl ChangeFeed {
         keep: Duration,
         stop: CancellationToken,
     ) {
-        let retention =
-            Retention { seconds: keep.as_secs_f64(), rows: MAX_OUTBOX_ROWS, days: UNWATCH_AFTER_DAYS };
+        let retention = Retention {
+            max_age_seconds: keep.as_secs_f64(),
+            max_rows: MAX_OUTBOX_ROWS,
+            unwatch_after_days: UNWATCH_AFTER_DAYS,
+        };
         let mut cleanup = tokio::time::interval(CLEANUP_INTERVAL.min(keep));
         cleanup.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut listener: Option<Client> = None;
         loop {
-            let has_streams = self.streams.load(Ordering::Acquire) > 0;
+            let has_streams = self.open_streams.load(Ordering::Acquire) > 0;
             tokio::select! {
                 () = stop.cancelled() => break,
-                _ = cleanup.tick(), if apps.snapshot().loaded => self.clean_up(&database, retention).await,
-                () = self.woken.notified() => tokio::time::sleep(BATCH_DELAY).await,
+                _ = cleanup.tick(), if apps.snapshot().is_loaded => self.clean_up(&database, retention).await,
+                () = self.wakeup.notified() => tokio::time::sleep(BATCH_DELAY).await,
                 () = tokio::time::sleep(POLL_INTERVAL) => {}
             }
             if !has_streams {
@@ -212,10 +215,10 @@ impl ChangeFeed {
         listener: &mut Option<Client>,
     ) -> Result<(), DatabaseError> {
         if listener.as_ref().is_none_or(Client::is_closed) {
-            *listener = Some(database.listen(outbox::CHANNEL, self.woken.clone()).await?);
+            *listener = Some(database.listen(outbox::CHANNEL, self.wakeup.clone()).await?);
         }
         let polled = tokio::time::timeout(POLL_INTERVAL * 4, async {
-            let client = database.shared().await?;
+            let client = database.shared_client().await?;
             read::fetch_head(&client).await
         });
         self.publish(polled.await.unwrap_or(Err(DatabaseError::Deadline))?);
@@ -223,10 +226,10 @@ impl ChangeFeed {
     }
 
     async fn clean_up(&self, database: &Database, retention: Retention) {
-        let live: Vec<String> = self.streams_by_schema().keys().cloned().collect();
+        let followed: Vec<String> = self.streams_by_schema().keys().cloned().collect();
         let clean_up = tokio::time::timeout(CLEANUP_INTERVAL, async {
             let mut client = database.connect().await?;
-            outbox::clean_up(&mut client, retention, &live).await
+            outbox::clean_up(&mut client, retention, &followed).await
         });
         if let Err(error) = clean_up.await.unwrap_or(Err(DatabaseError::Deadline)) {
             tracing::warn!(error = %chain(&error), "outbox cleanup failed");
@@ -251,6 +254,6 @@ mod tests {
         drop(greedy);
         assert!(changes.open_stream(Some("greedy")).is_some());
         drop((others, owners));
-        assert_eq!((changes.streams(), changes.streams_by_app().len()), (0, 0));
+        assert_eq!((changes.open_streams(), changes.streams_by_app().len()), (0, 0));
     }
 }

@@ -13,4 +13,4 @@ pub use feed::ChangeFeed;
 pub use position::IdSecret;
 #[cfg(feature = "fuzzing")]
 pub use position::{EventId, IdForm};
-pub use stream::changes;
+pub use stream::stream_changes;

@@ -54,31 +54,31 @@ pub enum IdForm {
 }
 
 impl IdForm {
-    pub fn of_app(secret: &IdSecret, app: &str) -> Self {
+    pub fn for_app(secret: &IdSecret, app: &str) -> Self {
         let key = hmac::sign(&secret.0, app.as_bytes());
         let key = UnboundKey::new(&CHACHA20_POLY1305, key.as_ref()).expect("HMAC-SHA256 has 32 bytes");
         Self::Sealed(Box::new(LessSafeKey::new(key)))
     }
 
-    pub fn write(&self, id: EventId) -> String {
+    pub fn format(&self, id: EventId) -> String {
         let position = match self {
             Self::Plain => id.position.to_string(),
-            Self::Sealed(key) => seal(key, id.position),
+            Self::Sealed(key) => seal_position(key, id.position),
         };
         format!("{}-{position}", id.epoch)
     }
 
-    /// Reads an id presented to the machine of epoch `current`. An id sealed by another machine reveals only its epoch:
-    /// its position is returned as 0.
+    /// Parses an id presented to the machine of epoch `current`. An id sealed by another machine reveals only its
+    /// epoch: its position is returned as 0.
     ///
     /// # Errors
     /// [`InvalidEventId`], also for the id of another app.
-    pub fn read(&self, text: &str, current: Epoch) -> Result<EventId, InvalidEventId> {
+    pub fn parse(&self, text: &str, current: Epoch) -> Result<EventId, InvalidEventId> {
         let (epoch, position) = text.split_once('-').ok_or(InvalidEventId)?;
         let epoch = Epoch(parse_digits(epoch)?);
         let position = match self {
             Self::Plain => parse_digits(position)?,
-            Self::Sealed(key) if epoch == current => open(key, position).ok_or(InvalidEventId)?,
+            Self::Sealed(key) if epoch == current => open_position(key, position).ok_or(InvalidEventId)?,
             Self::Sealed(_) => 0,
         };
         Ok(EventId { epoch, position })
@@ -90,18 +90,18 @@ fn parse_digits<T: std::str::FromStr>(text: &str) -> Result<T, InvalidEventId> {
     text.parse().ok().filter(|_| is_number).ok_or(InvalidEventId)
 }
 
-fn seal(key: &LessSafeKey, position: i64) -> String {
+fn seal_position(key: &LessSafeKey, position: i64) -> String {
     let mut nonce = [0; NONCE_LEN];
     let mut sealed = position.to_be_bytes().to_vec();
     let filled = SystemRandom::new().fill(&mut nonce);
     let sealing = filled.and_then(|()| {
         key.seal_in_place_append_tag(Nonce::assume_unique_for_key(nonce), Aad::empty(), &mut sealed)
     });
-    sealing.expect("the system gives random bytes, and eight bytes can be sealed");
+    sealing.expect("random bytes are available, and eight bytes can be sealed");
     URL_SAFE_NO_PAD.encode([&nonce[..], &sealed].concat())
 }
 
-fn open(key: &LessSafeKey, text: &str) -> Option<i64> {
+fn open_position(key: &LessSafeKey, text: &str) -> Option<i64> {
     let bytes = URL_SAFE_NO_PAD.decode(text).ok()?;
     let (nonce, sealed) = bytes.split_at_checked(NONCE_LEN)?;
     let mut sealed = sealed.to_vec();
@@ -118,29 +118,32 @@ mod tests {
 
     #[test]
     fn plain_id_round_trips() {
-        assert_eq!(IdForm::Plain.write(ID), "3-7421");
-        assert_eq!(IdForm::Plain.read("3-7421", Epoch(3)), Ok(ID));
+        assert_eq!(IdForm::Plain.format(ID), "3-7421");
+        assert_eq!(IdForm::Plain.parse("3-7421", Epoch(3)), Ok(ID));
         for bad in ["", "-", "3", "3-", "-1", "3--1", "+3-1", "3-1x", "3-99999999999999999999", "3-1-1"] {
-            assert_eq!(IdForm::Plain.read(bad, Epoch(3)), Err(InvalidEventId), "{bad:?}");
+            assert_eq!(IdForm::Plain.parse(bad, Epoch(3)), Err(InvalidEventId), "{bad:?}");
         }
     }
 
     #[test]
     fn sealed_ids_are_opaque_and_per_app() {
-        let secret = IdSecret::derive(b"of the machine");
-        let (one, other) = (IdForm::of_app(&secret, "one"), IdForm::of_app(&secret, "other"));
-        let (first, second) = (one.write(ID), one.write(ID));
+        let secret = IdSecret::derive(b"machine secret");
+        let (one, other) = (IdForm::for_app(&secret, "one"), IdForm::for_app(&secret, "other"));
+        let (first, second) = (one.format(ID), one.format(ID));
         assert_ne!(first, second, "equal positions must be indistinguishable");
         assert!(!first.contains("7421"));
         // The ids stay valid after a restart.
-        let again = IdForm::of_app(&IdSecret::derive(b"of the machine"), "one");
-        assert_eq!((again.read(&first, Epoch(3)), again.read(&second, Epoch(3))), (Ok(ID), Ok(ID)));
+        let after_restart = IdForm::for_app(&IdSecret::derive(b"machine secret"), "one");
+        assert_eq!(
+            (after_restart.parse(&first, Epoch(3)), after_restart.parse(&second, Epoch(3))),
+            (Ok(ID), Ok(ID))
+        );
         for bad in [&first[..first.len() - 1], "3-7421", "3-"] {
-            assert_eq!(one.read(bad, Epoch(3)), Err(InvalidEventId), "{bad}");
+            assert_eq!(one.parse(bad, Epoch(3)), Err(InvalidEventId), "{bad}");
         }
-        let of_another_machine = EventId { epoch: Epoch(3), position: 0 };
-        assert_eq!(one.read("3-AAAA", Epoch(4)), Ok(of_another_machine), "gone, not invalid");
-        assert_eq!(other.read(&first, Epoch(3)), Err(InvalidEventId));
-        assert_eq!(IdForm::Plain.read(&first, Epoch(3)), Err(InvalidEventId));
+        let opaque_id = EventId { epoch: Epoch(3), position: 0 };
+        assert_eq!(one.parse("3-AAAA", Epoch(4)), Ok(opaque_id), "an id of another epoch is not invalid");
+        assert_eq!(other.parse(&first, Epoch(3)), Err(InvalidEventId));
+        assert_eq!(IdForm::Plain.parse(&first, Epoch(3)), Err(InvalidEventId));
     }
 }

@@ -6,8 +6,8 @@ use crate::gateway::database::DatabaseError;
 
 /// Transactions read per query.
 const BATCH_SIZE: i64 = 20;
-/// A larger transaction is reported without row ids.
-const MAX_LISTED: i64 = 2000;
+/// A transaction with more statements and row ids than this is reported without row ids.
+const MAX_LISTED_IDS: i64 = 2000;
 
 /// The position up to which the outbox is settled.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -90,7 +90,7 @@ pub async fn fetch_after(
                         AND schema_name = ANY ($2)
                       GROUP BY xid ORDER BY xid LIMIT $4) AS x
               ORDER BY x.xid",
-            &[&position.to_string(), &schemas, &MAX_LISTED, &BATCH_SIZE],
+            &[&position.to_string(), &schemas, &MAX_LISTED_IDS, &BATCH_SIZE],
         )
         .await?;
     let changes = rows

@@ -1,4 +1,5 @@
-//! One listener's stream of changes, from `Last-Event-ID` or from now until it disconnects or its time limit ends.
+//! One listener's stream of changes. It starts after `Last-Event-ID` or at the current position, and ends when the
+//! listener disconnects or after the time limit.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -16,11 +17,11 @@ use super::feed::ChangeStream;
 use super::position::{EventId, IdForm};
 use super::read::{self, ChangeEvent};
 use crate::gateway::auth::{Caller, Principal};
-use crate::gateway::bridge::handler::{allow, only_app};
+use crate::gateway::bridge::handler::{default_app, require_access};
 use crate::gateway::bridge::refusal;
 use crate::gateway::bridge::service::Bridge;
 use crate::gateway::database::DatabaseError;
-use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
+use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
 use crate::gateway::name::Name;
 use svc_http::fields::Fields;
 use svc_http::problem::{Code, Problem, chain};
@@ -32,30 +33,30 @@ const DATABASE_TIMEOUT: Duration = Duration::from_secs(15);
 ///
 /// # Errors
 /// 410 when the changes after `Last-Event-ID` are no longer available.
-pub async fn changes(
+pub async fn stream_changes(
     State(bridge): State<Arc<Bridge>>,
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     RawQuery(query): RawQuery,
 ) -> Result<Response, Problem> {
-    let mut query = Fields::of_query(query.as_deref().unwrap_or_default());
+    let mut query = Fields::from_query(query.as_deref().unwrap_or_default());
     let requested_app: Option<String> = query.optional("app");
     query.finish(Some(()))?;
     let Caller(principal) = caller;
     let app = match &requested_app {
         Some(app) => Some(app.as_str()),
-        None => only_app(&principal)?,
+        None => default_app(&principal)?,
     };
-    let scope = scope(&bridge, &principal, app)?;
+    let scope = resolve_scope(&bridge, &principal, app)?;
     // Plain ids reveal the write volume of all apps, so only the owner gets them.
     let app = app.filter(|_| matches!(principal, Principal::App { .. } | Principal::Agent { .. }));
-    let ids = app.map_or(IdForm::Plain, |app| IdForm::of_app(&bridge.change_ids, app));
+    let ids = app.map_or(IdForm::Plain, |app| IdForm::for_app(&bridge.change_ids, app));
     let last_event_id = parse_last_event_id(&headers, &ids, bridge.epoch)?;
     let app = app.map(str::to_owned);
     let open = Listener::open(bridge.clone(), principal, app.as_deref(), scope, ids, last_event_id);
     let opened = tokio::time::timeout(DATABASE_TIMEOUT, open);
-    let listener = opened.await.unwrap_or_else(|_| Err(refusal::unavailable()))?;
-    Ok(events::response(stream::unfold(listener, |mut listener| async move {
+    let listener = opened.await.unwrap_or_else(|_| Err(refusal::database_unavailable()))?;
+    Ok(events::stream_response(stream::unfold(listener, |mut listener| async move {
         let chunk = listener.next().await?;
         Some((Ok::<_, Infallible>(chunk), listener))
     })))
@@ -67,14 +68,14 @@ enum Scope {
     All,
 }
 
-fn scope(bridge: &Bridge, principal: &Principal, app: Option<&str>) -> Result<Scope, Problem> {
+fn resolve_scope(bridge: &Bridge, principal: &Principal, app: Option<&str>) -> Result<Scope, Problem> {
     match app {
         Some(slug) => {
-            allow(principal, slug)?;
+            require_access(principal, slug)?;
             Ok(Scope::One(bridge.find_app(slug)?.schema.clone()))
         }
-        None if bridge.apps.snapshot().loaded => Ok(Scope::All),
-        None => Err(refusal::unavailable()),
+        None if bridge.apps.snapshot().is_loaded => Ok(Scope::All),
+        None => Err(refusal::database_unavailable()),
     }
 }
 
@@ -84,7 +85,7 @@ fn parse_last_event_id(
     current: Epoch,
 ) -> Result<Option<EventId>, Problem> {
     let Some(value) = headers.get("last-event-id").filter(|value| !value.is_empty()) else { return Ok(None) };
-    let id = value.to_str().ok().and_then(|text| ids.read(text, current).ok());
+    let id = value.to_str().ok().and_then(|text| ids.parse(text, current).ok());
     let invalid = || Problem::field("Last-Event-ID", "must be the id of an event of this stream");
     id.map(Some).ok_or_else(invalid)
 }
@@ -110,8 +111,8 @@ impl Listener {
         ids: IdForm,
         last_event_id: Option<EventId>,
     ) -> Result<Self, Problem> {
-        let busy = || Problem::new(Code::Unavailable, "Too many open streams.").retry_after(5);
-        let stream = bridge.changes.open_stream(app).ok_or_else(busy)?;
+        let too_many = || Problem::new(Code::Unavailable, "Too many open streams.").retry_after(5);
+        let stream = bridge.changes.open_stream(app).ok_or_else(too_many)?;
         let now = Instant::now();
         let mut listener = Self {
             bridge,
@@ -127,17 +128,17 @@ impl Listener {
         let started = listener.start(last_event_id).await;
         started.map_err(|error| {
             tracing::warn!(error = %chain(&error), "opening a change stream failed");
-            refusal::unavailable()
+            refusal::database_unavailable()
         })??;
-        let id = listener.id();
-        let greeting = format!("retry: {RETRY_MS}\nid: {id}\nevent: ready\ndata: {{}}\n\n");
+        let id = listener.event_id();
+        let greeting = format!("retry: {RETRY_DELAY_MS}\nid: {id}\nevent: ready\ndata: {{}}\n\n");
         listener.queued.push_back(Bytes::from(greeting));
         Ok(listener)
     }
 
     async fn start(&mut self, last_event_id: Option<EventId>) -> Result<Result<(), Problem>, DatabaseError> {
         self.follow_all().await?;
-        let client = self.bridge.database.shared().await?;
+        let client = self.bridge.database.shared_client().await?;
         let head = self.stream.refresh_head(&client).await?;
         let Some(id) = last_event_id else {
             self.position = head.settled;
@@ -148,8 +149,8 @@ impl Listener {
             && id.position <= head.settled
             && floor.is_some_and(|floor| id.position >= floor);
         self.position = id.position;
-        let gone = "The changes after this event are no longer available; read the tables again.";
-        Ok(if is_known { Ok(()) } else { Err(Problem::new(Code::Gone, gone)) })
+        let detail = "The changes after this event are no longer available; read the tables again.";
+        Ok(if is_known { Ok(()) } else { Err(Problem::new(Code::Gone, detail)) })
     }
 
     /// Follows apps that were registered after the owner's stream was opened.
@@ -166,14 +167,15 @@ impl Listener {
         }
     }
 
-    /// A process that an agent started may have outlived its dispatch.
+    /// Whether the stream belongs to an agent whose dispatch has ended: a process that the agent started can outlive
+    /// it.
     fn has_agent_ended(&self) -> bool {
         let Principal::Agent { dispatch, .. } = &self.principal else { return false };
-        !self.bridge.agent_tokens.has_dispatch(dispatch)
+        !self.bridge.agent_tokens.has_token_of(dispatch)
     }
 
-    fn id(&self) -> String {
-        self.ids.write(EventId { epoch: self.bridge.epoch, position: self.position })
+    fn event_id(&self) -> String {
+        self.ids.format(EventId { epoch: self.bridge.epoch, position: self.position })
     }
 
     /// Returns the next chunk; `None` ends the stream, and the listener reconnects.
@@ -205,7 +207,7 @@ impl Listener {
                     }
                     self.follow_all().await.ok()?;
                     // An id without data moves the resume position without creating an event.
-                    self.queued.push_back(Bytes::from(format!(": heartbeat\nid: {}\n\n", self.id())));
+                    self.queued.push_back(Bytes::from(format!(": heartbeat\nid: {}\n\n", self.event_id())));
                 }
                 () = tokio::time::sleep_until(self.deadline) => return None,
             }
@@ -214,13 +216,13 @@ impl Listener {
 
     async fn fetch_changes(&mut self, newest: i64) -> Result<(), DatabaseError> {
         self.follow_all().await?;
-        let client = self.bridge.database.shared().await?;
+        let client = self.bridge.database.shared_client().await?;
         let reading = read::fetch_after(&client, self.position, self.stream.schemas());
         let (changes, has_more) =
             tokio::time::timeout(DATABASE_TIMEOUT, reading).await.unwrap_or(Err(DatabaseError::Deadline))?;
         for ChangeEvent { position, json } in changes {
             self.position = position;
-            self.queued.push_back(Bytes::from(format!("id: {}\ndata: {json}\n\n", self.id())));
+            self.queued.push_back(Bytes::from(format!("id: {}\ndata: {json}\n\n", self.event_id())));
         }
         if !has_more {
             self.position = self.position.max(newest);

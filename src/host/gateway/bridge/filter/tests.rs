@@ -62,7 +62,7 @@ fn invalid_filter_is_rejected_with_pointer() {
         (r#"{"c_integer":{"like":"1%"}}"#, "type text"),
         (r#"{"c_text":{"like":"a\\"}}"#, "backslash"),
         (r#"{"c_jsonb":{"lt":1}}"#, "jsonb"),
-        (r#"{"c_integer":{"contains":1}}"#, "type text and jsonb"),
+        (r#"{"c_integer":{"contains":1}}"#, "type text or jsonb"),
         (r#"{"and":[]}"#, "/filter/and must be"),
         (r#"{"not":{}}"#, "/filter/not must not be empty"),
         (r#"{"or":[{"c_integer":1},{}]}"#, "/filter/or/1 must not be empty"),

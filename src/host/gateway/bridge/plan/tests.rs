@@ -15,28 +15,32 @@ fn table() -> Table {
     Manifest::from_value(&manifest).unwrap().tables.remove(0)
 }
 
-fn planned(table: &Table, request: &Value) -> Result<Vec<Sql>, String> {
+fn plan_statements(table: &Table, request: &Value) -> Result<Vec<Sql>, String> {
     let body = request.to_string();
     let request = BridgeRequest::parse(body.as_bytes()).map_err(|problem| problem.detail)?;
     let calls = match request.action {
         Action::Table(call) => vec![call],
         Action::Transaction(calls) => calls,
-        Action::Schemas => return Err("not on a table".into()),
+        Action::Schemas => return Err("the request is not for a table".into()),
     };
-    let wrong = |wrong: Vec<FieldError>| {
-        wrong.iter().map(|w| format!("{} {}", w.pointer, w.detail)).collect::<Vec<_>>().join("; ")
+    let join_errors = |errors: Vec<FieldError>| {
+        errors
+            .iter()
+            .map(|error| format!("{} {}", error.pointer, error.detail))
+            .collect::<Vec<_>>()
+            .join("; ")
     };
     let schema: Name = "app_n".parse().unwrap();
     let mut statements = Vec::new();
     for call in calls {
-        let planned = plan(&schema, table, &call.operation).map_err(wrong)?;
+        let planned = plan(&schema, table, &call.operation).map_err(join_errors)?;
         statements.extend(planned.statements().into_iter().cloned());
     }
     Ok(statements)
 }
 
 /// Text that differs from the planner's own SQL, between fragments that try to escape their quotes.
-fn hostile() -> BoxedStrategy<String> {
+fn hostile_text() -> BoxedStrategy<String> {
     let attack = prop_oneof![
         Just("'; DROP TABLE x; --"),
         Just("\" OR 1=1 --"),
@@ -52,12 +56,12 @@ fn hostile() -> BoxedStrategy<String> {
 
 fn value() -> BoxedStrategy<Value> {
     prop_oneof![
-        hostile().prop_map(Value::from),
+        hostile_text().prop_map(Value::from),
         (7_654_321_i64..i64::MAX).prop_map(Value::from),
         any::<bool>().prop_map(Value::from),
         Just(Value::Null),
-        hostile().prop_map(|text| json!({ "deep": [text] })),
-        proptest::collection::vec(hostile().prop_map(Value::from), 0..3).prop_map(Value::from),
+        hostile_text().prop_map(|text| json!({ "deep": [text] })),
+        proptest::collection::vec(hostile_text().prop_map(Value::from), 0..3).prop_map(Value::from),
         Just(json!("0192d1f0-0000-7000-8000-0000deadbeef")),
         Just(json!("2026-03-04T05:06:07Z")),
     ]
@@ -69,7 +73,7 @@ fn name() -> BoxedStrategy<String> {
         4 => proptest::sample::select(ColumnType::ALL.to_vec()).prop_map(|kind| format!("c_{}", kind.name())),
         1 => Just("id".to_owned()),
         1 => Just("created_at".to_owned()),
-        1 => hostile(),
+        1 => hostile_text(),
     ]
     .boxed()
 }
@@ -78,7 +82,7 @@ fn filter() -> BoxedStrategy<Value> {
     let operator = prop_oneof![
         12 => proptest::sample::select(vec!["eq", "ne", "gt", "gte", "lt", "lte", "in", "like", "ilike", "isNull", "contains"])
             .prop_map(str::to_owned),
-        1 => hostile(),
+        1 => hostile_text(),
     ];
     let leaf = (name(), operator, value(), any::<bool>()).prop_map(|(name, operator, value, short)| {
         if short { json!({ name: value }) } else { json!({ name: { operator: value } }) }
@@ -93,14 +97,14 @@ fn filter() -> BoxedStrategy<Value> {
     .boxed()
 }
 
-/// A change or upsert with its selector and optional `returning`.
+/// The selector of a change, with `returning` and an optional `maxAffected`.
 fn change() -> BoxedStrategy<Value> {
-    let which = prop_oneof![
+    let selector = prop_oneof![
         filter().prop_map(|filter| json!({ "filter": filter })),
         Just(json!({ "id": "0192d1f0-0000-7000-8000-0000deadbeef" })),
         value().prop_map(|id| json!({ "id": id })),
     ];
-    (which, proptest::option::of(0..2000_u32), any::<bool>())
+    (selector, proptest::option::of(0..2000_u32), any::<bool>())
         .prop_map(|(mut change, max, rows)| {
             if let Some(max) = max {
                 change["maxAffected"] = max.into();
@@ -111,17 +115,17 @@ fn change() -> BoxedStrategy<Value> {
         .boxed()
 }
 
-/// Mostly valid data, so that statements are tested and not only refusals.
+/// Mostly valid data, so that statements are tested and not only rejections.
 fn data() -> BoxedStrategy<Value> {
-    let fitting = (hostile(), any::<i32>(), hostile()).prop_map(|(text, number, deep)| {
+    let valid = (hostile_text(), any::<i32>(), hostile_text()).prop_map(|(text, number, deep)| {
         json!({ "c_text": text, "c_integer": number, "c_numeric": number.to_string(), "c_jsonb": { "a": [deep] } })
     });
     let any = proptest::collection::btree_map(name(), value(), 0..6).prop_map(|data| json!(data));
-    prop_oneof![fitting, any].boxed()
+    prop_oneof![valid, any].boxed()
 }
 
 fn write() -> BoxedStrategy<Value> {
-    let on = |action: &str, more: Value| {
+    let with_action = |action: &str, more: Value| {
         let mut request = json!({ "action": action, "app": "n", "table": "things" });
         if let (Some(request), Value::Object(more)) = (request.as_object_mut(), more) {
             request.extend(more);
@@ -130,18 +134,18 @@ fn write() -> BoxedStrategy<Value> {
     };
     prop_oneof![
         proptest::collection::vec(data(), 1..5)
-            .prop_map(move |rows| on("insertMany", json!({ "rows": rows }))),
+            .prop_map(move |rows| with_action("insertMany", json!({ "rows": rows }))),
         (data(), proptest::collection::vec(name(), 1..3), any::<bool>()).prop_map(
             move |(data, key, merge)| {
                 let resolution = if merge { "merge" } else { "ignore" };
-                on("upsert", json!({ "data": data, "onConflict": key, "resolution": resolution }))
+                with_action("upsert", json!({ "data": data, "onConflict": key, "resolution": resolution }))
             }
         ),
         (data(), change()).prop_map(move |(data, mut change)| {
             change["data"] = data;
-            on("update", change)
+            with_action("update", change)
         }),
-        change().prop_map(move |change| on("delete", change)),
+        change().prop_map(move |change| with_action("delete", change)),
     ]
     .boxed()
 }
@@ -153,7 +157,7 @@ fn request() -> BoxedStrategy<Value> {
         data.prop_map(|data| json!({ "action": "insert", "app": "n", "table": "things", "data": data })),
         value().prop_map(|id| json!({ "action": "get", "app": "n", "table": "things", "id": id })),
         filter().prop_map(|f| json!({ "action": "count", "app": "n", "table": "things", "filter": f })),
-        (filter(), order, proptest::collection::vec(name(), 1..4), 1..1000_u32, hostile()).prop_map(
+        (filter(), order, proptest::collection::vec(name(), 1..4), 1..1000_u32, hostile_text()).prop_map(
             |(filter, order, columns, limit, after)| {
                 let order: Vec<Value> = order
                     .into_iter()
@@ -183,33 +187,35 @@ fn request() -> BoxedStrategy<Value> {
     .boxed()
 }
 
-/// Checks that SQL has only the planner's words, quoted names of the manifest, and placeholders.
-fn has_only_known_words(text: &str, table: &Table) -> Result<(), String> {
+/// Checks that the quoted names in SQL are the planner's or the manifest's, and that its numbers are placeholders or
+/// the planner's.
+fn check_names_and_numbers(text: &str, table: &Table) -> Result<(), String> {
     let mut rest = text;
     let mut outside = String::new();
     while let Some(start) = rest.find('"') {
         outside.push_str(&rest[..start]);
-        let end = rest[start + 1..].find('"').ok_or("an open quote")? + start + 1;
+        let end = rest[start + 1..].find('"').ok_or("unclosed quote")? + start + 1;
         let name = &rest[start + 1..end];
-        let ours = ["t", "#", "b", "json", "hit", "done", "row", "h", "d", "count", "app_n", "things"];
-        let known = ours.contains(&name) || table.column(name).is_some();
+        let planner_names =
+            ["t", "#", "b", "json", "hit", "done", "row", "h", "d", "count", "app_n", "things"];
+        let is_known = planner_names.contains(&name) || table.column(name).is_some();
         // The quotes inside to_char's pattern.
-        if !known && !["T", "Z"].contains(&name) {
-            return Err(format!("an unknown name {name:?}"));
+        if !is_known && !["T", "Z"].contains(&name) {
+            return Err(format!("unknown name {name:?}"));
         }
         rest = &rest[end + 1..];
     }
     outside.push_str(rest);
-    let digits = regex_like_numbers(&outside);
-    let fixed = ["9007199254740991", "8388608", "1000", "64", "24", "8", "3", "0"];
-    match digits.iter().find(|number| !fixed.contains(&number.as_str())) {
-        Some(number) => Err(format!("a number {number} that is no placeholder")),
+    let numbers = numbers_outside_placeholders(&outside);
+    let planner_numbers = ["9007199254740991", "8388608", "1000", "64", "24", "8", "3", "0"];
+    match numbers.iter().find(|number| !planner_numbers.contains(&number.as_str())) {
+        Some(number) => Err(format!("the number {number} is not a placeholder")),
         None => Ok(()),
     }
 }
 
-/// Digit sequences that are neither placeholders nor parts of the planner's words.
-fn regex_like_numbers(text: &str) -> Vec<String> {
+/// The digit sequences in a text that are not placeholders.
+fn numbers_outside_placeholders(text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut before = ' ';
     let mut chars = text.chars().peekable();
@@ -229,7 +235,7 @@ fn regex_like_numbers(text: &str) -> Vec<String> {
 }
 
 /// Arbitrary JSON that uses the request's words more often than chance.
-fn json_of_any_shape() -> BoxedStrategy<Value> {
+fn arbitrary_json() -> BoxedStrategy<Value> {
     let word = || {
         prop_oneof![
             name(),
@@ -262,10 +268,10 @@ proptest! {
     #[test]
     fn sql_contains_no_values_and_only_manifest_names(request in request()) {
         let table = table();
-        if let Ok(statements) = planned(&table, &request) {
+        if let Ok(statements) = plan_statements(&table, &request) {
             for sql in statements {
-                prop_assert!(has_only_known_words(&sql.text, &table).is_ok(), "{}: {}",
-                    has_only_known_words(&sql.text, &table).unwrap_err(), sql.text);
+                prop_assert!(check_names_and_numbers(&sql.text, &table).is_ok(), "{}: {}",
+                    check_names_and_numbers(&sql.text, &table).unwrap_err(), sql.text);
                 let placeholders = sql.text.matches('$').count();
                 prop_assert_eq!(placeholders, sql.params.len(), "{}", &sql.text);
             }
@@ -273,31 +279,31 @@ proptest! {
     }
 
     #[test]
-    fn plan_never_panics(text in "[\\[\\]{}\",:a-z0-9\\\\ -]{0,60}", filter in json_of_any_shape()) {
+    fn plan_never_panics(text in "[\\[\\]{}\",:a-z0-9\\\\ -]{0,60}", filter in arbitrary_json()) {
         let table = table();
         let _ = BridgeRequest::parse(text.as_bytes());
         for action in ["find", "count", "delete"] {
-            let _ = planned(&table, &json!({ "action": action, "app": "n", "table": "things", "filter": filter }));
+            let _ = plan_statements(&table, &json!({ "action": action, "app": "n", "table": "things", "filter": filter }));
         }
         let rows = json!({ "action": "insertMany", "app": "n", "table": "things", "rows": filter });
-        let _ = planned(&table, &rows);
+        let _ = plan_statements(&table, &rows);
         let order = json!({ "action": "find", "app": "n", "table": "things", "orderBy": filter, "columns": filter });
-        let _ = planned(&table, &order);
+        let _ = plan_statements(&table, &order);
         let together = json!({ "action": "transaction", "app": "n", "operations": filter });
-        let _ = planned(&table, &together);
+        let _ = plan_statements(&table, &together);
     }
 
     #[test]
-    fn sql_depends_only_on_request_shape(a in hostile(), b in hostile(), n in any::<i32>(), m in any::<i32>()) {
+    fn sql_depends_only_on_request_shape(a in hostile_text(), b in hostile_text(), n in any::<i32>(), m in any::<i32>()) {
         let table = table();
-        let of = |text: &str, number: i32| {
+        let sql_texts = |text: &str, number: i32| {
             let insert = json!({ "action": "insert", "app": "n", "table": "things",
                 "data": { "c_text": text, "c_integer": number } });
             let find = json!({ "action": "find", "app": "n", "table": "things", "limit": (number as u32 % 1000) + 1,
                 "filter": { "c_text": text, "c_integer": { "in": [number] } } });
-            [insert, find].map(|request| planned(&table, &request).unwrap()[0].text.clone())
+            [insert, find].map(|request| plan_statements(&table, &request).unwrap()[0].text.clone())
         };
-        prop_assert_eq!(of(&a, n), of(&b, m));
+        prop_assert_eq!(sql_texts(&a, n), sql_texts(&b, m));
     }
 }
 
@@ -306,7 +312,7 @@ fn insert_uses_table_column_order() {
     let table = table();
     let request = json!({ "action": "insert", "app": "n", "table": "things",
         "data": { "c_numeric": "1.5", "c_text": null, "id": "0192d1f0-0000-7000-8000-000000000001" } });
-    let sql = &planned(&table, &request).unwrap()[0];
+    let sql = &plan_statements(&table, &request).unwrap()[0];
     let head = r#"INSERT INTO "app_n"."things" AS "t" ("id", "c_text", "c_numeric") VALUES ($1, $2, $3::text::numeric) RETURNING "#;
     assert!(sql.text.starts_with(head), "{}", sql.text);
     assert_eq!(sql.params[1], Param::Null(ColumnType::Text));
@@ -317,7 +323,7 @@ fn plan_reports_every_invalid_field() {
     let table = table();
     let request = json!({ "action": "insert", "app": "n", "table": "things",
         "data": { "c_integer": "x", "nope": 1, "created_at": "2026-01-01T00:00:00Z", "id": null } });
-    let error = planned(&table, &request).unwrap_err();
+    let error = plan_statements(&table, &request).unwrap_err();
     for part in ["/data/c_integer", "/data/nope", "/data/created_at is set by", "/data/id must not be null"] {
         assert!(error.contains(part), "{part} in {error}");
     }
@@ -331,7 +337,7 @@ fn find_pages_follow_order_and_cursor() {
         if let Some(after) = after {
             request["after"] = after.into();
         }
-        planned(&table, &request).map(|statements| statements[0].text.clone())
+        plan_statements(&table, &request).map(|statements| statements[0].text.clone())
     };
     let newest = json!([{ "column": "created_at", "direction": "desc" }]);
     let parsed = |order: &Value| {
@@ -359,7 +365,7 @@ fn find_pages_follow_order_and_cursor() {
     assert!(find(json!(["id"]), Some(cursor.clone())).unwrap_err().contains("another orderBy"));
     let filtered = json!({ "action": "find", "app": "n", "table": "things", "after": cursor,
         "orderBy": [{ "column": "created_at", "direction": "desc" }], "filter": { "c_text": "a" } });
-    assert!(planned(&table, &filtered).unwrap_err().contains("another filter"));
+    assert!(plan_statements(&table, &filtered).unwrap_err().contains("another filter"));
     assert!(find(json!(["id"]), Some("x".into())).unwrap_err().contains("/after"));
     assert!(find(json!(["c_jsonb"]), None).unwrap_err().contains("jsonb"));
     assert!(find(json!([{ "column": "id", "direction": "up" }]), None).is_err());
@@ -369,27 +375,27 @@ fn find_pages_follow_order_and_cursor() {
 #[test]
 fn find_bounds_limit() {
     let table = table();
-    let with = |limit: Value| {
-        planned(&table, &json!({ "action": "find", "app": "n", "table": "things", "limit": limit }))
+    let plan_limit = |limit: Value| {
+        plan_statements(&table, &json!({ "action": "find", "app": "n", "table": "things", "limit": limit }))
     };
-    assert_eq!(with(json!(1000)).unwrap()[0].params, [Param::Int8(1001)]);
+    assert_eq!(plan_limit(json!(1000)).unwrap()[0].params, [Param::Int8(1001)]);
     for bad in [json!(0), json!(1001), json!(-1), json!("5"), json!(1.5), json!(null)] {
-        assert!(with(bad.clone()).is_err(), "{bad}");
+        assert!(plan_limit(bad.clone()).is_err(), "{bad}");
     }
 }
 
 #[test]
 fn filter_fingerprint_depends_on_values_only() {
     let table = table();
-    let of = |text: &str| {
+    let fingerprint = |text: &str| {
         let raw: &RawValue = serde_json::from_str(text).unwrap();
         cursor::fingerprint(&Filter::parse(&table, raw, "").unwrap())
     };
-    assert_eq!(of(r#"{"c_text":"a"}"#), of(r#" { "c_text" : { "eq" : "\u0061" } }"#));
-    assert_ne!(of(r#"{"c_text":"a"}"#), of(r#"{"c_text":"b"}"#));
-    assert_ne!(of(r#"{"c_text":"a"}"#), of(r#"{"c_text":{"like":"a"}}"#));
-    assert_ne!(of(r#"{"c_text":{"in":["ab"]}}"#), of(r#"{"c_text":{"in":["a","b"]}}"#));
-    assert_eq!(of("{}"), "");
+    assert_eq!(fingerprint(r#"{"c_text":"a"}"#), fingerprint(r#" { "c_text" : { "eq" : "\u0061" } }"#));
+    assert_ne!(fingerprint(r#"{"c_text":"a"}"#), fingerprint(r#"{"c_text":"b"}"#));
+    assert_ne!(fingerprint(r#"{"c_text":"a"}"#), fingerprint(r#"{"c_text":{"like":"a"}}"#));
+    assert_ne!(fingerprint(r#"{"c_text":{"in":["ab"]}}"#), fingerprint(r#"{"c_text":{"in":["a","b"]}}"#));
+    assert_eq!(fingerprint("{}"), "");
 }
 
 #[test]
@@ -397,14 +403,17 @@ fn insert_many_groups_rows_by_columns() {
     let table = table();
     let request = json!({ "action": "insertMany", "app": "n", "table": "things", "rows": [
         { "c_text": "a", "c_numeric": 1 }, { "c_numeric": 2, "c_text": null }, { "c_text": "c" }] });
-    let sql = planned(&table, &request).unwrap();
+    let sql = plan_statements(&table, &request).unwrap();
     assert_eq!(sql.len(), 2);
     let head = r#"INSERT INTO "app_n"."things" AS "t" ("id", "c_text", "c_numeric") SELECT * FROM unnest($1, $2, $3::text[]::numeric[]) RETURNING "#;
     assert!(sql[0].text.starts_with(head), "{}", sql[0].text);
     assert_eq!(sql[0].params.len(), 3);
     let many = |count: usize| {
         let rows = vec![json!({ "c_text": "a" }); count];
-        planned(&table, &json!({ "action": "insertMany", "app": "n", "table": "things", "rows": rows }))
+        plan_statements(
+            &table,
+            &json!({ "action": "insertMany", "app": "n", "table": "things", "rows": rows }),
+        )
     };
     assert!(many(1000).is_ok() && many(1001).is_err() && many(0).is_err());
 }
@@ -412,44 +421,46 @@ fn insert_many_groups_rows_by_columns() {
 #[test]
 fn change_requires_filter_and_keeps_bound() {
     let table = table();
-    let with = |action: &str, more: Value| {
+    let first_sql = |action: &str, more: Value| {
         let mut request = json!({ "action": action, "app": "n", "table": "things" });
         request.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        planned(&table, &request).map(|sql| sql[0].text.clone())
+        plan_statements(&table, &request).map(|sql| sql[0].text.clone())
     };
     for filter in [json!({}), json!({ "and": [{}] }), json!({ "or": [{ "c_text": "a" }, {}] })] {
-        let error = with("delete", json!({ "filter": filter })).unwrap_err();
+        let error = first_sql("delete", json!({ "filter": filter })).unwrap_err();
         assert!(error.contains("must not be empty"), "{error}");
     }
     let id = "0192d1f0-0000-7000-8000-0000deadbeef";
     assert_eq!(
-        with("delete", json!({ "id": id })).unwrap(),
+        first_sql("delete", json!({ "id": id })).unwrap(),
         r#"DELETE FROM "app_n"."things" AS "t" WHERE "t"."id" = $1"#
     );
     insta::assert_snapshot!(
-        with("update", json!({ "filter": { "c_integer": 5 }, "data": { "c_text": "x" }, "maxAffected": 3 })).unwrap(),
+        first_sql("update", json!({ "filter": { "c_integer": 5 }, "data": { "c_text": "x" }, "maxAffected": 3 })).unwrap(),
         @r#"WITH "hit" AS MATERIALIZED (SELECT "t"."id" FROM "app_n"."things" AS "t" WHERE "t"."c_integer" = $1 LIMIT $2 FOR UPDATE), "done" AS (UPDATE "app_n"."things" AS "t" SET "c_text" = $3, "updated_at" = now() FROM "hit" WHERE "t"."id" = "hit"."id" AND (SELECT count(*) FROM "hit") <= $4 RETURNING TRUE) SELECT (SELECT count(*) FROM "hit"), (SELECT count(*) FROM "done")"#
     );
-    let all = json!({ "filter": { "c_integer": 5 }, "returning": true, "maxAffected": 1001 });
-    assert!(with("delete", all).unwrap_err().contains("/maxAffected"));
-    assert!(with("update", json!({ "id": id, "data": {} })).unwrap_err().contains("/data"));
+    let over_bound = json!({ "filter": { "c_integer": 5 }, "returning": true, "maxAffected": 1001 });
+    assert!(first_sql("delete", over_bound).unwrap_err().contains("/maxAffected"));
+    assert!(first_sql("update", json!({ "id": id, "data": {} })).unwrap_err().contains("/data"));
     assert!(
-        with("update", json!({ "id": id, "data": { "id": id } })).unwrap_err().contains("cannot be changed")
+        first_sql("update", json!({ "id": id, "data": { "id": id } }))
+            .unwrap_err()
+            .contains("cannot be changed")
     );
     for bad in [json!(-1), json!("1"), json!(1.5), json!(null)] {
-        assert!(with("delete", json!({ "id": id, "maxAffected": bad })).is_err());
+        assert!(first_sql("delete", json!({ "id": id, "maxAffected": bad })).is_err());
     }
 }
 
 #[test]
 fn upsert_requires_key_in_data() {
     let table = table();
-    let with = |key: Value, data: Value| {
+    let first_sql = |key: Value, data: Value| {
         let request =
             json!({ "action": "upsert", "app": "n", "table": "things", "data": data, "onConflict": key });
-        planned(&table, &request).map(|sql| sql[0].text.clone())
+        plan_statements(&table, &request).map(|sql| sql[0].text.clone())
     };
-    let sql = with(json!(["c_text"]), json!({ "c_text": "a", "c_integer": 1 })).unwrap();
+    let sql = first_sql(json!(["c_text"]), json!({ "c_text": "a", "c_integer": 1 })).unwrap();
     let tail = r#" ON CONFLICT ("c_text") DO UPDATE SET "updated_at" = now(), "c_integer" = excluded."c_integer" RETURNING "#;
     assert!(sql.contains(tail), "{sql}");
     for (key, data) in [
@@ -457,9 +468,9 @@ fn upsert_requires_key_in_data() {
         (json!(["c_text"]), json!({ "c_text": null })),
         (json!(["id"]), json!({ "c_text": "a" })),
     ] {
-        assert!(with(key, data).unwrap_err().contains("onConflict names it"));
+        assert!(first_sql(key, data).unwrap_err().contains("onConflict names it"));
     }
     for key in [json!([]), json!("c_text"), json!(["nope"]), json!(["c_text\") DO NOTHING --"])] {
-        assert!(with(key.clone(), json!({ "c_text": "a" })).is_err(), "{key}");
+        assert!(first_sql(key.clone(), json!({ "c_text": "a" })).is_err(), "{key}");
     }
 }

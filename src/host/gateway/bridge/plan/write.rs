@@ -4,12 +4,12 @@ use serde_json::value::RawValue;
 
 use super::{ChangePlan, ChangeTarget, FieldErrors, InsertGroup, Plan, TablePlanner, field_error};
 use crate::gateway::apps::{Column, Origin};
-use crate::gateway::bridge::fields::{Fields, elements};
+use crate::gateway::bridge::fields::{Fields, array_elements};
 use crate::gateway::bridge::filter::{Filter, escape_segment};
 use crate::gateway::bridge::param::Param;
 use crate::gateway::bridge::request::{ChangeRequest, Resolution, Returning, RowSelector};
 use crate::gateway::bridge::sql::Sql;
-use crate::gateway::bridge::value::{bind, expansion};
+use crate::gateway::bridge::value::{bind, expansion_bytes};
 use svc_http::problem::FieldError;
 
 const MAX_INSERT_ROWS: usize = 1000;
@@ -20,7 +20,7 @@ const MAX_ADDED_BYTES: usize = 4 * 1024 * 1024;
 /// Maximum errors in one response.
 const MAX_ERRORS: usize = 20;
 
-/// A row's values in the table's column order, so that the field order in a request creates no new statement.
+/// A row's values in the table's column order, so that requests with another field order use the same statement.
 type RowValues<'t> = Vec<(&'t Column, Param)>;
 
 /// Whether the values belong to a new or an existing row.
@@ -39,31 +39,33 @@ impl<'t> TablePlanner<'_, 't> {
     pub(super) fn insert(&self, data: &RawValue) -> Result<Plan<'t>, FieldErrors> {
         let values = self.with_id(self.parse_values(data, "/data", RowState::New)?);
         let mut sql = self.insert_sql(values);
-        sql.push(" RETURNING ").row_object(&self.table.columns);
+        sql.push(" RETURNING ").push_row_object(&self.table.columns);
         Ok(Plan::Insert(sql))
     }
 
     /// Rows with the same columns are inserted by one statement, from one array for each column. A column that a row
     /// does not name gets its default, as in a single insert.
     pub(super) fn insert_many(&self, rows: &RawValue) -> Result<Plan<'t>, FieldErrors> {
-        let rows = elements(rows).filter(|rows| (1..=MAX_INSERT_ROWS).contains(&rows.len()));
+        let rows = array_elements(rows).filter(|rows| (1..=MAX_INSERT_ROWS).contains(&rows.len()));
         let rows = rows.ok_or_else(|| vec![field_error("/rows", "must be an array of 1 to 1000 objects")])?;
-        let mut added_bytes = rows.len() * self.names_bytes();
+        let mut added_bytes = rows.len() * self.empty_row_bytes();
         let mut groups: Vec<RowGroup<'t>> = Vec::new();
         let mut errors = Vec::new();
         for (index, row) in rows.into_iter().enumerate() {
             match self.parse_values(row, &format!("/rows/{index}"), RowState::New) {
                 Ok(values) => {
-                    added_bytes +=
-                        values.iter().map(|(column, param)| expansion(column.kind, param)).sum::<usize>();
+                    added_bytes += values
+                        .iter()
+                        .map(|(column, param)| expansion_bytes(column.kind, param))
+                        .sum::<usize>();
                     RowGroup::add(&mut groups, index, self.with_id(values));
                 }
-                Err(field_error) => errors.extend(field_error),
+                Err(row_errors) => errors.extend(row_errors),
             }
             if added_bytes > MAX_ADDED_BYTES {
                 errors.push(field_error(
                     "/rows",
-                    "would add more than 4 MiB of names and digits to the response: send fewer rows",
+                    "would add more than 4 MiB of column names and digits to the response: send fewer rows",
                 ));
                 break;
             }
@@ -75,26 +77,26 @@ impl<'t> TablePlanner<'_, 't> {
             errors.truncate(MAX_ERRORS);
             return Err(errors);
         }
-        let groups = groups.into_iter().map(|groups| self.group(groups)).collect();
+        let groups = groups.into_iter().map(|group| self.insert_group(group)).collect();
         Ok(Plan::InsertMany(groups))
     }
 
     /// The approximate size of a response row without its values.
-    fn names_bytes(&self) -> usize {
+    fn empty_row_bytes(&self) -> usize {
         self.table.columns.iter().map(|column| column.name.as_str().len() + "\"\":null,".len()).sum()
     }
 
-    fn group(&self, groups: RowGroup<'t>) -> InsertGroup {
+    fn insert_group(&self, group: RowGroup<'t>) -> InsertGroup {
         let mut sql = Sql::new("INSERT INTO ");
         self.push_table(&mut sql);
-        sql.push(" (").list(&groups.columns, ", ", |sql, (column, _)| {
-            sql.name(&column.name);
+        sql.push(" (").push_list(&group.columns, ", ", |sql, (column, _)| {
+            sql.push_name(&column.name);
         });
-        sql.push(") SELECT * FROM unnest(").list(groups.columns, ", ", |sql, (column, values)| {
+        sql.push(") SELECT * FROM unnest(").push_list(group.columns, ", ", |sql, (column, values)| {
             sql.bind_many(column.kind, values);
         });
-        sql.push(") RETURNING ").row_object(&self.table.columns);
-        InsertGroup { sql, rows: groups.rows }
+        sql.push(") RETURNING ").push_row_object(&self.table.columns);
+        InsertGroup { sql, rows: group.rows }
     }
 
     /// Both resolutions lock an existing row, so that `fallback` finds it in the same transaction.
@@ -104,8 +106,7 @@ impl<'t> TablePlanner<'_, 't> {
         on_conflict: &RawValue,
         resolution: Resolution,
     ) -> Result<Plan<'t>, FieldErrors> {
-        let target =
-            self.parse_columns(on_conflict, "/onConflict").map_err(|field_error| vec![field_error])?;
+        let target = self.parse_columns(on_conflict, "/onConflict").map_err(|error| vec![error])?;
         let values = self.parse_values(data, "/data", RowState::New)?;
         let mut key = Vec::with_capacity(target.len());
         let mut errors = Vec::new();
@@ -115,7 +116,7 @@ impl<'t> TablePlanner<'_, 't> {
                 Some((_, param)) => key.push(Filter::equals(column, param.clone())),
                 None => errors.push(field_error(
                     format!("/data/{}", column.name),
-                    "is required, and not null: onConflict names it",
+                    "is required and must not be null: onConflict names it",
                 )),
             }
         }
@@ -124,8 +125,8 @@ impl<'t> TablePlanner<'_, 't> {
         }
         let given: Vec<&Column> = values.iter().map(|(column, _)| *column).collect();
         let mut write = self.insert_sql(self.with_id(values));
-        write.push(" ON CONFLICT (").list(&target, ", ", |sql, column| {
-            sql.name(&column.name);
+        write.push(" ON CONFLICT (").push_list(&target, ", ", |sql, column| {
+            sql.push_name(&column.name);
         });
         write.push(") DO UPDATE SET \"updated_at\" = ");
         match resolution {
@@ -134,17 +135,17 @@ impl<'t> TablePlanner<'_, 't> {
                 let is_updated =
                     |column: &&&Column| column.origin == Origin::Declared && !target.contains(column);
                 for column in given.iter().filter(is_updated) {
-                    write.push(", ").name(&column.name).push(" = excluded.").name(&column.name);
+                    write.push(", ").push_name(&column.name).push(" = excluded.").push_name(&column.name);
                 }
             }
             Resolution::Ignore => {
                 write.push("\"t\".\"updated_at\" WHERE FALSE");
             }
         }
-        write.push(" RETURNING ").row_object(&self.table.columns);
+        write.push(" RETURNING ").push_row_object(&self.table.columns);
         let fallback = (resolution == Resolution::Ignore).then(|| {
             let mut sql = Sql::new("SELECT ");
-            sql.row_object(&self.table.columns).push(" FROM ");
+            sql.push_row_object(&self.table.columns).push(" FROM ");
             self.push_table(&mut sql);
             sql.push(" WHERE ");
             Filter::All(key).write(&mut sql);
@@ -162,7 +163,7 @@ impl<'t> TablePlanner<'_, 't> {
         if values.is_empty() {
             return Err(vec![field_error("/data", "must have at least one column")]);
         }
-        self.plan_change(ChangeKind::Update(values), change).map_err(|field_error| vec![field_error])
+        self.plan_change(ChangeKind::Update(values), change).map_err(|error| vec![error])
     }
 
     pub(super) fn delete(&self, change: &ChangeRequest<'_>) -> Result<Plan<'t>, FieldError> {
@@ -172,13 +173,13 @@ impl<'t> TablePlanner<'_, 't> {
     fn plan_change(&self, kind: ChangeKind<'t>, change: &ChangeRequest<'_>) -> Result<Plan<'t>, FieldError> {
         let (filter, target) = match change.rows {
             RowSelector::Id(id) => (self.id_filter(id)?, ChangeTarget::Id),
-            RowSelector::Filter(raw) => (self.filter(Some(raw))?, ChangeTarget::Filter),
+            RowSelector::Filter(raw) => (self.parse_filter(Some(raw))?, ChangeTarget::Filter),
         };
         if filter.is_empty() {
             return Err(field_error("/filter", "must not be empty"));
         }
         let returning = change.returning;
-        let max_affected = parse_bound(change.max_affected, target, returning)
+        let max_affected = parse_max_affected(change.max_affected, target, returning)
             .map_err(|message| field_error("/maxAffected", message))?;
         let sql = match max_affected {
             None => self.unbounded_sql(kind, &filter, returning),
@@ -189,11 +190,11 @@ impl<'t> TablePlanner<'_, 't> {
 
     fn unbounded_sql(&self, kind: ChangeKind<'t>, filter: &Filter<'_>, returning: Returning) -> Sql {
         let mut sql = Sql::default();
-        self.push_head(&mut sql, kind, None);
+        self.push_change_head(&mut sql, kind, None);
         sql.push(" WHERE ");
         filter.write(&mut sql);
         if returning == Returning::Rows {
-            sql.push(" RETURNING ").row_object(&self.table.columns);
+            sql.push(" RETURNING ").push_row_object(&self.table.columns);
         }
         sql
     }
@@ -210,18 +211,18 @@ impl<'t> TablePlanner<'_, 't> {
         self.push_table(&mut sql);
         sql.push(" WHERE ");
         filter.write(&mut sql);
-        sql.push(" LIMIT ").placeholder(Param::Int8(max_affected.saturating_add(1)));
+        sql.push(" LIMIT ").push_placeholder(Param::Int8(max_affected.saturating_add(1)));
         sql.push(" FOR UPDATE), \"done\" AS (");
-        self.push_head(&mut sql, kind, Some("\"hit\""));
+        self.push_change_head(&mut sql, kind, Some("\"hit\""));
         sql.push(" WHERE \"t\".\"id\" = \"hit\".\"id\" AND (SELECT count(*) FROM \"hit\") <= ");
-        sql.placeholder(Param::Int8(max_affected)).push(" RETURNING ");
+        sql.push_placeholder(Param::Int8(max_affected)).push(" RETURNING ");
         let hits = "SELECT count(*) FROM \"hit\"";
         match returning {
             Returning::Number => {
                 sql.push("TRUE) SELECT (").push(hits).push("), (SELECT count(*) FROM \"done\")");
             }
             Returning::Rows => {
-                sql.row_object(&self.table.columns)
+                sql.push_row_object(&self.table.columns)
                     .push(" AS \"row\") SELECT \"h\".\"count\", \"d\".\"row\" FROM (");
                 sql.push(hits).push(") AS \"h\" LEFT JOIN \"done\" AS \"d\" ON TRUE");
             }
@@ -229,14 +230,14 @@ impl<'t> TablePlanner<'_, 't> {
         sql
     }
 
-    /// The head of an update or delete; `source` is the table that it joins.
-    fn push_head(&self, sql: &mut Sql, kind: ChangeKind<'t>, source: Option<&'static str>) {
+    /// Adds an update or delete up to its WHERE clause; `source` is a table to join.
+    fn push_change_head(&self, sql: &mut Sql, kind: ChangeKind<'t>, source: Option<&'static str>) {
         match kind {
             ChangeKind::Update(values) => {
                 sql.push("UPDATE ");
                 self.push_table(sql);
-                sql.push(" SET ").list(values, ", ", |sql, (column, param)| {
-                    sql.name(&column.name).push(" = ").bind(column.kind, param);
+                sql.push(" SET ").push_list(values, ", ", |sql, (column, param)| {
+                    sql.push_name(&column.name).push(" = ").bind(column.kind, param);
                 });
                 sql.push(", \"updated_at\" = now()");
                 if let Some(source) = source {
@@ -253,21 +254,21 @@ impl<'t> TablePlanner<'_, 't> {
         }
     }
 
-    /// `INSERT INTO … VALUES …`, to be extended by the caller.
+    /// Returns `INSERT INTO … VALUES …`, which the caller extends.
     fn insert_sql(&self, values: RowValues<'t>) -> Sql {
         let mut sql = Sql::new("INSERT INTO ");
         self.push_table(&mut sql);
-        sql.push(" (").list(&values, ", ", |sql, (column, _)| {
-            sql.name(&column.name);
+        sql.push(" (").push_list(&values, ", ", |sql, (column, _)| {
+            sql.push_name(&column.name);
         });
-        sql.push(") VALUES (").list(values, ", ", |sql, (column, param)| {
+        sql.push(") VALUES (").push_list(values, ", ", |sql, (column, param)| {
             sql.bind(column.kind, param);
         });
         sql.push(")");
         sql
     }
 
-    /// Generates an id unless the client sent one. UUIDv7 follows time order, so the index grows at one end.
+    /// Adds a generated id unless the client sent one. UUIDv7 follows time order, so the index grows at one end.
     fn with_id(&self, mut values: RowValues<'t>) -> RowValues<'t> {
         if let Some(id) = self.table.column("id").filter(|id| values.iter().all(|(c, _)| c != id)) {
             values.insert(0, (id, Param::Uuid(uuid::Uuid::now_v7())));
@@ -281,7 +282,7 @@ impl<'t> TablePlanner<'_, 't> {
         pointer: &str,
         state: RowState,
     ) -> Result<RowValues<'t>, FieldErrors> {
-        let fields = Fields::of(data).map_err(|message| vec![field_error(pointer, message)])?;
+        let fields = Fields::parse(data).map_err(|message| vec![field_error(pointer, message)])?;
         let mut errors = Vec::new();
         let mut given: Vec<Option<Param>> = vec![None; self.table.columns.len()];
         for (name, raw) in &fields.0 {
@@ -324,14 +325,14 @@ struct RowGroup<'t> {
 
 impl<'t> RowGroup<'t> {
     fn add(all: &mut Vec<Self>, row: usize, values: RowValues<'t>) {
-        let same = |groups: &&mut Self| {
-            groups.columns.len() == values.len()
-                && groups.columns.iter().zip(&values).all(|((known, _), (column, _))| known == column)
+        let has_same_columns = |group: &&mut Self| {
+            group.columns.len() == values.len()
+                && group.columns.iter().zip(&values).all(|((known, _), (column, _))| known == column)
         };
-        match all.iter_mut().find(same) {
-            Some(groups) => {
-                groups.rows.push(row);
-                for ((_, list), (_, param)) in groups.columns.iter_mut().zip(values) {
+        match all.iter_mut().find(has_same_columns) {
+            Some(group) => {
+                group.rows.push(row);
+                for ((_, list), (_, param)) in group.columns.iter_mut().zip(values) {
                     list.push(param);
                 }
             }
@@ -344,7 +345,7 @@ impl<'t> RowGroup<'t> {
 }
 
 /// The maximum number of changed rows. A change by id needs no bound; returned rows always have one.
-fn parse_bound(
+fn parse_max_affected(
     raw: Option<&RawValue>,
     target: ChangeTarget,
     returning: Returning,
@@ -354,7 +355,7 @@ fn parse_bound(
         Some(raw) => {
             let number =
                 raw.get().parse::<i64>().ok().filter(|number| (0..=i64::from(u32::MAX)).contains(number));
-            Some(number.ok_or("must be an integer, and not negative")?)
+            Some(number.ok_or("must be an integer from 0 to 4294967295")?)
         }
     };
     match (target, returning, requested) {

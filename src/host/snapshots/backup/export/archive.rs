@@ -29,14 +29,14 @@ use svc_base::applet::{self, Exit, Failure};
 use svc_base::clock;
 use svc_base::failpoint::{self, Injected};
 
-const CHUNK: usize = 256 * 1024;
-/// Maximum silence of the process that reads the home.
+const CHUNK_BYTES: usize = 256 * 1024;
+/// Maximum time without data from the process that reads the home.
 const HOME_TIMEOUT: Duration = Duration::from_secs(600);
 
 #[derive(Debug, thiserror::Error)]
 enum WriteError {
-    #[error("the restore gate is shut: what is in the database before it opens is not the owner's")]
-    GateShut,
+    #[error("the restore gate is closed: until it opens, the database does not hold the owner's data")]
+    GateClosed,
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
     #[error(transparent)]
@@ -54,7 +54,7 @@ impl WriteError {
         match self {
             Self::Snapshot(error) => error.exit(),
             Self::Dump(error) => error.exit(),
-            Self::GateShut => Exit::TryAgain,
+            Self::GateClosed => Exit::TryAgain,
             Self::Write(_) | Self::Home(_) | Self::Injected(_) => Exit::Internal,
         }
     }
@@ -72,12 +72,12 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     user::end_with_parent();
     failpoint::pass("export.begin")?;
     if !settings.layout.restore_complete().exists() {
-        return Err(WriteError::GateShut);
+        return Err(WriteError::GateClosed);
     }
     let write = WriteError::Write;
     let output = File::from(std::io::stdout().as_fd().try_clone_to_owned().map_err(write)?);
     let mut archive =
-        Archive { tar: Builder::new(BufWriter::with_capacity(CHUNK, output)), entries: Vec::new() };
+        Archive { tar: Builder::new(BufWriter::with_capacity(CHUNK_BYTES, output)), entries: Vec::new() };
     let info = ArchiveInfo {
         version: archive::VERSION,
         created_at: clock::now_ms(),
@@ -93,7 +93,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     let dumped = {
         let mut header = header(EntryType::Regular, 0o600, 0);
         let writer = archive.tar.append_writer(&mut header, DUMP);
-        let mut sink = Entry { writer: writer.map_err(write)? };
+        let mut sink = DumpEntry { writer: writer.map_err(write)? };
         let dumped = dump::dump_snapshot(settings, &snapshot, &mut sink).await?;
         sink.writer.finish().map_err(write)?;
         dumped
@@ -108,42 +108,42 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
         let mut home = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
         home.set_read_timeout(Some(HOME_TIMEOUT))?;
         home.write_all(b"g")?;
-        archive.copy_home(&mut BufReader::with_capacity(CHUNK, home))
+        archive.copy_home(&mut BufReader::with_capacity(CHUNK_BYTES, home))
     });
     let left_out = left_out.map_err(WriteError::Home)?;
     failpoint::pass("export.listed")?;
     let manifest = Manifest {
         version: archive::VERSION,
         entries: std::mem::take(&mut archive.entries),
-        left_out: left_out.iter().map(|left| archive::encode_path(&left.path)).collect(),
+        left_out: left_out.iter().map(|entry| archive::encode_path(&entry.path)).collect(),
     };
     archive.write_json(MANIFEST, &manifest).map_err(write)?;
     let mut file = archive.tar.into_inner().map_err(write)?;
     file.flush().map_err(write)?;
     file.get_ref().sync_all().map_err(write)?;
     failpoint::pass("export.written")?;
-    report(&manifest, &left_out);
+    print_summary(&manifest, &left_out);
     Ok(())
 }
 
-/// Prints a summary to standard error: standard output is the archive.
-fn report(manifest: &Manifest, left_out: &[OmittedEntry]) {
+/// Prints a summary to standard error, because standard output is the archive.
+fn print_summary(manifest: &Manifest, left_out: &[OmittedEntry]) {
     let files = manifest.entries.iter().filter(|entry| entry.path.starts_with(HOME)).count();
     let bytes: u64 = manifest.entries.iter().map(|entry| entry.size_bytes).sum();
     eprintln!("exported the database and {files} entries of the home, {bytes} bytes");
-    for left in left_out {
-        eprintln!("  left out: {}: {}", archive::encode_path(&left.path), left.reason);
+    for entry in left_out {
+        eprintln!("  left out: {}: {}", archive::encode_path(&entry.path), entry.reason);
     }
 }
 
-/// The dump's entry. Its size is written at the end.
-struct Entry<'a> {
+/// The archive's entry for the dump. Its size is written at the end.
+struct DumpEntry<'a> {
     writer: EntryWriter<'a>,
 }
 
-impl Sink for Entry<'_> {
+impl Sink for DumpEntry<'_> {
     fn max_chunk_bytes(&self) -> usize {
-        CHUNK
+        CHUNK_BYTES
     }
 
     async fn push(&mut self, chunk: Bytes) -> Result<(), DumpError> {
@@ -174,13 +174,13 @@ impl<W: Write + Seek + 'static> Archive<W> {
         Ok(())
     }
 
-    /// Copies the entries from the process that reads the home. Returns the files that it left out.
+    /// Copies the entries from the process that reads the home. Returns the files that this process left out.
     fn copy_home(&mut self, frames: &mut impl Read) -> std::io::Result<Vec<OmittedEntry>> {
         let mut left_out = Vec::new();
         loop {
             match Frame::read(frames)? {
                 Frame::Entry { entry, link_target } => self.write_entry(&entry, link_target, frames)?,
-                Frame::OmittedEntry(left) => left_out.push(left),
+                Frame::OmittedEntry(entry) => left_out.push(entry),
                 Frame::End => return Ok(left_out),
                 Frame::Data(_) | Frame::FileEnd => return Err(out_of_order()),
             }
@@ -210,7 +210,7 @@ impl<W: Write + Seek + 'static> Archive<W> {
                 self.add_entry(&encoded, EntryKind::Link, 0, Some(digest));
             }
             EntryKind::File => {
-                // The file may grow while it is read: the size is that of the bytes read.
+                // The file may grow while it is read: the number of bytes read is recorded.
                 let mut writer = self.tar.append_writer(&mut header, &path)?;
                 let (size, digest) = archive::copy_hashed(FileContent::new(frames), &mut writer)?;
                 writer.finish()?;
@@ -224,29 +224,29 @@ impl<W: Write + Seek + 'static> Archive<W> {
 /// Reads the frames of one file.
 struct FileContent<'a, R> {
     frames: &'a mut R,
-    part: Vec<u8>,
-    read: usize,
-    is_over: bool,
+    chunk: Vec<u8>,
+    position: usize,
+    has_ended: bool,
 }
 
 impl<'a, R: Read> FileContent<'a, R> {
     fn new(frames: &'a mut R) -> Self {
-        Self { frames, part: Vec::new(), read: 0, is_over: false }
+        Self { frames, chunk: Vec::new(), position: 0, has_ended: false }
     }
 }
 
 impl<R: Read> Read for FileContent<'_, R> {
     fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
-        while self.read == self.part.len() && !self.is_over {
+        while self.position == self.chunk.len() && !self.has_ended {
             match Frame::read(self.frames)? {
-                Frame::Data(part) => (self.part, self.read) = (part, 0),
-                Frame::FileEnd => self.is_over = true,
+                Frame::Data(chunk) => (self.chunk, self.position) = (chunk, 0),
+                Frame::FileEnd => self.has_ended = true,
                 _ => return Err(out_of_order()),
             }
         }
-        let size = into.len().min(self.part.len() - self.read);
-        into[..size].copy_from_slice(&self.part[self.read..self.read + size]);
-        self.read += size;
+        let size = into.len().min(self.chunk.len() - self.position);
+        into[..size].copy_from_slice(&self.chunk[self.position..self.position + size]);
+        self.position += size;
         Ok(size)
     }
 }

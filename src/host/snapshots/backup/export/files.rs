@@ -26,15 +26,15 @@ pub struct OmittedEntry {
     pub reason: String,
 }
 
-/// Lists everything except `except`, and the files that were left out: those that cannot be read, and those that are not
-/// files, directories or links. Links are not followed.
-pub fn below(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<OmittedEntry>) {
+/// Lists everything below `home` except `except`, and separately what cannot be exported: directories that cannot be read,
+/// and entries that are not files, directories or links. Links are not followed.
+pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<OmittedEntry>) {
     let except: Vec<PathBuf> = except.iter().filter_map(|path| std::path::absolute(path).ok()).collect();
     let (mut listed, mut left_out) = (Vec::new(), Vec::new());
     let mut directories = vec![PathBuf::new()];
     while let Some(directory) = directories.pop() {
-        let at = home.join(&directory);
-        let entries = match fs::read_dir(&at) {
+        let full_directory = home.join(&directory);
+        let entries = match fs::read_dir(&full_directory) {
             Ok(entries) => entries,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
             Err(error) => {
@@ -44,16 +44,17 @@ pub fn below(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<OmittedEntry
         };
         let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
         names.sort_unstable();
-        let mut inside = Vec::new();
+        let mut subdirectories = Vec::new();
         for name in names {
-            let (path, whole) = (directory.join(&name), at.join(&name));
-            if (is_import_target(&directory) && archive::is_import_file(&name)) || except.contains(&whole) {
+            let (path, full_path) = (directory.join(&name), full_directory.join(&name));
+            if (is_import_target(&directory) && archive::is_import_file(&name)) || except.contains(&full_path)
+            {
                 continue;
             }
-            match fs::symlink_metadata(&whole).ok().and_then(|meta| Some((kind(&meta)?, meta))) {
+            match fs::symlink_metadata(&full_path).ok().and_then(|meta| Some((entry_kind(&meta)?, meta))) {
                 Some((kind, meta)) => {
                     if kind == EntryKind::Directory {
-                        inside.push(path.clone());
+                        subdirectories.push(path.clone());
                     }
                     let modified = u64::try_from(meta.mtime()).unwrap_or(0);
                     listed.push(HomeEntry { path, kind, mode: meta.mode() & 0o7777, modified });
@@ -64,7 +65,7 @@ pub fn below(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<OmittedEntry
                 }
             }
         }
-        directories.extend(inside.into_iter().rev());
+        directories.extend(subdirectories.into_iter().rev());
     }
     (listed, left_out)
 }
@@ -74,7 +75,7 @@ fn is_import_target(directory: &Path) -> bool {
     directory.as_os_str().is_empty() || directory == Path::new(archive::SYSTEM)
 }
 
-fn kind(meta: &Metadata) -> Option<EntryKind> {
+fn entry_kind(meta: &Metadata) -> Option<EntryKind> {
     let kind = meta.file_type();
     match () {
         () if kind.is_file() => Some(EntryKind::File),
@@ -89,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_directories_first_and_follows_no_links() {
+    fn list_files_puts_directories_first_and_skips_links() {
         let home = tempfile::tempdir().unwrap();
         let at = |path: &str| home.path().join(path);
         for dir in ["b/c", ".import-7/x", ".before-import-7", "system/.import-7", "system/.before-import-7"] {
@@ -100,10 +101,10 @@ mod tests {
         fs::write(at("out.tar.partial"), "").unwrap();
         std::os::unix::fs::symlink("/", at("b/root")).unwrap();
         let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
-        let (listed, left_out) = below(home.path(), &[&at("out.tar.partial")]);
-        let paths: Vec<_> = listed.iter().map(|one| one.path.to_str().unwrap()).collect();
+        let (listed, left_out) = list_files(home.path(), &[&at("out.tar.partial")]);
+        let paths: Vec<_> = listed.iter().map(|entry| entry.path.to_str().unwrap()).collect();
         assert_eq!(paths, ["a", "b", "system", "b/c", "b/root", "b/c/d"]);
-        let left_out: Vec<_> = left_out.iter().map(|left| left.path.to_str().unwrap()).collect();
+        let left_out: Vec<_> = left_out.iter().map(|entry| entry.path.to_str().unwrap()).collect();
         assert_eq!(left_out, ["socket"]);
     }
 }

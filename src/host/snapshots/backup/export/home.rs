@@ -17,16 +17,16 @@ use svc_base::applet::{Exit, Failure, OrExit};
 /// Sends everything below `home` except `except`, after the start byte has arrived.
 ///
 /// # Errors
-/// If the receiver has exited, or a file cannot be read to its end.
+/// [`Failure`] if the receiver has exited, or a file cannot be read to its end.
 pub fn send(home: &Path, except: &[PathBuf], mut start: impl Read, to: impl Write) -> Result<(), Failure> {
     user::end_with_parent();
-    let mut go = [0; 1];
-    start.read_exact(&mut go).or_exit(Exit::TryAgain)?;
+    let mut start_byte = [0; 1];
+    start.read_exact(&mut start_byte).or_exit(Exit::TryAgain)?;
     let mut to = BufWriter::with_capacity(MAX_FRAME_BYTES, to);
     let except: Vec<&Path> = except.iter().map(PathBuf::as_path).collect();
-    let (entries, left_out) = files::below(home, &except);
+    let (entries, left_out) = files::list_files(home, &except);
     let sent =
-        left_out.into_iter().try_for_each(|left| Frame::OmittedEntry(left).write(&mut to)).and_then(|()| {
+        left_out.into_iter().try_for_each(|entry| Frame::OmittedEntry(entry).write(&mut to)).and_then(|()| {
             for entry in entries {
                 send_entry(home, entry, &mut to)?;
             }
@@ -37,17 +37,17 @@ pub fn send(home: &Path, except: &[PathBuf], mut start: impl Read, to: impl Writ
 }
 
 fn send_entry(home: &Path, entry: HomeEntry, to: &mut impl Write) -> io::Result<()> {
-    let at = home.join(&entry.path);
+    let path = home.join(&entry.path);
     let left_out = |error: io::Error, path: PathBuf| {
         Frame::OmittedEntry(OmittedEntry { path, reason: error.to_string() })
     };
     match entry.kind {
         EntryKind::Directory => Frame::Entry { entry, link_target: None }.write(to),
-        EntryKind::Link => match std::fs::read_link(&at) {
+        EntryKind::Link => match std::fs::read_link(&path) {
             Ok(target) => Frame::Entry { entry, link_target: Some(target) }.write(to),
             Err(error) => left_out(error, entry.path).write(to),
         },
-        EntryKind::File => match open(&at) {
+        EntryKind::File => match open_file(&path) {
             Ok(file) => {
                 Frame::Entry { entry, link_target: None }.write(to)?;
                 send_content(file, to)
@@ -57,19 +57,19 @@ fn send_entry(home: &Path, entry: HomeEntry, to: &mut impl Write) -> io::Result<
     }
 }
 
-/// Opens a file without following or waiting: it may have become a link or a FIFO since it was listed.
-fn open(path: &Path) -> io::Result<File> {
+/// Opens a file without following links or blocking: it may have become a link or a FIFO since it was listed.
+fn open_file(path: &Path) -> io::Result<File> {
     let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
     let file = File::options().read(true).custom_flags(flags.bits()).open(path)?;
     if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("no longer a file")) }
 }
 
 fn send_content(mut file: File, to: &mut impl Write) -> io::Result<()> {
-    let mut part = vec![0; MAX_FRAME_BYTES];
+    let mut buffer = vec![0; MAX_FRAME_BYTES];
     loop {
-        match file.read(&mut part)? {
+        match file.read(&mut buffer)? {
             0 => return Frame::FileEnd.write(to),
-            read => write_data(&part[..read], to)?,
+            read => write_data(&buffer[..read], to)?,
         }
     }
 }

@@ -1,5 +1,5 @@
 //! The protocol between the process that reads the home as the owner's user and the one that writes the archive: frames
-//! with a kind, a length and a payload. The writer trusts only their order.
+//! with a kind, a length and a payload. The writer checks every frame and the order of the frames.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
@@ -43,7 +43,7 @@ struct EntryHead {
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct LeftOutHead {
+struct OmittedHead {
     path: String,
     reason: String,
 }
@@ -66,7 +66,7 @@ impl Frame {
             Self::Data(part) => write_data(part, to),
             Self::FileEnd => write_frame(to, b'F', b""),
             Self::OmittedEntry(OmittedEntry { path, reason }) => {
-                let head = LeftOutHead { path: to_hex(path), reason: reason.clone() };
+                let head = OmittedHead { path: to_hex(path), reason: reason.clone() };
                 write_frame(to, b'L', &serde_json::to_vec(&head)?)
             }
             Self::End => write_frame(to, b'Z', b""),
@@ -91,7 +91,7 @@ impl Frame {
                 if link_target.is_some() != (head.kind == EntryKind::Link) {
                     return Err(invalid());
                 }
-                let path = below_home(from_hex(&head.path)?)?;
+                let path = check_below_home(from_hex(&head.path)?)?;
                 let entry =
                     HomeEntry { path, kind: head.kind, mode: head.mode & 0o7777, modified: head.modified };
                 Ok(Self::Entry { entry, link_target })
@@ -99,8 +99,8 @@ impl Frame {
             b'D' => Ok(Self::Data(payload)),
             b'F' => Ok(Self::FileEnd),
             b'L' => {
-                let head: LeftOutHead = serde_json::from_slice(&payload)?;
-                let path = below_home(from_hex(&head.path)?)?;
+                let head: OmittedHead = serde_json::from_slice(&payload)?;
+                let path = check_below_home(from_hex(&head.path)?)?;
                 Ok(Self::OmittedEntry(OmittedEntry { path, reason: head.reason }))
             }
             b'Z' => Ok(Self::End),
@@ -132,7 +132,7 @@ fn from_hex(text: &str) -> io::Result<PathBuf> {
     hex::decode(text).map(|bytes| OsString::from_vec(bytes).into()).map_err(|_| invalid())
 }
 
-fn below_home(path: PathBuf) -> io::Result<PathBuf> {
+fn check_below_home(path: PathBuf) -> io::Result<PathBuf> {
     let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
     if is_plain && !path.as_os_str().is_empty() { Ok(path) } else { Err(invalid()) }
 }
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn read_refuses_paths_outside_the_home() {
+    fn read_refuses_outside_paths_and_long_frames() {
         for path in ["../x", "a/../x", "/etc/passwd", ""] {
             let mut bytes = Vec::new();
             let frame = Frame::Entry { entry: entry(path.as_bytes(), EntryKind::File), link_target: None };

@@ -4,8 +4,8 @@ use tokio_postgres::{Error, GenericClient};
 
 use super::plan::Column;
 
-/// Session settings for reading and copying: the owner's settings do not change the result, and no timeout applies.
-pub const PLAIN_SESSION: &str = "SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0; \
+/// Session settings for reading and copying: the owner's settings must not change the result, and no timeout applies.
+pub const SESSION_SETTINGS: &str = "SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0; \
      SET idle_in_transaction_session_timeout = 0; SET idle_session_timeout = 0; SET client_encoding = 'UTF8'; \
      SET datestyle = 'ISO, YMD'; SET intervalstyle = 'postgres'; SET bytea_output = 'hex'; \
      SET extra_float_digits = 1; SET xmlbinary = 'base64'";
@@ -19,11 +19,11 @@ pub async fn is_table(client: &impl GenericClient, table: &str) -> Result<bool, 
     client.query_one(query, &[&table]).await?.try_get(0)
 }
 
-/// The columns of a table, in order.
+/// Reads the columns of a table, in order.
 ///
 /// # Errors
 /// Errors of the database.
-pub async fn columns(client: &impl GenericClient, table: &str) -> Result<Vec<Column>, Error> {
+pub async fn read_columns(client: &impl GenericClient, table: &str) -> Result<Vec<Column>, Error> {
     let columns = "
         SELECT a.attname::text, format_type(a.atttypid, a.atttypmod),
                coalesce(a.attnum = ANY (k.conkey), false), a.attgenerated <> '', a.attidentity = 'a'
@@ -35,9 +35,9 @@ pub async fn columns(client: &impl GenericClient, table: &str) -> Result<Vec<Col
         Ok(Column {
             name: row.try_get(0)?,
             kind: row.try_get(1)?,
-            key: row.try_get(2)?,
-            generated: row.try_get(3)?,
-            always_identity: row.try_get(4)?,
+            is_key: row.try_get(2)?,
+            is_generated: row.try_get(3)?,
+            is_always_identity: row.try_get(4)?,
         })
     };
     client.query(columns, &[&table]).await?.iter().map(column).collect()
@@ -51,11 +51,11 @@ pub struct Reference {
     pub cascades: bool,
 }
 
-/// Foreign keys that refer to one of these tables.
+/// Reads the foreign keys that refer to one of these tables.
 ///
 /// # Errors
 /// Errors of the database.
-pub async fn references(client: &impl GenericClient, to: &[&str]) -> Result<Vec<Reference>, Error> {
+pub async fn read_references(client: &impl GenericClient, to: &[&str]) -> Result<Vec<Reference>, Error> {
     let references = "
         SELECT format('%I.%I', fn.nspname, f.relname), t.name, k.confdeltype IN ('c', 'n', 'd')
           FROM unnest($1::text[]) AS t (name)
@@ -67,11 +67,11 @@ pub async fn references(client: &impl GenericClient, to: &[&str]) -> Result<Vec<
     client.query(references, &[&to]).await?.iter().map(reference).collect()
 }
 
-/// Statements that advance the sequences of a table's columns past the largest value.
+/// Builds statements that advance the sequences of a table's columns past the largest value.
 ///
 /// # Errors
 /// Errors of the database.
-pub async fn sequences(client: &impl GenericClient, table: &str) -> Result<Vec<String>, Error> {
+pub async fn build_sequence_updates(client: &impl GenericClient, table: &str) -> Result<Vec<String>, Error> {
     let sequences = "
         SELECT format('SELECT setval(%L, m) FROM (SELECT max(%I)::bigint AS m FROM %s) AS t, %I.%I AS s
                         WHERE m > s.last_value OR (m = s.last_value AND NOT s.is_called)',
@@ -85,11 +85,11 @@ pub async fn sequences(client: &impl GenericClient, table: &str) -> Result<Vec<S
     client.query(sequences, &[&table]).await?.iter().map(|row| row.try_get(0)).collect()
 }
 
-/// The table's schema and its owner.
+/// Reads the name and the owner of a table's schema.
 ///
 /// # Errors
 /// Errors of the database.
-pub async fn schema(client: &impl GenericClient, table: &str) -> Result<(String, String), Error> {
+pub async fn read_schema(client: &impl GenericClient, table: &str) -> Result<(String, String), Error> {
     let schema = "
         SELECT n.nspname::text, r.rolname::text FROM pg_class c
           JOIN pg_namespace n ON n.oid = c.relnamespace JOIN pg_roles r ON r.oid = n.nspowner

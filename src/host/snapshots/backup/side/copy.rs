@@ -1,6 +1,6 @@
 //! Copies tables back from the side database. Existing tables are changed in one transaction, all or nothing.
 //!
-//! A missing table is first recreated, complete, as in the snapshot. Triggers fire and foreign keys apply as for any
+//! A missing table is first recreated completely, as in the snapshot. Triggers fire and foreign keys apply as for any
 //! other write, so subscribers to the tables are notified.
 
 use bytes::Bytes;
@@ -8,20 +8,20 @@ use futures_util::{SinkExt, StreamExt};
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Transaction};
 
-use super::catalog::{self, PLAIN_SESSION};
+use super::catalog::{self, SESSION_SETTINGS};
 use super::dependents::Dependents;
 use super::plan::{self, Plan, PlanError};
-use super::state;
+use super::recreate;
 use crate::snapshots::backup::settings::BackupSettings;
 use crate::snapshots::row_counts;
-use crate::snapshots::side_database::{CopiedTable, Copy, DATABASE, Mode, State};
+use crate::snapshots::side_database::{CopiedTable, CopyMode, DATABASE, SideState, TableCopy};
 use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::Exit;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
 
-const NAME: &str = "svc-db-backup";
+const APPLICATION_NAME: &str = "svc-db-backup";
 /// The gateway's own tables cannot be copied back.
 const GATEWAY_SCHEMA_PREFIX: &str = "svc.";
 
@@ -44,18 +44,18 @@ pub enum CopyError {
     #[error(transparent)]
     Plan(#[from] PlanError),
     #[error(
-        "rows that are deleted from {table} would change rows of {other}, which refer to them\n  next: name {other}, too, or \
-         take mode overwrite"
+        "deleting rows of {table} would change the rows of {other} that refer to them\n  next: also name {other}, or use \
+         mode overwrite"
     )]
     Cascades { table: String, other: String },
     #[error(
-        "rows of {table} do not fit the current data: {}\n  next: {}; nothing was copied",
+        "rows of {table} conflict with the current data: {}; nothing was copied\n  next: {}",
         .violation.what,
         .violation.next
     )]
     ConstraintViolation { table: String, violation: ConstraintViolation },
     #[error(transparent)]
-    Recreate(#[from] state::RecreateError),
+    Recreate(#[from] recreate::RecreateError),
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
@@ -94,22 +94,22 @@ pub struct ConstraintViolation {
 }
 
 impl ConstraintViolation {
-    /// Parses a constraint violation; without the values, which are the owner's data.
+    /// Parses a constraint violation, without its values, which are the owner's data.
     fn parse(error: &tokio_postgres::Error) -> Option<Self> {
-        let rule = error.as_db_error()?.constraint().unwrap_or("a rule of the table");
+        let constraint = error.as_db_error()?.constraint().unwrap_or("a constraint of the table");
         let (what, next) = match error.code()? {
             &SqlState::FOREIGN_KEY_VIOLATION => {
-                ("a row refers to a missing row", "name the table that it refers to, too")
+                ("a row refers to a missing row", "also name the table that it refers to")
             }
             &SqlState::UNIQUE_VIOLATION => {
-                ("another row has the same unique value", "mode missing skips such rows")
+                ("another row has the same unique value", "use mode missing, which skips such rows")
             }
             code if code.code().starts_with("23") => {
-                ("a row violates it", "change the table, or copy the rows by hand")
+                ("a row violates a constraint", "change the table, or copy the rows by hand")
             }
             _ => return None,
         };
-        Some(Self { what: format!("{what} ({rule})"), next })
+        Some(Self { what: format!("{what} ({constraint})"), next })
     }
 }
 
@@ -124,17 +124,17 @@ fn query(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) -> Cop
 /// [`CopyError`]; nothing has changed then, except for recreated tables in `done`.
 pub async fn copy(
     settings: &BackupSettings,
-    wanted: &Copy,
-    state: &mut State,
+    wanted: &TableCopy,
+    state: &mut SideState,
     done: &mut Vec<CopiedTable>,
 ) -> Result<(), CopyError> {
     let request_id = state.request_id.clone();
-    let side = settings.server.connect(DATABASE, NAME).await?;
-    let mut live = settings.server.connect(settings.server.database(), NAME).await?;
+    let side = settings.server.connect(DATABASE, APPLICATION_NAME).await?;
+    let mut live = settings.server.connect(settings.server.database(), APPLICATION_NAME).await?;
     for client in [&side, &live] {
-        client.batch_execute(PLAIN_SESSION).await.map_err(query("begin"))?;
+        client.batch_execute(SESSION_SETTINGS).await.map_err(query("begin"))?;
     }
-    let side_tables = row_counts::tables(&side).await.map_err(query("list the snapshot's tables"))?;
+    let side_tables = row_counts::list_tables(&side).await.map_err(query("list the snapshot's tables"))?;
     let mut wanted_tables: Vec<&str> = wanted.tables.iter().map(String::as_str).collect();
     wanted_tables.sort_unstable();
     wanted_tables.dedup();
@@ -143,7 +143,7 @@ pub async fn copy(
             return Err(CopyError::NoSuchTable { table: (*table).to_owned() });
         }
     }
-    if let Some(before) = committed_results(&live, &request_id).await? {
+    if let Some(before) = read_committed_results(&live, &request_id).await? {
         *done = before;
         return Ok(());
     }
@@ -152,17 +152,17 @@ pub async fn copy(
         let exists = catalog::is_table(&live, table).await.map_err(query("look for a table"))?;
         match exists {
             false => missing_tables.push(table),
-            // Recreated before this run was interrupted: all at once.
-            true if state.making.iter().any(|name| name == table) => recreated.push(table),
+            // An earlier run of this request recreated the table before it was interrupted.
+            true if state.recreating.iter().any(|name| name == table) => recreated.push(table),
             true => existing.push(table),
         }
     }
-    done.extend(state::count_recreated(&side, &recreated).await?);
-    done.extend(state::count_recreated(&side, &missing_tables).await?);
+    done.extend(recreate::count_recreated(&side, &recreated).await?);
+    done.extend(recreate::count_recreated(&side, &missing_tables).await?);
     let dependents = Dependents::find(&side, &live, &missing_tables, &recreated).await;
     let dependents = dependents.map_err(query("read the dependents of the tables"))?;
     if wanted.dry_run {
-        dependents.announce(done);
+        dependents.record_planned(done);
     } else if !missing_tables.is_empty() || !recreated.is_empty() {
         recreate_missing(settings, &side, &mut live, state, &missing_tables, &dependents, done).await?;
     }
@@ -174,21 +174,21 @@ pub async fn copy(
     Ok(())
 }
 
-/// Recreates missing tables and their dependents. A repeated run adds what is still missing.
+/// Recreates missing tables and their dependents. A repeated run adds the dependents that are still missing.
 async fn recreate_missing(
     settings: &BackupSettings,
     side: &Client,
     live: &mut Client,
-    state: &mut State,
+    state: &mut SideState,
     missing_tables: &[&str],
     dependents: &Dependents,
     done: &mut Vec<CopiedTable>,
 ) -> Result<(), CopyError> {
     if !missing_tables.is_empty() {
-        state.making.extend(missing_tables.iter().map(|table| (*table).to_owned()));
+        state.recreating.extend(missing_tables.iter().map(|table| (*table).to_owned()));
         state.write(&settings.layout)?;
         let relations: Vec<&str> = missing_tables.iter().copied().chain(dependents.views()).collect();
-        let end = state::recreate(settings, side, live, &relations).await;
+        let end = recreate::recreate_tables(settings, side, live, &relations).await;
         if end.is_err() {
             done.clear();
         }
@@ -200,7 +200,10 @@ async fn recreate_missing(
 }
 
 /// Returns the results if this request was committed before it was interrupted.
-async fn committed_results(live: &Client, request_id: &str) -> Result<Option<Vec<CopiedTable>>, CopyError> {
+async fn read_committed_results(
+    live: &Client,
+    request_id: &str,
+) -> Result<Option<Vec<CopiedTable>>, CopyError> {
     let has_log =
         catalog::is_table(live, "svc.side_copies").await.map_err(query("look for earlier copies"))?;
     if !has_log {
@@ -217,24 +220,26 @@ async fn copy_rows(
     side: &Client,
     live: &mut Client,
     tables: &[&str],
-    wanted: &Copy,
+    wanted: &TableCopy,
     request_id: &str,
     recreated: &[CopiedTable],
 ) -> Result<Vec<CopiedTable>, CopyError> {
     let transaction = live.transaction().await.map_err(query("begin"))?;
     transaction.batch_execute("SET LOCAL lock_timeout = '60s'").await.map_err(query("begin"))?;
     transaction.batch_execute(CREATE_COPY_LOG).await.map_err(query("record the copy"))?;
-    let references = catalog::references(&transaction, tables).await.map_err(query("read foreign keys"))?;
+    let references =
+        catalog::read_references(&transaction, tables).await.map_err(query("read foreign keys"))?;
     let edges: Vec<(String, String)> =
-        references.iter().map(|one| (one.from.clone(), one.to.clone())).collect();
-    let ordered = plan::parents_first(tables, &edges);
+        references.iter().map(|reference| (reference.from.clone(), reference.to.clone())).collect();
+    let ordered = plan::sort_parents_first(tables, &edges);
 
     let mut plans = Vec::with_capacity(ordered.len());
     for (number, table) in ordered.iter().enumerate() {
         let lock = format!("LOCK TABLE ONLY {table} IN SHARE ROW EXCLUSIVE MODE");
         transaction.batch_execute(&lock).await.map_err(query(format!("lock {table}")))?;
-        let now = catalog::columns(&transaction, table).await.map_err(query(format!("inspect {table}")))?;
-        let then = catalog::columns(side, table).await.map_err(query(format!("inspect {table}")))?;
+        let now =
+            catalog::read_columns(&transaction, table).await.map_err(query(format!("inspect {table}")))?;
+        let then = catalog::read_columns(side, table).await.map_err(query(format!("inspect {table}")))?;
         let plan = Plan::new(number, table, &now, &then, wanted.mode)?;
         load_rows(side, &transaction, &plan).await?;
         plans.push(plan);
@@ -250,30 +255,30 @@ async fn copy_rows(
             ..CopiedTable::default()
         })
         .collect();
-    if wanted.mode == Mode::Replace {
-        // Children first: referring rows are deleted before the rows that they refer to.
+    if wanted.mode == CopyMode::Replace {
+        // Children come first: referring rows are deleted before the rows that they refer to.
         for (plan, result) in plans.iter().zip(&mut copied).rev() {
-            result.deleted = count(&transaction, plan, &plan.delete()).await?;
-            let other = references
-                .iter()
-                .find(|one| one.to == plan.table && one.cascades && !tables.contains(&one.from.as_str()));
+            result.deleted = execute(&transaction, plan, &plan.build_delete()).await?;
+            let other = references.iter().find(|reference| {
+                reference.to == plan.table && reference.cascades && !tables.contains(&reference.from.as_str())
+            });
             if let (1.., Some(other)) = (result.deleted, other) {
                 return Err(CopyError::Cascades { table: plan.table.clone(), other: other.from.clone() });
             }
         }
     }
     for (plan, result) in plans.iter().zip(&mut copied) {
-        if let Some(update) = plan.update().filter(|_| wanted.mode != Mode::Missing) {
-            result.updated = count(&transaction, plan, &update).await?;
+        if let Some(update) = plan.build_update().filter(|_| wanted.mode != CopyMode::Missing) {
+            result.updated = execute(&transaction, plan, &update).await?;
         }
-        let skip_conflicts = wanted.mode == Mode::Missing;
-        result.inserted = count(&transaction, plan, &plan.insert(skip_conflicts)).await?;
-        if let Some(missing) = plan.missing().filter(|_| skip_conflicts) {
+        let skip_conflicts = wanted.mode == CopyMode::Missing;
+        result.inserted = execute(&transaction, plan, &plan.build_insert(skip_conflicts)).await?;
+        if let Some(missing) = plan.build_count_missing().filter(|_| skip_conflicts) {
             let row = transaction.query_one(&missing, &[]).await.map_err(copy_error(plan))?;
             result.skipped = row.try_get::<_, i64>(0).map_err(copy_error(plan))?.unsigned_abs();
         }
-        let sequences = catalog::sequences(&transaction, &plan.table).await.map_err(copy_error(plan))?;
-        for statement in sequences {
+        let sequence_updates = catalog::build_sequence_updates(&transaction, &plan.table).await;
+        for statement in sequence_updates.map_err(copy_error(plan))? {
             transaction.batch_execute(&statement).await.map_err(copy_error(plan))?;
         }
     }
@@ -299,21 +304,22 @@ fn copy_error(plan: &Plan) -> impl FnOnce(tokio_postgres::Error) -> CopyError + 
     }
 }
 
-async fn count(transaction: &Transaction<'_>, plan: &Plan, statement: &str) -> Result<u64, CopyError> {
+/// Executes a statement; returns the number of rows that it changed.
+async fn execute(transaction: &Transaction<'_>, plan: &Plan, statement: &str) -> Result<u64, CopyError> {
     transaction.execute(statement, &[]).await.map_err(copy_error(plan))
 }
 
 /// Streams the snapshot's rows into the temporary table.
 async fn load_rows(side: &Client, transaction: &Transaction<'_>, plan: &Plan) -> Result<(), CopyError> {
-    transaction.batch_execute(&plan.create()).await.map_err(copy_error(plan))?;
-    let out = side.copy_out(&plan.copy_out()).await.map_err(copy_error(plan))?;
-    let sink = transaction.copy_in::<_, Bytes>(&plan.copy_in()).await.map_err(copy_error(plan))?;
+    transaction.batch_execute(&plan.build_create()).await.map_err(copy_error(plan))?;
+    let out = side.copy_out(&plan.build_copy_out()).await.map_err(copy_error(plan))?;
+    let sink = transaction.copy_in::<_, Bytes>(&plan.build_copy_in()).await.map_err(copy_error(plan))?;
     futures_util::pin_mut!(out, sink);
-    while let Some(piece) = out.next().await {
-        sink.feed(piece.map_err(copy_error(plan))?).await.map_err(copy_error(plan))?;
+    while let Some(chunk) = out.next().await {
+        sink.feed(chunk.map_err(copy_error(plan))?).await.map_err(copy_error(plan))?;
     }
     sink.finish().await.map_err(copy_error(plan))?;
-    for statement in plan.index() {
+    for statement in plan.build_index() {
         transaction.batch_execute(&statement).await.map_err(copy_error(plan))?;
     }
     Ok(())

@@ -1,8 +1,8 @@
 //! The dependents that a `DROP … CASCADE` removed with a table: other tables' foreign keys, views, extended statistics.
-//! They are recreated with the table; those that cannot be are listed.
+//! They are recreated with the table; those that cannot be recreated are listed.
 //!
-//! Definitions come from the side database. Views are part of the dump that recreates the table, in the same transaction;
-//! foreign keys and statistics are added in one that can be repeated after a kill.
+//! Definitions come from the side database. Views are part of the dump that recreates the table, in the same transaction.
+//! Foreign keys and statistics are added in a later transaction, which can be repeated after a kill.
 
 use std::collections::BTreeSet;
 
@@ -17,16 +17,16 @@ use crate::system::postgres::ident;
 pub struct Dependents {
     views: Vec<View>,
     statements: Vec<Statement>,
-    /// Dependents of kinds that are not recreated.
-    others: Vec<Dependent>,
-    /// Recreated by an earlier, interrupted run.
-    earlier: Vec<Dependent>,
+    /// Dependents that are not recreated.
+    not_recreated: Vec<Dependent>,
+    /// Dependents that an earlier, interrupted run recreated.
+    recreated_earlier: Vec<Dependent>,
 }
 
 /// An object and the table that it depended on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Dependent {
-    /// As PostgreSQL describes it: `view app_shop.totals`.
+    /// As PostgreSQL describes the object: `view app_shop.totals`.
     name: String,
     table: String,
 }
@@ -103,8 +103,8 @@ const OTHERS: &str = "
      ORDER BY 1";
 
 impl Dependents {
-    /// Finds dependents of these tables in the side database that the owner's lacks. An earlier run of the same request
-    /// recreated the tables in `recreated`.
+    /// Finds dependents of these tables in the side database that the owner's database lacks. An earlier run of the same
+    /// request recreated the tables in `recreated`.
     ///
     /// # Errors
     /// Errors of the database.
@@ -115,7 +115,7 @@ impl Dependents {
         recreated: &[&str],
     ) -> Result<Self, Error> {
         let (mut found, tables) = (Self::default(), [missing, recreated].concat());
-        let of_earlier_run = |dependent: &Dependent| recreated.contains(&dependent.table.as_str());
+        let is_of_earlier_run = |dependent: &Dependent| recreated.contains(&dependent.table.as_str());
         if tables.is_empty() {
             return Ok(found);
         }
@@ -124,8 +124,8 @@ impl Dependents {
             let view = View { dependent, relation: row.try_get(2)?, needs: row.try_get(3)? };
             if !is_relation(live, &view.relation).await? {
                 found.views.push(view);
-            } else if of_earlier_run(&view.dependent) {
-                found.earlier.push(view.dependent);
+            } else if is_of_earlier_run(&view.dependent) {
+                found.recreated_earlier.push(view.dependent);
             }
         }
         for row in side.query(FOREIGN_KEYS, &[&tables]).await? {
@@ -136,7 +136,7 @@ impl Dependents {
             }
             let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
             if has_constraint(live, &from, &name).await? {
-                found.earlier.extend(Some(dependent).filter(of_earlier_run));
+                found.recreated_earlier.extend(Some(dependent).filter(is_of_earlier_run));
                 continue;
             }
             found.statements.push(Statement {
@@ -153,14 +153,14 @@ impl Dependents {
                 sql.push(format!("ALTER STATISTICS {name} SET STATISTICS {target}"));
             }
             let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
-            if of_earlier_run(&dependent) && has_statistics(live, &dependent.table, &name).await? {
-                found.earlier.push(dependent);
+            if is_of_earlier_run(&dependent) && has_statistics(live, &dependent.table, &name).await? {
+                found.recreated_earlier.push(dependent);
                 continue;
             }
             found.statements.push(Statement { dependent, sql, is_foreign_key: false });
         }
         for row in side.query(OTHERS, &[&tables]).await? {
-            found.others.push(Dependent { name: row.try_get(0)?, table: row.try_get(1)? });
+            found.not_recreated.push(Dependent { name: row.try_get(0)?, table: row.try_get(1)? });
         }
         found.drop_unresolvable_views(live, &tables).await?;
         Ok(found)
@@ -185,59 +185,60 @@ impl Dependents {
             existing.extend(ready.iter().map(|view| view.relation.clone()));
             possible.extend(ready);
         }
-        self.others.extend(waiting.into_iter().map(|view| view.dependent));
+        self.not_recreated.extend(waiting.into_iter().map(|view| view.dependent));
         self.views = possible;
         Ok(())
     }
 
-    /// The views to create with the tables.
+    /// Returns the views to create with the tables.
     pub fn views(&self) -> impl Iterator<Item = &str> {
         self.views.iter().map(|view| view.relation.as_str())
     }
 
-    /// Lists the dependents to recreate with each table.
-    pub fn announce(&self, done: &mut [CopiedTable]) {
-        self.announce_views(done);
+    /// Adds the dependents that a copy would recreate to the results of their tables.
+    pub fn record_planned(&self, done: &mut [CopiedTable]) {
+        self.record_recreated(done);
         for statement in &self.statements {
             record_result(done, &statement.dependent, true, "");
         }
-        for dependent in &self.others {
+        for dependent in &self.not_recreated {
             record_result(done, dependent, false, "");
         }
     }
 
-    fn announce_views(&self, done: &mut [CopiedTable]) {
-        for dependent in self.views.iter().map(|view| &view.dependent).chain(&self.earlier) {
+    fn record_recreated(&self, done: &mut [CopiedTable]) {
+        for dependent in self.views.iter().map(|view| &view.dependent).chain(&self.recreated_earlier) {
             record_result(done, dependent, true, "");
         }
     }
 
     /// Adds foreign keys and statistics to recreated tables, and lists the results with each table.
     ///
-    /// A foreign key that existing rows violate applies to new rows only. What the current tables do not allow is
-    /// listed with the reason.
+    /// A foreign key that existing rows violate applies to new rows only. Dependents that the current tables do not allow
+    /// are listed with the reason.
     ///
     /// # Errors
     /// Errors of the database.
     pub async fn add(&self, live: &mut Client, done: &mut [CopiedTable]) -> Result<(), Error> {
         let mut transaction = live.transaction().await?;
         transaction.batch_execute("SET LOCAL lock_timeout = '60s'").await?;
-        self.announce_views(done);
+        self.record_recreated(done);
         for statement in &self.statements {
-            let mut ended = attempt(&mut transaction, &statement.sql).await;
+            let mut result = attempt(&mut transaction, &statement.sql).await;
             let mut remark = "";
             if statement.is_foreign_key
-                && let Err(error) = &ended
+                && let Err(error) = &result
                 && error.code() == Some(&SqlState::FOREIGN_KEY_VIOLATION)
             {
                 remark = " (NOT VALID: existing rows refer to missing rows)";
-                let later: Vec<String> = statement.sql.iter().map(|sql| format!("{sql} NOT VALID")).collect();
-                ended = attempt(&mut transaction, &later).await;
+                let unvalidated: Vec<String> =
+                    statement.sql.iter().map(|sql| format!("{sql} NOT VALID")).collect();
+                result = attempt(&mut transaction, &unvalidated).await;
             }
-            match ended {
+            match result {
                 Ok(()) => record_result(done, &statement.dependent, true, remark),
                 Err(error) => match error.as_db_error() {
-                    // Only the message: its detail quotes rows.
+                    // Only the message, because the detail quotes rows.
                     Some(why) => {
                         record_result(done, &statement.dependent, false, &format!(": {}", why.message()));
                     }
@@ -245,7 +246,7 @@ impl Dependents {
                 },
             }
         }
-        for dependent in &self.others {
+        for dependent in &self.not_recreated {
             record_result(done, dependent, false, "");
         }
         transaction.commit().await
@@ -255,7 +256,7 @@ impl Dependents {
 async fn attempt(transaction: &mut tokio_postgres::Transaction<'_>, sql: &[String]) -> Result<(), Error> {
     let attempt = transaction.savepoint("dependent").await?;
     for statement in sql {
-        // Dropping the savepoint rolls a failed statement back.
+        // On failure, dropping the savepoint rolls it back.
         attempt.batch_execute(statement).await?;
     }
     attempt.commit().await

@@ -7,7 +7,7 @@ mod catalog;
 mod copy;
 mod dependents;
 mod plan;
-pub mod state;
+mod recreate;
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ use super::job::{self, EmptyPolicy, RunOptions};
 use super::settings::BackupSettings;
 use super::shrink_guard::Trigger;
 use crate::snapshots::side_database::{
-    Action, Copy, CopyResult, DATABASE, Request, SnapshotChoice, State, Status,
+    CopyResult, DATABASE, SideAction, SideRequest, SideState, SideStatus, SnapshotChoice, TableCopy,
 };
 use crate::snapshots::staging;
 use crate::snapshots::staging::{DownloadError, LoadError, RoleLifetime};
@@ -61,7 +61,7 @@ const GATEWAY_SCHEMA_PREFIX: &str = "svc.";
 enum SideError {
     #[error("there is no snapshot{}", .when)]
     NoSnapshot { when: String },
-    #[error("the snapshot is not usable: {0}")]
+    #[error("the snapshot is unusable: {0}")]
     Unusable(String),
     #[error("the object store could not be read")]
     Store(#[source] StoreError),
@@ -76,10 +76,11 @@ enum SideError {
     #[error("create or drop the side database")]
     Query(#[from] tokio_postgres::Error),
     #[error(
-        "the snapshot of the current database, which is taken first, failed: {why}\n  next: copy without it (--no-backup)"
+        "the snapshot of the current database, which is taken first, failed: {why}\n  next: retry, or copy without it \
+         (--no-backup)"
     )]
     Save { exit: Exit, why: String },
-    #[error("the platform has stopped this machine's writers for a final backup; nothing is copied")]
+    #[error("the platform has stopped this machine's writers for a final backup; nothing was copied")]
     Quiesced,
     #[error(transparent)]
     Copy(#[from] CopyError),
@@ -100,7 +101,7 @@ impl SideError {
             | Self::Unusable(_)
             | Self::NotOpen
             | Self::Download(DownloadError::NoSpace { .. }) => Exit::Refused,
-            Self::Store(error) => crate::system::store::exit(error),
+            Self::Store(error) => crate::system::store::exit_code(error),
             Self::Download(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
@@ -113,15 +114,15 @@ impl SideError {
     }
 }
 
-/// Directory of the dump while the side database is opened.
-fn dir(layout: &Layout) -> PathBuf {
+/// Returns the directory of the dump while the side database is opened.
+fn dump_dir(layout: &Layout) -> PathBuf {
     layout.drill_state()
 }
 
 /// Serves the pending request, if there is one.
 ///
 /// # Errors
-/// [`Failure`]. The request is then removed, unless it was stopped: the next start repeats it.
+/// [`Failure`]. The request is then removed, unless the run was stopped: the next start repeats it.
 pub async fn serve(
     _lock: &Lock,
     settings: &BackupSettings,
@@ -134,32 +135,32 @@ pub async fn serve(
 }
 
 async fn serve_pending(settings: &BackupSettings) -> Result<(), Failure> {
-    let Some(request) = Request::read(&settings.layout).or_exit(Exit::Internal)? else { return Ok(()) };
+    let Some(request) = SideRequest::read(&settings.layout).or_exit(Exit::Internal)? else { return Ok(()) };
     let request = match request {
         Ok(request) => request,
         Err(error) => {
-            Request::remove(&settings.layout).or_exit(Exit::Internal)?;
-            let error = anyhow::Error::new(error).context("the request cannot be parsed and is dropped");
+            SideRequest::remove(&settings.layout).or_exit(Exit::Internal)?;
+            let error = anyhow::Error::new(error).context("the request cannot be parsed and was removed");
             return Err(Failure::new(Exit::Refused, error));
         }
     };
     let end = serve_action(settings, &request).await;
-    Request::remove(&settings.layout).or_exit(Exit::Internal)?;
+    SideRequest::remove(&settings.layout).or_exit(Exit::Internal)?;
     end.map_err(|error| Failure::new(error.exit(), error))
 }
 
-/// Requests an action, serves it, and prints the result. It writes the same request file as the gateway, so the unit
-/// resumes it if this run ends. A request that is already pending comes first.
+/// Requests an action, serves it, and prints the result. The request file is the same as the gateway's, so the unit
+/// resumes the action if this run ends early. A request that is already pending is served first.
 ///
 /// # Errors
 /// [`Failure`].
 pub async fn run(
     lock: &Lock,
     settings: &BackupSettings,
-    action: Action,
+    action: SideAction,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
-    let request = Request::new(action);
+    let request = SideRequest::new(action);
     let served = async {
         while !request.submit(&settings.layout).or_exit(Exit::Internal)? {
             if let Err(earlier) = serve_pending(settings).await {
@@ -184,8 +185,8 @@ pub async fn run(
 /// # Errors
 /// [`Failure`].
 pub fn show(layout: &Layout) -> Result<(), Failure> {
-    let state = State::read(layout).or_exit(Exit::Internal)?;
-    let state = state.unwrap_or_else(|| State::new(Status::Closed, ""));
+    let state = SideState::read(layout).or_exit(Exit::Internal)?;
+    let state = state.unwrap_or_else(|| SideState::new(SideStatus::Closed, ""));
     let status = serde_json::to_value(state.status).unwrap_or_default();
     let key = state.key.as_deref().map(|key| format!(": {key} in the database {DATABASE}"));
     println!("{}{}", status.as_str().unwrap_or_default(), key.unwrap_or_default());
@@ -196,49 +197,52 @@ pub fn show(layout: &Layout) -> Result<(), Failure> {
         println!("  {:<48} {:>12} rows", table.name, table.rows);
     }
     if let Some(copy) = &state.last_copy {
-        let tried = if copy.dry_run { "tried" } else { "copied" };
-        println!("last {tried} at {}:", svc_base::clock::rfc3339_ms(copy.at));
+        let kind = if copy.dry_run { "dry run" } else { "copy" };
+        println!("last {kind} at {}:", svc_base::clock::rfc3339_ms(copy.at));
         if let Some(error) = &copy.error {
             println!("  {error}");
         }
         for table in &copy.tables {
-            let made = if table.created { ", made again" } else { "" };
+            let recreated = if table.created { ", recreated" } else { "" };
             println!(
-                "  {:<48} {} inserted, {} updated, {} deleted, {} skipped{made}",
+                "  {:<48} {} inserted, {} updated, {} deleted, {} skipped{recreated}",
                 table.name, table.inserted, table.updated, table.deleted, table.skipped
             );
             if !table.left_out.is_empty() {
-                println!("    left out, because the table no longer has them: {}", table.left_out.join(", "));
+                println!(
+                    "    columns left out, because the table no longer has them: {}",
+                    table.left_out.join(", ")
+                );
             }
             for name in &table.recreated {
-                println!("    with it: {name}");
+                println!("    recreated with the table: {name}");
             }
             for name in &table.not_recreated {
-                println!("    NOT made again: {name}");
+                println!("    NOT recreated: {name}");
             }
         }
     }
     Ok(())
 }
 
-async fn serve_action(settings: &BackupSettings, request: &Request) -> Result<(), SideError> {
+async fn serve_action(settings: &BackupSettings, request: &SideRequest) -> Result<(), SideError> {
     failpoint::pass("side.begin")?;
     let id = &request.request_id;
     match &request.action {
-        Action::Open(chosen) => open(settings, chosen, id).await,
-        Action::Copy(wanted) => copy_back(settings, wanted, id).await,
-        Action::Close => close(settings, id).await,
+        SideAction::Open(chosen) => open(settings, chosen, id).await,
+        SideAction::Copy(wanted) => copy_back(settings, wanted, id).await,
+        SideAction::Close => close(settings, id).await,
     }
 }
 
 async fn open(settings: &BackupSettings, chosen: &SnapshotChoice, request_id: &str) -> Result<(), SideError> {
-    let mut state = State::new(Status::Opening, request_id);
+    let mut state = SideState::new(SideStatus::Opening, request_id);
     state.key.clone_from(&chosen.key);
     state.write(&settings.layout)?;
     let opened = load_side_database(settings, chosen, &mut state).await;
-    state.status = Status::Open;
+    state.status = SideStatus::Open;
     if let Err(error) = &opened {
-        (state.status, state.error) = (Status::Failed, Some(chain(error)));
+        (state.status, state.error) = (SideStatus::Failed, Some(chain(error)));
         state.tables.clear();
         if let Err(error) = clean(settings).await {
             tracing::warn!(error = %chain(&error), "could not clean up; the next request will");
@@ -251,29 +255,29 @@ async fn open(settings: &BackupSettings, chosen: &SnapshotChoice, request_id: &s
 async fn load_side_database(
     settings: &BackupSettings,
     chosen: &SnapshotChoice,
-    state: &mut State,
+    state: &mut SideState,
 ) -> Result<(), SideError> {
-    let context = settings.context();
+    let context = settings.restore_context();
     clean(settings).await?;
     failpoint::pass("side.cleaned")?;
     let side = find_snapshot(settings, chosen).await?;
     state.key = Some(side.key.clone());
     state.write(&settings.layout)?;
-    staging::refuse_newer(&context, &side).await?;
-    let dump = staging::fetch(&context, &dir(&settings.layout), &side.named(), &side).await?;
+    staging::check_postgres_version(&context, &side).await?;
+    let dump = staging::fetch_dump(&context, &dump_dir(&settings.layout), &side.named(), &side).await?;
     failpoint::pass("side.downloaded")?;
-    let loaded = staging::into_scratch(&context, &dump, &side, RoleLifetime::Drill).await?;
+    let loaded = staging::load_into_scratch(&context, &dump, &side, RoleLifetime::Drill).await?;
     failpoint::pass("side.loaded")?;
     let client = context.server.connect(postgres::MAINTENANCE, context.name).await?;
     let from = ident(&loaded.name);
-    // Apps must not read in it what they may no longer read in the live database.
+    // Apps must not be able to read data here that they may no longer read in the live database.
     client
         .batch_execute(&format!(
             "REVOKE ALL ON DATABASE {from} FROM PUBLIC; ALTER DATABASE {from} RENAME TO {DATABASE}"
         ))
         .await?;
     failpoint::pass("side.renamed")?;
-    staging::remove_dumps(&dir(&settings.layout))?;
+    staging::remove_dumps(&dump_dir(&settings.layout))?;
     state.tables =
         side.tables.into_iter().filter(|table| !table.name.starts_with(GATEWAY_SCHEMA_PREFIX)).collect();
     state.tables.sort();
@@ -296,30 +300,30 @@ async fn find_snapshot(settings: &BackupSettings, chosen: &SnapshotChoice) -> Re
             Err(error) => return Err(unusable(error)),
         },
         (None, Some(at)) => {
-            let keys = snapshots::keys(bucket, slot).await.map_err(SideError::Store)?;
+            let keys = snapshots::list_keys(bucket, slot).await.map_err(SideError::Store)?;
             let taken = keys.into_iter().filter_map(|key| Some((key::taken_at(&key)?, key)));
             taken.filter(|(taken, _)| *taken <= at).max().map(|(_, key)| key)
         }
     };
-    let when = chosen.at.map(|at| format!(" of {} or before", svc_base::clock::rfc3339_ms(at)));
+    let when = chosen.at.map(|at| format!(" taken at or before {}", svc_base::clock::rfc3339_ms(at)));
     let key = key.ok_or_else(|| SideError::NoSnapshot { when: when.unwrap_or_default() })?;
-    snapshot::by_key(bucket, slot, &key).await.map_err(unusable)
+    snapshot::load(bucket, slot, &key).await.map_err(unusable)
 }
 
-async fn copy_back(settings: &BackupSettings, wanted: &Copy, request_id: &str) -> Result<(), SideError> {
-    let state = State::read(&settings.layout)?;
-    let open_state = state.filter(|state| matches!(state.status, Status::Open | Status::Copying));
+async fn copy_back(settings: &BackupSettings, wanted: &TableCopy, request_id: &str) -> Result<(), SideError> {
+    let state = SideState::read(&settings.layout)?;
+    let open_state = state.filter(|state| matches!(state.status, SideStatus::Open | SideStatus::Copying));
     let mut state = open_state.ok_or(SideError::NotOpen)?;
-    if state.status != Status::Copying || state.request_id != request_id {
-        // Left by another, abandoned request.
-        state.making.clear();
+    if state.status != SideStatus::Copying || state.request_id != request_id {
+        // These tables are of another request, which was abandoned.
+        state.recreating.clear();
     }
     request_id.clone_into(&mut state.request_id);
-    state.status = Status::Copying;
+    state.status = SideStatus::Copying;
     state.write(&settings.layout)?;
     let mut tables = Vec::new();
     let copied = async {
-        // Checked after the state says that a copy runs: either a quiesce waits for it, or it sees the quiesce.
+        // Checked after the state is written: either a quiesce waits for this copy, or this copy sees the quiesce.
         if Quiesce::read(&settings.layout)?.is_some() {
             return Err(SideError::Quiesced);
         }
@@ -331,8 +335,8 @@ async fn copy_back(settings: &BackupSettings, wanted: &Copy, request_id: &str) -
         Ok(())
     };
     let end: Result<(), SideError> = copied.await;
-    state.status = Status::Open;
-    state.making.clear();
+    state.status = SideStatus::Open;
+    state.recreating.clear();
     state.last_copy = Some(CopyResult {
         request_id: request_id.to_owned(),
         at: svc_base::clock::now_ms(),
@@ -363,16 +367,16 @@ async fn snapshot_current(settings: &BackupSettings) -> Result<(), SideError> {
 async fn close(settings: &BackupSettings, request_id: &str) -> Result<(), SideError> {
     clean(settings).await?;
     failpoint::pass("side.dropped")?;
-    let last_copy = State::read(&settings.layout)?.and_then(|state| state.last_copy);
-    let mut state = State { last_copy, ..State::new(Status::Closed, request_id) };
+    let last_copy = SideState::read(&settings.layout)?.and_then(|state| state.last_copy);
+    let mut state = SideState { last_copy, ..SideState::new(SideStatus::Closed, request_id) };
     Ok(state.write(&settings.layout)?)
 }
 
-/// Removes databases, dumps and unused roles of an earlier or killed run.
+/// Removes databases, dumps and unused roles of earlier runs.
 async fn clean(settings: &BackupSettings) -> Result<(), SideError> {
     let client: Client = settings.server.connect(postgres::MAINTENANCE, "svc-db-backup").await?;
     client.batch_execute(&format!("DROP DATABASE IF EXISTS {DATABASE} WITH (FORCE)")).await?;
     staging::drop_scratches(&client).await?;
-    staging::drop_drills_roles(&client).await?;
-    Ok(staging::remove_dumps(&dir(&settings.layout))?)
+    staging::drop_drill_roles(&client).await?;
+    Ok(staging::remove_dumps(&dump_dir(&settings.layout))?)
 }

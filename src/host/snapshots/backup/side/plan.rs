@@ -1,6 +1,6 @@
-//! The SQL statements that copy a table back. Pure: built from the catalogues of both databases.
+//! The SQL statements that copy a table back. Pure: they are built from the catalogs of both databases.
 
-use crate::snapshots::side_database::Mode;
+use crate::snapshots::side_database::CopyMode;
 use crate::system::postgres::ident;
 
 /// A column of one database.
@@ -10,25 +10,29 @@ pub struct Column {
     /// As written by `format_type`.
     pub kind: String,
     /// Part of the primary key.
-    pub key: bool,
-    /// A generated column, or an identity that accepts no value.
-    pub generated: bool,
-    pub always_identity: bool,
+    pub is_key: bool,
+    /// Computed from other columns.
+    pub is_generated: bool,
+    /// `GENERATED ALWAYS AS IDENTITY`: an update cannot set it.
+    pub is_always_identity: bool,
 }
 
 /// Why a table cannot be copied.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
     #[error(
-        "{table} has no primary key, so its rows cannot be distinguished\n  next: mode replace puts the snapshot's rows in the \
-         place of all that are there"
+        "{table} has no primary key, so its rows cannot be matched\n  next: use mode replace, which replaces all rows with \
+         the snapshot's"
     )]
     NoPrimaryKey { table: String },
     #[error(
-        "{table}.{column} is {now} and was {then} in the snapshot: copy it by hand from the database svc_side"
+        "{table}.{column} has the type {now}, but {then} in the snapshot: copy it by hand from the database svc_side"
     )]
     TypeChanged { table: String, column: String, now: String, then: String },
-    #[error("{table} has another primary key than in the snapshot: mode replace does not ask for it")]
+    #[error(
+        "{table} has a different primary key in the snapshot\n  next: use mode replace, which replaces all rows with the \
+         snapshot's"
+    )]
     KeyChanged { table: String },
     #[error("{table} has none of the columns that it had in the snapshot")]
     NoCommonColumns { table: String },
@@ -56,14 +60,14 @@ impl Plan {
         table: &str,
         now: &[Column],
         then: &[Column],
-        mode: Mode,
+        mode: CopyMode,
     ) -> Result<Self, PlanError> {
         let table = table.to_owned();
         let mut columns = Vec::new();
         let mut left_out = Vec::new();
-        for old in then.iter().filter(|column| !column.generated) {
+        for old in then.iter().filter(|column| !column.is_generated) {
             match now.iter().find(|column| column.name == old.name) {
-                Some(new) if new.generated => {}
+                Some(new) if new.is_generated => {}
                 Some(new) if new.kind != old.kind => {
                     let (now, then) = (new.kind.clone(), old.kind.clone());
                     return Err(PlanError::TypeChanged { table, column: old.name.clone(), now, then });
@@ -75,27 +79,27 @@ impl Plan {
         if columns.is_empty() {
             return Err(PlanError::NoCommonColumns { table });
         }
-        let key: Vec<String> = names(now.iter().filter(|column| column.key));
-        let is_whole = key.iter().all(|name| columns.iter().any(|column| column.name == *name));
-        if mode != Mode::Replace {
+        let key: Vec<String> = names(now.iter().filter(|column| column.is_key));
+        let has_whole_key = key.iter().all(|name| columns.iter().any(|column| column.name == *name));
+        if mode != CopyMode::Replace {
             if key.is_empty() {
                 return Err(PlanError::NoPrimaryKey { table });
             }
-            if !is_whole || key != names(then.iter().filter(|column| column.key)) {
+            if !has_whole_key || key != names(then.iter().filter(|column| column.is_key)) {
                 return Err(PlanError::KeyChanged { table });
             }
         }
-        let key = if is_whole { key } else { Vec::new() };
+        let key = if has_whole_key { key } else { Vec::new() };
         let settable =
-            names(columns.iter().filter(|column| !column.always_identity && !key.contains(&column.name)));
+            names(columns.iter().filter(|column| !column.is_always_identity && !key.contains(&column.name)));
         Ok(Self { table, number, columns: names(columns.iter()), key, settable, left_out })
     }
 
-    fn temporary(&self) -> String {
+    fn temporary_table(&self) -> String {
         format!("pg_temp.svc_side_{}", self.number)
     }
 
-    pub fn create(&self) -> String {
+    pub fn build_create(&self) -> String {
         let (columns, table) = (list(&self.columns, ""), &self.table);
         format!(
             "CREATE TEMPORARY TABLE svc_side_{} ON COMMIT DROP AS SELECT {columns} FROM ONLY {table} WITH NO DATA",
@@ -103,59 +107,60 @@ impl Plan {
         )
     }
 
-    /// Runs in the side database.
-    pub fn copy_out(&self) -> String {
+    /// Builds a statement for the side database.
+    pub fn build_copy_out(&self) -> String {
         format!("COPY (SELECT {} FROM ONLY {}) TO STDOUT", list(&self.columns, ""), self.table)
     }
 
-    pub fn copy_in(&self) -> String {
-        format!("COPY {} ({}) FROM STDIN", self.temporary(), list(&self.columns, ""))
+    pub fn build_copy_in(&self) -> String {
+        format!("COPY {} ({}) FROM STDIN", self.temporary_table(), list(&self.columns, ""))
     }
 
-    /// Created once the rows are loaded: the statements that follow look rows up by key.
-    pub fn index(&self) -> Vec<String> {
+    /// Builds statements to run once the rows are loaded: later statements look rows up by key.
+    pub fn build_index(&self) -> Vec<String> {
         let mut statements = Vec::new();
         if !self.key.is_empty() {
-            statements.push(format!("CREATE INDEX ON {} ({})", self.temporary(), list(&self.key, "")));
+            statements.push(format!("CREATE INDEX ON {} ({})", self.temporary_table(), list(&self.key, "")));
         }
-        statements.push(format!("ANALYZE {}", self.temporary()));
+        statements.push(format!("ANALYZE {}", self.temporary_table()));
         statements
     }
 
-    /// Deletes rows that the snapshot does not have; without a key, all rows.
-    pub fn delete(&self) -> String {
+    /// Builds a statement that deletes rows that the snapshot does not have; without a key, all rows.
+    pub fn build_delete(&self) -> String {
         let table = &self.table;
         if self.key.is_empty() {
             return format!("DELETE FROM ONLY {table}");
         }
-        let (temporary, same) = (self.temporary(), self.same_key());
+        let (temporary, same) = (self.temporary_table(), self.same_key_condition());
         format!("DELETE FROM ONLY {table} AS t WHERE NOT EXISTS (SELECT FROM {temporary} AS s WHERE {same})")
     }
 
-    /// Updates existing rows that differ; `None` if no column can differ.
-    pub fn update(&self) -> Option<String> {
+    /// Builds a statement that updates existing rows that differ; `None` if no column can differ.
+    pub fn build_update(&self) -> Option<String> {
         if self.settable.is_empty() || self.key.is_empty() {
             return None;
         }
         let sets = self.settable.iter().map(|name| format!("{0} = s.{0}", ident(name)));
-        // Compared as text: not every type has an equality operator.
-        let rows = |of| format!("ROW({})::text", list(&self.settable, of));
+        // Rows are compared as text, because not every type has an equality operator.
+        let rows = |prefix| format!("ROW({})::text", list(&self.settable, prefix));
         Some(format!(
             "UPDATE ONLY {} AS t SET {} FROM {} AS s WHERE {} AND {} <> {}",
             self.table,
             sets.collect::<Vec<_>>().join(", "),
-            self.temporary(),
-            self.same_key(),
+            self.temporary_table(),
+            self.same_key_condition(),
             rows("t."),
             rows("s."),
         ))
     }
 
-    /// Inserts missing rows. With `skip_conflicts`, rows that violate a unique constraint are skipped.
-    pub fn insert(&self, skip_conflicts: bool) -> String {
-        let (columns, table, temporary) = (list(&self.columns, ""), &self.table, self.temporary());
+    /// Builds a statement that inserts missing rows. With `skip_conflicts`, rows that violate a unique constraint are
+    /// skipped.
+    pub fn build_insert(&self, skip_conflicts: bool) -> String {
+        let (columns, table, temporary) = (list(&self.columns, ""), &self.table, self.temporary_table());
         let only_missing =
-            if self.key.is_empty() { String::new() } else { format!(" WHERE {}", self.absent()) };
+            if self.key.is_empty() { String::new() } else { format!(" WHERE {}", self.absent_condition()) };
         let end = if skip_conflicts { " ON CONFLICT DO NOTHING" } else { "" };
         format!(
             "INSERT INTO {table} ({columns}) OVERRIDING SYSTEM VALUE SELECT {} FROM {temporary} AS s{only_missing}{end}",
@@ -163,17 +168,18 @@ impl Plan {
         )
     }
 
-    /// Counts the rows of the snapshot that are missing.
-    pub fn missing(&self) -> Option<String> {
-        (!self.key.is_empty())
-            .then(|| format!("SELECT count(*) FROM {} AS s WHERE {}", self.temporary(), self.absent()))
+    /// Builds a query that counts the rows of the snapshot that are missing.
+    pub fn build_count_missing(&self) -> Option<String> {
+        (!self.key.is_empty()).then(|| {
+            format!("SELECT count(*) FROM {} AS s WHERE {}", self.temporary_table(), self.absent_condition())
+        })
     }
 
-    fn absent(&self) -> String {
-        format!("NOT EXISTS (SELECT FROM ONLY {} AS t WHERE {})", self.table, self.same_key())
+    fn absent_condition(&self) -> String {
+        format!("NOT EXISTS (SELECT FROM ONLY {} AS t WHERE {})", self.table, self.same_key_condition())
     }
 
-    fn same_key(&self) -> String {
+    fn same_key_condition(&self) -> String {
         let equal = self.key.iter().map(|name| format!("t.{0} = s.{0}", ident(name)));
         equal.collect::<Vec<_>>().join(" AND ")
     }
@@ -183,20 +189,21 @@ fn names<'a>(columns: impl Iterator<Item = &'a Column>) -> Vec<String> {
     columns.map(|column| column.name.clone()).collect()
 }
 
-fn list(names: &[String], of: &str) -> String {
-    names.iter().map(|name| format!("{of}{}", ident(name))).collect::<Vec<_>>().join(", ")
+fn list(names: &[String], prefix: &str) -> String {
+    names.iter().map(|name| format!("{prefix}{}", ident(name))).collect::<Vec<_>>().join(", ")
 }
 
 /// Sorts tables after those that they refer to. Tables in a cycle keep the given order.
-pub fn parents_first<'a>(tables: &[&'a str], references: &[(String, String)]) -> Vec<&'a str> {
-    let mut left: Vec<&str> = tables.to_vec();
-    let mut ordered = Vec::with_capacity(left.len());
-    while !left.is_empty() {
-        let waits = |child: &str| {
-            references.iter().any(|(from, to)| from == child && to != child && left.contains(&to.as_str()))
+pub fn sort_parents_first<'a>(tables: &[&'a str], references: &[(String, String)]) -> Vec<&'a str> {
+    let mut remaining: Vec<&str> = tables.to_vec();
+    let mut ordered = Vec::with_capacity(remaining.len());
+    while !remaining.is_empty() {
+        let has_remaining_parent = |child: &str| {
+            let is_parent = |to: &String| to != child && remaining.contains(&to.as_str());
+            references.iter().any(|(from, to)| from == child && is_parent(to))
         };
-        let next = left.iter().position(|table| !waits(table)).unwrap_or(0);
-        ordered.push(left.remove(next));
+        let next = remaining.iter().position(|table| !has_remaining_parent(table)).unwrap_or(0);
+        ordered.push(remaining.remove(next));
     }
     ordered
 }
@@ -207,63 +214,64 @@ mod tests {
 
     use super::*;
 
-    fn column(name: &str, kind: &str, key: bool) -> Column {
-        Column { name: name.into(), kind: kind.into(), key, generated: false, always_identity: false }
+    fn column(name: &str, kind: &str, is_key: bool) -> Column {
+        let (name, kind) = (name.into(), kind.into());
+        Column { name, kind, is_key, is_generated: false, is_always_identity: false }
     }
 
     #[test]
-    fn copies_common_columns_and_lists_the_others() {
+    fn new_copies_common_columns_and_lists_others() {
         let then = [column("id", "integer", true), column("old", "text", false), column("a", "text", false)];
         let now = [column("id", "integer", true), column("a", "text", false), column("new", "text", false)];
-        let plan = Plan::new(0, "public.t", &now, &then, Mode::Overwrite).unwrap();
+        let plan = Plan::new(0, "public.t", &now, &then, CopyMode::Overwrite).unwrap();
         assert_eq!(plan.left_out, ["old"]);
-        assert_eq!(plan.copy_out(), r#"COPY (SELECT "id", "a" FROM ONLY public.t) TO STDOUT"#);
+        assert_eq!(plan.build_copy_out(), r#"COPY (SELECT "id", "a" FROM ONLY public.t) TO STDOUT"#);
         assert_eq!(
-            plan.update().unwrap(),
+            plan.build_update().unwrap(),
             r#"UPDATE ONLY public.t AS t SET "a" = s."a" FROM pg_temp.svc_side_0 AS s WHERE t."id" = s."id" AND ROW(t."a")::text <> ROW(s."a")::text"#
         );
     }
 
     #[test]
-    fn refuses_missing_key_and_changed_type() {
+    fn new_refuses_missing_key_and_changed_type() {
         let (id, text) = (column("id", "integer", true), column("a", "text", false));
-        let of = |now: &[Column], then: &[Column], mode| Plan::new(0, "t", now, then, mode).map(|_| ());
+        let plan = |now: &[Column], then: &[Column], mode| Plan::new(0, "t", now, then, mode).map(|_| ());
         let none = [column("id", "integer", false), text.clone()];
-        assert!(matches!(of(&none, &none, Mode::Missing), Err(PlanError::NoPrimaryKey { .. })));
-        assert_eq!(of(&none, &none, Mode::Replace), Ok(()));
+        assert!(matches!(plan(&none, &none, CopyMode::Missing), Err(PlanError::NoPrimaryKey { .. })));
+        assert_eq!(plan(&none, &none, CopyMode::Replace), Ok(()));
         let both = [id.clone(), text.clone()];
         let other = [id, column("a", "integer", false)];
-        assert!(matches!(of(&other, &both, Mode::Replace), Err(PlanError::TypeChanged { .. })));
+        assert!(matches!(plan(&other, &both, CopyMode::Replace), Err(PlanError::TypeChanged { .. })));
         let key = [column("id", "integer", true), column("a", "text", true)];
-        assert!(matches!(of(&key, &both, Mode::Missing), Err(PlanError::KeyChanged { .. })));
-        assert!(matches!(of(&[], &both, Mode::Replace), Err(PlanError::NoCommonColumns { .. })));
+        assert!(matches!(plan(&key, &both, CopyMode::Missing), Err(PlanError::KeyChanged { .. })));
+        assert!(matches!(plan(&[], &both, CopyMode::Replace), Err(PlanError::NoCommonColumns { .. })));
     }
 
     proptest! {
         #[test]
-        fn parents_first_lists_each_table_once(edges in proptest::collection::vec((0_usize..8, 0_usize..8), 0..12)) {
+        fn sort_parents_first_lists_each_table_once(edges in proptest::collection::vec((0_usize..8, 0_usize..8), 0..12)) {
             let names: Vec<String> = (0..8).map(|n| format!("t{n}")).collect();
             let tables: Vec<&str> = names.iter().map(String::as_str).collect();
             // Edges only point downwards: no cycle.
             let references: Vec<(String, String)> = edges.iter().filter(|(a, b)| a >= b)
                 .map(|(a, b)| (names[*a].clone(), names[*b].clone())).collect();
-            let ordered = parents_first(&tables, &references);
+            let ordered = sort_parents_first(&tables, &references);
             let mut sorted = ordered.clone();
             sorted.sort_unstable();
             prop_assert_eq!(sorted, tables);
-            let place = |name: &str| ordered.iter().position(|table| *table == name);
+            let position = |name: &str| ordered.iter().position(|table| *table == name);
             for (child, parent) in references.iter().filter(|(child, parent)| child != parent) {
-                prop_assert!(place(parent) < place(child), "{} before {}", parent, child);
+                prop_assert!(position(parent) < position(child), "{parent} must come before {child}");
             }
         }
 
         #[test]
-        fn parents_first_terminates_on_cycles(edges in proptest::collection::vec((0_usize..5, 0_usize..5), 0..20)) {
+        fn sort_parents_first_terminates_on_cycles(edges in proptest::collection::vec((0_usize..5, 0_usize..5), 0..20)) {
             let names: Vec<String> = (0..5).map(|n| format!("t{n}")).collect();
             let tables: Vec<&str> = names.iter().map(String::as_str).collect();
             let references: Vec<(String, String)> =
                 edges.iter().map(|(a, b)| (names[*a].clone(), names[*b].clone())).collect();
-            prop_assert_eq!(parents_first(&tables, &references).len(), 5);
+            prop_assert_eq!(sort_parents_first(&tables, &references).len(), 5);
         }
     }
 }

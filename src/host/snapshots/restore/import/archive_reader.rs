@@ -1,8 +1,8 @@
 //! Reads an archive in one pass, compares every entry with the manifest at the end, and can extract some entries into a
 //! staging directory.
 //!
-//! A pass keeps only a digest per entry and the names of the directories that it writes. The manifest can be as large
-//! as all names together, so it is compared while it is read (`manifest.rs`).
+//! A pass keeps only a digest per entry and the paths of the directories that it writes. The manifest can be as large as
+//! all names together, so it is compared while it is read (`manifest.rs`).
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -19,7 +19,7 @@ use crate::snapshots::archive::{
     ARCHIVE_INFO, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, SIDE_RECORD, SYSTEM,
 };
 use crate::system::tar_reader::EntryKind;
-use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quoted};
+use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quote_path};
 use svc_base::fsx::FileError;
 use svc_store::snapshot::SideRecord;
 
@@ -27,10 +27,10 @@ use svc_store::snapshot::SideRecord;
 const MAX_JSON_BYTES: u64 = 8 << 20;
 /// Enough for two million entries.
 const MAX_MANIFEST_BYTES: u64 = 512 << 20;
-const BUFFER: usize = 1 << 18;
+const BUFFER_BYTES: usize = 1 << 18;
 
-/// Limits for an archive of this size: no entry can be larger than the file.
-fn limits(archive_bytes: u64) -> TarLimits {
+/// Returns the limits for an archive of this size: no entry can be larger than the file.
+fn tar_limits(archive_bytes: u64) -> TarLimits {
     TarLimits {
         entries: 4_000_000,
         name_bytes: 16 * 1024,
@@ -49,11 +49,11 @@ pub enum ArchiveError {
         #[source]
         source: io::Error,
     },
-    #[error("{} is no whole archive: {why}; nothing was imported", .path.display())]
+    #[error("{} is not a complete archive: {why}; nothing was imported", .path.display())]
     Damaged { path: PathBuf, why: String },
     #[error("{} was written by a later version of svc ({made_by:?})", .path.display())]
     Later { path: PathBuf, made_by: String },
-    #[error("{} is no whole archive; nothing was imported", .path.display())]
+    #[error("{} is not a complete archive; nothing was imported", .path.display())]
     Refused {
         path: PathBuf,
         #[source]
@@ -63,12 +63,12 @@ pub enum ArchiveError {
     File(#[from] FileError),
 }
 
-/// The entries that a pass extracts; all others are only read.
+/// The entries that a pass extracts. All other entries are only read.
 pub enum Extract<'a> {
     Nothing,
     /// The owner's files, into a directory.
     Home(&'a Path),
-    /// The gateway user's entries: the dump into a file, its part of the home into a directory.
+    /// The entries of the gateway's user: the dump into a file, and its part of the home into a directory.
     Gateway {
         dump: &'a Path,
         system: &'a Path,
@@ -92,30 +92,30 @@ impl Extract<'_> {
     }
 }
 
-/// A complete archive.
+/// The description of an archive that was read in full and matches its manifest.
 #[derive(Debug)]
-pub struct Archived {
+pub struct VerifiedArchive {
     pub info: ArchiveInfo,
     pub side: SideRecord,
     /// Number of entries below the home.
     pub home_entries: usize,
 }
 
-impl Archived {
+impl VerifiedArchive {
     /// Reads the whole archive and extracts a part into existing, empty directories.
     ///
     /// # Errors
-    /// [`ArchiveError`]; the caller removes what was extracted.
+    /// [`ArchiveError`]; the caller removes the extracted files.
     pub fn read(file: &File, path: &Path, extract: &Extract<'_>) -> Result<Self, ArchiveError> {
         Pass::new(path, extract).run(file)
     }
 
-    /// Returns the dump's size as the archive claims it, before it is verified.
-    pub fn dump_bytes(mut file: &File, path: &Path) -> Result<u64, ArchiveError> {
+    /// Reads the dump's size as the archive claims it, before it is verified.
+    pub fn read_dump_size(mut file: &File, path: &Path) -> Result<u64, ArchiveError> {
         let read = |source| ArchiveError::Read { path: path.to_owned(), source };
         let damaged = |error| ArchiveError::Refused { path: path.to_owned(), source: error };
         file.rewind().map_err(read)?;
-        let limits = limits(file.metadata().map_err(read)?.len());
+        let limits = tar_limits(file.metadata().map_err(read)?.len());
         let mut tar = tar::Archive::new(BufReader::new(file));
         let mut entries = TarReader::new(&mut tar, limits).map_err(damaged)?;
         while let Some(entry) = entries.next_entry().map_err(damaged)? {
@@ -164,13 +164,13 @@ impl<'a> Pass<'a> {
         ArchiveError::Damaged { path: self.path.to_owned(), why: why.into() }
     }
 
-    fn run(mut self, mut file: &File) -> Result<Archived, ArchiveError> {
+    fn run(mut self, mut file: &File) -> Result<VerifiedArchive, ArchiveError> {
         let path = self.path;
         let read = |source| ArchiveError::Read { path: path.to_owned(), source };
         let refused = |source| ArchiveError::Refused { path: path.to_owned(), source };
         file.rewind().map_err(read)?;
-        let limits = limits(file.metadata().map_err(read)?.len());
-        let mut tar = tar::Archive::new(BufReader::with_capacity(BUFFER, file));
+        let limits = tar_limits(file.metadata().map_err(read)?.len());
+        let mut tar = tar::Archive::new(BufReader::with_capacity(BUFFER_BYTES, file));
         let mut entries = TarReader::new(&mut tar, limits).map_err(refused)?;
         while let Some(entry) = entries.next_entry().map_err(refused)? {
             self.read_entry(entry)?;
@@ -185,25 +185,24 @@ impl<'a> Pass<'a> {
     fn read_entry(&mut self, mut entry: TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         self.check_entry(&entry)?;
         if self.is_complete {
-            return Err(self.damaged(format!("{} comes after the manifest", quoted(&entry.path))));
+            return Err(self.damaged(format!("{} comes after the manifest", quote_path(&entry.path))));
         }
         let listed = match entry.path.to_str() {
             Some(ARCHIVE_INFO) => {
-                let (info, listed) = self.description(&mut entry)?;
+                let (info, listed) = self.read_json(&mut entry)?;
                 self.info = Some(info);
                 listed
             }
             Some(SIDE_RECORD) => {
-                let (side, listed) = self.description(&mut entry)?;
+                let (side, listed) = self.read_json(&mut entry)?;
                 self.side = Some(side);
                 listed
             }
             Some(MANIFEST) => return self.compare_manifest(entry),
             _ => match self.extract.destination(&entry.path) {
-                Some(destination) => self.write(&mut entry, &destination)?,
-                None => {
-                    copy_listed(&mut entry, io::sink()).map_err(|error| self.broken(&entry.path, &error))?
-                }
+                Some(destination) => self.extract_entry(&mut entry, &destination)?,
+                None => copy_listed(&mut entry, io::sink())
+                    .map_err(|error| self.damaged_entry(&entry.path, &error))?,
             },
         };
         if listed.path == DUMP {
@@ -218,19 +217,21 @@ impl<'a> Pass<'a> {
     fn check_entry(&mut self, entry: &TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         let path = entry.path.as_path();
         let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
-        let is_ours = [ARCHIVE_INFO, DUMP, SIDE_RECORD, MANIFEST].iter().any(|name| path == Path::new(name));
-        let is_in_place = path.parent().is_some_and(|parent| self.directories.contains(&name_digest(parent)));
-        if !is_plain || !(is_ours || is_in_place) {
-            return Err(self.damaged(format!("{} is no path of an archive", quoted(path))));
+        let is_top_level =
+            [ARCHIVE_INFO, DUMP, SIDE_RECORD, MANIFEST].iter().any(|name| path == Path::new(name));
+        let has_known_parent =
+            path.parent().is_some_and(|parent| self.directories.contains(&name_digest(parent)));
+        if !is_plain || !(is_top_level || has_known_parent) {
+            return Err(self.damaged(format!("{} is not a valid path in an archive", quote_path(path))));
         }
         let is_system = path.strip_prefix(HOME).is_ok_and(|inside| inside == Path::new(SYSTEM));
         let is_allowed = match entry.kind {
-            EntryKind::Directory => !is_ours,
-            EntryKind::Link => !is_ours && !is_system,
+            EntryKind::Directory => !is_top_level,
+            EntryKind::Link => !is_top_level && !is_system,
             EntryKind::File => !is_system,
         };
         if !is_allowed {
-            return Err(self.damaged(format!("{} is of the kind {:?}", quoted(path), entry.kind)));
+            return Err(self.damaged(format!("{} has the wrong kind, {:?}", quote_path(path), entry.kind)));
         }
         if entry.kind == EntryKind::Directory {
             self.directories.insert(name_digest(path));
@@ -238,18 +239,19 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    fn description<T: DeserializeOwned>(
+    fn read_json<T: DeserializeOwned>(
         &self,
         entry: &mut TarEntry<'_, impl Read>,
     ) -> Result<(T, ArchiveEntry), ArchiveError> {
         if entry.size > MAX_JSON_BYTES {
-            return Err(self.damaged(format!("{} is too large", quoted(&entry.path))));
+            return Err(self.damaged(format!("{} is too large", quote_path(&entry.path))));
         }
         let mut text = Vec::new();
-        let listed = copy_listed(entry, &mut text).map_err(|error| self.broken(&entry.path, &error))?;
+        let listed =
+            copy_listed(entry, &mut text).map_err(|error| self.damaged_entry(&entry.path, &error))?;
         let parsed = serde_json::from_slice(&text);
-        let parsed =
-            parsed.map_err(|error| self.damaged(format!("{} is not valid: {error}", quoted(&entry.path))))?;
+        let parsed = parsed
+            .map_err(|error| self.damaged(format!("{} is not valid: {error}", quote_path(&entry.path))))?;
         Ok((parsed, listed))
     }
 
@@ -262,11 +264,11 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    fn broken(&self, path: &Path, error: &io::Error) -> ArchiveError {
-        self.damaged(format!("{}: {error}", quoted(path)))
+    fn damaged_entry(&self, path: &Path, error: &io::Error) -> ArchiveError {
+        self.damaged(format!("{}: {error}", quote_path(path)))
     }
 
-    fn write(
+    fn extract_entry(
         &mut self,
         entry: &mut TarEntry<'_, impl Read>,
         to: &Path,
@@ -280,24 +282,24 @@ impl<'a> Pass<'a> {
             }
             EntryKind::Link => std::os::unix::fs::symlink(&entry.link, to).map_err(failed("link"))?,
             EntryKind::File => {
-                // Always a new file, never through a link that an earlier entry created.
+                // The file must be new: an earlier entry may have created a link of this name.
                 let mut options = File::options();
                 let file = options.write(true).mode(0o600).create_new(true).open(to);
                 let file = file.map_err(failed("create"))?;
                 let listed = copy_listed(entry, &file).map_err(failed("write"))?;
                 let modified = std::time::UNIX_EPOCH
                     .checked_add(std::time::Duration::from_secs(entry.modified))
-                    .ok_or_else(|| self.damaged(format!("{} has no valid time", quoted(&entry.path))))?;
+                    .ok_or_else(|| self.damaged(format!("{} has no valid time", quote_path(&entry.path))))?;
                 file.set_modified(modified).map_err(failed("set the time of"))?;
                 let permissions = fs::Permissions::from_mode(mode);
                 file.set_permissions(permissions).map_err(failed("set the mode of"))?;
                 return Ok(listed);
             }
         }
-        copy_listed(entry, io::sink()).map_err(|error| self.broken(&entry.path, &error))
+        copy_listed(entry, io::sink()).map_err(|error| self.damaged_entry(&entry.path, &error))
     }
 
-    fn finish(self) -> Result<Archived, ArchiveError> {
+    fn finish(self) -> Result<VerifiedArchive, ArchiveError> {
         let damaged = |why: String| ArchiveError::Damaged { path: self.path.to_owned(), why };
         let info = self.info.ok_or_else(|| damaged(format!("{ARCHIVE_INFO} is missing")))?;
         if info.version > archive::VERSION {
@@ -310,7 +312,7 @@ impl<'a> Pass<'a> {
         if self.dump != Some((side.size_bytes, side.sha256.clone())) {
             return Err(damaged(format!("{SIDE_RECORD} does not match {DUMP}")));
         }
-        Ok(Archived { info, side, home_entries: self.home_entries })
+        Ok(VerifiedArchive { info, side, home_entries: self.home_entries })
     }
 }
 

@@ -1,4 +1,4 @@
-//! Inspects the catalog of the new database for objects that the archive's SQL must not create, before any other use.
+//! Inspects the catalog of the new database, before any other use, for objects that the archive's SQL must not create.
 //!
 //! A database with such an object is refused, even if the dump does not list it: code of any kind, granted privileges,
 //! and expressions that call more than a value needs. Later sessions of the superuser (a backup, a restore, the
@@ -64,9 +64,9 @@ const EXPRESSIONS: [(&str, &str, &str); 7] = [
     ("pg_type", "typname", "typdefaultbin"),
 ];
 
-/// Privilege lists: catalog, owner, list, name, and condition. The archive's own are not loaded, so privileges of
-/// anyone but the owner were granted by its SQL.
-const RIGHTS: [(&str, &str, &str, &str, &str); 4] = [
+/// Privilege lists: catalog, owner, list, name, and condition. The archive's own privileges are not loaded, so its SQL
+/// granted any privilege that a role other than the owner has.
+const PRIVILEGE_LISTS: [(&str, &str, &str, &str, &str); 4] = [
     ("pg_class", "o.relowner", "o.relacl", "o.relname", "o.oid >= 16384"),
     ("pg_type", "o.typowner", "o.typacl", "o.typname", "o.oid >= 16384"),
     (
@@ -93,11 +93,11 @@ const RIGHTS: [(&str, &str, &str, &str, &str); 4] = [
 pub async fn find_forbidden(client: &Client) -> Result<Option<String>, Error> {
     // Objects of the archive must not shadow built-in names.
     client.batch_execute("SET search_path = pg_catalog").await?;
-    let row = client.query_opt(&forbidden(), &[]).await?;
+    let row = client.query_opt(&build_forbidden_query(), &[]).await?;
     row.map(|row| row.try_get(0)).transpose()
 }
 
-fn forbidden() -> String {
+fn build_forbidden_query() -> String {
     let mut sql = "WITH member AS (SELECT classid, objid FROM pg_depend WHERE deptype = 'e')".to_owned();
     let mut parts = Vec::new();
     for (what, catalog, name, condition) in FORBIDDEN {
@@ -112,7 +112,7 @@ fn forbidden() -> String {
           WHERE extowner <> (SELECT oid FROM pg_roles WHERE rolname = current_user)"
             .to_owned(),
     );
-    for (catalog, owner, list, name, condition) in RIGHTS {
+    for (catalog, owner, list, name, condition) in PRIVILEGE_LISTS {
         parts.push(format!(
             "SELECT 'grant on ' || quote_ident({name}) FROM {catalog} o CROSS JOIN aclexplode({list}) a \
               WHERE a.grantee <> {owner} AND {condition}{}",

@@ -1,15 +1,15 @@
 //! The parsers of an owner's archive, exposed to `tests/fuzz`. Absent from release builds.
 
 use super::manifest::{compare, entry_digest};
-use super::toc::select;
+use super::toc::select_entries;
 use crate::snapshots::archive::ArchiveEntry;
 
-/// Selects what would be loaded of a dump with this listing: a line per entry, and the extensions.
+/// Selects the entries that would be loaded from a dump with this listing: a line per entry, and the extensions.
 ///
 /// # Errors
 /// The reason for a refusal.
 pub fn read_listing(listing: &str) -> Result<(String, Vec<String>), String> {
-    let selection = select(listing).map_err(|error| error.to_string())?;
+    let selection = select_entries(listing).map_err(|error| error.to_string())?;
     Ok((selection.list, selection.extensions.into_iter().collect()))
 }
 

@@ -1,4 +1,4 @@
-//! Puts the home's entries of an archive in place, each by one rename, as the user who owns them.
+//! Installs the home's entries of an archive, each by one rename, as the user who owns them.
 
 use std::ffi::OsString;
 use std::fs;
@@ -8,24 +8,24 @@ use std::path::{Path, PathBuf};
 use crate::snapshots::archive::{REPLACED_PREFIX, STAGING_PREFIX};
 use svc_base::fsx::{self, FileError};
 
-/// The working directories of an import: one for staged files, one for the replaced ones.
+/// The working directories of an import: one for staged files, one for replaced files.
 pub struct Staging {
     directory: PathBuf,
     staged: PathBuf,
-    before: PathBuf,
+    replaced: PathBuf,
 }
 
 impl Staging {
-    /// The directories of import `number`, below `directory`.
+    /// Returns the directories of the import `number`, below `directory`. They are not created yet.
     pub fn new(directory: &Path, number: i64) -> Self {
         Self {
             directory: directory.to_owned(),
             staged: directory.join(format!("{STAGING_PREFIX}{number}")),
-            before: directory.join(format!("{REPLACED_PREFIX}{number}")),
+            replaced: directory.join(format!("{REPLACED_PREFIX}{number}")),
         }
     }
 
-    /// Creates an empty staging directory and removes those of killed runs.
+    /// Creates an empty staging directory, and removes the staging directories of killed runs.
     pub fn create(&self) -> Result<&Path, FileError> {
         fs::create_dir_all(&self.directory).map_err(FileError::at("create directory", &self.directory))?;
         remove_staged(&self.directory)?;
@@ -38,52 +38,52 @@ impl Staging {
     /// a user may rename only files that it owns.
     ///
     /// # Errors
-    /// [`FileError`]; it names the file that must change its owner or be moved away first.
+    /// [`FileError`]; it names the file that must be moved away first.
     pub fn ensure_replaceable(&self) -> Result<(), FileError> {
         let user = nix::unistd::geteuid().as_raw();
         let home = fs::metadata(&self.directory).map_err(FileError::at("inspect", &self.directory))?;
         if user == 0 || home.uid() == user || home.mode() & 0o1000 == 0 {
             return Ok(());
         }
-        for name in names(&self.staged)? {
+        for name in list_names(&self.staged)? {
             let path = self.directory.join(name);
             if fs::symlink_metadata(&path).is_ok_and(|meta| meta.uid() != user) {
-                let of_another = std::io::Error::other("it belongs to another user: move it away first");
-                return Err(FileError::at("replace", &path)(of_another));
+                let wrong_owner = std::io::Error::other("it belongs to another user: move it away first");
+                return Err(FileError::at("replace", &path)(wrong_owner));
             }
         }
         Ok(())
     }
 
-    /// Puts everything in place; returns the directory with the replaced files, if any.
+    /// Installs all staged entries; returns the directory with the replaced files, if any.
     ///
     /// # Errors
     /// [`FileError`]; every entry is then either completely replaced or unchanged.
     pub fn install(&self) -> Result<Option<&Path>, FileError> {
-        for name in names(&self.staged)? {
+        for name in list_names(&self.staged)? {
             self.exchange(&name)?;
         }
         fs::remove_dir_all(&self.staged).map_err(FileError::at("remove", &self.staged))?;
         fsx::sync_dir(&self.directory)?;
-        Ok(self.before.exists().then_some(self.before.as_path()))
+        Ok(self.replaced.exists().then_some(self.replaced.as_path()))
     }
 
-    /// Puts a staged entry in place and sets the existing one of that name aside.
+    /// Installs a staged entry, and moves an existing one of that name into the directory of replaced files.
     fn exchange(&self, name: &OsString) -> Result<(), FileError> {
         let to = self.directory.join(name);
         if fs::symlink_metadata(&to).is_ok() {
             let mut private = fs::DirBuilder::new();
-            let made = private.recursive(true).mode(0o750).create(&self.before);
-            made.map_err(FileError::at("create directory", &self.before))?;
-            fs::rename(&to, self.before.join(name)).map_err(FileError::at("put aside", &to))?;
+            let created = private.recursive(true).mode(0o750).create(&self.replaced);
+            created.map_err(FileError::at("create directory", &self.replaced))?;
+            fs::rename(&to, self.replaced.join(name)).map_err(FileError::at("move", &to))?;
         }
-        fs::rename(self.staged.join(name), &to).map_err(FileError::at("put in place", &to))
+        fs::rename(self.staged.join(name), &to).map_err(FileError::at("install", &to))
     }
 }
 
 /// Removes the staging directories of killed runs.
 pub fn remove_staged(directory: &Path) -> Result<(), FileError> {
-    for name in names(directory)? {
+    for name in list_names(directory)? {
         if name.to_string_lossy().starts_with(STAGING_PREFIX) {
             let path = directory.join(name);
             fs::remove_dir_all(&path).map_err(FileError::at("remove", &path))?;
@@ -92,7 +92,7 @@ pub fn remove_staged(directory: &Path) -> Result<(), FileError> {
     Ok(())
 }
 
-fn names(dir: &Path) -> Result<Vec<OsString>, FileError> {
+fn list_names(dir: &Path) -> Result<Vec<OsString>, FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),

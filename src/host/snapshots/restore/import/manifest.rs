@@ -1,7 +1,7 @@
 //! Compares an archive's manifest, while it is read, with the entries that preceded it.
 //!
-//! The entries' digests and the manifest's entries are in the same order, so neither is ever in memory as a whole. No
-//! string of the manifest may be longer than a valid entry needs.
+//! The entries' digests and the manifest's entries are in the same order, so the manifest is never in memory as a whole.
+//! No string of the manifest may be longer than a valid entry needs.
 
 use std::fmt;
 use std::io::{self, BufReader, Read};
@@ -13,11 +13,11 @@ use sha2::{Digest, Sha256};
 
 use crate::snapshots::archive::ArchiveEntry;
 use crate::system::tar_reader::EntryKind;
-use crate::system::tar_reader::quoted;
+use crate::system::tar_reader::quote_path;
 use svc_base::untrusted_text;
 
 /// A path of 16 KiB in which every byte is written as `%XX`, or escaped by JSON as six characters.
-const MAX_TEXT_BYTES: usize = 128 * 1024;
+const MAX_STRING_BYTES: usize = 128 * 1024;
 
 /// Digest of an [`ArchiveEntry`], unique per entry.
 pub type EntryDigest = [u8; 32];
@@ -43,19 +43,20 @@ pub fn entry_digest(listed: &ArchiveEntry) -> EntryDigest {
 /// # Errors
 /// Describes the difference or the syntax error. The text may quote the manifest and is safe to print.
 pub fn compare(manifest: impl Read, seen: &[EntryDigest]) -> Result<(), String> {
-    let bounded = BoundedTexts { inner: BufReader::with_capacity(1 << 16, manifest), state: Text::Outside };
+    let inner = BufReader::with_capacity(1 << 16, manifest);
+    let bounded = BoundedStrings { inner, state: StringState::Outside };
     let mut json = serde_json::Deserializer::from_reader(BufReader::with_capacity(1 << 16, bounded));
-    let compared = Manifest { seen }.deserialize(&mut json);
+    let compared = ManifestVisitor { seen }.deserialize(&mut json);
     compared
         .and_then(|()| json.end())
         .map_err(|error| untrusted_text::bounded(&format!("manifest.json: {error}")))
 }
 
-struct Manifest<'a> {
+struct ManifestVisitor<'a> {
     seen: &'a [EntryDigest],
 }
 
-impl<'de> DeserializeSeed<'de> for Manifest<'_> {
+impl<'de> DeserializeSeed<'de> for ManifestVisitor<'_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
@@ -63,7 +64,7 @@ impl<'de> DeserializeSeed<'de> for Manifest<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Manifest<'_> {
+impl<'de> Visitor<'de> for ManifestVisitor<'_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -85,7 +86,7 @@ impl<'de> Visitor<'de> for Manifest<'_> {
                     return Err(serde::de::Error::duplicate_field("entries"));
                 }
                 Member::Entries => {
-                    members.next_value_seed(Entries { seen: self.seen })?;
+                    members.next_value_seed(EntriesVisitor { seen: self.seen })?;
                     has_entries = true;
                 }
                 Member::Other => drop(members.next_value::<IgnoredAny>()?),
@@ -95,11 +96,11 @@ impl<'de> Visitor<'de> for Manifest<'_> {
     }
 }
 
-struct Entries<'a> {
+struct EntriesVisitor<'a> {
     seen: &'a [EntryDigest],
 }
 
-impl<'de> DeserializeSeed<'de> for Entries<'_> {
+impl<'de> DeserializeSeed<'de> for EntriesVisitor<'_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
@@ -107,7 +108,7 @@ impl<'de> DeserializeSeed<'de> for Entries<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Entries<'_> {
+impl<'de> Visitor<'de> for EntriesVisitor<'_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -117,7 +118,7 @@ impl<'de> Visitor<'de> for Entries<'_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<(), A::Error> {
         let mut seen = self.seen.iter();
         while let Some(listed) = entries.next_element::<ArchiveEntry>()? {
-            let name = quoted(Path::new(&listed.path));
+            let name = quote_path(Path::new(&listed.path));
             match seen.next() {
                 Some(digest) if *digest == entry_digest(&listed) => {}
                 Some(_) => {
@@ -129,36 +130,36 @@ impl<'de> Visitor<'de> for Entries<'_> {
         }
         match seen.len() {
             0 => Ok(()),
-            more => Err(serde::de::Error::custom(format!("the last {more} entries are not listed"))),
+            count => Err(serde::de::Error::custom(format!("the last {count} entries are not listed"))),
         }
     }
 }
 
-/// Passes JSON through and fails at a string longer than [`MAX_TEXT_BYTES`], because a parser buffers whole strings.
-struct BoundedTexts<R> {
+/// Passes JSON through and fails at a string longer than [`MAX_STRING_BYTES`], because a parser buffers whole strings.
+struct BoundedStrings<R> {
     inner: R,
-    state: Text,
+    state: StringState,
 }
 
 #[derive(Clone, Copy)]
-enum Text {
+enum StringState {
     Outside,
     Inside { length: usize, is_escaped: bool },
 }
 
-impl<R: Read> Read for BoundedTexts<R> {
+impl<R: Read> Read for BoundedStrings<R> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let read = self.inner.read(into)?;
         for byte in &into[..read] {
             self.state = match (self.state, byte) {
-                (Text::Outside, b'"') => Text::Inside { length: 0, is_escaped: false },
-                (Text::Outside, _) => Text::Outside,
-                (Text::Inside { is_escaped: false, .. }, b'"') => Text::Outside,
-                (Text::Inside { length, .. }, _) if length >= MAX_TEXT_BYTES => {
-                    return Err(io::Error::other("a string in it is too long"));
+                (StringState::Outside, b'"') => StringState::Inside { length: 0, is_escaped: false },
+                (StringState::Outside, _) => StringState::Outside,
+                (StringState::Inside { is_escaped: false, .. }, b'"') => StringState::Outside,
+                (StringState::Inside { length, .. }, _) if length >= MAX_STRING_BYTES => {
+                    return Err(io::Error::other("a string is too long"));
                 }
-                (Text::Inside { length, is_escaped }, byte) => {
-                    Text::Inside { length: length + 1, is_escaped: !is_escaped && *byte == b'\\' }
+                (StringState::Inside { length, is_escaped }, byte) => {
+                    StringState::Inside { length: length + 1, is_escaped: !is_escaped && *byte == b'\\' }
                 }
             };
         }
@@ -184,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn compare_accepts_same_entries_only_in_order() {
+    fn compare_accepts_only_same_entries_in_order() {
         let entries = [listed("home/a"), listed("home/b")];
         let seen = entries.each_ref().map(entry_digest);
         compare(manifest(&entries).as_bytes(), &seen).unwrap();
@@ -211,9 +212,9 @@ mod tests {
         assert!(refused.contains("unknown variant") && !refused.contains('\x1b'), "{refused}");
     }
 
-    /// 100 MB of text without an end, which a parser would buffer.
+    /// The string has 100 MB and no end, and a parser would buffer it.
     #[test]
-    fn compare_refuses_a_text_that_is_too_long() {
+    fn compare_refuses_string_that_is_too_long() {
         let endless = Read::chain(&b"{\"leftOut\":[\""[..], io::repeat(b'x').take(100 << 20));
         let refused = compare(endless, &[]).unwrap_err();
         assert!(refused.contains("too long"), "{refused}");

@@ -1,10 +1,10 @@
 //! `svc-restore import`: imports an owner's archive (`host::snapshots::archive`) onto this machine. Its database
 //! replaces the existing one, and its home entries replace those of the same name.
 //!
-//! Root runs it, opens the archive, and starts a process per step: as the gateway's user, who owns the database, or as
-//! the owner's. Nothing changes before every byte was compared with the manifest. If the database has rows, a snapshot
-//! of it is taken first. Replaced data is kept: the database for seven days, the home's entries in directories that are
-//! printed at the end. A killed run is simply repeated.
+//! This process runs as root: it opens the archive, and starts a process per step, as the gateway's user, who owns the
+//! database, or as the owner's user. Nothing changes before every byte has been compared with the manifest. If the
+//! database has rows, a snapshot is taken first. Replaced data is kept: the database for seven days, the home's entries
+//! in directories that are printed at the end. After a kill, the import is simply run again.
 
 pub mod archive_reader;
 mod catalog;
@@ -55,7 +55,7 @@ pub const FAILPOINTS: &[&str] = &[
 
 #[derive(Debug, thiserror::Error)]
 enum ImportError {
-    #[error("the import's step {step} was not started")]
+    #[error("cannot start the import's step {step}")]
     Start {
         step: &'static str,
         #[source]
@@ -69,7 +69,7 @@ impl ImportError {
     fn exit(&self) -> Exit {
         match self {
             Self::Start { .. } => Exit::Internal,
-            Self::Failed { end, .. } => Exit::of_child(*end),
+            Self::Failed { end, .. } => Exit::from_child(*end),
         }
     }
 }
@@ -83,19 +83,19 @@ pub async fn run(layout: &Layout, name: &Path, options: Options) -> Result<(), F
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another import is under way")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
-    let archive = open(name).or_exit(Exit::Refused)?;
-    let run = Run { layout, archive, name, options, number: clock::now_ms().as_millisecond() };
+    let archive = open_archive(name).or_exit(Exit::Refused)?;
+    let run = ImportRun { layout, archive, name, options, number: clock::now_ms().as_millisecond() };
     run.import().await.map_err(|error| Failure::new(error.exit(), error))?;
     failpoint::pass("import.done").or_exit(Exit::Internal)?;
     drop(lock);
     if !options.check {
-        restart(layout).await;
+        restart_gateway(layout).await;
     }
     Ok(())
 }
 
 /// Opens the archive once and checks that it is a regular file: other users may be able to change its path.
-fn open(path: &Path) -> Result<File, io::Error> {
+fn open_archive(path: &Path) -> Result<File, io::Error> {
     let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
     let mut options = File::options();
     let file = options.read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).map_err(named)?;
@@ -106,7 +106,7 @@ fn open(path: &Path) -> Result<File, io::Error> {
     }
 }
 
-struct Run<'a> {
+struct ImportRun<'a> {
     layout: &'a Layout,
     archive: File,
     name: &'a Path,
@@ -114,33 +114,33 @@ struct Run<'a> {
     number: i64,
 }
 
-impl Run<'_> {
+impl ImportRun<'_> {
     async fn import(&self) -> Result<(), ImportError> {
-        self.step(Step::Check).await?;
+        self.run_step(Step::Check).await?;
         if self.options.check {
             return Ok(());
         }
-        let ready = async {
-            self.step(Step::Stage).await?;
-            self.step(Step::Database).await
+        let prepared = async {
+            self.run_step(Step::Stage).await?;
+            self.run_step(Step::Database).await
         };
-        if let Err(error) = ready.await {
-            // The first error says more.
-            let _ = self.step(Step::Unstage).await;
+        if let Err(error) = prepared.await {
+            // The first error is the cause, so an error of the cleanup is ignored.
+            let _ = self.run_step(Step::Unstage).await;
             return Err(error);
         }
-        self.step(Step::Place).await
+        self.run_step(Step::Place).await
     }
 
     /// Runs a step to its end, as the user who owns the files.
-    async fn step(&self, step: Step) -> Result<(), ImportError> {
+    async fn run_step(&self, step: Step) -> Result<(), ImportError> {
         let name = step.name();
         let start = |source| ImportError::Start { step: name, source };
-        let user = if step.is_owners() { MachineUser::Owner } else { MachineUser::Gateway };
+        let user = if step.is_run_as_owner() { MachineUser::Owner } else { MachineUser::Gateway };
         let mut command =
-            user::program_as(self.layout, user, &["svc-restore", "import-step", name]).map_err(start)?;
+            user::applet_command(self.layout, user, &["svc-restore", "import-step", name]).map_err(start)?;
         command.args(["--number", &self.number.to_string(), "--archive"]).arg(self.name);
-        command.args(self.options.arguments());
+        command.args(self.options.to_arguments());
         command.stdin(self.archive.try_clone().map_err(start)?);
         let end = command.status().await.map_err(start)?;
         if end.success() { Ok(()) } else { Err(ImportError::Failed { step: name, end }) }
@@ -148,7 +148,7 @@ impl Run<'_> {
 }
 
 /// Restarts the gateway, which then sets the passwords of the database's roles.
-async fn restart(layout: &Layout) {
+async fn restart_gateway(layout: &Layout) {
     let Some(systemctl) = systemd::systemctl(layout) else {
         println!("next: restart svc-gateway");
         return;

@@ -1,4 +1,4 @@
-//! The options of an import, which each of its steps gets as well.
+//! The options of an import, which are passed to each of its steps.
 
 /// Options of an import.
 #[derive(Debug, Clone, Copy, clap::Args)]
@@ -15,13 +15,13 @@ pub struct Options {
 }
 
 impl Options {
-    /// The options as arguments of a step.
-    pub fn arguments(self) -> impl Iterator<Item = &'static str> {
+    /// Returns the options as arguments of a step.
+    pub fn to_arguments(self) -> impl Iterator<Item = &'static str> {
         let flags = [
             (self.check, "--check"),
             (self.of_another_user, "--of-another-user"),
             (self.no_backup, "--no-backup"),
         ];
-        flags.into_iter().filter_map(|(is_given, word)| is_given.then_some(word))
+        flags.into_iter().filter_map(|(is_given, flag)| is_given.then_some(flag))
     }
 }

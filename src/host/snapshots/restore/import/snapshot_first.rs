@@ -13,7 +13,7 @@ use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::Exit;
 
-/// The timeout of its unit.
+/// The timeout of `svc-db-backup.service`.
 const TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 
 #[derive(Debug, thiserror::Error)]
@@ -27,8 +27,8 @@ pub enum SnapshotFirstError {
     #[error("start svc-db-backup")]
     Start(#[source] std::io::Error),
     #[error(
-        "the snapshot of the current database, which is taken first, failed ({end}); nothing was changed\n  next: see its \
-         message above; `--no-backup` imports without it"
+        "the snapshot of the current database, which is taken first, failed ({end}); nothing was changed\n  next: see the \
+         message above, or import without it (--no-backup)"
     )]
     Failed { end: String },
 }
@@ -45,17 +45,17 @@ impl SnapshotFirstError {
     }
 }
 
-/// Takes the snapshot, unless the database has no rows of the owner's. A held-back snapshot is enough: it is kept.
+/// Takes the snapshot, unless the database has no rows of the owner. A held-back snapshot suffices, because it is stored.
 ///
 /// # Errors
 /// [`SnapshotFirstError`]; nothing was changed.
 pub async fn take_snapshot(settings: &RestoreSettings) -> Result<(), SnapshotFirstError> {
     let server = &settings.context.server;
     let client = staging::connect_with_retries(&settings.context, server.database()).await?;
-    if row_counts::first_with_rows(&client).await?.is_none() {
+    if row_counts::find_table_with_rows(&client).await?.is_none() {
         return Ok(());
     }
-    database_identity::verify(&settings.layout, &client).await?;
+    database_identity::check_or_adopt(&settings.layout, &client).await?;
     drop(client);
     println!("taking a snapshot of the current database");
     let program = std::env::current_exe().map_err(SnapshotFirstError::Start)?;
@@ -64,7 +64,7 @@ pub async fn take_snapshot(settings: &RestoreSettings) -> Result<(), SnapshotFir
     let ended = tokio::time::timeout(TIMEOUT, backup.status()).await;
     let status = match ended {
         Ok(status) => status.map_err(SnapshotFirstError::Start)?,
-        Err(_) => return Err(SnapshotFirstError::Failed { end: "it did not end in time".to_owned() }),
+        Err(_) => return Err(SnapshotFirstError::Failed { end: "timed out".to_owned() }),
     };
     if status.success() || status.code() == Some(i32::from(Exit::Refused as u8)) {
         return Ok(());

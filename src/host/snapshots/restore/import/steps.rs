@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
-use super::archive_reader::{ArchiveError, Archived, Extract};
+use super::archive_reader::{ArchiveError, Extract, VerifiedArchive};
 use super::home::{self, Staging};
 use super::options::Options;
 use super::snapshot_first::{self, SnapshotFirstError};
@@ -51,8 +51,8 @@ impl Step {
         self.into()
     }
 
-    /// Returns whether the step runs as the owner rather than the gateway's user.
-    pub fn is_owners(self) -> bool {
+    /// Returns whether the step runs as the owner's user rather than the gateway's.
+    pub fn is_run_as_owner(self) -> bool {
         matches!(self, Self::Stage | Self::Unstage | Self::Place)
     }
 }
@@ -73,16 +73,17 @@ pub struct StepArgs {
 #[derive(Debug, thiserror::Error)]
 enum StepError {
     #[error(
-        "the restore gate is shut: `svc-restore` must restore this machine's own snapshot before an import"
+        "the restore gate is closed: `svc-restore` must restore this machine's own snapshot before an import"
     )]
-    GateShut,
+    GateClosed,
     #[error("this machine has been replaced (superseded.json)")]
     Superseded,
     #[error(
-        "the archive is {of}'s, and this machine is {here}'s\n  next: `--of-another-user` confirms that this is intended"
+        "the archive belongs to the user {archive}, but this machine belongs to {machine}\n  next: if this is intended, add \
+         `--of-another-user`"
     )]
-    Anothers { of: String, here: String },
-    #[error("the archive on standard input")]
+    OtherUser { archive: String, machine: String },
+    #[error("open the archive on standard input")]
     Input(#[source] std::io::Error),
     #[error(transparent)]
     Archive(#[from] ArchiveError),
@@ -112,8 +113,8 @@ impl StepError {
     fn exit(&self) -> Exit {
         match self {
             Self::Superseded => Exit::Permission,
-            Self::GateShut => Exit::TryAgain,
-            Self::Anothers { .. } | Self::Archive(_) | Self::Download(DownloadError::NoSpace { .. }) => {
+            Self::GateClosed => Exit::TryAgain,
+            Self::OtherUser { .. } | Self::Archive(_) | Self::Download(DownloadError::NoSpace { .. }) => {
                 Exit::Refused
             }
             Self::Download(error) => error.exit(),
@@ -138,8 +139,8 @@ pub async fn run_step(layout: Layout, args: StepArgs) -> Result<(), Failure> {
     let archive = std::io::stdin().as_fd().try_clone_to_owned().map(File::from).map_err(StepError::Input);
     let ended = match (args.step, archive) {
         (_, Err(error)) => Err(error),
-        (Step::Check, Ok(archive)) => check(&RestoreSettings::read(layout)?, &archive, &args),
-        (Step::Stage, Ok(archive)) => stage(&layout, &archive, &args),
+        (Step::Check, Ok(archive)) => check_archive(&RestoreSettings::read(layout)?, &archive, &args),
+        (Step::Stage, Ok(archive)) => stage_files(&layout, &archive, &args),
         (Step::Unstage, Ok(_)) => home::remove_staged(&layout.home()).map_err(StepError::from),
         (Step::Database, Ok(archive)) => {
             let settings = RestoreSettings::read(layout)?;
@@ -151,12 +152,12 @@ pub async fn run_step(layout: Layout, args: StepArgs) -> Result<(), Failure> {
     ended.map_err(|error| Failure::new(error.exit(), error))
 }
 
-fn check(settings: &RestoreSettings, archive: &File, args: &StepArgs) -> Result<(), StepError> {
+fn check_archive(settings: &RestoreSettings, archive: &File, args: &StepArgs) -> Result<(), StepError> {
     failpoint::pass("import.begin")?;
-    let archived = read(archive, &args.archive, &Extract::Nothing)?;
+    let archived = read_archive(archive, &args.archive, &Extract::Nothing)?;
     let rows: u64 = archived.side.tables.iter().map(|table| table.rows).sum();
     println!(
-        "{}'s, of {}: {} tables with {rows} rows, {} entries of the home; every byte is as it was written",
+        "archive of {}, created at {}: {} tables with {rows} rows, {} entries of the home; all are intact",
         archived.info.idp_user_id,
         svc_base::clock::rfc3339_ms(archived.info.created_at),
         archived.side.tables.len(),
@@ -165,28 +166,28 @@ fn check(settings: &RestoreSettings, archive: &File, args: &StepArgs) -> Result<
     if args.options.check {
         return Ok(());
     }
-    let here = settings.user.as_str();
-    if archived.info.idp_user_id.as_str() != here && !args.options.of_another_user {
-        let of = archived.info.idp_user_id.as_str().to_owned();
-        return Err(StepError::Anothers { of, here: here.to_owned() });
+    let machine = settings.user.as_str();
+    if archived.info.idp_user_id.as_str() != machine && !args.options.of_another_user {
+        let archive = archived.info.idp_user_id.as_str().to_owned();
+        return Err(StepError::OtherUser { archive, machine: machine.to_owned() });
     }
     if settings.layout.superseded().exists() {
         return Err(StepError::Superseded);
     }
     if !settings.layout.restore_complete().exists() {
-        return Err(StepError::GateShut);
+        return Err(StepError::GateClosed);
     }
     failpoint::pass("import.checked")?;
     Ok(())
 }
 
-fn read(archive: &File, name: &Path, extract: &Extract<'_>) -> Result<Archived, ArchiveError> {
-    tokio::task::block_in_place(|| Archived::read(archive, name, extract))
+fn read_archive(archive: &File, name: &Path, extract: &Extract<'_>) -> Result<VerifiedArchive, ArchiveError> {
+    tokio::task::block_in_place(|| VerifiedArchive::read(archive, name, extract))
 }
 
-fn stage(layout: &Layout, archive: &File, args: &StepArgs) -> Result<(), StepError> {
+fn stage_files(layout: &Layout, archive: &File, args: &StepArgs) -> Result<(), StepError> {
     let staging = Staging::new(&layout.home(), args.number);
-    read(archive, &args.archive, &Extract::Home(staging.create()?))?;
+    read_archive(archive, &args.archive, &Extract::Home(staging.create()?))?;
     staging.ensure_replaceable()?;
     failpoint::pass("import.staged")?;
     Ok(())
@@ -194,10 +195,10 @@ fn stage(layout: &Layout, archive: &File, args: &StepArgs) -> Result<(), StepErr
 
 fn install_files(layout: &Layout, args: &StepArgs) -> Result<(), StepError> {
     let staging = Staging::new(&layout.home(), args.number);
-    let before = tokio::task::block_in_place(|| staging.install())?;
+    let replaced = tokio::task::block_in_place(|| staging.install())?;
     failpoint::pass("import.placed")?;
-    if let Some(before) = before {
-        println!("replaced files of the home are in {}", before.display());
+    if let Some(replaced) = replaced {
+        println!("replaced files of the home are in {}", replaced.display());
     }
     Ok(())
 }
@@ -213,11 +214,11 @@ async fn replace_database(
     }
     let system = Staging::new(&layout.home().join(SYSTEM), args.number);
     let dump = layout.restore_state().join("import.dump");
-    // Left behind by an earlier run.
+    // An earlier run may have left the file behind.
     fsx::remove_if_exists(&dump)?;
     let replaced = load_and_swap(settings, archive, args, &system, &dump).await;
     if replaced.is_err() {
-        // The first error says more; the next run removes what stays.
+        // The first error is the cause, so errors of the cleanup are ignored; the next run repeats it.
         let _ = home::remove_staged(&layout.home().join(SYSTEM));
         let _ = fsx::remove_if_exists(&dump);
     }
@@ -235,16 +236,21 @@ async fn load_and_swap(
     let staged = system.create()?;
     let state = layout.restore_state();
     std::fs::create_dir_all(&state).map_err(FileError::at("create directory", &state))?;
-    let dump_bytes = Archived::dump_bytes(archive, &args.archive)?;
-    staging::ensure_bytes(&state, dump_bytes)?;
-    let archived = read(archive, &args.archive, &Extract::Gateway { dump, system: staged })?;
+    let dump_bytes = VerifiedArchive::read_dump_size(archive, &args.archive)?;
+    staging::ensure_free_space(&state, dump_bytes)?;
+    let archived = read_archive(archive, &args.archive, &Extract::Gateway { dump, system: staged })?;
     let snapshot = archived.side.named();
-    staging::refuse_newer(&settings.context, &archived.side).await?;
+    staging::check_postgres_version(&settings.context, &archived.side).await?;
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
     staging::end_sessions_of(&client, settings.context.name).await?;
     staging::drop_scratches(&client).await?;
     drop(client);
-    staging::ensure_room(&layout.restore_state(), &snapshot, &archived.side, snapshot.size_bytes)?;
+    staging::ensure_space_for_snapshot(
+        &layout.restore_state(),
+        &snapshot,
+        &archived.side,
+        snapshot.size_bytes,
+    )?;
     let loaded = untrusted::load(&settings.context, dump, &archived.side).await?;
     failpoint::pass("import.loaded")?;
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
@@ -258,18 +264,18 @@ async fn load_and_swap(
     let identity = database_identity::adopt(&client, settings.context.server.database()).await?;
     Marker::new(Some(snapshot.key.clone()), identity).write(layout)?;
     drop(client);
-    let before = tokio::task::block_in_place(|| system.install())?;
-    // Until then, the pointer names a snapshot of the old database.
+    let replaced = tokio::task::block_in_place(|| system.install())?;
+    // Until the next backup, the pointer names a snapshot of the old database.
     let request = serde_json::json!({"requestId": request_id::current()}).to_string();
     fsx::write_atomic(&layout.request("backup"), request.as_bytes(), 0o600)?;
     journal::remove(layout)?;
     staging::remove_dumps(&layout.restore_state())?;
     println!(
-        "imported; the database that was here stays as svc_before_{} for seven days, or until space is short",
+        "imported; the replaced database is kept as svc_before_{} for seven days, or until space is short",
         loaded.number
     );
-    if let Some(before) = before {
-        println!("replaced records are in {}", before.display());
+    if let Some(replaced) = replaced {
+        println!("replaced records are in {}", replaced.display());
     }
     Ok(())
 }

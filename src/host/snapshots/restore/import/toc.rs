@@ -7,14 +7,14 @@
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
 
-use crate::system::tar_reader::quoted;
+use crate::system::tar_reader::quote_path;
 
-/// Extensions with only types and operators, without access to files, programs or other servers. The superuser creates
-/// those that an archive names.
+/// Extensions that add only types and operators, without access to files, programs or other servers. The superuser
+/// creates those that an archive names.
 const EXTENSIONS: [&str; 5] = ["citext", "hstore", "pg_trgm", "pgcrypto", "uuid-ossp"];
 
 /// Entries to load. If a name is a prefix of another, the longer one comes first.
-const LOADED: [&str; 16] = [
+const LOADED_KINDS: [&str; 16] = [
     "CHECK CONSTRAINT",
     "FK CONSTRAINT",
     "CONSTRAINT",
@@ -34,7 +34,7 @@ const LOADED: [&str; 16] = [
 ];
 
 /// Entries to skip: privileges, which the gateway grants to installed apps.
-const LEFT_OUT: [&str; 2] = ["DEFAULT ACL", "ACL"];
+const SKIPPED_KINDS: [&str; 2] = ["DEFAULT ACL", "ACL"];
 
 /// Objects whose comments are loaded. Other comments need the object's owner, or belong to skipped entries.
 const COMMENT_TARGETS: [&str; 7] = ["COLUMN", "CONSTRAINT", "DOMAIN", "INDEX", "SEQUENCE", "TABLE", "TYPE"];
@@ -55,13 +55,13 @@ pub struct Selection {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum TocError {
     #[error(
-        "its database holds {entry}, and an archive may hold tables, sequences, indexes and constraints alone\n  next: drop it \
-         before the export, and create it again after the import"
+        "its database contains {entry}, but an archive may contain only tables, sequences, indexes and constraints\n  next: \
+         drop it before the export, and recreate it after the import"
     )]
     NotAllowed { entry: String },
     #[error("its database needs the extension {name}, which an import does not create")]
     Extension { name: String },
-    #[error("the listing of its dump has a line that is no entry: {line}")]
+    #[error("the listing of its dump has a line that is not an entry: {line}")]
     Line { line: String },
     #[error("its dump gives the number {id} to more than one entry")]
     RepeatedId { id: u32 },
@@ -71,18 +71,18 @@ pub enum TocError {
 ///
 /// # Errors
 /// [`TocError`] if the dump has an entry that is neither loaded nor skipped.
-pub fn select(listing: &str) -> Result<Selection, TocError> {
+pub fn select_entries(listing: &str) -> Result<Selection, TocError> {
     let mut selection = Selection::default();
     let mut ids = HashSet::new();
     for line in listing.lines().filter(|line| !line.is_empty() && !line.starts_with(';')) {
-        let (id, entry) = parse(line).ok_or_else(|| TocError::Line { line: shown(line) })?;
-        // `pg_restore -L` takes numbers and loads one entry per number: with duplicates, perhaps the one to skip.
+        let (id, entry) = parse_line(line).ok_or_else(|| TocError::Line { line: quote_text(line) })?;
+        // `pg_restore -L` takes numbers and loads one entry per number: of duplicates, it might load the one to skip.
         if !ids.insert(id) {
             return Err(TocError::RepeatedId { id });
         }
         match classify(entry)? {
             EntryAction::Load => selection.list.push_str(&format!("{id};\n")),
-            EntryAction::LeaveOut => {}
+            EntryAction::Skip => {}
             EntryAction::Extension(name) => {
                 selection.extensions.insert(name);
             }
@@ -91,8 +91,8 @@ pub fn select(listing: &str) -> Result<Selection, TocError> {
     Ok(selection)
 }
 
-/// `12; 1259 16385 TABLE app_notes notes postgres`: the number, and the text after the two oids.
-fn parse(line: &str) -> Option<(u32, &str)> {
+/// Parses `12; 1259 16385 TABLE app_notes notes postgres` into the number and the text after the two oids.
+fn parse_line(line: &str) -> Option<(u32, &str)> {
     let (id, rest) = line.split_once("; ")?;
     let mut parts = rest.splitn(3, ' ');
     let (catalog, object, entry) = (parts.next()?, parts.next()?, parts.next()?);
@@ -102,7 +102,7 @@ fn parse(line: &str) -> Option<(u32, &str)> {
 
 enum EntryAction {
     Load,
-    LeaveOut,
+    Skip,
     Extension(String),
 }
 
@@ -112,30 +112,30 @@ fn classify(entry: &str) -> Result<EntryAction, TocError> {
         let name = extension.trim_start_matches("- ").trim();
         return match EXTENSIONS.contains(&name) {
             true => Ok(EntryAction::Extension(name.to_owned())),
-            false => Err(TocError::Extension { name: shown(name) }),
+            false => Err(TocError::Extension { name: quote_text(name) }),
         };
     }
     if let Some(commented) = after("COMMENT") {
-        // `COMMENT app_notes TABLE notes postgres`; a name with a space in it loses its comment.
+        // `COMMENT app_notes TABLE notes postgres`; the comment is lost if the schema's name contains a space.
         let mut words = commented.split(' ');
         let is_loaded = words.nth(1).is_some_and(|kind| COMMENT_TARGETS.contains(&kind));
-        return Ok(if is_loaded { EntryAction::Load } else { EntryAction::LeaveOut });
+        return Ok(if is_loaded { EntryAction::Load } else { EntryAction::Skip });
     }
     let is_public = after("SCHEMA").is_some_and(|schema| schema.starts_with("- public "));
     let is_outbox = after("FUNCTION")
-        .is_some_and(|of| OUTBOX_FUNCTIONS.iter().any(|name| of.starts_with(name)))
+        .is_some_and(|function| OUTBOX_FUNCTIONS.iter().any(|name| function.starts_with(name)))
         || after("TRIGGER").is_some_and(|trigger| trigger.contains(OUTBOX_TRIGGER));
-    if is_public || is_outbox || LEFT_OUT.iter().any(|kind| after(kind).is_some()) {
-        return Ok(EntryAction::LeaveOut);
+    if is_public || is_outbox || SKIPPED_KINDS.iter().any(|kind| after(kind).is_some()) {
+        return Ok(EntryAction::Skip);
     }
-    if LOADED.iter().any(|kind| after(kind).is_some()) {
+    if LOADED_KINDS.iter().any(|kind| after(kind).is_some()) {
         return Ok(EntryAction::Load);
     }
-    Err(TocError::NotAllowed { entry: shown(entry) })
+    Err(TocError::NotAllowed { entry: quote_text(entry) })
 }
 
-fn shown(text: &str) -> String {
-    quoted(Path::new(text))
+fn quote_text(text: &str) -> String {
+    quote_path(Path::new(text))
 }
 
 #[cfg(test)]
@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn select_includes_tables_and_omits_privileges() {
+    fn select_entries_includes_tables_and_omits_privileges() {
         let listing = ";\n; Archive created at 2026-11-23\n;     TOC Entries: 12\n;\n\
             6; 2615 16385 SCHEMA - app_notes postgres\n\
             5; 2615 2200 SCHEMA - public pg_database_owner\n\
@@ -156,13 +156,13 @@ mod tests {
             3390; 0 16386 TABLE DATA app_notes notes app_notes\n\
             3391; 2620 16401 TRIGGER app_notes notes svc_changes_insert postgres\n\
             3237; 2606 16391 FK CONSTRAINT app_notes notes notes_fkey app_notes\n";
-        let selection = select(listing).unwrap();
+        let selection = select_entries(listing).unwrap();
         assert_eq!(selection.list, "6;\n216;\n3401;\n3390;\n3237;\n");
         assert_eq!(selection.extensions, BTreeSet::from(["citext".to_owned()]));
     }
 
     #[test]
-    fn select_refuses_code() {
+    fn select_entries_refuses_code() {
         for entry in [
             "1255 16400 FUNCTION app_notes f(integer) app_notes",
             "1255 16400 FUNCTION svc note_other() postgres",
@@ -179,14 +179,14 @@ mod tests {
             "2617 16400 OPERATOR app_notes + postgres",
             "826 16400 TABLESPACE - t postgres",
         ] {
-            assert!(select(&format!("7; {entry}\n")).is_err(), "{entry}");
+            assert!(select_entries(&format!("7; {entry}\n")).is_err(), "{entry}");
         }
         let repeated = "7; 1259 16386 TABLE a b c\n7; 1255 16400 FUNCTION svc note_change() postgres\n";
-        assert_eq!(select(repeated), Err(TocError::RepeatedId { id: 7 }));
+        assert_eq!(select_entries(repeated), Err(TocError::RepeatedId { id: 7 }));
         for line in ["7; TABLE", "x; 1 2 TABLE a b c", "no entry", "7; 1 x TABLE a b c"] {
-            assert!(matches!(select(line), Err(TocError::Line { .. })), "{line}");
+            assert!(matches!(select_entries(line), Err(TocError::Line { .. })), "{line}");
         }
-        let refused = select("7; 1 2 VIEW a \x1b[2J b\n").unwrap_err().to_string();
+        let refused = select_entries("7; 1 2 VIEW a \x1b[2J b\n").unwrap_err().to_string();
         assert!(!refused.contains('\x1b'), "{refused}");
     }
 }

@@ -1,9 +1,9 @@
 //! Loads an archive's dump into a new database as an unprivileged role.
 //!
-//! `pg_restore` sends SQL written by the author of the archive. The client runs as this user, and in the server as a
-//! role created for this import: not a superuser, a member of no role, owner of the new database and without access to
-//! any other. Owners, privileges and extensions are set by this program. The catalog is inspected before the superuser
-//! reads a row (`catalog.rs`).
+//! `pg_restore` sends SQL written by the author of the archive. It runs as the gateway's user, and connects with a role
+//! created for this import: not a superuser, not a member of any role, the owner of the new database and without access
+//! to any other. This program sets owners, privileges and extensions. The catalog is inspected before the superuser reads
+//! a row (`catalog.rs`).
 
 use std::path::Path;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use tokio_postgres::Client;
 use super::catalog;
 use super::toc::{self, Selection, TocError};
 use crate::snapshots::staging;
-use crate::snapshots::staging::{LoadError, RestoreContext, Scratch};
+use crate::snapshots::staging::{LoadError, RestoreContext, ScratchDatabase};
 use crate::system::postgres;
 use crate::system::postgres::{ConnectError, ident, literal};
 use crate::system::postgres_tools;
@@ -30,8 +30,8 @@ use svc_base::untrusted_text;
 use svc_http::problem::chain;
 use svc_store::snapshot::SideRecord;
 
-const ROLE: &str = "svc_import_";
-/// One session of `pg_restore`, and one per job.
+const ROLE_PREFIX: &str = "svc_import_";
+/// One session for `pg_restore`, and one for each of its jobs.
 const MAX_SESSIONS: usize = 4;
 const LISTING_TIMEOUT: Duration = Duration::from_secs(600);
 /// Limit of a listing, which has a line per table, index and constraint.
@@ -44,19 +44,19 @@ pub enum UntrustedError {
     #[error("the archive's database is refused")]
     Contents(#[from] TocError),
     #[error(
-        "the archive's database is refused: loading it made a {what}, and an archive may hold tables, sequences, indexes and \
-         constraints alone\n  next: drop it before the export, and create it again after the import"
+        "the archive's database is refused: loading it created a {what}, but an archive may contain only tables, sequences, \
+         indexes and constraints\n  next: drop it before the export, and recreate it after the import"
     )]
     Forbidden { what: String },
     #[error("the archive's dump cannot be read: {stderr_tail}")]
     Unreadable { stderr_tail: String },
     #[error(
-        "PostgreSQL's client tools are in the database's container alone\n  next: install a release with its runtimes"
+        "PostgreSQL's client tools exist only in the database's container\n  next: install a release that contains them"
     )]
     NoTools,
     #[error("run pg_restore")]
     Tool(#[source] std::io::Error),
-    #[error("no random bytes from the system")]
+    #[error("the system returned no random bytes")]
     Random,
     #[error("{action}")]
     Query {
@@ -96,11 +96,11 @@ pub async fn load(
     context: &RestoreContext,
     dump: &Path,
     side: &SideRecord,
-) -> Result<Scratch, UntrustedError> {
+) -> Result<ScratchDatabase, UntrustedError> {
     if context.tools == PgTools::Container {
         return Err(UntrustedError::NoTools);
     }
-    let selection = toc::select(&list_contents(&context.tools, dump).await?)?;
+    let selection = toc::select_entries(&list_contents(&context.tools, dump).await?)?;
     let chosen = dump.with_extension("list");
     fsx::write_atomic(&chosen, selection.list.as_bytes(), 0o600)?;
     let admin = staging::connect_with_retries(context, postgres::MAINTENANCE).await?;
@@ -141,8 +141,8 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
                 None => Ok(0),
             }
         };
-        let (listed, complained) = tokio::join!(listing, errors);
-        listed.and(complained)?;
+        let (listing_read, errors_read) = tokio::join!(listing, errors);
+        listing_read.and(errors_read)?;
         child.wait().await
     };
     let ended = tokio::time::timeout(LISTING_TIMEOUT, reading).await;
@@ -158,11 +158,12 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
     Ok(String::from_utf8_lossy(&listing).into_owned())
 }
 
-/// Drops roles of killed or finished imports. Their databases were dropped before, or have another owner.
+/// Drops the roles of earlier imports. Their databases have been dropped, or have another owner.
 async fn drop_roles(admin: &Client) -> Result<(), UntrustedError> {
     let failed = || query("drop the role of an import");
-    let left = format!("SELECT rolname::text FROM pg_roles WHERE rolname ~ '^{ROLE}[0-9]+$'");
-    for row in admin.query(&left, &[]).await.map_err(failed())? {
+    let leftover_roles =
+        format!("SELECT rolname::text FROM pg_roles WHERE rolname ~ '^{ROLE_PREFIX}[0-9]+$'");
+    for row in admin.query(&leftover_roles, &[]).await.map_err(failed())? {
         let name: String = row.try_get(0).map_err(failed())?;
         end_sessions(admin, &name).await?;
         admin.batch_execute(&format!("DROP ROLE {}", ident(&name))).await.map_err(failed())?;
@@ -195,10 +196,10 @@ impl Loader {
         let mut bytes = [0; 32];
         SystemRandom::new().fill(&mut bytes).map_err(|_| UntrustedError::Random)?;
         let password = SecretString::from(hex::encode(bytes));
-        let name = format!("{ROLE}{}", svc_base::clock::now_ms().as_millisecond());
+        let name = format!("{ROLE_PREFIX}{}", svc_base::clock::now_ms().as_millisecond());
         let verifier = scram_sha_256(password.expose_secret().as_bytes());
         let quoted = ident(&name);
-        // Statement text holds rows, so the server must not log it.
+        // Statements contain the owner's rows, so the server must not log them.
         let sql = format!(
             "BEGIN;
              CREATE ROLE {quoted} LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE NOINHERIT NOREPLICATION NOBYPASSRLS
@@ -216,13 +217,13 @@ impl Loader {
         &self,
         context: &RestoreContext,
         admin: &Client,
-        scratch: &Scratch,
+        scratch: &ScratchDatabase,
         files: Files<'_>,
         (selection, side): (&Selection, &SideRecord),
     ) -> Result<(), UntrustedError> {
         create_extensions(context, scratch, selection).await?;
         let server = context.server.as_role(&self.name, self.password.expose_secret());
-        let command = context.tools.load_chosen(&server, &scratch.name, files.dump, files.chosen);
+        let command = context.tools.load_listed(&server, &scratch.name, files.dump, files.chosen);
         staging::run_restore(command).await?;
         end_sessions(admin, &self.name).await?;
         reset_database(admin, &scratch.name).await?;
@@ -235,14 +236,14 @@ impl Loader {
         let role = ident(&self.name);
         let adopt = format!("REASSIGN OWNED BY {role} TO CURRENT_USER; DROP OWNED BY {role}");
         client.batch_execute(&adopt).await.map_err(query("take ownership of the imported objects"))?;
-        staging::compare(context, &client, side).await?;
+        staging::compare_with_record(context, &client, side).await?;
         Ok(())
     }
 }
 
 async fn create_extensions(
     context: &RestoreContext,
-    scratch: &Scratch,
+    scratch: &ScratchDatabase,
     selection: &Selection,
 ) -> Result<(), UntrustedError> {
     let client = staging::connect_with_retries(context, &scratch.name).await?;
@@ -253,7 +254,7 @@ async fn create_extensions(
     Ok(())
 }
 
-/// Resets settings that the owner of a database can make for all its sessions, including the superuser's.
+/// Resets settings that the owner of a database can change for all of its sessions, including the superuser's.
 async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedError> {
     let database = ident(database);
     let sql = format!(

@@ -14,20 +14,20 @@ use super::session::PowerSession;
 use super::systemctl;
 use crate::pg::{PgOptions, PgServer};
 
-/// Services, in start order.
 pub(super) const GATEWAY: &str = "svc-gateway";
 pub(super) const SYNC_AGENT: &str = "svc-sync-agent";
 pub(super) const SHELL: &str = "svc-shell";
 pub(super) const CODE: &str = "svc-code";
-/// Listens itself; systemd would start an instance per connection of its socket.
+/// Started with `--listen` here; systemd would start an instance for each connection to its socket.
 pub(super) const AGENT: &str = "svc-agent";
 pub(super) const WATCH: &str = "svc-watch";
+/// All services, in start order.
 pub(super) const SERVICES: [&str; 6] = [GATEWAY, SHELL, CODE, AGENT, SYNC_AGENT, WATCH];
 /// Services that are optional in a release, with the files they require. The boot does not wait for them.
 const OPTIONAL: [(&str, &str); 4] = [
     (SHELL, "current/app/shell"),
     (CODE, "current/runtime/code-server"),
-    // Missing in earlier releases.
+    // Missing from earlier releases.
     (AGENT, "current/bin/svc-agent"),
     (WATCH, "current/bin/svc-watch"),
 ];
@@ -41,26 +41,26 @@ const PATH_UNITS: [PathUnit; 4] = [
     (&["requests/update", "update/journal.json"], "svc-update", &["apply", "--request"]),
 ];
 const PATH_POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// systemd stops triggering a path unit whose path persists; here it is only slowed down.
+/// The interval while a watched path persists: systemd would stop triggering the unit; here it is only slowed down.
 const PATH_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 const EX_TEMPFAIL: i32 = 75;
 const REGISTER_RETRY_INTERVAL: Duration = Duration::from_millis(300);
 
-/// A failed boot, with the platform's name of the stage.
+/// A failed boot, with the platform's name for the stage.
 #[derive(Debug)]
 pub(super) struct BootFailure {
     pub(super) stage: &'static str,
     pub(super) error: anyhow::Error,
 }
 
-/// Runs the whole boot; a failure is reported to the platform if possible.
+/// Runs the whole boot. Reports a failure to the platform if possible.
 pub(super) async fn boot(
     session: &Arc<PowerSession>,
     settings: &HostSettings,
     user_data: &str,
 ) -> Result<(), BootFailure> {
-    // Without user-data, a machine does not know its platform.
+    // This failure is not reported: without user-data, the machine does not know its platform.
     session.disk.first_boot(user_data).map_err(boot_failure("user-data"))?;
     systemctl::serve(session, settings);
     let Err(failure) = run_units(session, settings).await else {
@@ -81,17 +81,17 @@ async fn run_units(session: &Arc<PowerSession>, settings: &HostSettings) -> Resu
     }
     if !session.disk.has_release() {
         report_stage(session, settings, "bundle").await;
-        run(session, settings, "svc-update", &["boot"]).await.map_err(boot_failure("bundle"))?;
+        run_unit(session, settings, "svc-update", &["boot"]).await.map_err(boot_failure("bundle"))?;
     }
     report_stage(session, settings, "restore").await;
-    run(session, settings, "svc-restore", &[]).await.map_err(boot_failure("restore"))?;
+    run_unit(session, settings, "svc-restore", &[]).await.map_err(boot_failure("restore"))?;
     report_stage(session, settings, "gateway").await;
     // Like `svc-apps.service`: ordered before the gateway, but not required by it.
-    run(session, settings, GATEWAY, &["install-apps"]).await.ok();
+    run_unit(session, settings, GATEWAY, &["install-apps"]).await.ok();
     if session.disk.program("svc-hook").exists() {
-        run(session, settings, "svc-hook", &["install"]).await.ok();
+        run_unit(session, settings, "svc-hook", &["install"]).await.ok();
     }
-    for (name, _) in OPTIONAL.iter().filter(|(_, needed)| session.disk.opt(needed).exists()) {
+    for (name, _) in OPTIONAL.iter().filter(|(_, required)| session.disk.opt(required).exists()) {
         start_service(session, settings, name);
     }
     start_service(session, settings, GATEWAY).wait_until_ready().await.map_err(boot_failure("gateway"))?;
@@ -126,18 +126,18 @@ pub(super) async fn start_database(session: &PowerSession, settings: &HostSettin
     Ok(())
 }
 
-/// Path of a unit's program: in the release, otherwise the image's bootstrap binary.
+/// A unit's program: the release's, otherwise the image's bootstrap binary.
 pub(super) fn program(session: &PowerSession, settings: &HostSettings, unit: &str) -> Vec<PathBuf> {
     let installed = session.disk.program(unit);
     if installed.exists() { vec![installed] } else { vec![settings.svc_binary.clone(), unit.into()] }
 }
 
-/// Runs `svc-db-backup-request.service`; its result is recorded by the unit.
+/// Runs `svc-db-backup-request.service`, which records its result itself.
 pub(super) async fn run_requested_backup(session: &PowerSession, settings: &HostSettings) {
-    run(session, settings, "svc-db-backup", &["run", "--request"]).await.ok();
+    run_unit(session, settings, "svc-db-backup", &["run", "--request"]).await.ok();
 }
 
-async fn run(session: &PowerSession, settings: &HostSettings, unit: &str, args: &[&str]) -> Result<()> {
+async fn run_unit(session: &PowerSession, settings: &HostSettings, unit: &str, args: &[&str]) -> Result<()> {
     let program = program(session, settings, unit);
     let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
     let finished = session.run_oneshot(unit, &program, &args, &[], settings.unit_timeout).await?;
@@ -184,8 +184,8 @@ async fn register(session: &PowerSession, settings: &HostSettings) -> Result<()>
     }
 }
 
-/// The release's `svc`, otherwise the image's.
-fn svc_register(session: &PowerSession, settings: &HostSettings) -> [PathBuf; 2] {
+/// `svc-register` of the release, otherwise of the image.
+fn register_program(session: &PowerSession, settings: &HostSettings) -> [PathBuf; 2] {
     let current = session.disk.opt("current/bin/svc");
     let svc = if current.exists() { current } else { settings.svc_binary.clone() };
     [svc, "svc-register".into()]
@@ -194,14 +194,14 @@ fn svc_register(session: &PowerSession, settings: &HostSettings) -> [PathBuf; 2]
 /// Reports the stage of the boot to the platform; errors are ignored.
 async fn report_stage(session: &PowerSession, settings: &HostSettings, stage: &str) {
     let args = ["stage", stage].map(str::to_owned);
-    let program = svc_register(session, settings);
+    let program = register_program(session, settings);
     session.run_oneshot("svc-register", &program, &args, &[], settings.unit_timeout).await.ok();
 }
 
 async fn report_failure(session: &PowerSession, settings: &HostSettings, failure: &BootFailure) {
     let message: String = format!("{:#}", failure.error).chars().take(1000).collect();
     let args = ["failure", "--stage", failure.stage, "--message", &message].map(str::to_owned);
-    let program = svc_register(session, settings);
+    let program = register_program(session, settings);
     let result = session.run_oneshot("svc-register", &program, &args, &[], settings.unit_timeout).await;
     if let Err(error) = result.context("report the boot failure") {
         session.disk.append_log("init", format!("{error:#}\n").as_bytes()).ok();
@@ -218,7 +218,7 @@ fn watch_requests(session: &Arc<PowerSession>, settings: &HostSettings) {
                 let is_due = || paths.iter().any(|path| session.disk.state(path).exists());
                 loop {
                     let delay = if is_due() {
-                        run(&session, &settings, unit, args).await.ok();
+                        run_unit(&session, &settings, unit, args).await.ok();
                         if is_due() { PATH_RETRY_INTERVAL } else { PATH_POLL_INTERVAL }
                     } else {
                         PATH_POLL_INTERVAL

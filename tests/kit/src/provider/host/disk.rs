@@ -14,7 +14,7 @@ pub(super) struct Disk {
     pub(super) root: PathBuf,
 }
 
-/// Access to the machine's database, stored so that it stays the same across starts.
+/// The port and password of the machine's database, which stay the same across starts.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct DatabaseRecord {
     pub(super) port: u16,
@@ -22,7 +22,7 @@ pub(super) struct DatabaseRecord {
 }
 
 impl Disk {
-    /// Runs cloud-init's part, once per disk.
+    /// Does cloud-init's part of the first boot, once per disk.
     pub(super) fn first_boot(&self, user_data: &str) -> Result<()> {
         let marker = self.root.join("var/lib/cloud/instance/boot-finished");
         if marker.exists() {
@@ -75,7 +75,7 @@ impl Disk {
         }
     }
 
-    /// Records the database as the last step of its creation, so that an incomplete one is recreated.
+    /// Records the database as the last step of its creation, so that an incomplete database is recreated.
     pub(super) fn save_database(&self, record: &DatabaseRecord, url: &str) -> Result<()> {
         let env = self.opt("env/host.env");
         let before = fs::read_to_string(&env).unwrap_or_default();

@@ -18,7 +18,7 @@ use super::boot;
 use super::disk::Disk;
 use super::session::PowerSession;
 
-/// Boot state of a host.
+/// The boot state of a host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "state")]
 pub enum BootState {
@@ -79,7 +79,7 @@ impl ProcessHost {
     /// Powers on; the boot runs in the background. Does nothing if the machine is already on.
     pub(in super::super) fn boot(self: &Arc<Self>) {
         let Some(session) = self.power_on().unwrap_or_else(|error| {
-            self.fail("power", &error);
+            self.set_failed("power", &error);
             None
         }) else {
             return;
@@ -98,7 +98,7 @@ impl ProcessHost {
                     Ok(()) => {
                         machine.state.send_replace(BootState::Up);
                     }
-                    Err(failure) => machine.fail(failure.stage, &failure.error),
+                    Err(failure) => machine.set_failed(failure.stage, &failure.error),
                 }
             },
             crate::runtime::servers(),
@@ -111,7 +111,7 @@ impl ProcessHost {
         let booted = tokio::time::timeout(timeout, state.wait_for(|state| *state != BootState::Booting));
         let state =
             booted.await.with_context(|| format!("{} is still booting after {timeout:?}", self.name))?;
-        match &*state.context("the machine is gone")? {
+        match &*state.context("the machine was dropped")? {
             BootState::Up => Ok(()),
             BootState::Failed { stage, message } => bail!("{}: boot failed at {stage}: {message}", self.name),
             BootState::Off | BootState::Booting => bail!("{} is off", self.name),
@@ -119,10 +119,10 @@ impl ProcessHost {
     }
 
     /// Cuts the power, which kills all processes.
-    pub(in super::super) async fn cut(&self) {
+    pub(in super::super) async fn cut_power(&self) {
         let session = self.session().take();
         if let Some(session) = session {
-            session.cut().await;
+            session.cut_power().await;
         }
         self.state.send_replace(BootState::Off);
     }
@@ -141,10 +141,10 @@ impl ProcessHost {
                 database.stop().await.ok();
             }
         }
-        self.cut().await;
+        self.cut_power().await;
     }
 
-    /// The part of [`Self::cut`] that is possible in `Drop`.
+    /// The part of [`Self::cut_power`] that is possible in `Drop`.
     pub(super) fn kill_now(&self) {
         if let Some(session) = self.session().take() {
             session.kill_processes();
@@ -164,7 +164,10 @@ impl ProcessHost {
             let program = boot::program(&session, &self.settings, unit);
             return session.run_oneshot(unit, &program, args, env, self.settings.unit_timeout).await;
         };
-        ensure!(args.is_empty() && env.is_empty(), "{unit} is a service and takes no arguments here");
+        ensure!(
+            args.is_empty() && env.is_empty(),
+            "{unit} is a service: arguments and environment are not supported"
+        );
         let (code, message) =
             match boot::start_service(&session, &self.settings, service).wait_until_ready().await {
                 Ok(()) => (0, String::new()),
@@ -183,20 +186,20 @@ impl ProcessHost {
         Ok(())
     }
 
-    /// Starts only the PostgreSQL server of the disk; returns the URL of the database `svc`.
+    /// Starts only PostgreSQL on the disk, and returns the URL of the database `svc`.
     pub(in super::super) async fn start_database_only(&self) -> Result<String> {
         ensure!(self.disk.exists(), "{} was never started", self.name);
         if let Some(session) = self.power_on()? {
             let started = boot::start_database(&session, &self.settings).await;
             if let Err(error) = started {
-                self.cut().await;
+                self.cut_power().await;
                 return Err(error);
             }
         }
-        self.current_session()?.database_url().context("the machine is on, but its database is not up")
+        self.current_session()?.database_url().context("the machine is on, but its database is not running")
     }
 
-    /// Creates a session; returns `None` if there already is one.
+    /// Creates a session; `None` if there already is one.
     fn power_on(&self) -> Result<Option<Arc<PowerSession>>> {
         let mut current = self.session();
         ensure!(!self.closed.load(Ordering::SeqCst), "the simulator is closed");
@@ -204,13 +207,13 @@ impl ProcessHost {
             return Ok(None);
         }
         std::fs::create_dir_all(&self.disk.root)?;
-        let session = Arc::new(PowerSession::new(self.disk.clone(), self.env())?);
+        let session = Arc::new(PowerSession::new(self.disk.clone(), self.take_env())?);
         *current = Some(Arc::clone(&session));
         Ok(Some(session))
     }
 
-    /// The environment of a session's processes, which inherit nothing else from this process. Clears `next_env`.
-    fn env(&self) -> Vec<(String, String)> {
+    /// Returns the environment of a session's processes, which inherit nothing else from this process. Clears `next_env`.
+    fn take_env(&self) -> Vec<(String, String)> {
         let pair = |name: &str, value: String| (name.to_owned(), value);
         let mut env = vec![
             pair("SVC_ROOT", self.disk.root.display().to_string()),
@@ -229,7 +232,7 @@ impl ProcessHost {
         self.session().clone().with_context(|| format!("{} is off", self.name))
     }
 
-    fn fail(&self, stage: &str, error: &anyhow::Error) {
+    fn set_failed(&self, stage: &str, error: &anyhow::Error) {
         let failed = BootState::Failed { stage: stage.to_owned(), message: format!("{error:#}") };
         self.state.send_replace(failed);
     }

@@ -30,7 +30,7 @@ use crate::pg::PgBinaries;
 /// Settings shared by all hosts of a simulator.
 #[derive(Debug, Clone)]
 pub struct HostSettings {
-    /// The binary of a fresh image: it installs the bundle, and reports a boot failure before that.
+    /// The binary of a fresh image. It installs the bundle, and reports failures of the boot before that.
     pub svc_binary: PathBuf,
     pub pg: PgBinaries,
     /// Parent of the hosts' disks; kept when the simulator ends.
@@ -39,11 +39,11 @@ pub struct HostSettings {
     pub extra_env: Vec<(String, String)>,
     /// Timeout for a service to become ready.
     pub ready_timeout: Duration,
-    /// Timeout for a service to react to SIGTERM.
+    /// Timeout for a service to exit after SIGTERM.
     pub stop_timeout: Duration,
-    /// Duration of registration retries while the platform is unreachable.
+    /// Time during which the registration is retried while the platform is unreachable.
     pub register_timeout: Duration,
-    /// Timeout of all other units.
+    /// Timeout for all other units.
     pub unit_timeout: Duration,
 }
 
@@ -90,7 +90,7 @@ impl Hosts {
             .map(|nth| if nth == 1 { record.name.clone() } else { format!("{}.{nth}", record.name) })
             .map(|name| self.settings.root_dir.join(name))
             .find(|root| !root.exists())
-            .expect("there is always a free number");
+            .expect("a free number exists");
         let (settings, closed) = (Arc::clone(&self.settings), Arc::clone(&self.closed));
         let machine = Arc::new(ProcessHost::new(record, root, self.https_port, settings, closed));
         let env = std::mem::take(&mut *self.next_create_env.lock().unwrap_or_else(PoisonError::into_inner));
@@ -98,7 +98,7 @@ impl Hosts {
         self.machines.lock().unwrap_or_else(PoisonError::into_inner).insert(record.name.clone(), machine);
     }
 
-    /// Extra environment for the first start of the next server to be created.
+    /// Sets extra environment for the first start of the next server to be created.
     pub(super) fn set_next_create_env(&self, env: Vec<(String, String)>) {
         *self.next_create_env.lock().unwrap_or_else(PoisonError::into_inner) = env;
     }
@@ -109,9 +109,9 @@ impl Hosts {
         }
     }
 
-    pub(super) async fn cut(&self, name: &str) {
+    pub(super) async fn cut_power(&self, name: &str) {
         if let Ok(machine) = self.machine(name) {
-            machine.cut().await;
+            machine.cut_power().await;
         }
     }
 
@@ -129,10 +129,10 @@ impl Hosts {
         }
     }
 
-    /// Like [`Self::kill_all`], and waits until all have ended.
+    /// Like [`Self::kill_all`], but waits until all processes have ended.
     pub(super) async fn stop(&self) {
         self.closed.store(true, Ordering::SeqCst);
-        futures_util::future::join_all(self.machines().iter().map(|machine| machine.cut())).await;
+        futures_util::future::join_all(self.machines().iter().map(|machine| machine.cut_power())).await;
     }
 
     pub(super) fn machine(&self, name: &str) -> Result<Arc<ProcessHost>> {

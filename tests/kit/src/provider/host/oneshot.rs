@@ -30,10 +30,10 @@ impl PowerSession {
                 timed_out = true;
                 killpg(group, Signal::SIGKILL).ok();
             }
-            // Remaining processes of its group hold the pipes open until they are killed.
+            // Remaining processes of the unit's group hold the pipes open until they are killed.
             self.reap(&mut running).await
         };
-        let (status, stdout, stderr) = tokio::join!(wait, read(stdout), read(stderr));
+        let (status, stdout, stderr) = tokio::join!(wait, read_all(stdout), read_all(stderr));
         let (status, stdout, stderr): (ExitStatus, _, _) = (status?, stdout?, stderr?);
         self.disk.append_log(unit, &stdout)?;
         self.disk.append_log(unit, &stderr)?;
@@ -45,7 +45,7 @@ impl PowerSession {
     }
 }
 
-async fn read(pipe: Option<impl AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
+async fn read_all(pipe: Option<impl AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     if let Some(mut pipe) = pipe {
         pipe.read_to_end(&mut bytes).await?;
@@ -53,7 +53,7 @@ async fn read(pipe: Option<impl AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// One-line summary of a oneshot: its status and the last line of its error output.
+/// Summarizes the result of a oneshot in one line: its status and the last line of its error output.
 pub(super) fn summarize(finished: &ProcessOutput) -> String {
     let stderr = String::from_utf8_lossy(&finished.stderr);
     let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();

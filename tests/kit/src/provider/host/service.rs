@@ -19,7 +19,7 @@ use super::session::{Output, PowerSession, RunningProcess};
 const RESTART_DELAY: Duration = Duration::from_millis(100);
 /// systemd's default limit: five starts in ten seconds.
 const START_LIMIT: (usize, Duration) = (5, Duration::from_secs(10));
-/// `RestartPreventExitStatus=78`: a restart does not fix a wrong configuration.
+/// `RestartPreventExitStatus=78`: a restart does not fix an invalid configuration.
 const EX_CONFIG: i32 = 78;
 
 /// State of a service.
@@ -33,7 +33,7 @@ pub(super) enum ServiceState {
 
 pub(super) struct Service {
     pub(super) state: watch::Receiver<ServiceState>,
-    /// Like `systemctl stop`: SIGTERM, and no restart.
+    /// Cancelled to stop the service like `systemctl stop`: with SIGTERM, and without a restart.
     pub(super) stop: CancellationToken,
 }
 
@@ -56,7 +56,7 @@ enum RunEnd {
 }
 
 impl Service {
-    /// Starts the service unless it is running; supervision continues in the background.
+    /// Starts the service unless it is running, and supervises it in the background.
     pub(super) fn start(session: &Arc<PowerSession>, unit: ServiceUnit) -> Arc<Self> {
         let mut services = session.services();
         if let Some(service) = services.get(unit.name).filter(|service| !service.has_ended()) {
@@ -101,7 +101,7 @@ impl Service {
     }
 }
 
-/// Starts and restarts the service until a final end; returns the reason.
+/// Starts and restarts the service until it has ended permanently, and returns the reason.
 async fn supervise(
     session: &PowerSession,
     unit: &ServiceUnit,

@@ -1,6 +1,6 @@
-//! A period during which a machine is on: its processes, none of which outlives it.
+//! The processes of a machine while its power is on. None of them outlives this session.
 //!
-//! Every child leads a process group. Invariant: after [`PowerSession::cut`], nothing of the session runs or can start.
+//! Every child leads a process group. Invariant: after [`PowerSession::cut_power`], nothing of the session runs or can start.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::OpenOptions;
@@ -24,14 +24,14 @@ use crate::pg::PgServer;
 
 pub(super) struct PowerSession {
     pub(super) disk: Disk,
-    /// Cancelled at power-off: nothing starts any more.
+    /// Cancelled at power-off: nothing is started afterwards.
     pub(super) off: CancellationToken,
-    /// Cancelled at an orderly shutdown: nothing is restarted.
+    /// Cancelled at an orderly shutdown: nothing is restarted afterwards.
     pub(super) stopping: CancellationToken,
     pub(super) tasks: TaskTracker,
     /// The environment of all processes, without a unit's additions.
     env: Vec<(String, String)>,
-    /// For sockets, because the path of a unix socket is limited to 107 bytes.
+    /// The directory of sockets, with a short path: that of a Unix socket is limited to 107 bytes.
     run_dir: TempDir,
     groups: Mutex<BTreeSet<i32>>,
     services: Mutex<BTreeMap<String, Arc<Service>>>,
@@ -42,7 +42,7 @@ pub(super) struct PowerSession {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Output {
     Log,
-    /// Read by the caller, who also logs it.
+    /// The caller reads the output, and logs it.
     Pipe,
 }
 
@@ -95,13 +95,13 @@ impl PowerSession {
                 command.stdout(Stdio::piped()).stderr(Stdio::piped());
             }
         }
-        // Under the lock, so that a concurrent cut either kills the group or prevents the start.
+        // Hold the lock, so that a concurrent power cut either kills the group or prevents the start.
         let mut groups = self.groups();
         ensure!(!self.off.is_cancelled(), "the machine is off");
         let child = command.spawn().with_context(|| format!("start {}", program.display()))?;
-        let pid = child.id().context("a child has a pid until it is waited for")?;
+        let pid = child.id().context("the process has already been reaped")?;
         child::kill_on_exit(pid, AtExit::KillGroup);
-        let group = i32::try_from(pid).context("a pid fits")?;
+        let group = i32::try_from(pid).context("the pid does not fit into an i32")?;
         groups.insert(group);
         Ok(RunningProcess { child, group: Pid::from_raw(group) })
     }
@@ -118,7 +118,7 @@ impl PowerSession {
     }
 
     /// Cuts the power: all processes are killed before this returns.
-    pub(super) async fn cut(&self) {
+    pub(super) async fn cut_power(&self) {
         self.kill_processes();
         let database = self.take_database();
         if let Some(database) = database {
@@ -128,7 +128,7 @@ impl PowerSession {
         self.tasks.wait().await;
     }
 
-    /// The part of a cut that needs no waiting.
+    /// The part of a power cut that does not wait.
     pub(super) fn kill_processes(&self) {
         self.off.cancel();
         for group in self.groups().iter() {

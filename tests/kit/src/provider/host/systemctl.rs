@@ -1,4 +1,4 @@
-//! `systemctl` of a simulated host: a script that passes its arguments in files and waits for the response.
+//! `systemctl` of a simulated host: a script that passes its arguments to this process in a file, and waits for the response.
 //!
 //! Restarts affect the services of the init, and `show` reports their state. Installed units that the init does not run
 //! are reported as not loaded.
@@ -21,20 +21,21 @@ const POLL_INTERVAL: Duration = Duration::from_millis(30);
 const NOT_LOADED: i32 = 5;
 
 const PROGRAM: &str = r#"#!/bin/sh
-ask=$(mktemp "DIR/ask.XXXXXX") || exit 1
-printf '%s\n' "$*" >"$ask"
-mv "$ask" "$ask.asked"
-while [ ! -e "$ask.answer" ]; do [ -d "DIR" ] || exit 1; sleep 0.05; done
-code=$(head -n 1 "$ask.answer")
-tail -n +2 "$ask.answer"
-rm -f "$ask.answer"
+request=$(mktemp "DIR/systemctl.XXXXXX") || exit 1
+printf '%s\n' "$*" >"$request"
+mv "$request" "$request.request"
+while [ ! -e "$request.response" ]; do [ -d "DIR" ] || exit 1; sleep 0.05; done
+code=$(head -n 1 "$request.response")
+tail -n +2 "$request.response"
+rm -f "$request.response"
 exit "$code"
 "#;
 
 /// Writes the script; [`serve`] responds to it.
 pub(super) fn install(run_dir: &Path) -> Result<PathBuf> {
     let program = run_dir.join("systemctl");
-    fs::write(&program, PROGRAM.replace("DIR", &run_dir.display().to_string())).context("systemctl")?;
+    fs::write(&program, PROGRAM.replace("DIR", &run_dir.display().to_string()))
+        .context("write the script systemctl")?;
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
     Ok(program)
 }
@@ -65,7 +66,7 @@ pub(super) fn serve(session: &Arc<PowerSession>, settings: &HostSettings) {
 
 fn pending_requests(run_dir: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(run_dir).into_iter().flatten().flatten().map(|entry| entry.path());
-    entries.filter(|path| path.extension().is_some_and(|extension| extension == "asked")).collect()
+    entries.filter(|path| path.extension().is_some_and(|extension| extension == "request")).collect()
 }
 
 async fn respond(session: &Arc<PowerSession>, settings: &HostSettings, request: &Path) -> Result<()> {
@@ -76,7 +77,7 @@ async fn respond(session: &Arc<PowerSession>, settings: &HostSettings, request: 
         () = session.off.cancelled() => return Ok(()),
     };
     session.disk.append_log("systemctl", format!("[init] {}: {code}\n", args.trim()).as_bytes())?;
-    let (response, staged) = (request.with_extension("answer"), request.with_extension("whole"));
+    let (response, staged) = (request.with_extension("response"), request.with_extension("staged"));
     fs::write(&staged, format!("{code}\n{output}"))?;
     Ok(fs::rename(staged, response)?)
 }

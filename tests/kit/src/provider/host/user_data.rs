@@ -1,4 +1,4 @@
-//! The part of cloud-init that writes the files of user-data at the first boot.
+//! Writes the files of user-data at the first boot, like cloud-init.
 //!
 //! Supports only the JSON form of `#cloud-config`, which the platform renders. `runcmd` is ignored, because the init
 //! performs these steps itself.
@@ -30,7 +30,10 @@ struct WriteFile {
 impl UserData {
     pub(super) fn parse(text: &str) -> Result<Self> {
         let (first, rest) = text.split_once('\n').context("user-data has only one line")?;
-        ensure!(first.trim_end() == "#cloud-config", "user-data starts with {first:?}, not #cloud-config");
+        ensure!(
+            first.trim_end() == "#cloud-config",
+            "user-data must start with #cloud-config, not {first:?}"
+        );
         serde_json::from_str(rest).context("user-data is not JSON")
     }
 
@@ -52,12 +55,15 @@ impl WriteFile {
         );
         let content = match self.encoding.as_deref() {
             None | Some("" | "text/plain") => self.content.clone().into_bytes(),
-            Some("b64" | "base64") => BASE64_STANDARD.decode(&self.content).context("not base64")?,
+            Some("b64" | "base64") => {
+                BASE64_STANDARD.decode(&self.content).context("the content is not base64")?
+            }
             Some(other) => bail!("encoding {other:?} is not supported"),
         };
         let mode = match self.permissions.as_deref() {
             None => 0o644,
-            Some(octal) => u32::from_str_radix(octal.trim_start_matches("0o"), 8).context("permissions")?,
+            Some(octal) => u32::from_str_radix(octal.trim_start_matches("0o"), 8)
+                .context("the permissions are not octal")?,
         };
         let target = root.join(inside);
         fs::create_dir_all(target.parent().unwrap_or(root))?;
@@ -92,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn parse_and_write_refuse_unusable_user_data() {
+    fn malformed_user_data_is_refused() {
         assert!(UserData::parse("#!/bin/sh\n{}").is_err());
         assert!(UserData::parse("#cloud-config\nwrite_files: []").is_err());
         assert!(write(r#"[{"path": "/../etc/passwd", "content": ""}]"#).is_err());

@@ -1,4 +1,4 @@
-//! Conditional reads and writes, sequential and racing.
+//! Tests of conditional reads and writes, sequential and racing.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -94,10 +94,10 @@ async fn exactly_one_racing_conditional_write_wins() -> Result<()> {
             });
         }
         let outcomes = racers.join_all().await;
-        assert_eq!(outcomes.iter().filter(|(created, _)| *created).count(), 1, "round {round}: created");
+        assert_eq!(outcomes.iter().filter(|(created, _)| *created).count(), 1, "round {round}: creations");
         let mut updates = outcomes.into_iter().filter_map(|(_, updated)| updated);
-        current = updates.next().expect("one wins").into();
-        assert!(updates.next().is_none(), "round {round}: more than one updated");
+        current = updates.next().expect("no update succeeded").into();
+        assert!(updates.next().is_none(), "round {round}: several updates succeeded");
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Injected faults.
+//! Tests of injected faults.
 
 use std::time::{Duration, Instant};
 
@@ -18,10 +18,10 @@ async fn lost_reply_leaves_the_write_committed() -> Result<()> {
 
     // A retry fails on the precondition, because the first attempt was committed.
     let fixture = fixture_with(|builder| builder)?;
-    let late = fixture.server.fault(Rule::new(Fault::StatusAfterCommit(503)).method("PUT"));
+    let after_commit = fixture.server.fault(Rule::new(Fault::StatusAfterCommit(503)).method("PUT"));
     let result = fixture.put_if("pointer", "two", PutMode::Create).await;
     assert!(matches!(result, Err(Error::AlreadyExists { .. })), "{result:?}");
-    assert_eq!((late.hits(), fixture.get("pointer").await?.as_slice()), (1, &b"two"[..]));
+    assert_eq!((after_commit.hits(), fixture.get("pointer").await?.as_slice()), (1, &b"two"[..]));
     let statuses: Vec<_> = fixture.server.requests().iter().map(|request| request.status).collect();
     assert_eq!(statuses, [Some(503), Some(412), Some(200)]);
     Ok(())
@@ -41,7 +41,7 @@ async fn rules_select_requests_and_count_faults() -> Result<()> {
     ];
     assert_eq!(outcomes, [true, false, true]);
     assert!(fixture.get("one").await.is_err());
-    assert!(fixture.get("one").await.is_ok(), "only twice");
+    assert!(fixture.get("one").await.is_ok(), "the fault must occur only twice");
     assert_eq!(unavailable.hits(), 2);
 
     fixture.server.fault(Rule::new(Fault::Refuse).method("PUT").always());

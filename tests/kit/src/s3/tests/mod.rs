@@ -1,4 +1,4 @@
-//! The server, tested with the product's client.
+//! Tests of the server with the product's client.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Objects, uploads and listings.
+//! Tests of objects, uploads and listings.
 
 use std::time::Duration;
 
@@ -57,20 +57,20 @@ async fn multipart_object_concatenates_its_parts() -> Result<()> {
         upload.put_part(part.to_vec().into()).await?;
     }
     assert_eq!(fixture.server.uploads("fleet"), ["big"]);
-    assert!(fixture.server.read("fleet", "big").is_none(), "absent before completion");
+    assert!(fixture.server.read("fleet", "big").is_none(), "the object is visible before completion");
     upload.complete().await?;
     assert!(fixture.get("big").await? == content);
     assert!(fixture.server.uploads("fleet").is_empty());
-    let over = fixture
+    let part = fixture
         .client
         .get_range(&Key::from("big"), PART_BYTES as u64 - 10..2 * PART_BYTES as u64 + 10)
         .await?;
-    assert!(over == content[PART_BYTES - 10..2 * PART_BYTES + 10], "a range over three parts");
+    assert!(part == content[PART_BYTES - 10..2 * PART_BYTES + 10], "a range over three parts");
 
     fixture.client.delete(&Key::from("big")).await?;
     fixture.server.write("fleet", "big", "x");
     fixture.server.remove("fleet", "big");
-    assert_eq!(fixture.blob_files(), 0, "files are deleted with their objects");
+    assert_eq!(fixture.blob_files(), 0, "a file outlived its object");
     Ok(())
 }
 
@@ -87,9 +87,9 @@ async fn multipart_rules_are_enforced() -> Result<()> {
         assert!(upload.complete().await.is_err(), "{sizes:?}");
         upload.abort().await?;
     }
-    assert!(fixture.server.uploads("fleet").is_empty(), "aborted uploads are removed");
+    assert!(fixture.server.uploads("fleet").is_empty(), "an aborted upload was not removed");
     assert!(fixture.server.objects("fleet", "").is_empty());
-    assert_eq!(fixture.blob_files(), 0, "files are deleted with their uploads");
+    assert_eq!(fixture.blob_files(), 0, "a file outlived its upload");
     Ok(())
 }
 

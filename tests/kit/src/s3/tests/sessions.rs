@@ -1,4 +1,4 @@
-//! STS and sessions: a session may do exactly what its policy allows, with its token, until it expires.
+//! Tests of STS and sessions: with its token, a session may do exactly what its policy allows, until it expires.
 
 use std::time::Duration;
 
@@ -51,7 +51,7 @@ fn form<'a>(policy: &'a str, overrides: &[(&'a str, &'a str)]) -> Vec<(&'a str, 
     form
 }
 
-async fn session(fixture: &Fixture) -> Result<AwsCredential> {
+async fn create_session(fixture: &Fixture) -> Result<AwsCredential> {
     let (status, xml) = call_sts(fixture, &owner(fixture), "sts", &form(POLICY, &[])).await?;
     anyhow::ensure!(status == 200, "{xml}");
     let field = |name: &str| {
@@ -89,7 +89,7 @@ async fn session_may_do_only_what_its_policy_allows() -> Result<()> {
     let fixture = fixture()?;
     fixture.server.write("fleet", "u/other/secret", "another's");
     fixture.server.write("fleet", "system-bundles/1/x", "bundle");
-    let client = client(&fixture, session(&fixture).await?)?;
+    let client = client(&fixture, create_session(&fixture).await?)?;
     let own = Key::from("u/s/a");
     client.put(&own, "mine".into()).await?;
     assert_eq!(client.get(&own).await?.bytes().await?, "mine");
@@ -126,20 +126,23 @@ async fn session_may_do_only_what_its_policy_allows() -> Result<()> {
 async fn session_requires_token_and_expires() -> Result<()> {
     let fixture = fixture()?;
     let key = Key::from("u/s/a");
-    let credential = session(&fixture).await?;
-    let with = |token: Option<String>| AwsCredential {
+    let credential = create_session(&fixture).await?;
+    let with_token = |token: Option<String>| AwsCredential {
         key_id: credential.key_id.clone(),
         secret_key: credential.secret_key.clone(),
         token,
     };
     for token in [None, Some("another".to_owned())] {
-        let error =
-            client(&fixture, with(token))?.put(&key, "x".into()).await.expect_err("no token").to_string();
+        let error = client(&fixture, with_token(token))?
+            .put(&key, "x".into())
+            .await
+            .expect_err("no token")
+            .to_string();
         assert!(error.contains("InvalidToken"), "{error}");
     }
-    let valid = client(&fixture, with(credential.token.clone()))?;
+    let valid = client(&fixture, with_token(credential.token.clone()))?;
     valid.put(&key, "x".into()).await?;
-    let wrong = AwsCredential { secret_key: "wrong".to_owned(), ..with(credential.token.clone()) };
+    let wrong = AwsCredential { secret_key: "wrong".to_owned(), ..with_token(credential.token.clone()) };
     let error = client(&fixture, wrong)?.put(&key, "x".into()).await.expect_err("wrong secret").to_string();
     assert!(error.contains("SignatureDoesNotMatch"), "{error}");
 
@@ -148,13 +151,13 @@ async fn session_requires_token_and_expires() -> Result<()> {
     assert!(error.contains("ExpiredToken"), "{error}");
 
     fixture.server.set_session_lifetime(Some(Duration::from_millis(300)));
-    let short = client(&fixture, session(&fixture).await?)?;
+    let short = client(&fixture, create_session(&fixture).await?)?;
     short.put(&key, "x".into()).await?;
     tokio::time::sleep(Duration::from_millis(350)).await;
     short.put(&key, "x".into()).await.expect_err("expired");
 
     fixture.server.set_session_lifetime(None);
-    let last = client(&fixture, session(&fixture).await?)?;
+    let last = client(&fixture, create_session(&fixture).await?)?;
     last.put(&key, "x".into()).await?;
     assert_eq!(fixture.server.revoke_sessions("svc-1"), 3);
     assert_denied("revoked", &last.put(&key, "x".into()).await);
@@ -182,7 +185,7 @@ async fn sts_refuses_invalid_requests_like_aws() -> Result<()> {
     assert!(status == 403 && xml.contains("SignatureDoesNotMatch"), "{status} {xml}");
     let (status, _) = call_sts(&fixture, &owner(&fixture), "s3", &form(POLICY, &[])).await?;
     assert_eq!(status, 403, "a signature for the store is invalid for STS");
-    let host = session(&fixture).await?;
+    let host = create_session(&fixture).await?;
     let (status, xml) = call_sts(&fixture, &host, "sts", &form(POLICY, &[])).await?;
     assert!(status == 403 && xml.contains("AccessDenied"), "a host may not create sessions: {xml}");
     assert_eq!(fixture.server.sessions().len(), 1);

@@ -1,4 +1,4 @@
-//! The boot: order, gate, failures.
+//! Tests of the boot: order, gate, failures.
 
 use super::*;
 
@@ -47,13 +47,13 @@ async fn units_start_in_order_with_exact_environment() -> Result<()> {
         "svc0"
     );
     let log = testbed.simulator.unit_log("a", "svc-restore")?;
-    assert!(log.contains("svc-restore speaks\n") && log.contains("svc-restore ends with 0\n"), "{log}");
+    assert!(log.contains("svc-restore runs\n") && log.contains("svc-restore ends with 0\n"), "{log}");
     Ok(())
 }
 
 #[tokio::test]
 async fn failed_unit_stops_boot_and_is_reported() -> Result<()> {
-    for (unit, stage_name, ran) in [
+    for (unit, stage_name, expected_order) in [
         ("svc-update", "bundle", &["svc-update boot"][..]),
         ("svc-restore", "restore", &["svc-update boot", "svc-restore"]),
         (
@@ -63,12 +63,12 @@ async fn failed_unit_stops_boot_and_is_reported() -> Result<()> {
         ),
     ] {
         let testbed = Testbed::start(&format!("{{\"{unit}\": [70, 0]}}")).await?;
-        let (failed_at, message) = testbed.boot_failure("a").await?;
+        let (failed_at, message) = testbed.fail_boot("a").await?;
         assert_eq!(failed_at, stage_name);
         assert!(message.contains(&format!("{unit} ends with 70")), "{message}");
         let order = testbed.order("a")?;
         let (report, before) = order.split_last().context("no calls")?;
-        assert_eq!(before, ran);
+        assert_eq!(before, expected_order);
         assert!(
             report.starts_with(&format!("svc-register failure --stage {stage_name} --message ")),
             "{report}"
@@ -80,9 +80,9 @@ async fn failed_unit_stops_boot_and_is_reported() -> Result<()> {
 
 #[tokio::test]
 async fn gateway_does_not_start_without_marker() -> Result<()> {
-    // A restore that succeeds without restoring.
+    // The restore succeeds without restoring anything.
     let testbed = Testbed::start("{\"svc-restore\": [\"skip\"]}").await?;
-    assert_eq!(testbed.boot_failure("a").await?.0, "gateway");
+    assert_eq!(testbed.fail_boot("a").await?.0, "gateway");
     let run = testbed.simulator.run_unit("a", "svc-gateway", &[]).await?;
     assert!(!run.status.success());
     assert!(!testbed.order("a")?.contains(&"svc-gateway".to_owned()));
@@ -94,7 +94,7 @@ async fn gateway_without_ready_fails_its_stage() -> Result<()> {
     let standin = "{\"svc-gateway\": [\"hang\"]}";
     let testbed =
         Testbed::start_with(standin, |settings| settings.ready_timeout = Duration::from_millis(700)).await?;
-    let (failed_at, message) = testbed.boot_failure("a").await?;
+    let (failed_at, message) = testbed.fail_boot("a").await?;
     assert_eq!(failed_at, "gateway");
     assert!(message.contains("not ready within"), "{message}");
     assert!(!testbed.order("a")?.contains(&"svc-register".to_owned()));
@@ -111,10 +111,10 @@ async fn registration_is_retried_while_platform_is_unreachable() -> Result<()> {
     let tries = testbed.order("a")?.iter().filter(|call| *call == "svc-register").count();
     assert_eq!(tries, 3);
 
-    let never = Testbed::start_with("{\"svc-register\": [75]}", |settings| {
+    let unreachable = Testbed::start_with("{\"svc-register\": [75]}", |settings| {
         settings.register_timeout = Duration::from_millis(200);
     });
-    assert_eq!(never.await?.boot_failure("a").await?.0, "register");
+    assert_eq!(unreachable.await?.fail_boot("a").await?.0, "register");
     Ok(())
 }
 

@@ -1,4 +1,4 @@
-//! A host after its boot: crashes, requests, power, loss, and restart from its disk.
+//! Tests of a host after its boot: crashes, requests, power, loss, and restart from its disk.
 
 use serde_json::json;
 
@@ -38,7 +38,7 @@ async fn request_file_starts_its_unit() -> Result<()> {
     let testbed = Testbed::start("{}").await?;
     testbed.boot("a").await?;
     let request = testbed.file("a", "var/lib/svc/requests/backup")?;
-    fs::create_dir_all(request.parent().context("parent")?)?;
+    fs::create_dir_all(request.parent().context("the path has no parent")?)?;
     fs::write(&request, "")?;
     wait_for("the request is removed", || !request.exists()).await?;
     assert_eq!(testbed.order("a")?.last().map(String::as_str), Some("svc-db-backup run --request"));
@@ -49,13 +49,13 @@ async fn request_file_starts_its_unit() -> Result<()> {
 async fn run_unit_runs_oneshots_and_services() -> Result<()> {
     let testbed = Testbed::start("{\"svc-db-backup\": [0, 77]}").await?;
     testbed.boot("a").await?;
-    let good = testbed.simulator.run_unit("a", "svc-db-backup", &["run"]).await?;
-    assert!(good.status.success());
-    assert_eq!(String::from_utf8(good.stdout)?, "svc-db-backup speaks\n");
-    let bad =
+    let first = testbed.simulator.run_unit("a", "svc-db-backup", &["run"]).await?;
+    assert!(first.status.success());
+    assert_eq!(String::from_utf8(first.stdout)?, "svc-db-backup runs\n");
+    let second =
         testbed.simulator.run_unit_with("a", "svc-db-backup", &["run"], &[("FAILPOINTS", "y=panic")]).await?;
-    assert_eq!(bad.status.code(), Some(77));
-    let last = testbed.calls("a")?.pop().context("calls")?;
+    assert_eq!(second.status.code(), Some(77));
+    let last = testbed.calls("a")?.pop().context("no calls")?;
     assert_eq!(last.env.get("FAILPOINTS").map(String::as_str), Some("y=panic"));
 
     testbed.simulator.stop_service("a", "svc-gateway").await?;
@@ -131,7 +131,8 @@ async fn lost_server_restarts_from_disk() -> Result<()> {
     testbed.simulator.start_from_disk("a")?;
     testbed.simulator.wait_until_booted("a", TIMEOUT).await?;
     let started = &testbed.calls("a")?[calls..];
-    let listen = format!("{}:{}", address.context("it had one")?, testbed.simulator.https_port());
+    let listen =
+        format!("{}:{}", address.context("the server had no address")?, testbed.simulator.https_port());
     assert!(started.iter().all(|call| call.env["GATEWAY_LISTEN"] == listen));
     assert!(testbed.simulator.run_unit("a", "svc-db-backup", &["run"]).await?.status.success());
     assert_eq!(testbed.simulator.servers().len(), 1, "only b is listed");
@@ -164,7 +165,7 @@ async fn hosts_are_controlled_over_http() -> Result<()> {
     let host = control.get("/hosts/a").await?.body;
     assert_eq!((&host["boot"]["state"], &host["listed"]), (&json!("up"), &json!(true)));
     let run = control.post("/hosts/a/units/svc-db-backup/start", json!({"args": ["run"]})).await?.body;
-    assert_eq!((&run["code"], &run["stdout"]), (&json!(0), &json!("svc-db-backup speaks\n")));
+    assert_eq!((&run["code"], &run["stdout"]), (&json!(0), &json!("svc-db-backup runs\n")));
     assert_eq!(control.post("/servers/a/vanish", json!({})).await?.status, 200);
     assert_eq!(control.get("/hosts/a").await?.body["boot"]["state"], "off");
     assert_eq!(control.post("/hosts/a/start-from-disk", json!({})).await?.status, 200);

@@ -1,4 +1,4 @@
-//! The init with a stand-in for the product's binary: order, gate, readiness, restarts, reports, and cleanup.
+//! Tests of the init with a stand-in for the product's binary: order, gate, readiness, restarts, reports, and cleanup.
 
 mod boots;
 mod lifetime;
@@ -41,7 +41,7 @@ struct Testbed {
 }
 
 impl Testbed {
-    /// `standin` defines how the units end.
+    /// `standin` defines the behaviour of the units.
     async fn start(standin: &str) -> Result<Self> {
         Self::start_with(standin, |_| {}).await
     }
@@ -49,7 +49,7 @@ impl Testbed {
     async fn start_with(standin: &str, adjust: impl FnOnce(&mut HostSettings)) -> Result<Self> {
         let dir = tempfile::tempdir()?;
         let pg = PgBinaries::locate_or_fetch(&crate::fetch::target_dir())?;
-        let mut settings = HostSettings::new(script(dir.path())?, pg, dir.path().join("hosts"));
+        let mut settings = HostSettings::new(write_standin(dir.path())?, pg, dir.path().join("hosts"));
         settings.extra_env.push(("STANDIN".to_owned(), standin.to_owned()));
         adjust(&mut settings);
         let simulator = Simulator::start(SimulatorOptions::process(settings)).await?;
@@ -65,8 +65,8 @@ impl Testbed {
         Ok(id)
     }
 
-    /// Creates a server whose boot fails; returns the stage and the message.
-    async fn boot_failure(&self, name: &str) -> Result<(String, String)> {
+    /// Creates a server whose boot fails, and returns the stage and the message.
+    async fn fail_boot(&self, name: &str) -> Result<(String, String)> {
         ensure!(self.boot(name).await.is_err(), "the boot succeeded");
         match self.simulator.hosts()?.into_iter().find(|host| host.name == name).map(|host| host.boot) {
             Some(BootState::Failed { stage, message }) => Ok((stage, message)),
@@ -91,14 +91,14 @@ impl Testbed {
 }
 
 /// Writes the stand-in as an executable that needs no environment.
-fn script(dir: &Path) -> Result<PathBuf> {
+fn write_standin(dir: &Path) -> Result<PathBuf> {
     static PYTHON: OnceLock<String> = OnceLock::new();
     let python = PYTHON.get_or_init(|| {
         let mut find = Command::new("python3");
         find.args(["-c", "import sys; print(sys.executable)"]);
         crate::child::run(find, TIMEOUT).map(|path| path.trim().to_owned()).unwrap_or_default()
     });
-    ensure!(!python.is_empty(), "python3 is needed for this test");
+    ensure!(!python.is_empty(), "this test requires python3");
     let path = dir.join("svc");
     fs::write(&path, format!("#!{python} -S\n{}", include_str!("standin.py")))?;
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;

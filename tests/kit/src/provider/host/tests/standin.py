@@ -1,7 +1,7 @@
 """A stand-in for the product's binary: records each call in calls.jsonl, and behaves as defined in $STANDIN.
 
-STANDIN is JSON: {unit: [behaviour of its first call, its second, …, all further]}, where a number is an exit code,
-"serve" sends READY=1 and waits for SIGTERM, "hang" waits without it, "serve:N" is ready and then exits with N, and
+STANDIN is JSON: {unit: [behaviour of the first call, the second, …, all further calls]}. A number is an exit code;
+"serve" sends READY=1 and waits for SIGTERM; "hang" waits without READY=1; "serve:N" sends READY=1 and exits with N;
 "skip" exits with 0 without doing anything. `svc-register stage` is not recorded as a call, but in `stages`.
 """
 import json, os, signal, socket, subprocess, sys, time
@@ -11,7 +11,7 @@ args = sys.argv[1:]
 if name == "svc":
     name, args = args[0], args[1:]
 if args == ["install-apps"]:
-    # The same program runs as another unit.
+    # The same program also runs as another unit.
     name = "svc-apps"
 root = os.environ["SVC_ROOT"]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -27,48 +27,49 @@ try:
         before = sum(json.loads(line)["unit"] == name for line in log)
 except FileNotFoundError:
     before = 0
-ends = json.loads(os.environ.get("STANDIN", "{}")).get(name, [])
+behaviours = json.loads(os.environ.get("STANDIN", "{}")).get(name, [])
 services = ("svc-gateway", "svc-sync-agent")
-end = ends[min(before, len(ends) - 1)] if ends else "serve" if name in services else 0
+default = "serve" if name in services else 0
+behaviour = behaviours[min(before, len(behaviours) - 1)] if behaviours else default
 
 child = None
-if end == "serve":
-    # Dies with the service.
+if behaviour == "serve":
+    # A child that must be killed with the service.
     child = subprocess.Popen(["sleep", "600"]).pid
 env = {key: value for key, value in os.environ.items()}
 with open(f"{root}/calls.jsonl", "a") as log:
     log.write(json.dumps({"unit": name, "args": args, "env": env, "pid": os.getpid(), "child": child}) + "\n")
-print(f"{name} speaks", flush=True)
+print(f"{name} runs", flush=True)
 
 
-def place(path, target):
+def link_if_missing(path, target):
     if not os.path.lexists(path):
         os.symlink(target, path)
 
 
-if name == "svc-update" and end == 0:
+if name == "svc-update" and behaviour == 0:
     release = f"{root}/opt/svc/releases/1/bin"
     os.makedirs(release, exist_ok=True)
-    place(f"{release}/svc", os.path.realpath(sys.argv[0]))
+    link_if_missing(f"{release}/svc", os.path.realpath(sys.argv[0]))
     for unit in ("svc-restore", "svc-gateway", "svc-register", "svc-sync-agent", "svc-db-backup"):
-        place(f"{release}/{unit}", "svc")
-    place(f"{root}/opt/svc/current", "releases/1")
-    place(f"{root}/opt/svc/bin", "current/bin")
-if name == "svc-restore" and end == 0:
+        link_if_missing(f"{release}/{unit}", "svc")
+    link_if_missing(f"{root}/opt/svc/current", "releases/1")
+    link_if_missing(f"{root}/opt/svc/bin", "current/bin")
+if name == "svc-restore" and behaviour == 0:
     open(f"{root}/opt/svc/restore-complete", "w").close()
 if name == "svc-db-backup":
     request = f"{root}/var/lib/svc/requests/backup"
     if "--request" in args:
         os.remove(request)
 
-if end == "skip":
+if behaviour == "skip":
     sys.exit(0)
-if isinstance(end, int):
-    print(f"{name} ends with {end}", file=sys.stderr)
-    sys.exit(end)
-if end.startswith("serve"):
+if isinstance(behaviour, int):
+    print(f"{name} ends with {behaviour}", file=sys.stderr)
+    sys.exit(behaviour)
+if behaviour.startswith("serve"):
     notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     notify.sendto(b"STATUS=up\nREADY=1\n", os.environ["NOTIFY_SOCKET"])
-if ":" in end:
-    sys.exit(int(end.split(":")[1]))
+if ":" in behaviour:
+    sys.exit(int(behaviour.split(":")[1]))
 time.sleep(600)

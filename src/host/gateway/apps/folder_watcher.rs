@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 const DEBOUNCE_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_DEBOUNCE: Duration = Duration::from_secs(2);
 
-/// A watcher of the apps folder. If the system provides none, only periodic rescans find changes.
+/// A watcher of the apps folder. If file watching is unavailable, only periodic rescans find changes.
 pub struct FolderWatcher {
     watcher: Option<RecommendedWatcher>,
     watched: BTreeSet<PathBuf>,
@@ -36,15 +36,15 @@ impl FolderWatcher {
     }
 
     /// Updates the watches to the current apps folder and its direct children.
-    pub fn follow(&mut self, apps: &Path) {
+    pub fn update_watches(&mut self, apps: &Path) {
         let Some(watcher) = &mut self.watcher else { return };
         let mut wanted = BTreeSet::from([apps.to_owned()]);
         if let Ok(entries) = std::fs::read_dir(apps) {
             wanted.extend(entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_dir()));
         }
-        for gone in self.watched.difference(&wanted) {
-            // A deleted folder has already removed its watch.
-            let _ = watcher.unwatch(gone);
+        for removed in self.watched.difference(&wanted) {
+            // The watch of a deleted folder is already removed.
+            let _ = watcher.unwatch(removed);
         }
         let active = wanted.into_iter().filter(|path| {
             self.watched.contains(path) || watcher.watch(path, RecursiveMode::NonRecursive).is_ok()
@@ -52,12 +52,12 @@ impl FolderWatcher {
         self.watched = active.collect();
     }
 
-    /// Returns after a change, once no further change has followed for a moment.
-    pub async fn changed(&self) {
+    /// Waits for a change, then until no further change has followed for a moment.
+    pub async fn wait_for_change(&self) {
         self.changed.notified().await;
-        let gathered =
+        let settled =
             async { while tokio::time::timeout(DEBOUNCE_INTERVAL, self.changed.notified()).await.is_ok() {} };
-        // Changes without a pause are reported after the maximum delay.
-        let _ = tokio::time::timeout(MAX_DEBOUNCE, gathered).await;
+        // Continuous changes are reported after the maximum delay.
+        let _ = tokio::time::timeout(MAX_DEBOUNCE, settled).await;
     }
 }

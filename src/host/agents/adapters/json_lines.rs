@@ -1,15 +1,15 @@
-//! The project's own protocol for agents without one: one JSON object per line.
+//! The project's own protocol, for agents that have none: one JSON object per line.
 //!
 //! The program reads one line, `{"type": "prompt", "version": 1, "prompt", "agentName", "model", "conversationId"}`,
-//! the last two possibly `null`; then its input ends. It writes:
+//! of which the last two may be `null`; then its input ends. It writes:
 //!
 //! | line | |
 //! |---|---|
 //! | `{"type": "started", "conversationId"?, "model"?}` | first |
-//! | `{"type": "text", "text"}` | text of the agent |
+//! | `{"type": "text", "text"}` | text that the agent wrote |
 //! | `{"type": "tool", "id", "name", "input"}` | a tool starts |
 //! | `{"type": "toolResult", "id", "status": "success" or "error", "error"?}` | the tool ends; `error` is text |
-//! | `{"type": "usage", "tokensIn", "tokensOut", "cost"?}` | added up; `cost` in dollars |
+//! | `{"type": "usage", "tokensIn", "tokensOut", "cost"?}` | usage since the previous such line; `cost` in dollars |
 //! | `{"type": "result", "status", "text"?, "error"?: {"name"?, "message", "stack"?, "tool"?, "turn"?}}` | last |
 
 use serde::Deserialize;
@@ -80,12 +80,12 @@ impl From<ErrorFields> for DispatchError {
 
 /// A run of an agent with this protocol.
 #[derive(Default)]
-pub struct Plain {
+pub struct JsonLines {
     run: Run,
     result: Option<(Status, Option<DispatchError>)>,
 }
 
-impl Adapter for Plain {
+impl Adapter for JsonLines {
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
         let Ok(line) = serde_json::from_str(line) else { return Vec::new() };
         let event = match line {
@@ -125,7 +125,7 @@ impl Adapter for Plain {
             }
             _ => Some(exit_failure(exit, stderr_tail)),
         };
-        self.run.outcome(at_ms, error)
+        self.run.finish(at_ms, error)
     }
 }
 
@@ -134,9 +134,9 @@ mod tests {
     use super::*;
 
     fn run(lines: &[&str], exit: Exit) -> (Vec<Event>, Outcome) {
-        let mut plain = Plain::default();
-        let events = lines.iter().zip(0..).flat_map(|(line, n)| plain.parse_line(n * 10, line)).collect();
-        let outcome = plain.finish(lines.len() as u64 * 10, exit, "hunter2: password=hunter2hunter2");
+        let mut adapter = JsonLines::default();
+        let events = lines.iter().zip(0..).flat_map(|(line, n)| adapter.parse_line(n * 10, line)).collect();
+        let outcome = adapter.finish(lines.len() as u64 * 10, exit, "hunter2: password=hunter2hunter2");
         (events, outcome)
     }
 

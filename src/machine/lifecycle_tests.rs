@@ -15,11 +15,11 @@ type TransitionFn = fn(&Machine, &Event) -> Result<Outcome, Refusal>;
 const EPOCH: Epoch = Epoch(7);
 
 fn small() -> ServerType {
-    "cpx22".parse().expect("a server type")
+    "cpx22".parse().expect("valid server type")
 }
 
 fn large() -> ServerType {
-    "cpx32".parse().expect("a server type")
+    "cpx32".parse().expect("valid server type")
 }
 
 fn running() -> State {
@@ -121,43 +121,43 @@ fn kind(event: &Event) -> usize {
     }
 }
 
-fn after(state: &State, event: &Event) -> Result<Outcome, Refusal> {
+fn apply(state: &State, event: &Event) -> Result<Outcome, Refusal> {
     transition(&Machine { state: state.clone(), epoch: EPOCH }, event)
 }
 
 fn assert_moves(from: &State, event: &Event, to: &State, expected: &[Effect]) {
-    match after(from, event) {
+    match apply(from, event) {
         Ok(Outcome::Moved { next, effects }) => {
             assert_eq!((&next, effects.as_slice()), (to, expected), "{from:?} on {event:?}");
         }
-        other => panic!("{from:?} on {event:?} gave {other:?}"),
+        other => panic!("{from:?} on {event:?} returned {other:?}"),
     }
 }
 
 fn assert_unchanged(from: &State, event: &Event) {
-    assert_eq!(after(from, event), Ok(Outcome::Unchanged), "{from:?} on {event:?}");
+    assert_eq!(apply(from, event), Ok(Outcome::Unchanged), "{from:?} on {event:?}");
 }
 
 fn assert_refused(from: &State, event: &Event, status: Status, allowed: &'static [Status]) {
     let refusal = Refusal::InvalidState { status, allowed };
-    assert_eq!(after(from, event), Err(refusal), "{from:?} on {event:?}");
+    assert_eq!(apply(from, event), Err(refusal), "{from:?} on {event:?}");
 }
 
-fn fails_with(cause: FailureCause) -> Vec<Effect> {
+fn failure_effects(cause: FailureCause) -> Vec<Effect> {
     vec![Effect::FailOperation { cause }, Effect::CloseConnections]
 }
 
-fn resize_fails() -> Vec<Effect> {
-    let mut effects = fails_with(FailureCause::Resize);
+fn failed_resize_effects() -> Vec<Effect> {
+    let mut effects = failure_effects(FailureCause::Resize);
     effects.push(Effect::SwitchOn);
     effects
 }
 
-fn boot_fails_with(cause: FailureCause) -> Vec<Effect> {
+fn failed_boot_effects(cause: FailureCause) -> Vec<Effect> {
     vec![Effect::FailOperation { cause }, Effect::CloseConnections, Effect::ReinstatePredecessor]
 }
 
-fn replaced_by(status: Status, restore: RestoreMode) -> Vec<Effect> {
+fn replacement_effects(status: Status, restore: RestoreMode) -> Vec<Effect> {
     vec![
         Effect::CancelOperation,
         Effect::Replace { status, restore, epoch: Epoch(8) },
@@ -174,7 +174,7 @@ fn is_booting(state: &State) -> bool {
 }
 
 /// The pairs for which a rule panics.
-fn panics(rule: TransitionFn) -> Vec<(State, Event)> {
+fn find_panics(rule: TransitionFn) -> Vec<(State, Event)> {
     let mut found = Vec::new();
     for state in every_state() {
         for event in every_event() {
@@ -189,13 +189,13 @@ fn panics(rule: TransitionFn) -> Vec<(State, Event)> {
 
 #[test]
 fn transition_is_total() {
-    assert_eq!(panics(transition), vec![]);
+    assert_eq!(find_panics(transition), vec![]);
 }
 
 #[test]
 fn missing_transition_is_detected() {
-    let found = panics(|machine, event| match (&machine.state, event) {
-        (State::Retired { was }, Event::ServerGone) if **was == running() => panic!("no answer"),
+    let found = find_panics(|machine, event| match (&machine.state, event) {
+        (State::Retired { was }, Event::ServerGone) if **was == running() => panic!("unhandled"),
         _ => transition(machine, event),
     });
     assert_eq!(found, vec![(retired(running()), Event::ServerGone)]);
@@ -207,12 +207,12 @@ fn only_registration_makes_machine_run() {
     assert_moves(&State::Provisioning, &event, &running(), &[]);
     assert_moves(&State::Recovering, &event, &running(), &[]);
     for state in every_active_state().filter(|state| !is_booting(state)) {
-        let status = state.status().expect("an active state");
+        let status = state.status().expect("active states have a status");
         assert_refused(&state, &event, status, &[Status::Provisioning, Status::Recovering]);
     }
     for state in every_state() {
         for event in every_event() {
-            let Ok(Outcome::Moved { next: State::Running { .. }, .. }) = after(&state, &event) else {
+            let Ok(Outcome::Moved { next: State::Running { .. }, .. }) = apply(&state, &event) else {
                 continue;
             };
             let allowed = matches!(
@@ -236,17 +236,18 @@ fn only_registration_makes_machine_run() {
 
 #[test]
 fn boot_without_registration_fails() {
-    let made = CreationFailure::ALL.iter().map(|&why| (Event::CreationFailed { why }, why.cause()));
-    for (event, cause) in made.into_iter().chain([
+    let creation_failures =
+        CreationFailure::ALL.iter().map(|&why| (Event::CreationFailed { why }, why.cause()));
+    for (event, cause) in creation_failures.into_iter().chain([
         (Event::BootFailureReported, FailureCause::BootReported),
         (Event::RegistrationExpired, FailureCause::RegistrationExpired),
         (Event::OperationAbandoned, FailureCause::Abandoned),
     ]) {
-        assert_moves(&State::Provisioning, &event, &failed(cause), &boot_fails_with(cause));
-        assert_moves(&State::Recovering, &event, &failed(cause), &boot_fails_with(cause));
+        assert_moves(&State::Provisioning, &event, &failed(cause), &failed_boot_effects(cause));
+        assert_moves(&State::Recovering, &event, &failed(cause), &failed_boot_effects(cause));
         for state in every_active_state().filter(|state| !is_booting(state)) {
             if event == Event::BootFailureReported {
-                let status = state.status().expect("an active state");
+                let status = state.status().expect("active states have a status");
                 assert_refused(&state, &event, status, &[Status::Provisioning, Status::Recovering]);
             } else {
                 assert_unchanged(&state, &event);
@@ -261,7 +262,7 @@ fn recover_replaces_any_active_machine_and_is_idempotent() {
         let event = Event::RecoverRequested { restore };
         for state in every_active_state().filter(|state| *state != State::Recovering) {
             let next = retired(state.clone());
-            assert_moves(&state, &event, &next, &replaced_by(Status::Recovering, restore));
+            assert_moves(&state, &event, &next, &replacement_effects(Status::Recovering, restore));
         }
         assert_unchanged(&State::Recovering, &event);
     }
@@ -274,7 +275,7 @@ fn resize_needs_running_machine() {
     assert_moves(&running(), &to_large, &resizing(), &effects);
     assert_unchanged(&running(), &Event::ResizeRequested { to: small() });
     for state in every_active_state().filter(|state| !matches!(state, State::Running { .. })) {
-        let status = state.status().expect("an active state");
+        let status = state.status().expect("active states have a status");
         assert_refused(&state, &to_large, status, &[Status::Running]);
     }
 }
@@ -284,7 +285,7 @@ fn resize_ends_with_new_type_old_type_or_failed() {
     assert_moves(&resizing(), &Event::ResizeSucceeded, &State::Running { server_type: large() }, &[]);
     let cause = FailureCause::Resize;
     assert_moves(&resizing(), &Event::ResizeReverted, &running(), &[Effect::FailOperation { cause }]);
-    assert_moves(&resizing(), &Event::ResizeFailed, &failed(cause), &resize_fails());
+    assert_moves(&resizing(), &Event::ResizeFailed, &failed(cause), &failed_resize_effects());
     for event in [Event::ResizeSucceeded, Event::ResizeReverted, Event::ResizeFailed] {
         for state in every_state().into_iter().filter(|state| !matches!(state, State::Resizing { .. })) {
             assert_unchanged(&state, &event);
@@ -297,9 +298,9 @@ fn hung_operation_fails_waiting_machine() {
     let event = Event::OperationHung;
     let cause = FailureCause::OperationHung;
     for state in [State::Provisioning, State::Recovering] {
-        assert_moves(&state, &event, &failed(cause), &boot_fails_with(cause));
+        assert_moves(&state, &event, &failed(cause), &failed_boot_effects(cause));
     }
-    assert_moves(&resizing(), &event, &failed(FailureCause::Resize), &resize_fails());
+    assert_moves(&resizing(), &event, &failed(FailureCause::Resize), &failed_resize_effects());
     let waits = |state: &State| is_booting(state) || matches!(state, State::Resizing { .. });
     for state in every_state().into_iter().filter(|state| !waits(state)) {
         assert_unchanged(&state, &event);
@@ -309,9 +310,9 @@ fn hung_operation_fails_waiting_machine() {
 #[test]
 fn missing_server_fails_machine_without_replacement() {
     let cause = FailureCause::ServerGone;
-    assert_moves(&running(), &Event::ServerGone, &failed(cause), &fails_with(cause));
+    assert_moves(&running(), &Event::ServerGone, &failed(cause), &failure_effects(cause));
     // The server may still exist and may be off.
-    let effects = [fails_with(cause), vec![Effect::SwitchOn]].concat();
+    let effects = [failure_effects(cause), vec![Effect::SwitchOn]].concat();
     for state in [resizing(), failed(FailureCause::Resize), failed(FailureCause::Reinstating)] {
         assert_moves(&state, &Event::ServerGone, &failed(cause), &effects);
     }
@@ -322,7 +323,7 @@ fn missing_server_fails_machine_without_replacement() {
         |event: &Event| matches!(event, Event::ProvisionRequested { .. } | Event::RecoverRequested { .. });
     for state in every_state() {
         for event in every_event().into_iter().filter(|event| !requested(event)) {
-            if let Ok(Outcome::Moved { effects, .. }) = after(&state, &event) {
+            if let Ok(Outcome::Moved { effects, .. }) = apply(&state, &event) {
                 let replaces = effects.iter().any(|effect| matches!(effect, Effect::Replace { .. }));
                 assert!(!replaces, "{state:?} is replaced by {event:?}");
             }
@@ -378,7 +379,7 @@ fn provision_replaces_only_failed_machine() {
                 &failed(cause),
                 &event,
                 &retired(failed(cause)),
-                &replaced_by(Status::Provisioning, restore),
+                &replacement_effects(Status::Provisioning, restore),
             );
         }
         for state in [State::Provisioning, State::Recovering, running(), resizing()] {
@@ -391,7 +392,7 @@ fn provision_replaces_only_failed_machine() {
 fn heartbeat_heals_only_own_epoch() {
     let beat = |epoch| Event::HealthyHeartbeat { epoch, server_type: large() };
     let healed = State::Running { server_type: large() };
-    let heals = |state: &State| matches!(state, State::Failed { cause } if cause.heals());
+    let heals = |state: &State| matches!(state, State::Failed { cause } if cause.is_healed_by_heartbeat());
     for state in every_state().into_iter().filter(heals) {
         assert_moves(&state, &beat(EPOCH), &healed, &[]);
         assert_unchanged(&state, &beat(Epoch(6)));
@@ -409,7 +410,7 @@ fn delete_ends_any_active_machine_and_is_idempotent() {
         assert_moves(&state, &Event::DeleteRequested, &deleted(state.clone()), &effects);
     }
     assert_unchanged(&deleted(running()), &Event::DeleteRequested);
-    assert_eq!(after(&retired(running()), &Event::DeleteRequested), Err(Refusal::Superseded));
+    assert_eq!(apply(&retired(running()), &Event::DeleteRequested), Err(Refusal::Superseded));
 }
 
 #[test]
@@ -420,7 +421,7 @@ fn resume_takes_failed_machine_back_into_service() {
     }
     assert_unchanged(&running(), &event);
     for state in [State::Provisioning, State::Recovering, resizing()] {
-        let status = state.status().expect("an active state");
+        let status = state.status().expect("active states have a status");
         assert_refused(&state, &event, status, &[Status::Failed]);
     }
 }
@@ -445,8 +446,8 @@ fn reinstated_machine_keeps_state_or_waits_for_host() {
     }
     let event = Event::Reinstated { epoch, power: ServerPower::On };
     for never_served in [State::Provisioning, State::Recovering] {
-        assert_eq!(after(&retired(never_served.clone()), &event), Err(Refusal::Superseded));
-        assert_eq!(after(&deleted(never_served), &event), Err(Refusal::Gone));
+        assert_eq!(apply(&retired(never_served.clone()), &event), Err(Refusal::Superseded));
+        assert_eq!(apply(&deleted(never_served), &event), Err(Refusal::Gone));
     }
     for state in every_active_state() {
         assert_unchanged(&state, &event);
@@ -458,7 +459,7 @@ fn only_reinstatement_leads_back_into_a_slot() {
     let leads_back = |event: &Event| matches!(event, Event::Reinstated { .. });
     for state in every_state().into_iter().filter(|state| !state.is_active()) {
         for event in every_event().into_iter().filter(|event| !leads_back(event)) {
-            if let Ok(Outcome::Moved { next, .. }) = after(&state, &event) {
+            if let Ok(Outcome::Moved { next, .. }) = apply(&state, &event) {
                 assert!(!next.is_active(), "{state:?} holds its slot again after {event:?}");
             }
         }

@@ -1,4 +1,4 @@
-//! A store whose calls wait for their turn and end as the schedule decides.
+//! A store whose calls wait for their turn and end as the schedule determines.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -23,7 +23,7 @@ use super::history::History;
 pub struct Turn {
     pub actor: usize,
     pub call: Call,
-    pub go: oneshot::Sender<Fate>,
+    pub go: oneshot::Sender<CallOutcome>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,33 +35,34 @@ pub enum Call {
 
 /// How a call ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fate {
+pub enum CallOutcome {
     Done,
     /// The request is lost; the caller gets an error.
     Lost,
     /// The write happens; the response is lost.
     NoResponse,
     /// The write happens; the client's own retry of it is refused.
-    RefusedBySelf,
+    RefusedRetry,
     /// The caller gets an error; the write happens later.
     Late,
     /// The read returns the state before the last write.
     Stale,
 }
 
-impl Fate {
+impl CallOutcome {
     pub const OF_GET: [Self; 2] = [Self::Lost, Self::Stale];
     pub const OF_LIST: [Self; 1] = [Self::Lost];
-    pub const OF_PUT: [Self; 4] = [Self::Lost, Self::NoResponse, Self::RefusedBySelf, Self::Late];
+    pub const OF_PUT: [Self; 4] = [Self::Lost, Self::NoResponse, Self::RefusedRetry, Self::Late];
 }
 
 /// The write conditions that the server enforces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Conditions {
     Honoured,
-    /// Objects are created only once, but `If-Match` never refuses: the weakest store that the protocol supports.
+    /// Objects are created only once, but `If-Match` never refuses a write: the weakest store that the protocol
+    /// supports.
     CreateOnly,
-    /// Neither condition is enforced; no protocol holds on such a store.
+    /// Neither condition is enforced; no protocol is correct on such a store.
     Ignored,
 }
 
@@ -87,12 +88,12 @@ impl Server {
         (Arc::new(Self { inner, before, late, turns, slot, conditions, history }), waiting)
     }
 
-    pub fn late(&self) -> usize {
+    pub fn late_count(&self) -> usize {
         self.late.lock().unwrap().len()
     }
 
     /// Applies a late write; its result is discarded.
-    pub async fn land(&self, index: usize) {
+    pub async fn apply_late(&self, index: usize) {
         let (at, payload, options) = self.late.lock().unwrap().remove(index);
         let _ = self.apply(&at, payload, options).await;
     }
@@ -103,11 +104,11 @@ impl Server {
     }
 
     async fn apply(&self, at: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
-        let is_kept = match options.mode {
+        let is_enforced = match options.mode {
             PutMode::Create => self.conditions != Conditions::Ignored,
             PutMode::Update(_) | PutMode::Overwrite => self.conditions == Conditions::Honoured,
         };
-        if !is_kept {
+        if !is_enforced {
             options.mode = PutMode::Overwrite;
         }
         let before = self.inner.fork();
@@ -117,15 +118,15 @@ impl Server {
             || serde_json::from_slice::<Pointer>(&bytes).expect("only a pointer is written to this key");
         if *at == self.slot.pointer() {
             *self.before.lock().unwrap() = before;
-            self.history.lock().unwrap().published(&pointer());
+            self.history.lock().unwrap().record_publication(&pointer());
         } else if at.prefix_matches(&self.slot.pointer_log()) {
-            let whole = self.is_whole(&pointer()).await;
-            self.history.lock().unwrap().claimed(pointer(), whole);
+            let is_complete = self.is_complete(&pointer()).await;
+            self.history.lock().unwrap().record_claim(pointer(), is_complete);
         }
         Ok(put)
     }
 
-    async fn is_whole(&self, pointer: &Pointer) -> bool {
+    async fn is_complete(&self, pointer: &Pointer) -> bool {
         let Some(named) = &pointer.snapshot else { return true };
         let object = self.slot.snapshot(&named.key).expect("the key of a snapshot");
         let side = self.slot.side_record(&named.key).expect("the key of a snapshot");
@@ -138,43 +139,43 @@ impl Server {
 
 /// One actor's connection to the server.
 #[derive(Debug, Clone)]
-pub struct Staged {
+pub struct ScheduledStore {
     pub actor: usize,
     pub server: Arc<Server>,
 }
 
-impl Staged {
-    async fn turn(&self, call: Call) -> Fate {
-        let (go, fate) = oneshot::channel();
+impl ScheduledStore {
+    async fn take_turn(&self, call: Call) -> CallOutcome {
+        let (go, outcome) = oneshot::channel();
         let sent = self.server.turns.send(Turn { actor: self.actor, call, go });
         match sent {
-            Ok(()) => fate.await.unwrap_or(Fate::Lost),
-            Err(_) => Fate::Lost,
+            Ok(()) => outcome.await.unwrap_or(CallOutcome::Lost),
+            Err(_) => CallOutcome::Lost,
         }
     }
 }
 
-fn lost() -> Error {
-    Error::Generic { store: "staged", source: "the connection broke".into() }
+fn lost_error() -> Error {
+    Error::Generic { store: "scheduled", source: "the connection was lost".into() }
 }
 
-impl fmt::Display for Staged {
+impl fmt::Display for ScheduledStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("staged")
+        f.write_str("scheduled")
     }
 }
 
 #[async_trait]
-impl ObjectStore for Staged {
+impl ObjectStore for ScheduledStore {
     async fn put_opts(&self, at: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
-        match self.turn(Call::Put).await {
-            Fate::Done | Fate::Stale => self.server.apply(at, payload, options).await,
-            Fate::Lost => Err(lost()),
-            Fate::NoResponse => {
+        match self.take_turn(Call::Put).await {
+            CallOutcome::Done | CallOutcome::Stale => self.server.apply(at, payload, options).await,
+            CallOutcome::Lost => Err(lost_error()),
+            CallOutcome::NoResponse => {
                 let _ = self.server.apply(at, payload, options).await;
-                Err(lost())
+                Err(lost_error())
             }
-            Fate::RefusedBySelf => {
+            CallOutcome::RefusedRetry => {
                 let conditional = !matches!(options.mode, PutMode::Overwrite);
                 let put = self.server.apply(at, payload, options).await?;
                 if !conditional {
@@ -185,22 +186,22 @@ impl ObjectStore for Staged {
                     source: "changed by the client's own first attempt".into(),
                 })
             }
-            Fate::Late => {
+            CallOutcome::Late => {
                 self.server.late.lock().unwrap().push((at.clone(), payload, options));
-                Err(lost())
+                Err(lost_error())
             }
         }
     }
 
     async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
-        // A log entry is written once, so the time of the read makes no difference.
+        // A log entry is written once, so the time of the read does not matter.
         if at.prefix_matches(&self.server.slot.pointer_log()) {
             return self.server.inner.get_opts(at, options).await;
         }
-        match self.turn(Call::Get).await {
-            Fate::Lost => Err(lost()),
+        match self.take_turn(Call::Get).await {
+            CallOutcome::Lost => Err(lost_error()),
             // Only `latest` is ever overwritten.
-            Fate::Stale if *at == self.server.slot.pointer() => {
+            CallOutcome::Stale if *at == self.server.slot.pointer() => {
                 let before = self.server.before.lock().unwrap().fork();
                 before.get_opts(at, options).await
             }
@@ -209,7 +210,7 @@ impl ObjectStore for Staged {
     }
 
     async fn put_multipart_opts(&self, _: &Path, _: PutMultipartOptions) -> Result<Box<dyn MultipartUpload>> {
-        Err(Error::NotImplemented { operation: "multipart".into(), implementer: "staged".into() })
+        Err(Error::NotImplemented { operation: "multipart".into(), implementer: "scheduled".into() })
     }
 
     fn delete_stream(&self, at: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
@@ -219,8 +220,8 @@ impl ObjectStore for Staged {
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
         let (me, prefix) = (self.clone(), prefix.cloned());
         let listed = async move {
-            match me.turn(Call::List).await {
-                Fate::Lost => Err(lost()),
+            match me.take_turn(Call::List).await {
+                CallOutcome::Lost => Err(lost_error()),
                 _ => {
                     let all: Vec<_> = me.server.inner.list(prefix.as_ref()).collect().await;
                     Ok(stream::iter(all))

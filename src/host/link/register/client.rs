@@ -1,5 +1,5 @@
-//! Calls that a machine makes with its registration token. The platform accepts identical repeats, so a call without a
-//! response is retried until a deadline.
+//! The client for calls that a machine makes with its registration token. The platform accepts identical repeats, so a
+//! call without a response is retried until a deadline.
 
 use std::time::Duration;
 
@@ -51,7 +51,7 @@ impl<'a> RegistrationClient<'a> {
         Ok(Self { client, link, token })
     }
 
-    /// Sends the body until the platform responds or the deadline passes.
+    /// Sends the registration until the platform responds or the deadline passes.
     pub async fn register(
         &self,
         body: &str,
@@ -63,25 +63,25 @@ impl<'a> RegistrationClient<'a> {
     }
 
     /// Reports a failed boot.
-    pub async fn boot_failure(
+    pub async fn report_boot_failure(
         &self,
         machine: MachineId,
         report: &BootFailureReport,
         deadline: Duration,
     ) -> Result<(), RegistrationError> {
         let url = self.link.url(&format!("/vps/{machine}/boot-failure"));
-        self.post(url, &as_json(report), deadline).await.map(drop)
+        self.post(url, &to_json(report), deadline).await.map(drop)
     }
 
     /// Reports a stage of the boot.
-    pub async fn boot_stage(
+    pub async fn report_boot_stage(
         &self,
         machine: MachineId,
         report: &BootStageReport,
         deadline: Duration,
     ) -> Result<(), RegistrationError> {
         let url = self.link.url(&format!("/vps/{machine}/boot-stage"));
-        self.post(url, &as_json(report), deadline).await.map(drop)
+        self.post(url, &to_json(report), deadline).await.map(drop)
     }
 
     async fn post(&self, url: Url, body: &str, deadline: Duration) -> Result<Vec<u8>, RegistrationError> {
@@ -104,7 +104,7 @@ impl<'a> RegistrationClient<'a> {
             .bearer_auth(self.token.expose_secret())
             .header(header::CONTENT_TYPE, "application/json")
             .body(body.to_owned());
-        let response = match request_id::onward(request).send().await {
+        let response = match request_id::attach(request).send().await {
             Ok(response) => response,
             Err(error) => return Attempt::Retry(svc_http::problem::chain(&error)),
         };
@@ -131,8 +131,8 @@ impl<'a> RegistrationClient<'a> {
     }
 }
 
-fn as_json(report: &impl Serialize) -> String {
-    serde_json::to_string(report).expect("a report of plain fields is JSON")
+fn to_json(report: &impl Serialize) -> String {
+    serde_json::to_string(report).expect("plain fields are JSON")
 }
 
 /// The `detail` of a problem, if any.

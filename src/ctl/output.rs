@@ -7,11 +7,11 @@ use super::show::View;
 use svc_base::applet::Failure;
 
 #[derive(Clone, Copy)]
-pub struct Out {
+pub struct Output {
     pub json: bool,
 }
 
-impl Out {
+impl Output {
     /// # Errors
     /// If `text` cannot parse the response, or standard output cannot be written.
     pub fn print_response(
@@ -22,12 +22,12 @@ impl Out {
         if self.json {
             print(&format!("{}\n", response.text.trim_end()))
         } else {
-            print(&text(&View::of_stdout())?)
+            print(&text(&View::for_stdout())?)
         }
     }
 }
 
-/// Prints to standard output. A closed pipe, such as of `head`, is not an error.
+/// Prints to standard output. A closed pipe, such as that of `head`, is not an error.
 ///
 /// # Errors
 /// If standard output cannot be written for another reason.

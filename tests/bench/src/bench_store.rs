@@ -18,8 +18,8 @@ const USER: &str = "user_bench";
 const SLOT: &str = "primary";
 
 /// The object store. It runs in this process; the machine and the checks use it.
-pub struct Vault {
-    pub store: S3Server,
+pub struct BenchStore {
+    pub server: S3Server,
 }
 
 /// A snapshot as recorded in the pointer.
@@ -47,11 +47,11 @@ struct Table {
     rows: u64,
 }
 
-impl Vault {
+impl BenchStore {
     pub fn open(dir: &Path) -> Result<Self> {
-        let store = S3Server::start(dir)?;
-        store.create_bucket(BUCKET);
-        Ok(Self { store })
+        let server = S3Server::start(dir)?;
+        server.create_bucket(BUCKET);
+        Ok(Self { server })
     }
 
     /// Sequence number of the pointer; 0 if there is none.
@@ -59,40 +59,43 @@ impl Vault {
         Ok(self.pointer()?.map_or(0, |pointer| pointer.seq))
     }
 
-    /// Verifies the run after `before`: the pointer has moved once, the dump has the recorded size, every row is
-    /// recorded.
-    pub fn snapshot(&self, before: u64, scale: u32) -> Result<Snapshot> {
+    /// Verifies the run after the pointer's `seq` was `before`: the pointer has advanced by one, the dump has the
+    /// recorded size, every row is recorded.
+    pub fn verify_snapshot(&self, before: u64, scale: u32) -> Result<Snapshot> {
         let pointer = self.pointer()?.context("there is no pointer")?;
-        ensure!(
-            pointer.seq == before + 1,
-            "the pointer moved {} times instead of once",
-            pointer.seq - before
-        );
+        ensure!(pointer.seq == before + 1, "the pointer is at {}, expected {}", pointer.seq, before + 1);
         let snapshot = pointer.snapshot.context("the pointer names no snapshot")?;
-        let key = self.key(&snapshot);
-        ensure!(self.size(&key) == Some(snapshot.size_bytes), "the size of {key} differs from the pointer");
+        let key = self.object_key(&snapshot);
+        ensure!(
+            self.object_size(&key) == Some(snapshot.size_bytes),
+            "the size of {key} differs from the pointer"
+        );
         let side: SideRecord = self.json(&format!("{key}.json"))?.context("there is no side record")?;
         let recorded: Vec<(&str, u64)> = side.tables.iter().map(|table| (&*table.name, table.rows)).collect();
         ensure!(
             recorded == database::tables(scale),
             "unexpected row counts in the side record: {recorded:?}"
         );
-        ensure!(self.store.uploads(BUCKET).is_empty(), "an upload is incomplete");
+        ensure!(self.server.uploads(BUCKET).is_empty(), "an upload is incomplete");
         Ok(snapshot)
     }
 
-    pub fn key(&self, snapshot: &Snapshot) -> String {
+    pub fn object_key(&self, snapshot: &Snapshot) -> String {
         format!("{USER}/{SLOT}/{}", snapshot.key)
     }
 
-    pub fn size(&self, key: &str) -> Option<u64> {
-        self.store.objects(BUCKET, key).into_iter().find(|object| object.key == key).map(|object| object.size)
+    pub fn object_size(&self, key: &str) -> Option<u64> {
+        self.server
+            .objects(BUCKET, key)
+            .into_iter()
+            .find(|object| object.key == key)
+            .map(|object| object.size)
     }
 
     /// Deletes an object. The store keeps the previous content of a key, so it is overwritten first.
     pub fn purge(&self, key: &str) {
-        self.store.write(BUCKET, key, "");
-        self.store.remove(BUCKET, key);
+        self.server.write(BUCKET, key, "");
+        self.server.remove(BUCKET, key);
     }
 
     fn pointer(&self) -> Result<Option<Pointer>> {
@@ -100,7 +103,7 @@ impl Vault {
     }
 
     fn json<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>> {
-        let text = self.store.read(BUCKET, key);
+        let text = self.server.read(BUCKET, key);
         text.map(|text| serde_json::from_slice(&text).with_context(|| key.to_owned())).transpose()
     }
 }
@@ -112,8 +115,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// The directory is empty: the gate is closed.
-    pub fn new(dir: &Path, vault: &Vault, server: &PgServer) -> Result<Self> {
+    /// Creates a machine with an empty directory: its gate is closed.
+    pub fn new(dir: &Path, store: &BenchStore, server: &PgServer) -> Result<Self> {
         let root = tempfile::Builder::new().prefix("machine-").tempdir_in(dir)?;
         let own = [
             ("PATH", std::env::var("PATH")?),
@@ -129,7 +132,7 @@ impl Machine {
             ("TMPDIR", root.path().join("tmp").display().to_string()),
         ];
         fs::create_dir(root.path().join("tmp"))?;
-        let mut env = vault.store.env(BUCKET);
+        let mut env = store.server.env(BUCKET);
         env.extend(own.map(|(name, value)| (name.to_owned(), value)));
         Ok(Self { root, env })
     }
@@ -141,7 +144,7 @@ impl Machine {
         Ok(fs::write(marker, "")?)
     }
 
-    pub fn is_open(&self) -> bool {
+    pub fn is_gate_open(&self) -> bool {
         self.marker().exists()
     }
 
@@ -149,14 +152,14 @@ impl Machine {
         self.root.path().join("opt/svc/restore-complete")
     }
 
-    /// A program of the machine, with the environment from its unit.
+    /// Returns a command that runs one of the machine's programs, with the environment of its unit.
     pub fn command(&self, svc: &Path, applet: &str) -> Command {
         let mut command = Command::new(svc);
         command.arg(applet).env_clear().envs(self.env.iter().map(|(name, value)| (name, value)));
         command
     }
 
-    /// Total size of the files in its directory.
+    /// Total size of the files in the machine's directory.
     pub fn disk_bytes(&self) -> Result<u64> {
         let (mut total, mut dirs) = (0, vec![self.root.path().to_owned()]);
         while let Some(dir) = dirs.pop() {

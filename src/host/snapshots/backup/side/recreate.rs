@@ -22,7 +22,7 @@ pub enum RecreateError {
     #[error(transparent)]
     Tool(#[from] DumpCheckError),
     #[error("{tool} exited with {status}: {stderr_tail}")]
-    Ended { tool: &'static str, status: ExitStatus, stderr_tail: String },
+    Failed { tool: &'static str, status: ExitStatus, stderr_tail: String },
     #[error("pipe the tables from pg_dump to pg_restore")]
     Pipe(#[source] std::io::Error),
     #[error("inspect the missing tables")]
@@ -33,14 +33,14 @@ impl RecreateError {
     /// `Refused` if one of PostgreSQL's tools reports an error.
     pub fn exit(&self) -> Exit {
         match self {
-            Self::Ended { .. } => Exit::Refused,
+            Self::Failed { .. } => Exit::Refused,
             Self::Query(error) => postgres::exit(error),
             Self::Tool(_) | Self::Pipe(_) => Exit::Internal,
         }
     }
 }
 
-/// The results for recreated tables: their row counts in the side database.
+/// Returns the results for recreated tables: their row counts in the side database.
 pub async fn count_recreated(side: &Client, tables: &[&str]) -> Result<Vec<CopiedTable>, RecreateError> {
     let names: Vec<String> = tables.iter().map(|table| (*table).to_owned()).collect();
     let to_result = |count: TableCount| CopiedTable {
@@ -49,28 +49,28 @@ pub async fn count_recreated(side: &Client, tables: &[&str]) -> Result<Vec<Copie
         inserted: count.rows,
         ..CopiedTable::default()
     };
-    Ok(row_counts::count(side, &names).await?.into_iter().map(to_result).collect())
+    Ok(row_counts::count_rows(side, &names).await?.into_iter().map(to_result).collect())
 }
 
 /// Recreates all tables or none, with `pg_dump` and `pg_restore`.
-pub async fn recreate(
+pub async fn recreate_tables(
     settings: &BackupSettings,
     side: &Client,
     live: &Client,
     tables: &[&str],
 ) -> Result<(), RecreateError> {
     for table in tables {
-        let (schema, owner) = catalog::schema(side, table).await?;
+        let (schema, owner) = catalog::read_schema(side, table).await?;
         create_schema(live, &schema, &owner).await?;
     }
     pipe_tables(settings, tables).await
 }
 
 async fn create_schema(live: &Client, schema: &str, owner: &str) -> Result<(), RecreateError> {
-    let make = format!("CREATE SCHEMA IF NOT EXISTS {} AUTHORIZATION {}", ident(schema), ident(owner));
+    let create = format!("CREATE SCHEMA IF NOT EXISTS {} AUTHORIZATION {}", ident(schema), ident(owner));
     let exists = format!("SELECT FROM pg_namespace WHERE nspname = {}", literal(schema));
     if live.query_opt(&exists, &[]).await?.is_none() {
-        live.batch_execute(&make).await?;
+        live.batch_execute(&create).await?;
     }
     Ok(())
 }
@@ -81,8 +81,8 @@ async fn pipe_tables(settings: &BackupSettings, tables: &[&str]) -> Result<(), R
     let mut dump = dump.spawn().map_err(start("pg_dump"))?;
     let mut load = settings.tools.load_stdin(&settings.server, settings.server.database());
     let mut load = load.spawn().map_err(start("pg_restore"))?;
-    let dump_error = tokio::spawn(dump_check::tail(dump.stderr.take()));
-    let load_error = tokio::spawn(dump_check::tail(load.stderr.take()));
+    let dump_error = tokio::spawn(dump_check::read_stderr_tail(dump.stderr.take()));
+    let load_error = tokio::spawn(dump_check::read_stderr_tail(load.stderr.take()));
     let (from, to) = (dump.stdout.take(), load.stdin.take());
     let piped = async {
         if let (Some(mut from), Some(mut to)) = (from, to) {
@@ -92,13 +92,13 @@ async fn pipe_tables(settings: &BackupSettings, tables: &[&str]) -> Result<(), R
     };
     let piped: std::io::Result<()> = piped.await;
     for (tool, child, error) in [("pg_dump", &mut dump, dump_error), ("pg_restore", &mut load, load_error)] {
-        // A dump whose reader failed only reports the broken pipe: the reader's error comes first.
+        // If the reader failed, pg_dump reports only the broken pipe, so the reader's error takes precedence.
         if tool == "pg_dump" && piped.is_err() {
             continue;
         }
         let status = dump_check::wait_for_exit(child, tool).await?;
         if !status.success() {
-            return Err(RecreateError::Ended { tool, status, stderr_tail: error.await.unwrap_or_default() });
+            return Err(RecreateError::Failed { tool, status, stderr_tail: error.await.unwrap_or_default() });
         }
     }
     piped.map_err(RecreateError::Pipe)

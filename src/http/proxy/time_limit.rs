@@ -1,4 +1,4 @@
-//! A limit for an upgraded connection or a streaming response.
+//! A time limit for an upgraded connection or a streaming response.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -18,19 +18,19 @@ pub struct TimeLimit {
 
 impl TimeLimit {
     pub(super) async fn wait(self) {
-        // Both outcomes mean the end.
+        // The limit is reached in both cases.
         let _ = tokio::time::timeout_at(self.at, self.closed.cancelled()).await;
     }
 
-    /// The same body, which ends with an error at the limit, so that the reader does not treat it as complete.
+    /// Wraps a body so that it ends with an error at the limit: the reader must not treat it as complete.
     pub fn bound(self, body: Body) -> Body {
-        Body::new(Bounded { body, ended: Box::pin(self.wait()) })
+        Body::new(Bounded { body, limit_reached: Box::pin(self.wait()) })
     }
 }
 
 struct Bounded {
     body: Body,
-    ended: Pin<Box<dyn Future<Output = ()> + Send>>,
+    limit_reached: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
 impl HttpBody for Bounded {
@@ -41,8 +41,8 @@ impl HttpBody for Bounded {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        // Checked first, because a body that is always ready must end, too.
-        if self.ended.as_mut().poll(cx).is_ready() {
+        // Checked first, because a body that is always ready must end too.
+        if self.limit_reached.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Some(Err(axum::Error::new("the session of this request has ended"))));
         }
         Poll::Ready(ready!(Pin::new(&mut self.body).poll_frame(cx)))

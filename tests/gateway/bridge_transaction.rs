@@ -1,4 +1,4 @@
-//! `transaction`: all or nothing, and the refusal names the failed operation.
+//! The action `transaction`: all operations or none take effect, and the refusal names the failed operation.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -7,13 +7,13 @@ use super::bridge::App;
 
 const KEY: &str = "0192d1f0-0000-7000-8000-000000000001";
 
-async fn together(app: &App, operations: Value) -> Result<(u16, Value)> {
+async fn run_transaction(app: &App, operations: Value) -> Result<(u16, Value)> {
     let body = json!({ "action": "transaction", "app": app.slug, "operations": operations });
     let (status, response) = app.host.query(&body).await?;
     Ok((status.as_u16(), response))
 }
 
-fn on(action: &str, more: Value) -> Value {
+fn operation(action: &str, more: Value) -> Value {
     let mut operation = json!({ "action": action, "table": "things" });
     if let (Some(operation), Value::Object(more)) = (operation.as_object_mut(), more) {
         operation.extend(more);
@@ -25,27 +25,27 @@ fn on(action: &str, more: Value) -> Value {
 async fn transaction_action_returns_same_result_as_single_request() -> Result<()> {
     let app = App::new().await?;
     let operations = json!([
-        on("insert", json!({ "data": { "id": KEY, "title": "a" } })),
-        on("insertMany", json!({ "rows": [{ "title": "b" }, { "title": "c", "size": 3 }] })),
-        on("upsert", json!({ "data": { "id": KEY, "size": 1 }, "onConflict": ["id"] })),
-        on(
+        operation("insert", json!({ "data": { "id": KEY, "title": "a" } })),
+        operation("insertMany", json!({ "rows": [{ "title": "b" }, { "title": "c", "size": 3 }] })),
+        operation("upsert", json!({ "data": { "id": KEY, "size": 1 }, "onConflict": ["id"] })),
+        operation(
             "upsert",
             json!({ "data": { "id": KEY, "size": 9 }, "onConflict": ["id"], "resolution": "ignore" })
         ),
-        on("update", json!({ "filter": { "title": "b" }, "data": { "size": 2 }, "maxAffected": 1 })),
-        on("get", json!({ "id": KEY })),
-        on("find", json!({ "orderBy": ["size"], "columns": ["title"], "limit": 2, "count": "exact" })),
-        on("delete", json!({ "filter": { "title": "c" }, "returning": true })),
-        on("count", json!({})),
+        operation("update", json!({ "filter": { "title": "b" }, "data": { "size": 2 }, "maxAffected": 1 })),
+        operation("get", json!({ "id": KEY })),
+        operation("find", json!({ "orderBy": ["size"], "columns": ["title"], "limit": 2, "count": "exact" })),
+        operation("delete", json!({ "filter": { "title": "c" }, "returning": true })),
+        operation("count", json!({})),
     ]);
-    let (status, response) = together(&app, operations).await?;
+    let (status, response) = run_transaction(&app, operations).await?;
     assert_eq!(status, 200, "{response}");
     let results = &response["data"];
     assert_eq!(results.as_array().map(Vec::len), Some(9));
     assert_eq!(results[0]["data"]["title"], "a");
     assert_eq!(results[1]["data"][1]["title"], "c");
     assert_eq!(results[2]["data"]["size"], 1);
-    assert_eq!(results[3]["data"]["size"], 1, "left alone");
+    assert_eq!(results[3]["data"]["size"], 1, "the row is unchanged");
     assert_eq!(results[4], json!({ "data": { "affected": 1 } }));
     assert_eq!(results[5]["data"]["size"], 1);
     assert_eq!(results[6]["data"], json!([{ "title": "a" }, { "title": "b" }]));
@@ -60,15 +60,19 @@ async fn transaction_action_returns_same_result_as_single_request() -> Result<()
 async fn failed_transaction_changes_nothing_and_names_operation() -> Result<()> {
     let app = App::new().await?;
     app.insert(json!({ "title": "there", "ref": KEY })).await?;
-    let good = || on("insert", json!({ "data": { "title": "new" } }));
+    let good = || operation("insert", json!({ "data": { "title": "new" } }));
     let cases = [
-        (on("insert", json!({ "data": { "ref": KEY } })), 409, "conflict"),
-        (on("get", json!({ "id": "0192d1f0-0000-7000-8000-00000000dead" })), 404, "not_found"),
-        (on("delete", json!({ "id": "0192d1f0-0000-7000-8000-00000000dead" })), 404, "not_found"),
-        (on("delete", json!({ "filter": { "title": "there" }, "maxAffected": 0 })), 409, "conflict"),
-        (on("insert", json!({ "data": { "meta": "\u{0}" } })), 400, "invalid_request"),
-        (on("upsert", json!({ "data": { "title": "x" }, "onConflict": ["title"] })), 400, "invalid_request"),
-        (on("insert", json!({ "data": { "size": "x" } })), 400, "invalid_request"),
+        (operation("insert", json!({ "data": { "ref": KEY } })), 409, "conflict"),
+        (operation("get", json!({ "id": "0192d1f0-0000-7000-8000-00000000dead" })), 404, "not_found"),
+        (operation("delete", json!({ "id": "0192d1f0-0000-7000-8000-00000000dead" })), 404, "not_found"),
+        (operation("delete", json!({ "filter": { "title": "there" }, "maxAffected": 0 })), 409, "conflict"),
+        (operation("insert", json!({ "data": { "meta": "\u{0}" } })), 400, "invalid_request"),
+        (
+            operation("upsert", json!({ "data": { "title": "x" }, "onConflict": ["title"] })),
+            400,
+            "invalid_request",
+        ),
+        (operation("insert", json!({ "data": { "size": "x" } })), 400, "invalid_request"),
         (json!({ "action": "get", "table": "none", "id": KEY }), 404, "not_found"),
     ];
     for (bad, status, code) in cases {
@@ -76,14 +80,14 @@ async fn failed_transaction_changes_nothing_and_names_operation() -> Result<()> 
         for at in [0, 1, 2] {
             let mut operations = vec![good(), good()];
             operations.insert(at, bad.clone());
-            let (got, problem) = together(&app, json!(operations)).await?;
+            let (got, problem) = run_transaction(&app, json!(operations)).await?;
             assert_eq!((got, problem["code"].as_str()), (status, Some(code)), "{bad} {problem}");
             assert_eq!(problem["operation"], at, "{bad} {problem}");
             assert_eq!(app.titles(json!({})).await?, ["there"], "{bad} at {at}");
         }
     }
-    let wrong = on("insert", json!({ "data": { "size": "x" } }));
-    let (_, problem) = together(&app, json!([good(), wrong])).await?;
+    let wrong = operation("insert", json!({ "data": { "size": "x" } }));
+    let (_, problem) = run_transaction(&app, json!([good(), wrong])).await?;
     assert_eq!(problem["errors"][0]["pointer"], "/operations/1/data/size", "{problem}");
     Ok(())
 }
@@ -99,14 +103,18 @@ async fn failing_deferred_constraint_is_not_reported_as_success() -> Result<()> 
             app.schema()
         ))
         .await?;
-    let orphan = on("insert", json!({ "data": { "ref": KEY } }));
-    let (status, problem) = together(&app, json!([orphan])).await?;
+    let orphan = operation("insert", json!({ "data": { "ref": KEY } }));
+    let (status, problem) = run_transaction(&app, json!([orphan])).await?;
     assert_eq!((status, problem["constraint"].as_str()), (409, Some("whose")), "{problem}");
-    assert_eq!(app.query("insert", json!({ "data": { "ref": KEY } })).await?.0, 409, "alone neither");
+    assert_eq!(
+        app.query("insert", json!({ "data": { "ref": KEY } })).await?.0,
+        409,
+        "nor is it accepted as a single request"
+    );
     assert_eq!(app.count().await?, 0);
-    let parent = on("insert", json!({ "data": { "id": KEY } }));
-    let child = on("insert", json!({ "data": { "ref": KEY } }));
-    assert_eq!(together(&app, json!([child, parent])).await?.0, 200);
+    let parent = operation("insert", json!({ "data": { "id": KEY } }));
+    let child = operation("insert", json!({ "data": { "ref": KEY } }));
+    assert_eq!(run_transaction(&app, json!([child, parent])).await?.0, 200);
     Ok(())
 }
 
@@ -114,18 +122,18 @@ async fn failing_deferred_constraint_is_not_reported_as_success() -> Result<()> 
 async fn single_requests_never_join_a_transaction() -> Result<()> {
     let app = App::new().await?;
     let pair = |n: i32, good: bool| {
-        // Only PostgreSQL refuses it, after the first operation succeeded.
+        // Only PostgreSQL refuses this value, after the first operation has succeeded.
         let meta = if good { json!(n) } else { json!("\u{0}") };
         json!([
-            on("insert", json!({ "data": { "title": format!("pair{n}") } })),
-            on("insert", json!({ "data": { "title": format!("pair{n}"), "meta": meta } })),
+            operation("insert", json!({ "data": { "title": format!("pair{n}") } })),
+            operation("insert", json!({ "data": { "title": format!("pair{n}"), "meta": meta } })),
         ])
     };
     for round in 0..5 {
         let transactions = (0..60).map(|n| {
             let app = &app;
             async move {
-                let (status, response) = together(app, pair(n, n % 3 > 0)).await?;
+                let (status, response) = run_transaction(app, pair(n, n % 3 > 0)).await?;
                 anyhow::ensure!(status == if n % 3 > 0 { 200 } else { 400 }, "{status} {response}");
                 Ok(())
             }
@@ -143,11 +151,11 @@ async fn single_requests_never_join_a_transaction() -> Result<()> {
     }
     let single = json!({ "filter": { "title": { "like": "single%" } } });
     assert_eq!(
-        app.data("count", single).await?["count"],
+        app.query_data("count", single).await?["count"],
         600,
         "every single insert is independent of the transactions"
     );
     let pair = json!({ "filter": { "title": { "like": "pair%" } } });
-    assert_eq!(app.data("count", pair).await?["count"], 400, "200 pairs, each whole");
+    assert_eq!(app.query_data("count", pair).await?["count"], 400, "200 pairs, each whole");
     Ok(())
 }

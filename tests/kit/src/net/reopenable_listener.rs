@@ -68,15 +68,15 @@ impl ReopenableListener {
 
     /// Cuts existing connections; new ones are served.
     pub(crate) fn cut(&self) {
-        let cut = std::mem::take(&mut *self.connections.lock().unwrap_or_else(PoisonError::into_inner));
-        cut.cancel();
+        let connections =
+            std::mem::take(&mut *self.connections.lock().unwrap_or_else(PoisonError::into_inner));
+        connections.cancel();
     }
 
-    /// Waits until no connection is open. A killed client's requests may still be executed for a moment: afterwards,
-    /// they have been.
+    /// Waits until no connection is open, so that the last requests of killed clients have been executed.
     pub(crate) async fn drain(&self, timeout: Duration) -> io::Result<()> {
         let drained = async {
-            // Connections are accepted in order: when this one has been served, all earlier ones are counted.
+            // Connections are accepted in order: once this one has been served, all earlier ones have been counted.
             let mut probe = TcpStream::connect(self.addr).await?;
             probe.shutdown().await?;
             probe.read_to_end(&mut Vec::new()).await?;
@@ -124,7 +124,7 @@ async fn accept(listener: TcpListener, serve: Serve, connections: Arc<Mutex<Task
                 stream.set_nodelay(true).ok();
                 connections.lock().unwrap_or_else(PoisonError::into_inner).spawn(serve(stream));
             }
-            // May be temporary, such as a lack of file descriptors.
+            // The error may be temporary, such as a lack of file descriptors.
             Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
         }
     }

@@ -1,0 +1,136 @@
+//! The list of the lab's steps, in order.
+
+use anyhow::{Result, bail};
+use futures_util::future::LocalBoxFuture;
+
+use super::{agent, data, faults, invariants, life, packages, stages, updates};
+use kit::story::{self, MachineRecord, Stack};
+
+/// Selects the steps to run on the machine after provisioning.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StepSelection {
+    /// The main scenario: use, reboot, backup, loss, recovery.
+    Quick,
+    /// All steps, including those that are not part of the main scenario.
+    Full,
+    /// Only these, in the order of the list: to work on one of them.
+    Only(Vec<String>),
+}
+
+/// The machines of the slot.
+pub(super) struct SlotMachines {
+    pub(super) first: MachineRecord,
+    /// The serving machine; equal to `first` until a recovery.
+    pub(super) current: MachineRecord,
+}
+
+type RunStep = for<'a> fn(&'a Stack, &'a mut SlotMachines) -> LocalBoxFuture<'a, Result<((), String)>>;
+
+pub(super) struct LabStep {
+    pub(super) name: &'static str,
+    is_quick: bool,
+    pub(super) run: RunStep,
+}
+
+const fn quick_step(name: &'static str, run: RunStep) -> LabStep {
+    LabStep { name, is_quick: true, run }
+}
+
+const fn full_step(name: &'static str, run: RunStep) -> LabStep {
+    LabStep { name, is_quick: false, run }
+}
+
+static STEPS: [LabStep; 33] = [
+    quick_step("boot", |stack, machines| Box::pin(stages::measure_boot(stack, &machines.current))),
+    quick_step("sound", |stack, machines| Box::pin(invariants::check_machine(stack, &machines.current))),
+    quick_step("use", |stack, _| Box::pin(life::insert_and_find(stack))),
+    quick_step("dispatch", |stack, machines| Box::pin(agent::run_dispatch(stack, &machines.current))),
+    quick_step("reboot", |stack, machines| Box::pin(life::reboot(stack, &machines.current))),
+    full_step("database-dies", |stack, machines| Box::pin(faults::kill_database(stack, &machines.current))),
+    full_step("disk-full", |stack, machines| Box::pin(faults::fill_disk(stack, &machines.current))),
+    full_step("resize", |stack, machines| Box::pin(life::resize(stack, &machines.current))),
+    quick_step("backup", |stack, machines| {
+        Box::pin(async { life::backup(stack, &machines.current).await.map(|(_, detail)| ((), detail)) })
+    }),
+    full_step("drill", |stack, machines| Box::pin(life::run_drill(stack, &machines.current))),
+    full_step("store-away", |stack, machines| Box::pin(data::interrupt_store(stack, &machines.current))),
+    full_step("side-database", |stack, machines| {
+        Box::pin(data::restore_side_database(stack, &machines.current))
+    }),
+    full_step("archive", |stack, machines| Box::pin(data::export_and_import(stack, &machines.current))),
+    full_step("failed-recovery", |stack, machines| {
+        Box::pin(async {
+            let (machine, detail) =
+                story::fail_recovery_midway(stack, &machines.current, life::TIMEOUTS).await?;
+            (machines.first, machines.current) = (machine.clone(), machine);
+            Ok(((), detail))
+        })
+    }),
+    quick_step("later-row", |stack, _| Box::pin(life::insert_later_row(stack))),
+    quick_step("loss", |stack, machines| Box::pin(life::lose_machine(stack, &machines.current))),
+    full_step("bad-restore", |stack, _| Box::pin(life::refuse_damaged_restore(stack))),
+    quick_step("recover", |stack, machines| {
+        Box::pin(async {
+            let (second, detail) = life::recover(stack, &machines.current).await?;
+            machines.current = second;
+            Ok(((), detail))
+        })
+    }),
+    quick_step("rows", |stack, _| Box::pin(life::check_restored_rows(stack))),
+    full_step("undelete", |stack, machines| {
+        Box::pin(story::undelete(stack, &machines.current, life::TIMEOUTS))
+    }),
+    full_step("fenced", |stack, machines| Box::pin(life::fence_old_machine(stack, &machines.first))),
+    full_step("clock-jump", |stack, machines| Box::pin(faults::jump_clock(stack, &machines.current))),
+    full_step("update", |stack, machines| Box::pin(updates::deploy_update(stack, &machines.current))),
+    full_step("cut-in-update", |stack, machines| {
+        Box::pin(updates::cut_power_during_update(stack, &machines.current))
+    }),
+    full_step("bad-update", |stack, machines| {
+        Box::pin(updates::roll_back_broken_update(stack, &machines.current))
+    }),
+    full_step("cut-in-backup", |stack, machines| {
+        Box::pin(faults::cut_power_during_backup(stack, &machines.current))
+    }),
+    full_step("full-release", |stack, machines| {
+        Box::pin(updates::deploy_full_release(stack, &machines.current))
+    }),
+    full_step("bundled-agent", |stack, machines| {
+        Box::pin(agent::run_bundled_agents(stack, &machines.current))
+    }),
+    full_step("attacks", |stack, machines| Box::pin(agent::run_attacks(stack, &machines.current))),
+    // Requires the full release, which contains code-server.
+    full_step("terminal", |stack, machines| Box::pin(agent::attack_from_terminal(stack, &machines.current))),
+    full_step("platform-package", |stack, machines| {
+        Box::pin(packages::check_platform_package(stack, &machines.current))
+    }),
+    full_step("sound-again", |stack, machines| Box::pin(invariants::check_machine(stack, &machines.current))),
+    // Last, because it stops the services.
+    full_step("host-package", |stack, machines| {
+        Box::pin(packages::check_host_package(stack, &machines.current))
+    }),
+];
+
+impl StepSelection {
+    /// Selects steps by name.
+    ///
+    /// # Errors
+    /// Fails for an unknown name.
+    pub fn only(names: Vec<String>) -> Result<Self> {
+        if let Some(unknown) = names.iter().find(|name| STEPS.iter().all(|step| step.name != **name)) {
+            let known: Vec<&str> = STEPS.iter().map(|step| step.name).collect();
+            bail!("unknown step {unknown}: choose from {}", known.join(", "));
+        }
+        Ok(Self::Only(names))
+    }
+
+    /// The selected steps.
+    pub(super) fn selected(&self) -> Vec<&'static LabStep> {
+        let is_selected = |step: &&LabStep| match self {
+            Self::Quick => step.is_quick,
+            Self::Full => true,
+            Self::Only(names) => names.iter().any(|name| name == step.name),
+        };
+        STEPS.iter().filter(is_selected).collect()
+    }
+}
