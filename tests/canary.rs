@@ -149,10 +149,10 @@ async fn provoke_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
                 .await?,
         );
     }
-    stack.store.down();
+    stack.store.take_down();
     let backups = api(Method::GET, "/readyz").bearer_auth(&stack.secret);
     refused.extend(send_for_refusal(backups).await?);
-    stack.store.up()?;
+    stack.store.bring_up()?;
     ensure!(refused.len() >= 20, "too few refusals: {}", refused.len());
     Ok(refused)
 }

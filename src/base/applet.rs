@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{ExitCode, ExitStatus};
 use std::sync::OnceLock;
 
-use crate::chain::chain;
+use crate::chain::format_chain;
 use crate::manual;
 
 /// Version and commit of the program. Only the binary crate embeds the commit, so that a new commit recompiles little.
@@ -175,7 +175,7 @@ pub fn block_on(name: &str, work: impl Future<Output = Result<(), Failure>>) -> 
 
 /// Prints a failure and returns its exit code.
 pub fn report(name: &str, failure: &Failure) -> ExitCode {
-    eprintln!("{name}: {}", chain(failure.error.as_ref()));
+    eprintln!("{name}: {}", format_chain(failure.error.as_ref()));
     failure.exit.into()
 }
 

@@ -6,7 +6,7 @@ use tokio_postgres::error::DbError;
 
 /// An error and its causes. PostgreSQL's messages about values quote rows, so only their SQLSTATE and constraint are
 /// printed; its details are never printed.
-pub fn chain(error: &(dyn Error + 'static)) -> String {
+pub fn format_chain(error: &(dyn Error + 'static)) -> String {
     let mut text = format_cause(error);
     let mut cause = error.source();
     while let Some(error) = cause {
@@ -46,7 +46,10 @@ mod tests {
 
     #[test]
     fn chain_appends_causes_without_repeating_them() {
-        assert_eq!(chain(&Outer(std::io::Error::other("inner"))), "outer: inner");
-        assert_eq!(chain(&std::io::Error::other(Outer(std::io::Error::other("inner")))), "outer: inner");
+        assert_eq!(format_chain(&Outer(std::io::Error::other("inner"))), "outer: inner");
+        assert_eq!(
+            format_chain(&std::io::Error::other(Outer(std::io::Error::other("inner")))),
+            "outer: inner"
+        );
     }
 }

@@ -82,12 +82,12 @@ impl Env {
     }
 
     /// Records that a variable's value is invalid.
-    pub fn mistake(&mut self, variable: &Variable, why: impl Display) {
+    pub fn add_mistake(&mut self, variable: &Variable, why: impl Display) {
         self.mistakes.push(format!("{}: {why}", variable.name));
     }
 
     /// Records that the value of a command-line option is invalid.
-    pub fn option_mistake(&mut self, option: &str, why: impl Display) {
+    pub fn add_option_mistake(&mut self, option: &str, why: impl Display) {
         self.mistakes.push(format!("{option}: {why}"));
     }
 
@@ -102,7 +102,7 @@ impl Env {
 
     pub fn optional<T: FromStr<Err: Display>>(&mut self, variable: &Variable) -> Option<T> {
         let parsed = self.vars.get(variable.name)?.parse();
-        parsed.map_err(|why| self.mistake(variable, why)).ok()
+        parsed.map_err(|why| self.add_mistake(variable, why)).ok()
     }
 
     pub fn required<T: FromStr<Err: Display>>(&mut self, variable: &Variable) -> Option<T> {
@@ -119,7 +119,7 @@ impl Env {
     pub fn web_url(&mut self, variable: &Variable) -> Option<Url> {
         let url: Url = self.optional(variable)?;
         if !matches!(url.scheme(), "http" | "https") {
-            self.mistake(variable, "must be an http or https URL");
+            self.add_mistake(variable, "must be an http or https URL");
             return None;
         }
         Some(url)
@@ -146,7 +146,7 @@ impl Env {
     /// Records a mistake if a variable is not set.
     pub fn require(&mut self, variable: &Variable) {
         if !self.is_set(variable) {
-            self.mistake(variable, "is required and not set");
+            self.add_mistake(variable, "is required and not set");
         }
     }
 
@@ -283,19 +283,19 @@ fn ends_escaped(line: &str) -> bool {
 }
 
 /// A line of an env file, quoted so that [`parse_env_file`] and systemd read the same value.
-pub fn env_line(name: &str, value: &str) -> String {
+pub fn format_env_line(name: &str, value: &str) -> String {
     let escaped = value.replace('\\', "\\\\").replace('"', "\\\"");
     format!("{name}=\"{escaped}\"\n")
 }
 
 /// Sets these variables in the text of an env file, in place of existing assignments.
-pub fn with_env_lines(text: &str, pairs: &[(&str, &str)]) -> String {
+pub fn set_env_lines(text: &str, pairs: &[(&str, &str)]) -> String {
     let is_kept = |line: &&str| {
         let name = line.trim_start_matches(is_blank).split('=').next().unwrap_or_default();
         !pairs.iter().any(|(replaced, _)| *replaced == name)
     };
     let kept = text.lines().filter(is_kept).map(|line| format!("{line}\n"));
-    kept.chain(pairs.iter().map(|(name, value)| env_line(name, value))).collect()
+    kept.chain(pairs.iter().map(|(name, value)| format_env_line(name, value))).collect()
 }
 
 #[cfg(test)]
@@ -364,7 +364,7 @@ mod tests {
     proptest! {
         #[test]
         fn env_line_round_trips(value in "[^\\n\\r\\x00]*") {
-            let read = parse_env_file(&env_line("NAME", &value)).unwrap();
+            let read = parse_env_file(&format_env_line("NAME", &value)).unwrap();
             prop_assert_eq!(read, vec![("NAME".to_owned(), value)]);
         }
 

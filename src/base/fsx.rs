@@ -20,7 +20,7 @@ pub struct FileError {
 }
 
 impl FileError {
-    pub fn at(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+    pub fn wrap(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
         move |source| Self { action, path, source }
     }
@@ -56,7 +56,7 @@ fn write_then(
     publish: impl FnOnce(&Path) -> io::Result<()>,
 ) -> Result<(), FileError> {
     let dir = parent(path);
-    fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
+    fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
     let temp = dir.join(format!(".{}.{}.tmp", file_name(path), uuid::Uuid::new_v4().simple()));
     let written = (|| {
         let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&temp)?;
@@ -85,7 +85,7 @@ pub fn remove_leftover_temps_in(dir: &Path, is_ours: impl Fn(&str) -> bool) -> R
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             return Ok(());
         }
-        Err(error) => return Err(FileError::at("read", dir)(error)),
+        Err(error) => return Err(FileError::wrap("read", dir)(error)),
     };
     for entry in entries.flatten() {
         if entry.file_name().to_str().and_then(temp_file_target).is_some_and(&is_ours) {
@@ -105,9 +105,9 @@ fn temp_file_target(temp: &str) -> Option<&str> {
 /// Points `link` at `target` with one rename, durably: the link exists at all times.
 pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
     let dir = parent(link);
-    fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
+    fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
     let temp = dir.join(format!(".{}.{}.tmp", file_name(link), uuid::Uuid::new_v4().simple()));
-    std::os::unix::fs::symlink(target, &temp).map_err(FileError::at("link", &temp))?;
+    std::os::unix::fs::symlink(target, &temp).map_err(FileError::wrap("link", &temp))?;
     if let Err(source) = fs::rename(&temp, link) {
         let _ = fs::remove_file(&temp);
         return Err(FileError { action: "switch link", path: link.to_owned(), source });
@@ -126,7 +126,7 @@ pub fn resolve_link(path: &Path) -> PathBuf {
 
 /// Makes renames and creations in `dir` durable.
 pub fn sync_dir(dir: &Path) -> Result<(), FileError> {
-    File::open(dir).and_then(|dir| dir.sync_all()).map_err(FileError::at("sync directory", dir))
+    File::open(dir).and_then(|dir| dir.sync_all()).map_err(FileError::wrap("sync directory", dir))
 }
 
 /// The content of a file, or `None` if it does not exist.
@@ -134,13 +134,13 @@ pub fn read_if_exists(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     match fs::read(path) {
         Ok(content) => Ok(Some(content)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(FileError::at("read", path)(error)),
+        Err(error) => Err(FileError::wrap("read", path)(error)),
     }
 }
 
 /// Whether the file exists; an error if the check fails.
 pub fn exists(path: &Path) -> Result<bool, FileError> {
-    path.try_exists().map_err(FileError::at("check for", path))
+    path.try_exists().map_err(FileError::wrap("check for", path))
 }
 
 /// Removes a file if it exists. A file whose parent is not a directory counts as absent.
@@ -149,7 +149,7 @@ pub fn remove_if_exists(path: &Path) -> Result<(), FileError> {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             Ok(())
         }
-        Err(error) => Err(FileError::at("remove", path)(error)),
+        Err(error) => Err(FileError::wrap("remove", path)(error)),
         Ok(()) => Ok(()),
     }
 }

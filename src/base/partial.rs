@@ -40,7 +40,7 @@ impl PartialFile {
                 }
             }
         };
-        let (file, length, digest) = read().map_err(FileError::at("read", &path))?;
+        let (file, length, digest) = read().map_err(FileError::wrap("read", &path))?;
         Ok(Self { path, file, length, digest })
     }
 
@@ -55,7 +55,7 @@ impl PartialFile {
     }
 
     pub fn append(&mut self, bytes: &[u8]) -> Result<(), FileError> {
-        self.file.write_all(bytes).map_err(FileError::at("write", &self.path))?;
+        self.file.write_all(bytes).map_err(FileError::wrap("write", &self.path))?;
         self.digest.update(bytes);
         self.length += bytes.len() as u64;
         Ok(())
@@ -64,7 +64,7 @@ impl PartialFile {
     /// Discards the content.
     pub fn restart(&mut self) -> Result<(), FileError> {
         let emptied = self.file.set_len(0).and_then(|()| self.file.seek(SeekFrom::Start(0)));
-        emptied.map_err(FileError::at("empty", &self.path))?;
+        emptied.map_err(FileError::wrap("empty", &self.path))?;
         self.length = 0;
         self.digest = Sha256::new();
         Ok(())
@@ -72,6 +72,6 @@ impl PartialFile {
 
     /// Makes the content durable.
     pub fn sync(&self) -> Result<(), FileError> {
-        self.file.sync_all().map_err(FileError::at("sync", &self.path))
+        self.file.sync_all().map_err(FileError::wrap("sync", &self.path))
     }
 }

@@ -9,13 +9,13 @@ use serde_json::Value;
 pub const MAX_CHARS: usize = 2000;
 
 /// Replaces each character that could move the cursor, change colours or reorder text with U+FFFD.
-pub fn printable(text: &str) -> Cow<'_, str> {
+pub fn replace_unprintable(text: &str) -> Cow<'_, str> {
     if text.contains(is_unsafe) { text.replace(is_unsafe, "\u{FFFD}").into() } else { text.into() }
 }
 
 /// [`printable`], cut to [`MAX_CHARS`].
-pub fn bounded(text: &str) -> String {
-    printable(text).chars().take(MAX_CHARS).collect()
+pub fn truncate_printable(text: &str) -> String {
+    replace_unprintable(text).chars().take(MAX_CHARS).collect()
 }
 
 /// [`printable`] on one line: line breaks become `; `, tabs become spaces.
@@ -24,7 +24,7 @@ pub fn one_line(text: &str) -> Cow<'_, str> {
         return text.into();
     }
     let lines = text.split(breaks_line).map(str::trim).filter(|line| !line.is_empty());
-    printable(&lines.collect::<Vec<_>>().join("; ").replace('\t', " ")).into_owned().into()
+    replace_unprintable(&lines.collect::<Vec<_>>().join("; ").replace('\t', " ")).into_owned().into()
 }
 
 fn breaks_line(c: char) -> bool {
@@ -35,7 +35,7 @@ fn breaks_line(c: char) -> bool {
 pub fn make_printable(value: &mut Value) {
     match value {
         Value::String(text) => {
-            if let Cow::Owned(clean) = printable(text) {
+            if let Cow::Owned(clean) = replace_unprintable(text) {
                 *text = clean;
             }
         }
@@ -57,12 +57,15 @@ mod tests {
 
     #[test]
     fn printable_replaces_only_controls_and_direction_marks() {
-        assert_eq!(printable("a\u{1b}[31m\tb\nc\u{9b}d\u{7f}"), "a\u{FFFD}[31m\u{FFFD}b\nc\u{FFFD}d\u{FFFD}");
         assert_eq!(
-            printable("\u{202a}x\u{202e}y\u{2066}z\u{2069}\0"),
+            replace_unprintable("a\u{1b}[31m\tb\nc\u{9b}d\u{7f}"),
+            "a\u{FFFD}[31m\u{FFFD}b\nc\u{FFFD}d\u{FFFD}"
+        );
+        assert_eq!(
+            replace_unprintable("\u{202a}x\u{202e}y\u{2066}z\u{2069}\0"),
             "\u{FFFD}x\u{FFFD}y\u{FFFD}z\u{FFFD}\u{FFFD}"
         );
-        assert_eq!(printable("größer – 日本 🙂"), "größer – 日本 🙂");
+        assert_eq!(replace_unprintable("größer – 日本 🙂"), "größer – 日本 🙂");
     }
 
     #[test]
@@ -77,7 +80,7 @@ mod tests {
 
     #[test]
     fn bounded_counts_characters() {
-        assert_eq!(bounded(&"ä".repeat(MAX_CHARS + 5)).chars().count(), MAX_CHARS);
+        assert_eq!(truncate_printable(&"ä".repeat(MAX_CHARS + 5)).chars().count(), MAX_CHARS);
     }
 
     #[test]

@@ -127,7 +127,7 @@ impl ApiClient {
             request = request.header(header::RANGE, format!("bytes={from}-"));
         }
         let sent = request_id::attach(request).send().await;
-        let response = sent.map_err(|error| unreachable(problem::chain(&error.without_url())))?;
+        let response = sent.map_err(|error| unreachable(problem::format_chain(&error.without_url())))?;
         let expected = if from > 0 { StatusCode::PARTIAL_CONTENT } else { StatusCode::OK };
         match response.status() {
             status if status == expected => Ok(response),
@@ -162,7 +162,7 @@ impl ApiClient {
         if error.is_timeout() && !error.is_connect() {
             return CallError::TimedOut { base, seconds: self.timeout.as_secs() };
         }
-        CallError::Unreachable { base, why: problem::chain(&error.without_url()) }
+        CallError::Unreachable { base, why: problem::format_chain(&error.without_url()) }
     }
 
     async fn call_with_retries(

@@ -35,7 +35,7 @@ pub fn connect(global: &Global) -> Result<ApiClient, Failure> {
         None => env.required::<Url>(&vars::PLATFORM_PUBLIC_URL),
     };
     if base.as_ref().is_some_and(|base| !is_private(base)) {
-        env.mistake(
+        env.add_mistake(
             &vars::PLATFORM_PUBLIC_URL,
             "must be https, because calls carry the secret (plain http only to this machine)",
         );
@@ -53,11 +53,11 @@ pub fn read_secret(env: &mut Env, flag: &str, file: &Path) -> Option<SecretStrin
     match std::fs::read_to_string(file) {
         Ok(text) if !text.trim().is_empty() => Some(SecretString::from(text.trim())),
         Ok(_) => {
-            env.option_mistake(flag, "the file is empty");
+            env.add_option_mistake(flag, "the file is empty");
             None
         }
         Err(error) => {
-            env.option_mistake(flag, format!("{}: {error}", file.display()));
+            env.add_option_mistake(flag, format!("{}: {error}", file.display()));
             None
         }
     }

@@ -45,7 +45,7 @@ impl ApiProblem {
             detail = name_options(&detail, body);
             detail.push_str(&describe_members(body, &detail));
         }
-        let detail = untrusted_text::printable(&detail).into_owned();
+        let detail = untrusted_text::replace_unprintable(&detail).into_owned();
         Self { status, code, detail, request_id, body, retry_after }
     }
 

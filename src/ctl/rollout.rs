@@ -38,7 +38,7 @@ fn connect_site(args: VerifyRollout, local: LocalChecks) -> Result<HostClient, F
     };
     let mut env = Env::from_process();
     if !is_private(&base) {
-        env.option_mistake(
+        env.add_option_mistake(
             "--app-url",
             "must be https, because requests carry the session (plain http only to this machine)",
         );

@@ -57,7 +57,7 @@ impl Fields {
         let mut fields = Self::new(Map::new(), prefix.to_owned(), UnknownFields::Refuse);
         for (name, value) in url::form_urlencoded::parse(text.as_bytes()) {
             if fields.remaining.insert(name.to_string(), value.into_owned().into()).is_some() {
-                fields.wrong(&name, "is given twice");
+                fields.add_error(&name, "is given twice");
             }
         }
         fields
@@ -67,7 +67,7 @@ impl Fields {
         format!("{}{}", self.prefix, name.replace('~', "~0").replace('/', "~1"))
     }
 
-    pub fn wrong(&mut self, name: &str, detail: impl Display) {
+    pub fn add_error(&mut self, name: &str, detail: impl Display) {
         let pointer = self.pointer(name);
         self.errors.push(FieldError { pointer, detail: detail.to_string() });
     }
@@ -81,22 +81,22 @@ impl Fields {
     fn required_value(&mut self, name: &str) -> Option<Value> {
         let value = self.take_value(name);
         if value.is_none() {
-            self.wrong(name, "is required");
+            self.add_error(name, "is required");
         }
         value
     }
 
     fn parse_text<T: FromStr<Err: Display>>(&mut self, name: &str, value: &Value) -> Option<T> {
         let Some(text) = value.as_str() else {
-            self.wrong(name, "must be a string");
+            self.add_error(name, "must be a string");
             return None;
         };
         // PostgreSQL cannot store NUL in text or JSON.
         if text.contains('\0') {
-            self.wrong(name, "must not contain NUL");
+            self.add_error(name, "must not contain NUL");
             return None;
         }
-        text.parse().map_err(|why| self.wrong(name, why)).ok()
+        text.parse().map_err(|why| self.add_error(name, why)).ok()
     }
 
     pub fn required<T: FromStr<Err: Display>>(&mut self, name: &str) -> Option<T> {
@@ -114,7 +114,7 @@ impl Fields {
         let Some(value) = self.take_value(name) else { return default };
         let number = value.as_str().and_then(|text| text.parse().ok()).filter(|n| range.contains(n));
         number.unwrap_or_else(|| {
-            self.wrong(name, format!("must be a whole number from {} to {}", range.start(), range.end()));
+            self.add_error(name, format!("must be a whole number from {} to {}", range.start(), range.end()));
             default
         })
     }
@@ -125,7 +125,7 @@ impl Fields {
             Some("true") => Some(true),
             Some("false") => Some(false),
             _ => {
-                self.wrong(name, "must be true or false");
+                self.add_error(name, "must be true or false");
                 None
             }
         }
@@ -144,7 +144,7 @@ impl Fields {
     fn parse_time(&mut self, name: &str, text: &str) -> Option<Timestamp> {
         let time = text.parse().ok().filter(|_| is_rfc3339(text));
         if time.is_none() {
-            self.wrong(name, "must be an RFC 3339 time such as 2026-01-02T03:04:05.678Z");
+            self.add_error(name, "must be an RFC 3339 time such as 2026-01-02T03:04:05.678Z");
         }
         time
     }
@@ -175,16 +175,16 @@ impl Fields {
     }
 
     fn bound_text(&mut self, name: &str, value: &Value) -> Option<String> {
-        let text = value.as_str().map(untrusted_text::bounded);
+        let text = value.as_str().map(untrusted_text::truncate_printable);
         if text.is_none() {
-            self.wrong(name, "must be a string");
+            self.add_error(name, "must be a string");
         }
         text
     }
 
     fn check_length(&mut self, name: &str, text: String, max_chars: usize) -> Option<String> {
         if !(1..=max_chars).contains(&text.chars().count()) {
-            self.wrong(name, format!("must have 1 to {max_chars} characters"));
+            self.add_error(name, format!("must have 1 to {max_chars} characters"));
             return None;
         }
         Some(text)
@@ -193,7 +193,7 @@ impl Fields {
     pub fn boolean(&mut self, name: &str) -> Option<bool> {
         let value = self.take_value(name)?;
         if value.as_bool().is_none() {
-            self.wrong(name, "must be true or false");
+            self.add_error(name, "must be true or false");
         }
         value.as_bool()
     }
@@ -212,7 +212,7 @@ impl Fields {
     pub fn decimal(&mut self, name: &str) -> Option<f64> {
         let number = self.take_value(name)?.as_f64();
         if number.is_none() {
-            self.wrong(name, "must be a number");
+            self.add_error(name, "must be a number");
         }
         number
     }
@@ -224,7 +224,7 @@ impl Fields {
         let number = value.as_u64().or(whole.map(|number| number as u64));
         let number = number.filter(|number| *number <= MAX_SAFE_INTEGER);
         if number.is_none() {
-            self.wrong(name, format!("must be a whole number from 0 to {MAX_SAFE_INTEGER}"));
+            self.add_error(name, format!("must be a whole number from 0 to {MAX_SAFE_INTEGER}"));
         }
         number
     }
@@ -241,7 +241,7 @@ impl Fields {
             items.iter().map(text).collect::<Option<Vec<_>>>()
         });
         if texts.is_none() {
-            self.wrong(name, format!("must be an array of at most {max_items} strings without NUL"));
+            self.add_error(name, format!("must be an array of at most {max_items} strings without NUL"));
         }
         texts.unwrap_or_default()
     }
@@ -260,7 +260,7 @@ impl Fields {
     fn parse_nested(&mut self, name: &str, value: Value) -> Option<Self> {
         let prefix = format!("{}/", self.pointer(name));
         let Value::Object(remaining) = value else {
-            self.wrong(name, "must be an object");
+            self.add_error(name, "must be an object");
             return None;
         };
         Some(Self::new(remaining, prefix, self.unknown_fields))
@@ -290,7 +290,7 @@ impl Fields {
     }
 
     fn wrong_array(&mut self, name: &str, range: &RangeInclusive<usize>) {
-        self.wrong(name, format!("must be an array of {} to {} objects", range.start(), range.end()));
+        self.add_error(name, format!("must be an array of {} to {} objects", range.start(), range.end()));
     }
 
     /// Adds the errors of a nested object.
@@ -308,7 +308,7 @@ impl Fields {
             known => format!("is not a field of this request; it takes {known}"),
         };
         for name in unknown {
-            self.wrong(&name, &detail);
+            self.add_error(&name, &detail);
         }
         self.errors
     }

@@ -7,7 +7,7 @@ use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-pub use svc_base::chain::chain;
+pub use svc_base::chain::format_chain;
 
 /// Declares the codes with their status, title and remedy, so that no list can omit one.
 macro_rules! codes {
@@ -192,7 +192,7 @@ impl Problem {
 
     /// Logs the chain of an unexpected error under the request id; the response contains none of it.
     pub fn internal(error: &(dyn std::error::Error + 'static)) -> Self {
-        tracing::error!(error = %chain(error), "request failed");
+        tracing::error!(error = %format_chain(error), "request failed");
         Self::new(Code::Internal, "The failure is logged under this request id.")
     }
 

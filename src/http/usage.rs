@@ -60,7 +60,7 @@ impl UsageQuery {
         if let (Some(start), Some(end)) = (start, end)
             && start > end
         {
-            query.wrong("endDate", "must not be before startDate");
+            query.add_error("endDate", "must not be before startDate");
         }
         Self { user_id, start, end, group_by: group_by.unwrap_or_default() }
     }
@@ -82,7 +82,7 @@ fn parse_date(query: &mut Fields, name: &str) -> Option<Date> {
     let text: String = query.optional(name)?;
     let date = text.parse::<Date>().ok().filter(|date| date.to_string() == text);
     if date.is_none() {
-        query.wrong(name, "must be a date such as 2026-11-22");
+        query.add_error(name, "must be a date such as 2026-11-22");
     }
     date
 }

@@ -15,7 +15,7 @@ use super::context::Platform;
 use super::db::alarms::{self, AlarmLifetime, AlarmRow, RaiseOutcome};
 use super::db::unknown_servers::UnknownServers;
 use super::db::{self, DbError};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_provider::{ErrorKind, ProviderError};
 use svc_wire::alarm as wire;
 
@@ -178,7 +178,9 @@ pub async fn raise_or_log(platform: &Platform, alarm: Alarm, detail: &Value) {
             tracing::error!(alarm = alarm.as_str(), %detail, next = alarm.advice(), "alarm raised");
         }
         Ok(_) => {}
-        Err(error) => tracing::warn!(alarm = alarm.as_str(), error = %chain(&error), "cannot store an alarm"),
+        Err(error) => {
+            tracing::warn!(alarm = alarm.as_str(), error = %format_chain(&error), "cannot store an alarm")
+        }
     }
 }
 
@@ -197,7 +199,7 @@ pub async fn end_provider_limit(platform: &Platform) {
         alarms::clear(&session, Alarm::ProviderLimit.as_str()).await
     };
     if let Err(error) = cleared.await {
-        tracing::warn!(error = %chain(&error), "cannot end an alarm");
+        tracing::warn!(error = %format_chain(&error), "cannot end an alarm");
     }
 }
 

@@ -270,11 +270,11 @@ fn read_listener(env: &mut Env, address: &Variable, cert: &Variable, key: &Varia
         (Some(cert), Some(key)) => Some(TlsFiles { cert, key }),
         (None, None) => None,
         (Some(_), None) => {
-            env.mistake(key, format!("is required with {}", cert.name));
+            env.add_mistake(key, format!("is required with {}", cert.name));
             None
         }
         (None, Some(_)) => {
-            env.mistake(cert, format!("is required with {}", key.name));
+            env.add_mistake(cert, format!("is required with {}", key.name));
             None
         }
     };
@@ -286,10 +286,10 @@ fn read_database(env: &mut Env) -> Option<tokio_postgres::Config> {
     let url = env.required_secret(variable)?;
     // The parser's own message can contain the password.
     let Ok(config) = url.expose_secret().parse() else {
-        env.mistake(variable, "must be postgres://user:password@host:port/database");
+        env.add_mistake(variable, "must be postgres://user:password@host:port/database");
         return None;
     };
-    db::check_supported(&config).map_err(|why| env.mistake(variable, why)).ok()?;
+    db::check_supported(&config).map_err(|why| env.add_mistake(variable, why)).ok()?;
     Some(config)
 }
 
@@ -297,7 +297,7 @@ fn read_platform_secret(env: &mut Env) -> Option<SecretString> {
     let variable = &vars::PLATFORM_SECRET;
     let secret = env.required_secret(variable)?;
     if secret.expose_secret().chars().count() < MIN_SECRET_CHARS {
-        env.mistake(
+        env.add_mistake(
             variable,
             format!(
                 "must have at least {MIN_SECRET_CHARS} characters, for example from `openssl rand -hex 32`"

@@ -14,7 +14,7 @@ use super::db::kept_servers::KeptServerRow;
 use super::db::machine_row::MachineRow;
 use super::db::{self, DbError};
 use svc_base::clock::rfc3339_ms;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 use svc_machine::name::{IdpUserId, Slot};
@@ -88,7 +88,7 @@ impl Copies {
     pub async fn with_snapshot(&self, bucket: &Bucket) -> wire::Copies {
         let slot = SlotPrefix::new(&self.user, &self.slot);
         let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
-        let named = tokio::time::timeout_at(deadline, snapshot::latest(bucket, &slot)).await;
+        let named = tokio::time::timeout_at(deadline, snapshot::find_latest(bucket, &slot)).await;
         let mut newer = None;
         let (newest, problem) = match named {
             Ok(Ok(named)) => {
@@ -103,7 +103,7 @@ impl Copies {
                 (self.reported.clone(), Some(format!("{key} is not usable: {why}")))
             }
             Ok(Err(SnapshotUnusable::Store(error))) => {
-                tracing::warn!(error = %chain(&error), "cannot find the newest snapshot");
+                tracing::warn!(error = %format_chain(&error), "cannot find the newest snapshot");
                 (self.reported.clone(), Some(STORE_UNAVAILABLE.to_owned()))
             }
             Err(_) => (self.reported.clone(), Some(STORE_UNAVAILABLE.to_owned())),
@@ -156,7 +156,7 @@ async fn find_newer(
     match found {
         Ok(Ok(newer)) => newer,
         Ok(Err(error)) => {
-            tracing::warn!(error = %chain(&error), "cannot list snapshots newer than the latest one");
+            tracing::warn!(error = %format_chain(&error), "cannot list snapshots newer than the latest one");
             None
         }
         Err(_) => {

@@ -80,7 +80,7 @@ impl HostSettings {
         let bundle_public_keys = read_bundle_public_keys(env);
         let bundle_keys_sequence = env.or_default(&vars::BUNDLE_KEYS_SEQUENCE);
         if bundle_keys_sequence > 0 && !env.is_set(&vars::BUNDLE_PUBLIC_KEYS) {
-            env.mistake(&vars::BUNDLE_KEYS_SEQUENCE, "requires BUNDLE_PUBLIC_KEYS, which is not set");
+            env.add_mistake(&vars::BUNDLE_KEYS_SEQUENCE, "requires BUNDLE_PUBLIC_KEYS, which is not set");
         }
         let egress = read_egress(env);
         let postgres_image = read_postgres_image(env);
@@ -126,7 +126,7 @@ impl HostSettings {
 fn read_line(env: &mut Env, variable: &Variable) -> Option<String> {
     let text = env.text(variable)?;
     if text.chars().any(char::is_control) {
-        env.mistake(variable, "must be one line of text: hosts read it from an env file");
+        env.add_mistake(variable, "must be one line of text: hosts read it from an env file");
         return None;
     }
     Some(text)
@@ -137,14 +137,14 @@ fn read_line(env: &mut Env, variable: &Variable) -> Option<String> {
 fn read_acme_settings(env: &mut Env) -> Option<AcmeSettings> {
     let url = env.web_url(&vars::ACME_DIRECTORY_URL);
     if url.as_ref().is_some_and(|url| url.scheme() != "https") {
-        env.mistake(&vars::ACME_DIRECTORY_URL, "must be an https URL");
+        env.add_mistake(&vars::ACME_DIRECTORY_URL, "must be an https URL");
     }
     if env.is_set(&vars::ACME_DIRECTORY_URL) && !env.is_set(&vars::HOST_DOMAIN) {
-        env.mistake(&vars::ACME_DIRECTORY_URL, "requires HOST_DOMAIN, which is not set");
+        env.add_mistake(&vars::ACME_DIRECTORY_URL, "requires HOST_DOMAIN, which is not set");
     }
     for variable in [&vars::ACME_CONTACT, &vars::ACME_EAB_KEY_ID, &vars::ACME_EAB_HMAC_KEY] {
         if env.is_set(variable) && !env.is_set(&vars::ACME_DIRECTORY_URL) {
-            env.mistake(variable, "requires ACME_DIRECTORY_URL, which is not set");
+            env.add_mistake(variable, "requires ACME_DIRECTORY_URL, which is not set");
         }
     }
     let contact = read_line(env, &vars::ACME_CONTACT)
@@ -154,20 +154,20 @@ fn read_acme_settings(env: &mut Env) -> Option<AcmeSettings> {
             && !contact.contains([' ', ',', '?'])
     };
     if contact.as_deref().is_some_and(|contact| !is_address(contact)) {
-        env.mistake(&vars::ACME_CONTACT, "must be one e-mail address");
+        env.add_mistake(&vars::ACME_CONTACT, "must be one e-mail address");
     }
     let external = match (read_line(env, &vars::ACME_EAB_KEY_ID), env.secret(&vars::ACME_EAB_HMAC_KEY)) {
         (Some(key_id), Some(hmac_key)) => Some(ExternalAccount { key_id, hmac_key }),
         (None, None) => None,
         _ => {
-            env.mistake(&vars::ACME_EAB_KEY_ID, "and ACME_EAB_HMAC_KEY must both be set, or neither");
+            env.add_mistake(&vars::ACME_EAB_KEY_ID, "and ACME_EAB_HMAC_KEY must both be set, or neither");
             None
         }
     };
     if let Some(external) = &external {
         let key = external.hmac_key.expose_secret().trim_end_matches('=');
         if !URL_SAFE_NO_PAD.decode(key).is_ok_and(|key| !key.is_empty()) {
-            env.mistake(&vars::ACME_EAB_HMAC_KEY, "must be base64url, as the authority issued it");
+            env.add_mistake(&vars::ACME_EAB_HMAC_KEY, "must be base64url, as the authority issued it");
         }
     }
     Some(AcmeSettings { directory_url: url?.to_string(), contact, external_account: external })
@@ -180,7 +180,7 @@ fn read_bundle_public_keys(env: &mut Env) -> Option<String> {
     if keys.iter().all(|key| B64.decode(key).is_ok_and(|raw| raw.len() == 32)) {
         return Some(keys.join(","));
     }
-    env.mistake(&vars::BUNDLE_PUBLIC_KEYS, "must be base64 of 32 bytes; separate several keys by commas");
+    env.add_mistake(&vars::BUNDLE_PUBLIC_KEYS, "must be base64 of 32 bytes; separate several keys by commas");
     None
 }
 
@@ -191,19 +191,19 @@ fn read_egress(env: &mut Env) -> Networks {
     let entries: Vec<&str> = text.split(',').map(str::trim).filter(|entry| !entry.is_empty()).collect();
     if entries.is_empty() || entries.len() > MAX_EGRESS_NETWORKS {
         let why = format!("must list 1 to {MAX_EGRESS_NETWORKS} networks; unset it to admit every address");
-        env.mistake(&vars::PLATFORM_EGRESS_CIDRS, why);
+        env.add_mistake(&vars::PLATFORM_EGRESS_CIDRS, why);
         return Networks::default();
     }
     let parsed: Vec<Result<Networks, _>> = entries.iter().map(|entry| entry.parse()).collect();
     let networks: Networks = parsed
         .into_iter()
-        .filter_map(|network| network.map_err(|why| env.mistake(&vars::PLATFORM_EGRESS_CIDRS, why)).ok())
+        .filter_map(|network| network.map_err(|why| env.add_mistake(&vars::PLATFORM_EGRESS_CIDRS, why)).ok())
         .collect();
     for network in networks.unroutable() {
         let why = format!(
             "{network} cannot be a source of connections to hosts: list the platform's outgoing addresses"
         );
-        env.mistake(&vars::PLATFORM_EGRESS_CIDRS, why);
+        env.add_mistake(&vars::PLATFORM_EGRESS_CIDRS, why);
     }
     networks
 }
@@ -215,7 +215,7 @@ fn read_postgres_image(env: &mut Env) -> Option<String> {
     if image.chars().all(|c| c.is_ascii_alphanumeric() || "./:@_-".contains(c)) && !image.starts_with('-') {
         return Some(image);
     }
-    env.mistake(&vars::SVC_POSTGRES_IMAGE, "must be the name of a container image");
+    env.add_mistake(&vars::SVC_POSTGRES_IMAGE, "must be the name of a container image");
     None
 }
 

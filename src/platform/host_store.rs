@@ -13,9 +13,9 @@ use url::Url;
 
 use super::db::machine_row::MachineRow;
 use crate::vars;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::clock::rfc3339_ms;
-use svc_base::config::{Env, Flag, env_line};
+use svc_base::config::{Env, Flag, format_env_line};
 use svc_base::variable::Variable;
 use svc_machine::epoch::Epoch;
 use svc_machine::name::Slot;
@@ -67,7 +67,7 @@ impl HostCredentials {
             // A directory has no credentials.
             None if matches!(store, Some(StoreConfig::Directory(_))) => false,
             None => {
-                env.mistake(
+                env.add_mistake(
                     variable,
                     "is required without STS_ROLE_ARN: set it to sts, or to static, which gives every host the platform's \
                      own credentials",
@@ -75,7 +75,7 @@ impl HostCredentials {
                 return None;
             }
             Some(_) => {
-                env.mistake(variable, "must be sts or static");
+                env.add_mistake(variable, "must be sts or static");
                 return None;
             }
         };
@@ -85,10 +85,10 @@ impl HostCredentials {
         let role_arn = env.required::<String>(&vars::STS_ROLE_ARN);
         let outage_ttl = Duration::from_secs(env.or_default(&vars::STS_DURATION_SECONDS));
         if !(WORKING_SESSION_TTL..=MAX_OUTAGE_TTL).contains(&outage_ttl) {
-            env.mistake(&vars::STS_DURATION_SECONDS, "must be between 900 and 604800");
+            env.add_mistake(&vars::STS_DURATION_SECONDS, "must be between 900 and 604800");
         }
         let StoreConfig::S3(s3) = store? else {
-            env.mistake(variable, "sts requires an s3:// store");
+            env.add_mistake(variable, "sts requires an s3:// store");
             return None;
         };
         let writes = match env.flag(&vars::STORE_WRITE_ONCE) {
@@ -108,13 +108,13 @@ fn read_sts_endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
     let text = match (&s3.endpoint, s3.region.as_str()) {
         (Some(endpoint), _) => endpoint.clone(),
         (None, "auto") => {
-            env.mistake(&AWS_REGION, "is required for AWS's own STS");
+            env.add_mistake(&AWS_REGION, "is required for AWS's own STS");
             return None;
         }
         (None, region) if region.starts_with("cn-") => format!("https://sts.{region}.amazonaws.com.cn"),
         (None, region) => format!("https://sts.{region}.amazonaws.com"),
     };
-    text.parse().map_err(|why| env.mistake(&vars::STS_ENDPOINT, why)).ok()
+    text.parse().map_err(|why| env.add_mistake(&vars::STS_ENDPOINT, why)).ok()
 }
 
 /// Which sessions a host gets.
@@ -165,7 +165,7 @@ impl SessionIssuer {
         match tokio::time::timeout(OUTAGE_TIMEOUT, session).await {
             Ok(Ok(session)) => Some(session),
             Ok(Err(error)) => {
-                tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot get an outage session for a host");
+                tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot get an outage session for a host");
                 None
             }
             Err(_) => {
@@ -312,12 +312,13 @@ impl StoreAccess {
         let s3 = match &self.store {
             StoreConfig::S3(s3) => s3,
             StoreConfig::Directory(dir) => {
-                return env_line(OBJECT_STORE_URL.name, &format!("file://{}", dir.display()));
+                return format_env_line(OBJECT_STORE_URL.name, &format!("file://{}", dir.display()));
             }
         };
         let credentials = self.credentials(s3);
         let mut text = String::new();
-        let mut line = |variable: &Variable, value: &str| text.push_str(&env_line(variable.name, value));
+        let mut line =
+            |variable: &Variable, value: &str| text.push_str(&format_env_line(variable.name, value));
         line(&OBJECT_STORE_URL, &format!("s3://{}", s3.bucket));
         line(&AWS_REGION, &s3.region);
         line(&AWS_ACCESS_KEY_ID, &credentials.access_key);

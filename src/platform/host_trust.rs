@@ -65,14 +65,14 @@ impl HostTrust {
             // An invalid domain has already been reported.
             if !env.is_set(&vars::HOST_DOMAIN) {
                 let why = "requires HOST_DOMAIN: the certificate is verified for the host's name";
-                env.mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, why);
+                env.add_mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, why);
             }
             return None;
         }
         match ChainVerifier::new(env.path(&SSL_CERT_FILE)) {
             Ok(verifier) => Some(Self { domain, chain: Some(ChainPolicy { verifier, grace, exempt }) }),
             Err(error) => {
-                env.mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, format!("{error:#}"));
+                env.add_mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, format!("{error:#}"));
                 None
             }
         }
@@ -120,11 +120,11 @@ fn parse_exempt_machines(env: &mut Env) -> Option<HashSet<MachineId>> {
     match ids.map(str::parse).collect::<Result<HashSet<MachineId>, _>>() {
         Ok(ids) if ids.len() <= MAX_EXEMPT => Some(ids),
         Ok(_) => {
-            env.mistake(variable, format!("must list at most {MAX_EXEMPT} machines"));
+            env.add_mistake(variable, format!("must list at most {MAX_EXEMPT} machines"));
             None
         }
         Err(_) => {
-            env.mistake(variable, "must list machine ids, separated by commas");
+            env.add_mistake(variable, "must list machine ids, separated by commas");
             None
         }
     }

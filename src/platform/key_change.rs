@@ -23,7 +23,7 @@ use super::db::{self, Db, DbError};
 use super::keys::{KeyError, LOCK, Seal};
 use super::platform_key::KeyIds;
 use svc_base::failpoint::{self, Injected};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_store::StoreError;
 
 /// Failpoints of the key change, in the order in which they are reached.
@@ -89,7 +89,7 @@ pub async fn renew_process_row(db: Db, own: ProcessKeys) {
         tokio::time::sleep(period).await;
         let renewed = async { own.renew(&db.session().await?).await };
         if let Err(error) = renewed.await {
-            tracing::warn!(error = %chain(&error), "cannot renew the row of this process; retrying");
+            tracing::warn!(error = %format_chain(&error), "cannot renew the row of this process; retrying");
         }
     }
 }
@@ -107,7 +107,7 @@ pub async fn run_key_change(platform: Arc<Platform>, seal: Seal) {
             () = tokio::time::sleep(period) => {}
         }
         if let Err(error) = run_pass(&platform, &seal).await {
-            tracing::warn!(error = %chain(&error), "a pass of the change of PLATFORM_KEY failed; retrying");
+            tracing::warn!(error = %format_chain(&error), "a pass of the change of PLATFORM_KEY failed; retrying");
         }
     }
 }

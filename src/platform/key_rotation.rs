@@ -18,7 +18,7 @@ use super::db::keys::{APP, Acknowledged, KeyDistribution, PROOF, UnacknowledgedH
 use super::db::{self, Db};
 use super::keys::{self, KeyError, LOCK, Seal, SigningSet};
 use super::signed_lifetimes::MAX_SIGNED_LIFETIME;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 
 const MAX_INTERVAL: Duration = Duration::from_secs(10);
 /// Maximum number of active keys of a purpose. Hosts store at least as many.
@@ -41,7 +41,7 @@ pub async fn run(
         }
         for purpose in [PROOF, APP] {
             if let Err(error) = rotate_if_due(&db, &seal, timing, purpose).await {
-                tracing::warn!(purpose, error = %chain(&error), "cannot rotate the signing keys");
+                tracing::warn!(purpose, error = %format_chain(&error), "cannot rotate the signing keys");
             }
         }
         match keys::load(&db, &seal, timing.overlap).await {
@@ -49,7 +49,7 @@ pub async fn run(
                 view.send_replace(Arc::new(fresh));
             }
             Ok(_) => {}
-            Err(error) => tracing::warn!(error = %chain(&error), "cannot refresh the signing keys"),
+            Err(error) => tracing::warn!(error = %format_chain(&error), "cannot refresh the signing keys"),
         }
     }
 }

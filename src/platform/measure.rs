@@ -17,7 +17,7 @@ use svc_base::metrics::{
     MACHINES_NEEDING_ATTENTION, OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE, OPERATIONS_UNKNOWN,
     POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, label,
 };
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_machine::operation::OperationKind;
 
 /// Shorter than a scraper's usual timeout of ten seconds.
@@ -37,7 +37,7 @@ pub async fn collect(platform: &Platform) {
     .await
     {
         Ok(Ok(())) => FLEET_READ.set_to_now([]),
-        Ok(Err(error)) => tracing::warn!(error = %chain(&error), "cannot measure the fleet"),
+        Ok(Err(error)) => tracing::warn!(error = %format_chain(&error), "cannot measure the fleet"),
         Err(_) => tracing::warn!("measuring the fleet timed out"),
     }
 }

@@ -291,7 +291,7 @@ fn check_mark(result: Result<(), MarkError>) -> Result<bool, Failure> {
     match result {
         Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),
         Err(error) => {
-            tracing::warn!(error = %svc_base::chain::chain(&error), "cannot check whether PLATFORM_KEY is the current one");
+            tracing::warn!(error = %svc_base::chain::format_chain(&error), "cannot check whether PLATFORM_KEY is the current one");
             Ok(false)
         }
         Ok(()) => Ok(true),
@@ -321,7 +321,7 @@ async fn warn_about_missing_certificates(db: &Db, trust: &HostTrust) {
             }
         }
         Err(error) => {
-            tracing::warn!(error = %svc_base::chain::chain(&error), "cannot check the certificates of machines");
+            tracing::warn!(error = %svc_base::chain::format_chain(&error), "cannot check the certificates of machines");
         }
     }
 }
@@ -337,7 +337,7 @@ fn log_start(process: &ProcessKeys, api: &str) {
 async fn delete_process_row(platform: &Platform) {
     let deleted = async { platform.process.delete(&platform.db.session().await?).await };
     if let Err(error) = deleted.await {
-        tracing::debug!(error = %svc_base::chain::chain(&error), "cannot delete the row of this process; it will expire");
+        tracing::debug!(error = %svc_base::chain::format_chain(&error), "cannot delete the row of this process; it will expire");
     }
 }
 
@@ -353,7 +353,7 @@ async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
             }
         }
         Err(error) => {
-            tracing::warn!(error = %svc_base::chain::chain(&error), "cannot test the object store with parallel writers");
+            tracing::warn!(error = %svc_base::chain::format_chain(&error), "cannot test the object store with parallel writers");
         }
     }
     Ok(())

@@ -8,7 +8,7 @@ use super::config::{ListenerConfig, PlatformConfig};
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::config::Env;
 use svc_http::client::{self, Deadlines};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_http::tls::{self, ChainCheck, Identity};
 
 pub async fn run(mut env: Env) -> Result<(), Failure> {
@@ -24,7 +24,7 @@ pub async fn run(mut env: Env) -> Result<(), Failure> {
     let detail = match client.get(&url).send().await {
         Ok(response) if response.status().is_success() => return Ok(()),
         Ok(response) => format!("{} {}", response.status(), response.text().await.unwrap_or_default()),
-        Err(error) => chain(&error.without_url()),
+        Err(error) => format_chain(&error.without_url()),
     };
     Err(Failure::new(Exit::Unavailable, anyhow!("the platform is not ready: {detail}")))
 }

@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::db::{self, Db};
 use svc_base::metrics::CLOCK_SKEW;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 
 const COMPARE_INTERVAL: Duration = Duration::from_secs(30);
 /// The stored skew before the first comparison.
@@ -54,7 +54,7 @@ impl ProcessClock {
         match measured.await {
             Ok(skew) => self.record(skew),
             Err(error) => {
-                tracing::debug!(error = %chain(&error), "cannot compare this process's clock with the database's");
+                tracing::debug!(error = %format_chain(&error), "cannot compare this process's clock with the database's");
             }
         }
     }

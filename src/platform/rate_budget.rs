@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use url::Url;
 
 use super::db::{self, Db, DbError};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_provider::{Allowance, BudgetGrant, ObservedBudget};
 
 pub struct SharedBudget {
@@ -51,14 +51,14 @@ impl Allowance for SharedBudget {
         let grant = self.try_reserve(wanted, unused, observed).await;
         grant
             .inspect_err(
-                |error| tracing::debug!(error = %chain(error), "cannot reserve from the shared rate budget"),
+                |error| tracing::debug!(error = %format_chain(error), "cannot reserve from the shared rate budget"),
             )
             .ok()
     }
 
     async fn close(&self, wait: Duration) {
         if let Err(error) = self.try_close(wait).await {
-            tracing::debug!(error = %chain(&error), "cannot close the shared rate budget");
+            tracing::debug!(error = %format_chain(&error), "cannot close the shared rate budget");
         }
     }
 }

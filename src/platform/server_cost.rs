@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::alarms;
 use crate::context::Platform;
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::name::{Location, ServerType};
 use svc_provider::{Amount, ServerPrices};
 use svc_wire::quote::{LocationCost, Price};
@@ -65,7 +65,7 @@ async fn read_prices(platform: &Platform, server_type: &ServerType) -> Result<Se
     match tokio::time::timeout(PRICE_TIMEOUT, platform.provider.prices(server_type)).await {
         Ok(Ok(prices)) => Ok(prices),
         Ok(Err(error)) => {
-            tracing::warn!(error = %chain(&error), "cannot read the provider's prices");
+            tracing::warn!(error = %format_chain(&error), "cannot read the provider's prices");
             alarms::raise_for_provider_error(platform, &error).await;
             Err(unavailable())
         }

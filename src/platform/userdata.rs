@@ -11,7 +11,7 @@ use super::db::machine_row::MachineRow;
 use super::host_settings::HostSettings;
 use super::host_store::StoreAccess;
 use super::tokens::{Purpose, TokenMint};
-use svc_base::config::{env_line, parse_env_file};
+use svc_base::config::{format_env_line, parse_env_file};
 use svc_http::networks::Networks;
 use svc_http::proof::ProofKeys;
 
@@ -159,10 +159,10 @@ fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: 
     // The settings of the authority are omitted, because the size of user-data is limited. They come with the response to
     // the first heartbeat; a machine does not need them earlier.
     if let Some(domain) = &hosts.domain {
-        text.push_str(&env_line("SVC_HOST_NAME", &domain.host_name(machine.id)));
+        text.push_str(&format_env_line("SVC_HOST_NAME", &domain.host_name(machine.id)));
     }
     for (name, value) in &hosts.idp {
-        text.push_str(&env_line(name, value));
+        text.push_str(&format_env_line(name, value));
     }
     text
 }
@@ -175,7 +175,7 @@ fn boot_env(machine: &MachineRow, mint: &TokenMint) -> String {
         ("SVC_RESTORE_MODE", machine.restore.as_str()),
     ]);
     if let Some(key) = &machine.restore_snapshot {
-        text.push_str(&env_line("SVC_RESTORE_SNAPSHOT", key));
+        text.push_str(&format_env_line("SVC_RESTORE_SNAPSHOT", key));
     }
     text
 }
@@ -190,21 +190,21 @@ fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
         ("SVC_BUNDLE_SHA256", &machine.bundle_sha256),
     ]);
     if let Some(keys) = &hosts.bundle_public_keys {
-        text.push_str(&env_line("SVC_BUNDLE_PUBLIC_KEYS", keys));
-        text.push_str(&env_line("SVC_BUNDLE_KEYS_SEQUENCE", &hosts.bundle_keys_sequence.to_string()));
+        text.push_str(&format_env_line("SVC_BUNDLE_PUBLIC_KEYS", keys));
+        text.push_str(&format_env_line("SVC_BUNDLE_KEYS_SEQUENCE", &hosts.bundle_keys_sequence.to_string()));
     }
     // The host sends its token only to the platform, at either of its URLs.
     if hosts.is_platform_url(&bundle_url) {
-        text.push_str(&env_line("SVC_HOST_BUNDLE_WITH_TOKEN", "yes"));
+        text.push_str(&format_env_line("SVC_HOST_BUNDLE_WITH_TOKEN", "yes"));
     }
     if let Some(image) = &hosts.postgres_image {
-        text.push_str(&env_line("SVC_POSTGRES_IMAGE", image));
+        text.push_str(&format_env_line("SVC_POSTGRES_IMAGE", image));
     }
     text
 }
 
 fn env_lines(pairs: &[(&str, &str)]) -> String {
-    pairs.iter().map(|(name, value)| env_line(name, value)).collect()
+    pairs.iter().map(|(name, value)| format_env_line(name, value)).collect()
 }
 
 #[cfg(test)]

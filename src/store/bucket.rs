@@ -19,7 +19,7 @@ use super::key::{LATEST, POINTER_LOG};
 use super::multipart::{MultipartUploads, OpenUpload};
 use super::pointer;
 use svc_base::metrics::{STORE_CALLS, STORE_DURATION};
-use svc_base::untrusted_text::bounded;
+use svc_base::untrusted_text::truncate_printable;
 
 /// An error of the store, classified by its meaning for the caller.
 #[derive(Debug, thiserror::Error)]
@@ -61,7 +61,7 @@ pub enum StoreError {
 impl StoreError {
     /// Bounds `why`, because the object may contain untrusted text of any length.
     pub fn corrupt(key: &Path, why: &impl std::fmt::Display) -> Self {
-        Self::Corrupt { key: key.to_string(), why: bounded(&why.to_string()) }
+        Self::Corrupt { key: key.to_string(), why: truncate_printable(&why.to_string()) }
     }
 
     pub fn of(key: &Path, error: Error) -> Self {

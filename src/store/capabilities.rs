@@ -18,7 +18,7 @@ use super::bucket::{Bucket, StoreError};
 use super::config::StoreConfig;
 use super::parallel_probe::{self, Exactness, RUN_PREFIX};
 use super::protection::{self, Setting};
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 
 /// How much svc depends on a capability.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -193,7 +193,7 @@ pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<ProbeResu
     let (create, replace) = match parallel_probe::run_rounds(&bucket, races.rounds, races.timeout).await {
         Ok(findings) => (exactness_support(findings.create), exactness_support(findings.replace)),
         Err(error) => {
-            let why = Support::Unknown(chain(&error));
+            let why = Support::Unknown(format_chain(&error));
             (why.clone(), why)
         }
     };
@@ -204,7 +204,7 @@ pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<ProbeResu
         let versioning = match protection::read(s3).await.map(|read| read.versioning) {
             Ok(Setting::On | Setting::Off) => Support::Yes,
             Ok(Setting::Unknown(status)) => Support::No(format!("it returned {status}")),
-            Err(error) => Support::Unknown(chain(&error)),
+            Err(error) => Support::Unknown(format_chain(&error)),
         };
         found.push(ProbeResult::new(VERSIONING, versioning));
         found.push(ProbeResult::new(CONDITIONAL_COPY, wire::probe_conditional_copy(s3).await));
@@ -227,7 +227,7 @@ fn to_support(instead: Option<String>) -> Support {
 }
 
 async fn determine_support(probe: impl Future<Output = Outcome>) -> Support {
-    probe.await.map_or_else(|error| Support::Unknown(chain(&error)), to_support)
+    probe.await.map_or_else(|error| Support::Unknown(format_chain(&error)), to_support)
 }
 
 /// The key of a temporary object, in a folder of its own.

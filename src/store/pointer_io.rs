@@ -141,7 +141,7 @@ pub async fn advance(
     slot: &SlotPrefix,
     snapshot: &RecordedSnapshot,
 ) -> Result<(), PointerError> {
-    write(bucket, slot, |now| pointer::advance(now, snapshot.named())).await
+    write(bucket, slot, |now| pointer::advance(now, snapshot.snapshot_ref())).await
 }
 
 /// The retries of a write. One transient failure is tolerated, because the write may have succeeded: the next attempt reads

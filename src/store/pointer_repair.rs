@@ -132,7 +132,7 @@ pub async fn inspect(
         let top = read_top_entry(bucket, slot).await?;
         let meta = epochs::read_metadata_epoch(bucket, slot, bound).await?;
         let known = KnownState { found: &found, keys: &keys, top, meta, holder: holder.as_ref(), bound };
-        plan_rebuild(bucket, slot, known, (candidate.map(|side| side.named()), emptied_at)).await?
+        plan_rebuild(bucket, slot, known, (candidate.map(|side| side.snapshot_ref()), emptied_at)).await?
     } else {
         None
     };
@@ -214,7 +214,7 @@ async fn read_pointer_state(
     let condition = read.as_ref().map_or(Condition::Absent, pointer_io::PointerRead::condition);
     let is_missing = read.as_ref().is_none_or(|read| !read.has_latest());
     let pointer = read.map(|read| read.value);
-    let found = match (snapshot::latest(bucket, slot).await, pointer) {
+    let found = match (snapshot::find_latest(bucket, slot).await, pointer) {
         (_, Some(pointer)) if pointer.fence_epoch > bound => {
             let why =
                 format!("its fence {} is far above every epoch that the platform knows", pointer.fence_epoch);

@@ -1,12 +1,12 @@
 //! Converts store errors to problems of the platform's API.
 
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 
 use crate::StoreError;
 
 impl From<StoreError> for Problem {
     fn from(error: StoreError) -> Self {
-        tracing::warn!(error = %chain(&error), "object store error");
+        tracing::warn!(error = %format_chain(&error), "object store error");
         unavailable()
     }
 }

@@ -11,7 +11,7 @@ impl RecordedSnapshot {
         Self(named)
     }
 
-    pub fn named(&self) -> &SnapshotRef {
+    pub fn snapshot_ref(&self) -> &SnapshotRef {
         &self.0
     }
 }

@@ -63,7 +63,7 @@ impl<'a> SignedClient<'a> {
             .try_authorize(&mut request, None)
             .map_err(RequestError::Sign)?;
         let no_response = |error: object_store::client::HttpError| {
-            RequestError::NoResponse(svc_http::problem::chain(&error))
+            RequestError::NoResponse(svc_http::problem::format_chain(&error))
         };
         let response = self.client.execute(request).await.map_err(no_response)?;
         let status = response.status();

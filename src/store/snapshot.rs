@@ -16,7 +16,7 @@ use super::recorded::RecordedSnapshot;
 use super::role_facts::RoleFacts;
 use super::{bounded_list, bundle};
 use svc_base::clock;
-use svc_base::untrusted_text::bounded;
+use svc_base::untrusted_text::truncate_printable;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
@@ -86,7 +86,7 @@ pub struct DatabaseFacts {
 
 impl SideRecord {
     /// The reference that the pointer contains.
-    pub fn named(&self) -> SnapshotRef {
+    pub fn snapshot_ref(&self) -> SnapshotRef {
         SnapshotRef {
             key: self.key.clone(),
             size_bytes: self.size_bytes,
@@ -155,7 +155,7 @@ pub async fn write_side_record(
         }
         Err(error) => return Err(error),
     }
-    Ok(RecordedSnapshot::new(SnapshotRef { etag, ..side.named() }))
+    Ok(RecordedSnapshot::new(SnapshotRef { etag, ..side.snapshot_ref() }))
 }
 
 /// Loads a snapshot that has a side record, and checks that its object exists with the recorded size.
@@ -168,7 +168,7 @@ pub async fn load_recorded(
     key: &str,
 ) -> Result<(SideRecord, RecordedSnapshot), SnapshotUnusable> {
     let side = load(bucket, slot, key).await?;
-    let named = side.named();
+    let named = side.snapshot_ref();
     Ok((side, RecordedSnapshot::new(named)))
 }
 
@@ -190,7 +190,7 @@ pub enum SnapshotUnusable {
 /// # Errors
 /// [`SnapshotUnusable`]; only `Absent` means that there is no snapshot. Snapshots without a pointer are `Damaged`: the
 /// pointer was lost, and starting empty would abandon them.
-pub async fn latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, SnapshotUnusable> {
+pub async fn find_latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, SnapshotUnusable> {
     match pointer_snapshot(bucket, slot).await? {
         Ok(named) => check_complete(bucket, slot, named).await,
         Err(NoSnapshot::Emptied) => Err(SnapshotUnusable::Absent),
@@ -274,7 +274,7 @@ async fn check_complete(
 /// [`SnapshotUnusable`]; never `Absent`.
 pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideRecord, SnapshotUnusable> {
     // The pointer may contain a key with any text.
-    let damaged = |why: String| SnapshotUnusable::Damaged { key: bounded(key), why };
+    let damaged = |why: String| SnapshotUnusable::Damaged { key: truncate_printable(key), why };
     let (Some(object), Some(side)) = (slot.snapshot(key), slot.side_record(key)) else {
         return Err(damaged("the key is not a snapshot's".to_owned()));
     };

@@ -14,7 +14,7 @@ use super::bucket::{Bucket, StoreError};
 use super::bundle;
 use super::key::{self, SlotPrefix};
 use svc_base::clock;
-use svc_base::untrusted_text::bounded;
+use svc_base::untrusted_text::truncate_printable;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
@@ -133,7 +133,7 @@ impl SkippedLog {
     fn write_log(self) {
         if let Some(SkippedRecord { key, why }) = self.first {
             tracing::warn!(
-                key = bounded(&key),
+                key = truncate_printable(&key),
                 why,
                 count = self.count,
                 "unusable side records were skipped; this is the first"

@@ -121,8 +121,9 @@ impl Sts {
         AwsAuthorizer::new(&self.caller, "sts", &self.region)
             .try_authorize(&mut request, None)
             .map_err(StsError::Sign)?;
-        let no_response =
-            |error: object_store::client::HttpError| StsError::NoResponse(svc_http::problem::chain(&error));
+        let no_response = |error: object_store::client::HttpError| {
+            StsError::NoResponse(svc_http::problem::format_chain(&error))
+        };
         let response = self.client.execute(request).await.map_err(no_response)?;
         let status = response.status();
         let body = response.into_body().bytes().await.map_err(no_response)?;

@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use url::Url;
 
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_http::body::{ResponseBodyError, read_response};
 use svc_http::client::{self, Deadlines};
 
@@ -126,7 +126,8 @@ impl HostClient {
         if url.origin() != self.base.origin() {
             return Err(format!("{url} has another origin"));
         }
-        let failed = |error: reqwest::Error| format!("{}: {}", url.path(), chain(&error.without_url()));
+        let failed =
+            |error: reqwest::Error| format!("{}: {}", url.path(), format_chain(&error.without_url()));
         let mut request = self.client.request(method.clone(), url.clone()).header(header::ACCEPT, accept);
         if let Some((name, value)) = self.credential.header() {
             request = request.header(name, value);

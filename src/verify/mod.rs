@@ -35,7 +35,7 @@ pub async fn check_release(
     findings.extend(diagnosis::run_checks(checks).await);
     // The findings contain text from the host, and are shown on the operator's terminal.
     for finding in &mut findings {
-        finding.what = untrusted_text::bounded(&untrusted_text::one_line(&finding.what));
+        finding.what = untrusted_text::truncate_printable(&untrusted_text::one_line(&finding.what));
     }
     findings
 }

@@ -40,7 +40,7 @@ fn is_detected(sample: &Sample) -> bool {
 #[test]
 fn every_defect_of_a_response_is_detected() {
     assert!(!is_detected(&refusal()), "a correct response passes");
-    platform().plant("hunter2-in-this-test");
+    platform().register_secret("hunter2-in-this-test");
     type Spoil = fn(&mut Sample);
     let spoil: [(&str, Spoil); 17] = [
         ("a secret", |s| s.body["detail"] = json!("It is hunter2-in-this-test, in fact.")),

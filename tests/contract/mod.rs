@@ -73,7 +73,7 @@ impl Contract {
     }
 
     /// Registers a secret or internal text that no refusal may contain.
-    pub fn plant(&self, secret: &str) {
+    pub fn register_secret(&self, secret: &str) {
         self.planted.lock().unwrap().push(secret.to_owned());
     }
 
@@ -208,7 +208,7 @@ impl Contract {
 
     /// Returns the codes that these operations declare but that no test has provoked. `excused` lists exceptions by
     /// operation (or `*`) and code; `rare` lists codes that only some runs provoke.
-    pub fn unseen(
+    pub fn list_unprovoked_codes(
         &self,
         operations: &[&'static Operation],
         excused: &[(&str, &str)],

@@ -34,12 +34,17 @@ pub trait Side {
     fn path(&self, operation: &Operation) -> String;
     fn max_body_bytes(&self, operation: &Operation) -> usize;
     /// A request without credentials.
-    fn bare(&self, operation: &Operation, method: Method, path: &str) -> RequestBuilder;
+    fn request_without_credentials(
+        &self,
+        operation: &Operation,
+        method: Method,
+        path: &str,
+    ) -> RequestBuilder;
     /// A request with a credential that the route accepts.
-    fn known(&self, operation: &Operation, path: &str) -> RequestBuilder;
+    fn authorized_request(&self, operation: &Operation, path: &str) -> RequestBuilder;
     fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential>;
     /// The value of a field that must have a meaning for this operation.
-    fn own(&self, operation: &Operation, name: &str) -> Option<Value>;
+    fn required_value(&self, operation: &Operation, name: &str) -> Option<Value>;
     /// Whether the query may contain unknown parameters, because another site sends the browser to the route.
     fn allows_unknown_query(&self, _: &Operation) -> bool {
         false
@@ -109,14 +114,14 @@ async fn send(side: &impl Side, request: RequestBuilder) -> Reply {
 /// A call of an operation with a valid body.
 pub fn valid_call(side: &impl Side, operation: &Operation) -> RequestBuilder {
     let needed = operation.parameters.iter().filter(|one| one.location == ParameterLocation::RequiredQuery);
-    let known = needed.filter_map(|one| Some((one.name, side.own(operation, one.name)?)));
+    let known = needed.filter_map(|one| Some((one.name, side.required_value(operation, one.name)?)));
     let text = |value: Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     let query = form_urlencoded::Serializer::new(String::new())
         .extend_pairs(known.map(|(name, value)| (name, text(value))))
         .finish();
     let path = side.path(operation);
     let path = if query.is_empty() { path } else { format!("{path}?{query}") };
-    let call = side.known(operation, &path);
+    let call = side.authorized_request(operation, &path);
     match operation.body {
         Some(body) => call.json(&valid_body(side, operation, &variants(&body())[0])),
         None => call,
@@ -124,7 +129,7 @@ pub fn valid_call(side: &impl Side, operation: &Operation) -> RequestBuilder {
 }
 
 pub fn valid_body(side: &impl Side, operation: &Operation, schema: &Value) -> Value {
-    let mut body = valid_value(side.contract(), schema, &|name| side.own(operation, name));
+    let mut body = valid_value(side.contract(), schema, &|name| side.required_value(operation, name));
     // Keeps only the first of mutually exclusive fields.
     for other in schema["oneOf"].as_array().into_iter().flatten().skip(1) {
         for name in other["required"].as_array().into_iter().flatten() {
@@ -152,7 +157,8 @@ pub async fn assert_refuses_wrong_calls(side: &impl Side, operation: &Operation)
 async fn check_method(side: &impl Side, operation: &Operation) {
     let large = "x".repeat(side.max_body_bytes(operation) + 1);
     let path = side.path(operation);
-    let response = send(side, side.bare(operation, Method::PATCH, &path).body(large)).await;
+    let response =
+        send(side, side.request_without_credentials(operation, Method::PATCH, &path).body(large)).await;
     response.assert_problem(405, "method_not_allowed");
     let allow = response.headers["allow"].to_str().unwrap();
     assert!(allow.split(',').any(|method| method.trim() == operation.method.as_str()), "{path}: {allow}");
@@ -165,7 +171,7 @@ async fn check_size_limit(side: &impl Side, operation: &Operation) {
     }
     let large = || "x".repeat(side.max_body_bytes(operation) + 1);
     let (path, method) = (side.path(operation), || operation.method.clone());
-    send(side, side.bare(operation, method(), &path).body(large()))
+    send(side, side.request_without_credentials(operation, method(), &path).body(large()))
         .await
         .assert_problem(413, "request_too_large");
 }
@@ -184,7 +190,7 @@ async fn check_credentials(side: &impl Side, operation: &Operation) {
 
 /// Bodies that are not a JSON object.
 async fn check_malformed_bodies(side: &impl Side, operation: &Operation) {
-    let call = || side.known(operation, &side.path(operation));
+    let call = || side.authorized_request(operation, &side.path(operation));
     send(side, call().body("{}")).await.assert_problem(415, "unsupported_media_type");
     for bad in ["{", "", "[]", "7", "null", "\"{}\"", "{\"a\":1}{", "\u{feff}{}", "{'a':1}", "{\"a\":NaN}"] {
         let call = call().header("content-type", "application/json").body(bad);
@@ -193,7 +199,7 @@ async fn check_malformed_bodies(side: &impl Side, operation: &Operation) {
 }
 
 async fn check_fields<S: Side>(side: &S, operation: &Operation, schema: &Value) {
-    let call = |body: &Value| side.known(operation, &side.path(operation)).json(body);
+    let call = |body: &Value| side.authorized_request(operation, &side.path(operation)).json(body);
     let properties = schema["properties"].as_object().unwrap();
     let constants = properties.iter().filter(|(_, of)| !of["const"].is_null());
     let constants: Map<String, Value> =
@@ -255,7 +261,7 @@ async fn check_query(side: &impl Side, operation: &Operation) {
     }
     let request_with = |query: &[(&str, &str)]| {
         let query = form_urlencoded::Serializer::new(String::new()).extend_pairs(query).finish();
-        side.known(operation, &format!("{}?{query}", side.path(operation)))
+        side.authorized_request(operation, &format!("{}?{query}", side.path(operation)))
     };
     let response = send(side, request_with(&[("zz", "1")])).await;
     response.assert_problem(400, "invalid_request");

@@ -187,7 +187,7 @@ fn unset(text: &str, name: &str) -> String {
 }
 
 fn set(text: &str, name: &str, value: &str) -> String {
-    unset(text, name) + &svc::config::env_line(name, value)
+    unset(text, name) + &svc::config::format_env_line(name, value)
 }
 
 /// Starts a server that responds to every request with success and this `Date` header.
@@ -324,13 +324,13 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         expired.expect("store", level, what);
     }
     fs::write(&file, stored).unwrap();
-    fleet.stack.store.fault(Rule::new(Fault::Status(403)).key("system/db/latest").always());
-    fleet.stack.store.fault(Rule::new(Fault::Status(403)).query("list-type=2").always());
+    fleet.stack.store.add_fault(Rule::new(Fault::Status(403)).key("system/db/latest").always());
+    fleet.stack.store.add_fault(Rule::new(Fault::Status(403)).query("list-type=2").always());
     fleet.check_host().await.expect("store", "problem", "");
     fleet.stack.store.heal();
-    fleet.stack.store.down();
+    fleet.stack.store.take_down();
     fleet.check_host().await.expect("store", "problem", "");
-    fleet.stack.store.up().unwrap();
+    fleet.stack.store.bring_up().unwrap();
 
     let backup = |status: &str, key: &str| {
         format!(
@@ -447,7 +447,8 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
 
     // The settings can also come from a file, which must not be world-readable.
     let file = fleet.stack.dir.join("platform.env");
-    let lines = fleet.stack.platform_env().iter().map(|(name, value)| svc::config::env_line(name, value));
+    let lines =
+        fleet.stack.platform_env().iter().map(|(name, value)| svc::config::format_env_line(name, value));
     fs::write(&file, lines.collect::<String>()).unwrap();
     for (mode, level) in [(0o644, "problem"), (0o640, "ok")] {
         fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
@@ -471,14 +472,14 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     fleet.check_platform(&files, &[]).await.expect("tls", "problem", "expires at 2020-01-02");
 
     // With stale reads, the probe object is missing right after its put.
-    fleet.stack.store.fault(Rule::new(Fault::StaleRead).method("GET").key("system-doctor/").always());
+    fleet.stack.store.add_fault(Rule::new(Fault::StaleRead).method("GET").key("system-doctor/").always());
     fleet.check_platform(&[], &[]).await.expect("store", "problem", "");
     fleet.stack.store.heal();
-    fleet.stack.store.down();
+    fleet.stack.store.take_down();
     let down = fleet.check_platform(&[], &[]).await;
     down.expect("store", "problem", "");
     down.expect("platform", "problem", "store failing");
-    fleet.stack.store.up().unwrap();
+    fleet.stack.store.bring_up().unwrap();
 
     let failed = ["fail", "ada", "--reason", "disk errors", "--yes"];
     fleet.stack.svcctl(&failed).await.unwrap().success().unwrap();

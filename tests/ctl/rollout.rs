@@ -118,7 +118,7 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     // The settings differ from the database that the running gateway uses.
     let settings = fleet.disk.join("opt/svc/env/host.env");
     let before = fs::read_to_string(&settings).unwrap();
-    let other = svc::config::env_line("DATABASE_URL", "postgres://svc:pw@127.0.0.1:1/svc");
+    let other = svc::config::format_env_line("DATABASE_URL", "postgres://svc:pw@127.0.0.1:1/svc");
     let kept = before.lines().filter(|line| !line.starts_with("DATABASE_URL="));
     fs::write(&settings, kept.fold(other, |text, line| text + line + "\n")).unwrap();
     let elsewhere = fleet.verify_here(&[]).await;

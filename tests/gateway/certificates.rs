@@ -118,7 +118,7 @@ fn expiry(report: &Value) -> Timestamp {
 #[tokio::test]
 async fn authority_issues_certificate_for_registered_key() -> Result<()> {
     let port = free_port()?;
-    let pebble = Pebble::start(&Options::validating(port)).await?;
+    let pebble = Pebble::start(&Options::for_validation_port(port)).await?;
     let (machine, name) = machine_at(port, &pebble.roots())?;
     let host = machine.start()?;
     assert!(
@@ -154,7 +154,7 @@ async fn authority_issues_certificate_for_registered_key() -> Result<()> {
 #[tokio::test]
 async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
     let port = free_port()?;
-    let options = Options { certificate_seconds: 24, ..Options::validating(port) };
+    let options = Options { certificate_seconds: 24, ..Options::for_validation_port(port) };
     let pebble = Pebble::start(&options).await?;
     let network = Proxy::start(pebble.listen())?;
     let (machine, name) = machine_at(port, &pebble.roots())?;
@@ -181,8 +181,8 @@ async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
 #[tokio::test]
 async fn another_authority_issues_another_certificate() -> Result<()> {
     let port = free_port()?;
-    let first = Pebble::start(&Options::validating(port)).await?;
-    let second = Pebble::start(&Options::validating(port)).await?;
+    let first = Pebble::start(&Options::for_validation_port(port)).await?;
+    let second = Pebble::start(&Options::for_validation_port(port)).await?;
     let roots = tempfile::NamedTempFile::new()?;
     let both = [first.roots(), second.roots()].map(std::fs::read_to_string);
     std::fs::write(roots.path(), both.into_iter().collect::<std::io::Result<String>>()?)?;
@@ -210,7 +210,7 @@ async fn another_authority_issues_another_certificate() -> Result<()> {
 #[tokio::test]
 async fn unstorable_certificate_is_presented_and_not_ordered_again() -> Result<()> {
     let port = free_port()?;
-    let pebble = Pebble::start(&Options::validating(port)).await?;
+    let pebble = Pebble::start(&Options::for_validation_port(port)).await?;
     let (machine, name) = machine_at(port, &pebble.roots())?;
     let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
@@ -235,7 +235,7 @@ async fn unstorable_certificate_is_presented_and_not_ordered_again() -> Result<(
 #[tokio::test]
 async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
     let port = free_port()?;
-    let options = Options { blocked_domain: Some(DOMAIN.to_owned()), ..Options::validating(port) };
+    let options = Options { blocked_domain: Some(DOMAIN.to_owned()), ..Options::for_validation_port(port) };
     let pebble = Pebble::start(&options).await?;
     let (mut machine, name) = machine_at(port, &pebble.roots())?;
     machine.env.insert("ACME_RETRY_SECONDS".into(), "600".into());
@@ -262,7 +262,7 @@ async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
 #[tokio::test]
 async fn failed_validation_names_the_authority_reason() -> Result<()> {
     // The authority connects to another port, where nothing listens.
-    let pebble = Pebble::start(&Options::validating(free_port()?)).await?;
+    let pebble = Pebble::start(&Options::for_validation_port(free_port()?)).await?;
     let (machine, name) = machine_at(free_port()?, &pebble.roots())?;
     let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
@@ -281,7 +281,7 @@ async fn account_is_bound_to_external_account() -> Result<()> {
     let port = free_port()?;
     let key = "zWNDZM6eQGHWpSRTPal5eIUYFTu7EajVIoguysqZ9wG44nMEtx3MUAsUDkMTQ12W";
     let external_account = Some(("kid-1".to_owned(), key.to_owned()));
-    let pebble = Pebble::start(&Options { external_account, ..Options::validating(port) }).await?;
+    let pebble = Pebble::start(&Options { external_account, ..Options::for_validation_port(port) }).await?;
     let (machine, name) = machine_at(port, &pebble.roots())?;
     let mut delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
@@ -299,7 +299,7 @@ async fn account_is_bound_to_external_account() -> Result<()> {
 #[tokio::test]
 async fn lost_account_is_replaced() -> Result<()> {
     let port = free_port()?;
-    let before = Pebble::start(&Options::validating(port)).await?;
+    let before = Pebble::start(&Options::for_validation_port(port)).await?;
     let (machine, name) = machine_at(port, &before.roots())?;
     machine
         .write("var/lib/svc/tls/settings.json", &tls_settings(&name, &before.directory_url()).to_string())?;
@@ -307,7 +307,7 @@ async fn lost_account_is_replaced() -> Result<()> {
     wait_until_issued(&host).await?;
     let account = host.machine.path("var/lib/svc/tls/acme-account.json");
     // Moves the account to an authority that does not know it.
-    let after = Pebble::start(&Options::validating(port)).await?;
+    let after = Pebble::start(&Options::for_validation_port(port)).await?;
     let stored = std::fs::read_to_string(&account)?;
     let moved = stored.replace(&before.listen().to_string(), &after.listen().to_string());
     std::fs::write(&account, moved)?;
@@ -316,7 +316,8 @@ async fn lost_account_is_replaced() -> Result<()> {
     let delivered = tls_settings(&name, &after.directory_url());
     host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = host.restart()?;
-    host.wait_until("the other authority issues a certificate", async || Ok(after.issued_count() == 1)).await?;
+    host.wait_until("the other authority issues a certificate", async || Ok(after.issued_count() == 1))
+        .await?;
     let replaced = async || Ok(presented_certificate(&host, &name, Some(&after.roots())).await.is_ok());
     host.wait_until("its certificate is presented", replaced).await?;
     Ok(())
@@ -325,7 +326,7 @@ async fn lost_account_is_replaced() -> Result<()> {
 #[tokio::test]
 async fn deactivated_account_is_replaced() -> Result<()> {
     let port = free_port()?;
-    let pebble = Pebble::start(&Options::validating(port)).await?;
+    let pebble = Pebble::start(&Options::for_validation_port(port)).await?;
     let (machine, name) = machine_at(port, &pebble.roots())?;
     let delivered = tls_settings(&name, &pebble.directory_url()).to_string();
     machine.write("var/lib/svc/tls/settings.json", &delivered)?;

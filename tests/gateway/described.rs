@@ -43,7 +43,7 @@ impl World {
         machine.add_app(&slug, &json!({ "notes": { "columns": columns, "unique": ["title"] } })).unwrap();
         machine.write(&format!("home/svc/home/apps/{slug}/dist/index.html"), "<h1>notes").unwrap();
         let host = machine.start().unwrap();
-        [ADMIN, "hunter2-s3cret"].into_iter().for_each(|secret| contract::gateway().plant(secret));
+        [ADMIN, "hunter2-s3cret"].into_iter().for_each(|secret| contract::gateway().register_secret(secret));
         let world = Self { host, slug, idp };
         // Creates a finished dispatch, whose id the paths contain.
         let dispatched = world.dispatch(&json!({ "id": ROW, "prompt": "do it" })).await;
@@ -130,11 +130,11 @@ impl Side for World {
         }
     }
 
-    fn bare(&self, _: &Operation, method: Method, path: &str) -> RequestBuilder {
+    fn request_without_credentials(&self, _: &Operation, method: Method, path: &str) -> RequestBuilder {
         self.host.unsigned_request(method, path)
     }
 
-    fn known(&self, operation: &Operation, path: &str) -> RequestBuilder {
+    fn authorized_request(&self, operation: &Operation, path: &str) -> RequestBuilder {
         match operation.credentials.first() {
             Some(credential) => self.request_as(credential.name, &operation.method, path),
             None => self.host.unsigned_request(operation.method.clone(), path),
@@ -165,7 +165,10 @@ impl Side for World {
             refused("an invalid token", bare().bearer_auth("svcu_wrong")),
             refused("another scheme", bare().header("authorization", "Basic b3A6eA==")),
             refused("only the admin's token", bare().bearer_auth(ADMIN)),
-            refused("an invalid token with a valid proof", self.known(operation, &path).bearer_auth("x.y.z")),
+            refused(
+                "an invalid token with a valid proof",
+                self.authorized_request(operation, &path).bearer_auth("x.y.z"),
+            ),
             forbidden("another user's proof", signed(|claims| claims.sub = "user_other".parse().unwrap())),
         ];
         let jwt = |sub: &str| bare().bearer_auth(self.idp.mint(sub, &MintOptions::default()));
@@ -184,7 +187,7 @@ impl Side for World {
         all
     }
 
-    fn own(&self, operation: &Operation, name: &str) -> Option<Value> {
+    fn required_value(&self, operation: &Operation, name: &str) -> Option<Value> {
         Some(match name {
             // A repeated id is the same dispatch.
             "id" if operation.id == "dispatch" => json!(uuid::Uuid::now_v7()),
@@ -275,7 +278,7 @@ async fn every_documented_error_code_is_provoked() {
     let unconnected = World::start(UNREACHABLE_DATABASE).await;
     check_without_database(&unconnected, &[]).await;
     let all: Vec<&'static Operation> = operations().collect();
-    let unseen = contract::gateway().unseen(&all, &EXCUSED, &[]);
+    let unseen = contract::gateway().list_unprovoked_codes(&all, &EXCUSED, &[]);
     assert!(unseen.is_empty(), "{unseen:#?}");
 }
 
@@ -294,7 +297,7 @@ async fn check_writers(world: &World) {
 /// Paths with unknown names or invalid text.
 async fn check_names(world: &World) {
     for operation in operations().filter(|operation| operation.path.contains("{slug}")) {
-        let request = |slug: &str| world.known(operation, &world.path_of(operation, slug));
+        let request = |slug: &str| world.authorized_request(operation, &world.path_of(operation, slug));
         world.send(request("%ff")).await.assert_problem(400, "invalid_request");
         if operation.id == "getIcon" {
             assert_eq!(world.send(request("unknown")).await.status, 200, "an icon is generated for any name");
@@ -320,10 +323,10 @@ async fn check_dispatches(world: &World) {
     for operation in operations().filter(|operation| operation.path.contains("{id}")) {
         for id in ["unknown", "..%2f..", "%00"] {
             let path = operation.path.replace("{id}", id);
-            world.send(world.known(operation, &path)).await.assert_problem(404, "not_found");
+            world.send(world.authorized_request(operation, &path)).await.assert_problem(404, "not_found");
         }
         let path = operation.path.replace("{id}", "%ff");
-        world.send(world.known(operation, &path)).await.assert_problem(400, "invalid_request");
+        world.send(world.authorized_request(operation, &path)).await.assert_problem(400, "invalid_request");
     }
     let batch =
         |sender: &str| json!({ "senderId": sender, "batch": vec![json!({ "prompt": "do it" }); 100] });
@@ -345,7 +348,7 @@ async fn check_stored_state(world: &World, database: &PgServer) {
         body
     };
     let insert = body("insert", json!({ "data": { "title": "a-s3cret-value" } }));
-    contract::gateway().plant("a-s3cret-value");
+    contract::gateway().register_secret("a-s3cret-value");
     world.send(world.query(&insert)).await;
     world.send(world.query(&insert)).await.assert_problem(409, "conflict");
     let quota = json!({ "storage": { "appBytes": 1 } }).to_string();
@@ -437,7 +440,7 @@ async fn check_records(world: &World) {
     }
     let config = "home/svc/home/system/config.json";
     world.host.machine.write(config, "[\"s3cret-config\"]").unwrap();
-    contract::gateway().plant("s3cret-config");
+    contract::gateway().register_secret("s3cret-config");
     let set = world.request_as("owner", &Method::PUT, "/api/limits").json(&json!({ "daily": 1 }));
     world.send(set).await.assert_problem(409, "conflict");
     std::fs::remove_file(world.host.machine.path(config)).unwrap();
@@ -458,7 +461,7 @@ async fn check_unverifiable_token(world: &World) {
     let token = other.mint(USER, &MintOptions::default());
     let mut machine = Machine::new(UNREACHABLE_DATABASE).unwrap();
     machine.env.extend(other.env());
-    other.down();
+    other.take_down();
     let host = machine.start().unwrap();
     for operation in operations().filter(|operation| !operation.credentials.is_empty()) {
         let request =

@@ -65,7 +65,7 @@ async fn settings_are_read_from_env_files() -> Result<()> {
         if name == "GATEWAY_LISTEN" {
             machine.env.insert(name, value);
         } else {
-            file.push_str(&svc::config::env_line(&name, &value));
+            file.push_str(&svc::config::format_env_line(&name, &value));
         }
     }
     machine.write("opt/svc/env/host.env", &file)?;

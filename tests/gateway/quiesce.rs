@@ -114,6 +114,25 @@ async fn quiesce_waits_for_statements_that_still_run() -> Result<()> {
 }
 
 #[tokio::test]
+async fn quiesce_waits_while_the_database_refuses_connections() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique_name("notes"));
+    let host =
+        host_with_app(&database, &slug, &json!({ "notes": { "columns": { "title": "text" } } })).await?;
+    let admin = database.connect().await?;
+    let allow =
+        |allowed: bool| format!("ALTER DATABASE \"{}\" WITH ALLOW_CONNECTIONS {allowed}", database.name());
+    admin.batch_execute(&allow(false)).await?;
+    // The gateway's connections, so that it must connect again.
+    let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+               WHERE datname = current_database() AND pid <> pg_backend_pid()";
+    admin.execute(end, &[]).await?;
+    let operation = OperationId::new();
+    assert!(quiesce(&host, operation).await?["quiescedAt"].is_null(), "statements may still run");
+    admin.batch_execute(&allow(true)).await?;
+    wait_until_quiesced(&host, operation).await
+}
+
+#[tokio::test]
 async fn quiesce_ends_and_records_running_dispatches() -> Result<()> {
     let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;

@@ -145,9 +145,9 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
     for wrong in ["limit=0", "limit=201", "limit=x", "page=2"] {
         stack.get(&process, &format!("{path}?{wrong}")).await.assert_problem(400, "invalid_request");
     }
-    stack.store.down();
+    stack.store.take_down();
     stack.get(&process, &path).await.assert_problem(503, "store_unavailable");
-    stack.store.up().unwrap();
+    stack.store.bring_up().unwrap();
     stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
     assert_eq!(
         stack.get(&process, &path).await.body["backups"].as_array().unwrap().len(),

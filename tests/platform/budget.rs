@@ -51,7 +51,7 @@ async fn rate_refusal_of_one_process_applies_to_all() {
     // one second is lost.
     let spent =
         Fault::Status { status: 429, code: "rate_limit_exceeded".to_owned(), reset_in_seconds: Some(7) };
-    stack.provider.fault(FaultRule::once("POST", "/servers", spent));
+    stack.provider.add_fault(FaultRule::once("POST", "/servers", spent));
     stack.provision(&first, "user_2").await;
     let refused =
         || async { stack.provider.calls().iter().any(|call| call.status == Some(429)).then_some(()) };

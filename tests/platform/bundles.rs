@@ -28,15 +28,19 @@ async fn bundle_is_served_in_full_and_in_ranges() {
         stack.send(bundle_request(&stack, &process, &[("range", "bytes=4-"), ("if-range", &etag)])).await;
     assert_eq!((part.status, part.text.as_str()), (206, "456789"));
     assert_eq!(part.headers["content-range"], "bytes 4-9/10");
-    let changed = stack
-        .send(bundle_request(&stack, &process, &[("range", "bytes=4-"), ("if-range", "\"other\"")]))
-        .await;
-    assert_eq!((changed.status, changed.text.as_str()), (200, "0123456789"));
+    for other in ["\"other\"", "*", &format!("W/{etag}")] {
+        let headers = [("range", "bytes=4-"), ("if-range", other)];
+        let changed = stack.send(bundle_request(&stack, &process, &headers)).await;
+        assert_eq!((changed.status, changed.text.as_str()), (200, "0123456789"), "if-range: {other}");
+    }
     stack
         .send(bundle_request(&stack, &process, &[("range", "bytes=10-")]))
         .await
         .assert_problem(416, "range_not_satisfiable");
-    assert_eq!(stack.send(bundle_request(&stack, &process, &[("if-none-match", &etag)])).await.status, 304);
+    for same in [&etag, &format!("W/{etag}"), &format!("\"other\", {etag}"), "*"] {
+        let response = stack.send(bundle_request(&stack, &process, &[("if-none-match", same)])).await;
+        assert_eq!(response.status, 304, "if-none-match: {same}");
+    }
 
     let head = stack.request(&process, Method::HEAD, PATH).bearer_auth(SECRET);
     let head = stack.send(head).await;

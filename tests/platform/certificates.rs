@@ -113,7 +113,7 @@ fn reported_certificate(host: &Host) -> Value {
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_is_validated_through_router_and_its_chain_verified() {
     let port = free_port().unwrap();
-    let pebble = Pebble::start(&Options::validating(port)).await.unwrap();
+    let pebble = Pebble::start(&Options::for_validation_port(port)).await.unwrap();
     let installation = Installation::start(port, &pebble.directory_url(), &pebble.roots()).await;
     let stack = &installation.stack;
     let mut process = installation.start_platform(&[]);

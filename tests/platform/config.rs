@@ -97,7 +97,7 @@ async fn service_and_probe_read_settings_from_the_named_file() {
     ];
     let own = stack.settings().into_iter().filter(|(name, _)| name != "PLATFORM_LISTEN");
     let lines = own.chain(changes.map(|(name, value)| (name.to_owned(), value)));
-    let lines: String = lines.map(|(name, value)| svc::config::env_line(&name, &value)).collect();
+    let lines: String = lines.map(|(name, value)| svc::config::format_env_line(&name, &value)).collect();
     std::fs::write(path("platform.env"), lines).unwrap();
 
     let mut command = stack.command(&[]);

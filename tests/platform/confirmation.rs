@@ -212,7 +212,7 @@ async fn cost_cannot_be_confirmed_while_prices_are_unknown() {
     let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
-    stack.provider.fault(FaultRule::times(1000, "GET", "/pricing", down));
+    stack.provider.add_fault(FaultRule::times(1000, "GET", "/pricing", down));
     let refused = stack.post(&process, PROVISION, &confirmed_body("user_1", COST)).await;
     refused.assert_problem(503, "unavailable");
     assert!(refused.headers.contains_key("retry-after"));
@@ -228,7 +228,7 @@ async fn quote_that_needs_no_confirmation_does_not_need_prices() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
-    stack.provider.fault(FaultRule::times(1000, "GET", "/pricing", down));
+    stack.provider.add_fault(FaultRule::times(1000, "GET", "/pricing", down));
     let preview = json!({"idpUserId": "user_2", "handle": "bob", "kind": "preview"});
     let quote = stack.post(&process, QUOTE, &preview).await;
     assert_eq!(quote.status, 200, "{quote:?}");

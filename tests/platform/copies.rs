@@ -111,8 +111,9 @@ async fn newest_snapshot_is_read_from_the_store() {
         (&json!("reported"), &json!(reported))
     );
     assert!(known["snapshotProblem"].as_str().unwrap().contains("the object is missing"), "{known}");
-    let stalled =
-        stack.store.fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
+    let stalled = stack
+        .store
+        .add_fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
     let started = std::time::Instant::now();
     let known = fetch_copies(&stack, &process, &guest.machine).await;
     assert!(started.elapsed() < std::time::Duration::from_secs(5), "{:?}", started.elapsed());
@@ -205,7 +206,7 @@ async fn hanging_store_returns_503_before_the_client_timeout() {
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
-    let stalled = stack.store.fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).always());
+    let stalled = stack.store.add_fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).always());
     let started = std::time::Instant::now();
     let recover = json!({"idpUserId": "user_1"});
     let body = json!({"imageVersion": "v1"});

@@ -8,7 +8,7 @@ use super::stack::Stack;
 async fn provision_despite(fault: Fault) -> Stack {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    stack.provider.fault(FaultRule::once("POST", "/servers", fault.clone()));
+    stack.provider.add_fault(FaultRule::once("POST", "/servers", fault.clone()));
     let provisioned = stack.provision(&process, "user_1").await;
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{fault:?}: {operation}\n{}", stack.log());
@@ -51,7 +51,9 @@ async fn unstartable_server_ends_the_recovery() {
     let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     // The first of these calls requests the shutdown of the old server.
-    stack.provider.fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", Fault::ActionError) });
+    stack
+        .provider
+        .add_fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", Fault::ActionError) });
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
     let recovery = stack.post(&process, "/vps/recover", &body).await.body;
     let operation = stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
@@ -82,7 +84,7 @@ async fn refused_create_fails_the_machine_and_keeps_the_snapshot() {
     let provider_code = "unsupported_error";
     let refusal = Fault::Status { status: 422, code: provider_code.into(), reset_in_seconds: None };
     // The first of these calls requests the shutdown of the old server.
-    stack.provider.fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", refusal) });
+    stack.provider.add_fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", refusal) });
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
     let first = stack.post(&process, "/vps/recover", &body).await.body;
     let operation = stack.wait_until_ended(&process, first["operationId"].as_str().unwrap()).await;
@@ -109,7 +111,7 @@ async fn refused_create_fails_the_machine_and_keeps_the_snapshot() {
 async fn machine_deleted_during_its_create_leaves_no_server() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    stack.provider.fault(FaultRule::once("POST", "/servers", Fault::SlowReply { ms: 3000 }));
+    stack.provider.add_fault(FaultRule::once("POST", "/servers", Fault::SlowReply { ms: 3000 }));
     let provisioned = stack.provision(&process, "user_1").await;
     stack
         .eventually("the create is in flight", || async {
@@ -137,8 +139,8 @@ fn logged_locations(operation: &serde_json::Value) -> Vec<String> {
 async fn server_is_created_in_next_location_with_capacity() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PROVIDER_FALLBACK_LOCATIONS", "hel1, fsn1")]);
-    stack.provider.fault(FaultRule::once("POST", "/servers", without_capacity("resource_unavailable")));
-    stack.provider.fault(FaultRule::once("POST", "/servers", without_capacity("placement_error")));
+    stack.provider.add_fault(FaultRule::once("POST", "/servers", without_capacity("resource_unavailable")));
+    stack.provider.add_fault(FaultRule::once("POST", "/servers", without_capacity("placement_error")));
     let provisioned = stack.provision(&process, "user_1").await;
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
@@ -165,7 +167,12 @@ async fn locations_are_retried_while_none_has_capacity() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
-    stack.provider.fault(FaultRule::times(3, "POST", "/servers", without_capacity("resource_unavailable")));
+    stack.provider.add_fault(FaultRule::times(
+        3,
+        "POST",
+        "/servers",
+        without_capacity("resource_unavailable"),
+    ));
     let mut body = super::stack::provision_body("user_1");
     body["location"] = json!("hel1");
     body["fallbackLocations"] = json!(["fsn1"]);
@@ -191,7 +198,12 @@ async fn locations_are_retried_while_none_has_capacity() {
 async fn single_location_without_capacity_is_named_with_its_type() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    stack.provider.fault(FaultRule::times(1, "POST", "/servers", without_capacity("resource_unavailable")));
+    stack.provider.add_fault(FaultRule::times(
+        1,
+        "POST",
+        "/servers",
+        without_capacity("resource_unavailable"),
+    ));
     let provisioned = stack.provision(&process, "user_1").await;
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     let retry = operation["log"].as_array().unwrap().iter().find(|line| line["outcome"] == "retry").unwrap();
@@ -221,7 +233,7 @@ async fn unknown_location_is_refused_before_anything_changes() {
     assert_eq!(stack.status(&process, &old.machine).await, "running");
     // A failing provider must not cause a refusal.
     let down = Fault::Status { status: 503, code: "unavailable".into(), reset_in_seconds: None };
-    stack.provider.fault(FaultRule::times(10, "GET", "/locations", down));
+    stack.provider.add_fault(FaultRule::times(10, "GET", "/locations", down));
     let body = json!({"idpUserId": "user_1", "acceptLoss": true, "location": "hel1"});
     let recovery = stack.post(&process, "/vps/recover", &body).await;
     assert_eq!(recovery.status, 202, "{recovery:?}");

@@ -258,13 +258,13 @@ async fn sts_outage_is_reported_and_delays_provisioning() {
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
     for fault in [Fault::Status(503), Fault::Status(403), Fault::Refuse] {
-        let hits = stack.store.fault(Rule::new(fault.clone()).sts().always());
+        let hits = stack.store.add_fault(Rule::new(fault.clone()).sts().always());
         let response = request_credentials(&stack, &process, &guest).await;
         response.assert_problem(503, "store_unavailable");
         assert!(hits.hits() > 0);
         stack.store.heal();
     }
-    let hits = stack.store.fault(Rule::new(Fault::Status(503)).sts().always());
+    let hits = stack.store.add_fault(Rule::new(Fault::Status(503)).sts().always());
     let provisioned = stack.provision(&process, "user_2").await;
     stack.eventually("the create was attempted", || async { (hits.hits() >= 4).then_some(()) }).await;
     assert_eq!(stack.provider.servers().len(), 1, "no server without credentials");
@@ -272,7 +272,7 @@ async fn sts_outage_is_reported_and_delays_provisioning() {
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     // A lost response costs one extra session and has no other effect.
-    stack.store.fault(Rule::new(Fault::LostReply).sts());
+    stack.store.add_fault(Rule::new(Fault::LostReply).sts());
     assert_eq!(request_credentials(&stack, &process, &guest).await.status, 200);
 }
 
@@ -355,7 +355,7 @@ async fn host_credentials_cannot_overwrite_a_snapshot() {
     upload(b"dump").await.unwrap();
     let recorded = snapshot::write_side_record(&bucket, &slot, &side, None).await.unwrap();
     pointer_io::advance(&bucket, &slot, &recorded).await.unwrap();
-    assert_eq!(snapshot::latest(&bucket, &slot).await.unwrap().key, side.key);
+    assert_eq!(snapshot::find_latest(&bucket, &slot).await.unwrap().key, side.key);
 
     // Overwrite as an attacker with the host's credentials would.
     let entry = slot.pointer_entry(stack.pointer("user_1")["seq"].as_u64().unwrap());

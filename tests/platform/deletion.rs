@@ -57,7 +57,7 @@ async fn deletion_names_the_newest_stored_or_reported_snapshot() {
         ["newestSnapshotAt", "newestSnapshotSource", "snapshotProblem"].map(|name| deleted.body[name].clone())
     };
     assert_eq!(newest().await, [json!(taken_at), json!("store"), json!(null)]);
-    stack.store.fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
+    stack.store.add_fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
     let problem = "the object store does not respond";
     assert_eq!(newest().await, [json!(reported), json!("reported"), json!(problem)]);
 }
@@ -67,7 +67,7 @@ async fn deletion_reports_that_it_waits_for_the_store() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    stack.store.down();
+    stack.store.take_down();
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
     let path = format!("/vps/operations/{}", deleted.body["operationId"].as_str().unwrap());
@@ -79,7 +79,7 @@ async fn deletion_reports_that_it_waits_for_the_store() {
     let last = operation["log"].as_array().unwrap().last().unwrap();
     assert_eq!((&last["step"], &last["outcome"]), (&json!("last_backup"), &json!("retry")), "{operation}");
     assert!(last["detail"].as_str().unwrap().contains("the object store is unavailable"), "{operation}");
-    stack.store.up().unwrap();
+    stack.store.bring_up().unwrap();
     let ended = stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("succeeded"), &json!(null)), "{ended}");
 }

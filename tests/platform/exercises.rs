@@ -48,8 +48,8 @@ async fn recovery_and_rollback_on_a_test_slot_are_exercises() {
 
     // A deletion counts after the machine's server has been deleted.
     let down = || Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
-    stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers/", down()));
-    stack.provider.fault(FaultRule::times(1000, "POST", "/actions/", down()));
+    stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", down()));
+    stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/", down()));
     let deleted = stack.delete(&process, &format!("/vps/{}", machine.as_str().unwrap())).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
     assert_eq!(fetch_exercises(&stack, &process).await["rollback"], never);

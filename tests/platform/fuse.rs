@@ -162,7 +162,7 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
     ] {
         let fault = |status, code: &str| {
             let fault = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
-            stack.provider.fault(FaultRule::times(1000, "POST", "/servers", fault));
+            stack.provider.add_fault(FaultRule::times(1000, "POST", "/servers", fault));
         };
         // Both requests are accepted before the provider refuses an order: after a refusal, the platform would refuse
         // the second request.
@@ -199,7 +199,7 @@ async fn overdue_operation_of_a_deleted_machine_is_shown() {
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
-    stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers", locked));
+    stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers", locked));
     let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
     assert_eq!(fetch_fleet(&stack, &process).await["overdueOperations"], json!([]));
     let client = stack.database.connect().await.unwrap();

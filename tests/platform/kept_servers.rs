@@ -184,7 +184,7 @@ async fn unreachable_host_server_is_kept_until_loss_is_accepted() {
     assert!(refused.body["detail"].as_str().unwrap().contains("2026-01-02T03:04:05"), "{refused:?}");
     // The provider delays the removal.
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
-    stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
+    stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     let ordered = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!((ordered.status, &ordered.body["alreadyOrdered"]), (202, &json!(false)), "{ordered:?}");
     let removal = || async {
@@ -210,8 +210,8 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
     let old = stack.start_machine(&process, "user_1").await;
     stack.snapshot("user_1");
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
-    stack.provider.fault(FaultRule::times(1000, "POST", "/actions/poweroff", locked.clone()));
-    stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
+    stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/poweroff", locked.clone()));
+    stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
     let operation = stack.wait_until_ended(&process, &id(&recovery, "operationId")).await;
     assert_eq!(

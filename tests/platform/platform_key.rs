@@ -376,7 +376,7 @@ async fn process_with_outdated_key_stops_once_the_store_responds() {
     stop(start_process(&stack, NEW, None, &[])).await;
     let client = stack.database.connect().await.unwrap();
     client.batch_execute("TRUNCATE platform_keys; DELETE FROM signing_keys").await.unwrap();
-    stack.store.fault(Rule::new(Fault::Status(503)).key("platform-key.json").always());
+    stack.store.add_fault(Rule::new(Fault::Status(503)).key("platform-key.json").always());
     let mut process = start_process(&stack, OLD, None, &[]);
     stack.store.heal();
     let ended = tokio::time::timeout(Duration::from_secs(30), process.wait_for_exit()).await;

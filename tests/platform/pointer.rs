@@ -190,9 +190,9 @@ async fn rebuild_skips_an_incomplete_snapshot() {
 
     stack.store.remove(BUCKET, &format!("user_1/primary/{older}"));
     stack.post(&process, REBUILD, &slot_body()).await.assert_problem(409, "snapshot_unusable");
-    stack.store.down();
+    stack.store.take_down();
     stack.post(&process, REBUILD, &slot_body()).await.assert_problem(503, "store_unavailable");
-    stack.store.up().unwrap();
+    stack.store.bring_up().unwrap();
 }
 
 /// If all data is lost, an operator can let the slot start empty; the audit records it.

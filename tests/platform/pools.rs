@@ -55,7 +55,7 @@ async fn hanging_store_blocks_no_database_connection() {
     let provisioned = stack.provision(&process, "user_2").await;
     let machine = provisioned["machineId"].as_str().unwrap().to_owned();
     let booting = Arc::new(stack.wait_for_guest(&process, &machine).await);
-    stack.store.fault(Rule::new(Fault::Delay(Duration::from_secs(60))).key("latest").always());
+    stack.store.add_fault(Rule::new(Fault::Delay(Duration::from_secs(60))).key("latest").always());
     let register = |_| {
         let (stack, process, booting) = (stack.clone(), process.clone(), booting.clone());
         tokio::spawn(async move { stack.register(&process, &booting).await.status })

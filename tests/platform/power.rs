@@ -120,7 +120,7 @@ async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
     assert!((1..=5).contains(&calls), "{calls} calls in 7 s of a shutdown that takes minutes");
 
     // The shutdown is overdue, and cutting the power fails.
-    stack.provider.fault(FaultRule::times(100, "POST", "/actions/poweroff", Fault::ActionError));
+    stack.provider.add_fault(FaultRule::times(100, "POST", "/actions/poweroff", Fault::ActionError));
     age_step("1 hour").await;
     let is_cut = || async { (count_actions(&stack, "poweroff") >= 1).then_some(()) };
     stack.eventually("the power is cut", is_cut).await;
@@ -156,7 +156,7 @@ async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
     assert_eq!((count_actions(&stack, "reboot"), power_state(&stack)), (1, Power::Running));
 
     // A failing call is retried.
-    stack.provider.fault(FaultRule::once("POST", "/actions/reboot", Fault::LostRequest));
+    stack.provider.add_fault(FaultRule::once("POST", "/actions/reboot", Fault::LostRequest));
     let accepted = request_power(&stack, &process, &guest, "reboot").await;
     let operation = format!("/vps/operations/{}", accepted.body["operationId"].as_str().unwrap());
     let same = request_power(&stack, &process, &guest, "reboot").await;

@@ -160,12 +160,12 @@ async fn slot_with_a_snapshot_never_starts_empty() {
     let refused = stack.post(&process, "/vps/provision", &provision_body("user_2")).await;
     refused.assert_problem(409, "snapshot_unusable");
     assert!(refused.body["detail"].as_str().unwrap().contains("svcctl pointer rebuild"), "{refused:?}");
-    stack.store.down();
+    stack.store.take_down();
     stack
         .post(&process, "/vps/provision", &provision_body("user_2"))
         .await
         .assert_problem(503, "store_unavailable");
-    stack.store.up().unwrap();
+    stack.store.bring_up().unwrap();
     let found = stack.get(&process, "/vps?idpUserId=user_2").await;
     assert_eq!(found.body, json!({"machines": [], "nextCursor": null}));
 }

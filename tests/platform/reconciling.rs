@@ -79,7 +79,7 @@ async fn outage_or_removed_label_is_not_a_vanished_server() {
         client.query_one(sql, &[]).await.unwrap().get::<_, i64>(0)
     };
     let down = || Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
-    stack.provider.fault(FaultRule::times(5, "GET", "/servers", down()));
+    stack.provider.add_fault(FaultRule::times(5, "GET", "/servers", down()));
     let over = || async { stack.provider.pending_faults().is_empty().then_some(()) };
     stack.eventually("the outage is over", over).await;
     wait_for_listings(&stack, 2).await;
@@ -146,7 +146,7 @@ async fn orphan_servers_of_the_platform_are_deleted() {
     // A server that cannot be deleted does not block the others.
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     let first = stack.provider.server_by_name("orphan").unwrap().id;
-    stack.provider.fault(FaultRule::times(1000, "DELETE", &format!("/servers/{first}"), locked));
+    stack.provider.add_fault(FaultRule::times(1000, "DELETE", &format!("/servers/{first}"), locked));
     let release = "/vps/fleet/alarms/unknown_servers/release";
     assert_eq!(stack.post(&process, release, &json!({})).await.status, 200);
     let gone = || async { stack.provider.server_by_name("damaged").is_none().then_some(()) };
@@ -226,7 +226,7 @@ async fn kept_server_stays_while_the_inventory_fails() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
-    stack.provider.fault(FaultRule::times(1000, "GET", "label_selector=svc-machine&", down));
+    stack.provider.add_fault(FaultRule::times(1000, "GET", "label_selector=svc-machine&", down));
     delete_machine_without_retention(&stack, &process).await;
     wait_for_listings(&stack, 3).await;
     assert_eq!(stack.provider.servers().len(), 1, "{}", stack.log());
@@ -304,7 +304,7 @@ async fn deletion_is_retried_until_the_provider_completes_it() {
     let process = stack.start_platform_with(&[("OPERATION_DEADLINE_SECONDS", "2")]);
     let guest = stack.start_machine(&process, "user_1").await;
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
-    stack.provider.fault(FaultRule::times(4, "DELETE", "/servers", down));
+    stack.provider.add_fault(FaultRule::times(4, "DELETE", "/servers", down));
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     let ended = stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");

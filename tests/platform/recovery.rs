@@ -47,11 +47,11 @@ async fn recovery_without_a_usable_snapshot_changes_nothing() {
         json!({"idpUserId": "user_1", "snapshotKey": "../../user_2/primary/system/db/snapshots/x.dump"});
     stack.post(&process, "/vps/recover", &outside).await.assert_problem(400, "invalid_request");
 
-    stack.store.down();
+    stack.store.take_down();
     stack.post(&process, "/vps/recover", &recovery_body()).await.assert_problem(503, "store_unavailable");
     let empty = json!({"idpUserId": "user_1", "allowEmpty": true});
     stack.post(&process, "/vps/recover", &empty).await.assert_problem(503, "store_unavailable");
-    stack.store.up().unwrap();
+    stack.store.bring_up().unwrap();
     assert_eq!(stack.status(&process, &guest.machine).await, "running");
     stack.assert_only_server(&guest.machine);
 }
@@ -90,10 +90,10 @@ async fn recovery_replaces_the_machine_and_is_idempotent() {
     assert_eq!((first.status, &first.body["status"]), (202, &json!("recovering")), "{first:?}");
     assert_eq!(first.body["oldMachineId"], old.machine);
     // A recovery in progress does not need the store for a repeated request.
-    stack.store.down();
+    stack.store.take_down();
     let again = stack.post(&process, "/vps/recover", &recovery_body()).await;
     assert_eq!((again.status, again.body), (202, first.body.clone()));
-    stack.store.up().unwrap();
+    stack.store.bring_up().unwrap();
 
     let machine = first.body["machineId"].as_str().unwrap();
     let new = stack.wait_for_guest(&process, machine).await;

@@ -110,7 +110,7 @@ async fn abandon_removal(stack: &Stack, process: &Process) -> Guest {
     let old = stack.start_machine(process, "user_1").await;
     stack.snapshot("user_1");
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
-    stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
+    stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     stack.delete(process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;
     let removal = || async {
         let operations = fetch_record(stack, process, &old.machine).await["operations"].clone();

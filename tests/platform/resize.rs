@@ -167,7 +167,7 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
     assert_eq!(stack.send(set(slot("max", "active"))).await.status, 200);
 
     let broken = || Fault::Status { status: 500, code: "server_error".to_owned(), reset_in_seconds: None };
-    stack.provider.fault(FaultRule::times(9, "GET", "/server_types", broken()));
+    stack.provider.add_fault(FaultRule::times(9, "GET", "/server_types", broken()));
     assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 502, "provisioning_error");
     // A type outside the plan is refused without a call to the provider.
     assert_refused(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");
@@ -220,7 +220,7 @@ async fn waiting_caller_gets_the_final_type() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    stack.provider.fault(FaultRule::once("POST", "change_type", Fault::ActionError));
+    stack.provider.add_fault(FaultRule::once("POST", "change_type", Fault::ActionError));
     let request = stack.request(&process, Method::POST, &format!("/vps/{}/resize", guest.machine));
     let request =
         request.bearer_auth(SECRET).header("prefer", "wait=30").json(&json!({"serverType": "cpx32"}));

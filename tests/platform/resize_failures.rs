@@ -62,7 +62,7 @@ async fn host_that_ignores_shutdown_is_powered_off() {
 async fn lost_responses_are_resolved_by_the_server_state() {
     for lost in ["shutdown", "change_type", "poweron"] {
         let (stack, process, guest) = start_with_machine().await;
-        stack.provider.fault(FaultRule::once("POST", lost, Fault::LostReplyAfterCommit));
+        stack.provider.add_fault(FaultRule::once("POST", lost, Fault::LostReplyAfterCommit));
         let ended = resize_until_ended(&stack, &process, &guest).await;
         assert_changed(&stack, &process, &guest, &ended).await;
         assert!(stack.provider.pending_faults().is_empty(), "{lost}");
@@ -80,7 +80,7 @@ async fn transient_failures_are_retried() {
         ("poweron", Fault::ActionError),
     ] {
         let (stack, process, guest) = start_with_machine().await;
-        stack.provider.fault(FaultRule::times(2, "POST", step, fault.clone()));
+        stack.provider.add_fault(FaultRule::times(2, "POST", step, fault.clone()));
         let ended = resize_until_ended(&stack, &process, &guest).await;
         assert_changed(&stack, &process, &guest, &ended).await;
         assert!(stack.provider.pending_faults().is_empty(), "{step} {fault:?}");
@@ -95,7 +95,7 @@ async fn failed_change_keeps_the_old_type_running() {
         (invalid, "the provider refused the request"),
     ] {
         let (stack, process, guest) = start_with_machine().await;
-        stack.provider.fault(FaultRule::once("POST", "change_type", fault));
+        stack.provider.add_fault(FaultRule::once("POST", "change_type", fault));
         let ended = resize_until_ended(&stack, &process, &guest).await;
         assert_reverted(&stack, &process, &guest, &ended).await;
         let lines = ended["log"].as_array().unwrap();
@@ -110,7 +110,7 @@ async fn resize_fails_when_the_provider_never_completes() {
         let settings = [("RESIZE_SHUTDOWN_SECONDS", "1"), ("RESIZE_CHANGE_SECONDS", "2")];
         let (stack, process, guest) = start_with_settings(&settings).await;
         stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-        stack.provider.fault(FaultRule::times(1000, "POST", step, refusal(503)));
+        stack.provider.add_fault(FaultRule::times(1000, "POST", step, refusal(503)));
         let ended = resize_until_ended(&stack, &process, &guest).await;
         assert_reverted(&stack, &process, &guest, &ended).await;
     }
@@ -119,7 +119,7 @@ async fn resize_fails_when_the_provider_never_completes() {
 #[tokio::test(flavor = "multi_thread")]
 async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
     let (stack, process, guest) = start_with_settings(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
-    stack.provider.fault(FaultRule::times(1000, "POST", "poweron", refusal(503)));
+    stack.provider.add_fault(FaultRule::times(1000, "POST", "poweron", refusal(503)));
     let ended = resize_until_ended(&stack, &process, &guest).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("resize")), "{ended}");
     let now = fetch_record(&stack, &process, &guest).await;
@@ -217,7 +217,7 @@ async fn start_stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest
     let mut settings = settings.to_vec();
     settings.push(("RESIZE_SHUTDOWN_SECONDS", "1"));
     let (stack, process, guest) = start_with_settings(&settings).await;
-    stack.provider.fault(FaultRule::times(1000, "POST", "change_type", refusal(503)));
+    stack.provider.add_fault(FaultRule::times(1000, "POST", "change_type", refusal(503)));
     let accepted = resize(&stack, &process, &guest.machine, "cpx32").await;
     let operation = accepted.body["operationId"].as_str().unwrap().to_owned();
     let path = format!("/vps/operations/{operation}");

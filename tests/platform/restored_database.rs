@@ -254,7 +254,7 @@ async fn server_of_a_deletion_undone_after_the_copy_is_kept() {
     assert!(platform.power_state(&old.machine).is_some());
     assert_eq!(platform.stack.provider.call_count("DELETE", "/servers/"), 0);
     // While the store is unreadable, the host is not reported as superseded.
-    platform.stack.store.fault(Rule::new(Fault::Status(503)).key("latest").always());
+    platform.stack.store.add_fault(Rule::new(Fault::Status(503)).key("latest").always());
     assert_eq!(platform.send_heartbeat(&old, 2, Value::Null).await["superseded"], false);
     platform.stack.store.heal();
     let back =

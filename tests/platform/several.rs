@@ -72,7 +72,7 @@ async fn termination_completes_requests_and_releases_leases() {
     stack.wait_for_guest(&process, machine).await;
     let request = stack.request(&process, Method::DELETE, &format!("/vps/{machine}"));
     let request = request.bearer_auth(super::stack::SECRET).header("prefer", "wait=60");
-    stack.provider.fault(kit::provider::FaultRule::times(
+    stack.provider.add_fault(kit::provider::FaultRule::times(
         9,
         "DELETE",
         "/servers",
@@ -100,7 +100,7 @@ async fn process_paused_beyond_its_lease_writes_nothing() {
     let stack = Stack::start().await;
     let paused = stack.start_platform();
     let pid = Pid::from_raw(i32::try_from(paused.pid()).unwrap());
-    stack.provider.fault(kit::provider::FaultRule::once(
+    stack.provider.add_fault(kit::provider::FaultRule::once(
         "POST",
         "/servers",
         kit::provider::Fault::SlowReply { ms: 1500 },

@@ -47,7 +47,7 @@ async fn store_outage_stops_control_but_not_the_router() {
     stack.subscribe(&process, "user_1").await;
     stack.wait_for_routes(&process).await;
     let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_1")).await.body;
-    stack.store.down();
+    stack.store.take_down();
     assert_eq!(stack.get(&process, "/readyz").await.status, 200);
     let ready = stack.get(&process, "/readyz/control").await;
     assert_eq!(
@@ -56,7 +56,7 @@ async fn store_outage_stops_control_but_not_the_router() {
     );
     tokio::time::sleep(std::time::Duration::from_millis(2000)).await;
     assert!(stack.provider.servers().is_empty(), "no server exists before its fence");
-    stack.store.up().unwrap();
+    stack.store.bring_up().unwrap();
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
 }

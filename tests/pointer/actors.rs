@@ -157,7 +157,7 @@ pub async fn run_advance(
 ) {
     for _ in 0..MAX_ATTEMPTS {
         match pointer_io::advance(&bucket, &slot(), &recorded).await {
-            Ok(()) => return history(&mut |history| history.record_success(&recorded.named().key)),
+            Ok(()) => return history(&mut |history| history.record_success(&recorded.snapshot_ref().key)),
             Err(PointerError::Fenced(_)) => return,
             Err(_) => {}
         }
@@ -175,7 +175,7 @@ pub async fn run_reader(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut His
         {
             history(&mut History::record_stale_read);
         }
-        match snapshot::latest(&bucket, &slot()).await {
+        match snapshot::find_latest(&bucket, &slot()).await {
             Err(SnapshotUnusable::Damaged { .. } | SnapshotUnusable::Absent) if named => {
                 history(&mut History::record_damaged_read);
             }
@@ -229,7 +229,7 @@ async fn faulty_advance(
         fence_machine_id: Some(side.machine_id),
         fence_proof: None,
         seq: old.map_or(0, |old| old.seq) + 1,
-        snapshot: Some(side.named()),
+        snapshot: Some(side.snapshot_ref()),
         emptied_at: None,
     };
     if broken_rule == Some(BrokenRule::Fence) {

@@ -165,7 +165,7 @@ async fn run_races(settings: &StoreSettings, count: usize) -> Result<()> {
         let named = end.snapshot.as_ref().context("a snapshot")?;
         assert_eq!((end.fence_epoch, named.epoch), (Epoch(2), Epoch(2)), "race {n}: {end:?}");
         assert_eq!(end.seq, writes, "race {n}: a successful writer did not write exactly once: {end:?}");
-        assert_eq!(snapshot::latest(&bucket, &slot).await?.key, named.key);
+        assert_eq!(snapshot::find_latest(&bucket, &slot).await?.key, named.key);
         refused += 6 - writes;
     }
     println!("{count} races, {refused} of {} writers refused by the fence", 3 * count);

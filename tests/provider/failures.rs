@@ -31,7 +31,7 @@ async fn create_without_clear_response_is_ambiguous_and_not_retried() {
         let simulator = simulator().await;
         let limits = CallLimits { deadline: Duration::from_millis(400), ..FAST_LIMITS };
         let provider = adapter_with(&simulator, simulator.token(), limits);
-        simulator.fault(FaultRule::once("POST", "/servers", fault.clone()));
+        simulator.add_fault(FaultRule::once("POST", "/servers", fault.clone()));
         let error = provider.create(&order("svc-1")).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Ambiguous, "{fault:?}");
         assert_eq!(simulator.call_count("POST", "/servers"), 1, "{fault:?}");
@@ -45,7 +45,7 @@ async fn response_without_effect_is_retried() {
     for (status, code) in [(429, "rate_limit_exceeded"), (409, "conflict"), (423, "locked")] {
         let simulator = simulator().await;
         let fault = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
-        simulator.fault(FaultRule::times(2, "POST", "/servers", fault));
+        simulator.add_fault(FaultRule::times(2, "POST", "/servers", fault));
         adapter(&simulator).create(&order("svc-1")).await.unwrap();
         assert_eq!(simulator.call_count("POST", "/servers"), 3, "{code}");
     }
@@ -59,11 +59,11 @@ async fn reads_are_retried_a_bounded_number_of_times() {
         let fault = Fault::Status { status: 502, code: "bad_gateway".to_owned(), reset_in_seconds: None };
         FaultRule::times(times, "GET", "/servers", fault)
     };
-    simulator.fault(gateway(3));
+    simulator.add_fault(gateway(3));
     assert_eq!(provider.find("svc-1").await.unwrap(), None);
     assert_eq!(simulator.call_count("GET", "/servers"), 4);
 
-    simulator.fault(gateway(100));
+    simulator.add_fault(gateway(100));
     assert_eq!(provider.find("svc-1").await.unwrap_err().kind(), ErrorKind::Transient);
     assert_eq!(simulator.call_count("GET", "/servers"), 4 + 1 + FAST_LIMITS.retries);
 }
@@ -74,7 +74,7 @@ async fn rate_limited_client_and_its_clones_wait_for_the_reset() {
     let provider = adapter(&simulator);
     let fault =
         Fault::Status { status: 429, code: "rate_limit_exceeded".to_owned(), reset_in_seconds: Some(3600) };
-    simulator.fault(FaultRule::once("GET", "/servers", fault));
+    simulator.add_fault(FaultRule::once("GET", "/servers", fault));
     let start = Instant::now();
     let clone = provider.clone();
     let other = async {
@@ -106,7 +106,7 @@ async fn silent_provider_costs_one_deadline() {
     let simulator = simulator().await;
     let limits = CallLimits { deadline: Duration::from_millis(300), ..FAST_LIMITS };
     let provider = adapter_with(&simulator, simulator.token(), limits);
-    simulator.fault(FaultRule::once("GET", "/servers", Fault::Timeout));
+    simulator.add_fault(FaultRule::once("GET", "/servers", Fault::Timeout));
     let start = Instant::now();
     let error = provider.get(ServerId(1)).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Transient);
@@ -140,7 +140,7 @@ async fn change_type_without_clear_response_is_ambiguous() {
     let provider = adapter(&simulator);
     let id = create_running_server(&simulator, &provider, "svc-1").await.id;
     power_off(&provider, id).await;
-    simulator.fault(FaultRule::once("POST", "change_type", Fault::LostReplyAfterCommit));
+    simulator.add_fault(FaultRule::once("POST", "change_type", Fault::LostReplyAfterCommit));
     let error = provider.change_type(id, &server_type("cpx32")).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Ambiguous);
     assert_eq!(simulator.call_count("POST", "change_type"), 1);
@@ -151,7 +151,7 @@ async fn failed_action_is_reported_and_has_no_effect() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
     let id = create_running_server(&simulator, &provider, "svc-1").await.id;
-    simulator.fault(FaultRule::once("POST", "poweroff", Fault::ActionError));
+    simulator.add_fault(FaultRule::once("POST", "poweroff", Fault::ActionError));
     let action = provider.power_off(id).await.unwrap();
     assert!(matches!(wait_for_action_status(&provider, action).await, ActionStatus::Error { .. }));
     assert_eq!(provider.get(id).await.unwrap().unwrap().status, ServerStatus::Running);

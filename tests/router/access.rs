@@ -114,7 +114,7 @@ async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
         assert_eq!(send(world.get(APP, "/").bearer_auth(token)).await.status, StatusCode::UNAUTHORIZED);
     }
     assert_eq!(world.idp.jwks_fetches(), 2);
-    world.idp.down();
+    world.idp.take_down();
     for alg in Alg::ALL {
         let token = world.idp.mint("user_2", &MintOptions { alg, ..MintOptions::default() });
         assert_eq!(send(world.get(APP, "/").bearer_auth(token)).await.status, accepted, "{alg:?}");

@@ -36,7 +36,7 @@ impl RouterSetup {
         let mint = world.post(APP, "/_svc/app-token").bearer_auth(world.token("user_1"));
         let minted = send(mint.json(&json!({ "app": "notes" }))).await.json();
         let app_token = minted["token"].as_str().expect("a token").to_owned();
-        [&session, &app_token].into_iter().for_each(|secret| contract::platform().plant(secret));
+        [&session, &app_token].into_iter().for_each(|secret| contract::platform().register_secret(secret));
         Ok(Self { world, _machine: machine, session: format!("svc_session={session}"), app_token })
     }
 
@@ -58,17 +58,22 @@ impl Side for RouterSetup {
         64 * 1024
     }
 
-    fn bare(&self, operation: &Operation, method: Method, path: &str) -> RequestBuilder {
+    fn request_without_credentials(
+        &self,
+        operation: &Operation,
+        method: Method,
+        path: &str,
+    ) -> RequestBuilder {
         self.world.request(method, host(operation), path)
     }
 
-    fn known(&self, operation: &Operation, path: &str) -> RequestBuilder {
+    fn authorized_request(&self, operation: &Operation, path: &str) -> RequestBuilder {
         let cookie = if host(operation) == CODE { STATE_COOKIE } else { &self.session };
-        self.bare(operation, operation.method.clone(), path).header("cookie", cookie)
+        self.request_without_credentials(operation, operation.method.clone(), path).header("cookie", cookie)
     }
 
     fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential> {
-        let call = || self.bare(operation, operation.method.clone(), operation.path);
+        let call = || self.request_without_credentials(operation, operation.method.clone(), operation.path);
         let refused = |what, request| WrongCredential { what, request, status: 401, code: "unauthorized" };
         let forbidden = |what, request| WrongCredential { what, request, status: 403, code: "forbidden" };
         let minted = |options: MintOptions| self.world.idp.mint("user_1", &options);
@@ -101,7 +106,7 @@ impl Side for RouterSetup {
         ["handOverSession", "takeSession"].contains(&operation.id)
     }
 
-    fn own(&self, _: &Operation, name: &str) -> Option<Value> {
+    fn required_value(&self, _: &Operation, name: &str) -> Option<Value> {
         match name {
             "slot" => Some(json!("primary")),
             "app" => Some(json!("notes")),
@@ -135,7 +140,7 @@ async fn every_documented_error_code_is_provoked() -> Result<()> {
     provoke_database_outage().await?;
     provoke_rate_limit().await?;
     let all: Vec<&'static Operation> = operations().collect();
-    let unseen = contract::platform().unseen(&all, &EXCUSED, &[]);
+    let unseen = contract::platform().list_unprovoked_codes(&all, &EXCUSED, &[]);
     assert!(unseen.is_empty(), "{unseen:#?}");
     Ok(())
 }
@@ -151,11 +156,11 @@ async fn valid_call_of_every_route_matches_its_description() -> Result<()> {
     let chosen = setup.send(valid_call(&setup, operation("chooseAccount"))).await;
     assert_eq!(chosen.status, 303, "{chosen:?}");
     let hand_over = format!("{}?state=s", operation("handOverSession").path);
-    let issued = setup.send(setup.known(operation("handOverSession"), &hand_over)).await;
+    let issued = setup.send(setup.authorized_request(operation("handOverSession"), &hand_over)).await;
     assert_eq!(issued.status, 302, "{issued:?}");
     let take =
         issued.headers["location"].to_str()?.strip_prefix(&format!("http://{CODE}")).unwrap().to_owned();
-    let redeemed = setup.send(setup.known(operation("takeSession"), &take)).await;
+    let redeemed = setup.send(setup.authorized_request(operation("takeSession"), &take)).await;
     assert_eq!(redeemed.status, 302, "{redeemed:?}");
     Ok(())
 }
@@ -163,13 +168,13 @@ async fn valid_call_of_every_route_matches_its_description() -> Result<()> {
 /// Errors of well-formed requests with valid credentials, and unknown paths and hosts.
 async fn provoke_state_errors(setup: &RouterSetup) {
     let choose = operation("chooseSlot");
-    let slot = setup.known(choose, choose.path).json(&json!({ "slot": "of-another" }));
+    let slot = setup.authorized_request(choose, choose.path).json(&json!({ "slot": "of-another" }));
     setup.send(slot).await.assert_problem(404, "not_found");
     let token = setup.world.token("user_1");
     let by_token = setup.world.post(APP, choose.path).bearer_auth(token).json(&json!({ "slot": "primary" }));
     setup.send(by_token).await.assert_problem(400, "invalid_request");
     let path = format!("{}?code=unknown", operation("takeSession").path);
-    let take = setup.known(operation("takeSession"), &path);
+    let take = setup.authorized_request(operation("takeSession"), &path);
     setup.send(take).await.assert_problem(401, "unauthorized");
     for path in ["/_svc", "/_svc/", "/_svc/internal/backup", "/_svc/slots/x", "/_svc/%ff"] {
         setup.send(setup.world.get(APP, path)).await.assert_problem(404, "not_found");
@@ -194,8 +199,8 @@ async fn provoke_sign_out_errors(setup: &RouterSetup) {
     let large = setup.world.get(CODE, operation("takeSession").path).body("x".repeat(65 * 1024));
     setup.send(large).await.assert_problem(413, "request_too_large");
     setup.send(setup.world.post(APP, path).bearer_auth("x")).await.assert_problem(401, "unauthorized");
-    assert_eq!(setup.send(setup.known(operation("signOut"), path)).await.status, 204);
-    let list = setup.known(operation("listOwnSlots"), operation("listOwnSlots").path);
+    assert_eq!(setup.send(setup.authorized_request(operation("signOut"), path)).await.status, 204);
+    let list = setup.authorized_request(operation("listOwnSlots"), operation("listOwnSlots").path);
     setup.send(list).await.assert_problem(401, "unauthorized");
 }
 
@@ -203,7 +208,7 @@ async fn provoke_sign_out_errors(setup: &RouterSetup) {
 async fn provoke_missing_provider_keys() -> Result<()> {
     let world = World::start().await?;
     let token = world.token("user_1");
-    world.idp.down();
+    world.idp.take_down();
     for operation in operations().filter(|operation| host(operation) == APP) {
         let call = world.request(operation.method.clone(), APP, operation.path).bearer_auth(&token);
         let response = contract::platform().send(call).await?;

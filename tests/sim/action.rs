@@ -65,8 +65,8 @@ impl World<'_> {
                     self.rows.record_lost_disk(&host.machine);
                 }
             }
-            Action::FailProvider { call, fault, times } => self.provider.fault(*call, *fault, *times),
-            Action::StoreFails { write, fault, times } => self.store.fault(*write, *fault, *times),
+            Action::FailProvider { call, fault, times } => self.provider.add_fault(*call, *fault, *times),
+            Action::StoreFails { write, fault, times } => self.store.add_fault(*write, *fault, *times),
             Action::PointerBreaks { slot, is_lost } => {
                 let (user, slot) = SLOTS[*slot];
                 self.store.break_pointer(&format!("{user}/{slot}"), *is_lost).await;

@@ -48,10 +48,10 @@ detects! {
     detects_operation_that_never_ends: BrokenRule::NEVER_ENDS_OPERATIONS => OperationNeverEnds at 0, then OrphanedServer;
     detects_lost_operation: BrokenRule::LOSES_OPERATIONS => AcceptedOperationLost at 12, then OrphanedServer;
     detects_server_that_outlives_its_machine: BrokenRule::ProviderDeletesNothing => OrphanedServer at 3, then OperationNeverEnds;
-    detects_undetected_missing_server: BrokenRule::RESETS_MISSING_SINCE => RunsWithoutServer at 39;
+    detects_undetected_missing_server: BrokenRule::RESETS_MISSING_SINCE => RunsWithoutServer at 51;
     detects_change_without_an_audit_row: BrokenRule::LOSES_AUDIT_ROWS => AuditIncomplete at 0;
     detects_different_response_to_the_same_key: BrokenRule::LOSES_IDEMPOTENCY_KEYS => ReplayDiffers at 1, then AuditIncomplete;
     detects_replaced_host_that_is_not_notified: BrokenRule::REVOKES_OLD_TOKENS => HostNotNotified at 1;
-    detects_lost_rows: BrokenRule::LOSES_UNSAVED_SINCE => LostRows at 10, then OperationNeverEnds OrphanedServer;
+    detects_lost_rows: BrokenRule::LOSES_UNSAVED_SINCE => LostRows at 113, then OperationNeverEnds OrphanedServer;
     detects_unexplained_internal_error: BrokenRule::RAISES_ERRORS => InternalError at 12;
 }

@@ -68,7 +68,7 @@ impl Cloud {
         Arc::new(Self { state: Mutex::default(), broken })
     }
 
-    pub fn fault(&self, call: Call, fault: CloudFault, times: u8) {
+    pub fn add_fault(&self, call: Call, fault: CloudFault, times: u8) {
         self.state().faults.push((call, fault, times));
     }
 

@@ -92,7 +92,7 @@ impl Host {
         }
         let bucket = Bucket::new(Arc::new(StoreConnection { store: Arc::clone(store), switch: None }));
         let slot = SlotPrefix::new(&self.user.parse()?, &self.slot.parse()?);
-        let restored = match (snapshot::latest(&bucket, &slot).await, self.restore_mode.as_str()) {
+        let restored = match (snapshot::find_latest(&bucket, &slot).await, self.restore_mode.as_str()) {
             (Ok(named), _) => {
                 let path = slot.snapshot(&named.key).expect("the key of a snapshot");
                 let dump = bucket.raw().get(&path).await?.bytes().await?;
@@ -156,7 +156,7 @@ impl Host {
             return Ok("stopped after the side record");
         }
         if broken == Some(BrokenRule::HostIgnoresFence) {
-            write_pointer_unchecked(&bucket, &slot, recorded.named()).await?;
+            write_pointer_unchecked(&bucket, &slot, recorded.snapshot_ref()).await?;
         } else {
             pointer_io::advance(&bucket, &slot, &recorded).await?;
         }

@@ -106,10 +106,10 @@ impl RunProvider {
         }
     }
 
-    pub fn fault(&self, call: Call, fault: CloudFault, times: u8) {
+    pub fn add_fault(&self, call: Call, fault: CloudFault, times: u8) {
         match self {
-            Self::Port(cloud) => cloud.fault(call, fault, times),
-            Self::Wire { simulator, .. } => simulator.fault(rule(call, fault, times)),
+            Self::Port(cloud) => cloud.add_fault(call, fault, times),
+            Self::Wire { simulator, .. } => simulator.add_fault(rule(call, fault, times)),
         }
     }
 

@@ -63,7 +63,7 @@ impl Store {
         })
     }
 
-    pub fn fault(&self, write: bool, fault: StoreFault, times: u8) {
+    pub fn add_fault(&self, write: bool, fault: StoreFault, times: u8) {
         lock(&self.faults).push((write, fault, times));
     }
 

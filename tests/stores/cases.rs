@@ -71,18 +71,18 @@ pub async fn conditional_puts_have_one_winner(fixture: &StoreFixture) -> Result<
 pub async fn pointer_follows_backups_and_fences(fixture: &StoreFixture) -> Result<Support> {
     let slot = slot_of("user_1")?;
     ensure!(pointer_io::read(&fixture.bucket, &slot).await?.is_none(), "a new slot has a pointer");
-    let absent = snapshot::latest(&fixture.bucket, &slot).await;
+    let absent = snapshot::find_latest(&fixture.bucket, &slot).await;
     ensure!(matches!(absent, Err(SnapshotUnusable::Absent)), "{absent:?}");
     pointer_io::fence(&fixture.bucket, &slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
     let first = store_backup(fixture, &slot, 1, 1).await?;
     advance(fixture, &slot, &first).await?;
-    ensure!(snapshot::latest(&fixture.bucket, &slot).await?.key == first.key, "not the first snapshot");
+    ensure!(snapshot::find_latest(&fixture.bucket, &slot).await?.key == first.key, "not the first snapshot");
 
     pointer_io::fence(&fixture.bucket, &slot, &Fence::unsigned(Epoch(2), machine(2))).await?;
     let late = store_backup(fixture, &slot, 1, 2).await?;
     let refused = advance(fixture, &slot, &late).await;
     ensure!(matches!(refused, Err(PointerError::Fenced(_))), "a replaced machine moved the pointer");
-    ensure!(snapshot::latest(&fixture.bucket, &slot).await?.key == first.key, "the pointer has moved");
+    ensure!(snapshot::find_latest(&fixture.bucket, &slot).await?.key == first.key, "the pointer has moved");
     let second = store_backup(fixture, &slot, 2, 3).await?;
     advance(fixture, &slot, &second).await?;
     let end = pointer_io::read(&fixture.bucket, &slot).await?.context("no pointer")?.value;
@@ -94,7 +94,8 @@ pub async fn pointer_moves_once_when_responses_are_lost(fixture: &StoreFixture) 
     let slot = slot_of("user_1")?;
     pointer_io::fence(&fixture.bucket, &slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
     let side = store_backup(fixture, &slot, 1, 1).await?;
-    let lost = fixture.server.fault(Rule::new(Fault::LostReply).method("PUT").key("pointer-log/").times(1));
+    let lost =
+        fixture.server.add_fault(Rule::new(Fault::LostReply).method("PUT").key("pointer-log/").times(1));
     advance(fixture, &slot, &side).await?;
     ensure!(lost.hits() == 1, "the fault did not occur");
     let end = pointer_io::read(&fixture.bucket, &slot).await?.context("no pointer")?.value;
@@ -113,7 +114,7 @@ pub async fn missing_pointer_beside_snapshots_is_damage(fixture: &StoreFixture) 
     for entry in fixture.server.objects(BUCKET, &pointer_log(&slot)) {
         fixture.server.remove(BUCKET, &entry.key);
     }
-    match snapshot::latest(&fixture.bucket, &slot).await {
+    match snapshot::find_latest(&fixture.bucket, &slot).await {
         Err(SnapshotUnusable::Absent) => anyhow::bail!("a slot with snapshots counts as empty"),
         Err(_) => Ok(Support::Yes),
         Ok(found) => anyhow::bail!("{found:?} without a pointer"),
@@ -194,7 +195,7 @@ pub async fn interrupted_download_resumes_on_the_same_version(fixture: &StoreFix
     fixture.bucket.put(&key, content.clone()).await?;
     fixture
         .server
-        .fault(Rule::new(Fault::TruncateBody(MIB as u64)).method("GET").key("resumed.dump").times(1));
+        .add_fault(Rule::new(Fault::TruncateBody(MIB as u64)).method("GET").key("resumed.dump").times(1));
     let first = fixture.bucket.raw().get(&key).await?;
     let version = first.meta.e_tag.clone();
     let mut read = Vec::new();
@@ -222,15 +223,15 @@ pub async fn outage_is_not_reported_as_not_found(fixture: &StoreFixture) -> Resu
     let key = Path::from("user_1/there");
     ensure!(fixture.bucket.head(&key).await?.is_none(), "an object exists that was never stored");
     fixture.bucket.put(&key, &b"x"[..]).await?;
-    fixture.server.fault(Rule::new(Fault::Status(503)).key("user_1/there").always());
+    fixture.server.add_fault(Rule::new(Fault::Status(503)).key("user_1/there").always());
     let failed = fixture.bucket.get(&key, 10).await;
     ensure!(matches!(failed, Err(StoreError::Unavailable { .. })), "{failed:?}");
     fixture.server.heal();
-    fixture.server.down();
+    fixture.server.take_down();
     let down =
         fixture.bucket.run_with_timeout(&key, Duration::from_secs(20), fixture.bucket.head(&key)).await;
     ensure!(matches!(down, Err(StoreError::Unavailable { .. })), "{down:?}");
-    fixture.server.up()?;
+    fixture.server.bring_up()?;
     ensure!(fixture.bucket.get(&key, 10).await?.is_some(), "the object has disappeared");
     Ok(Support::Yes)
 }

@@ -30,7 +30,7 @@ async fn machine_with(store: &S3Server, content: &str) -> Result<Machine> {
 /// Asserts that the pointer is absent, or names a complete object with its side record.
 async fn assert_pointer_valid(store: &S3Server) -> Result<()> {
     let has_pointer = machine::pointer(store).await?.is_some();
-    match snapshot::latest(&machine::bucket(store)?, &slot()).await {
+    match snapshot::find_latest(&machine::bucket(store)?, &slot()).await {
         Ok(_) | Err(snapshot::SnapshotUnusable::Absent) => Ok(()),
         // After an interrupted first backup, the slot does not count as empty.
         Err(snapshot::SnapshotUnusable::Damaged { why, .. })
@@ -118,7 +118,7 @@ async fn transient_store_faults_are_retried() -> Result<()> {
         ("the side record's response is lost", Rule::new(Fault::LostReply).method("PUT").key(".dump.json")),
     ];
     for (seq, (name, rule)) in (1..).zip(faults) {
-        let hits = store.fault(rule);
+        let hits = store.add_fault(rule);
         let ended = machine.run(&["svc-db-backup"])?;
         assert_eq!(ended.code, Some(0), "{name}: {}", ended.stderr);
         assert!(hits.hits() > 0, "{name}: the fault was not triggered");
@@ -136,10 +136,10 @@ async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
     let machine = machine_with(&store, ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let good = machine::pointer(&store).await?;
-    store.down();
+    store.take_down();
     machine.run(&["svc-db-backup"])?.expect(69);
-    store.up()?;
-    store.fault(Rule::new(Fault::Status(503)).method("PUT").key("db/latest").always());
+    store.bring_up()?;
+    store.add_fault(Rule::new(Fault::Status(503)).method("PUT").key("db/latest").always());
     machine.run(&["svc-db-backup"])?.expect(69);
     store.heal();
     machine.postgres().stop().await?;
@@ -222,7 +222,7 @@ async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()>
         machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", &kill)])?.expect_killed();
         assert_pointer_valid(&store).await.with_context(|| format!("after {point}"))?;
         machine.run(&["svc-db-backup"])?.expect(0);
-        let latest = snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
+        let latest = snapshot::find_latest(&machine::bucket(&store)?, &slot()).await?;
         let side = snapshot::read_side_record(&machine::bucket(&store)?, &slot(), &latest).await?;
         assert_eq!(side.tables[0].rows, 1000 + n, "after {point}");
         assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "after {point}: the next run aborts it");
@@ -284,7 +284,7 @@ async fn memory_does_not_grow_with_the_dump() -> Result<()> {
     )
     .await?;
     // The store is slower than the dump, so that parts queue up.
-    store.fault(Rule::new(Fault::Delay(Duration::from_millis(100))).query("partNumber=").always());
+    store.add_fault(Rule::new(Fault::Delay(Duration::from_millis(100))).query("partNumber=").always());
     let running = machine.spawn(&["svc-db-backup"], &[])?;
     let peak = running.peak_memory().await;
     running.wait()?.expect(0);

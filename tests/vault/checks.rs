@@ -123,10 +123,10 @@ async fn store_failure_is_not_reported_as_damage() -> Result<()> {
     let store = machine::store()?;
     let (machine, keys) = machine_with_snapshots(&store, 1).await?;
     // The download is interrupted twice, and resumes.
-    store.fault(Rule::new(Fault::TruncateBody(20_000)).method("GET").key_ending(".dump").times(2));
+    store.add_fault(Rule::new(Fault::TruncateBody(20_000)).method("GET").key_ending(".dump").times(2));
     machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(0);
     store.heal();
-    store.fault(Rule::new(Fault::Status(503)).method("GET").key_ending(".dump").always());
+    store.add_fault(Rule::new(Fault::Status(503)).method("GET").key_ending(".dump").always());
     let short_deadline = [("RESTORE_STORE_DEADLINE_SECONDS", "1")];
     for words in [&["svc-db-backup", "verify", "--latest"][..], &["svc-db-backup", "drill"][..]] {
         machine.run_with(words, &short_deadline)?.expect(69);

@@ -248,12 +248,12 @@ async fn backup_survives_expiring_sessions() -> Result<()> {
     machine.client().await?.batch_execute(noise).await?;
     // Longer than any request of this test, but shorter than the backup.
     store.set_session_lifetime(Some(Duration::from_secs(4)));
-    store.fault(Rule::new(Fault::Delay(Duration::from_millis(1800))).query("partNumber").always());
+    store.add_fault(Rule::new(Fault::Delay(Duration::from_millis(1800))).query("partNumber").always());
     store.expire_sessions();
     machine.run(&["svc-db-backup"])?.expect(0);
     assert!(platform.request_count() >= 2, "{}", platform.request_count());
     assert!(store.uploads(BUCKET).is_empty());
-    let latest = svc::store::snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
+    let latest = svc::store::snapshot::find_latest(&machine::bucket(&store)?, &slot()).await?;
     assert!(latest.size_bytes > 10 << 20, "several parts: {}", latest.size_bytes);
     Ok(())
 }

@@ -67,12 +67,12 @@ async fn backups_and_restores_are_logged_in_activity_log() -> Result<()> {
         read_log(&old)?
     );
     std::fs::create_dir_all(new.path(LOGS))?;
-    store.down();
+    store.take_down();
     new.run_with(&["svc-restore"], SHORT_DEADLINE)?.expect(69);
     assert!(read_log(&new)?.contains("the restore of the database failed: "), "{}", read_log(&new)?);
     old.run_with(&["svc-db-backup"], &[])?.expect(69);
     assert!(read_log(&old)?.contains("the backup of the database failed: "), "{}", read_log(&old)?);
-    store.up()?;
+    store.bring_up()?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(
         read_log(&new)?.ends_with(&format!("the database was restored from {key}\n")),
@@ -177,7 +177,7 @@ async fn interrupted_download_is_resumed_within_a_run() -> Result<()> {
     let (store, new) = lost_and_new().await?;
     // After two reads of the side record, more downloads are truncated than the store's client retries itself.
     let truncated = Rule::new(Fault::TruncateBody(400_000)).method("GET").key(".dump");
-    let hits = store.fault(truncated.after(2).times(6));
+    let hits = store.add_fault(truncated.after(2).times(6));
     run_restore(&new, &[])?.expect(0);
     assert_eq!(hits.hits(), 6);
     assert!(is_restored(&new).await? && new.marker());
@@ -209,7 +209,7 @@ async fn interrupted_download_is_resumed_after_a_kill() -> Result<()> {
 #[tokio::test]
 async fn damaged_snapshot_keeps_the_gate_closed() -> Result<()> {
     let (store, new) = lost_and_new().await?;
-    let once = store.fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").after(2));
+    let once = store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").after(2));
     run_restore(&new, &[])?.expect(0);
     assert_eq!(once.hits(), 1, "a damaged transfer is retried once");
 
@@ -238,22 +238,22 @@ async fn damaged_snapshot_keeps_the_gate_closed() -> Result<()> {
 async fn unreachable_store_does_not_count_as_absence() -> Result<()> {
     let (store, new) = lost_and_new().await?;
     new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
-    store.down();
+    store.take_down();
     run_restore(&new, SHORT_DEADLINE)?.expect(69);
     assert_untouched(&new, "store down").await?;
-    store.up()?;
+    store.bring_up()?;
     for status in [500, 503, 403] {
-        store.fault(Rule::new(Fault::Status(status)).always());
+        store.add_fault(Rule::new(Fault::Status(status)).always());
         run_restore(&new, SHORT_DEADLINE)?.expect(69);
         assert_untouched(&new, &format!("{status}")).await?;
         store.heal();
     }
 
     // The store recovers before the deadline, and `empty` does not override an existing snapshot.
-    store.down();
+    store.take_down();
     let running = new.spawn(&["svc-restore"], &[])?;
     wait_until("an error message", || running.stderr().contains("does not respond")).await?;
-    store.up()?;
+    store.bring_up()?;
     running.wait()?.expect(0);
     assert!(is_restored(&new).await?);
     Ok(())

@@ -198,7 +198,8 @@ impl Machine {
     fn write_env(&self, file: &str, pairs: &[(String, String)]) -> Result<()> {
         let path = self.path("opt/svc/env").join(file);
         fs::create_dir_all(path.parent().context("a directory")?)?;
-        let lines: String = pairs.iter().map(|(name, value)| svc::config::env_line(name, value)).collect();
+        let lines: String =
+            pairs.iter().map(|(name, value)| svc::config::format_env_line(name, value)).collect();
         Ok(fs::write(path, lines)?)
     }
 
@@ -211,7 +212,7 @@ impl Machine {
                 .lines()
                 .filter(|line| !line.starts_with(&format!("{name}=")))
                 .fold(String::new(), |text, line| text + line + "\n");
-            text.push_str(&svc::config::env_line(name, value));
+            text.push_str(&svc::config::format_env_line(name, value));
         }
         Ok(fs::write(path, text)?)
     }

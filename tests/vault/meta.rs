@@ -46,7 +46,7 @@ async fn lost_reply_is_resolved_by_reading_back() -> Result<()> {
         let store = machine::store()?;
         let bucket = machine::bucket(&store)?;
         for second in [1, 2] {
-            let hits = store.fault(meta_rule(fault.clone()).method("PUT"));
+            let hits = store.add_fault(meta_rule(fault.clone()).method("PUT"));
             store.clear_requests();
             meta::write(&bucket, &slot(), &make_metadata(1, second)?).await?;
             assert_eq!(read_metadata(&store)?, make_metadata(1, second)?, "{fault:?}");
@@ -68,7 +68,7 @@ async fn earlier_machine_never_overwrites_a_later_one() -> Result<()> {
     meta::write(&bucket, &slot(), &make_metadata(1, 1)?).await?;
     meta::write(&bucket, &slot(), &make_metadata(2, 2)?).await?;
     // The old machine reads the value from before the new one's write; the condition of its put detects that.
-    let stale = store.fault(meta_rule(Fault::StaleRead).method("GET"));
+    let stale = store.add_fault(meta_rule(Fault::StaleRead).method("GET"));
     let refused = meta::write(&bucket, &slot(), &make_metadata(1, 3)?).await;
     assert!(matches!(refused, Err(MetaError::Fenced(_))), "{refused:?}");
     assert_eq!(stale.hits(), 1);

@@ -47,7 +47,7 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
 
     platform.set_response(CredentialResponse::Issue);
     machine.run(&["svc-db-backup"])?.expect(0);
-    let latest = svc::store::snapshot::latest(&bucket, &slot).await?;
+    let latest = svc::store::snapshot::find_latest(&bucket, &slot).await?;
     assert!(latest.key > records[0].key, "the next run creates its own: {}", latest.key);
     Ok(())
 }
@@ -69,7 +69,7 @@ async fn retry_publishes_the_stored_snapshot_of_an_outage() -> Result<()> {
     assert_eq!(dumps.count(), 2, "no third snapshot was created");
     let log = std::fs::read_to_string(machine.path("home/svc/home/system/logs/backup.jsonl"))?;
     let last: Value = serde_json::from_str(log.lines().last().context("a line")?)?;
-    let latest = svc::store::snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
+    let latest = svc::store::snapshot::find_latest(&machine::bucket(&store)?, &slot()).await?;
     assert_eq!((&last["status"], &last["key"]), (&json!("success"), &json!(latest.key)), "{last}");
     assert_eq!(last["sizeBytes"], json!(latest.size_bytes), "{last}");
     Ok(())
@@ -81,7 +81,7 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let platform = Platform::start(&store).await?;
     let machine = machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    let latest = svc::store::snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
+    let latest = svc::store::snapshot::find_latest(&machine::bucket(&store)?, &slot()).await?;
     let session = platform.outage_session().await.context("a session")?;
     let bucket = machine::bucket_as(&store, &session)?;
     let own = slot().snapshot(&latest.key).context("a key")?;

@@ -99,7 +99,7 @@ async fn platform_failure_keeps_the_agent_and_its_files() -> Result<()> {
     ]);
     let machine = Machine::new(&store, 3).await?;
     platform.configure(&machine)?;
-    store.down();
+    store.take_down();
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
     wait_until("six heartbeats", || platform.calls().len() >= 6).await?;
     assert!(!machine.path("var/lib/svc/superseded.json").exists());

@@ -38,7 +38,7 @@ async fn restore_streams_dump_that_does_not_fit_on_disk() -> Result<()> {
     let Some((store, new, _disk)) = machine_with_tight_disk(50).await? else { return Ok(()) };
     // The transfer is interrupted twice, and continues.
     let broken =
-        store.fault(Rule::new(Fault::TruncateBody(300_000)).method("GET").key_ending(".dump").times(2));
+        store.add_fault(Rule::new(Fault::TruncateBody(300_000)).method("GET").key_ending(".dump").times(2));
     let ended = new.run(&["svc-restore"])?.expect(0);
     assert!(ended.stderr.contains("it is streamed from the object store"), "{}", ended.stderr);
     assert_eq!(broken.hits(), 2);

@@ -30,7 +30,7 @@ impl Scene {
         let guest = platform.start_machine(&process, "user_1").await;
         let store = machine::store()?;
         let host = Stage::for_machine(Machine::in_use(&store, 1).await?).await?;
-        store.down();
+        store.take_down();
         let env = [
             ("SVC_MACHINE_ID", guest.machine.as_str()),
             ("SVC_USER_ID", "user_1"),

@@ -31,7 +31,7 @@ async fn machine_with_token(platform: &Platform) -> Result<Machine> {
     let machine = Machine::new(&store, 3).await?;
     platform.configure(&machine)?;
     machine.add_env("host.env", &[("UPGRADE_TOKEN", &token(&machine, 1))])?;
-    store.down();
+    store.take_down();
     Ok(machine)
 }
 

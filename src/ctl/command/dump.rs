@@ -83,7 +83,7 @@ pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Pa
     if let Sink::File(whole) = &sink {
         whole.sync().or_exit(Exit::Internal)?;
     }
-    fs::rename(&partial, into).map_err(FileError::at("rename", &partial)).or_exit(Exit::Internal)
+    fs::rename(&partial, into).map_err(FileError::wrap("rename", &partial)).or_exit(Exit::Internal)
 }
 
 /// The destination of the bytes.
@@ -128,19 +128,19 @@ impl Sink {
         while self.length() < backup.size_bytes {
             let before = self.length();
             let end = self.read_rest(api, machine, backup, &progress).await;
-            match end {
-                Ok(()) => {}
+            let error = match end {
+                // A complete response: if the object is shorter than its record, it is damaged.
+                Ok(()) => return Ok(()),
                 Err(ReadError::Permanent(failure)) => return Err(failure),
-                Err(ReadError::Transient(error)) => {
-                    attempts = if self.length() > before { 1 } else { attempts + 1 };
-                    if attempts >= MAX_ATTEMPTS {
-                        let whole = format_bytes(backup.size_bytes);
-                        let error = anyhow!("{error}; received {} of {whole}", format_bytes(self.length()));
-                        return Err(Failure::new(Exit::Unavailable, error));
-                    }
-                    tokio::time::sleep(RETRY_INTERVAL).await;
-                }
+                Err(ReadError::Transient(error)) => error,
+            };
+            attempts = if self.length() > before { 1 } else { attempts + 1 };
+            if attempts >= MAX_ATTEMPTS {
+                let whole = format_bytes(backup.size_bytes);
+                let error = anyhow!("{error}; received {} of {whole}", format_bytes(self.length()));
+                return Err(Failure::new(Exit::Unavailable, error));
             }
+            tokio::time::sleep(RETRY_INTERVAL).await;
         }
         Ok(())
     }

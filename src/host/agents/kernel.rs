@@ -24,7 +24,7 @@ use crate::records::page::PageError;
 use crate::records::usage_book::UsageBook;
 use crate::records::writer::{Records, Writer};
 use crate::system::layout::Layout;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_http::problem::{Code, Problem};
 use svc_http::rate::RateLimit;
 
@@ -189,7 +189,7 @@ impl Kernel {
                 is_first
             }
             Err(error) => {
-                tracing::error!(error = %chain(&error), "cannot read the records; retrying");
+                tracing::error!(error = %format_chain(&error), "cannot read the records; retrying");
                 false
             }
         }

@@ -11,7 +11,7 @@ use super::owner_config::{Settings, read_config_file};
 use crate::records::limits::Period;
 use crate::records::money::Dollars;
 use crate::records::writer::Records;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::fsx;
 
 /// Identifies a version of the file without reading it.
@@ -54,13 +54,13 @@ impl LiveSettings {
         let parsed = match read_config_file(&self.path) {
             Ok(Some(text)) => Settings::parse(&text).map(|settings| (settings, text)),
             Ok(None) => Ok((Settings::default(), b"{}".to_vec())),
-            Err(error) => Err(chain(&error)),
+            Err(error) => Err(format_chain(&error)),
         };
         match parsed {
             Ok((settings, text)) => {
                 self.report_changes(before, &settings, describe_spent);
                 if let Err(error) = fsx::write_atomic(&self.last_good, &text, 0o600) {
-                    tracing::warn!(error = %chain(&error), "cannot save the last good settings");
+                    tracing::warn!(error = %format_chain(&error), "cannot save the last good settings");
                 }
                 settings
             }

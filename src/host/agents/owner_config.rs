@@ -17,7 +17,7 @@ use super::config_names::check_names;
 use crate::records::calendar::Calendar;
 use crate::records::limits::Limits;
 use crate::records::money::Dollars;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::fsx::FileError;
 
 /// Maximum bytes of the settings file.
@@ -114,7 +114,7 @@ impl Settings {
         let parsed = match read_config_file(file) {
             Ok(Some(text)) => Self::parse(&text),
             Ok(None) => Ok(Self::default()),
-            Err(error) => Err(chain(&error)),
+            Err(error) => Err(format_chain(&error)),
         };
         parsed.unwrap_or_else(|mistake| Self { mistake: Some(mistake), ..Self::load_last_good(good) })
     }
@@ -132,14 +132,14 @@ pub fn read_config_file(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     let mut options = File::options();
     let file = match options.read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        opened => opened.map_err(FileError::at("read", path))?,
+        opened => opened.map_err(FileError::wrap("read", path))?,
     };
     let mut text = Vec::new();
-    let is_file = file.metadata().map_err(FileError::at("stat", path))?.is_file();
-    file.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut text).map_err(FileError::at("read", path))?;
+    let is_file = file.metadata().map_err(FileError::wrap("stat", path))?.is_file();
+    file.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut text).map_err(FileError::wrap("read", path))?;
     if !is_file || text.len() as u64 > MAX_CONFIG_BYTES {
         let why = io::Error::new(ErrorKind::InvalidInput, "not a regular file of at most 1 MiB");
-        return Err(FileError::at("read", path)(why));
+        return Err(FileError::wrap("read", path)(why));
     }
     Ok(Some(text))
 }

@@ -45,7 +45,7 @@ fn read_identity(mut env: Env, layout: &Layout) -> Result<Identity, Vec<String>>
     let url = DatabaseUrl::read(&mut env);
     let database = match url.as_ref().map(DatabaseUrl::config) {
         Some(Err(error)) => {
-            error.mistakes.iter().for_each(|mistake| env.mistake(&vars::DATABASE_URL, mistake.as_str()));
+            error.mistakes.iter().for_each(|mistake| env.add_mistake(&vars::DATABASE_URL, mistake.as_str()));
             None
         }
         Some(Ok(_)) => Some(()),

@@ -11,7 +11,7 @@ use crate::snapshots::database_identity;
 use crate::system::config::DatabaseUrl;
 use crate::system::layout::Layout;
 use crate::system::postgres::Server;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::config::Env;
 use svc_base::diagnosis::Findings;
 
@@ -35,10 +35,10 @@ pub async fn check(layout: &Layout) -> Findings {
     let start = Instant::now();
     let client = match server.connect(server.database(), "svcctl doctor").await {
         Ok(client) => client,
-        Err(error) => return findings.problem(chain(&error), NEXT_STEP),
+        Err(error) => return findings.problem(format_chain(&error), NEXT_STEP),
     };
     if let Err(error) = database_identity::check(layout, &client).await {
-        return findings.problem(chain(&error), NEXT_STEP_IDENTITY);
+        return findings.problem(format_chain(&error), NEXT_STEP_IDENTITY);
     }
     let result = client.query_one("SELECT current_setting('server_version'), pg_is_in_recovery()", &[]).await;
     match result {
@@ -54,7 +54,7 @@ pub async fn check(layout: &Layout) -> Findings {
                 start.elapsed().as_millis()
             ))
         }
-        Err(error) => findings.problem(chain(&error), NEXT_STEP),
+        Err(error) => findings.problem(format_chain(&error), NEXT_STEP),
     }
 }
 

@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use super::services_env;
 use crate::system::config::PlatformLink;
 use crate::system::layout::Layout;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
 use svc_http::client::{self, Deadlines};
 
@@ -27,7 +27,7 @@ async fn fetch_headers(layout: &Layout) -> Result<HeaderMap, String> {
     let client = client::build(DEADLINES).map_err(|error| format!("{error:#}"))?;
     let url = link.url("/livez");
     let response = client.get(url.clone()).send().await;
-    let response = response.map_err(|error| chain(&error.without_url()))?;
+    let response = response.map_err(|error| format_chain(&error.without_url()))?;
     match response.status() {
         status if status.is_success() => Ok(response.headers().clone()),
         status => Err(format!("{url} returned {status}")),

@@ -8,7 +8,7 @@ use super::services_env;
 use crate::system::config::Identity;
 use crate::system::layout::Layout;
 use crate::system::store_credentials::StoredSessions;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::clock::rfc3339_ms;
 use svc_base::diagnosis::Findings;
 use svc_store::bucket::StoreError;
@@ -59,14 +59,15 @@ pub async fn check(layout: &Layout) -> Findings {
             "the slot has no pointer, not even the fence of its provisioning",
             "system/db/latest was deleted: `svcctl backup now` writes it again",
         ),
-        Err(error @ StoreError::Denied { .. }) => findings
-            .problem(chain(&error), "check the role's permissions, its session policy, and OBJECT_STORE_URL"),
+        Err(error @ StoreError::Denied { .. }) => findings.problem(
+            format_chain(&error),
+            "check the role's permissions, its session policy, and OBJECT_STORE_URL",
+        ),
         Err(error @ StoreError::Clock { .. }) => {
             findings.problem(error.to_string(), "systemctl restart systemd-timesyncd")
         }
-        Err(error) => {
-            findings.problem(chain(&error), "check the store's status, and OBJECT_STORE_ENDPOINT in r2.env")
-        }
+        Err(error) => findings
+            .problem(format_chain(&error), "check the store's status, and OBJECT_STORE_ENDPOINT in r2.env"),
     }
 }
 

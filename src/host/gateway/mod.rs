@@ -43,7 +43,7 @@ use self::auth::Ingress;
 use self::certificate::{CertificateKeeper, KeeperConfig};
 use self::config::Config;
 use self::state::{Gateway, Services};
-use super::system::config::begin_log;
+use super::system::config::init_log;
 use super::system::layout::{BRIDGE_SOCKET, Layout};
 use super::system::{release, systemd, unix_socket};
 use svc_base::applet::{self, Exit, Failure, OrExit};
@@ -88,7 +88,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Ok(args) => args,
         Err(code) => return code,
     };
-    begin_log("svc-gateway", &Layout::from_process());
+    init_log("svc-gateway", &Layout::from_process());
     match args.command {
         None => applet::block_on("svc-gateway", serve(Layout::from_process())),
         Some(Command::InstallApps) => {

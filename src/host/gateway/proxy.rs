@@ -11,7 +11,7 @@ use http::{HeaderMap, HeaderValue, StatusCode, header};
 use tokio::net::UnixStream;
 
 use svc_http::files::percent_decode;
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::proof;
 use svc_http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
 
@@ -70,7 +70,7 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
     match upstream.forward(request).await {
         Ok(response) => response,
         Err(error) => {
-            tracing::warn!(error = %chain(&error), "{name} did not respond");
+            tracing::warn!(error = %format_chain(&error), "{name} did not respond");
             let code = match error {
                 ProxyError::Connect(_)
                 | ProxyError::ConnectTimeout

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-use super::database::Database;
+use super::database::{Database, DatabaseError};
 use crate::agents::dispatch::Dispatcher;
 use crate::agents::kernel::Kernel;
 use crate::snapshots::side_database;
@@ -16,7 +16,7 @@ use crate::system::blocking::blocking;
 use crate::system::layout::Layout;
 use crate::system::quiesce;
 use crate::system::quiesce::Quiesce;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 use svc_http::problem::{Code, Problem};
@@ -147,8 +147,8 @@ impl Writers {
         Ok(())
     }
 
-    /// Whether all writes have ended: requests, abandoned statements, and copies out of the side database. An
-    /// unreachable database executes nothing.
+    /// Whether all writes have ended: requests, abandoned statements, and copies out of the side database. A
+    /// database that accepts no connections executes nothing.
     async fn is_idle(&self) -> bool {
         if self.lock().in_flight > 0 {
             return false;
@@ -167,12 +167,17 @@ impl Writers {
             return false;
         }
         let session_count = tokio::time::timeout(SESSIONS_TIMEOUT, async {
-            let client = self.database.shared_client().await.ok()?;
-            client.query_one(ACTIVE_SESSIONS, &[]).await.ok()?.try_get::<_, i64>(0).ok()
+            let client = self.database.shared_client().await?;
+            let row = client.query_one(ACTIVE_SESSIONS, &[]).await?;
+            Ok::<i64, DatabaseError>(row.try_get(0)?)
         });
         match session_count.await {
-            Ok(sessions) => sessions.unwrap_or(0) == 0,
-            Err(_) => false,
+            Ok(Ok(sessions)) => sessions == 0,
+            // A server that responds, such as with "too many connections", may execute statements.
+            Ok(Err(DatabaseError::Connect(error) | DatabaseError::Query(error))) => {
+                error.as_db_error().is_none()
+            }
+            Ok(Err(_)) | Err(_) => false,
         }
     }
 
@@ -217,7 +222,7 @@ impl Writers {
             match fsx::exists(&self.layout.quiesce()) {
                 Ok(false) => self.reopen(),
                 Ok(true) => {}
-                Err(error) => tracing::warn!(error = %chain(&error), "quiesce.json cannot be read"),
+                Err(error) => tracing::warn!(error = %format_chain(&error), "quiesce.json cannot be read"),
             }
         }
     }

@@ -20,7 +20,7 @@ use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use crate::system::config::begin_log;
+use crate::system::config::init_log;
 use crate::system::layout::Layout;
 use crate::system::{systemd, unix_socket};
 use svc_base::applet::{self, Exit, Failure, OrExit};
@@ -125,7 +125,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         return code;
     }
     let layout = Layout::from_process();
-    begin_log("svc-code", &layout);
+    init_log("svc-code", &layout);
     applet::block_on("svc-code", serve(layout))
 }
 

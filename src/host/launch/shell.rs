@@ -7,7 +7,7 @@ use anyhow::Context;
 use sd_notify::NotifyState;
 
 use super::site::{Site, router};
-use crate::system::config::begin_log;
+use crate::system::config::init_log;
 use crate::system::layout::Layout;
 use crate::system::{systemd, unix_socket};
 use svc_base::applet::{self, Exit, Failure, OrExit};
@@ -35,7 +35,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         return code;
     }
     let layout = Layout::from_process();
-    begin_log("svc-shell", &layout);
+    init_log("svc-shell", &layout);
     applet::block_on("svc-shell", serve(layout))
 }
 

@@ -53,10 +53,10 @@ impl RecordKind {
         if let Some(record) = self.dated_record() {
             let entries = match std::fs::read_dir(logs) {
                 Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-                entries => entries.map_err(FileError::at("read", logs))?,
+                entries => entries.map_err(FileError::wrap("read", logs))?,
             };
             for entry in entries {
-                let entry = entry.map_err(FileError::at("read", logs))?;
+                let entry = entry.map_err(FileError::wrap("read", logs))?;
                 if let Some(position) =
                     entry.file_name().to_str().and_then(|name| record.parse_day_and_number(name))
                 {

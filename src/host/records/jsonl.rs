@@ -18,7 +18,7 @@ use svc_base::fsx::FileError;
 /// [`FileError`], also if the path is a symbolic link.
 pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
     let dir = path.parent().unwrap_or(Path::new("."));
-    std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
+    std::fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
     let append = || -> std::io::Result<()> {
         let no_link = nix::fcntl::OFlag::O_NOFOLLOW.bits();
         let mut options = File::options();
@@ -29,7 +29,7 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
         file.write_all(&text)?;
         file.sync_data()
     };
-    append().map_err(FileError::at("append to", path))
+    append().map_err(FileError::wrap("append to", path))
 }
 
 /// Returns the text to write before the next line: empty, or a missing line end. Truncates a torn line.

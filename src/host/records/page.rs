@@ -52,12 +52,12 @@ pub fn read_newest(
     let mut budget = MAX_READ_BYTES;
     let mut from = before;
     while let Some(path) = files.pop() {
-        let failed = FileError::at("read", &path);
+        let failed = FileError::wrap("read", &path);
         let Some(mut reader) = BackwardReader::open(&path, from).map_err(failed)? else { continue };
         from = None;
         loop {
             let (offset, is_enough) =
-                match reader.next_step(&mut budget).map_err(FileError::at("read", &path))? {
+                match reader.next_step(&mut budget).map_err(FileError::wrap("read", &path))? {
                     Step::Start => break,
                     Step::LimitReached(offset) => (offset, true),
                     Step::Line(offset, line) => {

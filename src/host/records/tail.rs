@@ -54,7 +54,7 @@ impl Tail {
         let mut tail = Self { kind, logs, files: Vec::new(), last: None, other: None };
         for path in tail.kind.files(&tail.logs)? {
             if let Some((id, file)) = open_regular(&path)? {
-                tail.files.push(FollowedFile::from_end(id, &file).map_err(FileError::at("read", &path))?);
+                tail.files.push(FollowedFile::from_end(id, &file).map_err(FileError::wrap("read", &path))?);
                 tail.last = Some(id);
             }
         }
@@ -87,7 +87,7 @@ impl Tail {
             } else {
                 FollowedFile::from_end(*id, file).map(Some)
             };
-            let Some(followed) = followed.map_err(FileError::at("read", path))? else { return Ok(None) };
+            let Some(followed) = followed.map_err(FileError::wrap("read", path))? else { return Ok(None) };
             tail.files.push(followed);
         }
         Ok(Some(tail))
@@ -117,7 +117,7 @@ impl Tail {
                 self.files.push(FollowedFile::new(id));
                 self.files.len() - 1
             });
-            self.read_file(index, &file, &mut batch).map_err(FileError::at("read", &path))?;
+            self.read_file(index, &file, &mut batch).map_err(FileError::wrap("read", &path))?;
             if batch.is_full() {
                 break;
             }
@@ -216,7 +216,7 @@ impl ReadBatch {
 }
 
 fn open_regular(path: &Path) -> Result<Option<(FileId, File)>, FileError> {
-    let opened = files::open_regular(path).map_err(FileError::at("read", path))?;
+    let opened = files::open_regular(path).map_err(FileError::wrap("read", path))?;
     Ok(opened.map(|(file, id)| (id, file)))
 }
 

@@ -24,7 +24,7 @@ use super::money::Dollars;
 use super::names::INTERACTIONS;
 use super::seals::{Seal, Seals};
 use super::writer::{Extent, QueueFull, Record, Records};
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
 
@@ -138,7 +138,7 @@ impl UsageBook {
             }
             Ok(None) => tracing::debug!("compaction of usage.jsonl postponed"),
             Err(error) => {
-                tracing::warn!(error = %chain(&error), "cannot compact usage.jsonl; it is unchanged");
+                tracing::warn!(error = %format_chain(&error), "cannot compact usage.jsonl; it is unchanged");
             }
         }
     }
@@ -150,10 +150,10 @@ impl UsageBook {
         if !self.write_lines(line_count) || !self.records.flush(FLUSH_TIMEOUT) {
             return Ok(None);
         }
-        let Some((file, _)) = files::open_regular(&path).map_err(FileError::at("read", &path))? else {
+        let Some((file, _)) = files::open_regular(&path).map_err(FileError::wrap("read", &path))? else {
             return Ok(None);
         };
-        let expected = Extent::of_file(&file).map_err(FileError::at("stat", &path))?;
+        let expected = Extent::of_file(&file).map_err(FileError::wrap("stat", &path))?;
         let write = || -> io::Result<Option<u64>> {
             failpoint::pass("usage.begin").map_err(io::Error::other)?;
             let written = self.write_all(&new)?;
@@ -162,7 +162,7 @@ impl UsageBook {
             failpoint::pass("usage.replaced").map_err(io::Error::other)?;
             Ok(is_replaced.then_some(written))
         };
-        write().map_err(FileError::at("write", &new))
+        write().map_err(FileError::wrap("write", &new))
     }
 
     /// Writes the whole ledger, one day at a time.
@@ -207,7 +207,7 @@ impl UsageBook {
         });
         drop(ledger);
         if let Err(error) = seals.and_then(|seals| seals.write(&self.seals)) {
-            tracing::warn!(error = %chain(&error), "cannot seal days; they are counted again at the next start");
+            tracing::warn!(error = %format_chain(&error), "cannot seal days; they are counted again at the next start");
         }
     }
 }
@@ -287,16 +287,16 @@ fn list_files_by_day(logs: &Path) -> Result<Vec<(Date, Files)>, FileError> {
     let mut days: std::collections::BTreeMap<Date, Files> = std::collections::BTreeMap::new();
     let entries = match std::fs::read_dir(logs) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries.map_err(FileError::at("read", logs))?,
+        entries => entries.map_err(FileError::wrap("read", logs))?,
     };
     for entry in entries {
-        let entry = entry.map_err(FileError::at("read", logs))?;
+        let entry = entry.map_err(FileError::wrap("read", logs))?;
         let Some(day) = entry.file_name().to_str().and_then(|name| INTERACTIONS.parse_day(name)) else {
             continue;
         };
         let meta = match entry.metadata() {
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
-            meta => meta.map_err(FileError::at("stat", &entry.path()))?,
+            meta => meta.map_err(FileError::wrap("stat", &entry.path()))?,
         };
         if meta.is_file() {
             days.entry(day).or_default().push((entry.path(), meta.len()));
@@ -307,11 +307,11 @@ fn list_files_by_day(logs: &Path) -> Result<Vec<(Date, Files)>, FileError> {
 
 /// Calls `handle` for each line, including gaps and invalid lines. Returns `false` if the file does not exist.
 fn for_each_line(path: &Path, mut handle: impl FnMut(&[u8])) -> Result<bool, FileError> {
-    let opened = files::open_regular(path).map_err(FileError::at("read", path))?;
+    let opened = files::open_regular(path).map_err(FileError::wrap("read", path))?;
     let Some((file, _)) = opened else { return Ok(false) };
     let mut reader = BufReader::with_capacity(CHUNK_BYTES, file);
     let mut line = Vec::new();
-    while read_line(&mut reader, &mut line).map_err(FileError::at("read", path))? {
+    while read_line(&mut reader, &mut line).map_err(FileError::wrap("read", path))? {
         handle(&line);
     }
     Ok(true)

@@ -28,7 +28,7 @@ pub use self::file::Extent;
 use self::queue::{RecordQueue, Replacement, Thread};
 pub use self::record::{MAX_QUEUED_BYTES, QueueFull, Record};
 use self::sync::{SyncFn, Syncer, Unsynced};
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::clock;
 
 /// Maximum delay of an accepted line, unless the disk fails.
@@ -339,7 +339,7 @@ impl Shared {
             return true;
         };
         if !self.is_stuck.swap(true, Ordering::Relaxed) {
-            tracing::error!(error = %chain(&error), "records cannot be written; they are queued in memory");
+            tracing::error!(error = %format_chain(&error), "records cannot be written; they are queued in memory");
         }
         if stop {
             let bytes: usize = files.iter().map(|(_, file)| file.unwritten_bytes()).sum();

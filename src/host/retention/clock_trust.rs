@@ -85,9 +85,9 @@ pub fn assess_clock(state: Option<ClockState>, now: Reading) -> (i64, ClockState
 /// Finds the last modification of a file in this directory, in seconds; `None` if there is no file.
 fn find_last_write(dir: &Path) -> Result<Option<i64>, FileError> {
     let mut last = None;
-    for entry in std::fs::read_dir(dir).map_err(FileError::at("read", dir))? {
-        let path = entry.map_err(FileError::at("read", dir))?.path();
-        let meta = std::fs::symlink_metadata(&path).map_err(FileError::at("stat", &path))?;
+    for entry in std::fs::read_dir(dir).map_err(FileError::wrap("read", dir))? {
+        let path = entry.map_err(FileError::wrap("read", dir))?.path();
+        let meta = std::fs::symlink_metadata(&path).map_err(FileError::wrap("stat", &path))?;
         if meta.is_file() {
             last = last.max(Some(meta.mtime()));
         }
@@ -98,7 +98,8 @@ fn find_last_write(dir: &Path) -> Result<Option<i64>, FileError> {
 /// Returns the time to use for the expiry of the records in `logs`. `file` holds the state of earlier checks.
 pub fn trusted_time(file: &Path, logs: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
     // The systemd unit hides other files that contain the uptime.
-    let stat = ProcessStat::of_this_process().map_err(FileError::at("read", Path::new("/proc/self/stat")))?;
+    let stat =
+        ProcessStat::of_this_process().map_err(FileError::wrap("read", Path::new("/proc/self/stat")))?;
     let up = (stat.started / TICKS_PER_SECOND).cast_signed();
     let text = fsx::read_if_exists(file)?;
     let state = text.and_then(|text| serde_json::from_slice(&text).ok());

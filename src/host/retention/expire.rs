@@ -34,8 +34,8 @@ fn expired_names(names: Vec<String>, today: Date) -> Vec<String> {
 /// [`FileError`] of the first failed deletion; the other records are deleted nevertheless.
 pub fn expire(logs: &Path, today: Date) -> Result<Vec<String>, FileError> {
     let mut names = Vec::new();
-    for entry in std::fs::read_dir(logs).map_err(FileError::at("read", logs))? {
-        let name = entry.map_err(FileError::at("read", logs))?.file_name();
+    for entry in std::fs::read_dir(logs).map_err(FileError::wrap("read", logs))? {
+        let name = entry.map_err(FileError::wrap("read", logs))?.file_name();
         names.extend(name.to_str().map(str::to_owned));
     }
     let expired = expired_names(names, today);

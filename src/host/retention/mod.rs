@@ -18,7 +18,7 @@ use super::records::calendar::Calendar;
 use super::records::names;
 use crate::agents::owner_config::Settings;
 use crate::system::config;
-use crate::system::config::{DatabaseUrl, begin_log};
+use crate::system::config::{DatabaseUrl, init_log};
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
 use crate::system::postgres::Server;
@@ -49,7 +49,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(code) = applet::parse::<Args>(args) {
         return code;
     }
-    begin_log("svc-heartbeat", &Layout::from_process());
+    init_log("svc-heartbeat", &Layout::from_process());
     applet::block_on("svc-heartbeat", request_id::run_with_new_id(run_maintenance(Layout::from_process())))
 }
 
@@ -64,7 +64,7 @@ async fn run_maintenance(layout: Layout) -> Result<(), Failure> {
     failpoint::pass("heartbeat.begin").or_exit(Exit::Internal)?;
     let logs = layout.logs();
     std::fs::create_dir_all(&logs)
-        .map_err(FileError::at("create directory", &logs))
+        .map_err(FileError::wrap("create directory", &logs))
         .or_exit(Exit::Internal)?;
     let settings = Settings::load(&layout.settings(), &layout.last_good_settings());
     if let Some(mistake) = &settings.mistake {

@@ -47,7 +47,7 @@ pub fn rotate(
     today: Date,
 ) -> Result<Option<String>, FileError> {
     let current = logs.join(record.current_name());
-    let Some(span) = read_span(&current, calendar).map_err(FileError::at("read", &current))? else {
+    let Some(span) = read_span(&current, calendar).map_err(FileError::wrap("read", &current))? else {
         return Ok(None);
     };
     let Some(day) = rotation_day(span, today) else { return Ok(None) };
@@ -63,10 +63,10 @@ pub fn rotate(
             Err(Errno::EEXIST) => {}
             // Another run has renamed it.
             Err(Errno::ENOENT) => return Ok(None),
-            Err(error) => return Err(FileError::at("rename", &current)(error.into())),
+            Err(error) => return Err(FileError::wrap("rename", &current)(error.into())),
         }
     }
-    Err(FileError::at("rename", &current)(io::Error::other("all file names of the day are taken")))
+    Err(FileError::wrap("rename", &current)(io::Error::other("all file names of the day are taken")))
 }
 
 /// Returns `None` if the record is missing or empty.
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn rotation_skips_links_and_empty_records() {
+    fn rotation_refuses_links_and_skips_empty_records() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("activity.log"), "").unwrap();
         assert_eq!(rotate(dir.path(), ACTIVITY, &utc(), TODAY).unwrap(), None);

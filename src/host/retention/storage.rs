@@ -103,7 +103,7 @@ pub async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<St
     let owned = layout.clone();
     let deadline = Instant::now() + WALK_TIMEOUT;
     let walked = tokio::task::spawn_blocking(move || {
-        let disk = fs4::statvfs(owned.home()).map_err(FileError::at("measure", &owned.home()))?;
+        let disk = fs4::statvfs(owned.home()).map_err(FileError::wrap("measure", &owned.home()))?;
         let walked = walk::measure_home(&owned.home(), &owned.apps(), &owned.logs(), deadline)?;
         Ok::<_, FileError>((disk, walked))
     });
@@ -162,7 +162,7 @@ pub fn is_measured(file: &Path, day: Date) -> Result<bool, FileError> {
     }
     let tail = match read_tail(file) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-        tail => tail.map_err(FileError::at("read", file))?,
+        tail => tail.map_err(FileError::wrap("read", file))?,
     };
     // A line without its newline was torn by a crash.
     let lines = tail.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n"));

@@ -11,7 +11,7 @@ use uuid::Uuid;
 use super::restore_marker::Marker;
 use crate::system::layout::Layout;
 use crate::system::postgres;
-use crate::system::postgres::ident;
+use crate::system::postgres::quote_ident;
 use svc_base::applet::Exit;
 use svc_base::fsx::FileError;
 use svc_store::snapshot::DatabaseIdentity;
@@ -51,7 +51,7 @@ impl IdentityError {
     pub fn exit(&self) -> Exit {
         match self {
             Self::Mismatch { .. } | Self::Absent(_) => Exit::Refused,
-            Self::Query(error) => postgres::exit(error),
+            Self::Query(error) => postgres::exit_code(error),
             Self::File(_) => Exit::Internal,
         }
     }
@@ -142,7 +142,7 @@ pub async fn adopt(client: &Client, database: &str) -> Result<DatabaseIdentity, 
 pub async fn assign_restore_id(client: &Client, database: &str) -> Result<Uuid, IdentityError> {
     let id = Uuid::now_v7();
     client
-        .batch_execute(&format!("ALTER DATABASE {} SET {RESTORE_ID_SETTING} = '{id}'", ident(database)))
+        .batch_execute(&format!("ALTER DATABASE {} SET {RESTORE_ID_SETTING} = '{id}'", quote_ident(database)))
         .await?;
     Ok(read_identity(client, database).await?.restore_id.unwrap_or(id))
 }

@@ -13,7 +13,7 @@ use jiff::Timestamp;
 
 use crate::system::layout::Layout;
 use svc_base::beneath::Folder;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::clock;
 
 const FILE: &str = "activity.log";
@@ -24,9 +24,9 @@ pub fn note(layout: &Layout, text: &str) {
         Ok(()) => {}
         // The directory is created at a machine's boot, before any of these programs runs.
         Err(error) if error.kind() == ErrorKind::NotFound => {
-            tracing::debug!(error = %chain(&error), "there is no directory for activity.log");
+            tracing::debug!(error = %format_chain(&error), "there is no directory for activity.log");
         }
-        Err(error) => tracing::warn!(error = %chain(&error), "cannot write to activity.log"),
+        Err(error) => tracing::warn!(error = %format_chain(&error), "cannot write to activity.log"),
     }
 }
 

@@ -13,7 +13,7 @@ use crate::system::config;
 use crate::system::config::{Identity, PlatformLink};
 use crate::system::layout::Layout;
 use crate::system::vars;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_http::client::{self, Deadlines};
 use svc_machine::id::MachineId;
 use svc_wire::registration::{BootStageName, BootStageReport, StageProgress};
@@ -62,7 +62,7 @@ async fn send_reports(link: ReportLink, mut amount: watch::Receiver<Option<Stage
                 tracing::debug!(%status, "the platform rejected the boot progress");
             }
             Ok(Err(error)) => {
-                tracing::debug!(error = %chain(&error), "could not send the boot progress");
+                tracing::debug!(error = %format_chain(&error), "could not send the boot progress");
             }
             Err(_) => tracing::debug!("no response to the boot progress in time"),
         }

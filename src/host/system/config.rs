@@ -44,7 +44,7 @@ fn service_files(layout: &Layout) -> [PathBuf; 3] {
 
 /// Starts an applet's log with the machine's id. Configuration errors are reported later, when the configuration is
 /// read.
-pub fn begin_log(applet: &'static str, layout: &Layout) {
+pub fn init_log(applet: &'static str, layout: &Layout) {
     let machine = environment(layout).text(&vars::SVC_MACHINE_ID).and_then(|id| id.parse().ok());
     telemetry::init_on_machine(applet, machine);
 }
@@ -110,7 +110,7 @@ pub fn first_proof_keys(env: &mut Env) -> Option<ProofKeys> {
     let position = |error: serde_json::Error| {
         format!("must be a JWK set (error at line {}, column {})", error.line(), error.column())
     };
-    serde_json::from_str(&text).map_err(|error| env.mistake(&vars::SVC_PROOF_KEYS, position(error))).ok()
+    serde_json::from_str(&text).map_err(|error| env.add_mistake(&vars::SVC_PROOF_KEYS, position(error))).ok()
 }
 
 /// The release that user-data names.

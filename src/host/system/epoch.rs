@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::system::layout::Layout;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::fsx::{self, FileError};
 use svc_machine::epoch::Epoch;
 
@@ -25,7 +25,7 @@ pub fn current(layout: &Layout, provisioned: Epoch) -> Epoch {
     match read(layout) {
         Ok(raised) => raised.map_or(provisioned, |raised| raised.max(provisioned)),
         Err(error) => {
-            tracing::error!(error = %chain(&error), "could not read the raised epoch");
+            tracing::error!(error = %format_chain(&error), "could not read the raised epoch");
             provisioned
         }
     }

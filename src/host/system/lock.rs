@@ -28,18 +28,18 @@ impl Lock {
     /// `Held` if another process holds the lock.
     pub fn take(path: &Path) -> Result<Self, LockError> {
         if let Some(dir) = path.parent() {
-            std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
+            std::fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
         }
         let file = File::options()
             .create(true)
             .truncate(false)
             .write(true)
             .open(path)
-            .map_err(FileError::at("open", path))?;
+            .map_err(FileError::wrap("open", path))?;
         match file.try_lock() {
             Ok(()) => Ok(Self { _file: file }),
             Err(TryLockError::WouldBlock) => Err(LockError::Held),
-            Err(TryLockError::Error(source)) => Err(FileError::at("lock", path)(source).into()),
+            Err(TryLockError::Error(source)) => Err(FileError::wrap("lock", path)(source).into()),
         }
     }
 
@@ -51,12 +51,12 @@ impl Lock {
     pub fn is_held(path: &Path) -> Result<bool, LockError> {
         let file = match File::open(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
-            opened => opened.map_err(FileError::at("open", path))?,
+            opened => opened.map_err(FileError::wrap("open", path))?,
         };
         match file.try_lock_shared() {
             Ok(()) => Ok(false),
             Err(TryLockError::WouldBlock) => Ok(true),
-            Err(TryLockError::Error(source)) => Err(FileError::at("lock", path)(source).into()),
+            Err(TryLockError::Error(source)) => Err(FileError::wrap("lock", path)(source).into()),
         }
     }
 

@@ -12,7 +12,7 @@ use svc_http::resolve::{self, ResolveError};
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The database from which databases are created, renamed and dropped.
-pub const MAINTENANCE: &str = "postgres";
+pub const MAINTENANCE_DATABASE: &str = "postgres";
 
 /// The server that `DATABASE_URL` names.
 #[derive(Clone)]
@@ -39,7 +39,8 @@ pub enum ConnectError {
 impl Server {
     /// `config` names the owner's database. As in libpq, the default is the user's name.
     pub fn new(config: Config) -> Self {
-        let database = config.get_dbname().or_else(|| config.get_user()).unwrap_or(MAINTENANCE).to_owned();
+        let database =
+            config.get_dbname().or_else(|| config.get_user()).unwrap_or(MAINTENANCE_DATABASE).to_owned();
         Self { config, database }
     }
 
@@ -108,17 +109,17 @@ pub fn is_unavailable(error: &tokio_postgres::Error) -> bool {
 }
 
 /// The exit code for a failed statement.
-pub fn exit(error: &tokio_postgres::Error) -> Exit {
+pub fn exit_code(error: &tokio_postgres::Error) -> Exit {
     if is_unavailable(error) { Exit::Unavailable } else { Exit::Internal }
 }
 
 /// `name` as an identifier in a statement.
-pub fn ident(name: &str) -> String {
+pub fn quote_ident(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }
 
 /// `text` as a literal in a statement, for commands without parameters.
-pub fn literal(text: &str) -> String {
+pub fn quote_literal(text: &str) -> String {
     let quoted = text.replace('\'', "''");
     if quoted.contains('\\') {
         format!(" E'{}'", quoted.replace('\\', "\\\\"))

@@ -48,7 +48,7 @@ impl Release {
     /// [`ReleaseError`], also if the file is missing.
     pub fn read(dir: &Path) -> Result<Self, ReleaseError> {
         let path = dir.join(MANIFEST_FILE);
-        let text = std::fs::read(&path).map_err(FileError::at("read", &path))?;
+        let text = std::fs::read(&path).map_err(FileError::wrap("read", &path))?;
         serde_json::from_slice(&text)
             .map_err(|why| ReleaseError::Malformed { path: path.display().to_string(), why: why.to_string() })
     }

@@ -11,7 +11,7 @@ use nix::unistd::geteuid;
 
 use super::layout::Layout;
 use super::vars;
-use svc_base::config::{Env, env_line};
+use svc_base::config::{Env, format_env_line};
 use svc_base::fsx::{self, FileError};
 use svc_base::variable::Variable;
 use svc_store::vars as store;
@@ -103,7 +103,7 @@ pub fn copy_platform_url(layout: &Layout) -> Result<(), FileError> {
     if !text.is_empty() && !text.ends_with('\n') {
         text.push('\n');
     }
-    text.push_str(&env_line(vars::PLATFORM_INTERNAL_URL.name, &url));
+    text.push_str(&format_env_line(vars::PLATFORM_INTERNAL_URL.name, &url));
     fsx::write_atomic(&file, text.as_bytes(), 0o600)?;
     tracing::info!("copied the platform's address to update.env, which only root can change");
     Ok(())
@@ -152,7 +152,7 @@ mod tests {
             &SVC_NEW,
         ];
         let all = ALLOWED_FROM_OTHERS.iter().map(|(variable, _)| *variable).chain(own);
-        let others: String = all.map(|variable| env_line(variable.name, "planted")).collect();
+        let others: String = all.map(|variable| format_env_line(variable.name, "planted")).collect();
         let Some((_dir, layout)) = machine(&others, "SVC_UPDATE_SNAPSHOT_SECONDS=7\n") else { return };
         for variable in own {
             assert_ne!(text(&layout, variable).as_deref(), Some("planted"), "{}", variable.name);
@@ -166,7 +166,8 @@ mod tests {
     #[test]
     fn root_refuses_store_directory_of_another_user() {
         for url in ["file:///etc", "FILE:///etc", " file:///etc"] {
-            let Some((_dir, layout)) = machine(&env_line(store::OBJECT_STORE_URL.name, url), "") else {
+            let Some((_dir, layout)) = machine(&format_env_line(store::OBJECT_STORE_URL.name, url), "")
+            else {
                 return;
             };
             assert_eq!(text(&layout, &store::OBJECT_STORE_URL), None, "{url}");

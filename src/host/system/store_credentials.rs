@@ -25,7 +25,7 @@ use crate::system::config::PlatformLink;
 use crate::system::platform_response::{ProblemBody, read_body};
 use svc_base::clock;
 use svc_http::client::{self, Deadlines};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_http::request_id;
 use svc_machine::id::MachineId;
 use svc_store::credentials::{CredentialError, CredentialSource, TemporaryCredentials};
@@ -238,14 +238,15 @@ impl RenewingCredentials {
     }
 
     async fn request_sessions(&self) -> Result<ActiveSession, CredentialError> {
-        let unavailable = |error: reqwest::Error| CredentialError::Unavailable(chain(&error));
+        let unavailable = |error: reqwest::Error| CredentialError::Unavailable(format_chain(&error));
         let url = self.platform.url(&format!("/vps/{}/storage-credentials", self.machine));
         let token = self.platform.upgrade_token.current();
         let request = self.client.post(url).bearer_auth(token.expose_secret());
         let response = request_id::attach(request).send().await.map_err(unavailable)?;
         let now = clock::now_ms();
         let (status, date) = (response.status(), response_date(response.headers()));
-        let body = read_body(response).await.map_err(|error| CredentialError::Unavailable(chain(&error)))?;
+        let body =
+            read_body(response).await.map_err(|error| CredentialError::Unavailable(format_chain(&error)))?;
         if !status.is_success() {
             return Err(refusal_error(status, &body));
         }

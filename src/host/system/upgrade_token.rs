@@ -18,8 +18,8 @@ use serde::{Deserialize, Serialize};
 
 use super::vars::UPGRADE_TOKEN;
 use crate::system::layout::Layout;
-use svc_base::chain::chain;
-use svc_base::config::with_env_lines;
+use svc_base::chain::format_chain;
+use svc_base::config::set_env_lines;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
 use svc_machine::id::MachineId;
@@ -94,7 +94,7 @@ impl UpgradeToken {
             Ok(Some(tokens)) if is_current_generation(&tokens.current, &self.first) => tokens,
             Ok(_) => first(),
             Err(error) => {
-                tracing::error!(error = %chain(&error), "cannot read the stored token; using the one in host.env");
+                tracing::error!(error = %format_chain(&error), "cannot read the stored token; using the one in host.env");
                 first()
             }
         }
@@ -127,7 +127,7 @@ impl UpgradeToken {
         let Some(token_file) = &self.stored else { return Ok(()) };
         fsx::remove_leftover_temp(&token_file.path)?;
         let Some(file) = token_file.open()? else { return Ok(()) };
-        file.sync_all().map_err(FileError::at("sync", &token_file.path))?;
+        file.sync_all().map_err(FileError::wrap("sync", &token_file.path))?;
         fsx::sync_dir(token_file.path.parent().unwrap_or(Path::new("/")))
     }
 }
@@ -138,18 +138,18 @@ impl TokenFile {
         match OpenOptions::new().read(true).custom_flags(flags.bits()).open(&self.path) {
             Ok(file) => Ok(Some(file)),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(FileError::at("open", &self.path)(error)),
+            Err(error) => Err(FileError::wrap("open", &self.path)(error)),
         }
     }
 
     fn read(&self) -> Result<Option<Tokens>, FileError> {
         let Some(file) = self.open()? else { return Ok(None) };
-        let meta = file.metadata().map_err(FileError::at("read", &self.path))?;
+        let meta = file.metadata().map_err(FileError::wrap("read", &self.path))?;
         if !meta.is_file() {
             return Ok(None);
         }
         let mut text = Vec::new();
-        file.take(MAX_BYTES).read_to_end(&mut text).map_err(FileError::at("read", &self.path))?;
+        file.take(MAX_BYTES).read_to_end(&mut text).map_err(FileError::wrap("read", &self.path))?;
         let stored = serde_json::from_slice::<StoredToken>(&text).ok();
         let stored =
             stored.filter(|stored| stored.version == FORMAT && belongs_to(&stored.token, self.machine));
@@ -194,21 +194,21 @@ pub fn write_to_host_env(layout: &Layout, token: &UpgradeToken) -> Result<(), Fi
     }
     let path = layout.host_env();
     let Some(text) = fsx::read_if_exists(&path)? else { return Ok(()) };
-    let meta = std::fs::metadata(&path).map_err(FileError::at("read", &path))?;
+    let meta = std::fs::metadata(&path).map_err(FileError::wrap("read", &path))?;
     let text =
-        with_env_lines(&String::from_utf8_lossy(&text), &[(UPGRADE_TOKEN.name, current.expose_secret())]);
+        set_env_lines(&String::from_utf8_lossy(&text), &[(UPGRADE_TOKEN.name, current.expose_secret())]);
     let temp = path.with_extension("env.next");
     fsx::write_atomic(&temp, text.as_bytes(), 0o600)?;
     std::os::unix::fs::chown(&temp, Some(meta.uid()), Some(meta.gid()))
-        .map_err(FileError::at("change the owner of", &temp))?;
-    std::fs::rename(&temp, &path).map_err(FileError::at("replace", &path))?;
+        .map_err(FileError::wrap("change the owner of", &temp))?;
+    std::fs::rename(&temp, &path).map_err(FileError::wrap("replace", &path))?;
     fsx::sync_dir(path.parent().unwrap_or(Path::new("/")))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use svc_base::config::{env_line, parse_env_file};
+    use svc_base::config::{format_env_line, parse_env_file};
 
     fn token(machine: MachineId, generation: u32) -> SecretString {
         let counted = if generation == 1 { String::new() } else { format!("{generation}_") };
@@ -268,7 +268,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (layout, machine) = (Layout::new(dir.path()), MachineId::new());
         let first = token(machine, 1);
-        let text = format!("A=1\n{}B=\"2\"\n", env_line(UPGRADE_TOKEN.name, first.expose_secret()));
+        let text = format!("A=1\n{}B=\"2\"\n", format_env_line(UPGRADE_TOKEN.name, first.expose_secret()));
         fsx::write_atomic(&layout.host_env(), text.as_bytes(), 0o600).unwrap();
         let held = UpgradeToken::rotating(first.clone(), &layout, machine);
         write_to_host_env(&layout, &held).unwrap();

@@ -22,7 +22,7 @@ use crate::system::lock::{Lock, LockError};
 use crate::system::root_settings;
 use crate::system::vars;
 use svc_base::applet::{Exit, Failure};
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::config::Env;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
@@ -109,7 +109,7 @@ impl FirstBundle {
         let sha256 = sha256.and_then(|text| {
             let digest = bundle::parse_digest(&text);
             if digest.is_none() {
-                env.mistake(&vars::SVC_BUNDLE_SHA256, "must be 64 hexadecimal digits");
+                env.add_mistake(&vars::SVC_BUNDLE_SHA256, "must be 64 hexadecimal digits");
             }
             digest
         });
@@ -168,7 +168,7 @@ async fn install_release(layout: &Layout, config: &BootConfig) -> Result<ImageVe
     database::ensure_password(layout)?;
     if let Err(error) = trust::report_key_ids(layout) {
         // A boot does not need the report; the next update fails with the same error.
-        tracing::warn!(error = %chain(&error), "could not report the trusted keys");
+        tracing::warn!(error = %format_chain(&error), "could not report the trusted keys");
     }
     if let Some(services) = &config.services {
         services.reload().await?;

@@ -11,7 +11,7 @@ use secrecy::{ExposeSecret, SecretString};
 use crate::system::config;
 use crate::system::layout::Layout;
 use crate::system::vars;
-use svc_base::config::{env_line, parse_env_file};
+use svc_base::config::{format_env_line, parse_env_file};
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
 
@@ -41,7 +41,7 @@ pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
     if !text.is_empty() && !text.ends_with('\n') {
         text.push('\n');
     }
-    text.push_str(&env_line(vars::DATABASE_URL.name, &url));
+    text.push_str(&format_env_line(vars::DATABASE_URL.name, &url));
     fsx::write_atomic(&layout.host_env(), text.as_bytes(), 0o600)?;
     failpoint::pass("update.password_told")?;
     Ok(())

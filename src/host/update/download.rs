@@ -126,7 +126,7 @@ async fn back_off(backoff: &mut Backoff, error: DownloadError) -> Result<(), Dow
     if !error.is_transient() {
         return Err(error);
     }
-    tracing::warn!(error = %svc_http::problem::chain(&error), "download interrupted; retrying");
+    tracing::warn!(error = %svc_http::problem::format_chain(&error), "download interrupted; retrying");
     backoff.pause().await.map_err(|_| error)
 }
 

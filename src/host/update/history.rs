@@ -180,8 +180,8 @@ pub fn prune(layout: &Layout) -> Result<(), HistoryError> {
         let dir = layout.release(&version);
         // The directory is renamed first, so that a partly removed one is not mistaken for a release.
         let removed = layout.releases().join(format!(".{version}.partial-removed"));
-        fs::rename(&dir, &removed).map_err(FileError::at("rename", &dir))?;
-        fs::remove_dir_all(&removed).map_err(FileError::at("remove", &removed))?;
+        fs::rename(&dir, &removed).map_err(FileError::wrap("rename", &dir))?;
+        fs::remove_dir_all(&removed).map_err(FileError::wrap("remove", &removed))?;
         tracing::info!(%version, "removed an old release");
     }
     failpoint::pass("update.pruned")?;

@@ -35,7 +35,7 @@ use crate::system::layout::Layout;
 use crate::system::probe;
 use crate::system::release;
 use crate::system::upgrade_token;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::config::ConfigError;
 use svc_base::failpoint;
 use svc_base::fsx;
@@ -68,7 +68,7 @@ enum StepError {
 }
 
 fn step_failure(stage: Stage, error: &(dyn Error + 'static)) -> StepFailure {
-    StepFailure { stage, error: chain(error).chars().take(MAX_ERROR_CHARS).collect() }
+    StepFailure { stage, error: format_chain(error).chars().take(MAX_ERROR_CHARS).collect() }
 }
 
 fn refused<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> StepError {
@@ -267,19 +267,19 @@ impl<S: Services> Updater<S> {
         for name in &names {
             // The health check below decides whether this is a failure.
             if let Err(error) = self.services.restart(name).await {
-                tracing::warn!(error = %chain(&error), "could not restart a service; the health check decides");
+                tracing::warn!(error = %format_chain(&error), "could not restart a service; the health check decides");
             }
         }
         for name in OTHER_SERVICES.iter().filter(|name| !names.iter().any(|other| other == *name)) {
             // These services may still run the old release. A failed restart does not fail the update.
             if let Err(error) = self.services.try_restart(name).await {
-                tracing::warn!(error = %chain(&error), "could not restart a service: it may still run the old release");
+                tracing::warn!(error = %format_chain(&error), "could not restart a service: it may still run the old release");
             }
         }
         if self.layout.root().join("etc/systemd/system").join(SVC_TARGET).exists() {
             // This starts services that are new in the release. A failed start does not fail the update.
             if let Err(error) = self.services.start(SVC_TARGET).await {
-                tracing::warn!(error = %chain(&error), "could not start all units of the release");
+                tracing::warn!(error = %format_chain(&error), "could not start all units of the release");
             }
         }
         failpoint::pass("update.restarted").map_err(failed(Stage::Restart))?;
@@ -301,7 +301,7 @@ impl<S: Services> Updater<S> {
         // This process may run in one of the units of svc-update.
         for unit in removed.iter().filter(|unit| !unit.starts_with(OWN_UNIT_PREFIX)) {
             if let Err(error) = self.services.stop(unit).await {
-                tracing::warn!(error = %chain(&error), "could not stop a removed unit");
+                tracing::warn!(error = %format_chain(&error), "could not stop a removed unit");
             }
         }
         Ok(())
@@ -312,12 +312,12 @@ impl<S: Services> Updater<S> {
         let quarantined = history::quarantine(&self.layout, &journal.plan.to, Timestamp::now(), &why.error);
         // The rollback matters more than the quarantine record.
         if let Err(error) = quarantined {
-            tracing::error!(error = %chain(&error), "could not quarantine the release");
+            tracing::error!(error = %format_chain(&error), "could not quarantine the release");
         }
         failpoint::pass("update.quarantined").map_err(failed(Stage::Rollback))?;
         // The rollback matters more than access to the platform.
         if let Err(error) = self.write_token_to_host_env() {
-            tracing::error!(error = %chain(&error), "could not write the token to host.env");
+            tracing::error!(error = %format_chain(&error), "could not write the token to host.env");
         }
         releases::switch(&self.layout, &journal.plan.from).map_err(failed(Stage::Rollback))?;
         failpoint::pass("update.reverted").map_err(failed(Stage::Rollback))
@@ -347,7 +347,7 @@ impl<S: Services> Updater<S> {
             if let HistoryError::Injected(error) = error {
                 return Err(error.into());
             }
-            tracing::warn!(error = %chain(&error), "could not remove old releases");
+            tracing::warn!(error = %format_chain(&error), "could not remove old releases");
         }
         request::complete(&self.layout, &journal.plan.to)?;
         snapshot::remove_waiver(&self.layout)?;

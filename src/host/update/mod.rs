@@ -31,7 +31,7 @@ mod unpack;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use super::system::config::begin_log;
+use super::system::config::init_log;
 use super::system::layout::Layout;
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_http::request_id;
@@ -145,7 +145,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     let layout = Layout::from_process();
-    begin_log("svc-update", &layout);
+    init_log("svc-update", &layout);
     applet::block_on(
         "svc-update",
         request_id::run_with_new_id(async move {

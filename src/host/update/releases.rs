@@ -39,9 +39,9 @@ impl StagedRelease {
     pub fn create(layout: &Layout, version: &ImageVersion) -> Result<Self, FileError> {
         let name = format!(".{version}.partial-{}", uuid::Uuid::new_v4().simple());
         let path = layout.releases().join(name);
-        fs::create_dir_all(&path).map_err(FileError::at("create directory", &path))?;
+        fs::create_dir_all(&path).map_err(FileError::wrap("create directory", &path))?;
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755))
-            .map_err(FileError::at("set permissions of", &path))?;
+            .map_err(FileError::wrap("set permissions of", &path))?;
         Ok(Self { path, is_committed: false })
     }
 
@@ -61,14 +61,14 @@ impl StagedRelease {
     ) -> Result<(), InstallError> {
         check_release(&self.path, version)?;
         let digest = self.path.join(release::DIGEST_FILE);
-        fs::write(&digest, format!("{sha256}\n")).map_err(FileError::at("write", &digest))?;
+        fs::write(&digest, format!("{sha256}\n")).map_err(FileError::wrap("write", &digest))?;
         // One sync of the file system is cheaper than one per file.
         File::open(&self.path)
             .and_then(|dir| Ok(nix::unistd::syncfs(dir)?))
-            .map_err(FileError::at("sync", &self.path))?;
+            .map_err(FileError::wrap("sync", &self.path))?;
         failpoint::pass("update.synced")?;
         let target = layout.release(version);
-        fs::rename(&self.path, &target).map_err(FileError::at("rename", &self.path))?;
+        fs::rename(&self.path, &target).map_err(FileError::wrap("rename", &self.path))?;
         self.is_committed = true;
         fsx::sync_dir(&layout.releases())?;
         failpoint::pass("update.renamed")?;
@@ -125,11 +125,11 @@ fn set_link(link: &Path, target: &Path) -> Result<(), FileError> {
 /// Removes leftovers of killed runs: staged releases, and temporary links and records.
 pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
     let releases = layout.releases();
-    fs::create_dir_all(&releases).map_err(FileError::at("create directory", &releases))?;
+    fs::create_dir_all(&releases).map_err(FileError::wrap("create directory", &releases))?;
     for entry in list_names(&releases)? {
         if entry.starts_with('.') && entry.contains(".partial-") {
             let path = releases.join(entry);
-            fs::remove_dir_all(&path).map_err(FileError::at("remove", &path))?;
+            fs::remove_dir_all(&path).map_err(FileError::wrap("remove", &path))?;
         }
     }
     let current = layout.current();
@@ -144,7 +144,7 @@ pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
 }
 
 fn list_names(dir: &Path) -> Result<Vec<String>, FileError> {
-    let read = fs::read_dir(dir).map_err(FileError::at("read", dir))?;
+    let read = fs::read_dir(dir).map_err(FileError::wrap("read", dir))?;
     Ok(read.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
 }
 

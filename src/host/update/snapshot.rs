@@ -18,7 +18,7 @@ use super::state::MAX_ERROR_CHARS;
 use crate::snapshots::backup_progress::BackupProgress;
 use crate::system::backoff::{Backoff, DeadlinePassed};
 use crate::system::layout::Layout;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
@@ -108,7 +108,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
                 next_start = Instant::now() + start_backoff;
                 start_backoff = (start_backoff * 2).min(MAX_START_BACKOFF);
                 if let Err(error) = self.services.start(BACKUP_UNIT).await {
-                    self.record_wait(journal, since, &chain(&error))?;
+                    self.record_wait(journal, since, &format_chain(&error))?;
                 } else if journal.waiting.is_none() {
                     self.record_wait(journal, since, "")?;
                 }

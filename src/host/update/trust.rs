@@ -8,7 +8,7 @@ use super::trusted_keys;
 use crate::system::activity;
 use crate::system::layout::Layout;
 use crate::system::vars;
-use svc_base::config::{ConfigError, Env, with_env_lines};
+use svc_base::config::{ConfigError, Env, set_env_lines};
 use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
 use svc_store::bundle::KeySet;
@@ -53,7 +53,7 @@ fn write(layout: &Layout, set: &KeySet) -> Result<(), FileError> {
         (vars::SVC_BUNDLE_KEYS_SEQUENCE.name, set.sequence.to_string()),
     ];
     let pairs = pairs.each_ref().map(|(name, value)| (*name, value.as_str()));
-    let text = with_env_lines(&String::from_utf8_lossy(&text), &pairs);
+    let text = set_env_lines(&String::from_utf8_lossy(&text), &pairs);
     fsx::write_atomic(&path, text.as_bytes(), 0o600)
 }
 

@@ -132,12 +132,12 @@ fn collect_files(root: &Path, inner: &Path, found: &mut Vec<PathBuf>) -> Result<
     let entries = match fs::read_dir(&dir) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(FileError::at("read", &dir)(error)),
+        Err(error) => return Err(FileError::wrap("read", &dir)(error)),
     };
     for entry in entries {
-        let entry = entry.map_err(FileError::at("read", &dir))?;
+        let entry = entry.map_err(FileError::wrap("read", &dir))?;
         let inner = inner.join(entry.file_name());
-        if entry.file_type().map_err(FileError::at("read", &dir))?.is_dir() {
+        if entry.file_type().map_err(FileError::wrap("read", &dir))?.is_dir() {
             collect_files(root, &inner, found)?;
         } else {
             found.push(inner);
@@ -147,7 +147,7 @@ fn collect_files(root: &Path, inner: &Path, found: &mut Vec<PathBuf>) -> Result<
 }
 
 fn copy_file(from: &Path, to: &Path) -> Result<(), FileError> {
-    let content = fs::read(from).map_err(FileError::at("read", from))?;
+    let content = fs::read(from).map_err(FileError::wrap("read", from))?;
     if fsx::read_if_exists(to)?.is_some_and(|existing| existing == content) {
         return Ok(());
     }

@@ -12,7 +12,7 @@ use url::Url;
 
 use super::error::JwtError;
 use crate::body::{ResponseBodyError, read_response};
-use crate::problem::chain;
+use crate::problem::format_chain;
 
 /// Minimum interval between fetches for an unknown `kid`.
 const MIN_FETCH_INTERVAL: Duration = Duration::from_secs(30);
@@ -101,7 +101,7 @@ impl Jwks {
                     *self.known.write().unwrap_or_else(PoisonError::into_inner) = known;
                 }
                 Err(error) => {
-                    tracing::warn!(url = %self.url, error = %chain(&error), "cannot fetch the issuer's keys");
+                    tracing::warn!(url = %self.url, error = %format_chain(&error), "cannot fetch the issuer's keys");
                 }
             }
         }

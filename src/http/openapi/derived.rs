@@ -43,7 +43,7 @@ mod tests {
     use serde::{Deserialize, Serialize};
 
     use super::*;
-    use crate::openapi::{array, count, named, nullable, number, object, text};
+    use crate::openapi::{array, count, nullable, number, object, schema_ref, text};
 
     #[derive(Serialize, Deserialize, JsonSchema)]
     struct Thing {
@@ -75,7 +75,7 @@ mod tests {
         let part = || object(&[("name", text())], &[]);
         let expected = object(
             &[
-                ("firstThing", named("Thing")),
+                ("firstThing", schema_ref("Thing")),
                 ("part", nullable(part())),
                 ("parts", array(part())),
                 ("cost", number()),

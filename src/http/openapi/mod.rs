@@ -205,7 +205,7 @@ impl DocumentedResponse {
 
 fn problem_response(status: u16, codes: &[&str]) -> Value {
     let schema = json!({
-        "allOf": [named("Problem"), { "type": "object", "properties": { "code": { "enum": codes } } }],
+        "allOf": [schema_ref("Problem"), { "type": "object", "properties": { "code": { "enum": codes } } }],
     });
     let header = |name: &str| json!({ "$ref": format!("#/components/headers/{name}") });
     let mut headers = json!({ "x-request-id": header("RequestId") });
@@ -295,7 +295,7 @@ mod tests {
             responses: &[DocumentedResponse {
                 status: 202,
                 about: "The thing will be renamed.",
-                content: Content::Json(|| named("Thing")),
+                content: Content::Json(|| schema_ref("Thing")),
             }],
             problems: &[Code::InvalidState, Code::Unauthorized],
         }

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 pub const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;
 
 /// A reference to a schema in [`super::Api::schemas`].
-pub fn named(name: &str) -> Value {
+pub fn schema_ref(name: &str) -> Value {
     json!({ "$ref": format!("#/components/schemas/{name}") })
 }
 
@@ -59,7 +59,7 @@ pub fn any_text() -> Value {
     json!({ "type": "string", "pattern": "^[^\\u0000]*$" })
 }
 
-pub fn matching(pattern: &str) -> Value {
+pub fn text_matching(pattern: &str) -> Value {
     json!({ "type": "string", "pattern": pattern })
 }
 
@@ -104,7 +104,7 @@ pub fn extensible(mut schema: Value) -> Value {
 }
 
 /// A request's object with exactly these members; an optional member may be null.
-pub fn fields(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
+pub fn request_object(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
     let optional: Vec<(&str, Value)> =
         optional.iter().map(|(name, schema)| (*name, nullable(schema.clone()))).collect();
     object(required, &optional)

@@ -14,7 +14,7 @@ use crate::db;
 use crate::db::operators::{TokenRow, TokenState};
 use crate::operators::Operator;
 use crate::tokens;
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 use svc_wire::operator::Scope;
 
 /// Minimum interval between writes of `last_used_at`, so that not every request costs a write.
@@ -95,7 +95,7 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
     }
     if is_use_unrecorded && let Err(error) = db::operators::record_use(&session, id, LAST_USED_INTERVAL).await
     {
-        tracing::warn!(operator = %name, error = %chain(&error), "cannot record the last use of the token");
+        tracing::warn!(operator = %name, error = %format_chain(&error), "cannot record the last use of the token");
     }
     Ok(Operator::Named { name, scopes })
 }

@@ -14,7 +14,7 @@ use super::mutation::{AuditChange, Effect, Mutation, Outcome, Reply};
 use crate::alarms::{self, Alarm};
 use crate::context::Platform;
 use crate::db;
-use svc_http::openapi::{Operation, Parameter, ParameterLocation, fields, named, text};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, request_object, schema_ref, text};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 
@@ -87,8 +87,8 @@ pub static RELEASE: Endpoint = Endpoint {
             },
             IDEMPOTENCY_KEY,
         ],
-        body: Some(|| fields(&[], &[])),
-        responses: &[documented_json(200, "The alarm has been released.", || named("Alarm"))],
+        body: Some(|| request_object(&[], &[])),
+        responses: &[documented_json(200, "The alarm has been released.", || schema_ref("Alarm"))],
         problems: &[
             Code::NotFound,
             Code::InvalidState,

@@ -20,9 +20,9 @@ use crate::db::machine_row::MachineRow;
 use crate::operations::{host_call, last_backup};
 use axum::routing::post;
 use svc_base::clock::now_ms;
-use svc_http::openapi::{Operation, fields, schema_of};
+use svc_http::openapi::{Operation, request_object, schema_of};
 use svc_http::path_params::PathParams;
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::id::MachineId;
 use svc_machine::state::Status;
 use svc_wire::change::HostRequest;
@@ -110,7 +110,7 @@ async fn request_from_host(
     };
     let requested_at = response.map_err(|error| {
         let task = task.as_str();
-        tracing::warn!(machine = %id, task, error = %chain(&error), "the request to the host failed");
+        tracing::warn!(machine = %id, task, error = %format_chain(&error), "the request to the host failed");
         let detail = format!(
             "The host of machine {id} did not accept the request: `svcctl status {id}` shows its state; then try again."
         );
@@ -228,7 +228,7 @@ pub static BACKUP: Endpoint = Endpoint {
                   are by the host's clock: a backup that began before `requestedAt` is an earlier run.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
-        body: Some(|| fields(&[], &[])),
+        body: Some(|| request_object(&[], &[])),
         responses: &[documented_json(
             202,
             "The request has been sent to the host.",
@@ -248,7 +248,7 @@ pub static DRILL: Endpoint = Endpoint {
         summary: "Requests a trial restore of the latest snapshot from the host of a running machine.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
-        body: Some(|| fields(&[], &[])),
+        body: Some(|| request_object(&[], &[])),
         responses: &[documented_json(
             202,
             "The request has been sent to the host.",
@@ -271,7 +271,7 @@ pub static ACCEPT: Endpoint = Endpoint {
                   request.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
-        body: Some(|| fields(&[], &[])),
+        body: Some(|| request_object(&[], &[])),
         responses: &[documented_json(
             202,
             "The request has been sent to the host.",

@@ -15,7 +15,7 @@ use super::mutation::{self, AuditChange};
 use super::{object, problems};
 use crate::context::Platform;
 use crate::db;
-use svc_http::openapi::{Operation, Parameter, ParameterLocation, matching};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, text_matching};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::MachineId;
@@ -75,6 +75,6 @@ pub static ENDPOINT: Endpoint = Endpoint {
 const NAME: Parameter = Parameter {
     name: "name",
     location: ParameterLocation::Path,
-    schema: || matching("^[^/]+\\.dump$"),
+    schema: || text_matching("^[^/]+\\.dump$"),
     about: "The last part of the snapshot's key.",
 };

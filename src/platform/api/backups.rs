@@ -16,9 +16,9 @@ use crate::context::Platform;
 use crate::db;
 use axum::routing::get;
 use http::Method;
-use svc_http::openapi::{Operation, Parameter, ParameterLocation, boolean, matching, schema_of};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, boolean, schema_of, text_matching};
 use svc_http::path_params::PathParams;
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::id::MachineId;
 use svc_store::bucket::StoreError;
 use svc_store::key::{SlotPrefix, SnapshotCursor};
@@ -54,7 +54,7 @@ pub async fn handle(
             Ok(pointer) => pointer,
             // The store is available, so list its snapshots without the pointer.
             Err(error @ StoreError::Corrupt { .. }) => {
-                tracing::warn!(machine = %id, error = %chain(&error), "pointer corrupt; listing snapshots without it");
+                tracing::warn!(machine = %id, error = %format_chain(&error), "pointer corrupt; listing snapshots without it");
                 None
             }
             Err(error) => return Err(error.into()),
@@ -105,7 +105,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         parameters: &[
             MACHINE_ID,
             LIMIT,
-            Parameter { schema: || matching(SnapshotCursor::PATTERN), ..CURSOR },
+            Parameter { schema: || text_matching(SnapshotCursor::PATTERN), ..CURSOR },
             LATEST,
         ],
         body: None,

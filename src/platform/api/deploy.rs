@@ -23,7 +23,8 @@ use crate::db::rollouts::{self, NewRollout, RolloutRow};
 use crate::{db, resource, rollout_plan};
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    DocumentedResponse, Operation, Parameter, ParameterLocation, boolean, fields, named, schema_of, uuid,
+    DocumentedResponse, Operation, Parameter, ParameterLocation, boolean, request_object, schema_of,
+    schema_ref, uuid,
 };
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
@@ -70,12 +71,12 @@ fn parse_request(mut fields: Fields) -> Result<RolloutRequest, Problem> {
     let handles = read_handles(&mut fields, "handles");
     let except = read_handles(&mut fields, "except").unwrap_or_default();
     if let Some(both) = handles.iter().flatten().find(|handle| except.contains(handle)) {
-        fields.wrong("except", format!("must not contain {both}, which is also in `handles`"));
+        fields.add_error("except", format!("must not contain {both}, which is also in `handles`"));
     }
     let mut number = |name: &str, min: u64, default: u64| {
         let number = fields.optional_number(name).unwrap_or(default);
         if !(min..=MAX_COUNT).contains(&number) {
-            fields.wrong(name, format!("must be {min} to {MAX_COUNT}"));
+            fields.add_error(name, format!("must be {min} to {MAX_COUNT}"));
         }
         number
     };
@@ -104,7 +105,7 @@ fn read_handles(fields: &mut Fields, name: &str) -> Option<Vec<Handle>> {
     }
     let handles: Result<Vec<Handle>, _> = texts.iter().map(|text| text.parse()).collect();
     if texts.is_empty() || handles.is_err() {
-        fields.wrong(name, "must contain at least one handle, and only valid handles");
+        fields.add_error(name, "must contain at least one handle, and only valid handles");
     }
     handles.ok()
 }
@@ -340,7 +341,7 @@ pub static START: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(request_schema),
-        responses: &[documented_json(202, "The rollout has started.", || named("Rollout"))],
+        responses: &[documented_json(202, "The rollout has started.", || schema_ref("Rollout"))],
         problems: &[
             Code::BundleNotFound,
             Code::MachineNotFound,
@@ -358,7 +359,7 @@ fn request_schema() -> Value {
     let number = |min: u64| json!({ "type": "integer", "minimum": min, "maximum": MAX_COUNT });
     let handles =
         || json!({ "type": "array", "items": handle_name(), "minItems": 1, "maxItems": MAX_HANDLES });
-    fields(
+    request_object(
         &[("imageVersion", image_version())],
         &[
             ("handles", handles()),
@@ -397,7 +398,7 @@ pub static SHOW: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[ROLLOUT_ID],
         body: None,
-        responses: &[documented_json(200, "The rollout.", || named("Rollout"))],
+        responses: &[documented_json(200, "The rollout.", || schema_ref("Rollout"))],
         problems: &[Code::NotFound, Code::DatabaseUnavailable],
     },
     serve: || get(show),
@@ -406,7 +407,7 @@ pub static SHOW: Endpoint = Endpoint {
 const ROLLOUT_ID: Parameter =
     Parameter { name: "id", location: ParameterLocation::Path, schema: uuid, about: "The rollout." };
 
-const ROLLOUT_RESPONSE: DocumentedResponse = documented_json(200, "The rollout.", || named("Rollout"));
+const ROLLOUT_RESPONSE: DocumentedResponse = documented_json(200, "The rollout.", || schema_ref("Rollout"));
 
 const fn command_operation(id: &'static str, path: &'static str, summary: &'static str) -> Operation {
     Operation {
@@ -416,7 +417,7 @@ const fn command_operation(id: &'static str, path: &'static str, summary: &'stat
         summary,
         credentials: &[OPERATOR],
         parameters: &[ROLLOUT_ID, IDEMPOTENCY_KEY],
-        body: Some(|| fields(&[], &[])),
+        body: Some(|| request_object(&[], &[])),
         responses: &[ROLLOUT_RESPONSE],
         problems: &[Code::NotFound, Code::Conflict, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     }

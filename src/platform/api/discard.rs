@@ -17,7 +17,7 @@ use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, machine_changes};
 use svc_base::clock::rfc3339_ms;
-use svc_http::openapi::{Operation, boolean, fields, schema_of};
+use svc_http::openapi::{Operation, boolean, request_object, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::{MachineId, OperationId};
@@ -167,7 +167,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Deletes the kept server of a replaced or deleted machine before its grace period ends.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
-        body: Some(|| fields(&[], &[("acceptLoss", boolean())])),
+        body: Some(|| request_object(&[], &[("acceptLoss", boolean())])),
         responses: &[documented_json(
             202,
             "The server will be deleted after the reconciler has listed the provider's servers. `operationId` is the removal, \

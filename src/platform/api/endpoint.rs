@@ -10,7 +10,7 @@ use axum::{Extension, Router};
 use serde_json::Value;
 use svc_http::openapi::{
     Content, Credential, DocumentedResponse, Operation, Parameter, ParameterLocation, Scheme, any_text,
-    matching, uuid,
+    text_matching, uuid,
 };
 use svc_wire::operator::Scope;
 
@@ -63,7 +63,7 @@ pub const MACHINE_ID: Parameter =
 pub const IDEMPOTENCY_KEY: Parameter = Parameter {
     name: "Idempotency-Key",
     location: ParameterLocation::Header,
-    schema: || matching("^[ -~]{1,255}$"),
+    schema: || text_matching("^[ -~]{1,255}$"),
     about: "A repeated request with the same key and body gets the response to the first one.",
 };
 pub const PREFER: Parameter = Parameter {

@@ -13,7 +13,7 @@ use super::problems;
 use crate::context::Platform;
 use crate::lifecycle::{self, Change, EventContext};
 use axum::routing::post;
-use svc_http::openapi::{Operation, fields, named, text_up_to};
+use svc_http::openapi::{Operation, request_object, schema_ref, text_up_to};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
@@ -69,8 +69,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Marks a machine that should not run, or is stuck in another state, as failed.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
-        body: Some(|| fields(&[("reason", text_up_to(MAX_REASON_CHARS))], &[])),
-        responses: &[documented_json(200, "The machine has failed.", || named("Machine"))],
+        body: Some(|| request_object(&[("reason", text_up_to(MAX_REASON_CHARS))], &[])),
+        responses: &[documented_json(200, "The machine has failed.", || schema_ref("Machine"))],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,

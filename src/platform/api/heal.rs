@@ -6,7 +6,7 @@ use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, machine_server};
 use crate::lifecycle::{self, Change, EventContext};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_machine::epoch::Epoch;
 use svc_machine::event::Event;
 use svc_machine::state::Status;
@@ -28,7 +28,7 @@ pub async fn resume_healthy_machine(platform: &Platform, machine: &MachineRow, e
         }
         Ok(false) => {}
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %chain(error.as_ref()), "cannot return the machine to service yet");
+            tracing::warn!(machine = %machine.id, error = %format_chain(error.as_ref()), "cannot return the machine to service yet");
         }
     }
 }
@@ -68,7 +68,7 @@ pub async fn detect_power_on(platform: &Platform, machine: &MachineRow, epoch: E
         Ok(true) => tracing::warn!(machine = %machine.id, "machine was switched on outside the platform"),
         Ok(false) => {}
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %chain(error.as_ref()), "cannot determine the power state of the server");
+            tracing::warn!(machine = %machine.id, error = %format_chain(error.as_ref()), "cannot determine the power state of the server");
         }
     }
 }

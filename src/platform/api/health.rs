@@ -19,7 +19,7 @@ use crate::db;
 use crate::route_freshness::RoutesState;
 use axum::routing::get;
 use svc_http::openapi::{Operation, count, nullable, object, one_of};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 
 const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -62,7 +62,7 @@ async fn probe_database(platform: &Platform) -> bool {
     match tokio::time::timeout(PROBE_TIMEOUT, probe).await {
         Ok(Ok(_)) => true,
         Ok(Err(error)) => {
-            tracing::warn!(error = %chain(&error), "not ready: database error");
+            tracing::warn!(error = %format_chain(&error), "not ready: database error");
             false
         }
         Err(_) => {
@@ -78,7 +78,7 @@ async fn probe_store(platform: &Platform) -> bool {
     match tokio::time::timeout(PROBE_TIMEOUT, platform.bucket.head(&key)).await {
         Ok(Ok(_)) => true,
         Ok(Err(error)) => {
-            tracing::warn!(error = %chain(&error), "not ready: object store error");
+            tracing::warn!(error = %format_chain(&error), "not ready: object store error");
             false
         }
         Err(_) => {

@@ -31,7 +31,7 @@ use http::Method;
 use svc_base::failpoint;
 use svc_http::openapi::{Operation, extensible, schema_of};
 use svc_http::path_params::PathParams;
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::proof::ProofKey;
 use svc_machine::id::MachineId;
 use svc_wire::heartbeat::{self as wire, Heartbeat, HeartbeatResponse};
@@ -198,7 +198,7 @@ async fn reconcile_with_store(
         // The machine may hold its slot, so it is not superseded until the fence has been read. The next heartbeat
         // retries.
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot read the fence of the slot");
+            tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot read the fence of the slot");
             return Ok(true);
         }
     };

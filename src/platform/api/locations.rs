@@ -4,7 +4,7 @@ use super::problems;
 use crate::config::MAX_FALLBACK_LOCATIONS;
 use crate::context::Platform;
 use svc_http::fields::Fields;
-use svc_http::problem::{Problem, chain};
+use svc_http::problem::{Problem, format_chain};
 use svc_machine::name::Location;
 
 /// The locations of a request; `None` means the platform's default.
@@ -21,7 +21,7 @@ impl RequestedLocations {
         let is_given = fields.has(name);
         let names = fields.strings(name, MAX_FALLBACK_LOCATIONS);
         let fallback = names.iter().map(|name| name.parse()).collect::<Result<Vec<Location>, _>>();
-        let fallback = fallback.inspect_err(|why| fields.wrong(name, why)).ok().filter(|_| is_given);
+        let fallback = fallback.inspect_err(|why| fields.add_error(name, why)).ok().filter(|_| is_given);
         Self { location, fallback }
     }
 
@@ -63,7 +63,7 @@ impl RequestedLocations {
 
 async fn has_location(platform: &Platform, location: &Location) -> Result<bool, Problem> {
     platform.provider.has_location(location).await.map_err(|error| {
-        tracing::warn!(%location, error = %chain(&error), "cannot check the location with the provider");
+        tracing::warn!(%location, error = %format_chain(&error), "cannot check the location with the provider");
         problems::provider_problem(&error)
     })
 }

@@ -42,7 +42,7 @@ pub async fn serve(
 ) -> Result<Response, Problem> {
     let meta = bucket.head(object).await?.ok_or_else(absent)?;
     let mut headers = base_headers(&meta, media_type);
-    if matches_etag(&call.headers, &header::IF_NONE_MATCH, &meta) {
+    if is_unchanged(&call.headers, &meta) {
         return Ok((StatusCode::NOT_MODIFIED, headers).into_response());
     }
     let whole = 0..meta.size;
@@ -93,10 +93,18 @@ fn quoted(etag: &str) -> String {
     if etag.ends_with('"') { etag.to_owned() } else { format!("\"{etag}\"") }
 }
 
-fn matches_etag(headers: &HeaderMap, name: &HeaderName, meta: &ObjectMeta) -> bool {
+/// Whether `If-None-Match` names this version, by weak comparison (RFC 9110, section 13.1.2).
+fn is_unchanged(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
     let Some(etag) = meta.e_tag.as_deref().map(quoted) else { return false };
-    let Some(given) = headers.get(name).and_then(|value| value.to_str().ok()) else { return false };
-    given.split(',').map(str::trim).any(|candidate| candidate == "*" || candidate == etag)
+    let given = headers.get_all(header::IF_NONE_MATCH).iter().filter_map(|value| value.to_str().ok());
+    let mut candidates = given.flat_map(|value| value.split(',')).map(str::trim);
+    candidates.any(|candidate| candidate == "*" || candidate.strip_prefix("W/").unwrap_or(candidate) == etag)
+}
+
+/// Whether `If-Range`, if present, names this version, by strong comparison (RFC 9110, section 13.1.5).
+fn permits_range(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
+    let Some(given) = headers.get(header::IF_RANGE) else { return true };
+    meta.e_tag.as_deref().is_some_and(|etag| given.as_bytes() == quoted(etag).as_bytes())
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -111,7 +119,7 @@ fn requested_range(headers: &HeaderMap, meta: &ObjectMeta) -> RequestedRange {
     let Some(text) = headers.get(header::RANGE).and_then(|value| value.to_str().ok()) else {
         return RequestedRange::Whole;
     };
-    if headers.contains_key(header::IF_RANGE) && !matches_etag(headers, &header::IF_RANGE, meta) {
+    if !permits_range(headers, meta) {
         return RequestedRange::Whole;
     }
     parse_range(text, meta.size)

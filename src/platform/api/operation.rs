@@ -12,7 +12,7 @@ use crate::context::Platform;
 use crate::{db, resource};
 use axum::routing::get;
 use http::Method;
-use svc_http::openapi::{Operation, Parameter, ParameterLocation, named, uuid};
+use svc_http::openapi::{Operation, Parameter, ParameterLocation, schema_ref, uuid};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::OperationId;
@@ -46,7 +46,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             about: "The operation.",
         }],
         body: None,
-        responses: &[documented_json(200, "The operation.", || named("Operation"))],
+        responses: &[documented_json(200, "The operation.", || schema_ref("Operation"))],
         problems: &[Code::NotFound, Code::DatabaseUnavailable],
     },
     serve: || get(handle),

@@ -24,7 +24,9 @@ use crate::operations::last_backup::{NEWER_SNAPSHOT, SNAPSHOT_CHOSEN};
 use crate::operations::later_holder;
 use crate::resource;
 use svc_base::clock::rfc3339_ms;
-use svc_http::openapi::{Operation, Parameter, ParameterLocation, boolean, fields, matching, named, uuid};
+use svc_http::openapi::{
+    Operation, Parameter, ParameterLocation, boolean, request_object, schema_ref, text_matching, uuid,
+};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
@@ -75,7 +77,7 @@ async fn continue_operation(
     };
     let decision = body.finish(Some(decision))?;
     if is_ambiguous {
-        return Err(Problem::field("/snapshotKey", "cannot be combined with `--accept-loss`"));
+        return Err(Problem::field("/snapshotKey", "cannot be combined with `acceptLoss`"));
     }
     apply_decision(&platform, &Mutation::from_call(&call, &operator)?, &id, decision).await
 }
@@ -299,9 +301,12 @@ pub static CONTINUE: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[ID, IDEMPOTENCY_KEY],
         body: Some(|| {
-            fields(&[], &[("acceptLoss", boolean()), ("snapshotKey", matching(SnapshotKey::PATTERN))])
+            request_object(
+                &[],
+                &[("acceptLoss", boolean()), ("snapshotKey", text_matching(SnapshotKey::PATTERN))],
+            )
         }),
-        responses: &[documented_json(200, "The operation runs again.", || named("Operation"))],
+        responses: &[documented_json(200, "The operation runs again.", || schema_ref("Operation"))],
         problems: &[
             Code::NotFound,
             Code::InvalidState,
@@ -327,7 +332,7 @@ pub static ABANDON: Endpoint = Endpoint {
         responses: &[documented_json(
             200,
             "The operation has ended, or ends after it has switched the server on.",
-            || named("Operation"),
+            || schema_ref("Operation"),
         )],
         problems: &[Code::NotFound, Code::InvalidState, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },

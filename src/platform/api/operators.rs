@@ -22,7 +22,7 @@ use crate::operators::{Operator, Scopes};
 use crate::tokens;
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, fields, matching, named, one_of, schema_of,
+    Operation, Parameter, ParameterLocation, one_of, request_object, schema_of, schema_ref, text_matching,
 };
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
@@ -170,11 +170,11 @@ fn read_scopes(fields: &mut Fields) -> Option<Scopes> {
     match names.iter().map(|name| name.parse()).collect::<Result<Scopes, UnknownWord>>() {
         Ok(scopes) if !scopes.is_empty() => Some(scopes),
         Ok(_) => {
-            fields.wrong("scopes", "must name at least one scope");
+            fields.add_error("scopes", "must name at least one scope");
             None
         }
         Err(UnknownWord { words }) => {
-            fields.wrong("scopes", format!("must be one of {}", words.join(", ")));
+            fields.add_error("scopes", format!("must be one of {}", words.join(", ")));
             None
         }
     }
@@ -187,7 +187,7 @@ fn read_ttl(fields: &mut Fields) -> Duration {
 fn read_seconds(fields: &mut Fields, name: &str, min: u64, max: u64, default: u64) -> Duration {
     let seconds = fields.optional_number(name).unwrap_or(default);
     if !(min..=max).contains(&seconds) {
-        fields.wrong(name, format!("must be from {min} to {max} seconds"));
+        fields.add_error(name, format!("must be from {min} to {max} seconds"));
     }
     Duration::from_secs(seconds)
 }
@@ -275,7 +275,7 @@ fn seconds_schema(min: u64, max: u64) -> Value {
 const NAME: Parameter = Parameter {
     name: "operator",
     location: ParameterLocation::Path,
-    schema: || matching(OperatorName::PATTERN),
+    schema: || text_matching(OperatorName::PATTERN),
     about: "The operator's name.",
 };
 
@@ -292,8 +292,8 @@ pub static ADD: Endpoint = Endpoint {
             let scope = one_of(&Scope::ALL.map(Scope::as_str));
             let scopes =
                 json!({ "type": "array", "items": scope, "minItems": 1, "maxItems": Scope::ALL.len() });
-            fields(
-                &[("name", matching(OperatorName::PATTERN)), ("scopes", scopes)],
+            request_object(
+                &[("name", text_matching(OperatorName::PATTERN)), ("scopes", scopes)],
                 &[("ttlSeconds", seconds_schema(MIN_TTL_SECONDS, MAX_TTL_SECONDS))],
             )
         }),
@@ -329,7 +329,7 @@ pub static ROTATE: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[NAME, IDEMPOTENCY_KEY],
         body: Some(|| {
-            fields(
+            request_object(
                 &[],
                 &[
                     ("ttlSeconds", seconds_schema(MIN_TTL_SECONDS, MAX_TTL_SECONDS)),
@@ -353,7 +353,7 @@ pub static REVOKE: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[NAME, IDEMPOTENCY_KEY],
         body: None,
-        responses: &[documented_json(200, "The operator.", || named("Operator"))],
+        responses: &[documented_json(200, "The operator.", || schema_ref("Operator"))],
         problems: &[Code::NotFound, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(revoke),

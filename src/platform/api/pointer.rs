@@ -26,7 +26,9 @@ use crate::db::{self, DbError};
 use crate::tokens::TokenMint;
 use svc_base::clock::rfc3339_ms;
 use svc_http::fields::Fields;
-use svc_http::openapi::{Operation, Parameter, ParameterLocation, boolean, fields, matching, schema_of};
+use svc_http::openapi::{
+    Operation, Parameter, ParameterLocation, boolean, request_object, schema_of, text_matching,
+};
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::{IdpUserId, Slot};
 use svc_store::key::{SlotPrefix, SnapshotKey};
@@ -345,7 +347,7 @@ const SLOT: Parameter = Parameter {
 const SNAPSHOT_KEY: Parameter = Parameter {
     name: "snapshotKey",
     location: ParameterLocation::Query,
-    schema: || matching(SnapshotKey::PATTERN),
+    schema: || text_matching(SnapshotKey::PATTERN),
     about: "The snapshot that a rebuild would name; default: the newest complete one of the highest epoch.",
 };
 
@@ -380,11 +382,11 @@ pub static REBUILD: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(|| {
-            fields(
+            request_object(
                 &[("idpUserId", idp_user_id())],
                 &[
                     ("slot", slot_name()),
-                    ("snapshotKey", matching(SnapshotKey::PATTERN)),
+                    ("snapshotKey", text_matching(SnapshotKey::PATTERN)),
                     ("force", boolean()),
                     ("empty", boolean()),
                 ],

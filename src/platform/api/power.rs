@@ -21,7 +21,7 @@ use super::problems;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, machine_server};
-use svc_http::openapi::{Operation, fields, one_of, schema_of};
+use svc_http::openapi::{Operation, one_of, request_object, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::{MachineId, OperationId};
@@ -167,7 +167,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Switches the server of a running or failed machine off or on, or restarts it.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
-        body: Some(|| fields(&[("action", action_schema())], &[])),
+        body: Some(|| request_object(&[("action", action_schema())], &[])),
         responses: &[
             documented_json(
                 202,

@@ -3,7 +3,7 @@
 use crate::db::DbError;
 use crate::db::machine_row::MachineRow;
 use crate::lifecycle::LifecycleError;
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::state::Status;
 use svc_machine::transition::Refusal;
 use svc_provider::ProviderError;
@@ -14,7 +14,7 @@ impl From<DbError> for Problem {
         if !error.is_transient() {
             return Self::internal(&error);
         }
-        tracing::warn!(error = %chain(&error), "database error");
+        tracing::warn!(error = %format_chain(&error), "database error");
         Self::new(Code::DatabaseUnavailable, "The database is unreachable; try again.").retry_after(2)
     }
 }
@@ -65,7 +65,7 @@ pub fn invalid_state(status: &str, allowed: &[Status]) -> Problem {
 
 /// The problem of a failed call to the provider; details are only logged.
 pub fn provider_problem(error: &ProviderError) -> Problem {
-    tracing::warn!(error = %chain(error), "provider error");
+    tracing::warn!(error = %format_chain(error), "provider error");
     provisioning_error()
 }
 

@@ -26,7 +26,7 @@ use crate::lifecycle::{self, Change, CreatedOperation, EventContext, MachineRequ
 use crate::server_cost::{self, ServerLocations};
 use axum::routing::post;
 use svc_base::config::Flag;
-use svc_http::openapi::{Operation, boolean, fields, matching, schema_of};
+use svc_http::openapi::{Operation, boolean, request_object, schema_of, text_matching};
 use svc_http::problem::{Code, Problem};
 use svc_machine::epoch::Epoch;
 use svc_machine::event::{Event, RestoreMode};
@@ -358,7 +358,7 @@ async fn choose_restore_mode(
     request: &ProvisionRequest,
 ) -> Result<RestoreMode, Problem> {
     let slot = SlotPrefix::new(&request.user, &request.slot);
-    match snapshot::latest(&platform.bucket, &slot).await {
+    match snapshot::find_latest(&platform.bucket, &slot).await {
         Ok(named) => {
             let side = snapshot::read_side_record(&platform.bucket, &slot, &named).await?;
             restorable::ensure_fits_disk(platform, &side, &request.server_type).await?;
@@ -418,7 +418,7 @@ fn response_body(machine: &MachineRow, operation: Option<OperationId>) -> Provis
 }
 
 pub fn body_schema() -> Value {
-    fields(
+    request_object(
         &[("idpUserId", idp_user_id()), ("handle", handle_name())],
         &[
             ("slot", slot_name()),
@@ -429,7 +429,7 @@ pub fn body_schema() -> Value {
             ("kind", kind()),
             ("acceptLoss", boolean()),
             ("allowEmpty", boolean()),
-            ("confirmedMonthlyCost", matching(Price::PATTERN)),
+            ("confirmedMonthlyCost", text_matching(Price::PATTERN)),
             ("confirmedOptIn", boolean()),
         ],
     )

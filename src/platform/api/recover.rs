@@ -27,7 +27,7 @@ use crate::db::machine_row::MachineRow;
 use crate::db::servers::ListedServers;
 use crate::lifecycle::{self, Change, EventContext, MachineRequest};
 use axum::routing::post;
-use svc_http::openapi::{Operation, boolean, fields, matching, schema_of};
+use svc_http::openapi::{Operation, boolean, request_object, schema_of, text_matching};
 use svc_http::problem::{Code, Problem};
 use svc_machine::epoch::Epoch;
 use svc_machine::event::{Event, RestoreMode};
@@ -131,7 +131,7 @@ async fn prepare_plan(
     restorable::ensure_no_unknown_holder(platform, slot_key, Some(machine), accepted).await?;
     let epoch_floor = restorable::find_epoch_floor(platform, &request.user, &request.slot).await?;
     let newer = match &initial.side {
-        Some(side) => copies::find_newer_for_machine(&platform.bucket, machine, &side.named()).await,
+        Some(side) => copies::find_newer_for_machine(&platform.bucket, machine, &side.snapshot_ref()).await,
         None => None,
     };
     let (restore, snapshot) = (initial.restore, initial.key);
@@ -264,7 +264,7 @@ async fn find_initial_data(
             side: Some(side),
         });
     }
-    match snapshot::latest(&platform.bucket, &slot).await {
+    match snapshot::find_latest(&platform.bucket, &slot).await {
         Ok(named) => {
             let side = snapshot::read_side_record(&platform.bucket, &slot, &named).await?;
             Ok(InitialData { restore: RestoreMode::Required, key: None, side: Some(side) })
@@ -386,12 +386,12 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY, PREFER],
         body: Some(|| {
-            fields(
+            request_object(
                 &[("idpUserId", idp_user_id())],
                 &[
                     ("slot", slot_name()),
                     ("allowEmpty", boolean()),
-                    ("snapshotKey", matching(SnapshotKey::PATTERN)),
+                    ("snapshotKey", text_matching(SnapshotKey::PATTERN)),
                     ("acceptLoss", boolean()),
                     ("replaceFirst", boolean()),
                     ("serverType", server_type()),
@@ -406,7 +406,6 @@ pub static ENDPOINT: Endpoint = Endpoint {
             Code::MachineNotFound,
             Code::InvalidState,
             Code::SnapshotUnusable,
-            Code::InvalidState,
             Code::DiskTooSmall,
             Code::ServerLimitReached,
             Code::SubscriptionRequired,

@@ -145,7 +145,7 @@ impl HostRegistration {
         let bundle_sha256 = digest.and_then(|text| {
             let parsed = parse_digest(&text).filter(|_| text.len() == 64);
             if parsed.is_none() {
-                fields.wrong("bundleSha256", "must be 64 hexadecimal digits");
+                fields.add_error("bundleSha256", "must be 64 hexadecimal digits");
             }
             parsed
         });

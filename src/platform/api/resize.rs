@@ -21,7 +21,7 @@ use crate::db;
 use crate::db::machine_row::MachineRow;
 use crate::lifecycle::{self, Change, EventContext, LifecycleError};
 use axum::routing::post;
-use svc_http::openapi::{Operation, fields, schema_of};
+use svc_http::openapi::{Operation, request_object, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
@@ -176,7 +176,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Changes the server type of a running machine, which keeps its disk.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
-        body: Some(|| fields(&[("serverType", server_type())], &[])),
+        body: Some(|| request_object(&[("serverType", server_type())], &[])),
         responses: &[
             documented_json(202, "The machine is being resized.", schema_of::<Resize>),
             documented_json(200, "The machine already has this type.", schema_of::<Resize>),

@@ -11,7 +11,7 @@ use crate::db::{self, DbError};
 use crate::operations::later_holder::{self, FenceClaim, LaterHolder, LookupError};
 use svc_base::clock::rfc3339_ms;
 use svc_http::fields::Fields;
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::epoch::Epoch;
 use svc_machine::name::{IdpUserId, ServerType, Slot};
 use svc_store::key::SlotPrefix;
@@ -54,7 +54,7 @@ pub async fn ensure_fits_disk(
             return Err(Problem::field("/serverType", detail));
         }
         Err(error) => {
-            tracing::warn!(error = %chain(&error), "cannot determine the disk size of the server type");
+            tracing::warn!(error = %format_chain(&error), "cannot determine the disk size of the server type");
             return Ok(());
         }
     };

@@ -17,7 +17,7 @@ use crate::context::Platform;
 use crate::db;
 use crate::db::machine_row::MachineRow;
 use crate::lifecycle::{self, Change, EventContext};
-use svc_http::openapi::{Operation, named};
+use svc_http::openapi::{Operation, schema_ref};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
@@ -120,7 +120,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: None,
-        responses: &[documented_json(200, "The machine is running.", || named("Machine"))],
+        responses: &[documented_json(200, "The machine is running.", || schema_ref("Machine"))],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,

@@ -16,7 +16,7 @@ use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope,
 use super::mutation::{AuditChange, Effect, Mutation, Reply};
 use crate::context::Platform;
 use crate::db::upgrade_token;
-use svc_http::openapi::{Operation, named, schema_of};
+use svc_http::openapi::{Operation, schema_of, schema_ref};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::MachineId;
@@ -63,7 +63,9 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: None,
-        responses: &[documented_json(200, "The machine whose token will be rotated.", || named("Machine"))],
+        responses: &[documented_json(200, "The machine whose token will be rotated.", || {
+            schema_ref("Machine")
+        })],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,

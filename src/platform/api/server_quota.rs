@@ -15,7 +15,7 @@ use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::servers::{ListedServers, OwnServers};
 use crate::db::{self, DbError};
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 
 /// Counts the servers in the project.
 ///
@@ -28,7 +28,7 @@ pub async fn count_listed(platform: &Platform) -> Result<ListedServers, DbError>
     let listed = match platform.provider.count_servers().await {
         Ok(servers) => Some(servers),
         Err(error) => {
-            tracing::warn!(error = %chain(&error), "cannot count the servers at the provider");
+            tracing::warn!(error = %format_chain(&error), "cannot count the servers at the provider");
             None
         }
     };

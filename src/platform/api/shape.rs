@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::config::MAX_FALLBACK_LOCATIONS;
-use svc_http::openapi::{matching, one_of};
+use svc_http::openapi::{one_of, text_matching};
 use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use svc_machine::plan::Plan;
 use svc_machine::state::Status;
@@ -19,27 +19,27 @@ pub fn kind() -> Value {
 }
 
 pub fn idp_user_id() -> Value {
-    matching(IdpUserId::PATTERN)
+    text_matching(IdpUserId::PATTERN)
 }
 
 pub fn slot_name() -> Value {
-    matching(Slot::PATTERN)
+    text_matching(Slot::PATTERN)
 }
 
 pub fn handle_name() -> Value {
-    matching(Handle::PATTERN)
+    text_matching(Handle::PATTERN)
 }
 
 pub fn image_version() -> Value {
-    matching(ImageVersion::PATTERN)
+    text_matching(ImageVersion::PATTERN)
 }
 
 pub fn server_type() -> Value {
-    matching(ServerType::PATTERN)
+    text_matching(ServerType::PATTERN)
 }
 
 pub fn location() -> Value {
-    matching(Location::PATTERN)
+    text_matching(Location::PATTERN)
 }
 
 /// Locations to try, in this order, if the provider has no capacity in the requested one.
@@ -48,7 +48,7 @@ pub fn fallback_locations() -> Value {
 }
 
 pub fn sha256() -> Value {
-    matching("^[0-9A-Fa-f]{64}$")
+    text_matching("^[0-9A-Fa-f]{64}$")
 }
 
 pub fn plan() -> Value {

@@ -19,7 +19,8 @@ use crate::context::Platform;
 use crate::db::slots::{self, NewSubscription};
 use axum::routing;
 use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, boolean, fields, matching, named, one_of, schema_of, time,
+    Operation, Parameter, ParameterLocation, boolean, one_of, request_object, schema_of, schema_ref,
+    text_matching, time,
 };
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::{IdpUserId, Slot};
@@ -30,7 +31,7 @@ const PAGE_SIZE: usize = 1000;
 /// The schema of a cursor, `USER/SLOT`.
 fn cursor_schema() -> Value {
     let (user, slot) = (IdpUserId::PATTERN, Slot::PATTERN);
-    matching(&format!("{}/{}", user.trim_end_matches('$'), slot.trim_start_matches('^')))
+    text_matching(&format!("{}/{}", user.trim_end_matches('$'), slot.trim_start_matches('^')))
 }
 
 /// The last slot of a page.
@@ -109,7 +110,7 @@ pub static PUT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(|| {
-            fields(
+            request_object(
                 &[
                     ("idpUserId", idp_user_id()),
                     ("plan", plan()),
@@ -118,7 +119,7 @@ pub static PUT: Endpoint = Endpoint {
                 &[("slot", slot_name()), ("currentPeriodEnd", time()), ("test", boolean())],
             )
         }),
-        responses: &[documented_json(200, "The subscription.", || named("Subscription"))],
+        responses: &[documented_json(200, "The subscription.", || schema_ref("Subscription"))],
         problems: &[Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || routing::put(put),

@@ -19,7 +19,7 @@ use axum::routing::post;
 use http::Method;
 use svc_http::openapi::{Operation, schema_of};
 use svc_http::path_params::PathParams;
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::id::MachineId;
 use svc_wire::storage::StorageCredentials;
 
@@ -46,7 +46,7 @@ pub async fn handle(
         return Err(Problem::new(Code::Superseded, "Another machine has replaced this one."));
     };
     let access = platform.host_store.grant_access(&machine, grant).await.map_err(|error| {
-        tracing::warn!(machine = %id, error = %chain(&error), "cannot issue storage credentials");
+        tracing::warn!(machine = %id, error = %format_chain(&error), "cannot issue storage credentials");
         svc_store::problem::unavailable()
     })?;
     let credentials = access

@@ -23,7 +23,7 @@ use crate::operators::Operator;
 use svc_base::untrusted_text;
 use svc_http::openapi::{Operation, schema_of};
 use svc_http::path_params::PathParams;
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::usage::{self, UsageQuery};
 use svc_machine::id::MachineId;
 use svc_machine::state::Status;
@@ -60,7 +60,7 @@ async fn fetch_report(
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
     ensure_serving(&machine)?;
     let response = host_call::fetch_usage(platform, &machine, query).await.map_err(|error| {
-        tracing::warn!(machine = %id, error = %chain(&error), "cannot read the host's usage");
+        tracing::warn!(machine = %id, error = %format_chain(&error), "cannot read the host's usage");
         host_problem(id, &error)
     })?;
     parse_report(&response).map_err(|error| {
@@ -175,7 +175,7 @@ fn parse_report(response: &[u8]) -> Result<UsageReport, String> {
     for entry in &mut report.entries {
         entry.date = entry.date.parse::<Date>().map_err(|error| error.to_string())?.into();
         for text in [&mut entry.model, &mut entry.user_id].into_iter().flatten() {
-            *text = untrusted_text::bounded(text);
+            *text = untrusted_text::truncate_printable(text);
         }
     }
     Ok(report)

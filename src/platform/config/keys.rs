@@ -19,7 +19,7 @@ pub fn read(env: &mut Env) -> Option<PlatformKeys> {
     };
     let (current, previous) = (current?, previous);
     if previous.as_ref().is_some_and(|previous| previous.expose_secret() == current.expose_secret()) {
-        env.mistake(
+        env.add_mistake(
             previous_variable,
             "must differ from PLATFORM_KEY; unset it unless a key is being replaced",
         );
@@ -34,7 +34,7 @@ fn parse_key(env: &mut Env, variable: &Variable, text: &SecretString) -> Option<
     match bytes {
         Some(bytes) if bytes.len() == 32 => Some(bytes.into()),
         _ => {
-            env.mistake(variable, "must be 32 bytes, in hexadecimal or base64");
+            env.add_mistake(variable, "must be 32 bytes, in hexadecimal or base64");
             None
         }
     }

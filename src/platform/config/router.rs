@@ -42,14 +42,14 @@ impl RouterConfig {
         let app_host: Option<HostAndPort> = env.required(&vars::APP_HOST);
         let code_host: Option<HostAndPort> = env.required(&vars::CODE_HOST);
         if app_host.is_some() && app_host == code_host {
-            env.mistake(&vars::CODE_HOST, "must differ from APP_HOST");
+            env.add_mistake(&vars::CODE_HOST, "must differ from APP_HOST");
         }
         let public_scheme = match env.text(&vars::ROUTER_PUBLIC_SCHEME).as_deref() {
             None => None,
             Some("https") => Some("https"),
             Some("http") => Some("http"),
             Some(_) => {
-                env.mistake(&vars::ROUTER_PUBLIC_SCHEME, "must be https or http");
+                env.add_mistake(&vars::ROUTER_PUBLIC_SCHEME, "must be https or http");
                 None
             }
         };
@@ -102,7 +102,7 @@ fn read_audiences(env: &mut Env) -> Option<Vec<String>> {
     let all: Vec<String> =
         text.split(',').map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).collect();
     if all.is_empty() {
-        env.mistake(&vars::IDP_AUDIENCE, "must name at least one audience; separate several by commas");
+        env.add_mistake(&vars::IDP_AUDIENCE, "must name at least one audience; separate several by commas");
     }
     Some(all)
 }
@@ -113,7 +113,7 @@ fn read_jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
     }
     let issuer = issuer?;
     let Ok(url) = Url::parse(&format!("{}/.well-known/jwks.json", issuer.trim_end_matches('/'))) else {
-        env.mistake(&vars::IDP_JWKS_URL, "is required, because IDP_ISSUER is not a URL");
+        env.add_mistake(&vars::IDP_JWKS_URL, "is required, because IDP_ISSUER is not a URL");
         return None;
     };
     Some(url)

@@ -2,7 +2,7 @@
 
 use crate::config::PlatformConfig;
 use crate::host_settings::HostSettings;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
 use svc_machine::name::ImageVersion;
 use svc_store::bucket::{Bucket, StoreError};
@@ -36,7 +36,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok((Some(digest), Some(size))) => check_manifest(findings, &config.hosts, &bucket, version, &digest)
             .await
             .or_ok(format!("{version}, {} MiB, sha256 {digest}", size >> 20)),
-        Err(error) => findings.problem(chain(&error), SEE_STORE_CHECK),
+        Err(error) => findings.problem(format_chain(&error), SEE_STORE_CHECK),
     }
 }
 
@@ -55,7 +55,7 @@ async fn check_manifest(
             format!("{version} has no signed manifest"),
             "hosts do not update to it automatically: build it with --signing-key, and publish it under a new version",
         ),
-        Err(BundleUnusable::Store(error)) => findings.problem(chain(&error), SEE_STORE_CHECK),
+        Err(BundleUnusable::Store(error)) => findings.problem(format_chain(&error), SEE_STORE_CHECK),
         Err(why @ (BundleUnusable::Manifest(_) | BundleUnusable::OtherArchive)) => findings.problem(
             format!("hosts cannot update to {version}: {why}"),
             "build it again, signed with a key from BUNDLE_PUBLIC_KEYS, and publish it under a new version",

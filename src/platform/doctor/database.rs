@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use crate::config::PlatformConfig;
 use crate::db::{self, migrate};
 use svc_base::diagnosis::Findings;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("database");
@@ -19,12 +19,12 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let start = Instant::now();
     let client = match db::connect(&settings).await {
         Ok((client, _)) => client,
-        Err(error) => return findings.problem(chain(&error), next),
+        Err(error) => return findings.problem(format_chain(&error), next),
     };
     let read = client.query_one("SELECT current_setting('server_version'), now()", &[]).await;
     let (version, now): (String, Timestamp) = match read {
         Ok(row) => (row.get(0), row.get(1)),
-        Err(error) => return findings.problem(chain(&error), next),
+        Err(error) => return findings.problem(format_chain(&error), next),
     };
     let response_ms = start.elapsed().as_millis();
     // Leases and deadlines use the database's clock, tokens this machine's. The round trip does not count as skew.

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use crate::config::PlatformConfig;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
 use svc_http::client::{self, Deadlines};
 
@@ -32,9 +32,9 @@ pub async fn check(config: &PlatformConfig) -> Findings {
 
 async fn fetch(url: url::Url) -> Result<KeySet, String> {
     let client = client::build(Deadlines::CALL).map_err(|error| format!("{error:#}"))?;
-    let response = client.get(url).send().await.map_err(|error| chain(&error.without_url()))?;
+    let response = client.get(url).send().await.map_err(|error| format_chain(&error.without_url()))?;
     if !response.status().is_success() {
         return Err(format!("the identity provider responded with {}", response.status()));
     }
-    response.json().await.map_err(|error| chain(&error.without_url()))
+    response.json().await.map_err(|error| format_chain(&error.without_url()))
 }

@@ -7,7 +7,7 @@ use crate::key_change::{self, need::KeyNeed};
 use crate::keys::{self, KeyError, Seal};
 use crate::platform_key::KeyIds;
 use crate::tokens::TokenMint;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
 use svc_store::StoreError;
 
@@ -33,11 +33,11 @@ pub async fn check(config: &PlatformConfig) -> Findings {
                 "delete {} if PLATFORM_KEY is the current key; svc-platform will not start",
                 mark::MARK_PATH
             );
-            return findings.problem(chain(&error), next);
+            return findings.problem(format_chain(&error), next);
         }
         Err(error) => (
             findings.warning(
-                format!("cannot check whether PLATFORM_KEY is the current one: {}", chain(&error)),
+                format!("cannot check whether PLATFORM_KEY is the current one: {}", format_chain(&error)),
                 "see the check `store`",
             ),
             None,

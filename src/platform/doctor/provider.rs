@@ -1,7 +1,7 @@
 //! Checks that the cloud provider accepts the token and offers the default server type and the locations.
 
 use crate::config::PlatformConfig;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
 use svc_http::client::{self, Deadlines};
 use svc_provider::Provider;
@@ -25,7 +25,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             let what = format!("the provider does not offer the server type {wanted}");
             return findings.problem(what, "set PROVIDER_SERVER_TYPE to a type of this provider");
         }
-        Err(error) => return findings.problem(chain(&error), next),
+        Err(error) => return findings.problem(format_chain(&error), next),
     }
     let provisioning = &config.provisioning;
     for location in std::iter::once(&provisioning.location).chain(&provisioning.fallback_locations) {
@@ -36,13 +36,13 @@ pub async fn check(config: &PlatformConfig) -> Findings {
                     "set PROVIDER_LOCATION and PROVIDER_FALLBACK_LOCATIONS to locations of this provider";
                 return findings.problem(format!("the provider has no location {location}"), next);
             }
-            Err(error) => return findings.problem(chain(&error), next),
+            Err(error) => return findings.problem(format_chain(&error), next),
         }
     }
     match provider.find_by_label("svc-installation").await {
         Ok(servers) => {
             findings.ok(format!("responds, offers {wanted}, and has {} servers of svc", servers.len()))
         }
-        Err(error) => findings.problem(chain(&error), next),
+        Err(error) => findings.problem(format_chain(&error), next),
     }
 }

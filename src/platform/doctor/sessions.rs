@@ -1,7 +1,7 @@
 //! Tests what a host's session can reach in the store, with a session for an unused slot.
 
 use futures_util::FutureExt;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_machine::name::Slot;
 use svc_store::bucket::{Bucket, Condition, StoreError};
 use svc_store::capabilities::{self, Capability, Need, ProbeResult, RaceLimits, Support};
@@ -36,7 +36,7 @@ pub async fn probe_store(
 ) -> Vec<ProbeResult> {
     let mut found = capabilities::probe_all(store, races).await;
     let session = match HostStore::new(store, credentials) {
-        Ok(hosts) => hosts.try_session().await.map(|session| session.map_err(|error| chain(&error))),
+        Ok(hosts) => hosts.try_session().await.map(|session| session.map_err(|error| format_chain(&error))),
         Err(error) => Some(Err(format!("{error:#}"))),
     };
     let (sessions, keys, once) = match session {
@@ -117,7 +117,7 @@ impl SessionStores {
             // Only the platform's own credentials can delete objects.
             platform.raw().delete(key).await.ok();
         }
-        outcome.unwrap_or_else(|error| Support::Unknown(chain(&error)))
+        outcome.unwrap_or_else(|error| Support::Unknown(format_chain(&error)))
     }
 
     /// Tests whether the session can write a snapshot, but not overwrite it.
@@ -133,9 +133,9 @@ impl SessionStores {
         match (first, second) {
             (Ok(()), Err(StoreError::Denied { .. })) => Support::Yes,
             (Ok(()), Ok(())) => Support::No("a host's credentials can still overwrite a snapshot".to_owned()),
-            (Ok(()), Err(error)) => Support::Unknown(chain(&error)),
+            (Ok(()), Err(error)) => Support::Unknown(format_chain(&error)),
             (Err(error), _) => {
-                Support::No(format!("a host's credentials cannot write a snapshot: {}", chain(&error)))
+                Support::No(format!("a host's credentials cannot write a snapshot: {}", format_chain(&error)))
             }
         }
     }

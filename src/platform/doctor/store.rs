@@ -10,7 +10,7 @@ use object_store::path::Path;
 use super::sessions;
 use crate::config::PlatformConfig;
 use crate::host_store::HostStore;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
 use svc_store::bucket::{Bucket, StoreError};
 use svc_store::capabilities::{self, Need, ProbeResult, Support};
@@ -36,13 +36,15 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let conditions = match capabilities::probe_conditions(&bucket).await {
         Ok(conditions) => conditions,
         Err(error @ StoreError::Denied { .. }) => {
-            return findings
-                .problem(chain(&error), "grant the access key get, put, list and delete on the bucket");
+            return findings.problem(
+                format_chain(&error),
+                "grant the access key get, put, list and delete on the bucket",
+            );
         }
         Err(error @ StoreError::Clock { .. }) => {
             return findings.problem(error.to_string(), "run `systemctl restart systemd-timesyncd`");
         }
-        Err(error) => return findings.problem(chain(&error), CHECK_STORE),
+        Err(error) => return findings.problem(format_chain(&error), CHECK_STORE),
     };
     let report = |findings, probed: &ProbeResult| report_capability(findings, probed, &config.store);
     let findings = conditions.iter().fold(findings, report);
@@ -57,9 +59,8 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             }
             (None, None) => findings,
         },
-        Err(error) => {
-            findings.warning(format!("parallel writers were not tested: {}", chain(&error)), CHECK_STORE)
-        }
+        Err(error) => findings
+            .warning(format!("parallel writers were not tested: {}", format_chain(&error)), CHECK_STORE),
     };
     let further = capabilities::probe_further(&config.store, &bucket).await;
     let findings = further.iter().fold(findings, report);
@@ -72,7 +73,9 @@ pub async fn check(config: &PlatformConfig) -> Findings {
                 "grant the access key the right to delete, then delete the objects below {PREFIX}/ manually"
             ),
         ),
-        Err(error) => findings.problem(format!("cannot list the store: {}", chain(&error)), CHECK_STORE),
+        Err(error) => {
+            findings.problem(format!("cannot list the store: {}", format_chain(&error)), CHECK_STORE)
+        }
     }
 }
 
@@ -126,7 +129,7 @@ pub async fn check_protection(config: &PlatformConfig) -> Findings {
     let StoreConfig::S3(s3) = &config.store else { return findings.skipped("the store is a directory") };
     let found = match protection::read(s3).await {
         Ok(found) => found,
-        Err(error) => return findings.warning(chain(&error), CHECK_STORE),
+        Err(error) => return findings.warning(format_chain(&error), CHECK_STORE),
     };
     let findings = match found.versioning {
         Setting::On => findings,
@@ -174,7 +177,7 @@ pub async fn check_host_credentials(config: &PlatformConfig) -> Findings {
                 .or_ok(format!("STS issues sessions for a single slot, valid until {until:.0}"))
         }
         Some(Err(error)) => findings.problem(
-            chain(&error),
+            format_chain(&error),
             "check STS_ROLE_ARN, STS_ENDPOINT and the role's trust policy; until then, no machine can be provisioned",
         ),
     }
@@ -199,7 +202,7 @@ async fn check_session_keys(findings: Findings, as_host: &sessions::SessionStore
 async fn check_outage_session(findings: Findings, hosts: &HostStore) -> Findings {
     match hosts.try_outage_session().await {
         Some(Err(error)) => findings.warning(
-            format!("STS does not issue a session of STS_DURATION_SECONDS: {}", chain(&error)),
+            format!("STS does not issue a session of STS_DURATION_SECONDS: {}", format_chain(&error)),
             "lower STS_DURATION_SECONDS, or raise the role's MaxSessionDuration; until then, hosts get an outage session of \
              one hour, or none",
         ),

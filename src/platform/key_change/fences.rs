@@ -12,7 +12,7 @@ use super::{BATCH_SIZE, KeyChangeError};
 use crate::context::Platform;
 use crate::db::platform_keys;
 use svc_base::failpoint;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_machine::name::{IdpUserId, Slot};
 use svc_store::StoreError;
 use svc_store::key::SlotPrefix;
@@ -84,7 +84,7 @@ async fn re_sign_slot(platform: &Platform, (user, slot): &(String, String)) -> R
         Ok(Err(_)) => Err(KeyChangeError::Contended(name())),
         // An unreadable pointer has no fence to re-sign; `svcctl pointer rebuild` will sign with the current key.
         Err(error @ StoreError::Corrupt { .. }) => {
-            tracing::warn!(slot = name(), error = %chain(&error), "cannot read a fence; it is not re-signed");
+            tracing::warn!(slot = name(), error = %format_chain(&error), "cannot read a fence; it is not re-signed");
             Ok(())
         }
         Err(source) => Err(KeyChangeError::Fence { slot: name(), source }),

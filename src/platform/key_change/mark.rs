@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::context::Platform;
 use crate::platform_key::{KeyId, KeyIds};
 use svc_base::clock::{self, now_ms};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_store::bucket::{Bucket, Condition, StoreError, Versioned};
 
 /// Hosts' sessions cannot reach this path: they reach only their slot's prefix, which has two path segments.
@@ -135,10 +135,10 @@ pub async fn write_until_stopped(platform: Arc<Platform>) {
         match write(&platform.bucket, &platform.process.ids).await {
             Ok(()) => return platform.stop.cancelled().await,
             Err(error) if error.is_refusal() => {
-                return tracing::error!(error = %chain(&error), "this process does not have the current platform key");
+                return tracing::error!(error = %format_chain(&error), "this process does not have the current platform key");
             }
             Err(error) => {
-                tracing::warn!(error = %chain(&error), "cannot store the mark of the current platform key; retrying");
+                tracing::warn!(error = %format_chain(&error), "cannot store the mark of the current platform key; retrying");
             }
         }
         tokio::select! {

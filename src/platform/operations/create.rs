@@ -18,7 +18,7 @@ use crate::db::machine_row::MachineRow;
 use crate::db::{self, machine_server};
 use crate::host_store::SessionGrant;
 use crate::userdata;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_http::proof::ProofKeys;
 use svc_machine::id::MachineId;
 use svc_provider::{ActionId, ActionStatus, Cause, ErrorKind, ProviderError, Server, ServerOrder};
@@ -81,7 +81,7 @@ async fn handle_create_error(
 ) -> Result<StepOutcome, StepError> {
     match error.kind() {
         ErrorKind::Ambiguous => {
-            tracing::warn!(machine = %machine.id, error = %chain(&error),
+            tracing::warn!(machine = %machine.id, error = %format_chain(&error),
                 "the outcome of a create request is unknown");
             Ok(StepOutcome::wait(Duration::ZERO))
         }
@@ -158,7 +158,7 @@ pub async fn check_actions(
             Err(StepError::permanent(what, ProviderError::new("create server", ErrorKind::Transient, cause)))
         }
         Err(error) if error.kind() != ErrorKind::NotFound => {
-            tracing::debug!(%machine, error = %chain(&error), "cannot read the provider's create action");
+            tracing::debug!(%machine, error = %format_chain(&error), "cannot read the provider's create action");
             Ok(Some(next_check))
         }
         Ok(ActionStatus::Success) | Err(_) => {

@@ -16,7 +16,7 @@ use super::{Lane, Step, supported_steps_in};
 use crate::context::Platform;
 use crate::db::operations::OperationRow;
 use crate::db::{self, DbError};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_http::request_id;
 
 /// Maximum operations that one process drives at a time.
@@ -67,7 +67,7 @@ impl Drivers {
                 }
                 Ok(None) => break,
                 Err(error) => {
-                    tracing::warn!(error = %chain(&error), "cannot claim operations");
+                    tracing::warn!(error = %format_chain(&error), "cannot claim operations");
                     break;
                 }
             }
@@ -125,7 +125,7 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
             }
             Err(error) => {
                 // The operation is retried after a delay, because its state could not be updated.
-                tracing::warn!(operation = %operation.id, error = %chain(&error), "cannot store the outcome of a step; retrying later");
+                tracing::warn!(operation = %operation.id, error = %format_chain(&error), "cannot store the outcome of a step; retrying later");
                 break false;
             }
         }
@@ -138,7 +138,7 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
         db::operations::release(&session, operation.id, owner).await
     };
     if let Err(error) = released.await {
-        tracing::warn!(operation = %operation.id, error = %chain(&error), "cannot release a lease");
+        tracing::warn!(operation = %operation.id, error = %format_chain(&error), "cannot release a lease");
     }
     if needs_other_lane {
         platform.nudge.notify_one();

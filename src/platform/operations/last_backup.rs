@@ -25,9 +25,9 @@ use progress::LastBackupProgress;
 use saved_copy::HostReport;
 pub use skip::{NEWER_SNAPSHOT, SNAPSHOT_CHOSEN};
 use skip::{SkipReason, is_snapshot_chosen, skip_host};
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::clock;
-use svc_base::untrusted_text::bounded;
+use svc_base::untrusted_text::truncate_printable;
 use svc_store::key::SlotPrefix;
 use svc_store::pointer_io;
 
@@ -279,7 +279,7 @@ async fn replace_invented_fence(leased: &LeasedOperation<'_>, machine: &MachineR
         return;
     }
     if let Err(error) = pointer_io::fence(bucket, &slot, &build_fence(leased, machine)).await {
-        tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot replace an invented fence");
+        tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot replace an invented fence");
         return;
     }
     tracing::warn!(machine = %machine.id, %invented, "replaced a fence that no machine can have set");
@@ -337,7 +337,7 @@ async fn find_newest_copy(leased: &LeasedOperation<'_>, machine: &MachineRow) ->
             newest.map_or(NewestCopy::Nothing(machine.registered_at), NewestCopy::Snapshot)
         }
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot read the snapshot pointer");
+            tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot read the snapshot pointer");
             let newest = find_newest_reported(leased, machine).await.unwrap_or_default();
             newest.map_or(NewestCopy::Unknown(machine.registered_at), NewestCopy::Snapshot)
         }
@@ -359,9 +359,9 @@ fn find_failure_since(host: &BackupProgress, since: Timestamp) -> Option<BackupF
 }
 
 fn classify_failure(last: &BackupOutcome) -> BackupFailure {
-    let error = || last.error.as_deref().map_or_else(|| "its backup failed".to_owned(), bounded);
+    let error = || last.error.as_deref().map_or_else(|| "its backup failed".to_owned(), truncate_printable);
     match &last.held {
-        Some(snapshot) => BackupFailure::HeldBack { loss: bounded(&snapshot.loss) },
+        Some(snapshot) => BackupFailure::HeldBack { loss: truncate_printable(&snapshot.loss) },
         None if last.error.as_ref().is_some_and(|error| error.contains(HELD_BACK_HINT)) => {
             BackupFailure::HeldBack { loss: error() }
         }

@@ -16,7 +16,7 @@ use crate::alarms::{self, Alarm};
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, Db, DbError};
-use svc_http::problem::{Problem, chain};
+use svc_http::problem::{Problem, format_chain};
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 use svc_machine::name::{IdpUserId, Slot};
@@ -225,11 +225,11 @@ pub async fn check_step(leased: &LeasedOperation<'_>, step: Step) -> Result<Opti
         Err(LookupError::Store(StoreError::Corrupt { .. })) => FenceClaim::Nothing,
         // An unavailable store does not fail a long wait: the next poll, or the registration, checks again.
         Err(error) if step == Step::AwaitRegistration => {
-            tracing::debug!(error = %chain(&error), "cannot read the fence of the slot");
+            tracing::debug!(error = %format_chain(&error), "cannot read the fence of the slot");
             FenceClaim::Nothing
         }
         Err(error) if step == Step::LastBackup => {
-            tracing::info!(error = %chain(&error), "cannot read the fence of the slot; retrying");
+            tracing::info!(error = %format_chain(&error), "cannot read the fence of the slot; retrying");
             let (code, source) = match error {
                 LookupError::Store(_) => ("store_unavailable", "object store"),
                 LookupError::Db(_) => ("database_unavailable", "database"),

@@ -13,7 +13,7 @@ use super::step::{Question, StepError, StepOutcome, StepRecord};
 use super::{OperationKind, delete, resize};
 use crate::db;
 use crate::db::machine_row::MachineRow;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_provider::{ProviderError, Server, ServerId, ServerStatus};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
@@ -78,7 +78,7 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
         Ok(None) => Ok(confirm_server_gone(leased, &machine)),
         // Retried only until the deadline above: a provider error must not block the slot's new machine.
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot switch a server off yet");
+            tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot switch a server off yet");
             let code = Some(error.code()).filter(|code| !code.is_empty()).unwrap_or("no response");
             let why = format!("the provider does not switch the server off: {code}");
             Ok(StepOutcome::wait_for(resize::poll_interval(age).max(POLL_INTERVAL), "provider_error", why))

@@ -18,7 +18,7 @@ use crate::db::operations::OperationRow;
 use crate::db::{self, DbError};
 use crate::lifecycle::{self, EventContext, LifecycleError};
 use svc_base::metrics::{RECONCILER_RUNS, RECONCILER_SUCCESS};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_http::request_id;
 use svc_machine::event::Event;
 use svc_machine::id::MachineId;
@@ -68,7 +68,7 @@ fn report(part: &'static str, outcome: anyhow::Result<()>) {
         }
         Err(error) => {
             RECONCILER_RUNS.add_one([part, "failed"]);
-            tracing::warn!(error = %chain(error.as_ref()), part, "a part of the reconciler failed");
+            tracing::warn!(error = %format_chain(error.as_ref()), part, "a part of the reconciler failed");
         }
     }
 }
@@ -81,7 +81,7 @@ impl Failures {
     pub fn record(&mut self, about: impl Display, outcome: anyhow::Result<()>) {
         if let Err(error) = outcome {
             self.0 += 1;
-            tracing::error!(%about, error = %chain(error.as_ref()), "the reconciler skipped an item");
+            tracing::error!(%about, error = %format_chain(error.as_ref()), "the reconciler skipped an item");
         }
     }
 

@@ -12,7 +12,7 @@ use super::host_call;
 use super::leased::LeasedOperation;
 use super::step::{StepError, StepOutcome, StepRecord};
 use crate::db;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_machine::event::Event;
 use svc_machine::state::{FailureCause, Status};
 use svc_provider::{ProviderError, Server, ServerId, ServerStatus};
@@ -73,7 +73,7 @@ pub async fn await_host(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Ste
     if let Some(stopped_for) = leased.find_stopping_operation().await? {
         // The response to the host's next heartbeat also resumes the writers; this call is faster.
         if let Err(error) = host_call::resume(leased.platform, &machine, stopped_for).await {
-            tracing::debug!(machine = %machine.id, error = %chain(&error), "cannot resume the host's writers yet");
+            tracing::debug!(machine = %machine.id, error = %format_chain(&error), "cannot resume the host's writers yet");
         } else if !is_waiting {
             return Ok(StepOutcome::done());
         }

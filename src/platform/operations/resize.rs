@@ -12,7 +12,7 @@ use super::leased::LeasedOperation;
 use super::step::{StepError, StepOutcome};
 use super::{Step, StepPoint};
 use crate::db::machine_row::MachineRow;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_machine::event::Event;
 use svc_provider::{ActionId, ActionStatus, ErrorKind, Server, ServerId, ServerStatus};
 
@@ -39,7 +39,7 @@ pub async fn shut_down(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
         match leased.platform.provider.shutdown(server.id).await {
             Ok(_) => {}
             Err(error) if error.kind() == ErrorKind::Refused => {
-                tracing::warn!(operation = %leased.operation.id, error = %chain(&error), "cannot request a shutdown");
+                tracing::warn!(operation = %leased.operation.id, error = %format_chain(&error), "cannot request a shutdown");
                 return Ok(StepOutcome::done_with_note("the provider refused the shutdown request"));
             }
             Err(error) => return Err(error.into()),
@@ -96,7 +96,7 @@ pub async fn change_type(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         Ok(action) => Ok(wait_for_action(leased, action.id, age)),
         // The change may have started: the next run of this step sees that by the server's lock or type.
         Err(error) if error.kind() == ErrorKind::Ambiguous => {
-            tracing::warn!(operation = %leased.operation.id, error = %chain(&error),
+            tracing::warn!(operation = %leased.operation.id, error = %format_chain(&error),
                 "the outcome of a type change is unknown");
             Err(StepError::transient("the outcome of a type change is unknown", error))
         }

@@ -8,7 +8,7 @@ use crate::context::Platform;
 use crate::db::retention::{Expiring, ExpiringTable};
 use crate::db::{self, DbError};
 use crate::signed_lifetimes::SIGN_OUT_TTL;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::metrics::RETENTION_DELETED;
 
 /// Interval between passes across all processes.
@@ -43,7 +43,7 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
         Expiring::new(ExpiringTable::Operators, retention.audit),
     ] {
         if let Err(error) = prune_table(&session, &expiring).await {
-            tracing::warn!(table = expiring.table, error = %chain(&error), "cannot delete expired rows");
+            tracing::warn!(table = expiring.table, error = %format_chain(&error), "cannot delete expired rows");
             first_error = first_error.or(Some(error));
         }
     }

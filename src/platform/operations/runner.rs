@@ -21,7 +21,7 @@ use crate::db::operation_log::RETRY;
 use crate::db::operations::{Advance, OperationRow};
 use crate::db::{self, DbError, machine_changes, machine_server, operation_metrics};
 use svc_base::clock::rfc3339_ms;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_http::request_id;
 use svc_machine::event::Event;
 use svc_machine::id::MachineId;
@@ -95,7 +95,7 @@ pub async fn run_current_step(
         }
         Err(StepError::Permanent { what, source }) if creates_machine(kind) => {
             tracing::error!(operation = %operation.id, step = step.as_str(), %what,
-                error = %chain(source.as_ref()), "a step failed permanently");
+                error = %format_chain(source.as_ref()), "a step failed permanently");
             leased.fail_creation(classify_creation_failure(source.as_ref()), step.as_str(), &what).await?;
             Ok(None)
         }
@@ -153,7 +153,7 @@ async fn resolve_failed_resize(
 ) -> Result<Option<Option<OperationRow>>, StepError> {
     let decision = resize::decide_retry(leased, step, error).await?;
     if let Some(error) = error.filter(|_| !matches!(decision, RetryDecision::Retry)) {
-        tracing::error!(operation = %leased.operation.id, step = step.as_str(), error = %chain(error), "a step failed");
+        tracing::error!(operation = %leased.operation.id, step = step.as_str(), error = %format_chain(error), "a step failed");
     }
     Ok(match decision {
         RetryDecision::Retry => None,
@@ -181,7 +181,7 @@ async fn abandon_resize(leased: &LeasedOperation<'_>, why: &str) -> Result<Opera
 async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError) -> Result<(), StepError> {
     let operation = leased.operation;
     let attempts = operation.attempts.saturating_add(1);
-    tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %chain(error), "a step failed");
+    tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %format_chain(error), "a step failed");
     if let Some(cause) = as_account_error(error) {
         alarms::raise_for_provider_error(leased.platform, cause).await;
         let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };

@@ -20,7 +20,7 @@ use super::operations::host_call;
 use crate::rollout_plan::{self, Effect, Limits, RolloutPace};
 use svc_base::failpoint;
 use svc_base::metrics::{ROLLOUT_MACHINES, ROLLOUTS};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_http::request_id;
 use svc_machine::id::MachineId;
 use svc_wire::rollout::{MemberState, RolloutState};
@@ -43,7 +43,7 @@ pub async fn run(platform: Arc<Platform>) {
             () = tokio::time::sleep(pause) => {}
         }
         if let Err(error) = run_pass(&platform).await {
-            tracing::warn!(error = %chain(error.as_ref()), "cannot advance rollouts");
+            tracing::warn!(error = %format_chain(error.as_ref()), "cannot advance rollouts");
         }
     }
 }
@@ -113,7 +113,7 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
         tokio::spawn(request_id::run_with_id(id, async move {
             let rollout = claimed.id;
             if let Err(error) = verification::run(&platform, claimed).await {
-                tracing::warn!(%rollout, error = %chain(error.as_ref()), "cannot verify a rollout's release");
+                tracing::warn!(%rollout, error = %format_chain(error.as_ref()), "cannot verify a rollout's release");
             }
         }));
     }

@@ -20,7 +20,7 @@ use crate::db::machine_row::MachineRow;
 use crate::db::rollouts::{self, RolloutRow};
 use crate::db::{self, audit};
 use crate::operations::host_call;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::diagnosis::{Finding, Findings, Level};
 use svc_base::untrusted_text;
 use svc_http::proof::{self, Route};
@@ -57,7 +57,7 @@ pub async fn run(platform: &Arc<Platform>, mut claimed: RolloutRow) -> anyhow::R
                 Ok(Some(renewed)) => claimed = renewed,
                 // Another process took over, or an operator resumed the rollout: only the new verification counts.
                 Ok(None) => return Ok(()),
-                Err(error) => tracing::warn!(error = %chain(&error), "cannot renew the claim of a verification"),
+                Err(error) => tracing::warn!(error = %format_chain(&error), "cannot renew the claim of a verification"),
             },
         }
     }
@@ -207,7 +207,7 @@ fn to_rollout_finding(machine: &MachineRow, finding: Finding) -> RolloutFinding 
         machine_id: machine.id.into(),
         handle: (&machine.handle).into(),
         check: finding.check.to_owned(),
-        what: untrusted_text::bounded(&finding.what),
+        what: untrusted_text::truncate_printable(&finding.what),
         next,
     }
 }
@@ -277,7 +277,7 @@ fn pause_reason(verification: &RolloutVerification) -> String {
     let more = findings.len().saturating_sub(MAX_NAMED);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
     let reason = format!("the verification failed: {}{more}", named.join("; "));
-    untrusted_text::bounded(&untrusted_text::one_line(&reason))
+    untrusted_text::truncate_printable(&untrusted_text::one_line(&reason))
 }
 
 #[cfg(test)]

@@ -222,7 +222,7 @@ async fn mint_app_token(
     let mut fields = call.json_fields()?;
     let app: Option<String> = fields.required("app");
     if app.as_deref().is_some_and(|app| !app_token::is_slug(app)) {
-        fields.wrong("app", "must be an app's slug, such as notes");
+        fields.add_error("app", "must be an app's slug, such as notes");
     }
     let app = fields.finish(app)?;
     let machine = match router.directory.find(identity.user(), identity.slot()) {

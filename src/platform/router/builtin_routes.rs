@@ -8,7 +8,7 @@ use super::{account, sign_in};
 use crate::public_host::PublicHost;
 use svc_http::openapi::{
     Content, Credential, DocumentedResponse, Operation, Parameter, ParameterLocation, Scheme, any_text,
-    array, boolean, count, fields, matching, named, object, one_of, text, uuid,
+    array, boolean, count, object, one_of, request_object, schema_ref, text, text_matching, uuid,
 };
 use svc_http::problem::Code;
 use svc_machine::name::Slot;
@@ -34,7 +34,7 @@ pub static LIST_SLOTS: BuiltinRoute = BuiltinRoute {
         parameters: &[],
         body: None,
         responses: &[
-            documented_json(200, "The slots.", || object(&[("slots", array(named("OwnSlot")))], &[])),
+            documented_json(200, "The slots.", || object(&[("slots", array(schema_ref("OwnSlot")))], &[])),
             SIGN_IN_REDIRECT,
         ],
         problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
@@ -51,7 +51,7 @@ pub static CHOOSE_SLOT: BuiltinRoute = BuiltinRoute {
         summary: "Chooses the slot of this browser's session.",
         credentials: USER_CREDENTIALS,
         parameters: &[],
-        body: Some(|| fields(&[("slot", slot_name_schema())], &[])),
+        body: Some(|| request_object(&[("slot", slot_name_schema())], &[])),
         responses: &[
             documented_json(200, "The slot is chosen.", || object(&[("slot", slot_name_schema())], &[])),
             DocumentedResponse {
@@ -81,7 +81,10 @@ pub static CHOOSE_ACCOUNT: BuiltinRoute = BuiltinRoute {
         credentials: USER_CREDENTIALS,
         parameters: &[],
         body: Some(|| {
-            fields(&[("account", one_of(&account::AccountChoice::NAMES))], &[("returnTo", any_text())])
+            request_object(
+                &[("account", one_of(&account::AccountChoice::NAMES))],
+                &[("returnTo", any_text())],
+            )
         }),
         responses: &[DocumentedResponse {
             status: 303,
@@ -102,7 +105,7 @@ pub static MINT_APP_TOKEN: BuiltinRoute = BuiltinRoute {
         summary: "Issues a token for one app on the caller's machine; the app's frame renews its token here.",
         credentials: USER_CREDENTIALS,
         parameters: &[],
-        body: Some(|| fields(&[("app", matching("^[a-z][a-z0-9-]{0,40}$"))], &[])),
+        body: Some(|| request_object(&[("app", text_matching("^[a-z][a-z0-9-]{0,40}$"))], &[])),
         responses: &[documented_json(200, "The token.", || {
             object(&[("token", text()), ("expiresAt", count())], &[])
         })],

@@ -26,7 +26,7 @@ use super::{
 use crate::public_host::PublicHost;
 use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_base::metrics::UPSTREAM_FAILURES;
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::proof::{LEEWAY_SECONDS, Route};
 use svc_http::proxy::{ProxyError, TimeLimit};
 use svc_http::request_id;
@@ -199,7 +199,7 @@ impl RouterState {
                 Some(RouterCookie::Session(context.host).set_cookie(&token, context.scheme, SESSION_SECONDS))
             }
             Err(error) => {
-                tracing::warn!(error = %chain(&error), "cannot open a session");
+                tracing::warn!(error = %format_chain(&error), "cannot open a session");
                 None
             }
         }
@@ -275,7 +275,7 @@ impl RouterState {
                 self.limit_stream(caller, context.now, response)
             }
             Err(error) => {
-                tracing::warn!(svc_machine_id = %machine.record.id, error = %chain(&error), "request to the machine failed");
+                tracing::warn!(svc_machine_id = %machine.record.id, error = %format_chain(&error), "request to the machine failed");
                 UPSTREAM_FAILURES.add_one([error.kind()]);
                 match error {
                     ProxyError::Closed => UnavailableReason::JustChanged.respond(context.wants_page),
@@ -370,7 +370,7 @@ pub(super) fn session_problem(error: &SessionError) -> Problem {
     if matches!(error, SessionError::ParentEnded) {
         return Problem::new(Code::Unauthorized, "The session has ended; sign in again.");
     }
-    tracing::warn!(error = %chain(error), "cannot look up sessions");
+    tracing::warn!(error = %format_chain(error), "cannot look up sessions");
     Problem::new(Code::DatabaseUnavailable, "The session database is unavailable.")
         .retry_after(page::REFRESH_SECONDS)
 }

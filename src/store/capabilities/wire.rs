@@ -5,7 +5,7 @@ use http::{Method, StatusCode};
 use super::{Support, temporary_key};
 use crate::config::S3Config;
 use crate::signed_request::{RequestError, SignedClient, StoreResponse};
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 
 const CONTENT: &[u8] = b"probe";
 /// The SHA-256 of an empty body, in base64.
@@ -36,7 +36,7 @@ fn require_refusal(
         Ok(response) if refusals.contains(&response.status) => Support::Yes,
         Ok(response) if response.status.is_success() => Support::No(instead.to_owned()),
         Ok(response) => Support::Unknown(format!("it returned {}", response.status)),
-        Err(error) => Support::Unknown(chain(&error)),
+        Err(error) => Support::Unknown(format_chain(&error)),
     }
 }
 

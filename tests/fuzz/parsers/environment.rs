@@ -1,7 +1,7 @@
 //! Env files: those that user-data creates on a machine, and those that operators write.
 
 use proptest::prelude::*;
-use svc::config::{Env, env_line, parse_env_file};
+use svc::config::{Env, format_env_line, parse_env_file};
 use svc::host::system::config::{DatabaseUrl, Identity, PlatformLink, first_proof_keys, image_version};
 use svc::host::system::layout::Layout;
 use svc::store::config::StoreConfig;
@@ -22,7 +22,7 @@ pub fn env_file() -> Target {
 
 fn files() -> impl Strategy<Value = Vec<u8>> {
     let line = prop_oneof![
-        6 => ("[A-Za-z_][A-Za-z0-9_]{0,12}", "[^\\r\\n\\x00]{0,24}").prop_map(|(name, value)| env_line(&name, &value)),
+        6 => ("[A-Za-z_][A-Za-z0-9_]{0,12}", "[^\\r\\n\\x00]{0,24}").prop_map(|(name, value)| format_env_line(&name, &value)),
         1 => "[#;][^\\r\\n\\x00\\\\]{0,12}\n",
         1 => Just("\n".to_owned()),
         1 => "[A-Z]{1,5}=[a-z0-9:/._-]{0,12}\n",
@@ -48,7 +48,7 @@ fn check_any_file(bytes: &[u8]) -> Result<(), String> {
     if read != pairs {
         return Err(format!("{pairs:?} was parsed, but systemd reads {read:?}"));
     }
-    let again: String = pairs.iter().map(|(name, value)| env_line(name, value)).collect();
+    let again: String = pairs.iter().map(|(name, value)| format_env_line(name, value)).collect();
     if parse_env_file(&again).as_ref() == Ok(&pairs) {
         Ok(())
     } else {
@@ -101,7 +101,7 @@ fn boots() -> impl Strategy<Value = Vec<u8>> {
                 ("DATABASE_URL", format!("postgres://postgres:{SECRET}@127.0.0.1:5432/svc")),
                 ("REGISTRATION_TOKEN", SECRET.to_owned()),
             ];
-            pairs.iter().map(|(name, value)| env_line(name, value)).collect::<String>().into_bytes()
+            pairs.iter().map(|(name, value)| format_env_line(name, value)).collect::<String>().into_bytes()
         },
     )
 }

@@ -99,7 +99,7 @@ pub fn pointer() -> Target {
 
 fn pointers() -> impl Strategy<Value = Vec<u8>> {
     let named = prop_oneof![
-        2 => Just(Some(SnapshotRef { etag: Some("\"abc\"".to_owned()), ..complete_record().named() })),
+        2 => Just(Some(SnapshotRef { etag: Some("\"abc\"".to_owned()), ..complete_record().snapshot_ref() })),
         1 => Just(None),
     ];
     (0..60u32, 0..1u64 << 40, named).prop_map(|(fence, seq, snapshot)| {
@@ -122,7 +122,7 @@ fn check_any_pointer(bytes: &[u8]) -> Result<(), String> {
         if let Ok(Some(read)) = pointer_io::read(&bucket, &slot()).await {
             check_next_writer(&read.value)?;
         }
-        match snapshot::latest(&bucket, &slot()).await {
+        match snapshot::find_latest(&bucket, &slot()).await {
             Ok(named)
                 if (&named.key, named.size_bytes, &*named.sha256) == (&complete_record().key, 5, SHA256) =>
             {
@@ -152,7 +152,11 @@ fn check_next_writer(read: &Pointer) -> Result<(), String> {
         pointer::fence(Some(read), &Fence::unsigned(Epoch(u32::MAX), complete_record().machine_id)),
         pointer::advance(
             Some(read),
-            &SnapshotRef { key: "another".to_owned(), epoch: Epoch(u32::MAX), ..complete_record().named() },
+            &SnapshotRef {
+                key: "another".to_owned(),
+                epoch: Epoch(u32::MAX),
+                ..complete_record().snapshot_ref()
+            },
         ),
     ];
     for next in next.into_iter().flatten().flatten() {
@@ -185,7 +189,7 @@ fn check_valid_pointer(bytes: &[u8]) -> Result<(), String> {
         if read.value != wanted {
             return Err(format!("parsed as {:?}", read.value));
         }
-        match (snapshot::latest(&bucket, &slot()).await, wanted.snapshot) {
+        match (snapshot::find_latest(&bucket, &slot()).await, wanted.snapshot) {
             (Ok(found), Some(named)) if found == named => Ok(()),
             // There is another snapshot, which the pointer does not name.
             (Err(SnapshotUnusable::Damaged { .. }), None) => Ok(()),
@@ -253,7 +257,7 @@ fn check_any_side(bytes: &[u8]) -> Result<(), String> {
         if !is_digest(&side.sha256) {
             return Err(format!("{:?} is not a SHA-256", side.sha256));
         }
-        if side.key.parse::<SnapshotKey>().is_err() || side.named().key != side.key {
+        if side.key.parse::<SnapshotKey>().is_err() || side.snapshot_ref().key != side.key {
             return Err(format!("{} is not a key", side.key));
         }
         if snapshot_key(side.taken_at, side.epoch) != side.key {

@@ -50,7 +50,7 @@ pub struct Options {
 }
 
 impl Options {
-    pub fn validating(validation_port: u16) -> Self {
+    pub fn for_validation_port(validation_port: u16) -> Self {
         let certificate_seconds = 90 * 86_400;
         Self { validation_port, certificate_seconds, blocked_domain: None, external_account: None }
     }

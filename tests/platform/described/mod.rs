@@ -60,7 +60,7 @@ impl TestPlatform {
         }
         let secrets = [SECRET, &"07".repeat(32), stack.provider.token(), stack.store.secret_key()];
         let tokens = [&*running.upgrade_token, &*running.registration_token, &*booting.registration_token];
-        secrets.iter().chain(&tokens).for_each(|secret| contract::platform().plant(secret));
+        secrets.iter().chain(&tokens).for_each(|secret| contract::platform().register_secret(secret));
         Self { stack, process, running, booting, operation, rollout, operators }
     }
 
@@ -111,12 +111,12 @@ impl Side for TestPlatform {
         64 << 10
     }
 
-    fn bare(&self, _: &Operation, method: Method, path: &str) -> RequestBuilder {
+    fn request_without_credentials(&self, _: &Operation, method: Method, path: &str) -> RequestBuilder {
         self.stack.request(&self.process, method, path)
     }
 
-    fn known(&self, operation: &Operation, path: &str) -> RequestBuilder {
-        let request = self.bare(operation, operation.method.clone(), path);
+    fn authorized_request(&self, operation: &Operation, path: &str) -> RequestBuilder {
+        let request = self.request_without_credentials(operation, operation.method.clone(), path);
         match operation.credentials.first() {
             Some(credential) => request.bearer_auth(self.token(credential.name)),
             None => request,
@@ -129,7 +129,7 @@ impl Side for TestPlatform {
         } else {
             "unauthorized"
         };
-        let bare = |path: &str| self.bare(operation, operation.method.clone(), path);
+        let bare = |path: &str| self.request_without_credentials(operation, operation.method.clone(), path);
         let call = || bare(&self.path(operation));
         let mut tokens = vec![
             ("another word", "wrong"),
@@ -175,7 +175,7 @@ impl Side for TestPlatform {
         all
     }
 
-    fn own(&self, operation: &Operation, name: &str) -> Option<Value> {
+    fn required_value(&self, operation: &Operation, name: &str) -> Option<Value> {
         Some(match name {
             "idpUserId" => json!("user_1"),
             "slot" => json!("primary"),
@@ -240,7 +240,7 @@ async fn every_route_rejects_invalid_requests_in_documented_order() {
         assert_refuses_wrong_ids(&platform, operation).await;
     }
     platform
-        .send(platform.bare(operations().next().unwrap(), Method::GET, "/vps/x/y/z"))
+        .send(platform.request_without_credentials(operations().next().unwrap(), Method::GET, "/vps/x/y/z"))
         .await
         .assert_problem(404, "not_found");
 }
@@ -250,7 +250,7 @@ async fn assert_refuses_wrong_ids(platform: &TestPlatform, operation: &Operation
         return;
     }
     let call = |id: &str| {
-        let call = platform.known(operation, &platform.path_of(operation, id));
+        let call = platform.authorized_request(operation, &platform.path_of(operation, id));
         match valid_call(platform, operation).build().unwrap().body().and_then(reqwest::Body::as_bytes) {
             Some(body) => call.header("content-type", "application/json").body(body.to_vec()),
             None => call,
@@ -306,20 +306,22 @@ async fn assert_reports_database_outage(platform: &TestPlatform) {
     for id in ["metrics", "whoAmI"] {
         let operation = operations().find(|operation| operation.id == id).unwrap();
         let (_, token) = platform.operators.iter().find(|(scope, _)| *scope == Scope::Metrics).unwrap();
-        let call = platform.bare(operation, Method::GET, operation.path).bearer_auth(token);
+        let call =
+            platform.request_without_credentials(operation, Method::GET, operation.path).bearer_auth(token);
         platform.send(call).await.assert_problem(503, "database_unavailable");
     }
     // A host's credential is looked up in the database.
     let bundle = operations().find(|operation| operation.id == "getBundle").unwrap();
-    let by_host =
-        platform.bare(bundle, Method::GET, &platform.path(bundle)).bearer_auth(platform.token("host"));
+    let by_host = platform
+        .request_without_credentials(bundle, Method::GET, &platform.path(bundle))
+        .bearer_auth(platform.token("host"));
     platform.send(by_host).await.assert_problem(503, "database_unavailable");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn store_outage_is_reported_by_every_route_that_needs_it() {
     let platform = TestPlatform::start(&[]).await;
-    platform.stack.store.down();
+    platform.stack.store.take_down();
     assert_reports_store_outage(&platform).await;
 }
 
@@ -333,7 +335,7 @@ async fn assert_reports_store_outage(platform: &TestPlatform) {
         let request = match operation.id {
             "provision" | "quoteProvision" => {
                 let body = json!({"idpUserId": "user_3", "handle": "third"});
-                platform.known(operation, operation.path).json(&body)
+                platform.authorized_request(operation, operation.path).json(&body)
             }
             _ => valid_call(platform, operation),
         };

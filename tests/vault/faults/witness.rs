@@ -139,7 +139,7 @@ mod tests {
         };
         store.write(BUCKET, &path(&key), dump);
         store.write(BUCKET, &path(&format!("{key}.json")), serde_json::to_vec(&side).expect("JSON"));
-        let moved = pointer::advance(now, &side.named()).expect("not fenced").expect("a move");
+        let moved = pointer::advance(now, &side.snapshot_ref()).expect("not fenced").expect("a move");
         store.write(BUCKET, &path("system/db/latest"), serde_json::to_vec(&moved).expect("JSON"));
         moved
     }

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::request::Entry;
 use crate::records::entry::Interaction;
 use crate::records::limits::Period;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 
@@ -98,9 +98,9 @@ impl Journal {
     pub fn mark_begun(&self, entry: &JournalEntry) -> bool {
         let mark = self.mark_path(&entry.id);
         let marked = std::fs::File::create(&mark).and_then(|file| file.sync_all());
-        let marked = marked.map_err(FileError::at("create", &mark)).and_then(|()| fsx::sync_dir(&self.0));
+        let marked = marked.map_err(FileError::wrap("create", &mark)).and_then(|()| fsx::sync_dir(&self.0));
         let Err(error) = marked else { return true };
-        tracing::warn!(error = %chain(&error), "cannot mark a dispatch as started");
+        tracing::warn!(error = %format_chain(&error), "cannot mark a dispatch as started");
         !self.may_have_file(&entry.id)
     }
 
@@ -119,7 +119,7 @@ impl Journal {
         let mark =
             if let JournalFile::One(id) = file { fsx::remove_if_exists(&self.mark_path(id)) } else { Ok(()) };
         if let Err(error) = fsx::remove_if_exists(&self.path(file)).and(mark) {
-            tracing::warn!(error = %chain(&error), "cannot remove an ended dispatch from the journal");
+            tracing::warn!(error = %format_chain(&error), "cannot remove an ended dispatch from the journal");
         }
     }
 
@@ -131,14 +131,14 @@ impl Journal {
     pub fn read(&self) -> Result<Vec<JournalEntry>, FileError> {
         let entries = match std::fs::read_dir(&self.0) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-            entries => entries.map_err(FileError::at("read", &self.0))?,
+            entries => entries.map_err(FileError::wrap("read", &self.0))?,
         };
         // No writer is active yet, so temporary files are leftovers.
         fsx::remove_leftover_temps_in(&self.0, |_| true)?;
         let mut found: BTreeMap<String, JournalEntry> = BTreeMap::new();
         let mut begun = Vec::new();
         for entry in entries {
-            let path = entry.map_err(FileError::at("read", &self.0))?.path();
+            let path = entry.map_err(FileError::wrap("read", &self.0))?.path();
             match path.extension().and_then(OsStr::to_str) {
                 // The file of an entry is newer than its batch.
                 Some("json") => {
@@ -161,13 +161,16 @@ impl Journal {
                 // The dispatch is already recorded, or was never in the journal.
                 None => {
                     if let Err(error) = fsx::remove_if_exists(&mark) {
-                        tracing::warn!(error = %chain(&error), "cannot remove a mark from the journal");
+                        tracing::warn!(error = %format_chain(&error), "cannot remove a mark from the journal");
                     }
                 }
             }
         }
-        let mut all: Vec<JournalEntry> =
-            found.into_values().filter(|entry| entry.version == JournalEntry::VERSION).collect();
+        let (mut all, unknown): (Vec<_>, Vec<_>) =
+            found.into_values().partition(|entry| entry.version == JournalEntry::VERSION);
+        for JournalEntry { id, version, .. } in unknown {
+            tracing::warn!(svc_dispatch_id = %id, version, "the dispatch of another release stays in the journal");
+        }
         all.sort_by(|a, b| {
             (a.accepted_at, batch_index(a), &a.id).cmp(&(b.accepted_at, batch_index(b), &b.id))
         });
@@ -186,7 +189,7 @@ fn modified_at(mark: &Path) -> Timestamp {
 
 fn read_entry<T: DeserializeOwned>(path: &Path) -> Option<T> {
     let text = fsx::read_if_exists(path).unwrap_or_else(|error| {
-        tracing::error!(error = %chain(&error), "cannot read a journal file; leaving it in place");
+        tracing::error!(error = %format_chain(&error), "cannot read a journal file; leaving it in place");
         None
     })?;
     let entry = serde_json::from_slice(&text);

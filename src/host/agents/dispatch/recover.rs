@@ -16,7 +16,7 @@ use crate::audit::protocol;
 use crate::audit::protocol::{Message, SeenCalls};
 use crate::records::entry::Interaction;
 use crate::system::blocking::blocking;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::fsx::FileError;
 
 /// Timeout of making records durable.
@@ -50,7 +50,7 @@ impl Dispatcher {
             // It is unknown which of the dispatches are recorded. All stay in the journal until the next start, so that
             // none is recorded twice.
             Ok((unfinished, Err(error))) => {
-                tracing::error!(left = unfinished.len(), error = %chain(&error), "cannot restore dispatches; they stay in the journal");
+                tracing::error!(left = unfinished.len(), error = %format_chain(&error), "cannot restore dispatches; they stay in the journal");
             }
             Err(_) => tracing::error!("cannot read the journal of dispatches; its files stay"),
         }

@@ -122,7 +122,7 @@ impl Options {
     fn read(fields: &mut Fields) -> Self {
         let deadline_seconds = fields.optional_number("deadlineSeconds");
         if deadline_seconds.is_some_and(|seconds| !(1..=MAX_DEADLINE_SECONDS).contains(&seconds)) {
-            fields.wrong("deadlineSeconds", format!("must be from 1 to {MAX_DEADLINE_SECONDS}"));
+            fields.add_error("deadlineSeconds", format!("must be from 1 to {MAX_DEADLINE_SECONDS}"));
         }
         Self {
             agent_name: fields.optional_text("agentName", MAX_AGENT_NAME_CHARS),
@@ -150,7 +150,7 @@ impl Options {
         let Some(agent) = settings.agents.get(&agent_name) else {
             let names: Vec<&str> = settings.agents.keys().map(String::as_str).collect();
             let why = format!("is not an agent in system/config.json, which has {}", names.join(", "));
-            fields.wrong("agentName", why);
+            fields.add_error("agentName", why);
             return None;
         };
         Some(Entry {
@@ -174,7 +174,7 @@ impl DispatchRequest {
         let id: Option<DispatchId> = fields.optional("id");
         if id.as_ref().is_some_and(|id| id.as_str().len() > DispatchId::MAX_GIVEN_CHARS || id.is_entry_id()) {
             let max = DispatchId::MAX_GIVEN_CHARS;
-            fields.wrong(
+            fields.add_error(
                 "id",
                 format!("must have at most {max} characters, and must not end with a dot and a number"),
             );
@@ -184,13 +184,13 @@ impl DispatchRequest {
         let (has_prompt, is_batch) = (fields.has("prompt"), fields.has("batch"));
         let entries = match (has_prompt, is_batch) {
             (true, true) => {
-                fields.wrong("batch", "cannot be given together with prompt");
+                fields.add_error("batch", "cannot be given together with prompt");
                 None
             }
             (false, true) => Self::read_batch(fields, &options, settings),
             (false, false) => {
-                fields.wrong("prompt", "is required unless batch is given");
-                fields.wrong("batch", "is required unless prompt is given");
+                fields.add_error("prompt", "is required unless batch is given");
+                fields.add_error("batch", "is required unless prompt is given");
                 None
             }
             (true, false) => {

@@ -18,11 +18,11 @@ use clap::Parser;
 use tokio_util::sync::CancellationToken;
 
 use super::protocol;
-use crate::system::config::begin_log;
+use crate::system::config::init_log;
 use crate::system::layout::Layout;
 use crate::system::{systemd, unix_socket};
 use svc_base::applet::{self, Exit, Failure, OrExit};
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_http::server;
 
 /// Maximum concurrent runs without systemd, whose socket unit has its own limit.
@@ -54,7 +54,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     let layout = Layout::from_process();
-    begin_log("svc-agent", &layout);
+    init_log("svc-agent", &layout);
     if args.listen {
         applet::block_on("svc-agent", listen(layout))
     } else {
@@ -90,7 +90,7 @@ async fn listen(layout: Layout) -> Result<(), Failure> {
                 Ok(child) => {
                     runs.spawn(wait_for_run(child, stop.clone()));
                 }
-                Err(error) => tracing::error!(error = %chain(&error), "cannot start a run"),
+                Err(error) => tracing::error!(error = %format_chain(&error), "cannot start a run"),
             },
             // Dropping the connection makes the gateway report that no run took place.
             Ok(_) => tracing::warn!(MAX_RUNS, "too many concurrent runs"),

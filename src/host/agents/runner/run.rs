@@ -29,7 +29,7 @@ use crate::agents::protocol::{
     GatewayFrame, INTERRUPT_GRACE, Order, RunResult, RunnerFrame, TERMINATE_GRACE,
 };
 use crate::system::layout::Layout;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 
 /// Timeout of reading the order, and then of reading the go-ahead.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -70,7 +70,7 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
         Ok(started) => started,
         Err(error) => {
             let program = order.command.first().map_or("", String::as_str);
-            let why = format!("the agent's program {program:?} cannot be started: {}", chain(&error));
+            let why = format!("the agent's program {program:?} cannot be started: {}", format_chain(&error));
             return RunnerFrame::Refused(why).write(&mut to).await;
         }
     };

@@ -137,14 +137,14 @@ fn replace_file(path: &Path, text: &[u8]) -> Result<(), FileError> {
     let mode = before.as_ref().map_or(0o600, |before| before.permissions().mode() & 0o7777);
     fsx::write_atomic(path, text, mode)?;
     let Some(before) = before else { return Ok(()) };
-    let now = fs::metadata(path).map_err(FileError::at("stat", path))?;
+    let now = fs::metadata(path).map_err(FileError::wrap("stat", path))?;
     if (now.uid(), now.gid()) != (before.uid(), before.gid()) {
         std::os::unix::fs::chown(path, Some(before.uid()), Some(before.gid()))
-            .map_err(FileError::at("restore the owner of", path))?;
+            .map_err(FileError::wrap("restore the owner of", path))?;
     }
     // Restore the bits that the umask removed.
     fs::set_permissions(path, fs::Permissions::from_mode(mode))
-        .map_err(FileError::at("set the mode of", path))
+        .map_err(FileError::wrap("set the mode of", path))
 }
 
 #[cfg(test)]

@@ -52,7 +52,7 @@ impl HomeWatcher {
     /// # Errors
     /// The home does not exist, or cannot be watched.
     pub fn open(home: &Path) -> Result<Self, FileError> {
-        let at = |action: &'static str| move |errno: Errno| FileError::at(action, home)(errno.into());
+        let at = |action: &'static str| move |errno: Errno| FileError::wrap(action, home)(errno.into());
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
         let folder = nix::fcntl::open(home, flags, Mode::empty()).map_err(at("open"))?;
         let root = fstat(&folder).map_err(at("stat"))?.st_ino;

@@ -35,7 +35,7 @@ use self::peer::Peer;
 use self::thread::{HookRequest, Watcher};
 use super::protocol::{MAX_MESSAGE_BYTES, Message, SOCKET};
 use crate::records::writer::Writer;
-use crate::system::config::begin_log;
+use crate::system::config::init_log;
 use crate::system::layout::Layout;
 use crate::system::systemd;
 use crate::system::unix_socket;
@@ -70,7 +70,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(code) = applet::parse::<Args>(args) {
         return code;
     }
-    begin_log("svc-watch", &Layout::from_process());
+    init_log("svc-watch", &Layout::from_process());
     applet::block_on("svc-watch", watch(Layout::from_process()))
 }
 

@@ -75,7 +75,7 @@ impl Watcher {
     /// The home cannot be watched.
     pub fn start(layout: &Layout, records: Records) -> Result<Self, FileError> {
         let home = layout.home();
-        let home = std::fs::canonicalize(&home).map_err(FileError::at("resolve", &home))?;
+        let home = std::fs::canonicalize(&home).map_err(FileError::wrap("resolve", &home))?;
         let mut home_watcher = HomeWatcher::open(&home)?;
         let mut tree = Tree::new(home_watcher.root());
         let begun = Instant::now();

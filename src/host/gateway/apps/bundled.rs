@@ -79,7 +79,7 @@ pub fn can_install(layout: &Layout) -> bool {
 /// Files cannot be read or written.
 pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledError> {
     let apps = layout.apps();
-    fs::create_dir_all(&apps).map_err(FileError::at("create directory", &apps))?;
+    fs::create_dir_all(&apps).map_err(FileError::wrap("create directory", &apps))?;
     remove_leftovers(&apps);
     let mut record = read_record(&layout.bundled_apps_record())?;
     let mut skipped = Vec::new();
@@ -124,7 +124,7 @@ fn list_bundled(dir: &Path) -> Result<Vec<(String, PathBuf)>, FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(FileError::at("read", dir)(error)),
+        Err(error) => return Err(FileError::wrap("read", dir)(error)),
     };
     let mut found: Vec<(String, PathBuf)> = entries
         .filter_map(|entry| {
@@ -141,10 +141,10 @@ fn read_tree(root: &Path) -> Result<Tree, FileError> {
     let mut files = Tree::new();
     let mut pending = vec![root.to_owned()];
     while let Some(dir) = pending.pop() {
-        for entry in fs::read_dir(&dir).map_err(FileError::at("read", &dir))? {
-            let entry = entry.map_err(FileError::at("read", &dir))?;
+        for entry in fs::read_dir(&dir).map_err(FileError::wrap("read", &dir))? {
+            let entry = entry.map_err(FileError::wrap("read", &dir))?;
             let path = entry.path();
-            let kind = entry.file_type().map_err(FileError::at("read", &path))?;
+            let kind = entry.file_type().map_err(FileError::wrap("read", &path))?;
             if kind.is_dir() {
                 pending.push(path);
             } else if let Ok(below) = path.strip_prefix(root) {
@@ -159,8 +159,8 @@ fn read_tree(root: &Path) -> Result<Tree, FileError> {
 
 fn digest(path: &Path) -> Result<String, FileError> {
     let mut hash = Sha256::new();
-    let mut file = File::open(path).map_err(FileError::at("open", path))?;
-    io::copy(&mut file, &mut HashWriter(&mut hash)).map_err(FileError::at("read", path))?;
+    let mut file = File::open(path).map_err(FileError::wrap("open", path))?;
+    io::copy(&mut file, &mut HashWriter(&mut hash)).map_err(FileError::wrap("read", path))?;
     Ok(hex::encode(hash.finalize()))
 }
 
@@ -187,16 +187,16 @@ fn copy(source: &Path, target: &Path, files: &Tree) -> Result<(), FileError> {
     for (path, _) in files.iter().filter(|(_, content)| *content != "not a file") {
         let destination = new.join(path);
         let dir = destination.parent().unwrap_or(&new);
-        fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
-        fs::copy(source.join(path), &destination).map_err(FileError::at("write", &destination))?;
+        fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
+        fs::copy(source.join(path), &destination).map_err(FileError::wrap("write", &destination))?;
         File::open(&destination)
             .and_then(|file| file.sync_all())
-            .map_err(FileError::at("sync", &destination))?;
+            .map_err(FileError::wrap("sync", &destination))?;
     }
     if target.exists() {
-        fs::rename(target, &old).map_err(FileError::at("rename", target))?;
+        fs::rename(target, &old).map_err(FileError::wrap("rename", target))?;
     }
-    fs::rename(&new, target).map_err(FileError::at("rename a new folder to", target))?;
+    fs::rename(&new, target).map_err(FileError::wrap("rename a new folder to", target))?;
     // Any remainder of the old folder is removed at the next start.
     let _ = fs::remove_dir_all(&old);
     fsx::sync_dir(target.parent().unwrap_or(target))

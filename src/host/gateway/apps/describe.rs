@@ -6,8 +6,8 @@ use serde_json::Value;
 use crate::gateway::auth::{READERS, VIEWERS};
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_http::openapi::{
-    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, count, named, nullable,
-    object, one_of, text,
+    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, count, nullable, object,
+    one_of, schema_ref, text,
 };
 use svc_http::problem::Code;
 
@@ -20,7 +20,9 @@ pub static LIST: Endpoint = Endpoint {
         credentials: READERS,
         parameters: &[],
         body: None,
-        responses: &[documented_json(200, "The apps.", || object(&[("apps", array(named("App")))], &[]))],
+        responses: &[documented_json(200, "The apps.", || {
+            object(&[("apps", array(schema_ref("App")))], &[])
+        })],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,

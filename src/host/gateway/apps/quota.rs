@@ -21,7 +21,7 @@ use crate::gateway::database::{Database, DatabaseError};
 use crate::system::app_sizes;
 use crate::system::app_sizes::AppSize;
 use crate::system::layout::Layout;
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 
 /// Interval between measurements while the database is written to.
 const MEASURE_INTERVAL: Duration = Duration::from_secs(30);
@@ -272,7 +272,7 @@ pub async fn measure_periodically(quotas: Arc<Quotas>, database: Arc<Database>, 
         if is_requested || quotas.is_due() {
             let started = Instant::now();
             if let Err(error) = quotas.measure(&database).await {
-                tracing::debug!(error = %chain(&error), "measuring app sizes failed; retrying");
+                tracing::debug!(error = %format_chain(&error), "measuring app sizes failed; retrying");
                 wait = RETRY_DELAY;
             }
             earliest = Instant::now() + min_delay(started.elapsed());

@@ -25,7 +25,7 @@ use crate::snapshots::database_identity;
 use crate::snapshots::database_identity::IdentityError;
 use crate::system::layout::Layout;
 use crate::system::systemd;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_machine::epoch::Epoch;
 
 const RESCAN_INTERVAL: Duration = Duration::from_secs(30);
@@ -68,7 +68,7 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
                 RESCAN_INTERVAL
             }
             Err(error) => {
-                tracing::warn!(error = %chain(&error), "setting up the apps failed; retrying");
+                tracing::warn!(error = %format_chain(&error), "setting up the apps failed; retrying");
                 retry_delays.next().unwrap_or(RESCAN_INTERVAL)
             }
         };
@@ -90,7 +90,7 @@ async fn install_bundled(layout: Layout) {
     });
     match installed.await {
         Ok(Ok(skipped)) => skipped.iter().flatten().for_each(bundled::log_skipped),
-        Ok(Err(error)) => tracing::warn!(error = %chain(&error), "copying the bundled apps failed"),
+        Ok(Err(error)) => tracing::warn!(error = %format_chain(&error), "copying the bundled apps failed"),
         Err(error) => tracing::warn!(%error, "copying the bundled apps failed"),
     }
 }
@@ -249,8 +249,8 @@ impl Supervisor {
                 Err(RoundError::Register { slug: slug.to_string(), source })
             }
             Err(error) => {
-                tracing::error!(app = %slug, error = %chain(&error), "registration failed");
-                let error = AppError { slug: Some(slug.to_string()), message: chain(&error) };
+                tracing::error!(app = %slug, error = %format_chain(&error), "registration failed");
+                let error = AppError { slug: Some(slug.to_string()), message: format_chain(&error) };
                 self.snapshot.errors.insert(slug.to_string(), error);
                 Ok(())
             }

@@ -9,7 +9,7 @@ use crate::gateway::auth::CALLERS;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_http::openapi::{
     Content, DocumentedResponse, Operation, Parameter, ParameterLocation, any_text, array, boolean, count,
-    matching, named, nullable, object, one_of, text,
+    nullable, object, one_of, schema_ref, text, text_matching,
 };
 use svc_http::problem::Code;
 
@@ -52,7 +52,7 @@ pub static SCHEMAS: Endpoint = Endpoint {
         parameters: &[],
         body: None,
         responses: &[documented_json(200, "The apps' schemas.", || {
-            object(&[("data", array(named("AppSchema")))], &[])
+            object(&[("data", array(schema_ref("AppSchema")))], &[])
         })],
         problems: &[Code::Forbidden, Code::NotFound, Code::DatabaseUnavailable, Code::Unavailable],
     },
@@ -76,7 +76,7 @@ pub static CHANGES: Endpoint = Endpoint {
             Parameter {
                 name: "Last-Event-ID",
                 location: ParameterLocation::Header,
-                schema: || matching("^([0-9]+-[0-9]+)?$"),
+                schema: || text_matching("^([0-9]+-[0-9]+)?$"),
                 about: "Resumes after this event.",
             },
         ],

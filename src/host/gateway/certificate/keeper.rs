@@ -283,7 +283,7 @@ impl CertificateKeeper {
             }
             Err(error) => {
                 let at = self.attempts.schedule_retry(delay);
-                let why = untrusted_text::bounded(&error_chain(&error));
+                let why = untrusted_text::truncate_printable(&error_chain(&error));
                 tracing::warn!(name, error = why, next = %at, "certificate request failed; still presenting the previous certificate");
                 self.error = Some(why);
             }
@@ -297,7 +297,8 @@ impl CertificateKeeper {
         match fsx::write_atomic(&self.config.layout.tls_chain(), text.as_bytes(), 0o600) {
             Ok(()) => self.unstored = None,
             Err(error) => {
-                let error = format!("the issued certificate cannot be stored: {}", chain::chain(&error));
+                let error =
+                    format!("the issued certificate cannot be stored: {}", chain::format_chain(&error));
                 if self.error.as_ref() != Some(&error) {
                     tracing::error!("{error}; it is presented until the next restart");
                 }
@@ -396,7 +397,7 @@ fn settings_json(settings: &CertificateSettings) -> String {
 }
 
 fn error_chain(error: &anyhow::Error) -> String {
-    chain::chain(AsRef::<dyn std::error::Error>::as_ref(error))
+    chain::format_chain(AsRef::<dyn std::error::Error>::as_ref(error))
 }
 
 /// Reads the operator's file up to the maximum size of a chain. The error says why it cannot be read.

@@ -272,7 +272,7 @@ impl Pool {
             Ok(connection) => Ok(Some(connection)),
             Err(error) if need == Need::First => Err(error.into()),
             Err(error) => {
-                tracing::debug!(error = %svc_http::problem::chain(&error), "opening another connection failed");
+                tracing::debug!(error = %svc_http::problem::format_chain(&error), "opening another connection failed");
                 Ok(None)
             }
         }

@@ -28,8 +28,8 @@ use crate::gateway::body;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
 use svc_http::openapi::{
-    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, fields, matching,
-    named, nullable, object, one_of, text, text_up_to, time,
+    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, nullable, object,
+    one_of, request_object, schema_ref, text, text_matching, text_up_to, time,
 };
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
@@ -217,7 +217,7 @@ pub fn dispatch_schema() -> Value {
             ("startedAt", nullable(time())),
             ("text", nullable(text())),
             ("refused", nullable(text())),
-            ("interaction", nullable(named("Interaction"))),
+            ("interaction", nullable(schema_ref("Interaction"))),
         ],
         &[("index", svc_http::openapi::count())],
     )
@@ -229,7 +229,7 @@ fn response_schema() -> Value {
             ("id", text()),
             ("batch", boolean()),
             ("status", one_of(&["queued", "running", "success", "error"])),
-            ("dispatches", array(named("Dispatch"))),
+            ("dispatches", array(schema_ref("Dispatch"))),
         ],
         &[],
     )
@@ -244,17 +244,17 @@ fn request_schema() -> Value {
             ("deadlineSeconds", json!({ "type": "integer", "minimum": 1, "maximum": MAX_DEADLINE_SECONDS })),
         ]
     };
-    let mut batch = array(fields(&[("prompt", text_up_to(MAX_PROMPT_CHARS))], &agent_options()));
+    let mut batch = array(request_object(&[("prompt", text_up_to(MAX_PROMPT_CHARS))], &agent_options()));
     batch["minItems"] = 1.into();
     batch["maxItems"] = MAX_BATCH_ENTRIES.into();
     let mut request_options = agent_options();
     request_options.extend([
-        ("id", matching("^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")),
+        ("id", text_matching("^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")),
         ("senderId", text_up_to(MAX_SENDER_CHARS)),
     ]);
     json!({ "oneOf": [
-        fields(&[("prompt", text_up_to(MAX_PROMPT_CHARS))], &request_options),
-        fields(&[("batch", batch)], &request_options),
+        request_object(&[("prompt", text_up_to(MAX_PROMPT_CHARS))], &request_options),
+        request_object(&[("batch", batch)], &request_options),
     ] })
 }
 
@@ -268,7 +268,7 @@ const EVENTS: DocumentedResponse = DocumentedResponse {
 const ID: Parameter = Parameter {
     name: "id",
     location: ParameterLocation::Path,
-    schema: || matching(DispatchId::PATTERN),
+    schema: || text_matching(DispatchId::PATTERN),
     about: "The id of a dispatch, a batch, or a batch entry: the batch's id, a dot and the entry's index.",
 };
 
@@ -311,7 +311,7 @@ pub static LIST: Endpoint = Endpoint {
         parameters: &[],
         body: None,
         responses: &[documented_json(200, "At most 200.", || {
-            object(&[("dispatches", array(named("Dispatch")))], &[])
+            object(&[("dispatches", array(schema_ref("Dispatch")))], &[])
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
@@ -345,7 +345,7 @@ pub static FOLLOW: Endpoint = Endpoint {
             Parameter {
                 name: "Last-Event-ID",
                 location: ParameterLocation::Header,
-                schema: || matching("^[0-9]{0,18}$"),
+                schema: || text_matching("^[0-9]{0,18}$"),
                 about: "Resumes after this event.",
             },
         ],

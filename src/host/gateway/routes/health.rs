@@ -13,7 +13,7 @@ use crate::gateway::auth::Ingress;
 use crate::gateway::database::Database;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_http::openapi::{Operation, object, one_of, text};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 
 /// Reports that the process is running.
 pub async fn report_liveness() -> Response {
@@ -28,7 +28,7 @@ pub async fn report_readiness(
 ) -> Response {
     let database = database.server_address().await;
     if let Err(error) = &database {
-        tracing::warn!(error = %chain(error), "not ready");
+        tracing::warn!(error = %format_chain(error), "not ready");
     }
     let are_apps_loaded = apps.snapshot().is_loaded;
     let (status, label) = match (&database, are_apps_loaded) {

@@ -16,7 +16,7 @@ use crate::system::layout::Layout;
 use crate::update::protocol::UpdateRequest;
 use svc_base::clock::rfc3339_ms;
 use svc_base::fsx;
-use svc_http::openapi::{Operation, fields, matching, object, one_of, time};
+use svc_http::openapi::{Operation, object, one_of, request_object, text_matching, time};
 use svc_http::problem::{Code, Problem};
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
@@ -75,9 +75,9 @@ pub static UPDATE: Endpoint = Endpoint {
         summary: "Requests an update to a release.",
         credentials: &[PLATFORM],
         parameters: &[],
-        body: Some(|| fields(&[("imageVersion", matching(ImageVersion::PATTERN))], &[])),
+        body: Some(|| request_object(&[("imageVersion", text_matching(ImageVersion::PATTERN))], &[])),
         responses: &[documented_json(202, "The request is accepted.", || {
-            let version = matching(ImageVersion::PATTERN);
+            let version = text_matching(ImageVersion::PATTERN);
             object(
                 &[("request", one_of(&["update"])), ("imageVersion", version), ("requestedAt", time())],
                 &[],

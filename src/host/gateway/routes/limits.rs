@@ -26,8 +26,8 @@ use svc_base::clock::{now_ms, rfc3339_ms};
 use svc_base::fsx::{self, FileError};
 use svc_http::fields::Fields;
 use svc_http::openapi::{
-    Operation, Parameter, ParameterLocation, boolean, fields, named, nullable, number, object, text,
-    text_up_to, time,
+    Operation, Parameter, ParameterLocation, boolean, nullable, number, object, request_object, schema_ref,
+    text, text_up_to, time,
 };
 use svc_http::problem::{Code, Problem};
 use svc_http::usage::MAX_SENDER_CHARS;
@@ -138,13 +138,13 @@ pub async fn set(
 
 fn read_dollars(fields: &mut Fields, name: &str) -> Option<Dollars> {
     let amount = fields.decimal(name)?;
-    Dollars::from_f64(amount).map_err(|error| fields.wrong(name, error)).ok()
+    Dollars::from_f64(amount).map_err(|error| fields.add_error(name, error)).ok()
 }
 
 fn read_time_zone(fields: &mut Fields) -> Option<String> {
     let zone = fields.optional_text("timeZone", MAX_ZONE_CHARS)?;
     if Calendar::for_zone(&zone).is_err() {
-        fields.wrong("timeZone", "must be a time zone such as Europe/Berlin");
+        fields.add_error("timeZone", "must be a time zone such as Europe/Berlin");
     }
     Some(zone)
 }
@@ -186,7 +186,7 @@ fn write_limits(file: &std::path::Path, change: &LimitsChange) -> Result<Option<
     let mut text = serde_json::to_vec_pretty(&settings).expect("a JSON value can be serialized");
     text.push(b'\n');
     if let Some(dir) = file.parent() {
-        std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
+        std::fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
     }
     // The owner's programs read the file through its group.
     fsx::write_atomic(file, &text, 0o640)?;
@@ -233,7 +233,7 @@ pub static SHOW_LIMITS: Endpoint = Endpoint {
             about: "The user or channel; the default is the owner.",
         }],
         body: None,
-        responses: &[documented_json(200, "The limits.", || named("Limits"))],
+        responses: &[documented_json(200, "The limits.", || schema_ref("Limits"))],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -249,7 +249,7 @@ pub static SET_LIMITS: Endpoint = Endpoint {
         parameters: &[],
         body: Some(|| {
             let amount = || json!({ "type": "number", "minimum": 0, "maximum": 1_000_000_000 });
-            fields(
+            request_object(
                 &[],
                 &[
                     ("daily", amount()),
@@ -259,7 +259,7 @@ pub static SET_LIMITS: Endpoint = Endpoint {
                 ],
             )
         }),
-        responses: &[documented_json(200, "The new limits.", || named("Limits"))],
+        responses: &[documented_json(200, "The new limits.", || schema_ref("Limits"))],
         problems: &[Code::Forbidden, Code::Unavailable, Code::Conflict],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,

@@ -14,7 +14,7 @@ use crate::gateway::body;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::gateway::writers::{QuiesceProgress, Writers};
 use svc_base::clock::rfc3339_ms;
-use svc_http::openapi::{Operation, count, fields, nullable, object, time, uuid};
+use svc_http::openapi::{Operation, count, nullable, object, request_object, time, uuid};
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::OperationId;
 
@@ -59,7 +59,7 @@ pub static QUIESCE: Endpoint = Endpoint {
                   Repeated calls return the progress; the state survives a restart.",
         credentials: &[PLATFORM],
         parameters: &[],
-        body: Some(|| fields(&[("operationId", uuid())], &[])),
+        body: Some(|| request_object(&[("operationId", uuid())], &[])),
         responses: &[documented_json(200, "Writers are stopped once quiescedAt is set.", || {
             object(
                 &[("operationId", uuid()), ("quiescedAt", nullable(time())), ("runningDispatches", count())],
@@ -79,7 +79,7 @@ pub static RESUME: Endpoint = Endpoint {
         summary: "Resumes writers after a quiesce for this operation.",
         credentials: &[PLATFORM],
         parameters: &[],
-        body: Some(|| fields(&[("operationId", uuid())], &[])),
+        body: Some(|| request_object(&[("operationId", uuid())], &[])),
         responses: &[documented_json(200, "Writers are resumed.", || object(&[], &[]))],
         problems: &[Code::Forbidden, Code::Unavailable, Code::InvalidState],
     },

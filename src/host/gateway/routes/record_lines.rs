@@ -19,7 +19,7 @@ use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETR
 use crate::records::files::{LinePosition, RecordKind, TailPosition};
 use crate::records::page::{self, PageError, Verdict};
 use crate::records::tail::Tail;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_http::fields::Fields;
 use svc_http::problem::{Code, Problem};
 
@@ -242,7 +242,7 @@ impl Listener {
                     self.queued.extend(events);
                 }
                 Err(error) => {
-                    tracing::warn!(error = %chain(&error), "following a record failed");
+                    tracing::warn!(error = %format_chain(&error), "following a record failed");
                     return None;
                 }
             }

@@ -13,8 +13,8 @@ use crate::gateway::auth::READERS;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::records::files::RecordKind;
 use svc_http::openapi::{
-    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, count, matching,
-    named, nullable, number, object, one_of, text, text_up_to, time,
+    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, count, nullable,
+    number, object, one_of, schema_ref, text, text_matching, text_up_to, time,
 };
 use svc_http::problem::{Code, Problem};
 
@@ -39,13 +39,13 @@ const LIMIT: Parameter = Parameter {
 const CURSOR: Parameter = Parameter {
     name: "cursor",
     location: ParameterLocation::Query,
-    schema: || matching(POSITION_PATTERN),
+    schema: || text_matching(POSITION_PATTERN),
     about: "The `nextCursor` of the previous page.",
 };
 const LAST_EVENT_ID: Parameter = Parameter {
     name: "Last-Event-ID",
     location: ParameterLocation::Header,
-    schema: || matching(POSITIONS_PATTERN),
+    schema: || text_matching(POSITIONS_PATTERN),
     about: "Resumes after this event.",
 };
 const POSITION_PATTERN: &str = "^(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}$";
@@ -73,7 +73,7 @@ macro_rules! record {
                 parameters: &[LIMIT, CURSOR, SINCE, UNTIL $(, $filter)*],
                 body: None,
                 responses: &[documented_json(200, "A page. It may have fewer lines than the limit even if there is a next page.", || {
-                    object(&[($member, array(named($line_schema))), ("nextCursor", nullable(text()))], &[])
+                    object(&[($member, array(schema_ref($line_schema))), ("nextCursor", nullable(text()))], &[])
                 })],
                 problems: &[Code::Forbidden, Code::Unavailable, Code::Gone],
             },

@@ -21,8 +21,8 @@ use crate::system::layout::Layout;
 use svc_base::clock::rfc3339_ms;
 use svc_base::fsx::FileError;
 use svc_http::openapi::{
-    Operation, array, boolean, count, fields, matching, named, nullable, object, one_of, text, text_up_to,
-    time,
+    Operation, array, boolean, count, nullable, object, one_of, request_object, schema_ref, text,
+    text_matching, text_up_to, time,
 };
 use svc_http::problem::{Code, Problem};
 use svc_store::key::SnapshotKey;
@@ -66,7 +66,7 @@ pub async fn open(State(layout): State<Layout>, headers: HeaderMap, body: Body) 
     let key: Option<SnapshotKey> = fields.optional("key");
     let at = fields.time("at");
     if key.is_some() && at.is_some() {
-        fields.wrong("at", "must not be combined with key");
+        fields.add_error("at", "must not be combined with key");
     }
     let chosen = SnapshotChoice { key: key.map(|key| key.as_str().to_owned()), at };
     let chosen = fields.finish(Some(chosen))?;
@@ -79,9 +79,9 @@ pub async fn copy(State(layout): State<Layout>, headers: HeaderMap, body: Body) 
     let has_tables = fields.has("tables");
     let tables = fields.strings("tables", MAX_TABLES);
     if !has_tables {
-        fields.wrong("tables", "is required");
+        fields.add_error("tables", "is required");
     } else if tables.is_empty() || tables.iter().any(String::is_empty) {
-        fields.wrong("tables", "must name at least one table, each as schema.table");
+        fields.add_error("tables", "must name at least one table, each as schema.table");
     }
     let mode: Option<CopyMode> = fields.optional("mode");
     let dry_run = fields.boolean("dryRun").unwrap_or(false);
@@ -135,7 +135,7 @@ pub static SHOW: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[],
         body: None,
-        responses: &[documented_json(200, "The state.", || named("SideDatabase"))],
+        responses: &[documented_json(200, "The state.", || schema_ref("SideDatabase"))],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
@@ -150,7 +150,7 @@ pub static OPEN: Endpoint = Endpoint {
                   this time, else the last one.",
         credentials: OWNERS,
         parameters: &[],
-        body: Some(|| fields(&[], &[("key", matching(SnapshotKey::PATTERN)), ("at", time())])),
+        body: Some(|| request_object(&[], &[("key", text_matching(SnapshotKey::PATTERN)), ("at", time())])),
         responses: &[documented_json(202, "The request is accepted.", accepted_schema)],
         problems: PROBLEMS,
     },
@@ -171,7 +171,7 @@ pub static COPY: Endpoint = Endpoint {
             tables["minItems"] = 1.into();
             tables["maxItems"] = MAX_TABLES.into();
             let options = [("mode", one_of(CopyMode::NAMES)), ("dryRun", boolean()), ("backup", boolean())];
-            fields(&[("tables", tables)], &options)
+            request_object(&[("tables", tables)], &options)
         }),
         responses: &[documented_json(202, "The request is accepted.", accepted_schema)],
         problems: &[Code::Forbidden, Code::Unavailable, Code::InvalidState, Code::NotFound],

@@ -106,7 +106,7 @@ impl<'a> RegistrationClient<'a> {
             .body(body.to_owned());
         let response = match request_id::attach(request).send().await {
             Ok(response) => response,
-            Err(error) => return Attempt::Retry(svc_http::problem::chain(&error)),
+            Err(error) => return Attempt::Retry(svc_http::problem::format_chain(&error)),
         };
         let status = response.status();
         let body = match read_body(response).await {
@@ -115,7 +115,9 @@ impl<'a> RegistrationClient<'a> {
             Err(error @ ResponseBodyError::TooLarge(_)) => {
                 return Attempt::Done(Err(RegistrationError::Refused { status, detail: error.to_string() }));
             }
-            Err(ResponseBodyError::Http(error)) => return Attempt::Retry(svc_http::problem::chain(&error)),
+            Err(ResponseBodyError::Http(error)) => {
+                return Attempt::Retry(svc_http::problem::format_chain(&error));
+            }
         };
         match status {
             status if status.is_success() => Attempt::Done(Ok(body)),

@@ -17,7 +17,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use secrecy::SecretString;
 
 use crate::system::config;
-use crate::system::config::{Identity, PlatformLink, begin_log};
+use crate::system::config::{Identity, PlatformLink, init_log};
 use crate::system::layout::Layout;
 use crate::system::probe;
 use crate::system::probe::Gateway;
@@ -85,7 +85,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Ok(args) => args,
         Err(code) => return code,
     };
-    begin_log("svc-register", &Layout::from_process());
+    init_log("svc-register", &Layout::from_process());
     let layout = Layout::from_process();
     applet::block_on(
         "svc-register",
@@ -133,7 +133,7 @@ impl RegisterConfig {
         let configured = configured.and_then(|text| bundle::parse_digest(&text));
         let bundle_sha256 = installed.or(configured);
         if bundle_sha256.is_none() {
-            env.mistake(
+            env.add_mistake(
                 &vars::SVC_BUNDLE_SHA256,
                 "must be 64 hexadecimal digits where no release is installed",
             );

@@ -13,7 +13,7 @@ use crate::system::quiesce::{Quiesce, QuiesceError};
 use crate::system::upgrade_token::TokenError;
 use crate::update::protocol;
 use crate::update::protocol::{LastUpdate, UpdateRequest, UpdateResult};
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 use svc_http::proof::{ProofKey, ProofKeys};
@@ -69,11 +69,11 @@ pub fn apply_response(
     if let Some(settings) = &response.certificate
         && let Err(error) = certificate::store_settings(&config.layout, settings)
     {
-        tracing::error!(error = %chain(&error), "could not store the certificate settings");
+        tracing::error!(error = %format_chain(&error), "could not store the certificate settings");
     }
     // The current token remains valid, so an error does not stop the rest of the response.
     if let Err(error) = store_next_token(config, response.next_token.as_ref(), accepted.as_ref()) {
-        tracing::error!(error = %chain(&error), "could not store the next token of this machine");
+        tracing::error!(error = %format_chain(&error), "could not store the next token of this machine");
     }
     if let Some(desired) = response.desired_image_version {
         // The updater would drop an invalid id, and the request could not be recognised later.

@@ -18,14 +18,14 @@ use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
-use crate::system::config::begin_log;
+use crate::system::config::init_log;
 use crate::system::layout::Layout;
 use crate::system::quiesce::Quiesce;
 use apply_response::Superseded;
 use config::SyncConfig;
 use heartbeat::HeartbeatClient;
 use svc_base::applet::{self, Exit, Failure, OrExit};
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_http::request_id;
 
 #[derive(clap::Parser)]
@@ -45,7 +45,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(code) = applet::parse::<Args>(args) {
         return code;
     }
-    begin_log("svc-sync-agent", &Layout::from_process());
+    init_log("svc-sync-agent", &Layout::from_process());
     applet::block_on("svc-sync-agent", async {
         let config = SyncConfig::read(Layout::from_process())?;
         if config.layout.superseded().exists() {
@@ -90,7 +90,7 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
                     && let Err(error) =
                         apply_response::resume_writers(config, &before, response.quiesce.as_deref()).await
                 {
-                    tracing::error!(error = %chain(&error), "could not resume the writers");
+                    tracing::error!(error = %format_chain(&error), "could not resume the writers");
                 }
                 match apply_response::apply_response(config, reply) {
                     Ok(None) => {}
@@ -98,7 +98,9 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
                     Err(error) => tracing::error!(%error, "could not store the platform's response"),
                 }
             }
-            Err(error) => tracing::warn!(error = %svc_http::problem::chain(&error), "heartbeat failed"),
+            Err(error) => {
+                tracing::warn!(error = %svc_http::problem::format_chain(&error), "heartbeat failed")
+            }
         }
     }
 }
@@ -126,7 +128,7 @@ async fn run_meta_writer(config: &SyncConfig) -> std::convert::Infallible {
             tracing::warn!(%error, "could not renew the credentials for the object store");
         }
         if let Err(error) = meta::write_if_due(config, &mut last_write).await {
-            tracing::warn!(error = %svc_http::problem::chain(&error), "could not write vps-meta.json");
+            tracing::warn!(error = %svc_http::problem::format_chain(&error), "could not write vps-meta.json");
         }
     }
 }

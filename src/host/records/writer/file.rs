@@ -104,7 +104,7 @@ impl AppendFile {
         if self.pending_bytes == 0 {
             return Ok(());
         }
-        self.append().map_err(FileError::at("append to", &self.path))
+        self.append().map_err(FileError::wrap("append to", &self.path))
     }
 
     fn append(&mut self) -> io::Result<()> {

@@ -29,7 +29,7 @@ pub fn measure_home(
     logs: &Path,
     deadline: Instant,
 ) -> Result<(FileSizes, BTreeMap<String, u64>), FileError> {
-    let root = fs::symlink_metadata(home).map_err(FileError::at("measure", home))?;
+    let root = fs::symlink_metadata(home).map_err(FileError::wrap("measure", home))?;
     let (mut sizes, mut folders) = (FileSizes::default(), BTreeMap::new());
     let mut counted = HashSet::new();
     let mut directories = vec![Directory { path: home.to_owned(), app: None }];

@@ -16,7 +16,7 @@ use svc_base::clock;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
 use svc_base::quantity::pluralize;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
 use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
@@ -55,7 +55,7 @@ impl DrillError {
             Self::Download(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
-            Self::Query(error) => postgres::exit(error),
+            Self::Query(error) => postgres::exit_code(error),
             Self::Stopped => Exit::TryAgain,
             Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
@@ -92,7 +92,7 @@ pub async fn run(
         duration_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
         key: snapshot.map(|snapshot| snapshot.key),
         damaged: Vec::new(),
-        error: end.as_ref().err().map(|error| chain(error)),
+        error: end.as_ref().err().map(|error| format_chain(error)),
     };
     if end.as_ref().err().is_some_and(|error| error.exit() == Exit::Refused)
         && let Err(error) = staging::remove_dumps(&settings.layout.drill_state())
@@ -118,7 +118,7 @@ async fn drill(settings: &BackupSettings, drilled: &mut Option<SnapshotRef>) -> 
     failpoint::pass("drill.downloaded")?;
     let loaded = staging::load_into_scratch(&context, &dump, &side, RoleLifetime::Drill).await?;
     failpoint::pass("drill.loaded")?;
-    let client = context.server.connect(postgres::MAINTENANCE, "svc-db-backup").await?;
+    let client = context.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     staging::drop_scratch(&client, &loaded.name).await;
     failpoint::pass("drill.dropped")?;
     clean(&context, &dir).await?;
@@ -131,7 +131,7 @@ async fn find_latest(
     settings: &BackupSettings,
     drilled: &mut Option<SnapshotRef>,
 ) -> Result<Option<(SnapshotRef, SideRecord)>, DrillError> {
-    let snapshot = match snapshot::latest(&settings.bucket, &settings.slot).await {
+    let snapshot = match snapshot::find_latest(&settings.bucket, &settings.slot).await {
         Ok(snapshot) => snapshot,
         Err(SnapshotUnusable::Absent) => return Ok(None),
         Err(SnapshotUnusable::Damaged { key, why }) => return Err(DrillError::Damaged { key, why }),
@@ -144,7 +144,7 @@ async fn find_latest(
 
 /// Removes databases, dumps and roles of this drill or of a killed one.
 async fn clean(context: &RestoreContext, dir: &Path) -> Result<(), DrillError> {
-    let client = context.server.connect(postgres::MAINTENANCE, "svc-db-backup").await?;
+    let client = context.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     staging::drop_scratches(&client).await?;
     staging::drop_drill_roles(&client).await?;
     Ok(staging::remove_dumps(dir)?)

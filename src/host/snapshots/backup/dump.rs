@@ -92,7 +92,7 @@ impl DumpError {
     pub fn exit(&self) -> Exit {
         match self {
             Self::Upload(UploadError::Store(error)) => store::exit_code(error),
-            Self::Query(error) => postgres::exit(error),
+            Self::Query(error) => postgres::exit_code(error),
             _ => Exit::Internal,
         }
     }

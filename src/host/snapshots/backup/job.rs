@@ -28,7 +28,7 @@ use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::key;
 use svc_store::pointer::{Fenced, SnapshotRef};
@@ -206,7 +206,7 @@ fn build_record(
     progress: &Progress,
     error: Option<&BackupError>,
 ) -> Record {
-    let stored = progress.stored.as_ref().map(|stored| stored.snapshot.named());
+    let stored = progress.stored.as_ref().map(|stored| stored.snapshot.snapshot_ref());
     let dump = progress.dump.as_ref();
     Record {
         timestamp,
@@ -216,7 +216,7 @@ fn build_record(
         size_bytes: dump.map(|dump| dump.size_bytes).or(stored.map(|stored| stored.size_bytes)),
         sha256: dump.map(|dump| &dump.sha256).or(stored.map(|stored| &stored.sha256)).cloned(),
         duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
-        error: error.map(|error| chain(error)),
+        error: error.map(|error| format_chain(error)),
         held: match error {
             Some(BackupError::HeldBack(held)) => Some(held.to_record()),
             _ => None,
@@ -279,10 +279,10 @@ async fn back_up(
 fn keep_publishable(progress: &mut Progress, latest: Option<&SnapshotRef>) -> bool {
     let latest = latest.map(|latest| &latest.key);
     let is_newest = |stored: &Unpublished| {
-        latest == stored.before.as_ref() || latest == Some(&stored.snapshot.named().key)
+        latest == stored.before.as_ref() || latest == Some(&stored.snapshot.snapshot_ref().key)
     };
     progress.stored = progress.stored.take().filter(is_newest);
-    progress.key = progress.stored.as_ref().map(|stored| stored.snapshot.named().key.clone());
+    progress.key = progress.stored.as_ref().map(|stored| stored.snapshot.snapshot_ref().key.clone());
     progress.stored.is_some()
 }
 
@@ -293,7 +293,7 @@ async fn publish(settings: &BackupSettings, progress: &mut Progress) -> Result<(
         let moved = pointer_io::advance(&settings.bucket, &settings.slot, &stored.snapshot).await;
         moved.map_err(|error| match error {
             PointerError::Fenced(fenced) => BackupError::Fenced(fenced),
-            source => BackupError::Unpublished { key: stored.snapshot.named().key.clone(), source },
+            source => BackupError::Unpublished { key: stored.snapshot.snapshot_ref().key.clone(), source },
         })?;
     }
     failpoint::pass("backup.pointer")?;
@@ -329,7 +329,7 @@ async fn read_side_record(
         Ok(side) => Ok(Some(side)),
         // An unusable snapshot must not block its replacement.
         Err(error @ (StoreError::Corrupt { .. } | StoreError::NotFound { .. })) => {
-            tracing::warn!(error = %chain(&error), "the previous snapshot has no usable side record; the new one is not compared with it");
+            tracing::warn!(error = %format_chain(&error), "the previous snapshot has no usable side record; the new one is not compared with it");
             Ok(None)
         }
         Err(error) => Err(error.into()),

@@ -36,7 +36,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::side_database::{CopyMode, SideAction, SnapshotChoice, TableCopy};
 use crate::system::config;
-use crate::system::config::begin_log;
+use crate::system::config::init_log;
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
 use crate::system::store_credentials::OutagePolicy;
@@ -47,7 +47,7 @@ use retry::RetrySchedule;
 use settings::BackupSettings;
 use shrink_guard::Trigger;
 use svc_base::applet::{self, Exit, Failure, OrExit};
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_http::request_id;
 use svc_store::key::SnapshotKey;
 use verify::VerifyTargets;
@@ -216,7 +216,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(error) = stepped_down {
         return applet::report("svc-db-backup", &Failure::new(Exit::Internal, error));
     }
-    begin_log("svc-db-backup", &layout);
+    init_log("svc-db-backup", &layout);
     applet::block_on("svc-db-backup", async move {
         match command {
             Command::Run(args) => run_backup(layout, &args).await,
@@ -296,7 +296,7 @@ async fn back_up_with_retries(
             end => return end,
         };
         let Some(delay) = retry.next_delay(&failure) else { return Err(failure) };
-        let (seconds, error) = (delay.as_secs(), chain(failure.error.as_ref()));
+        let (seconds, error) = (delay.as_secs(), format_chain(failure.error.as_ref()));
         tracing::warn!(%error, seconds, "the backup failed and is retried");
         tokio::select! {
             () = tokio::time::sleep(delay) => {}

@@ -8,7 +8,7 @@ use jiff::{SignedDuration, Timestamp};
 use crate::snapshots::row_counts;
 use crate::system::postgres;
 use crate::system::postgres::Server;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 
 use super::snapshot::SnapshotError;
 
@@ -39,12 +39,12 @@ impl ReplacedDatabase {
 /// Drops expired databases. A database with open sessions stays until the next backup. An error does not fail the backup.
 pub async fn drop_expired(server: &Server, disk: &Path) {
     if let Err(error) = try_drop_expired(server, disk).await {
-        tracing::warn!(error = %chain(&error), "could not drop a replaced database");
+        tracing::warn!(error = %format_chain(&error), "could not drop a replaced database");
     }
 }
 
 async fn try_drop_expired(server: &Server, disk: &Path) -> Result<(), SnapshotError> {
-    let client = server.connect(postgres::MAINTENANCE, "svc-db-backup").await?;
+    let client = server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     let replaced = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_before_[0-9]+$'";
     let mut all = Vec::new();
     for row in client.query(replaced, &[]).await? {
@@ -55,7 +55,9 @@ async fn try_drop_expired(server: &Server, disk: &Path) -> Result<(), SnapshotEr
         let is_due =
             old.is_expired(Timestamp::now()) || is_short_of_space(disk) || is_empty(server, &old).await;
         if is_due {
-            client.batch_execute(&format!("DROP DATABASE IF EXISTS {}", postgres::ident(&old.name))).await?;
+            client
+                .batch_execute(&format!("DROP DATABASE IF EXISTS {}", postgres::quote_ident(&old.name)))
+                .await?;
             tracing::info!(database = old.name, "dropped a replaced database");
         }
     }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::system::layout::Layout;
 use svc_base::fsx::{self, FileError};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_store::Bucket;
 use svc_store::multipart::OpenUpload;
 
@@ -44,7 +44,7 @@ pub fn record(layout: &Layout, upload: &OpenUpload) {
         write(layout, uploads)
     });
     if let Err(error) = result {
-        tracing::warn!(error = %chain(&error), "could not record the upload: if this run is killed, its parts stay in the store");
+        tracing::warn!(error = %format_chain(&error), "could not record the upload: if this run is killed, its parts stay in the store");
     }
 }
 
@@ -55,7 +55,7 @@ pub fn remove(layout: &Layout, upload: &OpenUpload) {
         write(layout, uploads)
     });
     if let Err(error) = result {
-        tracing::warn!(error = %chain(&error), "could not remove a completed or aborted upload from the list");
+        tracing::warn!(error = %format_chain(&error), "could not remove a completed or aborted upload from the list");
     }
 }
 
@@ -65,7 +65,7 @@ pub async fn abort_all(layout: &Layout, bucket: &Bucket) {
     let (list, last) = (layout.open_uploads(), layout.last_backup());
     for path in [&list, &last] {
         if let Err(error) = fsx::remove_leftover_temp(path) {
-            tracing::warn!(error = %chain(&error), "could not remove temporary files of an interrupted run");
+            tracing::warn!(error = %format_chain(&error), "could not remove temporary files of an interrupted run");
         }
     }
     for upload in read(layout).unwrap_or_default() {
@@ -75,7 +75,7 @@ pub async fn abort_all(layout: &Layout, bucket: &Bucket) {
                 remove(layout, &upload);
             }
             Err(error) => {
-                tracing::warn!(error = %chain(&error), "could not abort the upload of an interrupted run");
+                tracing::warn!(error = %format_chain(&error), "could not abort the upload of an interrupted run");
             }
         }
     }

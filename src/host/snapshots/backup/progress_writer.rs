@@ -11,7 +11,7 @@ use super::dump::{DumpError, Sink};
 use super::stage::Stage;
 use crate::snapshots::backup_progress::BackupProgress;
 use crate::system::layout::Layout;
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::clock;
 use svc_base::fsx;
 use svc_store::upload::Upload;
@@ -34,7 +34,7 @@ impl Tracker {
     pub fn begin(layout: &Layout, began_at: Timestamp) -> Self {
         // A killed run may leave a temporary file.
         if let Err(error) = fsx::remove_leftover_temp(&layout.backup_progress()) {
-            tracing::warn!(error = %chain(&error), "could not remove a temporary file of a killed backup");
+            tracing::warn!(error = %format_chain(&error), "could not remove a temporary file of a killed backup");
         }
         let progress = BackupProgress::new(began_at, Stage::Gate.name());
         let state = Mutex::new(TrackerState { progress, written_at: Instant::now() });
@@ -57,7 +57,7 @@ impl Tracker {
         state.progress.updated_at = clock::now_ms();
         // The backup does not depend on its progress being visible.
         if let Err(error) = tokio::task::block_in_place(|| state.progress.write(&self.layout)) {
-            tracing::warn!(error = %chain(&error), "could not write the progress of the backup");
+            tracing::warn!(error = %format_chain(&error), "could not write the progress of the backup");
         }
     }
 }

@@ -17,7 +17,7 @@ use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::key;
 use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
@@ -117,7 +117,7 @@ pub async fn run(
         () = stop => Err(VerifyError::Stopped),
     };
     let error = match (&end, results.damaged.as_slice()) {
-        (Err(error), _) => Some(chain(error)),
+        (Err(error), _) => Some(format_chain(error)),
         (Ok(()), [(_, why), ..]) => Some(why.clone()),
         (Ok(()), []) => None,
     };
@@ -197,7 +197,7 @@ async fn select_keys(
         return Ok(keys.clone());
     }
     if *targets == VerifyTargets::Latest {
-        return match snapshot::latest(&settings.bucket, &settings.slot).await {
+        return match snapshot::find_latest(&settings.bucket, &settings.slot).await {
             Ok(latest) => Ok(vec![latest.key]),
             Err(SnapshotUnusable::Absent) => Ok(Vec::new()),
             Err(SnapshotUnusable::Damaged { key, .. }) => Ok(vec![key]),
@@ -235,7 +235,9 @@ async fn verify_one(settings: &BackupSettings, key: &str) -> Result<SideRecord, 
     let (bucket, slot, tools) = (&settings.bucket, &settings.slot, &settings.tools);
     match verify_object::reread(bucket, slot, tools, &side, &mut backoff).await {
         Ok(()) => Ok(side),
-        Err(error) if error.is_damage() => Err(VerifyFailure::Damaged(format!("{key}: {}", chain(&error)))),
+        Err(error) if error.is_damage() => {
+            Err(VerifyFailure::Damaged(format!("{key}: {}", format_chain(&error))))
+        }
         Err(error) => Err(VerifyFailure::Unknown(error.into())),
     }
 }

@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 use super::dump_check::{DumpCheck, DumpCheckError};
 use crate::system::backoff::Backoff;
 use crate::system::postgres_tools::PgTools;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_store::key::SlotPrefix;
 use svc_store::snapshot::SideRecord;
 use svc_store::{Bucket, StoreError};
@@ -56,7 +56,7 @@ pub async fn reread(
         match state.read_rest(bucket, slot, &reader, side).await {
             Ok(()) => {}
             Err(RereadError::Store(error)) if error.is_transient() => {
-                tracing::warn!(error = %chain(&error), at = state.length, "the read was interrupted");
+                tracing::warn!(error = %format_chain(&error), at = state.length, "the read was interrupted");
                 if state.length > before {
                     backoff.record_progress();
                 }

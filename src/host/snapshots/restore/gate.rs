@@ -17,7 +17,7 @@ use crate::system::lock::Lock;
 use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::{Exit, Failure};
-use svc_base::chain::chain;
+use svc_base::chain::format_chain;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
 use svc_http::request_id;
@@ -101,7 +101,7 @@ impl RestoreError {
     fn into_failure(self) -> Failure {
         let exit = self.exit();
         match self.code() {
-            Some(code) => Failure::new(exit, anyhow!("{} ({})", chain(&self), code.marker())),
+            Some(code) => Failure::new(exit, anyhow!("{} ({})", format_chain(&self), code.marker())),
             None => Failure::new(exit, self),
         }
     }
@@ -160,7 +160,7 @@ pub async fn settle(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Fail
 
 async fn settle_swap(settings: &RestoreSettings) -> Result<(), RestoreError> {
     let Some(journal) = Journal::read(&settings.layout)? else { return Ok(()) };
-    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     staging::end_sessions_of(&client, settings.context.name).await.map_err(SwapError::from)?;
     let database = settings.context.server.database();
     let was_swapped =
@@ -228,11 +228,11 @@ async fn find_snapshot(settings: &RestoreSettings) -> Result<Option<SnapshotRef>
     let mut backoff = Backoff::new(settings.context.deadline);
     loop {
         let found = match &settings.chosen {
-            None => snapshot::latest(&settings.context.bucket, &settings.context.slot).await,
+            None => snapshot::find_latest(&settings.context.bucket, &settings.context.slot).await,
             Some(key) => {
                 let chosen =
                     snapshot::load(&settings.context.bucket, &settings.context.slot, key.as_str()).await;
-                chosen.map(|side| side.named())
+                chosen.map(|side| side.snapshot_ref())
             }
         };
         match (found, settings.mode) {
@@ -268,7 +268,7 @@ async fn wait_to_retry(backoff: &mut Backoff, error: StoreError) -> Result<(), R
     if !error.is_transient() {
         return Err(RestoreError::Store(error));
     }
-    tracing::warn!(error = %svc_http::problem::chain(&error), "the object store does not respond");
+    tracing::warn!(error = %svc_http::problem::format_chain(&error), "the object store does not respond");
     backoff.pause().await.map_err(|_| RestoreError::Store(error))
 }
 
@@ -277,7 +277,7 @@ async fn was_swapped_before(
     settings: &RestoreSettings,
     snapshot: &SnapshotRef,
 ) -> Result<bool, RestoreError> {
-    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     staging::end_sessions_of(&client, settings.context.name).await.map_err(SwapError::from)?;
     let journal = Journal::read(&settings.layout)?;
     let database = settings.context.server.database();
@@ -296,7 +296,7 @@ async fn was_swapped_before(
 /// Returns whether an earlier run restored the database but never opened the gate, so that there are no new rows.
 async fn is_unserved_restore(settings: &RestoreSettings) -> Result<bool, RestoreError> {
     let Some(journal) = Journal::read(&settings.layout)? else { return Ok(false) };
-    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     let live_oid =
         staging::find_oid(&client, settings.context.server.database()).await.map_err(SwapError::from)?;
     Ok(live_oid == Some(journal.scratch_oid))
@@ -304,7 +304,8 @@ async fn is_unserved_restore(settings: &RestoreSettings) -> Result<bool, Restore
 
 /// Refuses to replace rows that may be newer than the snapshot. If only the marker was lost, `adopt` keeps the database.
 async fn refuse_rows(settings: &RestoreSettings) -> Result<(), RestoreError> {
-    let maintenance = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    let maintenance =
+        staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     let database = settings.context.server.database();
     if staging::find_oid(&maintenance, database).await.map_err(SwapError::from)?.is_none() {
         return Ok(());
@@ -318,14 +319,14 @@ async fn refuse_rows(settings: &RestoreSettings) -> Result<(), RestoreError> {
 
 /// Assigns the restore id before the swap, so that the live database always has one.
 async fn assign_restore_id(settings: &RestoreSettings, loaded: &ScratchDatabase) -> Result<(), RestoreError> {
-    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     database_identity::assign_restore_id(&client, &loaded.name).await?;
     Ok(())
 }
 
 /// Writes the marker for the existing database.
 async fn set_marker(settings: &RestoreSettings, snapshot: Option<&str>) -> Result<(), RestoreError> {
-    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     let identity = database_identity::adopt(&client, settings.context.server.database()).await?;
     fsx::remove_leftover_temp(&fsx::resolve_link(&settings.layout.restore_complete()))?;
     Marker::new(snapshot.map(str::to_owned), identity).write(&settings.layout)?;

@@ -17,7 +17,7 @@ use std::process::ExitCode;
 use crate::snapshots::restore_marker::Marker;
 use crate::system::activity;
 use crate::system::boot_progress::BootReporter;
-use crate::system::config::begin_log;
+use crate::system::config::init_log;
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
 use crate::system::user;
@@ -89,7 +89,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(error) = stepped_down {
         return applet::report("svc-restore", &Failure::new(Exit::Internal, error));
     }
-    begin_log("svc-restore", &layout);
+    init_log("svc-restore", &layout);
     applet::block_on(
         "svc-restore",
         request_id::run_with_new_id(async {

@@ -7,10 +7,10 @@ use tokio_postgres::{Client, Error};
 
 use crate::snapshots::staging::{ScratchDatabase, drop_scratch, find_oid};
 use crate::system::postgres;
-use crate::system::postgres::{ConnectError, Server, ident};
+use crate::system::postgres::{ConnectError, Server, quote_ident};
 use svc_base::applet::Exit;
 use svc_base::failpoint::{self, Injected};
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 
 /// Maximum time for sessions to end.
 const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
@@ -32,7 +32,7 @@ impl SwapError {
     pub fn exit(&self) -> Exit {
         match self {
             Self::Connect(_) => Exit::Unavailable,
-            Self::Query(error) => postgres::exit(error),
+            Self::Query(error) => postgres::exit_code(error),
             Self::InUse { .. } | Self::Injected(_) => Exit::Internal,
         }
     }
@@ -40,11 +40,11 @@ impl SwapError {
 
 /// Swaps the names, and ends the sessions of both databases.
 pub async fn swap(server: &Server, scratch: &ScratchDatabase) -> Result<(), SwapError> {
-    let client = server.connect(postgres::MAINTENANCE, "svc-restore").await?;
+    let client = server.connect(postgres::MAINTENANCE_DATABASE, "svc-restore").await?;
     let database = server.database();
     let exists = find_oid(&client, database).await?.is_some();
     if exists {
-        let close = format!("ALTER DATABASE {} ALLOW_CONNECTIONS false", ident(database));
+        let close = format!("ALTER DATABASE {} ALLOW_CONNECTIONS false", quote_ident(database));
         client.batch_execute(&close).await?;
         failpoint::pass("restore.closed")?;
         end_sessions(&client, database).await?;
@@ -52,15 +52,15 @@ pub async fn swap(server: &Server, scratch: &ScratchDatabase) -> Result<(), Swap
     end_sessions(&client, &scratch.name).await?;
     let replaced = format!("svc_before_{}", scratch.number);
     let first = if exists {
-        format!("ALTER DATABASE {} RENAME TO {};", ident(database), ident(&replaced))
+        format!("ALTER DATABASE {} RENAME TO {};", quote_ident(database), quote_ident(&replaced))
     } else {
         String::new()
     };
     client
         .batch_execute(&format!(
             "BEGIN; {first} ALTER DATABASE {} RENAME TO {}; COMMIT",
-            ident(&scratch.name),
-            ident(database)
+            quote_ident(&scratch.name),
+            quote_ident(database)
         ))
         .await?;
     failpoint::pass("restore.renamed")?;
@@ -73,14 +73,14 @@ pub async fn swap(server: &Server, scratch: &ScratchDatabase) -> Result<(), Swap
 /// Cleans up after a failed swap: reopens the owner's database and drops the scratch database, unless the swap was
 /// committed.
 pub async fn undo(server: &Server, scratch: &ScratchDatabase) {
-    match server.connect(postgres::MAINTENANCE, "svc-restore").await {
+    match server.connect(postgres::MAINTENANCE_DATABASE, "svc-restore").await {
         Ok(client) => {
             if let Err(error) = allow_connections(&client, server.database()).await {
-                tracing::error!(error = %chain(&error), "could not reopen the owner's database");
+                tracing::error!(error = %format_chain(&error), "could not reopen the owner's database");
             }
             drop_scratch(&client, &scratch.name).await;
         }
-        Err(error) => tracing::error!(error = %chain(&error), "could not reopen the owner's database"),
+        Err(error) => tracing::error!(error = %format_chain(&error), "could not reopen the owner's database"),
     }
 }
 
@@ -110,7 +110,9 @@ async fn end_sessions(client: &Client, database: &str) -> Result<(), SwapError> 
 /// Errors of the database.
 pub async fn allow_connections(client: &Client, database: &str) -> Result<(), SwapError> {
     if find_oid(client, database).await?.is_some() {
-        client.batch_execute(&format!("ALTER DATABASE {} ALLOW_CONNECTIONS true", ident(database))).await?;
+        client
+            .batch_execute(&format!("ALTER DATABASE {} ALLOW_CONNECTIONS true", quote_ident(database)))
+            .await?;
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use tokio_postgres::{Client, Error};
 
-use crate::system::postgres::ident;
+use crate::system::postgres::quote_ident;
 
 /// A database into which a snapshot is loaded.
 #[derive(Debug)]
@@ -67,5 +67,5 @@ pub async fn drop_scratch(client: &Client, name: &str) {
 }
 
 fn drop_statement(name: &str) -> String {
-    format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", ident(name))
+    format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", quote_ident(name))
 }

@@ -14,7 +14,7 @@ use svc_base::applet::Exit;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
 use svc_base::partial::PartialFile;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
 use svc_store::snapshot::SideRecord;
@@ -72,7 +72,7 @@ pub async fn fetch_dump(
     snapshot: &SnapshotRef,
     side: &SideRecord,
 ) -> Result<Dump, DownloadError> {
-    std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
+    std::fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
     let name = format!("{}.dump", snapshot.sha256);
     remove_other_dumps(dir, &name)?;
     let path = dir.join(name);
@@ -136,7 +136,7 @@ async fn complete(
         match resume_download(context, snapshot, partial).await {
             Ok(()) => {}
             Err(DownloadError::Store(error)) if error.is_transient() => {
-                tracing::warn!(error = %chain(&error), at = partial.length(), "the download was interrupted");
+                tracing::warn!(error = %format_chain(&error), at = partial.length(), "the download was interrupted");
                 if partial.length() > before {
                     backoff.record_progress();
                 }
@@ -203,7 +203,7 @@ pub fn ensure_space_for_snapshot(
 /// # Errors
 /// [`DownloadError::NoSpace`].
 pub fn ensure_free_space(dir: &Path, needed: u64) -> Result<(), DownloadError> {
-    let free = fs4::available_space(dir).map_err(FileError::at("measure", dir))?;
+    let free = fs4::available_space(dir).map_err(FileError::wrap("measure", dir))?;
     if free < needed {
         return Err(DownloadError::NoSpace { path: dir.to_owned(), needed, free });
     }
@@ -218,7 +218,7 @@ fn database_bytes_needed(snapshot: &SnapshotRef, side: &SideRecord) -> u64 {
 
 /// Removes all dumps except `keep`.
 fn remove_other_dumps(dir: &Path, keep: &str) -> Result<(), FileError> {
-    for entry in std::fs::read_dir(dir).map_err(FileError::at("read", dir))?.flatten() {
+    for entry in std::fs::read_dir(dir).map_err(FileError::wrap("read", dir))?.flatten() {
         let name = entry.file_name();
         if name != keep && name.to_string_lossy().ends_with(".dump") {
             svc_base::fsx::remove_if_exists(&entry.path())?;

@@ -44,7 +44,7 @@ impl LoadError {
         match self {
             Self::Connect(_) => Exit::Unavailable,
             Self::Download(error) => error.exit(),
-            Self::Query { source, .. } => postgres::exit(source),
+            Self::Query { source, .. } => postgres::exit_code(source),
             Self::Newer { .. } | Self::Restore { .. } | Self::Differs(_) => Exit::Refused,
             Self::Start(_) | Self::TimedOut | Self::Injected(_) => Exit::Internal,
         }

@@ -17,7 +17,7 @@ use super::{roles, stream};
 use crate::snapshots::row_counts;
 use crate::system::backoff::Backoff;
 use crate::system::postgres;
-use crate::system::postgres::{ConnectError, ident, literal};
+use crate::system::postgres::{ConnectError, quote_ident, quote_literal};
 use crate::system::postgres_tools;
 use svc_base::failpoint::{self};
 use svc_base::quantity::pluralize;
@@ -56,7 +56,7 @@ pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> R
 /// # Errors
 /// [`LoadError::Newer`].
 pub async fn check_postgres_version(context: &RestoreContext, side: &SideRecord) -> Result<(), LoadError> {
-    let client = connect_with_retries(context, postgres::MAINTENANCE).await?;
+    let client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
     let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
     let server: i32 = row.and_then(|row| row.try_get(0)).map_err(query("query the server's version"))?;
     match side.pg_major() {
@@ -74,7 +74,7 @@ pub async fn load_into_scratch(
     side: &SideRecord,
     lifetime: RoleLifetime,
 ) -> Result<ScratchDatabase, LoadError> {
-    let mut client = connect_with_retries(context, postgres::MAINTENANCE).await?;
+    let mut client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
     for what in roles::create(&mut client, side, lifetime).await? {
         tracing::warn!(what, "not kept by the restore");
     }
@@ -111,9 +111,9 @@ pub async fn load_into_scratch(
 pub async fn create_database(client: &Client, owner: Option<&str>) -> Result<ScratchDatabase, LoadError> {
     let number = svc_base::clock::now_ms().as_millisecond();
     let name = format!("svc_restore_{number}");
-    let owner = owner.map(|owner| format!(" OWNER {}", ident(owner))).unwrap_or_default();
+    let owner = owner.map(|owner| format!(" OWNER {}", quote_ident(owner))).unwrap_or_default();
     client
-        .batch_execute(&format!("CREATE DATABASE {} TEMPLATE template0{owner}", ident(&name)))
+        .batch_execute(&format!("CREATE DATABASE {} TEMPLATE template0{owner}", quote_ident(&name)))
         .await
         .map_err(query("create a database for the snapshot"))?;
     let oid = database::find_oid(client, &name).await.map_err(query("look for the new database"))?;
@@ -179,17 +179,17 @@ async fn report_progress(
 
 /// Applies facts that a dump of the content does not contain: owner, privileges and settings of the database itself.
 async fn apply_facts(client: &Client, database: &str, facts: &DatabaseFacts) -> Result<(), LoadError> {
-    let name = ident(database);
+    let name = quote_ident(database);
     let run = async |statement: String| {
         client.batch_execute(&statement).await.map_err(query("apply the database's privileges and settings"))
     };
     if let Some(owner) = &facts.owner {
-        run(format!("ALTER DATABASE {name} OWNER TO {}", ident(owner))).await?;
+        run(format!("ALTER DATABASE {name} OWNER TO {}", quote_ident(owner))).await?;
     }
     if let Some(grants) = &facts.grants {
         run(format!("REVOKE ALL ON DATABASE {name} FROM PUBLIC")).await?;
         for grant in grants.iter().filter(|grant| is_privilege(&grant.privilege)) {
-            let grantee = grant.grantee.as_deref().map_or("PUBLIC".to_owned(), ident);
+            let grantee = grant.grantee.as_deref().map_or("PUBLIC".to_owned(), quote_ident);
             let option = if grant.grantable { " WITH GRANT OPTION" } else { "" };
             run(format!("GRANT {} ON DATABASE {name} TO {grantee}{option}", grant.privilege)).await?;
         }
@@ -208,15 +208,15 @@ fn is_privilege(name: &str) -> bool {
 /// session may change is written as a plain value.
 async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSetting) -> Result<(), LoadError> {
     let target = match &setting.role {
-        Some(role) => format!("ALTER ROLE {} IN DATABASE {database}", ident(role)),
+        Some(role) => format!("ALTER ROLE {} IN DATABASE {database}", quote_ident(role)),
         None => format!("ALTER DATABASE {database}"),
     };
     // A custom setting's name is two identifiers joined by a dot.
-    let name = setting.name.split('.').map(ident).collect::<Vec<_>>().join(".");
+    let name = setting.name.split('.').map(quote_ident).collect::<Vec<_>>().join(".");
     let set_config = "SELECT set_config($1, $2, false)";
     let statement = match client.query_one(set_config, &[&setting.name, &setting.value]).await {
         Ok(_) => format!("{target} SET {name} FROM CURRENT"),
-        Err(_) => format!("{target} SET {name} TO {}", literal(&setting.value)),
+        Err(_) => format!("{target} SET {name} TO {}", quote_literal(&setting.value)),
     };
     let action = || query(format!("set {} for the database", setting.name));
     client.batch_execute(&statement).await.map_err(action())?;

@@ -11,7 +11,7 @@ use tokio_postgres::{Client, Transaction};
 use super::error::{LoadError, query};
 use crate::snapshots::roles;
 use crate::snapshots::roles::DRILL_ROLE_COMMENT;
-use crate::system::postgres::{ident, literal};
+use crate::system::postgres::{quote_ident, quote_literal};
 use svc_store::role_facts::{Membership, RoleFacts, RoleSetting};
 use svc_store::snapshot::SideRecord;
 
@@ -48,9 +48,9 @@ pub async fn create(
         if exists.map_err(query("look for a role"))?.is_some() {
             continue;
         }
-        let mut create = format!("CREATE ROLE {} NOLOGIN", ident(name));
+        let mut create = format!("CREATE ROLE {} NOLOGIN", quote_ident(name));
         if lifetime == RoleLifetime::Drill {
-            create.push_str(&format!("; COMMENT ON ROLE {} IS '{DRILL_ROLE_COMMENT}'", ident(name)));
+            create.push_str(&format!("; COMMENT ON ROLE {} IS '{DRILL_ROLE_COMMENT}'", quote_ident(name)));
         }
         transaction.batch_execute(&create).await.map_err(query(format!("create the role {name}")))?;
         created.insert(name);
@@ -93,8 +93,9 @@ impl RoleSetup<'_> {
             option(role.bypass_rls, "BYPASSRLS"),
             format!("CONNECTION LIMIT {}", role.connection_limit),
         ];
-        attributes.extend(role.valid_until.as_ref().map(|until| format!("VALID UNTIL {}", literal(until))));
-        let alter = format!("ALTER ROLE {} WITH {}", ident(&role.name), attributes.join(" "));
+        attributes
+            .extend(role.valid_until.as_ref().map(|until| format!("VALID UNTIL {}", quote_literal(until))));
+        let alter = format!("ALTER ROLE {} WITH {}", quote_ident(&role.name), attributes.join(" "));
         self.attempt(&[alter], || format!("the attributes of the role {}", role.name)).await?;
         for setting in &role.settings {
             self.set(role, setting).await?;
@@ -111,10 +112,10 @@ impl RoleSetup<'_> {
     /// Applies a setting. `FROM CURRENT` keeps the stored form of list values such as a search path; a setting that no
     /// session may change is written as a plain value.
     async fn set(&mut self, role: &RoleFacts, setting: &RoleSetting) -> Result<(), LoadError> {
-        let name = setting.name.split('.').map(ident).collect::<Vec<_>>().join(".");
-        let (target, value) = (ident(&role.name), literal(&setting.value));
+        let name = setting.name.split('.').map(quote_ident).collect::<Vec<_>>().join(".");
+        let (target, value) = (quote_ident(&role.name), quote_literal(&setting.value));
         let from_current = [
-            format!("SELECT set_config({}, {value}, true)", literal(&setting.name)),
+            format!("SELECT set_config({}, {value}, true)", quote_literal(&setting.name)),
             format!("ALTER ROLE {target} SET {name} FROM CURRENT"),
             format!("RESET {name}"),
         ];
@@ -128,8 +129,8 @@ impl RoleSetup<'_> {
     async fn grant(&mut self, role: &RoleFacts, membership: &Membership) -> Result<(), LoadError> {
         let grant = format!(
             "GRANT {} TO {} WITH ADMIN {}, INHERIT {}, SET {}",
-            ident(&membership.role),
-            ident(&role.name),
+            quote_ident(&membership.role),
+            quote_ident(&role.name),
             membership.admin,
             membership.inherit,
             membership.set
@@ -197,9 +198,9 @@ pub async fn drop_drill_roles(client: &Client) -> Result<(), LoadError> {
         client.query(drills, &[&DRILL_ROLE_COMMENT]).await.map_err(query("look for the roles of a drill"))?;
     for row in rows {
         let role: String = row.try_get(0).map_err(query("look for the roles of a drill"))?;
-        match client.batch_execute(&format!("DROP ROLE IF EXISTS {}", ident(&role))).await {
+        match client.batch_execute(&format!("DROP ROLE IF EXISTS {}", quote_ident(&role))).await {
             Err(error) if error.code() == Some(&SqlState::DEPENDENT_OBJECTS_STILL_EXIST) => {
-                let keep = format!("COMMENT ON ROLE {} IS NULL", ident(&role));
+                let keep = format!("COMMENT ON ROLE {} IS NULL", quote_ident(&role));
                 client.batch_execute(&keep).await.map_err(query(format!("keep the role {role}")))?;
             }
             end => end.map_err(query(format!("drop the role {role}")))?,

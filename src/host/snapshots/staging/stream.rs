@@ -19,7 +19,7 @@ use super::error::LoadError;
 use crate::system::backoff::Backoff;
 use crate::system::postgres_tools;
 use svc_base::failpoint;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
 
@@ -98,7 +98,7 @@ impl Transfer {
             match self.receive_rest(context, snapshot, child).await {
                 Ok(()) => {}
                 Err(Interrupted::Download(DownloadError::Store(error))) if error.is_transient() => {
-                    tracing::warn!(error = %chain(&error), at = self.length, "the transfer was interrupted");
+                    tracing::warn!(error = %format_chain(&error), at = self.length, "the transfer was interrupted");
                     if self.length > before {
                         backoff.record_progress();
                     }

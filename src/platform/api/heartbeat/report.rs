@@ -103,15 +103,15 @@ fn read_trusted_keys(fields: &mut Fields) -> Option<TrustedKeyIds> {
     let mut inner = fields.optional_nested("trustedKeys")?;
     let sequence = inner.required_number("sequence").map(u32::try_from);
     if matches!(sequence, Some(Err(_))) {
-        inner.wrong("sequence", format!("must be at most {}", u32::MAX));
+        inner.add_error("sequence", format!("must be at most {}", u32::MAX));
     }
     if !inner.has("ids") {
-        inner.wrong("ids", "is required");
+        inner.add_error("ids", "is required");
     }
     let ids = inner.strings("ids", MAX_TRUSTED_KEYS);
     let is_id = |id: &String| id.len() == 16 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
     if !ids.iter().all(is_id) {
-        inner.wrong("ids", "must each be 16 hexadecimal digits");
+        inner.add_error("ids", "must each be 16 hexadecimal digits");
     }
     fields.close(inner);
     Some(TrustedKeyIds { sequence: sequence?.ok()?, ids })
@@ -196,7 +196,7 @@ fn read_last_update(fields: &mut Fields) -> Option<LastUpdate> {
     Some(LastUpdate {
         version: version?.into(),
         outcome: outcome?.into(),
-        stage: untrusted_text::bounded(&stage?),
+        stage: untrusted_text::truncate_printable(&stage?),
         at: at?.into(),
         error,
     })
@@ -217,7 +217,7 @@ fn read_check(checks: &mut Fields, kind: &str) -> Option<SnapshotCheck> {
     let at = inner.required_time("at");
     let key = inner.reported_text("key");
     let damaged = inner.strings("damaged", MAX_DAMAGED_KEYS);
-    let damaged: Vec<String> = damaged.iter().map(|key| untrusted_text::bounded(key)).collect();
+    let damaged: Vec<String> = damaged.iter().map(|key| untrusted_text::truncate_printable(key)).collect();
     let error = inner.reported_text("error");
     checks.close(inner);
     Some(SnapshotCheck { status: status?.into(), at: at?.into(), key, damaged, error })
@@ -227,7 +227,7 @@ fn read_epoch(fields: &mut Fields) -> Option<Epoch> {
     let number = fields.required_number("epoch")?;
     let epoch = u32::try_from(number).ok().map(Epoch).filter(|epoch| *epoch <= MAX_EPOCH);
     if epoch.is_none() {
-        fields.wrong("epoch", format!("must be at most {MAX_EPOCH}"));
+        fields.add_error("epoch", format!("must be at most {MAX_EPOCH}"));
     }
     epoch
 }

@@ -12,7 +12,7 @@ use crate::operations::host_call::BackupProgress;
 use crate::operations::leased::LeasedOperation;
 use crate::operations::step::StepOutcome;
 use svc_base::clock;
-use svc_base::untrusted_text::bounded;
+use svc_base::untrusted_text::truncate_printable;
 
 /// Key in an operation's facts: the progress of this step.
 const FACTS: &str = "lastBackup";
@@ -120,7 +120,7 @@ impl LastBackupProgress {
     /// [`Self::is_overdue`] limits a host that reports false progress.
     pub fn record_report(&mut self, host: &BackupProgress, now: Timestamp) {
         let bytes = host.dumped_bytes.unwrap_or(0).saturating_add(host.uploaded_bytes.unwrap_or(0));
-        let stage = host.stage.as_deref().map(bounded);
+        let stage = host.stage.as_deref().map(truncate_printable);
         let threshold = self.bytes.saturating_add(MIN_PROGRESS_BYTES);
         if stage != self.stage || bytes < self.bytes || bytes >= threshold {
             (self.stage, self.bytes, self.progress_at) = (stage, bytes, Some(now));

@@ -63,7 +63,7 @@ pub async fn find_final_backup(
     }
     let side = snapshot::load(bucket, &slot, &named.key).await;
     let is_whole =
-        side.as_ref().is_ok_and(|side| side.named() == SnapshotRef { etag: None, ..named.clone() });
+        side.as_ref().is_ok_and(|side| side.snapshot_ref() == SnapshotRef { etag: None, ..named.clone() });
     if !is_whole {
         tracing::warn!(machine = %machine.id, key = named.key, "the pointer does not match the snapshot that it names");
     }

@@ -114,11 +114,11 @@ impl Idp {
     }
 
     /// Refuses connections until [`Idp::up`].
-    pub fn down(&self) {
+    pub fn take_down(&self) {
         self.listener.close();
     }
 
-    pub fn up(&self) -> Result<()> {
+    pub fn bring_up(&self) -> Result<()> {
         Ok(self.listener.reopen()?)
     }
 }

@@ -149,9 +149,9 @@ async fn jwks_errors_and_outages_can_be_simulated() -> Result<()> {
     idp.set_jwks_status(200);
     get(&idp.jwks_url()).await?;
     assert_eq!(idp.jwks_fetches(), 2);
-    idp.down();
+    idp.take_down();
     assert!(get(&idp.jwks_url()).await.is_err());
-    idp.up()?;
+    idp.bring_up()?;
     get(&idp.jwks_url()).await?;
     assert_eq!(idp.jwks_fetches(), 3);
     Ok(())

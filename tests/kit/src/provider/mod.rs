@@ -7,7 +7,7 @@
 //! # async fn f() -> anyhow::Result<()> {
 //! use kit::provider::{Fault, FaultRule, Simulator, SimulatorOptions};
 //! let provider = Simulator::start(SimulatorOptions::record()).await?;
-//! provider.fault(FaultRule::once("POST", "/servers", Fault::LostReplyAfterCommit));
+//! provider.add_fault(FaultRule::once("POST", "/servers", Fault::LostReplyAfterCommit));
 //! // … drive the platform against provider.base_url() with provider.token() …
 //! assert_eq!(provider.servers().len(), 1);
 //! # Ok(()) }

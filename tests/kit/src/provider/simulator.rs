@@ -136,7 +136,7 @@ impl Simulator {
     }
 
     /// Adds a scripted fault.
-    pub fn fault(&self, rule: FaultRule) {
+    pub fn add_fault(&self, rule: FaultRule) {
         self.cloud.script().add(rule);
     }
 

@@ -246,7 +246,7 @@ async fn lost_reply_takes_effect_and_lost_request_does_not() -> Result<()> {
     let (simulator, api) = start().await?;
     for (name, fault, created) in [("a", Fault::LostReplyAfterCommit, true), ("b", Fault::LostRequest, false)]
     {
-        simulator.fault(FaultRule::once("POST", "/servers", fault));
+        simulator.add_fault(FaultRule::once("POST", "/servers", fault));
         assert!(api.create(name, "").await.is_err(), "the connection was not cut");
         assert_eq!(simulator.server_by_name(name).is_some(), created, "{name}");
     }

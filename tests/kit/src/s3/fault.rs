@@ -4,9 +4,9 @@
 //! # use std::time::Duration;
 //! # fn f(store: &kit::s3::S3Server) {
 //! use kit::s3::{Fault, Rule};
-//! let lost = store.fault(Rule::new(Fault::LostReply).method("PUT").key("current.json"));
-//! store.fault(Rule::new(Fault::Status(503)).query("partNumber=2").times(3));
-//! store.fault(Rule::new(Fault::Delay(Duration::from_millis(20))).always());
+//! let lost = store.add_fault(Rule::new(Fault::LostReply).method("PUT").key("current.json"));
+//! store.add_fault(Rule::new(Fault::Status(503)).query("partNumber=2").times(3));
+//! store.add_fault(Rule::new(Fault::Delay(Duration::from_millis(20))).always());
 //! // … the client does its work …
 //! assert_eq!(lost.hits(), 1);
 //! store.heal();

@@ -7,8 +7,8 @@
 //! let environment = store.env("fleet"); // OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT, AWS_…
 //! store.write("fleet", "user/primary/system/db/latest", "…");
 //! assert_eq!(store.objects("fleet", "user/").len(), 1);
-//! store.down(); // connections are refused …
-//! store.up()?; // … until now; the objects are kept
+//! store.take_down(); // connections are refused …
+//! store.bring_up()?; // … until now; the objects are kept
 //! # Ok(()) }
 //! ```
 //!
@@ -278,7 +278,7 @@ impl S3Server {
     }
 
     /// Activates a fault for the requests selected by the rule.
-    pub fn fault(&self, rule: Rule) -> HitCounter {
+    pub fn add_fault(&self, rule: Rule) -> HitCounter {
         self.http.faults.add(rule)
     }
 
@@ -288,12 +288,12 @@ impl S3Server {
     }
 
     /// Refuses connections, and cuts existing ones, until [`S3Server::up`].
-    pub fn down(&self) {
+    pub fn take_down(&self) {
         self.listener.close();
     }
 
     /// Serves again on the same port, with the same objects.
-    pub fn up(&self) -> Result<()> {
+    pub fn bring_up(&self) -> Result<()> {
         Ok(self.listener.reopen()?)
     }
 

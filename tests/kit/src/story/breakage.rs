@@ -63,13 +63,15 @@ impl FromStr for Breakage {
 
 pub fn fail_snapshot_puts(stack: &Stack) {
     for method in ["PUT", "POST"] {
-        stack.store.fault(Rule::new(Fault::Status(500)).method(method).key("/system/db/snapshots/").always());
+        stack
+            .store
+            .add_fault(Rule::new(Fault::Status(500)).method(method).key("/system/db/snapshots/").always());
     }
     println!("      (broken: the store fails every write of a snapshot)");
 }
 
 pub fn corrupt_snapshot_gets(stack: &Stack) {
-    stack.store.fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").always());
+    stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").always());
     println!("      (broken: the store corrupts every snapshot on reading)");
 }
 

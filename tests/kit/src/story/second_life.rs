@@ -49,7 +49,7 @@ pub async fn fail_recovery_midway(
     timeouts: Timeouts,
 ) -> Result<(MachineRecord, String)> {
     let titles = stack.web.titles(&stack.owner()).await?;
-    stack.store.fault(Rule::new(Fault::CorruptBody).method("GET").key_ending(".dump").always());
+    stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_ending(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", &timeouts.wait_arg()]).await?;
     stack.store.heal();
     ensure!(run.code == Some(69), "svcctl exited with {:?}: {}{}", run.code, run.stdout, run.stderr);

@@ -41,7 +41,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
     let completes = |fault: Fault| rule(fault).method("POST").query("uploadId=");
     let clock = Fault::Code(403, "RequestTimeTooSkewed");
     vec![
-        ("connections are refused", Disruption::Action(|scene| scene.store.down()), unavailable("gate")),
+        ("connections are refused", Disruption::Action(|scene| scene.store.take_down()), unavailable("gate")),
         ("connections are cut", one(rule(Fault::Refuse).always()), unavailable("gate")),
         ("slow responses", one(rule(Fault::Delay(Duration::from_millis(250))).always()), SUCCESS),
         ("500 for everything", one(rule(Fault::Status(500)).always()), unavailable("gate")),
@@ -220,12 +220,12 @@ async fn long_store_outage_fails_only_the_runs_during_it() -> Result<()> {
     scene.machine.run(&["svc-db-backup"])?.expect(0);
     let mut witness = Witness::new(&scene.store);
     witness.check()?;
-    scene.store.down();
+    scene.store.take_down();
     for _ in 0..2 {
         scene.machine.run(&["svc-db-backup"])?.expect(69);
         assert_recorded(&scene.machine, &unavailable("gate"))?;
     }
-    scene.store.up()?;
+    scene.store.bring_up()?;
     witness.check()?;
     assert_eq!(witness.seq(), 1);
     scene.machine.run(&["svc-db-backup"])?.expect(0);

@@ -41,7 +41,7 @@ impl FaultScene {
         run: impl FnOnce() -> Result<Running>,
     ) -> Result<RunResult> {
         let hits: Vec<_> = match disruption {
-            Disruption::Rules(rules) => rules.into_iter().map(|rule| self.store.fault(rule)).collect(),
+            Disruption::Rules(rules) => rules.into_iter().map(|rule| self.store.add_fault(rule)).collect(),
             Disruption::Action(disruption) => {
                 disruption(self);
                 Vec::new()
@@ -56,7 +56,7 @@ impl FaultScene {
 
     async fn heal(&self) -> Result<()> {
         self.store.heal();
-        self.store.up()?;
+        self.store.bring_up()?;
         self.platform.set_response(CredentialResponse::Issue);
         svc::fsx::remove_if_exists(&self.machine.path("var/lib/svc/store-credentials.json"))?;
         self.platform.write_credentials(&self.machine, SignedDuration::from_hours(9)).await

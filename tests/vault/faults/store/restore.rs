@@ -25,7 +25,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
     let dump = |fault: Fault| rule(fault).method("GET").key_ending(".dump");
     let clock = Fault::Code(403, "RequestTimeTooSkewed");
     vec![
-        ("connections are refused", Disruption::Action(|scene| scene.store.down()), UNAVAILABLE),
+        ("connections are refused", Disruption::Action(|scene| scene.store.take_down()), UNAVAILABLE),
         ("connections are cut", one(rule(Fault::Refuse).always()), UNAVAILABLE),
         ("slow responses", one(rule(Fault::Delay(Duration::from_millis(250))).always()), OPEN),
         ("500 for everything", one(rule(Fault::Status(500)).always()), UNAVAILABLE),
@@ -105,14 +105,14 @@ async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
 async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
     let (store, old, new) = gate::old_and_new().await?;
     // The state before the first pointer is empty.
-    store.fault(rule(Fault::StaleRead).method("GET").key("db/latest").always());
+    store.add_fault(rule(Fault::StaleRead).method("GET").key("db/latest").always());
     new.run_with(&["svc-restore"], SHORT_DEADLINE)?.expect(70);
     assert_untouched(&new, "no pointer is seen yet").await?;
     store.heal();
 
     old.client().await?.batch_execute("INSERT INTO kept VALUES (501)").await?;
     old.run(&["svc-db-backup"])?.expect(0);
-    store.fault(rule(Fault::StaleRead).method("GET").key("db/latest").always());
+    store.add_fault(rule(Fault::StaleRead).method("GET").key("db/latest").always());
     new.run(&["svc-restore"])?.expect(0);
     let added = "SELECT count(*) FROM kept WHERE id = 501";
     let added: i64 = new.client().await?.query_one(added, &[]).await?.get(0);
@@ -123,12 +123,12 @@ async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn long_store_outage_is_retried_by_the_next_boot() -> Result<()> {
     let scene = fault_scene().await?;
-    scene.store.down();
+    scene.store.take_down();
     for _ in 0..2 {
         scene.machine.run_with(&["svc-restore"], SHORT_DEADLINE)?.expect(69);
         assert_untouched(&scene.machine, "store down").await?;
     }
-    scene.store.up()?;
+    scene.store.bring_up()?;
     scene.machine.run(&["svc-restore"])?.expect(0);
     assert!(scene.machine.marker() && is_restored(&scene.machine).await?);
     Ok(())

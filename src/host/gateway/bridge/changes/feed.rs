@@ -15,7 +15,7 @@ use crate::gateway::apps::Registry;
 use crate::gateway::database::outbox::{self, Retention};
 use crate::gateway::database::{Database, DatabaseError};
 use crate::gateway::name::Name;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 
 /// Maximum open streams, of the owner and all apps.
 const MAX_STREAMS: usize = 128;
@@ -203,7 +203,7 @@ impl ChangeFeed {
                 continue;
             }
             if let Err(error) = self.poll_head(&database, &mut listener).await {
-                tracing::debug!(error = %chain(&error), "polling the change feed failed");
+                tracing::debug!(error = %format_chain(&error), "polling the change feed failed");
             }
         }
         self.closing.cancel();
@@ -232,7 +232,7 @@ impl ChangeFeed {
             outbox::clean_up(&mut client, retention, &followed).await
         });
         if let Err(error) = clean_up.await.unwrap_or(Err(DatabaseError::Deadline)) {
-            tracing::warn!(error = %chain(&error), "outbox cleanup failed");
+            tracing::warn!(error = %format_chain(&error), "outbox cleanup failed");
         }
     }
 }

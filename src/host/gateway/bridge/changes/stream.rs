@@ -24,7 +24,7 @@ use crate::gateway::database::DatabaseError;
 use crate::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
 use crate::gateway::name::Name;
 use svc_http::fields::Fields;
-use svc_http::problem::{Code, Problem, chain};
+use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::epoch::Epoch;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(15);
@@ -127,7 +127,7 @@ impl Listener {
         };
         let started = listener.start(last_event_id).await;
         started.map_err(|error| {
-            tracing::warn!(error = %chain(&error), "opening a change stream failed");
+            tracing::warn!(error = %format_chain(&error), "opening a change stream failed");
             refusal::database_unavailable()
         })??;
         let id = listener.event_id();
@@ -191,7 +191,7 @@ impl Listener {
             let head = *self.stream.head.borrow_and_update();
             if head.newest > self.position {
                 if let Err(error) = self.fetch_changes(head.newest).await {
-                    tracing::debug!(error = %chain(&error), "change stream ended");
+                    tracing::debug!(error = %format_chain(&error), "change stream ended");
                     return None;
                 }
                 continue;

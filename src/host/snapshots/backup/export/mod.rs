@@ -98,11 +98,11 @@ pub async fn run(layout: &Layout, output: &Path, stop: impl Future<Output = ()>)
 /// Returns the path of the archive. If root writes it for another user, no other user may be able to replace the file.
 fn output_path(layout: &Layout, output: &Path) -> Result<PathBuf, ExportError> {
     let parent = output.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let parent = parent.canonicalize().map_err(FileError::at("find", parent))?;
+    let parent = parent.canonicalize().map_err(FileError::wrap("find", parent))?;
     let is_for_others =
-        user::is_root_with_separate_users(layout).map_err(FileError::at("find", &layout.host_env()))?;
+        user::is_root_with_separate_users(layout).map_err(FileError::wrap("find", &layout.host_env()))?;
     for dir in parent.ancestors().filter(|_| is_for_others) {
-        let meta = dir.symlink_metadata().map_err(FileError::at("inspect", dir))?;
+        let meta = dir.symlink_metadata().map_err(FileError::wrap("inspect", dir))?;
         if meta.uid() != 0 || meta.mode() & 0o022 != 0 && meta.mode() & 0o1000 == 0 {
             return Err(ExportError::WritableByOthers { path: dir.to_owned() });
         }
@@ -119,11 +119,11 @@ async fn export(layout: &Layout, path: &Path, partial: &Path) -> Result<u64, Exp
     fsx::remove_if_exists(partial)?;
     let mut options = File::options();
     let file = options.create_new(true).write(true).mode(0o600).open(partial);
-    let file = file.map_err(FileError::at("create", partial))?;
+    let file = file.map_err(FileError::wrap("create", partial))?;
     run_processes(layout, &file, &[path, partial]).await?;
-    std::fs::rename(partial, path).map_err(FileError::at("rename", partial))?;
+    std::fs::rename(partial, path).map_err(FileError::wrap("rename", partial))?;
     fsx::sync_dir(path.parent().unwrap_or(Path::new("/")))?;
-    Ok(file.metadata().map_err(FileError::at("inspect", path))?.len())
+    Ok(file.metadata().map_err(FileError::wrap("inspect", path))?.len())
 }
 
 /// Runs the process that reads the home and the one that writes the archive.

@@ -10,7 +10,7 @@ use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Error, GenericClient};
 
 use crate::snapshots::side_database::CopiedTable;
-use crate::system::postgres::ident;
+use crate::system::postgres::quote_ident;
 
 /// The dependents of recreated tables that the owner's database lacks.
 #[derive(Debug, Default)]
@@ -141,14 +141,14 @@ impl Dependents {
             }
             found.statements.push(Statement {
                 dependent,
-                sql: vec![format!("ALTER TABLE {from} ADD CONSTRAINT {} {definition}", ident(&name))],
+                sql: vec![format!("ALTER TABLE {from} ADD CONSTRAINT {} {definition}", quote_ident(&name))],
                 is_foreign_key: true,
             });
         }
         for row in side.query(STATISTICS, &[&tables]).await? {
             let (name, create, owner): (String, String, String) =
                 (row.try_get(2)?, row.try_get(3)?, row.try_get(4)?);
-            let mut sql = vec![create, format!("ALTER STATISTICS {name} OWNER TO {}", ident(&owner))];
+            let mut sql = vec![create, format!("ALTER STATISTICS {name} OWNER TO {}", quote_ident(&owner))];
             if let target @ 0.. = row.try_get::<_, i32>(5)? {
                 sql.push(format!("ALTER STATISTICS {name} SET STATISTICS {target}"));
             }

@@ -24,13 +24,13 @@ use crate::snapshots::staging::{DownloadError, LoadError, RoleLifetime};
 use crate::system::layout::Layout;
 use crate::system::lock::Lock;
 use crate::system::postgres;
-use crate::system::postgres::{ConnectError, ident};
+use crate::system::postgres::{ConnectError, quote_ident};
 use crate::system::quiesce::Quiesce;
 use copy::CopyError;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::key;
 use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
@@ -105,7 +105,7 @@ impl SideError {
             Self::Download(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
-            Self::Query(error) => postgres::exit(error),
+            Self::Query(error) => postgres::exit_code(error),
             Self::Copy(error) => error.exit(),
             Self::Save { exit, .. } => *exit,
             Self::Stopped | Self::Quiesced => Exit::TryAgain,
@@ -164,7 +164,7 @@ pub async fn run(
     let served = async {
         while !request.submit(&settings.layout).or_exit(Exit::Internal)? {
             if let Err(earlier) = serve_pending(settings).await {
-                let error = chain(earlier.error.as_ref());
+                let error = format_chain(earlier.error.as_ref());
                 tracing::warn!(%error, "an earlier request for the side database failed");
             }
         }
@@ -242,10 +242,10 @@ async fn open(settings: &BackupSettings, chosen: &SnapshotChoice, request_id: &s
     let opened = load_side_database(settings, chosen, &mut state).await;
     state.status = SideStatus::Open;
     if let Err(error) = &opened {
-        (state.status, state.error) = (SideStatus::Failed, Some(chain(error)));
+        (state.status, state.error) = (SideStatus::Failed, Some(format_chain(error)));
         state.tables.clear();
         if let Err(error) = clean(settings).await {
-            tracing::warn!(error = %chain(&error), "could not clean up; the next request will");
+            tracing::warn!(error = %format_chain(&error), "could not clean up; the next request will");
         }
     }
     state.write(&settings.layout)?;
@@ -264,12 +264,13 @@ async fn load_side_database(
     state.key = Some(side.key.clone());
     state.write(&settings.layout)?;
     staging::check_postgres_version(&context, &side).await?;
-    let dump = staging::fetch_dump(&context, &dump_dir(&settings.layout), &side.named(), &side).await?;
+    let dump =
+        staging::fetch_dump(&context, &dump_dir(&settings.layout), &side.snapshot_ref(), &side).await?;
     failpoint::pass("side.downloaded")?;
     let loaded = staging::load_into_scratch(&context, &dump, &side, RoleLifetime::Drill).await?;
     failpoint::pass("side.loaded")?;
-    let client = context.server.connect(postgres::MAINTENANCE, context.name).await?;
-    let from = ident(&loaded.name);
+    let client = context.server.connect(postgres::MAINTENANCE_DATABASE, context.name).await?;
+    let from = quote_ident(&loaded.name);
     // Apps must not be able to read data here that they may no longer read in the live database.
     client
         .batch_execute(&format!(
@@ -294,7 +295,7 @@ async fn find_snapshot(settings: &BackupSettings, chosen: &SnapshotChoice) -> Re
     };
     let key = match (&chosen.key, chosen.at) {
         (Some(key), _) => Some(key.clone()),
-        (None, None) => match snapshot::latest(bucket, slot).await {
+        (None, None) => match snapshot::find_latest(bucket, slot).await {
             Ok(latest) => Some(latest.key),
             Err(SnapshotUnusable::Absent) => None,
             Err(error) => return Err(unusable(error)),
@@ -342,7 +343,7 @@ async fn copy_back(settings: &BackupSettings, wanted: &TableCopy, request_id: &s
         at: svc_base::clock::now_ms(),
         mode: wanted.mode,
         dry_run: wanted.dry_run,
-        error: end.as_ref().err().map(|error| chain(error)),
+        error: end.as_ref().err().map(|error| format_chain(error)),
         tables,
     });
     state.write(&settings.layout)?;
@@ -354,11 +355,11 @@ async fn copy_back(settings: &BackupSettings, wanted: &TableCopy, request_id: &s
 async fn snapshot_current(settings: &BackupSettings) -> Result<(), SideError> {
     let failed = |exit, why: String| SideError::Save { exit, why };
     let lock = Lock::wait(&settings.layout.backup_lock(), super::REQUEST_LOCK_TIMEOUT).await;
-    let lock = lock.map_err(|error| failed(Exit::TryAgain, chain(&error)))?;
+    let lock = lock.map_err(|error| failed(Exit::TryAgain, format_chain(&error)))?;
     let options = RunOptions { empty: EmptyPolicy::Refuse, trigger: Trigger::Request };
     match job::run(&lock, settings, options, std::future::pending()).await {
         Err(failure) if failure.exit != Exit::Refused => {
-            Err(failed(failure.exit, chain(failure.error.as_ref())))
+            Err(failed(failure.exit, format_chain(failure.error.as_ref())))
         }
         _ => Ok(()),
     }
@@ -374,7 +375,7 @@ async fn close(settings: &BackupSettings, request_id: &str) -> Result<(), SideEr
 
 /// Removes databases, dumps and unused roles of earlier runs.
 async fn clean(settings: &BackupSettings) -> Result<(), SideError> {
-    let client: Client = settings.server.connect(postgres::MAINTENANCE, "svc-db-backup").await?;
+    let client: Client = settings.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     client.batch_execute(&format!("DROP DATABASE IF EXISTS {DATABASE} WITH (FORCE)")).await?;
     staging::drop_scratches(&client).await?;
     staging::drop_drill_roles(&client).await?;

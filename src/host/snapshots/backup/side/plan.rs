@@ -1,7 +1,7 @@
 //! The SQL statements that copy a table back. Pure: they are built from the catalogs of both databases.
 
 use crate::snapshots::side_database::CopyMode;
-use crate::system::postgres::ident;
+use crate::system::postgres::quote_ident;
 
 /// A column of one database.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -141,7 +141,7 @@ impl Plan {
         if self.settable.is_empty() || self.key.is_empty() {
             return None;
         }
-        let sets = self.settable.iter().map(|name| format!("{0} = s.{0}", ident(name)));
+        let sets = self.settable.iter().map(|name| format!("{0} = s.{0}", quote_ident(name)));
         // Rows are compared as text, because not every type has an equality operator.
         let rows = |prefix| format!("ROW({})::text", list(&self.settable, prefix));
         Some(format!(
@@ -180,7 +180,7 @@ impl Plan {
     }
 
     fn same_key_condition(&self) -> String {
-        let equal = self.key.iter().map(|name| format!("t.{0} = s.{0}", ident(name)));
+        let equal = self.key.iter().map(|name| format!("t.{0} = s.{0}", quote_ident(name)));
         equal.collect::<Vec<_>>().join(" AND ")
     }
 }
@@ -190,7 +190,7 @@ fn names<'a>(columns: impl Iterator<Item = &'a Column>) -> Vec<String> {
 }
 
 fn list(names: &[String], prefix: &str) -> String {
-    names.iter().map(|name| format!("{prefix}{}", ident(name))).collect::<Vec<_>>().join(", ")
+    names.iter().map(|name| format!("{prefix}{}", quote_ident(name))).collect::<Vec<_>>().join(", ")
 }
 
 /// Sorts tables after those that they refer to. Tables in a cycle keep the given order.

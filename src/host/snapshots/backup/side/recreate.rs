@@ -12,7 +12,7 @@ use crate::snapshots::backup::settings::BackupSettings;
 use crate::snapshots::row_counts;
 use crate::snapshots::side_database::{CopiedTable, DATABASE};
 use crate::system::postgres;
-use crate::system::postgres::{ident, literal};
+use crate::system::postgres::{quote_ident, quote_literal};
 use svc_base::applet::Exit;
 use svc_store::snapshot::TableCount;
 
@@ -34,7 +34,7 @@ impl RecreateError {
     pub fn exit(&self) -> Exit {
         match self {
             Self::Failed { .. } => Exit::Refused,
-            Self::Query(error) => postgres::exit(error),
+            Self::Query(error) => postgres::exit_code(error),
             Self::Tool(_) | Self::Pipe(_) => Exit::Internal,
         }
     }
@@ -67,8 +67,9 @@ pub async fn recreate_tables(
 }
 
 async fn create_schema(live: &Client, schema: &str, owner: &str) -> Result<(), RecreateError> {
-    let create = format!("CREATE SCHEMA IF NOT EXISTS {} AUTHORIZATION {}", ident(schema), ident(owner));
-    let exists = format!("SELECT FROM pg_namespace WHERE nspname = {}", literal(schema));
+    let create =
+        format!("CREATE SCHEMA IF NOT EXISTS {} AUTHORIZATION {}", quote_ident(schema), quote_ident(owner));
+    let exists = format!("SELECT FROM pg_namespace WHERE nspname = {}", quote_literal(schema));
     if live.query_opt(&exists, &[]).await?.is_none() {
         live.batch_execute(&create).await?;
     }

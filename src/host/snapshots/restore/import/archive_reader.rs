@@ -177,7 +177,7 @@ impl<'a> Pass<'a> {
         }
         for (path, mode) in self.modes.iter().rev() {
             let permissions = fs::Permissions::from_mode(*mode);
-            fs::set_permissions(path, permissions).map_err(FileError::at("set the mode of", path))?;
+            fs::set_permissions(path, permissions).map_err(FileError::wrap("set the mode of", path))?;
         }
         self.finish()
     }
@@ -273,7 +273,7 @@ impl<'a> Pass<'a> {
         entry: &mut TarEntry<'_, impl Read>,
         to: &Path,
     ) -> Result<ArchiveEntry, ArchiveError> {
-        let failed = |action| FileError::at(action, to);
+        let failed = |action| FileError::wrap(action, to);
         let mode = entry.mode & 0o2777;
         match entry.kind {
             EntryKind::Directory => {

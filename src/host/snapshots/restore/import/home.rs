@@ -27,10 +27,13 @@ impl Staging {
 
     /// Creates an empty staging directory, and removes the staging directories of killed runs.
     pub fn create(&self) -> Result<&Path, FileError> {
-        fs::create_dir_all(&self.directory).map_err(FileError::at("create directory", &self.directory))?;
+        fs::create_dir_all(&self.directory).map_err(FileError::wrap("create directory", &self.directory))?;
         remove_staged(&self.directory)?;
         let mut private = fs::DirBuilder::new();
-        private.mode(0o700).create(&self.staged).map_err(FileError::at("create directory", &self.staged))?;
+        private
+            .mode(0o700)
+            .create(&self.staged)
+            .map_err(FileError::wrap("create directory", &self.staged))?;
         Ok(&self.staged)
     }
 
@@ -41,7 +44,7 @@ impl Staging {
     /// [`FileError`]; it names the file that must be moved away first.
     pub fn ensure_replaceable(&self) -> Result<(), FileError> {
         let user = nix::unistd::geteuid().as_raw();
-        let home = fs::metadata(&self.directory).map_err(FileError::at("inspect", &self.directory))?;
+        let home = fs::metadata(&self.directory).map_err(FileError::wrap("inspect", &self.directory))?;
         if user == 0 || home.uid() == user || home.mode() & 0o1000 == 0 {
             return Ok(());
         }
@@ -49,7 +52,7 @@ impl Staging {
             let path = self.directory.join(name);
             if fs::symlink_metadata(&path).is_ok_and(|meta| meta.uid() != user) {
                 let wrong_owner = std::io::Error::other("it belongs to another user: move it away first");
-                return Err(FileError::at("replace", &path)(wrong_owner));
+                return Err(FileError::wrap("replace", &path)(wrong_owner));
             }
         }
         Ok(())
@@ -63,7 +66,7 @@ impl Staging {
         for name in list_names(&self.staged)? {
             self.exchange(&name)?;
         }
-        fs::remove_dir_all(&self.staged).map_err(FileError::at("remove", &self.staged))?;
+        fs::remove_dir_all(&self.staged).map_err(FileError::wrap("remove", &self.staged))?;
         fsx::sync_dir(&self.directory)?;
         Ok(self.replaced.exists().then_some(self.replaced.as_path()))
     }
@@ -74,10 +77,10 @@ impl Staging {
         if fs::symlink_metadata(&to).is_ok() {
             let mut private = fs::DirBuilder::new();
             let created = private.recursive(true).mode(0o750).create(&self.replaced);
-            created.map_err(FileError::at("create directory", &self.replaced))?;
-            fs::rename(&to, self.replaced.join(name)).map_err(FileError::at("move", &to))?;
+            created.map_err(FileError::wrap("create directory", &self.replaced))?;
+            fs::rename(&to, self.replaced.join(name)).map_err(FileError::wrap("move", &to))?;
         }
-        fs::rename(self.staged.join(name), &to).map_err(FileError::at("install", &to))
+        fs::rename(self.staged.join(name), &to).map_err(FileError::wrap("install", &to))
     }
 }
 
@@ -86,7 +89,7 @@ pub fn remove_staged(directory: &Path) -> Result<(), FileError> {
     for name in list_names(directory)? {
         if name.to_string_lossy().starts_with(STAGING_PREFIX) {
             let path = directory.join(name);
-            fs::remove_dir_all(&path).map_err(FileError::at("remove", &path))?;
+            fs::remove_dir_all(&path).map_err(FileError::wrap("remove", &path))?;
         }
     }
     Ok(())
@@ -96,7 +99,7 @@ fn list_names(dir: &Path) -> Result<Vec<OsString>, FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(FileError::at("read", dir)(error)),
+        Err(error) => return Err(FileError::wrap("read", dir)(error)),
     };
     let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
     names.sort_unstable();

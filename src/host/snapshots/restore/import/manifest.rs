@@ -49,7 +49,7 @@ pub fn compare(manifest: impl Read, seen: &[EntryDigest]) -> Result<(), String> 
     let compared = ManifestVisitor { seen }.deserialize(&mut json);
     compared
         .and_then(|()| json.end())
-        .map_err(|error| untrusted_text::bounded(&format!("manifest.json: {error}")))
+        .map_err(|error| untrusted_text::truncate_printable(&format!("manifest.json: {error}")))
 }
 
 struct ManifestVisitor<'a> {

@@ -35,7 +35,7 @@ use crate::system::user::MachineUser;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::failpoint;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 
 pub use options::Options;
 use steps::Step;
@@ -158,7 +158,7 @@ async fn restart_gateway(layout: &Layout) {
     match tokio::time::timeout(Duration::from_secs(120), command.status()).await {
         Ok(Ok(status)) if status.success() => println!("restarted svc-gateway"),
         Ok(Err(error)) => {
-            tracing::warn!(error = %chain(&error), "could not restart the gateway");
+            tracing::warn!(error = %format_chain(&error), "could not restart the gateway");
             println!("next: systemctl restart svc-gateway");
         }
         _ => println!("next: systemctl restart svc-gateway"),

@@ -122,7 +122,7 @@ impl StepError {
             Self::SnapshotFirst(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
-            Self::Query(error) => postgres::exit(error),
+            Self::Query(error) => postgres::exit_code(error),
             Self::Identity(error) => error.exit(),
             Self::Swap(error) => error.exit(),
             Self::Input(_) | Self::File(_) | Self::Injected(_) => Exit::Internal,
@@ -235,13 +235,13 @@ async fn load_and_swap(
     let layout = &settings.layout;
     let staged = system.create()?;
     let state = layout.restore_state();
-    std::fs::create_dir_all(&state).map_err(FileError::at("create directory", &state))?;
+    std::fs::create_dir_all(&state).map_err(FileError::wrap("create directory", &state))?;
     let dump_bytes = VerifiedArchive::read_dump_size(archive, &args.archive)?;
     staging::ensure_free_space(&state, dump_bytes)?;
     let archived = read_archive(archive, &args.archive, &Extract::Gateway { dump, system: staged })?;
-    let snapshot = archived.side.named();
+    let snapshot = archived.side.snapshot_ref();
     staging::check_postgres_version(&settings.context, &archived.side).await?;
-    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     staging::end_sessions_of(&client, settings.context.name).await?;
     staging::drop_scratches(&client).await?;
     drop(client);
@@ -253,7 +253,7 @@ async fn load_and_swap(
     )?;
     let loaded = untrusted::load(&settings.context, dump, &archived.side).await?;
     failpoint::pass("import.loaded")?;
-    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     database_identity::assign_restore_id(&client, &loaded.name).await?;
     Journal::new(&snapshot, &loaded).write(layout)?;
     if let Err(error) = swap::swap(&settings.context.server, &loaded).await {

@@ -19,7 +19,7 @@ use super::toc::{self, Selection, TocError};
 use crate::snapshots::staging;
 use crate::snapshots::staging::{LoadError, RestoreContext, ScratchDatabase};
 use crate::system::postgres;
-use crate::system::postgres::{ConnectError, ident, literal};
+use crate::system::postgres::{ConnectError, quote_ident, quote_literal};
 use crate::system::postgres_tools;
 use crate::system::postgres_tools::PgTools;
 use svc_base::applet::Exit;
@@ -27,7 +27,7 @@ use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::{self, FileError};
 use svc_base::quantity::pluralize;
 use svc_base::untrusted_text;
-use svc_http::problem::chain;
+use svc_http::problem::format_chain;
 use svc_store::snapshot::SideRecord;
 
 const ROLE_PREFIX: &str = "svc_import_";
@@ -80,7 +80,7 @@ impl UntrustedError {
             Self::Contents(_) | Self::Forbidden { .. } | Self::Unreadable { .. } => Exit::Refused,
             Self::NoTools => Exit::Config,
             Self::Tool(_) | Self::Random | Self::File(_) | Self::Injected(_) => Exit::Internal,
-            Self::Query { source, .. } => postgres::exit(source),
+            Self::Query { source, .. } => postgres::exit_code(source),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
         }
@@ -103,7 +103,7 @@ pub async fn load(
     let selection = toc::select_entries(&list_contents(&context.tools, dump).await?)?;
     let chosen = dump.with_extension("list");
     fsx::write_atomic(&chosen, selection.list.as_bytes(), 0o600)?;
-    let admin = staging::connect_with_retries(context, postgres::MAINTENANCE).await?;
+    let admin = staging::connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
     drop_roles(&admin).await?;
     let role = Loader::create(&admin).await?;
     let scratch = staging::create_database(&admin, Some(&role.name)).await?;
@@ -113,7 +113,7 @@ pub async fn load(
     if let Err(error) = loaded {
         staging::drop_scratch(&admin, &scratch.name).await;
         if let Err(error) = drop_roles(&admin).await {
-            tracing::warn!(error = %chain(&error), "could not drop the role of the import");
+            tracing::warn!(error = %format_chain(&error), "could not drop the role of the import");
         }
         return Err(error);
     }
@@ -146,8 +146,9 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
         child.wait().await
     };
     let ended = tokio::time::timeout(LISTING_TIMEOUT, reading).await;
-    let unreadable =
-        |stderr_tail: &str| UntrustedError::Unreadable { stderr_tail: untrusted_text::bounded(stderr_tail) };
+    let unreadable = |stderr_tail: &str| UntrustedError::Unreadable {
+        stderr_tail: untrusted_text::truncate_printable(stderr_tail),
+    };
     let status = ended.map_err(|_| unreadable("the listing timed out"))?.map_err(UntrustedError::Tool)?;
     if listing.len() as u64 > MAX_LISTING_BYTES {
         return Err(unreadable("it has too many entries"));
@@ -166,7 +167,7 @@ async fn drop_roles(admin: &Client) -> Result<(), UntrustedError> {
     for row in admin.query(&leftover_roles, &[]).await.map_err(failed())? {
         let name: String = row.try_get(0).map_err(failed())?;
         end_sessions(admin, &name).await?;
-        admin.batch_execute(&format!("DROP ROLE {}", ident(&name))).await.map_err(failed())?;
+        admin.batch_execute(&format!("DROP ROLE {}", quote_ident(&name))).await.map_err(failed())?;
     }
     Ok(())
 }
@@ -174,7 +175,7 @@ async fn drop_roles(admin: &Client) -> Result<(), UntrustedError> {
 /// Ends the role's sessions and prevents new ones.
 async fn end_sessions(admin: &Client, role: &str) -> Result<(), UntrustedError> {
     let failed = || query("end the sessions of the import");
-    admin.batch_execute(&format!("ALTER ROLE {} NOLOGIN", ident(role))).await.map_err(failed())?;
+    admin.batch_execute(&format!("ALTER ROLE {} NOLOGIN", quote_ident(role))).await.map_err(failed())?;
     let sessions = "SELECT count(pg_terminate_backend(pid, 10000)) FROM pg_stat_activity WHERE usename = $1";
     admin.query_one(sessions, &[&role]).await.map_err(failed())?;
     Ok(())
@@ -198,7 +199,7 @@ impl Loader {
         let password = SecretString::from(hex::encode(bytes));
         let name = format!("{ROLE_PREFIX}{}", svc_base::clock::now_ms().as_millisecond());
         let verifier = scram_sha_256(password.expose_secret().as_bytes());
-        let quoted = ident(&name);
+        let quoted = quote_ident(&name);
         // Statements contain the owner's rows, so the server must not log them.
         let sql = format!(
             "BEGIN;
@@ -207,7 +208,7 @@ impl Loader {
              ALTER ROLE {quoted} SET log_min_messages = 'fatal';
              ALTER ROLE {quoted} SET log_error_verbosity = 'terse';
              COMMIT",
-            literal(&verifier)
+            quote_literal(&verifier)
         );
         admin.batch_execute(&sql).await.map_err(query("create the role of the import"))?;
         Ok(Self { name, password })
@@ -231,9 +232,9 @@ impl Loader {
         let client = staging::connect_with_retries(context, &scratch.name).await?;
         let forbidden = catalog::find_forbidden(&client).await.map_err(query("inspect the new database"))?;
         if let Some(what) = forbidden {
-            return Err(UntrustedError::Forbidden { what: untrusted_text::bounded(&what) });
+            return Err(UntrustedError::Forbidden { what: untrusted_text::truncate_printable(&what) });
         }
-        let role = ident(&self.name);
+        let role = quote_ident(&self.name);
         let adopt = format!("REASSIGN OWNED BY {role} TO CURRENT_USER; DROP OWNED BY {role}");
         client.batch_execute(&adopt).await.map_err(query("take ownership of the imported objects"))?;
         staging::compare_with_record(context, &client, side).await?;
@@ -248,7 +249,7 @@ async fn create_extensions(
 ) -> Result<(), UntrustedError> {
     let client = staging::connect_with_retries(context, &scratch.name).await?;
     for name in &selection.extensions {
-        let create = format!("CREATE EXTENSION {} WITH SCHEMA public", ident(name));
+        let create = format!("CREATE EXTENSION {} WITH SCHEMA public", quote_ident(name));
         client.batch_execute(&create).await.map_err(query("create an extension of the archive"))?;
     }
     Ok(())
@@ -256,7 +257,7 @@ async fn create_extensions(
 
 /// Resets settings that the owner of a database can change for all of its sessions, including the superuser's.
 async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedError> {
-    let database = ident(database);
+    let database = quote_ident(database);
     let sql = format!(
         "ALTER DATABASE {database} RESET ALL;
          ALTER DATABASE {database} WITH ALLOW_CONNECTIONS true CONNECTION LIMIT -1 IS_TEMPLATE false"
