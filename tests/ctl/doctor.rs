@@ -441,15 +441,14 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     own.expect("host-credentials", "warning", "static");
     own.expect("fleet", "problem", "does not accept this secret");
     let wrong = fleet.check_platform(&[("PLATFORM_KEY", ""), ("APP_HOST", "")], &[]).await;
-    wrong.expect("configuration", "problem", "PLATFORM_KEY");
-    wrong.expect("configuration", "problem", "APP_HOST");
+    ["PLATFORM_KEY", "APP_HOST"].map(|name| wrong.expect("configuration", "problem", name));
     wrong.expect("database", "skipped", "the configuration is wrong");
 
     // The settings can also come from a file, which must not be world-readable.
     let file = fleet.stack.dir.join("platform.env");
-    let lines =
-        fleet.stack.platform_env().iter().map(|(name, value)| svc::config::format_env_line(name, value));
-    fs::write(&file, lines.collect::<String>()).unwrap();
+    let lines = fleet.stack.platform_env();
+    let lines: String = lines.iter().map(|(name, value)| svc::config::format_env_line(name, value)).collect();
+    fs::write(&file, lines).unwrap();
     for (mode, level) in [(0o644, "problem"), (0o640, "ok")] {
         fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
         let args = ["doctor", "platform", "--env-file", file.to_str().unwrap()];
@@ -487,7 +486,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     attention.expect("fleet", "warning", "ada (primary) is failed");
     let response = report(&fleet.stack.svc, &["doctor", "api"], fleet.stack.operator_env()).await;
     response.expect("fleet", "warning", "ada (primary) is failed");
-    response.expect("platform", "ok", "runs");
+    response.expect("platform", "ok", "is running");
     fleet.stack.stop().await;
 }
 

@@ -269,7 +269,7 @@ async fn failed_dispatch_is_recorded_without_secrets() -> Result<()> {
     let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     for (body, name, part) in [
-        (json!({ "prompt": "fail", "id": "f1" }), "ExitCode", "exit code 3"),
+        (json!({ "prompt": "fail", "id": "f1" }), "ExitCode", "exited with code 3"),
         (json!({ "prompt": "nothing at all", "id": "f2" }), "NoResult", "without a result"),
         (json!({ "prompt": "x", "id": "f3", "agentName": "absent" }), "NotStarted", "no-such-program"),
     ] {

@@ -118,14 +118,13 @@ async fn quiesce_waits_while_the_database_refuses_connections() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("notes"));
     let host =
         host_with_app(&database, &slug, &json!({ "notes": { "columns": { "title": "text" } } })).await?;
-    let admin = database.connect().await?;
+    let admin = database.server().connect("postgres").await?;
     let allow =
         |allowed: bool| format!("ALTER DATABASE \"{}\" WITH ALLOW_CONNECTIONS {allowed}", database.name());
     admin.batch_execute(&allow(false)).await?;
     // The gateway's connections, so that it must connect again.
-    let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
-               WHERE datname = current_database() AND pid <> pg_backend_pid()";
-    admin.execute(end, &[]).await?;
+    let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = $1";
+    admin.execute(end, &[&database.name()]).await?;
     let operation = OperationId::new();
     assert!(quiesce(&host, operation).await?["quiescedAt"].is_null(), "statements may still run");
     admin.batch_execute(&allow(true)).await?;

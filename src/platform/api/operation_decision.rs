@@ -77,7 +77,7 @@ async fn continue_operation(
     };
     let decision = body.finish(Some(decision))?;
     if is_ambiguous {
-        return Err(Problem::field("/snapshotKey", "cannot be combined with `acceptLoss`"));
+        return Err(Problem::field("/snapshotKey", "cannot be combined with `--accept-loss`"));
     }
     apply_decision(&platform, &Mutation::from_call(&call, &operator)?, &id, decision).await
 }

@@ -130,7 +130,7 @@ pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) ->
     let sound = if body.boolean("force") == Some(true) { SoundPointer::Replace } else { SoundPointer::Keep };
     let target = body.finish(target)?;
     if should_be_empty && target.snapshot_key.is_some() {
-        return Err(Problem::field("/empty", "cannot be combined with `snapshotKey`"));
+        return Err(Problem::field("/empty", "cannot be combined with `--to`"));
     }
     let mutation = Mutation::from_call(&call, &operator)?;
     Ok(replace(&platform, &target, sound, &mutation).await?.into_response())
