@@ -87,7 +87,7 @@ swap() {
 last_log_line() {
   journalctl --sync || true
   words=$(journalctl --boot --quiet --no-pager --output=cat --lines=1 "_SYSTEMD_UNIT=$1") || true
-  printf '%s\n' "${words:-no log output; the unit's result is $(systemctl show --property=Result --value "$1")}"
+  printf '%s\n' "${words:-no log output; the result of the unit is $(systemctl show --property=Result --value "$1")}"
 }
 # Starts a unit and waits until it is active; a unit that restarts automatically gets a minute.
 start() {

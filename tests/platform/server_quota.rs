@@ -1,7 +1,7 @@
 //! The provider's server quota: a provision that would exceed it is refused before anything is created.
 
 use futures_util::future::join_all;
-use kit::provider::SimulatorOptions;
+use kit::provider::{Fault, FaultRule, SimulatorOptions};
 use serde_json::{Value, json};
 
 use super::stack::{Process, Stack, provision_body};
@@ -72,6 +72,9 @@ async fn repeated_replacement_beyond_the_limit_is_refused() {
     // When the second machine fails, the first one gets its slot back, but the second one's server still exists.
     let second = second.body["machineId"].as_str().unwrap();
     stack.wait_for_guest(&process, second).await;
+    // The platform deletes the second one's server on its own: not before the checks below.
+    let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
+    stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     fail(second).await;
     let recovery = json!({"idpUserId": "user_1", "allowEmpty": true, "acceptLoss": true});
     for (path, body) in [
@@ -94,6 +97,7 @@ async fn repeated_replacement_beyond_the_limit_is_refused() {
     let path = format!("/vps/{second}/discard");
     let discarded = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!(discarded.status, 202, "{discarded:?}");
+    stack.provider.clear_faults();
     let fits = || async {
         let again = stack.post(&process, PROVISION, &replacement("user_1")).await;
         (again.status == 202).then_some(())

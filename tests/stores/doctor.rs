@@ -28,7 +28,7 @@ async fn doctor_names_what_does_not_work_on_moto() -> Result<()> {
     let found = diagnose(StoreKind::Moto).await?;
     found.expect("host-credentials", "problem", "reaches other slots: it wrote an object there");
     found.expect("store", "problem", "Anyone who can reach the endpoint can read and delete every snapshot.");
-    found.expect("store", "warning", "A snapshot that was damaged on its way is stored");
+    found.expect("store", "warning", "A snapshot that was damaged in transit is stored");
     assert_eq!(found.levels("store"), ["warning", "problem"], "{}", found.text);
     Ok(())
 }

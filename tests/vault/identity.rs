@@ -226,7 +226,7 @@ async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
     assert_eq!(machine::pointer(&store).await?, good);
     let last: Value = serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
     assert_eq!(last["status"], "error", "{last}");
-    assert_eq!(last["held"]["loss"], "the table public.t with 10 rows is gone", "{last}");
+    assert_eq!(last["held"]["loss"], "the table public.t with 10 rows is missing", "{last}");
     let an_hour_passes = || -> Result<()> {
         let mut held: Value = serde_json::from_slice(&std::fs::read(machine.path(HELD))?)?;
         let at = held["countedAtUptimeMs"].as_i64().context("an uptime")?;

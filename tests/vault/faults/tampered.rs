@@ -100,7 +100,7 @@ type Tamper = fn(&Objects<'_>);
 /// The name of each manipulation, part of the resulting message, and the manipulation.
 fn table() -> Vec<(&'static str, &'static str, Tamper)> {
     vec![
-        ("the pointer names another slot's snapshot", "not one of a snapshot", |objects| {
+        ("the pointer names another slot's snapshot", "not a snapshot's", |objects| {
             let there = format!("user_2/primary/{}", objects.key);
             objects.store.write(BUCKET, &there, objects.dump.clone());
             objects.store.write(BUCKET, &format!("{there}.json"), objects.side.to_string());
