@@ -89,6 +89,13 @@ async fn power_off_keeps_machine_off_until_power_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn operation_continues_when_due_despite_a_long_poll_interval() {
+    let (stack, process, guest) = start_with_machine(&[("PLATFORM_POLL_MS", "600000")]).await;
+    let ended = run_action(&stack, &process, &guest, "off").await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn power_off_cuts_the_power_of_an_unresponsive_host() {
     let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "1")]).await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();

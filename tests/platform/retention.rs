@@ -33,11 +33,12 @@ async fn expired_rows_are_deleted_and_live_ones_kept() {
     let guest = stack.start_machine(&process, "user_1").await;
     let machine: uuid::Uuid = guest.machine.parse().unwrap();
     let old = uuid::Uuid::now_v7();
-    let sql = "INSERT INTO operations (operation_id, machine_id, kind, state, step, ended_at) \
-               VALUES ($1, $2, 'delete', 'succeeded', 'delete_server', now() - interval '401 days')";
+    // One statement: the platform may delete the operation as soon as it is committed.
+    let sql = "WITH old AS (INSERT INTO operations (operation_id, machine_id, kind, state, step, ended_at) \
+                   VALUES ($1, $2, 'delete', 'succeeded', 'delete_server', now() - interval '401 days') \
+                   RETURNING operation_id, step) \
+               INSERT INTO operation_log (operation_id, step, outcome) SELECT operation_id, step, 'done' FROM old";
     client.execute(sql, &[&old, &machine]).await.unwrap();
-    let sql = "INSERT INTO operation_log (operation_id, step, outcome) VALUES ($1, 'delete_server', 'done')";
-    client.execute(sql, &[&old]).await.unwrap();
 
     let only_live_remain = || async {
         let sql = "SELECT (SELECT count(*) FROM sessions), (SELECT count(*) FROM session_codes), \

@@ -79,7 +79,7 @@ impl Stack {
             ("PROVIDER_API_URL", &self.provider.base_url()),
             ("PROVIDER_API_TOKEN", self.provider.token()),
             ("PLATFORM_LEASE_SECONDS", "2"),
-            ("PLATFORM_POLL_MS", "50"),
+            ("PLATFORM_POLL_MS", "250"),
             ("RECONCILE_SECONDS", "1"),
             ("SERVER_GONE_SILENCE_SECONDS", "1"),
             ("SERVER_CHECK_SECONDS", "0"),
@@ -312,7 +312,7 @@ impl Stack {
                 return found;
             }
             assert!(Instant::now() < end, "not within {WAIT_TIMEOUT:?}: {what}\n{}", self.log());
-            tokio::time::sleep(Duration::from_millis(50)).await;
+            tokio::time::sleep(Duration::from_millis(100)).await;
         }
     }
 

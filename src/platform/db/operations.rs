@@ -346,6 +346,19 @@ pub async fn claim(
     Ok(query_opt(client, &sql, params).await?.as_ref().map(OperationRow::parse))
 }
 
+/// Time until the first operation that this release can run is due and has no lease; zero if one is already due.
+pub async fn time_until_due(
+    client: &impl GenericClient,
+    supported: &SupportedSteps<'_>,
+) -> Result<Option<Duration>, DbError> {
+    let sql = "SELECT extract(epoch FROM min(greatest(due_at, lease_until)) - clock_timestamp())::float8 \
+               FROM operations WHERE state = 'running' AND question IS NULL AND due_at < 'infinity' \
+               AND kind = ANY($1) AND step = ANY($2)";
+    let row = query_opt(client, sql, &[&supported.kinds, &supported.steps]).await?;
+    let seconds: Option<f64> = row.and_then(|row| row.get(0));
+    Ok(seconds.map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)))
+}
+
 /// Number of running operations that this release cannot run.
 pub async fn count_unsupported(
     client: &impl GenericClient,

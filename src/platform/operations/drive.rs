@@ -12,9 +12,9 @@ use uuid::Uuid;
 
 use super::runner::run_current_step;
 use super::step::StepError;
-use super::{Lane, Step, supported_steps_in};
+use super::{Lane, Step, supported_steps, supported_steps_in};
 use crate::context::Platform;
-use crate::db::operations::OperationRow;
+use crate::db::operations::{OperationRow, SupportedSteps};
 use crate::db::{self, DbError};
 use svc_http::problem::format_chain;
 use svc_http::request_id;
@@ -25,52 +25,68 @@ const MAX_DRIVEN: usize = 16;
 const MAX_CALLING_HOSTS: usize = 64;
 /// Maximum backoff of an operation whose outcome cannot be stored.
 const MAX_UNSTORED_BACKOFF: Duration = Duration::from_secs(30);
+/// Minimum time between two rounds of claims, so that an operation that becomes due meanwhile causes no busy loop.
+const MIN_WAIT: Duration = Duration::from_millis(5);
 
 /// Drives operations until `stop`, then waits for running steps.
 pub async fn run(platform: Arc<Platform>) {
-    let mut general = Drivers { lane: Lane::General, limit: MAX_DRIVEN, driven: JoinSet::new() };
-    let mut calling = Drivers { lane: Lane::HostCalls, limit: MAX_CALLING_HOSTS, driven: JoinSet::new() };
+    let mut drivers = Drivers::default();
     while !platform.stop.is_cancelled() {
-        general.fill(&platform).await;
-        calling.fill(&platform).await;
+        let wait = drivers.fill(&platform).await.unwrap_or_else(|error| {
+            tracing::warn!(error = %format_chain(&error), "cannot claim operations");
+            None
+        });
+        let poll = platform.config.timing.poll;
         tokio::select! {
             () = platform.stop.cancelled() => {}
             () = platform.nudge.notified() => {}
-            () = tokio::time::sleep(platform.config.timing.poll) => {}
-            Some(ended) = general.driven.join_next() => log_panic(ended),
-            Some(ended) = calling.driven.join_next() => log_panic(ended),
+            () = tokio::time::sleep(wait.map_or(poll, |wait| wait.clamp(MIN_WAIT.min(poll), poll))) => {}
+            Some(ended) = drivers.general.join_next() => log_panic(ended),
+            Some(ended) = drivers.calling.join_next() => log_panic(ended),
         }
     }
-    while general.driven.join_next().await.is_some() {}
-    while calling.driven.join_next().await.is_some() {}
+    while drivers.general.join_next().await.is_some() {}
+    while drivers.calling.join_next().await.is_some() {}
 }
 
-/// The operations of one lane that this process drives.
+/// The operations of each lane that this process drives.
+#[derive(Default)]
 struct Drivers {
-    lane: Lane,
-    limit: usize,
-    driven: JoinSet<()>,
+    general: JoinSet<()>,
+    calling: JoinSet<()>,
 }
 
 impl Drivers {
-    /// Claims due operations up to the capacity.
-    async fn fill(&mut self, platform: &Arc<Platform>) {
-        while self.driven.len() < self.limit {
+    /// Claims due operations up to the capacity of each lane. Returns the time until the next one is due in a lane with
+    /// capacity, if there is one.
+    async fn fill(&mut self, platform: &Arc<Platform>) -> Result<Option<Duration>, DbError> {
+        while let Some(supported) = self.claimable() {
             // Each claim has its own owner: a process that claims an operation again after losing it must not look like
             // the previous owner.
             let owner = Uuid::now_v7();
-            match claim(platform, owner, self.lane).await {
-                Ok(Some(operation)) => {
-                    let platform = platform.clone();
-                    self.driven
-                        .spawn(async move { drive_with_request_id(&platform, operation, owner).await });
-                }
-                Ok(None) => break,
-                Err(error) => {
-                    tracing::warn!(error = %format_chain(&error), "cannot claim operations");
-                    break;
-                }
-            }
+            let session = platform.db.session().await?;
+            let lease = platform.config.timing.lease;
+            let Some(operation) = db::operations::claim(&session, owner, lease, &supported).await? else {
+                return db::operations::time_until_due(&session, &supported).await;
+            };
+            drop(session);
+            let lane = match lane_of(&operation) {
+                Lane::General => &mut self.general,
+                Lane::HostCalls => &mut self.calling,
+            };
+            let platform = platform.clone();
+            lane.spawn(async move { drive_with_request_id(&platform, operation, owner).await });
+        }
+        Ok(None)
+    }
+
+    /// The steps of the lanes with capacity.
+    fn claimable(&self) -> Option<SupportedSteps<'static>> {
+        match (self.general.len() < MAX_DRIVEN, self.calling.len() < MAX_CALLING_HOSTS) {
+            (true, true) => Some(supported_steps()),
+            (true, false) => Some(supported_steps_in(Lane::General)),
+            (false, true) => Some(supported_steps_in(Lane::HostCalls)),
+            (false, false) => None,
         }
     }
 }
@@ -79,11 +95,6 @@ fn log_panic(ended: Result<(), JoinError>) {
     if let Err(error) = ended {
         tracing::error!(%error, "a step panicked; its lease will expire");
     }
-}
-
-async fn claim(platform: &Platform, owner: Uuid, lane: Lane) -> Result<Option<OperationRow>, DbError> {
-    let session = platform.db.session().await?;
-    db::operations::claim(&session, owner, platform.config.timing.lease, &supported_steps_in(lane)).await
 }
 
 /// The lane of the operation's current step.
