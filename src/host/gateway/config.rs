@@ -1,6 +1,6 @@
-//! The gateway's configuration: its address, its owner, and the accepted credentials.
+//! The gateway's configuration: its address, the machine's owner, and the accepted credentials.
 //!
-//! A configuration that would enable the development default on anything but a developer's machine is rejected.
+//! On anything but a developer's machine, a configuration that switches authentication off is rejected.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -41,11 +41,11 @@ pub struct Config {
     pub acme_retry: Duration,
 }
 
-/// The provisioned owner of the machine, or the development default.
+/// The provisioned owner of the machine, or the fixed owner of a developer's machine, without authentication.
 #[derive(Debug, Clone)]
 pub enum OwnerConfig {
     Provisioned { identity: Identity, proof_keys: ProofKeys },
-    DevDefault,
+    Development,
 }
 
 impl Config {
@@ -108,7 +108,7 @@ impl Config {
     pub fn machine(&self) -> Option<MachineId> {
         match &self.owner {
             OwnerConfig::Provisioned { identity, .. } => Some(identity.machine),
-            OwnerConfig::DevDefault => None,
+            OwnerConfig::Development => None,
         }
     }
 
@@ -116,7 +116,7 @@ impl Config {
     pub fn epoch(&self) -> Epoch {
         match &self.owner {
             OwnerConfig::Provisioned { identity, .. } => identity.epoch,
-            OwnerConfig::DevDefault => Epoch::NONE,
+            OwnerConfig::Development => Epoch::NONE,
         }
     }
 }
@@ -134,7 +134,7 @@ fn read_admin_token(env: &mut Env) -> Option<SecretString> {
     is_long_enough.then_some(token)
 }
 
-/// `IDP_ISSUER` and `IDP_AUDIENCE` must both be set, or neither.
+/// If any of `IDP_ISSUER`, `IDP_AUDIENCE` and `IDP_JWKS_URL` is set, the first two are required.
 fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
     if ![&vars::IDP_ISSUER, &vars::IDP_AUDIENCE, &vars::IDP_JWKS_URL]
         .iter()
@@ -150,12 +150,16 @@ fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
         true => env.optional(&vars::IDP_JWKS_URL),
         false => default_jwks_url?.parse().map_err(|error| env.add_mistake(&vars::IDP_ISSUER, error)).ok(),
     };
-    let audiences = audiences?
+    let audiences: Vec<String> = audiences?
         .split(',')
         .map(str::trim)
         .filter(|audience| !audience.is_empty())
         .map(str::to_owned)
         .collect();
+    if audiences.is_empty() {
+        env.add_mistake(&vars::IDP_AUDIENCE, "must name at least one audience; separate several by commas");
+        return None;
+    }
     Some(TrustedIssuer { issuer: issuer?, audiences, jwks_url: jwks_url? })
 }
 
@@ -190,7 +194,7 @@ fn read_owner(env: &mut Env, listen: SocketAddr) -> Option<OwnerConfig> {
             format!("cannot be off: an identity is configured ({})", set.name),
         );
     }
-    Some(OwnerConfig::DevDefault)
+    Some(OwnerConfig::Development)
 }
 
 #[cfg(test)]
@@ -217,20 +221,23 @@ mod tests {
         Config::read(Env::from_pairs(pairs.iter().copied()), Layout::new("/"))
     }
 
-    fn with<'a>(base: &[(&'a str, &'a str)], change: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a str)> {
-        base.iter().chain(change).copied().collect()
+    fn with_changes<'a>(
+        base: &[(&'a str, &'a str)],
+        changes: &[(&'a str, &'a str)],
+    ) -> Vec<(&'a str, &'a str)> {
+        base.iter().chain(changes).copied().collect()
     }
 
     #[test]
-    fn load_accepts_provisioned_machine() {
+    fn read_accepts_provisioned_machine() {
         let config = read(&PROVISIONED).unwrap();
-        let OwnerConfig::Provisioned { identity, .. } = config.owner else { panic!("no owner") };
+        let OwnerConfig::Provisioned { identity, .. } = config.owner else { panic!("not provisioned") };
         assert_eq!(identity.user.as_str(), "user_1");
         assert_eq!(config.listen.port(), 443);
     }
 
     #[test]
-    fn load_reports_all_errors_without_values() {
+    fn read_reports_all_errors_without_values() {
         let error = read(&[("GATEWAY_LISTEN", "x"), ("DATABASE_URL", "s3cret")]).unwrap_err().to_string();
         for name in ["GATEWAY_LISTEN", "SVC_USER_ID", "SVC_MACHINE_ID", "SVC_PROOF_KEYS", "DATABASE_URL"] {
             assert!(error.contains(name), "{name} in {error}");
@@ -239,9 +246,9 @@ mod tests {
     }
 
     #[test]
-    fn dev_default_requires_all_conditions() {
-        assert!(matches!(read(&DEV).unwrap().owner, OwnerConfig::DevDefault));
-        assert!(read(&DEV[..1]).is_err(), "GATEWAY_AUTH=off alone is not enough");
+    fn development_owner_requires_all_conditions() {
+        assert!(matches!(read(&DEV).unwrap().owner, OwnerConfig::Development));
+        assert!(read(&DEV[..1]).is_err(), "GATEWAY_AUTH=off is not enough");
         for change in [
             ("SVC_PRODUCTION", "true"),
             ("SVC_ENVIRONMENT", "production"),
@@ -250,14 +257,15 @@ mod tests {
             ("SVC_MACHINE_ID", "0192d1f0-0000-7000-8000-000000000001"),
             ("GATEWAY_LISTEN", "0.0.0.0:443"),
         ] {
-            assert!(read(&with(&DEV, &[change])).is_err(), "{change:?}");
+            assert!(read(&with_changes(&DEV, &[change])).is_err(), "{change:?}");
         }
     }
 
     #[test]
     fn short_admin_token_is_ignored() {
-        let token =
-            |text: &str| read(&with(&PROVISIONED, &[("ADMIN_TOKEN", text)])).unwrap().admin_token.is_some();
+        let token = |text: &str| {
+            read(&with_changes(&PROVISIONED, &[("ADMIN_TOKEN", text)])).unwrap().admin_token.is_some()
+        };
         assert!(token(&"x".repeat(MIN_ADMIN_TOKEN_CHARS)));
         for short in ["", "x", &"x".repeat(MIN_ADMIN_TOKEN_CHARS - 1)] {
             assert!(!token(short), "{short:?}");
@@ -265,8 +273,19 @@ mod tests {
     }
 
     #[test]
-    fn load_requires_owner_if_auth_is_on() {
-        let dev_with_auth = with(&DEV, &[("GATEWAY_AUTH", "on")]);
+    fn read_requires_owner_if_auth_is_on() {
+        let dev_with_auth = with_changes(&DEV, &[("GATEWAY_AUTH", "on")]);
         assert!(read(&dev_with_auth).is_err());
+    }
+
+    #[test]
+    fn read_rejects_issuer_without_audience() {
+        let read_audience = |audience: &'static str| {
+            let issuer = [("IDP_ISSUER", "https://idp.example"), ("IDP_AUDIENCE", audience)];
+            read(&with_changes(&PROVISIONED, &issuer))
+        };
+        assert_eq!(read_audience("a, b").unwrap().issuer.unwrap().audiences, ["a", "b"]);
+        let error = read_audience(",").unwrap_err().to_string();
+        assert!(error.contains("IDP_AUDIENCE"), "{error}");
     }
 }

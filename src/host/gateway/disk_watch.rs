@@ -1,4 +1,4 @@
-//! Notes in `activity.log` when the disk with the owner's files is getting full, and when it has room again.
+//! Records in `activity.log` that the disk with the owner's files is getting full, or that it has room again.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,6 +36,7 @@ fn describe_change(before: DiskFill, now: DiskFill, total: u64, free: u64) -> Op
     let space = format!("{:.1} of {:.1} GiB are free", to_gib(free), to_gib(total));
     Some(match now {
         DiskFill::Room => format!("the disk has room again: {space}"),
+        DiskFill::Low if before == DiskFill::Full => format!("the disk is no longer almost full: {space}"),
         DiskFill::Low => format!("the disk is getting full: {space}"),
         DiskFill::Full => format!("the disk is almost full: {space}"),
     })
@@ -58,6 +59,7 @@ mod tests {
         assert_eq!(check(3 * GIB).unwrap(), "the disk is getting full: 3.0 of 40.0 GiB are free");
         assert_eq!(check(3 * GIB), None);
         assert_eq!(check(GIB / 4).unwrap(), "the disk is almost full: 0.2 of 40.0 GiB are free");
+        assert_eq!(check(3 * GIB).unwrap(), "the disk is no longer almost full: 3.0 of 40.0 GiB are free");
         assert_eq!(check(30 * GIB).unwrap(), "the disk has room again: 30.0 of 40.0 GiB are free");
     }
 }

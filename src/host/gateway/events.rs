@@ -9,7 +9,7 @@ use bytes::Bytes;
 use futures_util::Stream;
 use http::{HeaderValue, header};
 
-/// Maximum interval between two messages to a listener.
+/// Maximum interval between two messages to a listener, including heartbeats.
 pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(15);
 /// Maximum duration of a stream; the listener then reconnects with a fresh credential.
 pub const MAX_STREAM_DURATION: Duration = Duration::from_secs(15 * 60);

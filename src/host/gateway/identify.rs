@@ -12,8 +12,8 @@ use super::auth::{Denied, Identified, Ingress, Principal, PrincipalResolver};
 use super::proxy::{self, Upstreams};
 use svc_http::proof::Route;
 
-/// Resolves the principal and stores the outcome for [`admit`](super::auth::admit). A request for the code host is
-/// proxied as a whole, with any path.
+/// Resolves the principal and stores the outcome for [`admit`](super::auth::admit). A request to the code host is
+/// proxied regardless of its path.
 pub async fn identify(
     State(resolver): State<Arc<PrincipalResolver>>,
     State(apps): State<Arc<Registry>>,

@@ -1,8 +1,8 @@
 //! `svc-gateway`: the machine's HTTPS port. It serves the owner API, the bridge and apps, and proxies the shell and
 //! code-server.
 //!
-//! It listens immediately, without waiting for the database. Invariant: on the public port only the two health routes
-//! are served without a valid proof or token.
+//! It listens immediately, without waiting for the database. Invariant: on the public port of a provisioned machine,
+//! only the two health routes are served without a valid proof or token.
 
 mod apps;
 mod auth;

@@ -12,7 +12,7 @@ impl Slug {
         &self.0
     }
 
-    /// The schema that holds the app's tables, and the role that may use it.
+    /// The name of the schema that holds the app's tables, and of the role that may use it.
     pub fn schema(&self) -> Name {
         Name(format!("app_{}", self.0.replace('-', "_")))
     }
@@ -39,7 +39,8 @@ impl fmt::Display for Slug {
     }
 }
 
-/// A table's, column's or schema's name: letters, digits and `_`, at most PostgreSQL's 63 bytes.
+/// A table's, column's or schema's name: letters, digits and `_`, not starting with a digit; at most
+/// PostgreSQL's 63 bytes.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Name(String);
 
@@ -106,7 +107,7 @@ mod tests {
             assert!(bad.parse::<Name>().is_err(), "{bad:?}");
             assert!(bad == "ctid" || bad == "and" || bad.parse::<Slug>().is_err(), "{bad:?}");
         }
-        assert!("a_b".parse::<Slug>().is_err(), "so that no two slugs share a schema");
+        assert!("a_b".parse::<Slug>().is_err(), "it would share its schema with a-b");
         assert!("dueAt".parse::<Name>().is_ok());
         assert_eq!("my-notes".parse::<Slug>().unwrap().schema().quoted().to_string(), "\"app_my_notes\"");
     }

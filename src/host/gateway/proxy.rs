@@ -15,7 +15,7 @@ use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::proof;
 use svc_http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
 
-/// Reload interval of the waiting page, in seconds.
+/// Reload interval of the waiting page, and `Retry-After` of a problem, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 3;
 
 /// The machine's services behind the gateway.
@@ -40,7 +40,7 @@ impl Dial for UnixDialer {
     }
 }
 
-/// Proxies all of the owner's requests that no route of the gateway handles.
+/// Proxies the requests that no route of the gateway handles.
 pub async fn proxy_to_shell(State(upstreams): State<Arc<Upstreams>>, request: Request) -> Response {
     forward(&upstreams.shell, "The shell", request).await
 }
@@ -69,6 +69,9 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
     request.headers_mut().remove(header::AUTHORIZATION);
     match upstream.forward(request).await {
         Ok(response) => response,
+        Err(ProxyError::Tunnel) => {
+            Problem::new(Code::InvalidRequest, "The method CONNECT is not supported.").into_response()
+        }
         Err(error) => {
             tracing::warn!(error = %format_chain(&error), "{name} did not respond");
             let code = match error {
@@ -76,7 +79,6 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
                 | ProxyError::ConnectTimeout
                 | ProxyError::Full
                 | ProxyError::Closed => Code::Unavailable,
-                ProxyError::Tunnel => Code::InvalidRequest,
                 _ => Code::UpstreamUnavailable,
             };
             unavailable_response(
@@ -92,7 +94,7 @@ fn wants_page(headers: &HeaderMap) -> bool {
     accept.is_some_and(|accept| accept.contains("text/html"))
 }
 
-/// Returns a self-reloading page to a browser, and a problem to a program.
+/// Returns a self-reloading page to a browser while the service is unavailable, and a problem in all other cases.
 fn unavailable_response(problem: Problem, is_page: bool) -> Response {
     if !is_page || problem.code.status() != StatusCode::SERVICE_UNAVAILABLE {
         return problem.into_response();

@@ -1,4 +1,5 @@
-//! The gateway's routes. A request is checked in this order: method and path, size, identity; then the handler runs.
+//! The gateway's routes. A request to a known route is checked in this order: method, size, credential; then the
+//! handler runs. An unknown path requires a principal, too.
 //!
 //! The router, its guards and the OpenAPI document are built from one table. Invariant: the guard of a route reads the
 //! allowed callers from its description.
@@ -24,7 +25,7 @@ use svc_http::observe::{self, Listener};
 use svc_http::openapi::{self, Api, Operation};
 use svc_http::problem::{Code, Problem};
 
-/// A description and the handler that serves it.
+/// A route's description and its handler.
 struct Route {
     endpoint: &'static Endpoint,
     serve: fn() -> MethodRouter<Gateway>,
@@ -34,7 +35,8 @@ const fn route(endpoint: &'static Endpoint, serve: fn() -> MethodRouter<Gateway>
     Route { endpoint, serve }
 }
 
-/// All routes of the gateway, in the order of the OpenAPI document. All other paths go to the shell.
+/// All routes of the gateway, in the order of the OpenAPI document. All paths outside `/api` and `/_svc/internal` that
+/// match none of them go to the shell.
 static ROUTES: [Route; 40] = [
     route(&bridge::QUERY, || post(bridge::query)),
     route(&bridge::SCHEMAS, || get(bridge::list_schemas)),
@@ -69,7 +71,7 @@ static ROUTES: [Route; 40] = [
     route(&limits::SET_LIMITS, || put(limits::set)),
     route(&internal::BACKUP, || post(internal::request_backup)),
     route(&backup_progress::BACKUP_PROGRESS, || get(backup_progress::show)),
-    route(&internal::ACCEPT, || post(internal::request_accept)),
+    route(&internal::ACCEPT, || post(internal::request_backup_acceptance)),
     route(&internal::DRILL, || post(internal::request_drill)),
     route(&internal::UPDATE, || post(internal::request_update)),
     route(&quiesce::QUIESCE, || post(quiesce::quiesce)),
@@ -181,8 +183,8 @@ fn guard_route(route: &Route) -> MethodRouter<Gateway> {
         .route_layer(from_fn(move |request, next| limit_body(max_bytes, request, next)))
 }
 
-/// Rejects a request by its declared length before its credential is checked. A body without a declared length is
-/// limited where it is read.
+/// Rejects a request by its declared length, whether or not its credential is valid. A body without a declared length
+/// is limited where it is read.
 async fn limit_body(max_bytes: usize, request: Request, next: Next) -> Response {
     if declares_more_than(request.headers(), max_bytes) {
         body::LIMITS.drain(request.into_body()).await;
@@ -192,7 +194,7 @@ async fn limit_body(max_bytes: usize, request: Request, next: Next) -> Response 
 }
 
 async fn unknown_route(request: Request) -> Response {
-    // Without a principal, an unknown path is indistinguishable from a known one.
+    // Without a principal, an unknown path gets the same refusal as a known one.
     let refusal = match request.extensions().get::<Result<Identified, Denied>>() {
         Some(Ok(_)) => Problem::new(Code::NotFound, "There is no such route; see /api/bridge/openapi.json.")
             .into_response(),

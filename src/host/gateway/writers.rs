@@ -1,4 +1,5 @@
-//! The write gate: admits every write, or none while the platform takes the final backup of this machine.
+//! The write gate: admits every request to the bridge, or none, not even reads, while the platform takes the final
+//! backup of this machine.
 //!
 //! Invariant: once `quiescedAt` is set, no request changes the owner's data until writers are resumed. The file of
 //! `host::system::quiesce` is authoritative, so the state survives a restart.
@@ -30,7 +31,8 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 /// Retry delay for refused clients, in seconds. A recovery takes minutes.
 const RETRY_AFTER_SECONDS: u64 = 15;
 
-/// Statements of apps that the server still executes, whether or not their clients wait for them.
+/// Counts the apps' sessions that execute a statement or keep a transaction open, whether or not their clients still
+/// wait.
 const ACTIVE_SESSIONS: &str = "SELECT count(*) FROM pg_stat_activity \
     WHERE datname = current_database() AND backend_type = 'client backend' \
       AND starts_with(usename, 'app_') AND state <> 'idle'";
@@ -95,7 +97,7 @@ impl Writers {
         self.lock().quiesce.is_some()
     }
 
-    /// Admits a write.
+    /// Admits a request to the bridge, which may write.
     ///
     /// # Errors
     /// 503 while writers are stopped.
@@ -112,7 +114,8 @@ impl Writers {
     /// operation takes over.
     ///
     /// # Errors
-    /// The state cannot be stored. No writer is stopped then, because the state would be lost in a restart.
+    /// The state cannot be read or stored. If the operation itself cannot be stored, no writer is stopped, because a
+    /// restart would lose the state.
     pub async fn quiesce(&self, operation: OperationId) -> Result<QuiesceProgress, Problem> {
         let _change = self.change.lock().await;
         let mut quiesce = self.record_quiesce(operation).await?;
@@ -184,7 +187,7 @@ impl Writers {
     /// Resumes writers.
     ///
     /// # Errors
-    /// 409 if they are stopped for another operation.
+    /// 409 if they are stopped for another operation; the state cannot be read or removed.
     pub async fn resume(&self, operation: OperationId) -> Result<(), Problem> {
         let _change = self.change.lock().await;
         let resumed = quiesce::resume(&self.layout, operation).await;
@@ -212,7 +215,7 @@ impl Writers {
         self.dispatcher.resume();
     }
 
-    /// Follows the file until `stop`: the sync agent removes it when the platform no longer names the operation.
+    /// Polls the file until `stop`: the sync agent removes it when the platform no longer names the operation.
     pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
         while stop.run_until_cancelled(tokio::time::sleep(POLL_INTERVAL)).await.is_some() {
             if !self.is_quiesced() {
@@ -229,6 +232,7 @@ impl Writers {
 }
 
 fn quiesced_problem() -> Problem {
-    let detail = "This machine accepts no changes: a final backup is being taken before it is replaced.";
+    let detail =
+        "The bridge is stopped: a final backup of this machine is taken before it is replaced or deleted.";
     Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS)
 }

@@ -17,8 +17,11 @@ use crate::system::layout::Layout;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx::{self, FileError};
 
-/// The files of an app: relative path and SHA-256 of the content.
+/// The files of an app: relative path, and SHA-256 of the content or [`NOT_A_FILE`].
 type Tree = BTreeMap<String, String>;
+
+/// The content of a link or device in a [`Tree`].
+const NOT_A_FILE: &str = "not a file";
 
 #[derive(Debug, Serialize, Deserialize)]
 struct InstallRecord {
@@ -66,7 +69,7 @@ pub fn log_skipped(skipped: &SkippedApp) {
     }
 }
 
-/// Whether this process may write the apps folder or create it.
+/// Whether this process may write to the apps folder or create it.
 pub fn can_install(layout: &Layout) -> bool {
     let apps = layout.apps();
     let existing = apps.ancestors().find(|dir| dir.exists());
@@ -111,7 +114,8 @@ pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledError> {
     Ok(skipped)
 }
 
-/// An invalid record counts as empty: every app that differs is then treated as the owner's.
+/// An invalid record counts as empty: every app that differs is then treated as the owner's, and an app that the owner
+/// removed is copied again.
 fn read_record(path: &Path) -> Result<InstallRecord, BundledError> {
     let Some(text) = fsx::read_if_exists(path)? else { return Ok(InstallRecord::default()) };
     Ok(serde_json::from_slice(&text).unwrap_or_else(|error| {
@@ -149,7 +153,7 @@ fn read_tree(root: &Path) -> Result<Tree, FileError> {
                 pending.push(path);
             } else if let Ok(below) = path.strip_prefix(root) {
                 // Links and devices are never copied, so a tree with one differs from the copied tree.
-                let content = if kind.is_file() { digest(&path)? } else { "not a file".to_owned() };
+                let content = if kind.is_file() { digest(&path)? } else { NOT_A_FILE.to_owned() };
                 files.insert(below.to_string_lossy().into_owned(), content);
             }
         }
@@ -184,7 +188,7 @@ fn copy(source: &Path, target: &Path, files: &Tree) -> Result<(), FileError> {
         target.with_file_name(format!(".{name}.{}.{ending}", uuid::Uuid::new_v4().simple()))
     };
     let (new, old) = (temporary("new"), temporary("old"));
-    for (path, _) in files.iter().filter(|(_, content)| *content != "not a file") {
+    for (path, _) in files.iter().filter(|(_, content)| *content != NOT_A_FILE) {
         let destination = new.join(path);
         let dir = destination.parent().unwrap_or(&new);
         fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
@@ -197,7 +201,7 @@ fn copy(source: &Path, target: &Path, files: &Tree) -> Result<(), FileError> {
         fs::rename(target, &old).map_err(FileError::wrap("rename", target))?;
     }
     fs::rename(&new, target).map_err(FileError::wrap("rename a new folder to", target))?;
-    // Any remainder of the old folder is removed at the next start.
+    // Any remainder of the old folder is removed by the next installation.
     let _ = fs::remove_dir_all(&old);
     fsx::sync_dir(target.parent().unwrap_or(target))
 }

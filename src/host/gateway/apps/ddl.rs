@@ -33,7 +33,8 @@ pub struct RegistrationPlan {
     pub changes: Vec<SchemaChange>,
     /// Parts of the manifest that the registration does not apply, as text.
     pub not_done: Vec<String>,
-    /// The resulting tables: a column that already has another type keeps it.
+    /// The resulting tables: a column that already has another type keeps it, and is left out if manifests have no such
+    /// type.
     pub tables: Vec<Table>,
 }
 
@@ -72,21 +73,21 @@ pub fn registration_sql(schema: &Name, wanted: &[Table]) -> Vec<String> {
 impl RegistrationPlan {
     fn register_table(&mut self, schema: &Name, table: &Table, existing: &ExistingSchema) {
         let qualified_name = format!("{}.{}", schema.quoted(), table.name.quoted());
-        match existing.tables.get(table.name.as_str()) {
+        let result = match existing.tables.get(table.name.as_str()) {
             None => {
                 let columns: Vec<String> = table.columns.iter().map(column_definition).collect();
                 self.require(format!("CREATE TABLE {qualified_name} ({})", columns.join(", ")));
-                self.tables.push(table.clone());
+                table.clone()
             }
             Some(columns) => self.extend_table(&qualified_name, table, columns),
-        }
+        };
         self.require(format!(
             "GRANT SELECT, INSERT, UPDATE, DELETE ON {qualified_name} TO {}",
             schema.quoted()
         ));
         for columns in &table.indexes {
             let name = index_name("ix", table, columns);
-            let method = if uses_gin(table, columns) { "gin" } else { "btree" };
+            let method = if uses_gin(&result, columns) { "gin" } else { "btree" };
             if !existing.indexes.contains(&name) {
                 self.require(format!(
                     "CREATE INDEX \"{name}\" ON {qualified_name} USING {method} ({})",
@@ -105,9 +106,16 @@ impl RegistrationPlan {
                 self.changes.push(SchemaChange::IfRowsSatisfy { sql, skip_message });
             }
         }
+        self.tables.push(result);
     }
 
-    fn extend_table(&mut self, qualified_name: &str, table: &Table, columns: &BTreeMap<String, String>) {
+    /// Adds the missing columns and returns the resulting table.
+    fn extend_table(
+        &mut self,
+        qualified_name: &str,
+        table: &Table,
+        columns: &BTreeMap<String, String>,
+    ) -> Table {
         let mut result = table.clone();
         result.columns.clear();
         for column in &table.columns {
@@ -122,7 +130,7 @@ impl RegistrationPlan {
                 Some(typname) => result.columns.extend(self.keep_existing_column(table, column, typname)),
             }
         }
-        self.tables.push(result);
+        result
     }
 
     fn keep_existing_column(&mut self, table: &Table, column: &Column, typname: &str) -> Option<Column> {
@@ -233,12 +241,20 @@ mod tests {
     }
 
     #[test]
+    fn plan_indexes_column_by_its_existing_type() {
+        let wanted = tables(&json!({ "t": { "columns": { "a": "jsonb" }, "indexes": ["a"] } }));
+        let planned = plan_registration(&schema(), &wanted, &existing(&[("a", "text")]));
+        let text = sql(&planned);
+        assert!(text.contains("USING btree (\"a\")"), "{text}");
+    }
+
+    #[test]
     fn repeated_plan_only_grants() {
         let wanted =
             tables(&json!({ "t": { "columns": { "a": "text" }, "indexes": ["a"], "unique": ["a"] } }));
         let mut columns = existing(&[("a", "text")]);
         columns.indexes =
-            [("ix"), ("uq")].map(|prefix| index_name(prefix, &wanted[0], &["a".parse().unwrap()])).into();
+            ["ix", "uq"].map(|prefix| index_name(prefix, &wanted[0], &["a".parse().unwrap()])).into();
         let planned = plan_registration(&schema(), &wanted, &columns);
         assert_eq!(planned.changes.len(), 1, "{}", sql(&planned));
         assert!(planned.not_done.is_empty());

@@ -39,7 +39,7 @@ pub fn scan(home: &Path) -> io::Result<Vec<AppFolder>> {
     Ok(folders)
 }
 
-/// Reads an app's folder; `None` if `name` is not one: a file, or a folder without a manifest.
+/// Reads an app's folder; `None` if `name` is hidden, a file, or a folder without a manifest.
 fn read_app_folder(apps: &Folder, name: &str) -> Option<AppFolder> {
     if name.starts_with('.') {
         return None;
@@ -54,7 +54,7 @@ fn read_app_folder(apps: &Folder, name: &str) -> Option<AppFolder> {
     Some(AppFolder { name: name.to_owned(), path: Path::new(APPS_DIR).join(name), manifest })
 }
 
-/// If two folders claim one schema, the one named after the slug gets it; otherwise neither.
+/// If several folders claim one schema, only a folder named after the slug gets it.
 fn reject_shared_schemas(folders: &mut [AppFolder]) {
     let claims: Vec<(String, Slug)> = folders
         .iter()

@@ -52,7 +52,7 @@ impl FolderWatcher {
         self.watched = active.collect();
     }
 
-    /// Waits for a change, then until no further change has followed for a moment.
+    /// Waits for a change, then until no further change has followed for [`DEBOUNCE_INTERVAL`].
     pub async fn wait_for_change(&self) {
         self.changed.notified().await;
         let settled =

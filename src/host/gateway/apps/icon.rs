@@ -1,4 +1,4 @@
-//! `GET /icons/<slug>`: the app's icon, or a stable one generated from its name. A missing or invalid icon is not an
+//! `GET /icons/<slug>`: the app's icon, or a stable one generated from its slug. A missing or invalid icon is not an
 //! error.
 
 use std::path::Path;
@@ -45,7 +45,7 @@ fn read_icon(home: &Path, icon: &Path) -> Option<StaticFile> {
     if !kind.starts_with("image/") {
         return None;
     }
-    // Resolved from the app's folder, whose owner determines which files may be read.
+    // Resolved from the icon's folder, whose owner determines which files may be read.
     let app = Folder::open(home).ok()?.folder(icon.parent()?).ok()?;
     let content = app.read(Path::new(icon.file_name()?), MAX_ICON_BYTES).ok()?;
     Some(StaticFile::in_memory(content, kind))

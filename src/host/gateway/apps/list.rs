@@ -30,15 +30,15 @@ pub async fn list_apps(
     Json(json!({ "apps": apps }))
 }
 
-/// Apps that are registered or have a folder, by slug; then folders without a valid slug.
+/// Apps that are registered or have a folder, by slug; then the other folders with errors.
 fn apps_json(snapshot: &AppsSnapshot) -> Vec<Value> {
     let slugs: BTreeSet<&String> = snapshot.apps.keys().chain(snapshot.folders.keys()).collect();
     let mut list: Vec<Value> = slugs.iter().map(|slug| app_json(snapshot, slug)).collect();
-    let without_slug = snapshot
+    let other_errors = snapshot
         .errors
         .iter()
         .filter(|(_, error)| error.slug.as_ref().is_none_or(|slug| !slugs.contains(slug)));
-    list.extend(without_slug.map(|(folder, error)| {
+    list.extend(other_errors.map(|(folder, error)| {
         json!({ "slug": error.slug, "folder": folder, "status": "error", "error": error.message })
     }));
     list

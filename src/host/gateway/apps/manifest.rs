@@ -286,11 +286,14 @@ impl Reader {
     fn read_column_list(&mut self, table: &Table, path: &str, value: &Value) -> Option<Vec<Name>> {
         let names: Vec<&str> = match value {
             Value::String(name) => vec![name],
-            Value::Array(names) => names.iter().filter_map(Value::as_str).collect(),
+            Value::Array(names) => names.iter().map(Value::as_str).collect::<Option<_>>().unwrap_or_default(),
             _ => Vec::new(),
         };
         if names.is_empty() || names.len() > MAX_INDEX_COLUMNS {
-            return self.reject(path, "each entry must be a column or a list of columns");
+            return self.reject(
+                path,
+                format!("each entry must be a column or a list of 1 to {MAX_INDEX_COLUMNS} columns"),
+            );
         }
         let known: Vec<Name> =
             names.iter().filter_map(|name| table.column(name)).map(|column| column.name.clone()).collect();

@@ -44,7 +44,7 @@ impl AppFiles {
     }
 }
 
-/// Compressed files by their tag; `None` if compression saved nothing.
+/// Compressed files by their tag; `None` if compression saved nothing or failed.
 struct GzipCache(moka::sync::Cache<HeaderValue, Option<StaticFile>>);
 
 impl Default for GzipCache {
@@ -58,12 +58,12 @@ impl Default for GzipCache {
 }
 
 impl GzipCache {
-    /// The compressed file, if compression is worthwhile. Blocks.
-    fn get(&self, file: &StaticFile) -> Option<StaticFile> {
+    /// Returns the compressed file, if compression is worthwhile. Blocks.
+    fn get_or_compress(&self, file: &StaticFile) -> Option<StaticFile> {
         if !file.is_compressible() || file.size() > MAX_GZIP_BYTES {
             return None;
         }
-        // A read error is reported again when the file is served.
+        // A read error is reported when the file is served.
         self.0.get_with_by_ref(file.tag(), || file.gzip(Compression::default()).ok().flatten())
     }
 }
@@ -118,13 +118,13 @@ async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> R
         let folder = Folder::open(&files.home)?.folder(&output)?;
         let (file, meta, name) = open_page(&folder, &path)?;
         let plain = StaticFile::open(file, &meta, &name);
-        let gzip = files.gzip_cache.get(&plain);
+        let gzip = files.gzip_cache.get_or_compress(&plain);
         Ok::<_, io::Error>(PageTarget::File(Box::new(AppFile { plain, gzip }), policy))
     });
     opened.await.ok().and_then(Result::ok).ok_or_else(not_found)
 }
 
-/// Converts a URL path to a path below a folder; `None` if it could escape.
+/// Converts a URL path to a path below a folder; `None` if it is invalid, could escape, or names a hidden file.
 fn parse_path(path: &str) -> Option<PathBuf> {
     let decoded = percent_decode(path)?;
     if decoded.contains(['\0', '\\']) {
@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parse_path_rejects_escapes() {
+    fn parse_path_rejects_escapes_and_hidden_files() {
         for bad in [
             "../x",
             "a/../../x",

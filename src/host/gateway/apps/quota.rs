@@ -2,9 +2,9 @@
 //!
 //! The sizes of the apps' schemas are measured while apps write. Between measurements, each write is counted by an
 //! estimate when it is sent, even if it fails: PostgreSQL frees no space when a transaction rolls back. When the
-//! estimates reach a tenth of the quota, a measurement is requested. Above the quota, an app, an agent or a process of
-//! the owner's user cannot add or change rows; the owner can, and rows can always be deleted. Files are not counted,
-//! because apps write none.
+//! estimates reach a tenth of the quota, a measurement is requested. Once the quota is reached, an app, an agent or a
+//! process of the owner's user cannot add or change rows; the owner and administrators can. Rows can always be deleted.
+//! Files are not counted, because apps write none.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -80,7 +80,7 @@ pub struct InFlightWrite<'q> {
 }
 
 impl InFlightWrite<'_> {
-    /// Ends the write: `changed` includes all changed rows.
+    /// Ends a write whose `changed` includes all changed rows.
     pub fn complete(mut self) {
         self.may_have_uncounted_rows = false;
     }

@@ -22,7 +22,7 @@ pub struct App {
     pub not_done: Vec<String>,
 }
 
-/// The error of an app that is not registered.
+/// Why the current manifest of an app is not registered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AppError {
     pub slug: Option<String>,
@@ -38,7 +38,7 @@ pub struct AppsSnapshot {
     pub apps: BTreeMap<String, Arc<App>>,
     /// Folders with a valid manifest, by slug, with their paths relative to the home. Pages are served from these.
     pub folders: BTreeMap<String, (PathBuf, Manifest)>,
-    /// Errors by folder name.
+    /// Errors by folder name, or by slug for a stored manifest that is invalid and for a rejected registration.
     pub errors: BTreeMap<String, AppError>,
 }
 

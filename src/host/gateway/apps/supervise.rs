@@ -1,5 +1,6 @@
-//! Keeps the registry up to date: copies bundled apps, reads folders, registers manifests, and opens logins. A single
-//! task does all of this, so registrations never run concurrently. It retries for as long as the gateway runs.
+//! Keeps the registry up to date: copies bundled apps, reads folders, registers manifests, and enables the logins of
+//! their roles. A single task does all of this, so registrations never run concurrently. It retries for as long as the
+//! gateway runs.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -107,7 +108,7 @@ struct Supervisor {
 
 #[derive(Debug, thiserror::Error)]
 enum RoundError {
-    #[error("database unreachable")]
+    #[error("database error")]
     Database(#[from] DatabaseError),
     #[error(transparent)]
     Identity(#[from] IdentityError),
@@ -228,7 +229,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Registers one app. A rejection becomes that app's error; only an unreachable database ends the round.
+    /// Registers one app. A rejection becomes that app's error; only an unreachable database, or a failure to
+    /// generate a password, ends the round.
     async fn register(&mut self, client: &mut Client, manifest: Manifest) -> Result<(), RoundError> {
         let slug = manifest.slug.clone();
         let password = self.get_or_generate_password(&slug)?;

@@ -37,7 +37,7 @@ pub const PLATFORM: Credential = Credential {
 
 /// The owner and the machine's administrators.
 pub const OWNERS: &[Credential] = &[OWNER, ADMIN];
-/// Callers that may read the owner's records, but not act for the owner.
+/// Callers that may read the owner's records.
 pub const READERS: &[Credential] = &[OWNER, OWNERS_PROCESS, ADMIN];
 /// [`READERS`], and the platform on behalf of its operators.
 pub const READERS_AND_PLATFORM: &[Credential] = &[OWNER, OWNERS_PROCESS, ADMIN, PLATFORM];

@@ -22,7 +22,7 @@ pub struct Keyring {
 #[derive(Debug)]
 struct State {
     keys: Arc<ProofKeys>,
-    /// Incremented when the keys change, so that proofs verified with older keys are recognized.
+    /// Incremented when the keys change, so that proofs verified with older keys are dropped from caches.
     generation: u64,
     last_stamp: Option<FileStamp>,
     checked_at: Option<Instant>,
@@ -60,7 +60,7 @@ impl Keyring {
     pub fn current(&self) -> (Arc<ProofKeys>, u64) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.checked_at.is_none_or(|at| at.elapsed() >= CHECK_INTERVAL) {
-            // The keys found by the first check were already accepted before the start.
+            // The keys that the first check finds were accepted before the gateway started, so they are not noted.
             let is_first_check = state.checked_at.replace(Instant::now()).is_none();
             let before = state.generation;
             state.reload_if_changed(&self.layout.proof_keys());

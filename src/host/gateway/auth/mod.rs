@@ -27,9 +27,9 @@ pub enum Principal {
     /// A process of the owner's user on this machine, such as a terminal, without a proof of the owner: it may read and
     /// use the bridge, but not change limits or start dispatches.
     OwnersProcess { sub: IdpUserId },
-    /// An agent running for a dispatch: the bridge, limited to these apps.
+    /// An agent running for a dispatch: it may use the bridge for these apps.
     Agent { dispatch: String, apps: Arc<[String]> },
-    /// An app, by its slug: its own bridge data and pages.
+    /// An app, by its slug: it may use its own tables and load its own pages.
     App { slug: String },
     /// The platform, on `/_svc/internal/…` and read-only on `/api/usage`.
     Platform,
@@ -40,15 +40,15 @@ pub enum Principal {
 /// The listener that received the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ingress {
-    /// The TLS port: accepts a proof, a JWT or no credential.
+    /// The TLS port: callers are identified by a proof or a token.
     Public,
     /// The unix socket of the machine's own users, who are identified by peer credentials.
     Trusted,
-    /// The unix socket for agents: accepts an agent's token or no credential.
+    /// The unix socket for agents: accepts only an agent's token.
     Agents,
 }
 
-/// The principal of a request, and the platform's route if a proof named one.
+/// The principal of a request, and the route of its proof, if it has one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identified {
     pub principal: Principal,

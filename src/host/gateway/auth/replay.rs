@@ -18,6 +18,7 @@ pub struct ReplayCache {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReplayCheck {
     Accepted,
+    /// The id was recorded before, or is empty or too long.
     Replayed,
     Full,
 }
@@ -44,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn record_accepts_id_once() {
+    fn record_rejects_repeated_and_invalid_ids() {
         let mut cache = ReplayCache::default();
         assert_eq!(cache.record("a", 10, 0), ReplayCheck::Accepted);
         assert_eq!(cache.record("a", 10, 0), ReplayCheck::Replayed);

@@ -41,7 +41,7 @@ pub struct PrincipalResolver {
 
 enum Owner {
     Provisioned { identity: Identity, keyring: Keyring },
-    DevDefault { sub: IdpUserId },
+    Development { sub: IdpUserId },
 }
 
 /// Claims of verified proofs by token; cleared when the keys change or the cache is full.
@@ -60,8 +60,8 @@ impl PrincipalResolver {
                 identity: identity.clone(),
                 keyring: Keyring::new(proof_keys.clone(), config.layout.clone()),
             },
-            OwnerConfig::DevDefault => {
-                Owner::DevDefault { sub: "dev".parse().expect("the development user id is valid") }
+            OwnerConfig::Development => {
+                Owner::Development { sub: "dev".parse().expect("the development user id is valid") }
             }
         };
         let jwt_verifier = match &config.issuer {
@@ -85,7 +85,7 @@ impl PrincipalResolver {
     pub fn owner(&self) -> &IdpUserId {
         match &self.owner {
             Owner::Provisioned { identity, .. } => &identity.user,
-            Owner::DevDefault { sub } => sub,
+            Owner::Development { sub } => sub,
         }
     }
 
@@ -259,10 +259,10 @@ impl PrincipalResolver {
     fn resolve_without_token(&self, ingress: Ingress, head: &Parts) -> Result<Identified, Denied> {
         let owner = |sub: &IdpUserId| Principal::Owner { sub: sub.clone() };
         let principal = match (&self.owner, ingress) {
-            (Owner::DevDefault { sub }, Ingress::Public) => owner(sub),
+            (Owner::Development { sub }, Ingress::Public) => owner(sub),
             (Owner::Provisioned { .. }, Ingress::Public) => return Err(Denied::Missing),
             (
-                Owner::DevDefault { sub } | Owner::Provisioned { identity: Identity { user: sub, .. }, .. },
+                Owner::Development { sub } | Owner::Provisioned { identity: Identity { user: sub, .. }, .. },
                 _,
             ) => {
                 let credentials = head.extensions.get::<ConnectInfo<PeerCredentials>>();

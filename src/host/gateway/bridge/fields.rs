@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn duplicate_name_is_rejected() {
+    fn parse_rejects_arrays_duplicates_and_too_many_fields() {
         assert!(Fields::parse(raw(r#"{"a": 1, "\u0061": 2}"#)).is_err());
         assert!(Fields::parse(raw("[]")).is_err());
         let many = |count: usize| {
@@ -157,10 +157,14 @@ mod tests {
     }
 
     #[test]
-    fn strings_are_unescaped() {
+    fn string_value_unescapes_strings() {
         assert_eq!(string_value(raw(r#""a\"b""#)).unwrap(), "a\"b");
         assert!(matches!(string_value(raw(r#""plain""#)), Some(Cow::Borrowed("plain"))));
         assert_eq!(string_value(raw("1")), None);
+    }
+
+    #[test]
+    fn array_elements_requires_array() {
         assert_eq!(array_elements(raw("[1, [2]]")).unwrap().len(), 2);
         assert!(array_elements(raw("{}")).is_none());
     }

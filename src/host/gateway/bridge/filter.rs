@@ -1,7 +1,7 @@
 //! The filter grammar: `{col: value}`, `{col: {op: value}}`, `and`, `or`, `not`.
 //!
 //! NULL follows SQL: a comparison with a NULL column is never true, so `ne` and `not` exclude such rows; `isNull`
-//! selects them. A `null` value is short for `isNull`. `in []` matches no row. `contains` on text is a case-sensitive
+//! selects them. A `null` value means `isNull`. `in []` matches no row. `contains` on text is a case-sensitive
 //! substring test, on jsonb it is containment (`@>`).
 
 use serde_json::value::RawValue;
@@ -148,7 +148,8 @@ impl<'t> Parser<'t> {
             .collect()
     }
 
-    /// An empty part would match every row: in an `or` it would silently cancel the other parts.
+    /// Parses a part, which must not be empty: it would match every row, and in an `or` it would silently cancel the
+    /// other parts.
     fn parse_part(&mut self, raw: &RawValue, pointer: &str, depth: usize) -> Result<Filter<'t>, FieldError> {
         let part = self.parse_object(raw, pointer, depth)?;
         if part.is_empty() { Err(field_error(pointer, "must not be empty")) } else { Ok(part) }

@@ -61,6 +61,7 @@ async fn handle_query(
     };
     let slug = app.unwrap_or_default();
     require_access(principal, slug)?;
+    // While writers are stopped, the whole bridge is: reads are refused as well.
     let _permit = bridge.writers.admit()?;
     let app = bridge.find_app(slug)?;
     let is_transaction = matches!(action, Action::Transaction(_));
@@ -86,7 +87,7 @@ async fn handle_query(
                 None => *failed.problem,
             })
     } else {
-        let plan = plans.pop().ok_or_else(refusal::missing_row)?;
+        let plan = plans.pop().ok_or_else(|| refusal::bridge_defect("request without a plan"))?;
         run::run_plan(&app.pool, plan, limit, changed)
             .await
             .map(|response| response::json_response(response.status, response.body))
@@ -100,7 +101,7 @@ async fn handle_query(
     response
 }
 
-/// Counts a write against the quota before it is sent.
+/// Counts a write against the quota before it is sent; `None` if no plan writes.
 fn begin_write<'b>(
     bridge: &'b Bridge,
     slug: &'b str,
@@ -142,7 +143,7 @@ pub(super) fn require_access(principal: &Principal, app: &str) -> Result<(), Pro
 /// The default app when a request names none; `None` means all apps.
 ///
 /// # Errors
-/// An agent with access to several apps must name one.
+/// If an agent with access to several apps names none.
 pub(super) fn default_app(principal: &Principal) -> Result<Option<&str>, Problem> {
     match principal {
         Principal::App { slug } => Ok(Some(slug)),
@@ -157,7 +158,7 @@ pub(super) fn default_app(principal: &Principal) -> Result<Option<&str>, Problem
     }
 }
 
-/// Returns the schemas of all apps or of `app`; an app gets its own.
+/// Returns the schema of `app`, by default those of all apps; an app, or an agent with a single app, gets only its own.
 fn schemas_response(bridge: &Bridge, principal: &Principal, app: Option<&str>) -> Result<Response, Problem> {
     let requested = match app {
         Some(app) => Some(app),
@@ -169,11 +170,11 @@ fn schemas_response(bridge: &Bridge, principal: &Principal, app: Option<&str>) -
             vec![schemas::schema_json(&*bridge.find_app(slug)?)]
         }
         None => {
-            let snapshot = bridge.apps.snapshot();
-            if !snapshot.is_loaded {
+            let registered = bridge.apps.snapshot();
+            if !registered.is_loaded {
                 return Err(refusal::database_unavailable());
             }
-            snapshot.apps.values().map(|app| schemas::schema_json(app)).collect()
+            registered.apps.values().map(|app| schemas::schema_json(app)).collect()
         }
     };
     Ok(response::json_response(StatusCode::OK, Bytes::from(json!({ "data": data }).to_string())))

@@ -74,9 +74,9 @@ pub struct ChangePlan {
 /// How a change selects its rows, which determines the response if none match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChangeTarget {
-    /// The row does not exist: 404.
+    /// By id: 404 if there is no such row.
     Id,
-    /// Success with 0 rows.
+    /// By filter: success with 0 rows.
     Filter,
 }
 
@@ -110,9 +110,9 @@ impl Plan<'_> {
         matches!(self, Self::Change(changed) if changed.target == ChangeTarget::Filter)
     }
 
-    /// Whether the plan is a single statement, which PostgreSQL executes atomically.
-    pub fn is_one_statement(&self) -> bool {
-        !matches!(self, Self::InsertMany(groups) if groups.len() > 1)
+    /// Whether the plan writes with several statements, which are atomic only in a transaction.
+    pub fn needs_transaction(&self) -> bool {
+        matches!(self, Self::InsertMany(groups) if groups.len() > 1)
     }
 
     /// JSON pointer to the written values in the request.

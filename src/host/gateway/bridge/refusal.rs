@@ -73,11 +73,16 @@ pub fn concurrent_change() -> Problem {
 
 /// A statement that always returns a row returned none.
 pub fn missing_row() -> Problem {
-    tracing::error!("statement returned no row");
+    bridge_defect("statement returned no row")
+}
+
+/// A failure that only a defect of the bridge can cause.
+pub fn bridge_defect(what: &'static str) -> Problem {
+    tracing::error!("{what}");
     Problem::new(Code::Internal, "The failure is logged under this request id.")
 }
 
-/// Adds the index of the failed operation of a transaction and makes its pointers absolute.
+/// Adds the index of the failed operation of a transaction, and makes the pointers of its errors absolute.
 pub fn with_operation_index(mut problem: Problem, index: usize) -> Problem {
     if let Some(Value::Array(errors)) = problem.members.get("errors") {
         let errors: Vec<FieldError> = errors
@@ -87,7 +92,11 @@ pub fn with_operation_index(mut problem: Problem, index: usize) -> Problem {
                 detail: error["detail"].as_str().unwrap_or_default().to_owned(),
             })
             .collect();
+        let constraint = problem.members.remove("constraint");
         problem = Problem::invalid(&errors);
+        if let Some(constraint) = constraint {
+            problem = problem.with("constraint", constraint);
+        }
     }
     problem.with("operation", json!(index))
 }
@@ -166,5 +175,20 @@ fn invalid(db_error: &DbError, context: ErrorContext) -> Problem {
     match db_error.constraint() {
         Some(name) => problem.with("constraint", json!(name)),
         None => problem,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operation_index_keeps_constraint_of_problem() {
+        let problem =
+            Problem::field("/data", "violates a constraint of the table").with("constraint", json!("c"));
+        let problem = with_operation_index(problem, 3);
+        assert_eq!(problem.members["errors"][0]["pointer"], "/operations/3/data");
+        assert_eq!(problem.members["operation"], 3);
+        assert_eq!(problem.members["constraint"], "c");
     }
 }

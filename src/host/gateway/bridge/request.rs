@@ -158,7 +158,7 @@ pub const ACTIONS: [ActionShape; 10] = [
 
 impl<'a> BridgeRequest<'a> {
     /// # Errors
-    /// A problem that names every invalid field.
+    /// A problem that names the invalid fields.
     pub fn parse(body: &'a [u8]) -> Result<Self, Problem> {
         let raw: &RawValue = serde_json::from_slice(body).map_err(|error| {
             Problem::field("", format!("is not JSON: line {} column {}", error.line(), error.column()))
@@ -359,12 +359,12 @@ mod tests {
 
     #[test]
     fn parse_reads_action_app_and_table() {
-        let body = br#"{"action":"insert","app":"notes","table":"notes","data":{"title":"x"}}"#;
+        let body = br#"{"action":"insert","app":"notes","table":"pages","data":{"title":"x"}}"#;
         let request = BridgeRequest::parse(body).unwrap();
         assert_eq!(request.app.as_deref(), Some("notes"));
         assert!(matches!(
             request.action,
-            Action::Table(TableCall { operation: Operation::Insert { .. }, .. })
+            Action::Table(TableCall { table, operation: Operation::Insert { .. } }) if table == "pages"
         ));
     }
 
@@ -383,10 +383,7 @@ mod tests {
     #[test]
     fn parse_requires_either_id_or_filter() {
         let delete_request = |more: &str| format!(r#"{{"action":"delete","app":"a","table":"t"{more}}}"#);
-        assert!(
-            errors_of(&delete_request("")).contains("/filter is required")
-                || errors_of(&delete_request("")).contains("/filter:")
-        );
+        assert!(errors_of(&delete_request("")).contains("/filter: is required"));
         assert!(errors_of(&delete_request(r#","id":"x","filter":{}"#)).contains("combined with id"));
         assert!(errors_of(&delete_request(r#","id":"x","returning":1"#)).contains("/returning"));
         assert!(errors_of(&delete_request(r#","id":"x","data":{}"#)).contains("/data"));

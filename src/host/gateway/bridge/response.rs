@@ -22,7 +22,8 @@ use crate::gateway::apps::ChangedRows;
 use crate::gateway::database::Connection;
 use svc_http::problem::{Code, Problem};
 
-/// A page ends early at this size, which bounds the memory of one response.
+/// A page that reaches this size ends early, which bounds the memory of one response. The responses of a transaction
+/// share it.
 const MAX_RESPONSE_BYTES: usize = 8 * 1024 * 1024;
 /// Maximum attempts of an upsert whose row is inserted and deleted concurrently.
 const MAX_UPSERT_ATTEMPTS: usize = 3;
@@ -162,7 +163,7 @@ pub async fn execute(
         (Plan::Change(changed), [statement]) => {
             return executor.apply_change(changed, statement, budget).await;
         }
-        _ => Err(refusal::missing_row()),
+        _ => Err(refusal::bridge_defect("statements do not match their plan")),
     }?;
     // The plan bounds a single response, and a write outside a transaction is already committed.
     if mode == ExecutionMode::InTransaction {
@@ -263,7 +264,8 @@ impl Executor<'_> {
         Ok(BridgeResponse { is_fully_read: filled.is_fully_read, ..BridgeResponse::ok(filled.body) })
     }
 
-    /// Reads rows until the page has its limit or the byte budget is used; the cursor continues in both cases.
+    /// Reads rows until the page has reached its limit or the byte budget is used up; the cursor continues in both
+    /// cases.
     async fn fill_page(
         self,
         page: &FindPlan<'_>,

@@ -18,7 +18,7 @@ use svc_http::problem::{Code, Problem};
 /// Extra time after `statement_timeout` before the connection is abandoned.
 const TIMEOUT_GRACE: Duration = Duration::from_secs(5);
 
-/// Why nothing was changed, and the index of the plan that failed.
+/// Why a transaction failed, and the index of the failed plan, if one failed.
 #[derive(Debug)]
 pub struct ExecutionError {
     pub index: Option<usize>,
@@ -41,10 +41,10 @@ pub async fn run_plan(
     statement_timeout: Duration,
     changed: &ChangedRows,
 ) -> Result<BridgeResponse, Problem> {
-    if !plan.is_one_statement() {
+    if plan.needs_transaction() {
         let responses = run_transaction(pool, vec![plan], statement_timeout, changed).await;
         let mut responses = responses.map_err(|failed| *failed.problem)?;
-        return responses.pop().ok_or_else(refusal::missing_row);
+        return responses.pop().ok_or_else(|| refusal::bridge_defect("transaction without a response"));
     }
     let started = Instant::now();
     loop {
@@ -95,7 +95,7 @@ async fn try_run(
 /// Executes plans in order, all or nothing, within one statement timeout.
 ///
 /// # Errors
-/// [`ExecutionError`]. After an error, nothing was changed.
+/// [`ExecutionError`]. Nothing has changed then, unless `COMMIT` was sent and its result was lost.
 pub async fn run_transaction(
     pool: &Arc<Pool>,
     plans: Vec<Plan<'_>>,

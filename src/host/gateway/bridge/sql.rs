@@ -6,7 +6,7 @@ use super::param::Param;
 use crate::gateway::apps::{Column, ColumnType};
 use crate::gateway::name::Name;
 
-/// Maximum size of a row's JSON; no request writes or reads a larger one.
+/// Maximum size of a row's JSON; no response contains a larger row.
 pub const MAX_ROW_BYTES: usize = 8 * 1024 * 1024;
 
 /// A statement under construction.

@@ -35,9 +35,9 @@ const MAX_RESPONSE_BYTES: usize = 256 << 10;
 /// Timeout of a whole request for a certificate.
 const ISSUE_TIMEOUT: Duration = Duration::from_secs(300);
 const POLL_POLICY: RetryPolicy = RetryPolicy::new().timeout(Duration::from_secs(90));
-/// Longer than any request for a certificate.
+/// Cap on the authority's `Retry-After`: longer than any request for a certificate takes.
 const MAX_RETRY_AFTER_SECONDS: u64 = 3600;
-/// The authority no longer has the account, or the account was deactivated.
+/// The error types for an account that the authority no longer has, or that was deactivated.
 const ACCOUNT_ERRORS: [&str; 2] =
     ["urn:ietf:params:acme:error:accountDoesNotExist", "urn:ietf:params:acme:error:unauthorized"];
 

@@ -1,7 +1,7 @@
 //! Keeps the gateway's certificate current: from the operator's file, or from the authority.
 //!
-//! Invariant: the presented certificate is replaced only by a usable chain, and a trusted certificate only by a trusted
-//! one. A failed request changes nothing.
+//! Invariant: after the start, the presented certificate is replaced only by a usable chain, and a trusted certificate
+//! only by a trusted one. A failed request changes nothing.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -84,7 +84,7 @@ struct Attempts {
     /// The settings as JSON; a change resets the backoff.
     settings: Option<String>,
     delays: backon::ExponentialBackoff,
-    /// Set after a failure, or after a change of the settings.
+    /// The earliest time of the next request. Set by each attempt, and by a change of the settings.
     retry_at: Option<Timestamp>,
 }
 
@@ -165,8 +165,11 @@ impl CertificateKeeper {
     fn load_stored_chain(&mut self, settings: &CertificateSettings) {
         let Ok(Some(pem)) = fsx::read_if_exists(&self.config.layout.tls_chain()) else { return };
         let usable = Chain::from_pem(&pem).and_then(|chain| {
-            let name = settings.host_name.as_deref();
-            match name.map_or(Ok(()), |name| chain.check(self.pin, name, Timestamp::now())) {
+            let checked = match settings.host_name.as_deref() {
+                Some(name) => chain.check(self.pin, name, Timestamp::now()),
+                None => chain.check_key(self.pin),
+            };
+            match checked {
                 Ok(()) | Err(ChainError::Expired(_) | ChainError::NotYetValid(_)) => Ok(chain),
                 Err(error) => Err(error),
             }
@@ -408,4 +411,32 @@ fn read_limited(file: &Path) -> Result<Vec<u8>, String> {
     let read = opened.take(MAX_CHAIN_BYTES as u64 + 1).read_to_end(&mut content);
     read.map_err(|error| format!("cannot be read: {error}"))?;
     Ok(content)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn start_ignores_stored_chain_for_another_key() {
+        svc_http::tls::install_provider();
+        let root = tempfile::tempdir().unwrap();
+        let layout = Layout::new(root.path());
+        let source_after_start = |stored_pem: &str, identity: Identity| {
+            fsx::write_atomic(&layout.tls_chain(), stored_pem.as_bytes(), 0o600).unwrap();
+            let config = KeeperConfig {
+                layout: layout.clone(),
+                machine: None,
+                file: None,
+                first_retry: CHECK_INTERVAL,
+            };
+            CertificateKeeper::start(config, identity).unwrap().presented.source
+        };
+        let create = || svc_http::tls::self_signed(&["svc-host".to_owned()]).unwrap();
+        let other_pem = create().cert_pem;
+        assert!(source_after_start(&other_pem, create()) == CertificateSource::SelfSigned);
+        let identity = create();
+        let own_pem = identity.cert_pem.clone();
+        assert!(source_after_start(&own_pem, identity) == CertificateSource::Acme);
+    }
 }

@@ -19,7 +19,7 @@ use svc_base::fsx;
 use svc_http::certificate::create_signing_request;
 use svc_http::tls::{self, Identity};
 
-/// Reads the machine's certificate or creates it.
+/// Reads the machine's TLS key and certificate, or creates them.
 ///
 /// # Errors
 /// The files cannot be read or written.

@@ -14,8 +14,8 @@ const NEW_MACHINE_AGE: SignedDuration = SignedDuration::from_hours(1);
 const FIRST_REQUEST_SPREAD: Duration = Duration::from_secs(600);
 const MAX_BASE_DELAY: Duration = Duration::from_secs(6 * 3600);
 
-/// When a certificate is renewed. To spread the requests of machines that were created together, it is renewed earlier
-/// by up to a tenth of the time before it expires, depending on the machine's id.
+/// When a certificate is renewed. To spread the requests of machines that were created together, the time between
+/// renewal and expiry is longer by up to a tenth, depending on the machine's id.
 pub fn renewal_time(not_before: Timestamp, not_after: Timestamp, machine: Uuid) -> Timestamp {
     let lifetime = not_after.duration_since(not_before);
     let before = (lifetime / 3).min(RENEW_BEFORE);

@@ -1,4 +1,4 @@
-//! Prepares the database for apps: creates the `svc` schema, and removes privileges of PUBLIC.
+//! Prepares the database for apps: creates the `svc` schema, and revokes privileges of PUBLIC.
 //!
 //! Every statement is idempotent: all run at each start and after each restore.
 

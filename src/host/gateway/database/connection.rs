@@ -23,7 +23,7 @@ pub struct Connection {
     statements: Mutex<StatementCache>,
     occupancy: Occupancy,
     /// Set when a request did not finish its work; the connection is never leased again.
-    abandoned: AtomicBool,
+    is_abandoned: AtomicBool,
     /// When a statement last started on the idle connection, or last ended.
     last_activity_ms: AtomicU64,
     opened_ms: u64,
@@ -37,14 +37,14 @@ struct StatementCache {
 }
 
 impl Connection {
-    /// A connection in use by its opener.
+    /// Wraps an opened connection, with its opener's request in flight.
     pub(super) fn new(client: Client, backend_pid: i32, permit: ConnectionPermit) -> Self {
         Self {
             client,
             backend_pid,
             statements: Mutex::default(),
             occupancy: Occupancy::used_by_opener(),
-            abandoned: AtomicBool::new(false),
+            is_abandoned: AtomicBool::new(false),
             last_activity_ms: AtomicU64::new(now_ms()),
             opened_ms: now_ms(),
             _permit: permit,
@@ -116,13 +116,13 @@ impl Connection {
 
     /// Abandons the connection; `false` if it was already abandoned.
     pub(super) fn abandon(&self) -> bool {
-        !self.abandoned.swap(true, Ordering::AcqRel)
+        !self.is_abandoned.swap(true, Ordering::AcqRel)
     }
 
     /// Whether a request left its statement unfinished: that statement is cancelled, and statements queued behind it
     /// may be cancelled too.
     pub fn is_abandoned(&self) -> bool {
-        self.abandoned.load(Ordering::Acquire)
+        self.is_abandoned.load(Ordering::Acquire)
     }
 
     pub(super) fn is_usable(&self) -> bool {

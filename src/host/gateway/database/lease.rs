@@ -83,7 +83,7 @@ impl Drop for Lease {
 }
 
 /// Cancels running statements while requests are in flight on the connection, then terminates the backend. The
-/// connection's permit is held until the backend has exited.
+/// connection's permit is held until the backend has exited or [`MAX_CANCEL_ATTEMPTS`] attempts have failed.
 async fn end_connection(pool: Arc<Pool>, connection: Arc<Connection>) {
     for _ in 0..MAX_CANCEL_ATTEMPTS {
         let ended = tokio::time::timeout(CANCEL_TIMEOUT, async {
@@ -96,12 +96,12 @@ async fn end_connection(pool: Arc<Pool>, connection: Arc<Connection>) {
         });
         match ended.await {
             Ok(Ok(())) => {}
-            Ok(Err(_)) | Err(_) => tracing::warn!("cancelling an abandoned statement failed; retrying"),
+            Ok(Err(_)) | Err(_) => tracing::warn!("ending an abandoned connection failed; retrying"),
         }
         tokio::time::sleep(CANCEL_RETRY_INTERVAL).await;
         if connection.client.is_closed() {
             return;
         }
     }
-    tracing::warn!("an abandoned statement is still running after all cancellation attempts");
+    tracing::warn!("an abandoned connection is still open after all attempts to end it");
 }

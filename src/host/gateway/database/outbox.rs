@@ -62,7 +62,7 @@ pub const SCHEMA_SQL: &str = "
     REVOKE ALL ON FUNCTION svc.note_change(), svc.note_truncate() FROM PUBLIC;
 ";
 
-/// Statements that create a schema's missing triggers. A table without the built-in `id` is not an app's.
+/// Selects the statements that create a schema's missing triggers. A table without the built-in `id` is not an app's.
 const CREATE_MISSING_TRIGGERS: &str = "
     SELECT format('CREATE TRIGGER %I AFTER %s ON %I.%I %s FOR EACH STATEMENT EXECUTE FUNCTION svc.%I()',
                   k.name, k.event, n.nspname, c.relname, k.referencing, k.function)
@@ -78,6 +78,7 @@ const CREATE_MISSING_TRIGGERS: &str = "
        AND NOT EXISTS (SELECT FROM pg_trigger t WHERE t.tgrelid = c.oid AND t.tgname = k.name)
      ORDER BY c.relname, k.name";
 
+/// Selects the statements that drop a schema's triggers.
 const DROP_TRIGGERS: &str = "
     SELECT format('DROP TRIGGER %I ON %I.%I', t.tgname, n.nspname, c.relname)
       FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -176,8 +177,8 @@ pub struct Retention {
     pub unwatch_after_days: i32,
 }
 
-/// Deletes events that are too old to resume from, and stops watching apps without listeners. `followed` are the
-/// schemas with listeners.
+/// Deletes events beyond the retention limits, and stops watching schemas that have had no listener for too long.
+/// `followed` are the schemas with listeners.
 ///
 /// # Errors
 /// A database error.

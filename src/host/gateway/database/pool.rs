@@ -23,7 +23,8 @@ const MAX_CONNECTIONS: usize = 16;
 const MAX_PIPELINED: usize = 8;
 const LEASE_TIMEOUT: Duration = Duration::from_secs(5);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
-/// A connection without activity for this long has a long statement in flight; no statement is queued behind it.
+/// A busy connection without activity for this long has a long statement in flight. No statement is queued behind it,
+/// except on the app's only connection.
 const SLOW_THRESHOLD: Duration = Duration::from_millis(100);
 
 #[derive(Debug, thiserror::Error)]
@@ -140,7 +141,7 @@ impl Pool {
         (open.len(), open.iter().filter(|connection| connection.requests_in_flight() > 0).count())
     }
 
-    /// Closes idle connections.
+    /// Closes connections that have been idle for [`IDLE_TIMEOUT`].
     pub fn close_idle(&self) {
         let now = now_ms();
         let idle = u64::try_from(IDLE_TIMEOUT.as_millis()).unwrap_or(u64::MAX);
@@ -217,7 +218,7 @@ impl Pool {
     }
 
     /// Chooses a connection. A request is queued behind another statement only if no further connection may be opened,
-    /// and never behind a slow one.
+    /// and behind a slow one only on the app's only connection.
     fn select_connection(&self, can_open: bool) -> Selection {
         let mut state = self.lock();
         state.connections.retain(|connection| connection.is_usable());

@@ -174,8 +174,8 @@ fn remaining_events(log: &EventLog, from: u64) -> Option<(Bytes, Option<u64>)> {
     (!events.is_empty()).then(|| (Bytes::from(events), None))
 }
 
-/// Waits for the events from number `from` on. Returns them and the number to continue with, which is `None` after the
-/// last event.
+/// Waits for the events from number `from` on, at most until the next heartbeat. Returns a chunk and the number to
+/// continue with, which is `None` after the last event; returns `None` at `end` and when no event can follow.
 async fn next_events(log: &EventLog, from: u64, end: Instant) -> Option<(Bytes, Option<u64>)> {
     let mut updates = log.subscribe();
     updates.mark_unchanged();

@@ -20,7 +20,7 @@ pub async fn report_liveness() -> Response {
     json_response(StatusCode::OK, &json!({ "status": "live" }))
 }
 
-/// Reports whether the database responds and its apps are loaded, so that the bridge is usable.
+/// Reports whether the database responds and the apps are loaded, so that the bridge is usable.
 pub async fn report_readiness(
     State(database): State<Arc<Database>>,
     State(apps): State<Arc<Registry>>,

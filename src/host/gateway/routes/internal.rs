@@ -21,13 +21,13 @@ use svc_http::problem::{Code, Problem};
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
-/// `POST /_svc/internal/backup`: requests a backup. A repeated request before it runs has no further effect.
+/// `POST /_svc/internal/backup`: requests a backup. Repeating the request before the backup starts has no effect.
 pub async fn request_backup(State(layout): State<Layout>) -> Result<Response, Problem> {
     write_request(&layout, "backup").await
 }
 
-/// `POST /_svc/internal/backup-accept`: requests that the held-back snapshot becomes the latest.
-pub async fn request_accept(State(layout): State<Layout>) -> Result<Response, Problem> {
+/// `POST /_svc/internal/backup-accept`: requests that the held-back snapshot be made the latest.
+pub async fn request_backup_acceptance(State(layout): State<Layout>) -> Result<Response, Problem> {
     write_request(&layout, "accept").await
 }
 

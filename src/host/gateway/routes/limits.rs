@@ -85,6 +85,7 @@ fn period_json(settings: &Settings, spent: &Spent, period: Period, now: Timestam
         "spent": used,
         "reserved": spent.reserved,
         "remaining": is_limited.then(|| limit.saturating_sub(used + spent.reserved)),
+        // From 80 % of the limit.
         "warning": is_limited && used >= limit.scaled(4, 5),
         "reached": is_limited && used + spent.reserved >= limit,
         "resetsAt": rfc3339_ms(resets_at),
@@ -129,8 +130,8 @@ pub async fn set(
     })
     .await?;
     if !changed {
-        let detail =
-            "system/config.json is not a JSON object: correct it and try again. Nothing was changed.";
+        let detail = "system/config.json or its costLimits is not a JSON object: correct it and try again. \
+                      Nothing was changed.";
         return Err(Problem::new(Code::Conflict, detail));
     }
     Ok(Json(limits_json(&kernel, &default_sender_id(&resolver, &caller)).await?))
@@ -166,7 +167,8 @@ fn audit_entry(size_bytes: u64) -> AuditEntry {
     }
 }
 
-/// Changes the file and keeps its other contents; returns its size, or `None` if it is not a JSON object.
+/// Changes the file and keeps its other contents; returns its size, or `None` if it or its `costLimits` is
+/// not a JSON object.
 fn write_limits(file: &std::path::Path, change: &LimitsChange) -> Result<Option<u64>, FileError> {
     let text = owner_config::read_config_file(file)?;
     let parsed = text.map_or(Ok(Value::Object(Map::new())), |text| serde_json::from_slice(&text));

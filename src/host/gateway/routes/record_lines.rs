@@ -35,7 +35,7 @@ const MAX_DISORDER_HOURS: i64 = 50;
 /// A record and its filters.
 pub struct RecordView {
     pub kind: RecordKind,
-    /// The member of a response that has the lines.
+    /// The member of a response that contains the lines.
     pub member: &'static str,
     /// Members of a line that must equal the filter of the same name.
     pub exact_members: &'static [&'static str],

@@ -64,7 +64,7 @@ fn all_errors_are_reported_at_once() {
 }
 
 #[test]
-fn built_in_columns_keep_their_types() {
+fn other_type_for_built_in_column_is_rejected() {
     let text = errors_of(|m| m["storage"]["tables"]["notes"]["columns"]["id"] = json!("text"));
     assert!(text.contains("built in"), "{text}");
     let mut same = notes();
@@ -73,9 +73,21 @@ fn built_in_columns_keep_their_types() {
 }
 
 #[test]
-fn storage_may_be_absent() {
+fn column_lists_contain_only_names() {
+    for list in [json!(["title", 5]), json!([5]), json!([]), json!(vec!["title"; 33]), json!(5)] {
+        let text = errors_of(|m| m["storage"]["tables"]["notes"]["indexes"] = json!([list]));
+        assert!(text.contains("notes.indexes: each entry must be"), "{text}");
+    }
+}
+
+#[test]
+fn manifest_without_storage_is_valid() {
     let mut bare = notes();
     bare.as_object_mut().unwrap().remove("storage");
     assert!(Manifest::from_value(&bare).unwrap().tables.is_empty());
+}
+
+#[test]
+fn parse_rejects_invalid_json() {
     assert!(Manifest::parse(b"{").is_err());
 }

@@ -23,9 +23,10 @@ const MAX_STREAMS: usize = 128;
 const MAX_APPS_STREAMS: usize = 96;
 /// Maximum open streams of one app.
 const MAX_APP_STREAMS: usize = 16;
-/// Finds changes without a notification, such as those settled by the end of a long transaction.
+/// Poll interval for changes that no notification announces, such as those settled by the end of a long transaction.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// Batches the notifications of concurrent writes.
+const POLL_TIMEOUT: Duration = Duration::from_secs(2);
+/// Delay that batches the notifications of concurrent writes.
 const BATCH_DELAY: Duration = Duration::from_millis(10);
 const CLEANUP_INTERVAL: Duration = Duration::from_secs(60);
 const MAX_OUTBOX_ROWS: i64 = 100_000;
@@ -217,7 +218,7 @@ impl ChangeFeed {
         if listener.as_ref().is_none_or(Client::is_closed) {
             *listener = Some(database.listen(outbox::CHANNEL, self.wakeup.clone()).await?);
         }
-        let polled = tokio::time::timeout(POLL_INTERVAL * 4, async {
+        let polled = tokio::time::timeout(POLL_TIMEOUT, async {
             let client = database.shared_client().await?;
             read::fetch_head(&client).await
         });

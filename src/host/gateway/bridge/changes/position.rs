@@ -20,7 +20,7 @@ pub struct EventId {
     pub position: i64,
 }
 
-/// The text is not an event id.
+/// The text is not an event id of the listener's stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("must be the id of an event of this stream")]
 pub struct InvalidEventId;
@@ -142,7 +142,11 @@ mod tests {
             assert_eq!(one.parse(bad, Epoch(3)), Err(InvalidEventId), "{bad}");
         }
         let opaque_id = EventId { epoch: Epoch(3), position: 0 };
-        assert_eq!(one.parse("3-AAAA", Epoch(4)), Ok(opaque_id), "an id of another epoch is not invalid");
+        assert_eq!(
+            one.parse("3-AAAA", Epoch(4)),
+            Ok(opaque_id),
+            "the position of another epoch is not decrypted"
+        );
         assert_eq!(other.parse(&first, Epoch(3)), Err(InvalidEventId));
         assert_eq!(IdForm::Plain.parse(&first, Epoch(3)), Err(InvalidEventId));
     }

@@ -6,7 +6,7 @@ use crate::gateway::database::DatabaseError;
 
 /// Transactions read per query.
 const BATCH_SIZE: i64 = 20;
-/// A transaction with more statements and row ids than this is reported without row ids.
+/// A transaction whose statements and row ids together exceed this number is reported without row ids.
 const MAX_LISTED_IDS: i64 = 2000;
 
 /// The position up to which the outbox is settled.
@@ -59,7 +59,7 @@ pub struct ChangeEvent {
     pub json: String,
 }
 
-/// Reads the changes after `position` in these schemas, oldest first, and whether there may be more.
+/// Reads the next changes after `position` in these schemas, oldest first, and whether there may be more.
 ///
 /// # Errors
 /// A database error.

@@ -1,5 +1,5 @@
 //! One listener's stream of changes. It starts after `Last-Event-ID` or at the current position, and ends when the
-//! listener disconnects or after the time limit.
+//! listener disconnects, its agent ends, the database fails, the gateway stops, or the time limit is reached.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -32,7 +32,8 @@ const DATABASE_TIMEOUT: Duration = Duration::from_secs(15);
 /// `GET /api/bridge/changes?app=`: an app listens to its own changes, the owner to those of one or all apps.
 ///
 /// # Errors
-/// 410 when the changes after `Last-Event-ID` are no longer available.
+/// 400 for an invalid query or `Last-Event-ID`; 403 or 404 for the app; 410 if the changes after `Last-Event-ID` are no
+/// longer available; 503 if the database is unreachable or too many streams are open.
 pub async fn stream_changes(
     State(bridge): State<Arc<Bridge>>,
     Extension(caller): Extension<Caller>,
@@ -48,7 +49,7 @@ pub async fn stream_changes(
         None => default_app(&principal)?,
     };
     let scope = resolve_scope(&bridge, &principal, app)?;
-    // Plain ids reveal the write volume of all apps, so only the owner gets them.
+    // Plain ids reveal the write volume of all apps, so apps and agents do not get them.
     let app = app.filter(|_| matches!(principal, Principal::App { .. } | Principal::Agent { .. }));
     let ids = app.map_or(IdForm::Plain, |app| IdForm::for_app(&bridge.change_ids, app));
     let last_event_id = parse_last_event_id(&headers, &ids, bridge.epoch)?;
@@ -153,7 +154,7 @@ impl Listener {
         Ok(if is_known { Ok(()) } else { Err(Problem::new(Code::Gone, detail)) })
     }
 
-    /// Follows apps that were registered after the owner's stream was opened.
+    /// Follows all apps of the scope, including those registered after the stream was opened.
     async fn follow_all(&mut self) -> Result<(), DatabaseError> {
         let Self { bridge, stream, scope, .. } = self;
         match scope {
@@ -178,7 +179,7 @@ impl Listener {
         self.ids.format(EventId { epoch: self.bridge.epoch, position: self.position })
     }
 
-    /// Returns the next chunk; `None` ends the stream, and the listener reconnects.
+    /// Returns the next chunk; `None` ends the stream, and the client reconnects.
     async fn next(&mut self) -> Option<Bytes> {
         let closing = self.stream.closing();
         loop {

@@ -22,7 +22,7 @@ fn filter_sql(filter: &str) -> Result<String, String> {
 }
 
 #[test]
-fn filter_writes_sql_of_every_operator() {
+fn filter_writes_expected_sql() {
     let cases = [
         ("{}", "TRUE"),
         (r#"{"c_text":"a"}"#, r#""t"."c_text" = $1"#),
@@ -76,7 +76,7 @@ fn invalid_filter_is_rejected_with_pointer() {
 }
 
 #[test]
-fn filter_bounds_depth_and_terms() {
+fn filter_bounds_depth_terms_and_in_values() {
     let nested = |depth: usize| {
         format!("{}{}{}", r#"{"not":"#.repeat(depth - 1), r#"{"c_integer":1}"#, "}".repeat(depth - 1))
     };

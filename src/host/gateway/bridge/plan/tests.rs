@@ -1,5 +1,5 @@
-//! The planner's invariant over arbitrary requests: SQL text never contains a value, and every name in it is a quoted
-//! name of the manifest.
+//! The planner's SQL and errors, and its invariant over arbitrary requests: SQL text never contains a value, and every
+//! quoted name in it is the planner's or the manifest's.
 
 use super::*;
 use crate::gateway::apps::Manifest;
@@ -39,7 +39,7 @@ fn plan_statements(table: &Table, request: &Value) -> Result<Vec<Sql>, String> {
     Ok(statements)
 }
 
-/// Text that differs from the planner's own SQL, between fragments that try to escape their quotes.
+/// Text that starts with an attempt to escape its quotes and contains letters that the planner's own SQL does not.
 fn hostile_text() -> BoxedStrategy<String> {
     let attack = prop_oneof![
         Just("'; DROP TABLE x; --"),
@@ -234,7 +234,7 @@ fn numbers_outside_placeholders(text: &str) -> Vec<String> {
     found
 }
 
-/// Arbitrary JSON that uses the request's words more often than chance.
+/// Arbitrary JSON that uses the request's words more often than chance would.
 fn arbitrary_json() -> BoxedStrategy<Value> {
     let word = || {
         prop_oneof![
@@ -266,7 +266,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn sql_contains_no_values_and_only_manifest_names(request in request()) {
+    fn sql_contains_no_values_and_only_known_names(request in request()) {
         let table = table();
         if let Ok(statements) = plan_statements(&table, &request) {
             for sql in statements {
@@ -385,7 +385,7 @@ fn find_bounds_limit() {
 }
 
 #[test]
-fn filter_fingerprint_depends_on_values_only() {
+fn filter_fingerprint_ignores_notation() {
     let table = table();
     let fingerprint = |text: &str| {
         let raw: &RawValue = serde_json::from_str(text).unwrap();

@@ -99,7 +99,8 @@ impl<'t> TablePlanner<'_, 't> {
         InsertGroup { sql, rows: group.rows }
     }
 
-    /// Both resolutions lock an existing row, so that `fallback` finds it in the same transaction.
+    /// Both resolutions lock an existing row, so that the `fallback` of [`Resolution::Ignore`] finds it in the same
+    /// transaction.
     pub(super) fn upsert(
         &self,
         data: &RawValue,
@@ -344,7 +345,8 @@ impl<'t> RowGroup<'t> {
     }
 }
 
-/// The maximum number of changed rows. A change by id needs no bound; returned rows always have one.
+/// The maximum number of changed rows. A change by id needs no bound above 0; a change by filter that returns rows
+/// always has one.
 fn parse_max_affected(
     raw: Option<&RawValue>,
     target: ChangeTarget,
