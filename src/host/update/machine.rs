@@ -97,7 +97,7 @@ fn classify_fetch_error(error: FetchError) -> StepError {
 
 impl<S: Services> Updater<S> {
     /// Plans an update; nothing is written yet.
-    pub async fn open(
+    pub async fn plan_update(
         &self,
         kind: UpdateKind,
         from: ImageVersion,
@@ -227,7 +227,7 @@ impl<S: Services> Updater<S> {
         fetch::ensure_release(&self.layout, &source, version, &expected).await.map_err(classify_fetch_error)
     }
 
-    /// Takes a snapshot, unless the update is a rollback or names the previous release.
+    /// Takes a snapshot, unless the machine has no database, or the update is a rollback or names the previous release.
     async fn take_snapshot(&self, journal: &mut Journal) -> Result<(), StepError> {
         let is_to_previous = journal.plan.kind == UpdateKind::Rollback
             || history::find_previous(&self.layout)
@@ -235,8 +235,8 @@ impl<S: Services> Updater<S> {
                 .flatten()
                 .is_some_and(|version| version == journal.plan.to);
         if self.has_database && !is_to_previous {
-            let wait = snapshot::SnapshotWaiter::new(&self.layout, &self.services, self.snapshot_deadline);
-            wait.take(journal).await.map_err(failed(Stage::Snapshot))?;
+            let waiter = snapshot::SnapshotWaiter::new(&self.layout, &self.services, self.snapshot_deadline);
+            waiter.wait_for_snapshot(journal).await.map_err(failed(Stage::Snapshot))?;
         }
         failpoint::pass("update.snapshot_taken").map_err(failed(Stage::Snapshot))
     }
