@@ -18,7 +18,7 @@ use super::history;
 use super::history::{HistoryEntry, HistoryError};
 use super::journal::{Allowances, Journal, Plan, UpdateKind};
 use super::policy;
-use super::policy::Candidate;
+use super::policy::{Candidate, PolicyError};
 use super::protocol::{Outcome, UpdateResult};
 use super::releases;
 use super::releases::InstallError;
@@ -95,6 +95,14 @@ fn classify_fetch_error(error: FetchError) -> StepError {
     }
 }
 
+/// Refuses the update if a policy forbids it. If the records on this machine cannot be read, the update has failed.
+fn classify_policy_error(error: PolicyError) -> StepError {
+    match &error {
+        PolicyError::History(_) => failed(Stage::Preflight)(error),
+        _ => refused(Stage::Preflight)(error),
+    }
+}
+
 impl<S: Services> Updater<S> {
     /// Plans an update; nothing is written yet.
     pub async fn plan_update(
@@ -168,7 +176,7 @@ impl<S: Services> Updater<S> {
     async fn prepare(&self, journal: &mut Journal) -> Result<(), StepError> {
         failpoint::pass("update.opened").map_err(failed(Stage::Preflight))?;
         policy::check_machine(&self.layout, &journal.plan.to, &journal.plan.allow)
-            .map_err(refused(Stage::Preflight))?;
+            .map_err(classify_policy_error)?;
         if journal.plan.kind == UpdateKind::Apply {
             let verified = self.fetch_manifest(&journal.plan.to).await?;
             journal.key_set = self.next_key_set(&verified)?;
@@ -395,6 +403,14 @@ mod tests {
 
     use super::super::unpack::UnpackError;
     use super::*;
+
+    #[test]
+    fn unreadable_history_fails_update_without_refusing_it() {
+        let path = PathBuf::from("releases.json");
+        let unreadable = PolicyError::History(HistoryError::Unreadable { path });
+        assert!(matches!(classify_policy_error(unreadable), StepError::Failed(_)));
+        assert!(matches!(classify_policy_error(PolicyError::NotRestored), StepError::Refused(_)));
+    }
 
     #[test]
     fn full_disk_fails_update_without_refusing_release() {

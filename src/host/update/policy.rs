@@ -116,8 +116,8 @@ pub fn check_release(candidate: &Candidate<'_>, allow: &Allowances) -> Result<()
     Ok(())
 }
 
-/// Checks that the new release, which is already unpacked, has the parts of the current one, except those that its manifest removes, or whose
-/// removal an operator allows.
+/// Checks that the new release, which is already unpacked, has the parts of the current one, except those that its
+/// manifest removes, or whose removal an operator allows.
 ///
 /// # Errors
 /// [`PolicyError::MissingRequiredPart`], [`PolicyError::MissingParts`].
