@@ -185,7 +185,8 @@ async fn restore(settings: &RestoreSettings, existing_rows: ExistingRows) -> Res
     };
     failpoint::pass("restore.named")?;
     let is_unserved = is_unserved_restore(settings).await?;
-    if clean_up_earlier_run(settings, &snapshot).await? {
+    let is_swapped = clean_up_earlier_run(settings, &snapshot).await?;
+    if is_swapped {
         tracing::info!(key = snapshot.key, "an earlier run had swapped the databases");
     } else {
         if existing_rows == ExistingRows::Refuse && !is_unserved {

@@ -1,8 +1,8 @@
 //! Inspects the catalog of the new database, before any other use, for objects that the archive's SQL must not create.
 //!
 //! A database with such an object is refused, even if the dump does not list it: code of any kind, granted privileges,
-//! and expressions that call volatile functions other than a few harmless ones. Later sessions of the superuser (a backup, a restore, the
-//! gateway) evaluate checks, defaults and indexes of these tables.
+//! and expressions that call volatile functions other than a few harmless ones. Later sessions of the superuser (a backup,
+//! a restore, the gateway) evaluate checks, defaults and indexes of these tables.
 
 use std::fmt::Write as _;
 

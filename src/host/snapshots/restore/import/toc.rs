@@ -76,7 +76,7 @@ pub fn select_entries(listing: &str) -> Result<Selection, TocError> {
     let mut ids = HashSet::new();
     for line in listing.lines().filter(|line| !line.is_empty() && !line.starts_with(';')) {
         let (id, entry) = parse_line(line).ok_or_else(|| TocError::Line { line: quote_text(line) })?;
-        // `pg_restore -L` takes numbers and loads one entry per number: for a repeated one, it might load the entry to skip.
+        // `pg_restore -L` takes numbers and loads one entry per number: of two, it might load the one to skip.
         if !ids.insert(id) {
             return Err(TocError::RepeatedId { id });
         }
