@@ -46,7 +46,7 @@ pub const FAILPOINTS: &[&str] = &[
     "update.password_told",
 ];
 
-/// Reason why a boot failed. It can be repeated.
+/// Reason why a boot failed. The boot can be repeated.
 #[derive(Debug, thiserror::Error)]
 enum BootError {
     #[error(

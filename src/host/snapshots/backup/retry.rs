@@ -12,8 +12,7 @@ use svc_base::config::Env;
 const RETRY_WINDOW: Duration = Duration::from_secs(45 * 60);
 const MAX_BACKOFF: Duration = Duration::from_secs(15 * 60);
 
-/// The delays between the attempts of one run; each is twice the previous one, up to
-/// [`MAX_BACKOFF`].
+/// The delays between the attempts of one run; each is twice the previous one, up to [`MAX_BACKOFF`].
 #[derive(Debug)]
 pub struct RetrySchedule {
     delays: ExponentialBackoff,

@@ -175,7 +175,8 @@ impl<W: Write + Seek + 'static> Archive<W> {
         Ok(())
     }
 
-    /// Copies the entries from the process that reads the home. Returns the entries that it left out.
+    /// Copies the entries from the process that reads the home. Returns the entries that the other
+    /// process left out.
     fn copy_home(&mut self, frames: &mut impl Read) -> std::io::Result<Vec<OmittedEntry>> {
         let mut left_out = Vec::new();
         loop {

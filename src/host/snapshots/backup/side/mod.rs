@@ -351,8 +351,8 @@ async fn copy_back(settings: &BackupSettings, wanted: &TableCopy, request_id: &s
     end
 }
 
-/// Takes a snapshot of the current database, so that a copy can be undone. An emptied
-/// database needs none, and a held-back snapshot suffices.
+/// Takes a snapshot of the current database, so that a copy can be undone. An emptied database
+/// needs none, and a held-back snapshot suffices.
 async fn snapshot_current(settings: &BackupSettings) -> Result<(), SideError> {
     let failed = |exit, why: String| SideError::Save { exit, why };
     let lock = Lock::wait(&settings.layout.backup_lock(), super::REQUEST_LOCK_TIMEOUT).await;
