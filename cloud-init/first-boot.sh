@@ -13,21 +13,21 @@ svc=$root/opt/svc
 say() { printf '%s\n' "$*" >&2; }
 
 # Prints the value of a variable in an env file, which quotes it as systemd does.
-value() { sed -n "s/^$2=\"\(.*\)\"\$/\1/p" "$svc/env/$1.env" | sed 's/\\\(.\)/\1/g' | tail -n 1; }
+read_value() { sed -n "s/^$2=\"\(.*\)\"\$/\1/p" "$svc/env/$1.env" | sed 's/\\\(.\)/\1/g' | tail -n 1; }
 # Root reads its settings from its own file: after the stage bundle, svc-gateway owns the others.
-machine=$(value update SVC_MACHINE_ID)
-platform=$(value update PLATFORM_INTERNAL_URL)
-registration=$(value boot REGISTRATION_TOKEN | tr -cd 'A-Za-z0-9_-')
-image=$(value update SVC_POSTGRES_IMAGE)
+machine=$(read_value update SVC_MACHINE_ID)
+platform=$(read_value update PLATFORM_INTERNAL_URL)
+registration=$(read_value boot REGISTRATION_TOKEN | tr -cd 'A-Za-z0-9_-')
+image=$(read_value update SVC_POSTGRES_IMAGE)
 image=${image:-docker.io/library/postgres:16}
 
-as() {
+curl_as() {
   bearer=$1; shift
   printf 'header = "Authorization: Bearer %s"\n' "$bearer" | curl --config - --silent --show-error --connect-timeout 10 "$@"
 }
 # Sends a report without svc-register, which sends more detailed ones once it is installed.
 report() {
-  as "$registration" --max-time 10 --output /dev/null --header 'content-type: application/json' \
+  curl_as "$registration" --max-time 10 --output /dev/null --header 'content-type: application/json' \
     --data "$2" "${platform%/}/vps/$machine/$1"
 }
 register() {
@@ -36,18 +36,18 @@ register() {
   done
   return 127
 }
-stage() { at=$1; say "stage $at"; register stage "$at" || report boot-stage "{\"stage\":\"$at\"}" || true; }
+stage() { stage=$1; say "stage $stage"; register stage "$stage" || report boot-stage "{\"stage\":\"$stage\"}" || true; }
 fail() {
-  say "stage $at: $1"
+  say "stage $stage: $1"
   status=0
-  register failure --stage "$at" --message "$1" || status=$?
+  register failure --stage "$stage" --message "$1" || status=$?
   case $status in
     # 77: the report arrived, and the machine has been replaced.
     0 | 77) exit 99 ;;
     75) exit 75 ;;
   esac
-  words=$(printf %s "$1" | tr -d '\\"' | tr '\n\t' '  ')
-  report boot-failure "{\"stage\":\"$at\",\"message\":\"$words\"}" && exit 99
+  message=$(printf %s "$1" | tr -d '\\"' | tr '\n\t' '  ')
+  report boot-failure "{\"stage\":\"$stage\",\"message\":\"$message\"}" && exit 99
   exit 75
 }
 # Runs a command up to eight times, with increasing delays.
@@ -72,7 +72,7 @@ install_packages() {
 }
 
 # With swap, a brief memory shortage slows processes down instead of killing one. A small disk gets none.
-swap() {
+enable_swap() {
   [ -z "$(swapon --show --noheadings)" ] || return 0
   ram=$(awk '/^MemTotal:/ { print int($2 / 1024) }' /proc/meminfo)
   free=$(df --output=avail --block-size=1M "$root/" | tail -n 1)
@@ -86,8 +86,8 @@ swap() {
 # Prints the last log line of a unit's own processes, without systemd's messages about the unit.
 last_log_line() {
   journalctl --sync || true
-  words=$(journalctl --boot --quiet --no-pager --output=cat --lines=1 "_SYSTEMD_UNIT=$1") || true
-  printf '%s\n' "${words:-no log output; the result of the unit is $(systemctl show --property=Result --value "$1")}"
+  line=$(journalctl --boot --quiet --no-pager --output=cat --lines=1 "_SYSTEMD_UNIT=$1") || true
+  printf '%s\n' "${line:-no log output; the result of the unit is $(systemctl show --property=Result --value "$1")}"
 }
 # Starts a unit and waits until it is active; a unit that restarts automatically gets a minute.
 start() {
@@ -107,7 +107,7 @@ packages=$(missing_packages)
 [ -z "$packages" ] || retry install_packages || fail 'the missing packages could not be installed'
 { systemctl enable nftables.service && systemctl restart nftables.service && nft list table inet svc >/dev/null; } ||
   fail 'the network rules could not be loaded'
-swap || say 'swap could not be created; the boot continues without it'
+enable_swap || say 'swap could not be created; the boot continues without it'
 sysctl --quiet --system || say 'some sysctls could not be set; the boot continues'
 # These units may not read host.env, so they get the machine's id for their log lines here.
 for unit in svc-postgres svc-apps svc-shell svc-code svc-agent@; do
@@ -122,13 +122,13 @@ retry pull &
 pulling=$!
 
 program=$svc/current/bin/svc
-url=$(value update SVC_HOST_BUNDLE_URL)
-sha256=$(value update SVC_BUNDLE_SHA256)
+url=$(read_value update SVC_HOST_BUNDLE_URL)
+sha256=$(read_value update SVC_BUNDLE_SHA256)
 mkdir -p "$svc/bootstrap"
 cd "$svc/bootstrap"
 if [ ! -x "$program" ]; then
   token=
-  [ -z "$(value update SVC_HOST_BUNDLE_WITH_TOKEN)" ] || token=$(value host UPGRADE_TOKEN | tr -cd 'A-Za-z0-9_-')
+  [ -z "$(read_value update SVC_HOST_BUNDLE_WITH_TOKEN)" ] || token=$(read_value host UPGRADE_TOKEN | tr -cd 'A-Za-z0-9_-')
   # The URL may contain a signature, so it is not an argument either.
   download() {
     status=0

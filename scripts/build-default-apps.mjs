@@ -1,24 +1,27 @@
-// Builds the first-party apps and the shell, as a host bundle has them:
+// Builds the first-party apps and the shell in the layout of a host bundle:
 //
 //   DIR/apps/<slug>/{svc.json, <icon>, dist/}   DIR/shell/   DIR/packages/svc-bridge/
 //
 //   node scripts/build-default-apps.mjs --out DIR [--no-shell]
 //
-// Each is checked by the compiler and built by Vite with the packages of its own lock file (`npm ci`, without their
-// install scripts). Nothing of the time or of this machine goes into the result: the same sources give the same bytes.
+// Each is type-checked by tsc and built by Vite with the packages of its own lock file (`npm ci`, without their install
+// scripts). The build is reproducible: the output contains no timestamps or machine paths, so the same sources give the
+// same bytes.
 
 import { spawnSync } from "node:child_process";
 import { createHash } from "node:crypto";
-import { cpSync, existsSync, mkdirSync, readFileSync, readdirSync, rmSync, writeFileSync } from "node:fs";
-import { dirname, join, resolve } from "node:path";
+import { cpSync, existsSync, mkdirSync, readFileSync, readdirSync, realpathSync, rmSync, writeFileSync } from "node:fs";
+import { basename, dirname, join, resolve, sep } from "node:path";
 import { fileURLToPath } from "node:url";
 import { parseArgs } from "node:util";
 
-const KEY = "NEXT_PUBLIC_IDP_PUBLISHABLE_KEY";
+const KEY_VAR = "NEXT_PUBLIC_IDP_PUBLISHABLE_KEY";
 const SHELL = "shell";
 const SHARED = "shared";
-const INSTALL_MS = 300_000;
-const BUILD_MS = 180_000;
+/** The directories below DIR, which are removed before a build. */
+const OUTPUT_DIRS = ["apps", SHELL, "packages"];
+const INSTALL_TIMEOUT_MS = 300_000;
+const BUILD_TIMEOUT_MS = 180_000;
 
 const root = resolve(dirname(fileURLToPath(import.meta.url)), "..");
 const sources = join(root, "apps");
@@ -28,36 +31,52 @@ function fail(why) {
   process.exit(1);
 }
 
-function run(command, args, cwd, timeout, more = {}) {
-  // Of the caller's environment only what programs need to run and npm to reach its registry.
-  const passed = /^(PATH|HOME|TMPDIR|SystemRoot|https?_proxy|no_proxy|npm_config_.*|NODE_EXTRA_CA_CERTS|SSL_CERT_FILE)$/i;
-  const env = Object.fromEntries(Object.entries(process.env).filter(([name]) => passed.test(name)));
-  const settled = { NODE_ENV: "production", TZ: "UTC", LC_ALL: "C", CI: "1", ...more };
-  const done = spawnSync(command, args, { cwd, timeout, encoding: "utf8", env: { ...env, ...settled } });
-  if (done.error) fail(`${command} ${args[0]} in ${cwd}: ${done.error.message}`);
-  if (done.status !== 0) fail(`${command} ${args.join(" ")} in ${cwd} ended with ${done.status ?? done.signal}\n${done.stdout}${done.stderr}`);
+function run(command, args, cwd, timeout, extraEnv = {}) {
+  // Passes on only the environment variables that programs need to run and that npm needs to reach its registry.
+  const allowed = /^(PATH|HOME|TMPDIR|SystemRoot|https?_proxy|no_proxy|npm_config_.*|NODE_EXTRA_CA_CERTS|SSL_CERT_FILE)$/i;
+  const env = Object.fromEntries(Object.entries(process.env).filter(([name]) => allowed.test(name)));
+  const fixedEnv = { NODE_ENV: "production", TZ: "UTC", LC_ALL: "C", CI: "1", ...extraEnv };
+  const result = spawnSync(command, args, { cwd, timeout, encoding: "utf8", env: { ...env, ...fixedEnv } });
+  if (result.error) fail(`${command} ${args[0]} in ${cwd}: ${result.error.message}`);
+  if (result.status !== 0) fail(`${command} ${args.join(" ")} in ${cwd} exited with ${result.status ?? result.signal}\n${result.stdout}${result.stderr}`);
 }
 
-/** The packages of the lock file; those that are there from it already stay. */
+/** Resolves the symbolic links of a path whose last parts may not exist yet. */
+function resolveLinks(path) {
+  return existsSync(path) ? realpathSync(path) : join(resolveLinks(dirname(path)), basename(path));
+}
+
+/** Refuses an output directory in which the build would overwrite or remove the sources. */
+function checkOutputDir(out) {
+  const isWithin = (path, dir) => `${path}${sep}`.startsWith(dir.endsWith(sep) ? dir : `${dir}${sep}`);
+  const sourceDir = realpathSync(sources);
+  for (const dir of OUTPUT_DIRS.map((name) => join(resolveLinks(out), name))) {
+    if (isWithin(dir, sourceDir) || isWithin(sourceDir, dir)) {
+      fail(`--out ${out}: the build replaces ${dir}, which overlaps the sources in ${sourceDir}; choose another directory, such as target/apps`);
+    }
+  }
+}
+
+/** Installs the packages of the lock file, unless they are already installed from it. */
 function install(dir) {
   const lock = createHash("sha256").update(readFileSync(join(dir, "package-lock.json"))).digest("hex");
   const stamp = join(dir, "node_modules/.svc-lock");
   if (existsSync(stamp) && readFileSync(stamp, "utf8") === lock) return;
   const args = ["ci", "--ignore-scripts", "--include=dev", "--no-audit", "--no-fund", "--loglevel=error"];
-  run("npm", args, dir, INSTALL_MS);
+  run("npm", args, dir, INSTALL_TIMEOUT_MS);
   writeFileSync(stamp, lock);
 }
 
-function build(name, to, env) {
+function build(name, to, extraEnv) {
   const dir = join(sources, name);
   install(dir);
-  const tool = (path, args, more) => run(process.execPath, [join(dir, "node_modules", path), ...args], dir, BUILD_MS, more);
-  tool("typescript/bin/tsc", ["--noEmit", "--project", "."]);
+  const runTool = (path, args, env) => run(process.execPath, [join(dir, "node_modules", path), ...args], dir, BUILD_TIMEOUT_MS, env);
+  runTool("typescript/bin/tsc", ["--noEmit", "--project", "."]);
   rmSync(to, { recursive: true, force: true });
-  tool("vite/bin/vite.js", ["build", "--outDir", to, "--emptyOutDir"], env);
+  runTool("vite/bin/vite.js", ["build", "--outDir", to, "--emptyOutDir"], extraEnv);
 }
 
-function app(name, out) {
+function buildApp(name, out) {
   const dir = join(sources, name);
   const manifest = JSON.parse(readFileSync(join(dir, "svc.json"), "utf8"));
   const to = join(out, "apps", manifest.slug);
@@ -67,19 +86,19 @@ function app(name, out) {
   return `${manifest.slug} ${manifest.version}`;
 }
 
-function shell(out) {
-  const key = process.env[KEY] ?? "";
+function buildShell(out) {
+  const key = process.env[KEY_VAR] ?? "";
   if (key === "") {
     fail(
-      `${KEY} is not set, and is baked into the shell: without it browsers would ask a placeholder identity provider.\n` +
+      `${KEY_VAR} is not set. It is built into the shell; without it, browsers would be sent to a placeholder identity provider.\n` +
         "Set it to the publishable key of your identity provider (pk_test_… or pk_live_…), or build without a shell (--no-shell).",
     );
   }
-  build(SHELL, join(out, SHELL), { [KEY]: key });
+  build(SHELL, join(out, SHELL), { [KEY_VAR]: key });
   return `${SHELL} ${JSON.parse(readFileSync(join(sources, SHELL, "package.json"), "utf8")).version}`;
 }
 
-function shared(out) {
+function copySharedPackage(out) {
   const to = join(out, "packages/svc-bridge");
   cpSync(join(sources, SHARED), to, { recursive: true });
 }
@@ -87,12 +106,13 @@ function shared(out) {
 const { values } = parseArgs({ options: { out: { type: "string" }, "no-shell": { type: "boolean", default: false } } });
 if (!values.out) fail("--out DIR is missing");
 const out = resolve(values.out);
-// What an earlier build left is not part of this one.
-for (const part of ["apps", SHELL, "packages"]) rmSync(join(out, part), { recursive: true, force: true });
+checkOutputDir(out);
+// Remove the output of an earlier build.
+for (const name of OUTPUT_DIRS) rmSync(join(out, name), { recursive: true, force: true });
 mkdirSync(out, { recursive: true });
 const built = [];
-if (!values["no-shell"]) built.push(shell(out));
+if (!values["no-shell"]) built.push(buildShell(out));
 const names = readdirSync(sources).filter((name) => existsSync(join(sources, name, "svc.json"))).sort();
-for (const name of names) built.push(app(name, out));
-shared(out);
+for (const name of names) built.push(buildApp(name, out));
+copySharedPackage(out);
 console.log(`built ${built.join(", ")} in ${out}`);

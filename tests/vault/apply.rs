@@ -169,7 +169,7 @@ async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
     let stage = Stage::with_release(&broken_release()?).await?;
     stage.request_update(NEW)?;
     let ended = stage.run(&["apply", "--request"], None).await?.expect(0);
-    assert!(ended.stdout.contains("the previous release runs again"), "{}", ended.stdout);
+    assert!(ended.stdout.contains("the previous release is running again"), "{}", ended.stdout);
     stage.assert_running(OLD)?;
     let last = stage.last_update()?;
     assert_eq!(

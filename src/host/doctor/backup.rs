@@ -1,4 +1,4 @@
-//! Checks of the last backup: its result and its age.
+//! Checks the result and the age of the last backup, and of the last checks of snapshots.
 
 use jiff::Timestamp;
 use serde::Deserialize;
@@ -10,9 +10,9 @@ use svc_base::diagnosis::Findings;
 use svc_base::fsx;
 use svc_store::key;
 
-/// Backups are hourly: allows one missed run and time for the next.
+/// Backups are hourly. The limit allows one missed run, and time for the next.
 const MAX_BACKUP_AGE_SECONDS: i64 = 2 * 3600 + 600;
-/// Drills, the rarest checks, are weekly: allows one missed run and time for the next.
+/// Drills, the rarest checks, are weekly. The limit allows one missed run, and time for the next.
 const MAX_CHECK_AGE_DAYS: i64 = 15;
 const NEXT_STEP: &str = "journalctl -u svc-db-backup -n 50; systemctl start svc-db-backup";
 
@@ -27,7 +27,9 @@ struct BackupRecord {
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("backup");
     if let Ok(Some(held)) = HeldSnapshot::read(layout) {
-        return findings.problem(held.to_string(), "svc-db-backup accept, if no data is missing");
+        let next =
+            "svc-db-backup accept, if the loss is intended; else svc-db-backup side open, or svcctl recover";
+        return findings.problem(held.to_string(), next);
     }
     let text = match fsx::read_if_exists(&layout.last_backup()) {
         Ok(Some(text)) => text,
@@ -78,7 +80,7 @@ pub fn check_snapshots(layout: &Layout) -> Findings {
     findings.or_ok(summary.join(", "))
 }
 
-/// Rates a missing backup, which is normal on a new machine.
+/// Assesses a missing backup, which is normal on a new machine.
 fn assess_missing_backup(findings: Findings, layout: &Layout) -> Findings {
     let since = std::fs::metadata(layout.restore_complete()).and_then(|meta| meta.modified()).ok();
     let age = since.and_then(|at| at.elapsed().ok()).map_or(0, |age| age.as_secs());

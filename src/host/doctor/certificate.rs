@@ -7,9 +7,10 @@ use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
 use svc_wire::host::{CertificateSource, HostCertificate};
 
-const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
-/// The warning for a short-lived certificate starts at this fraction of its lifetime: one sixth.
-const EXPIRY_WARNING_DIVISOR: i32 = 6;
+/// A certificate that is valid for less time than this should have been renewed.
+const MIN_REMAINING_LIFETIME: SignedDuration = SignedDuration::from_hours(14 * 24);
+/// The limit for a short-lived certificate is this fraction of its lifetime: one sixth.
+const MIN_REMAINING_DIVISOR: i32 = 6;
 
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("certificate");
@@ -37,7 +38,7 @@ pub fn check(layout: &Layout) -> Findings {
         return findings.warning(what, next);
     }
     match remaining_and_total_lifetime(&seen) {
-        Some((remaining, total)) if remaining < EXPIRY_WARNING.min(total / EXPIRY_WARNING_DIVISOR) => {
+        Some((remaining, total)) if remaining < MIN_REMAINING_LIFETIME.min(total / MIN_REMAINING_DIVISOR) => {
             findings.problem(format!("the certificate of {name} expires at {}{retry}", seen.expires_at), next)
         }
         _ => findings.ok(format!("{name}, by {}, until {}", seen.source, seen.expires_at)),
@@ -77,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn check_reports_each_certificate_state() {
+    fn check_distinguishes_certificate_states() {
         let named =
             json!({"hostName": "a.hosts.example", "acme": {"directoryUrl": "https://ca.example/dir"}});
         let good = findings_text(&named, |_| ());

@@ -1,4 +1,4 @@
-//! Checks the env files as applets read them. Reports every error, but no values.
+//! Checks the env files as applets read them. Reports every error, without the invalid value.
 
 use crate::system::config;
 use crate::system::config::{DatabaseUrl, Identity, PlatformLink, environment_of_services};

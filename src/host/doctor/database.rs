@@ -1,4 +1,5 @@
-//! Checks the machine's own PostgreSQL: reachable, version 16, and on this machine.
+//! Checks that the machine's own PostgreSQL is on this machine, reachable, and of version 16, and that its database is the
+//! restored one.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -8,6 +9,7 @@ use tokio_postgres::config::Host;
 
 use super::services_env;
 use crate::snapshots::database_identity;
+use crate::snapshots::database_identity::IdentityError;
 use crate::system::config::DatabaseUrl;
 use crate::system::layout::Layout;
 use crate::system::postgres::Server;
@@ -38,9 +40,9 @@ pub async fn check(layout: &Layout) -> Findings {
         Err(error) => return findings.problem(format_chain(&error), NEXT_STEP),
     };
     if let Err(error) = database_identity::check(layout, &client).await {
-        return findings.problem(format_chain(&error), NEXT_STEP_IDENTITY);
+        return findings.problem(format_chain(&error), identity_next_step(&error));
     }
-    let result = client.query_one("SELECT current_setting('server_version'), pg_is_in_recovery()", &[]).await;
+    let result = client.query_one("SELECT current_setting('server_version')", &[]).await;
     match result {
         Ok(row) => {
             let version: String = row.get(0);
@@ -56,6 +58,11 @@ pub async fn check(layout: &Layout) -> Findings {
         }
         Err(error) => findings.problem(format_chain(&error), NEXT_STEP),
     }
+}
+
+/// Returns the next step after a failed check of the identity: a new restore only for another database.
+fn identity_next_step(error: &IdentityError) -> &'static str {
+    if error.is_mismatch() { NEXT_STEP_IDENTITY } else { NEXT_STEP }
 }
 
 /// Returns the port of this machine's own database, from `DATABASE_URL`.
@@ -100,6 +107,13 @@ pub fn check_gateway_server(server: &str, port: u16) -> Result<String, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn identity_next_step_is_restore_only_for_mismatch() {
+        let mismatch = IdentityError::Mismatch { difference: "x".to_owned() };
+        assert_eq!(identity_next_step(&mismatch), NEXT_STEP_IDENTITY);
+        assert_eq!(identity_next_step(&IdentityError::Absent("svc".to_owned())), NEXT_STEP);
+    }
 
     #[test]
     fn check_gateway_server_accepts_only_local_server() {

@@ -23,7 +23,7 @@ use super::system::layout::Layout;
 use svc_base::config::Env;
 use svc_base::diagnosis::{self, Check, Findings, Report};
 
-/// Timeout of a check over the network.
+/// Timeout of a check that uses the network or runs a program.
 const NETWORK_CHECK_TIMEOUT: Duration = Duration::from_secs(15);
 /// Timeout of a check of this machine's files.
 const FILE_CHECK_TIMEOUT: Duration = Duration::from_secs(5);

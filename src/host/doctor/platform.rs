@@ -1,4 +1,5 @@
-//! Checks the connection to the platform, this machine's status there, and the clock against the platform's.
+//! Checks the connection to the platform, whether another machine has replaced this one, and the clock against the
+//! platform's.
 
 use std::time::Duration;
 

@@ -37,11 +37,11 @@ fn assess(findings: Findings, open: &[(IpAddr, u16)], gateway: u16) -> Findings 
             findings = findings.warning(format!("an unexpected process listens on {ip}:{port}"), next);
         }
     }
-    findings.or_ok(format!("only {gateway} and ssh are reachable from outside"))
+    findings.or_ok(format!("only port {gateway} and ssh are reachable from outside"))
 }
 
-/// Returns the listening sockets of `/proc/net/tcp` and `/proc/net/tcp6` (proc(5)). Addresses are words in native byte
-/// order.
+/// Returns the listening sockets of `/proc/net/tcp` and `/proc/net/tcp6` (proc(5)). Addresses are 32-bit words in
+/// the machine's byte order, which is little-endian.
 fn parse_listeners(v4: &str, v6: &str) -> Vec<(IpAddr, u16)> {
     let mut open: Vec<_> = v4.lines().chain(v6.lines()).filter_map(parse_listener).collect();
     open.sort_unstable();

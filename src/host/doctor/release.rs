@@ -11,7 +11,6 @@ use crate::system::release;
 use crate::system::release::Release;
 use crate::system::systemd;
 use crate::update::protocol::SnapshotWait;
-use svc_base::clock::rfc3339_ms;
 use svc_base::diagnosis::Findings;
 use svc_base::fsx;
 
@@ -92,13 +91,13 @@ struct LastUpdate {
 pub fn check_update(layout: &Layout) -> Findings {
     let mut findings = Findings::new("update");
     let dir = layout.update_state();
-    if let Ok(Some((version, SnapshotWait { since, why }))) = SnapshotWait::read(layout) {
+    if let Ok(Some((version, wait))) = SnapshotWait::read(layout) {
         findings = findings.warning(
+            format!("the update to {version} {}", wait.describe()),
             format!(
-                "the update to {version} has been waiting for a snapshot since {}: {why}",
-                rfc3339_ms(since)
+                "journalctl -u svc-db-backup-request -n 50; svc-update apply --version {version} --without-snapshot \
+                 skips the snapshot"
             ),
-            "journalctl -u svc-db-backup-request -n 50; svc-update apply --without-snapshot skips it",
         );
     } else if dir.join("journal.json").exists() {
         findings = findings.warning(

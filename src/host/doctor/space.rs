@@ -1,12 +1,12 @@
 //! Checks the free space of the file systems with the owner's files and the machine's state.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::system::disk_fill::{DiskFill, free_percent, to_gib};
 use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
 
-/// Rates the free space of one file system.
+/// Assesses the free space of one file system.
 fn assess(findings: Findings, path: &Path, total: u64, free: u64) -> Findings {
     let percent = free_percent(total, free);
     let summary = format!("{}: {:.1} GiB free ({percent} %)", path.display(), to_gib(free));
@@ -19,11 +19,15 @@ fn assess(findings: Findings, path: &Path, total: u64, free: u64) -> Findings {
     }
 }
 
+/// Returns a directory on each file system to check: the root, the owner's files, and the machine's state.
+fn list_directories(layout: &Layout) -> [PathBuf; 3] {
+    [layout.root().to_owned(), layout.home(), layout.update_state()]
+}
+
 pub fn check(layout: &Layout) -> Findings {
     let mut findings = Findings::new("disk");
     let mut seen = Vec::new();
-    let state = layout.tls_key();
-    for path in [layout.root().to_owned(), layout.home(), state.join("../..")] {
+    for path in list_directories(layout) {
         use std::os::unix::fs::MetadataExt;
         let Ok(meta) = std::fs::metadata(&path) else { continue };
         if seen.contains(&meta.dev()) {
@@ -43,6 +47,17 @@ mod tests {
     use super::*;
 
     const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn list_directories_returns_existing_directories() {
+        let root = tempfile::tempdir().unwrap();
+        let layout = Layout::new(root.path());
+        std::fs::create_dir_all(layout.home()).unwrap();
+        std::fs::create_dir_all(layout.update_state()).unwrap();
+        for path in list_directories(&layout) {
+            assert!(path.is_dir(), "{}", path.display());
+        }
+    }
 
     #[test]
     fn assess_warns_before_disk_is_full() {

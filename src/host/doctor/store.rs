@@ -16,7 +16,7 @@ use svc_store::config::{S3Config, StoreConfig};
 use svc_store::key::SlotPrefix;
 use svc_store::pointer_io;
 
-/// `svc-sync-agent` renews sessions older than 50 minutes at its heartbeats.
+/// `svc-sync-agent` renews sessions older than 50 minutes at its heartbeats. The limit allows some late heartbeats.
 const MAX_RENEWAL_AGE: SignedDuration = SignedDuration::from_mins(75);
 
 pub async fn check(layout: &Layout) -> Findings {
@@ -87,7 +87,7 @@ fn assess_expired_session(findings: Findings, at: Timestamp, renewed_at: Option<
             rfc3339_ms(at),
             rfc3339_ms(since)
         ),
-        "svc-sync-agent renews them each hour: journalctl -u svc-sync-agent -n 50",
+        "svc-sync-agent renews them about once an hour: journalctl -u svc-sync-agent -n 50",
     )
 }
 

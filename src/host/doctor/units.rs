@@ -59,7 +59,7 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-fn assess(findings: Findings, shown: &str, is_missing_part: impl Fn(&str) -> bool) -> Findings {
+fn assess(findings: Findings, shown: &str, lacks_part: impl Fn(&str) -> bool) -> Findings {
     let mut findings = findings;
     let mut seen = std::collections::BTreeSet::new();
     for block in shown.split("\n\n") {
@@ -77,9 +77,9 @@ fn assess(findings: Findings, shown: &str, is_missing_part: impl Fn(&str) -> boo
                 findings.problem(format!("{id} is not installed"), "svc-update boot installs the units");
         } else if state == "failed" {
             findings = findings.problem(format!("{id} failed ({})", value("Result")), next);
-        } else if state == "inactive" && is_missing_part(id) {
+        } else if state == "inactive" && lacks_part(id) {
             findings = findings.warning(
-                format!("{id} has nothing to run: the release lacks that part"),
+                format!("{id} has nothing to run: the release lacks the part that it needs"),
                 "nothing, if that is intended; otherwise publish a bundle that contains it",
             );
         } else if is_always_on && state != "active" {

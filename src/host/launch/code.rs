@@ -1,7 +1,7 @@
 //! `svc-code`: runs the release's code-server on `code.sock`, with the release's Node.js.
 //!
-//! code-server has no password: only the gateway can reach its socket, and the gateway authenticates every request. It
-//! inherits none of svc's configuration.
+//! code-server has no password: only the gateway and the owner's own programs can reach its socket, and the gateway
+//! authenticates every request. code-server inherits none of svc's configuration.
 
 use std::ffi::OsString;
 use std::io;
@@ -84,7 +84,7 @@ impl CodeServer {
         Ok(Self { node, entry })
     }
 
-    fn command(&self, layout: &Layout, socket: &Path) -> Command {
+    fn build_command(&self, layout: &Layout, socket: &Path) -> Command {
         let home = layout.home();
         let user = home.parent().unwrap_or(&home);
         let runtime = layout.runtime();
@@ -97,7 +97,7 @@ impl CodeServer {
         command.arg(&self.entry).args(["--auth", "none", "--socket"]).arg(socket);
         command.args(["--socket-mode", "660", "--disable-telemetry", "--disable-update-check"]);
         command.args(["--disable-workspace-trust", "--disable-getting-started-override"]);
-        // The gateway refuses these paths too: see `gateway/proxy.rs`.
+        // The gateway also refuses the paths of code-server's proxy: see `gateway/proxy.rs`.
         command.arg("--disable-proxy");
         command.arg("--config").arg(user.join(".config/code-server/config.yaml"));
         command.arg("--user-data-dir").arg(user.join(".local/share/code-server"));
@@ -138,7 +138,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
         .context("cannot claim the unix socket")
         .or_exit(Exit::Unavailable)?;
     let mut signals = receive_signals().context("cannot handle signals").or_exit(Exit::Internal)?;
-    let mut command = server.command(&layout, &socket);
+    let mut command = server.build_command(&layout, &socket);
     let mut child = command
         .spawn()
         .with_context(|| format!("cannot start {}", server.node.display()))
@@ -159,8 +159,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     Err(Failure::new(Exit::Unavailable, anyhow!("code-server exited: {end}")))
 }
 
-/// Notifies systemd once code-server accepts connections, then feeds the watchdog. Returns an error if code-server does
-/// not accept connections in time.
+/// Notifies systemd once code-server accepts connections, then feeds the watchdog. Returns only if
+/// code-server does not accept connections in time.
 async fn supervise(socket: &Path) -> anyhow::Error {
     let accepting = async {
         while !is_accepting(socket).await {
@@ -185,7 +185,7 @@ async fn forward_signals(pid: Option<Pid>, signals: &mut mpsc::Receiver<Signal>)
         if matches!(signal, Signal::SIGTERM | Signal::SIGINT) {
             return;
         }
-        forward(pid, signal);
+        send_signal(pid, signal);
     }
 }
 
@@ -231,7 +231,7 @@ fn pid_of(child: &Child) -> Option<Pid> {
     child.id().and_then(|pid| i32::try_from(pid).ok()).map(Pid::from_raw)
 }
 
-fn forward(pid: Option<Pid>, signal: Signal) {
+fn send_signal(pid: Option<Pid>, signal: Signal) {
     let Some(pid) = pid else { return };
     if let Err(error) = kill(pid, signal) {
         tracing::warn!(%error, %signal, "could not signal code-server");
@@ -240,7 +240,7 @@ fn forward(pid: Option<Pid>, signal: Signal) {
 
 /// Sends SIGTERM and, after a timeout, SIGKILL.
 async fn stop_child(child: &mut Child) -> io::Result<ExitStatus> {
-    forward(pid_of(child), Signal::SIGTERM);
+    send_signal(pid_of(child), Signal::SIGTERM);
     match timeout(SHUTDOWN_TIMEOUT, child.wait()).await {
         Ok(ended) => ended,
         Err(_) => {

@@ -31,8 +31,9 @@ pub const HOME: &str = "home";
 pub const MANIFEST: &str = "manifest.json";
 /// The gateway's part of the home, below [`HOME`]: records and the owner's settings.
 pub const SYSTEM: &str = "system";
-/// Name prefixes below the home and its [`SYSTEM`] that are not archived: an import's working directories.
+/// Prefix of an import's directory of staged files, below the home and its [`SYSTEM`]; not archived.
 pub const STAGING_PREFIX: &str = ".import-";
+/// Prefix of an import's directory of replaced files, below the home and its [`SYSTEM`]; not archived.
 pub const REPLACED_PREFIX: &str = ".before-import-";
 
 /// Origin of an archive.
@@ -68,7 +69,8 @@ pub struct ArchiveEntry {
 pub struct Manifest {
     pub version: u32,
     pub entries: Vec<ArchiveEntry>,
-    /// Files below the home that are not in the archive: sockets, devices, and files deleted during the export.
+    /// Entries below the home that are not in the archive: sockets, devices, and those that could not be read or were
+    /// deleted during the export.
     pub left_out: Vec<String>,
 }
 

@@ -24,9 +24,9 @@ pub enum Status {
 #[derive(strum::IntoStaticStr, strum::VariantArray)]
 #[strum(serialize_all = "lowercase")]
 pub enum CheckKind {
-    /// Read from the store in full.
+    /// Snapshots are read from the store in full.
     Verify,
-    /// Restored into a scratch database.
+    /// The latest snapshot is restored into a scratch database.
     Drill,
 }
 
@@ -38,7 +38,7 @@ impl CheckKind {
     }
 }
 
-/// One check. Sizes in bytes.
+/// One check.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Check {

@@ -5,7 +5,7 @@ use tokio_postgres::{Error, GenericClient};
 
 use svc_store::role_facts::{Membership, RoleFacts, RoleSetting};
 
-/// Comment on a role that a drill created and no app uses.
+/// The comment on a role that was created for a drill or for the side database.
 pub const DRILL_ROLE_COMMENT: &str = "made for a drill of svc-db-backup";
 
 const ROLES: &str = "

@@ -61,6 +61,7 @@ pub enum UpdateTarget {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Caller {
     Operator,
+    /// The path unit, or a command that only resumes its update.
     PathUnit,
 }
 
@@ -116,7 +117,7 @@ pub async fn run(layout: Layout, wanted: UpdateTarget) -> Result<(), Failure> {
             println!("{to} is current");
             return Ok(());
         }
-        let update = async { updater.finish(updater.open(kind, from, to, allow).await).await };
+        let update = async { updater.finish(updater.plan_update(kind, from, to, allow).await).await };
         ended = Some(request_id::run_with_id(id, update).await?);
     }
     match ended {
@@ -187,7 +188,7 @@ fn report_outcome(outcome: &Outcome, caller: Caller) -> Result<(), Failure> {
         }
         UpdateResult::RolledBack => (
             Exit::Refused,
-            format!("{version} failed its checks ({stage}): {error}; the previous release runs again"),
+            format!("{version} failed its checks ({stage}): {error}; the previous release is running again"),
         ),
         UpdateResult::Refused => (Exit::Refused, format!("{version} was refused ({stage}): {error}")),
         UpdateResult::Failed => {

@@ -46,7 +46,7 @@ pub const FAILPOINTS: &[&str] = &[
     "update.password_told",
 ];
 
-/// Reason why there is no new release. The current one, if any, is unchanged.
+/// Reason why a boot failed. The boot can be repeated.
 #[derive(Debug, thiserror::Error)]
 enum BootError {
     #[error(

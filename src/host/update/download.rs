@@ -1,4 +1,4 @@
-//! Downloads a bundle in order. A broken connection is resumed with Range under the same ETag.
+//! Downloads a bundle in order. A broken download is resumed with a Range request, if the ETag is unchanged.
 //!
 //! `UPGRADE_TOKEN` is sent only to the platform's own origin.
 
@@ -20,7 +20,7 @@ use svc_base::failpoint::{self, Injected};
 use svc_http::client::{self, Deadlines};
 use svc_http::request_id;
 
-/// Timeout without progress, counted from the last byte.
+/// Maximum time without progress, counted from the last byte.
 const STALL_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// The location of a bundle.
@@ -179,7 +179,7 @@ impl Download<'_> {
             .map_err(|source| DownloadError::Transport { url: self.url(), source: source.without_url() })?;
         let skip = match response.status() {
             StatusCode::PARTIAL_CONTENT if self.received > 0 => {
-                if range_start(&response) != Some(self.received) || self.has_changed(&response) {
+                if parse_range_start(&response) != Some(self.received) || self.has_changed(&response) {
                     return Err(DownloadError::Changed { url: self.url() });
                 }
                 0
@@ -289,7 +289,7 @@ fn strong_etag(response: &reqwest::Response) -> Option<String> {
 }
 
 /// Parses the first byte position in `Content-Range: bytes 5-9/10`.
-fn range_start(response: &reqwest::Response) -> Option<u64> {
+fn parse_range_start(response: &reqwest::Response) -> Option<u64> {
     let range = response.headers().get(header::CONTENT_RANGE)?.to_str().ok()?;
     range.strip_prefix("bytes ")?.split('-').next()?.parse().ok()
 }

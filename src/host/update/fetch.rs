@@ -11,7 +11,7 @@ use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
 use svc_machine::name::ImageVersion;
 
-/// Upper bound of the unpacked size, as a multiple of the archive's size.
+/// Assumed upper bound of the unpacked size, as a multiple of the archive's size.
 const UNPACKED_SIZE_FACTOR: u64 = 5;
 /// Disk space that stays free, in bytes.
 const RESERVED_BYTES: u64 = 64 << 20;
@@ -46,7 +46,7 @@ pub struct Expected<'a> {
 /// Fetches the release, unless it is installed already.
 ///
 /// # Errors
-/// [`FetchError`]; no release is installed then.
+/// [`FetchError`], also if the installed release has another digest; nothing is installed then.
 pub async fn ensure_release(
     layout: &Layout,
     source: &BundleSource,
@@ -107,8 +107,10 @@ async fn fetch_release(
     Ok(())
 }
 
+/// Checks that an archive of this size can be unpacked in a directory.
+///
 /// # Errors
-/// [`FetchError::NoSpace`].
+/// [`FetchError::NoSpace`], or an error of the measurement.
 fn ensure_disk_space(dir: &Path, archive_bytes: u64) -> Result<(), FetchError> {
     let needed = archive_bytes.saturating_mul(UNPACKED_SIZE_FACTOR).saturating_add(RESERVED_BYTES);
     let free = fs4::available_space(dir).map_err(FileError::wrap("measure", dir))?;

@@ -14,7 +14,7 @@ pub const OTHER_SERVICES: [&str; 4] =
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 /// Time for which the release must stay healthy. A short deadline reduces it.
 const MIN_HEALTHY_TIME: Duration = Duration::from_secs(3);
-/// Restarts after which a unit counts as failed, not starting.
+/// Number of restarts after which a unit counts as failed rather than starting.
 const MAX_RESTARTS: u32 = 3;
 
 /// Result of one check.

@@ -26,7 +26,7 @@ const EXTRA_RELEASES: usize = 1;
 pub enum HistoryError {
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("{} is not readable", .path.display())]
+    #[error("{}: malformed, or of an unsupported version", .path.display())]
     Unreadable { path: PathBuf },
     #[error(transparent)]
     Injected(#[from] Injected),
@@ -84,7 +84,7 @@ fn history_path(layout: &Layout) -> PathBuf {
     layout.update_state().join("history.jsonl")
 }
 
-/// Returns every update that ended on this machine, oldest first. Lines that do not parse are skipped.
+/// Returns the last updates that ended on this machine, oldest first. Lines that do not parse are skipped.
 pub fn read_history(layout: &Layout) -> Result<Vec<HistoryEntry>, FileError> {
     let text = fsx::read_if_exists(&history_path(layout))?.unwrap_or_default();
     let text = String::from_utf8_lossy(&text).into_owned();
@@ -100,7 +100,7 @@ struct ReleaseRecord {
     quarantined: Vec<QuarantinedRelease>,
 }
 
-/// A release that failed its health check here.
+/// A release that was rolled back on this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct QuarantinedRelease {

@@ -1,6 +1,6 @@
 //! The journal of an update, on disk. It is written before each step, so that the next run resumes an interrupted update.
 //!
-//! The file exists only while an update is open. Invariant: at most one update is open, under the lock.
+//! The file exists only while an update is open. The lock ensures that at most one update is open.
 
 use std::path::{Path, PathBuf};
 
@@ -31,7 +31,7 @@ pub enum JournalError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum UpdateKind {
-    /// Installs a release that must be fetched.
+    /// Makes the release of a signed manifest current; it is fetched unless it is installed.
     Apply,
     /// Returns to the previous release, which is installed.
     Rollback,

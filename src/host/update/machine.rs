@@ -18,7 +18,7 @@ use super::history;
 use super::history::{HistoryEntry, HistoryError};
 use super::journal::{Allowances, Journal, Plan, UpdateKind};
 use super::policy;
-use super::policy::Candidate;
+use super::policy::{Candidate, PolicyError};
 use super::protocol::{Outcome, UpdateResult};
 use super::releases;
 use super::releases::InstallError;
@@ -95,9 +95,17 @@ fn classify_fetch_error(error: FetchError) -> StepError {
     }
 }
 
+/// Refuses the update if a policy forbids it. If the records on this machine cannot be read, the update has failed.
+fn classify_policy_error(error: PolicyError) -> StepError {
+    match &error {
+        PolicyError::History(_) => failed(Stage::Preflight)(error),
+        _ => refused(Stage::Preflight)(error),
+    }
+}
+
 impl<S: Services> Updater<S> {
     /// Plans an update; nothing is written yet.
-    pub async fn open(
+    pub async fn plan_update(
         &self,
         kind: UpdateKind,
         from: ImageVersion,
@@ -168,7 +176,7 @@ impl<S: Services> Updater<S> {
     async fn prepare(&self, journal: &mut Journal) -> Result<(), StepError> {
         failpoint::pass("update.opened").map_err(failed(Stage::Preflight))?;
         policy::check_machine(&self.layout, &journal.plan.to, &journal.plan.allow)
-            .map_err(refused(Stage::Preflight))?;
+            .map_err(classify_policy_error)?;
         if journal.plan.kind == UpdateKind::Apply {
             let verified = self.fetch_manifest(&journal.plan.to).await?;
             journal.key_set = self.next_key_set(&verified)?;
@@ -227,7 +235,7 @@ impl<S: Services> Updater<S> {
         fetch::ensure_release(&self.layout, &source, version, &expected).await.map_err(classify_fetch_error)
     }
 
-    /// Takes a snapshot, unless the update is a rollback or names the previous release.
+    /// Takes a snapshot, unless the machine has no database, or the update is a rollback or names the previous release.
     async fn take_snapshot(&self, journal: &mut Journal) -> Result<(), StepError> {
         let is_to_previous = journal.plan.kind == UpdateKind::Rollback
             || history::find_previous(&self.layout)
@@ -235,8 +243,8 @@ impl<S: Services> Updater<S> {
                 .flatten()
                 .is_some_and(|version| version == journal.plan.to);
         if self.has_database && !is_to_previous {
-            let wait = snapshot::SnapshotWaiter::new(&self.layout, &self.services, self.snapshot_deadline);
-            wait.take(journal).await.map_err(failed(Stage::Snapshot))?;
+            let waiter = snapshot::SnapshotWaiter::new(&self.layout, &self.services, self.snapshot_deadline);
+            waiter.wait_for_snapshot(journal).await.map_err(failed(Stage::Snapshot))?;
         }
         failpoint::pass("update.snapshot_taken").map_err(failed(Stage::Snapshot))
     }
@@ -395,6 +403,14 @@ mod tests {
 
     use super::super::unpack::UnpackError;
     use super::*;
+
+    #[test]
+    fn unreadable_history_fails_update_without_refusing_it() {
+        let path = PathBuf::from("releases.json");
+        let unreadable = PolicyError::History(HistoryError::Unreadable { path });
+        assert!(matches!(classify_policy_error(unreadable), StepError::Failed(_)));
+        assert!(matches!(classify_policy_error(PolicyError::NotRestored), StepError::Refused(_)));
+    }
 
     #[test]
     fn full_disk_fails_update_without_refusing_release() {

@@ -1,4 +1,4 @@
-//! Conditions for an update: of this machine, and of the new release compared with the current one.
+//! Checks whether an update is permitted: the state of this machine, and the new release compared with the current one.
 
 use jiff::Timestamp;
 
@@ -14,31 +14,31 @@ use svc_store::bundle::Manifest;
 /// service fails without them, so the health check would miss their absence.
 const REQUIRED_PARTS: [&str; 2] = ["runtime/postgres/bin/pg_dump", "app/shell"];
 /// Default apps are copied into the owner's home, where they stay: a release that drops one removes nothing.
-const BUNDLED_APPS: &str = "app/apps/";
+const BUNDLED_APPS_PREFIX: &str = "app/apps/";
 
-/// The policy that forbids an update.
+/// Why an update is not permitted.
 #[derive(Debug, thiserror::Error)]
 pub enum PolicyError {
     #[error("this machine has been replaced")]
     Superseded,
     #[error("the machine has not been restored yet")]
     NotRestored,
-    #[error("{version} is quarantined: {why} (--allow-quarantined tries it again)")]
+    #[error("{version} is quarantined: {why} (--allow-quarantined installs it anyway)")]
     Quarantined { version: ImageVersion, why: String },
     #[error(transparent)]
     History(#[from] history::HistoryError),
     #[error("{to} requires at least {needed}, but {from} is current")]
-    TooFar { from: ImageVersion, to: ImageVersion, needed: ImageVersion },
+    BelowMinVersion { from: ImageVersion, to: ImageVersion, needed: ImageVersion },
     #[error("{} (--allow-downgrade installs it anyway)", describe_older(from, to, *.created, *.current_created))]
     Older { from: ImageVersion, to: ImageVersion, created: Timestamp, current_created: Timestamp },
     #[error("{to} lacks {part}, which {from} has: publish a bundle that contains it")]
-    LostPart { from: ImageVersion, to: ImageVersion, part: &'static str },
+    MissingRequiredPart { from: ImageVersion, to: ImageVersion, part: &'static str },
     #[error(
-        "{to} lacks {}, which {from} has: publish a bundle that contains it, or one whose manifest removes it ({} \
+        "{to} lacks {}, which {from} has: publish a bundle that contains them, or one whose manifest removes them ({} \
          installs this one anyway)",
         .parts.join(", "), removal_arguments(.parts)
     )]
-    RemovedParts { from: ImageVersion, to: ImageVersion, parts: Vec<String> },
+    MissingParts { from: ImageVersion, to: ImageVersion, parts: Vec<String> },
 }
 
 /// Returns the arguments that permit the removal of these parts.
@@ -65,7 +65,7 @@ fn describe_older(
 /// Checks the state of this machine.
 ///
 /// # Errors
-/// The violated [`PolicyError`].
+/// [`PolicyError`] if a policy forbids the update, or the quarantined releases cannot be read.
 pub fn check_machine(layout: &Layout, to: &ImageVersion, allow: &Allowances) -> Result<(), PolicyError> {
     if layout.superseded().exists() {
         return Err(PolicyError::Superseded);
@@ -85,7 +85,7 @@ pub fn check_machine(layout: &Layout, to: &ImageVersion, allow: &Allowances) -> 
 /// A release, compared with the one that it would replace.
 pub struct Candidate<'a> {
     from: &'a ImageVersion,
-    /// `None` if the current release does not record its creation time.
+    /// `None` if the current release does not record its creation time, or its `release.json` cannot be read.
     current_created: Option<Timestamp>,
     manifest: &'a Manifest,
 }
@@ -101,12 +101,12 @@ impl<'a> Candidate<'a> {
 /// Checks the release. The creation time decides which release is older; the version decides between equal times.
 ///
 /// # Errors
-/// The violated [`PolicyError`].
+/// [`PolicyError`] if a policy forbids the update.
 pub fn check_release(candidate: &Candidate<'_>, allow: &Allowances) -> Result<(), PolicyError> {
     let Candidate { from, current_created, manifest } = candidate;
     let (from, to) = ((*from).clone(), manifest.image_version.clone());
     if let Some(needed) = manifest.min_version.clone().filter(|needed| from.cmp_natural(needed).is_lt()) {
-        return Err(PolicyError::TooFar { from, to, needed });
+        return Err(PolicyError::BelowMinVersion { from, to, needed });
     }
     let created = manifest.created_at;
     let current_created = current_created.unwrap_or(created);
@@ -116,11 +116,11 @@ pub fn check_release(candidate: &Candidate<'_>, allow: &Allowances) -> Result<()
     Ok(())
 }
 
-/// Checks that the installed release has the parts of the current one, except those that its manifest removes, or whose
-/// removal an operator allows.
+/// Checks that the new release, which is already unpacked, has the parts of the current one, except those that its
+/// manifest removes, or whose removal an operator allows.
 ///
 /// # Errors
-/// [`PolicyError::LostPart`], [`PolicyError::RemovedParts`].
+/// [`PolicyError::MissingRequiredPart`], [`PolicyError::MissingParts`].
 pub fn check_parts(
     layout: &Layout,
     from: &ImageVersion,
@@ -130,7 +130,7 @@ pub fn check_parts(
     let to = &manifest.image_version;
     let has = |version: &ImageVersion, part: &str| layout.release(version).join(part).exists();
     if let Some(part) = REQUIRED_PARTS.into_iter().find(|part| has(from, part) && !has(to, part)) {
-        return Err(PolicyError::LostPart { from: from.clone(), to: to.clone(), part });
+        return Err(PolicyError::MissingRequiredPart { from: from.clone(), to: to.clone(), part });
     }
     let next = list_installed_parts(layout, to);
     let is_allowed = |part: &String| manifest.removes.contains(part) || allow.removal.contains(part);
@@ -139,7 +139,7 @@ pub fn check_parts(
     if parts.is_empty() {
         return Ok(());
     }
-    Err(PolicyError::RemovedParts { from: from.clone(), to: to.clone(), parts })
+    Err(PolicyError::MissingParts { from: from.clone(), to: to.clone(), parts })
 }
 
 /// Returns the parts that `release.json` lists and the release contains. A release without a valid list, such as an older
@@ -147,7 +147,7 @@ pub fn check_parts(
 fn list_installed_parts(layout: &Layout, version: &ImageVersion) -> Vec<String> {
     let dir = layout.release(version);
     let components = Release::read(&dir).map(|release| release.components).unwrap_or_default();
-    let is_part = |path: &String| !path.starts_with(BUNDLED_APPS) && dir.join(path).exists();
+    let is_part = |path: &String| !path.starts_with(BUNDLED_APPS_PREFIX) && dir.join(path).exists();
     let parts = components.into_iter().filter(|component| component.path.as_ref().is_some_and(is_part));
     parts.map(|component| component.name).collect()
 }
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn check_release_refuses_older_one_without_allowance() {
+    fn check_release_refuses_downgrade_without_allowance() {
         let downgrade = || Allowances { downgrade: true, ..Allowances::default() };
         for (version, created, older) in [
             ("9", "2026-06-02T00:00:00Z", false),
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn older_error_names_time_or_name_as_reason() {
+    fn older_error_gives_time_or_name_as_reason() {
         let describe = |version: &str, created: &str, from: &str| {
             check(&manifest(version, created, None), from, &Allowances::default()).unwrap_err().to_string()
         };
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn check_parts_refuses_removed_part_without_allowance() {
+    fn check_parts_refuses_missing_part_without_allowance() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let release = |version: &str, parts: &[(&str, &str)]| -> ImageVersion {
@@ -258,7 +258,10 @@ mod tests {
     #[test]
     fn check_release_enforces_min_version() {
         let manifest = manifest("3", "2026-07-01T00:00:00Z", Some("1.10"));
-        assert!(matches!(check(&manifest, "1.9", &Allowances::default()), Err(PolicyError::TooFar { .. })));
+        assert!(matches!(
+            check(&manifest, "1.9", &Allowances::default()),
+            Err(PolicyError::BelowMinVersion { .. })
+        ));
         check(&manifest, "1.10", &Allowances::default()).unwrap();
         check(&manifest, "2", &Allowances::default()).unwrap();
     }

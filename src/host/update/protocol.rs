@@ -62,6 +62,13 @@ impl SnapshotWait {
         let update: Option<OpenUpdate> = text.and_then(|text| serde_json::from_slice(&text).ok());
         Ok(update.and_then(|update| Some((update.to, update.waiting?))))
     }
+
+    /// Describes the wait: `has been waiting for a snapshot since …`, and why the last attempt failed.
+    pub fn describe(&self) -> String {
+        let since = svc_base::clock::rfc3339_ms(self.since);
+        let why = if self.why.is_empty() { String::new() } else { format!(": {}", self.why) };
+        format!("has been waiting for a snapshot since {since}{why}")
+    }
 }
 
 /// Result of an update.
@@ -72,7 +79,7 @@ pub enum UpdateResult {
     Updated,
     /// The release was unhealthy; the previous one is running again and healthy.
     RolledBack,
-    /// A policy forbade the update; nothing was changed.
+    /// The release was refused, or a policy forbade the update; nothing was changed.
     Refused,
     /// Nothing was changed, or the machine needs an operator.
     Failed,
@@ -125,4 +132,16 @@ pub struct LastUpdate {
 /// [`FileError`] if the file exists and cannot be read.
 pub fn read_last(layout: &Layout) -> Result<Option<LastUpdate>, FileError> {
     Ok(fsx::read_if_exists(&layout.last_update())?.and_then(|text| serde_json::from_slice(&text).ok()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn describe_omits_reason_during_first_attempt() {
+        let wait = |why: &str| SnapshotWait { since: Timestamp::UNIX_EPOCH, why: why.to_owned() }.describe();
+        assert!(wait("").ends_with("since 1970-01-01T00:00:00.000Z"), "{}", wait(""));
+        assert!(wait("no space").ends_with("00.000Z: no space"), "{}", wait("no space"));
+    }
 }

@@ -1,7 +1,7 @@
 //! The service manager of the machine: a trait, and its implementation by `systemctl`.
 //!
-//! Each call has a timeout. Under a root without a service manager, `SVC_SYSTEMCTL` may name a program that accepts
-//! the same arguments.
+//! Each call has a timeout. `SVC_SYSTEMCTL` may name another program that accepts the same arguments, for example below
+//! a root without a service manager.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -93,7 +93,7 @@ impl Systemctl {
         Some(Self { program: "systemctl".into(), setup_commands })
     }
 
-    async fn systemctl(&self, args: &[&str], timeout: Duration) -> Result<String, ServicesError> {
+    async fn run_systemctl(&self, args: &[&str], timeout: Duration) -> Result<String, ServicesError> {
         run(&self.program.display().to_string(), args, timeout).await
     }
 }
@@ -131,28 +131,29 @@ impl Services for Systemctl {
             let args: Vec<&str> = args.iter().map(String::as_str).collect();
             run(program, &args, RELOAD_TIMEOUT).await?;
         }
-        self.systemctl(&["daemon-reload"], RELOAD_TIMEOUT).await.map(drop)
+        self.run_systemctl(&["daemon-reload"], RELOAD_TIMEOUT).await.map(drop)
     }
 
     async fn start(&self, unit: &str) -> Result<(), ServicesError> {
-        self.systemctl(&["start", "--no-block", unit], QUERY_TIMEOUT).await.map(drop)
+        self.run_systemctl(&["start", "--no-block", unit], QUERY_TIMEOUT).await.map(drop)
     }
 
     async fn restart(&self, unit: &str) -> Result<(), ServicesError> {
-        self.systemctl(&["restart", unit], RESTART_TIMEOUT).await.map(drop)
+        self.run_systemctl(&["restart", unit], RESTART_TIMEOUT).await.map(drop)
     }
 
     async fn try_restart(&self, unit: &str) -> Result<(), ServicesError> {
-        self.systemctl(&["try-restart", "--no-block", unit], QUERY_TIMEOUT).await.map(drop)
+        self.run_systemctl(&["try-restart", "--no-block", unit], QUERY_TIMEOUT).await.map(drop)
     }
 
     async fn stop(&self, unit: &str) -> Result<(), ServicesError> {
-        self.systemctl(&["stop", unit], RESTART_TIMEOUT).await.map(drop)
+        self.run_systemctl(&["stop", unit], RESTART_TIMEOUT).await.map(drop)
     }
 
     async fn state(&self, unit: &str) -> Result<UnitState, ServicesError> {
-        let output =
-            self.systemctl(&["show", "--property=ActiveState,Result,NRestarts", unit], QUERY_TIMEOUT).await?;
+        let output = self
+            .run_systemctl(&["show", "--property=ActiveState,Result,NRestarts", unit], QUERY_TIMEOUT)
+            .await?;
         Ok(parse_state(&output))
     }
 }
@@ -199,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn find_returns_none_without_systemd() {
+    fn find_requires_systemd_unless_program_is_set() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         assert!(Systemctl::find_in_env(&Env::default(), &layout).is_none());

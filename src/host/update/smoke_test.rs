@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::process::Command;
 
-const TIMEOUT: Duration = Duration::from_secs(20);
+const SMOKE_TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 #[derive(Debug, thiserror::Error)]
 pub enum SmokeTestError {
@@ -14,7 +14,7 @@ pub enum SmokeTestError {
     Start(#[source] std::io::Error),
     #[error("the release's updater failed: {0}")]
     Failed(std::process::ExitStatus),
-    #[error("the release's updater did not exit within {} s", TIMEOUT.as_secs())]
+    #[error("the release's updater did not exit within {} s", SMOKE_TEST_TIMEOUT.as_secs())]
     Timeout,
 }
 
@@ -27,7 +27,7 @@ pub async fn run(release: &Path) -> Result<(), SmokeTestError> {
         .kill_on_drop(true)
         .spawn()
         .map_err(SmokeTestError::Start)?;
-    match tokio::time::timeout(TIMEOUT, child.wait()).await {
+    match tokio::time::timeout(SMOKE_TEST_TIMEOUT, child.wait()).await {
         Ok(Ok(status)) if status.success() => Ok(()),
         Ok(Ok(status)) => Err(SmokeTestError::Failed(status)),
         Ok(Err(error)) => Err(SmokeTestError::Start(error)),

@@ -31,6 +31,7 @@ const MIN_START_BACKOFF: Duration = Duration::from_secs(5);
 const MAX_START_BACKOFF: Duration = Duration::from_secs(60);
 /// An update that is resumed later than this takes another snapshot.
 const MAX_SNAPSHOT_AGE: SignedDuration = SignedDuration::from_hours(1);
+/// A waiver older than this is ignored.
 const MAX_WAIVER_AGE: SignedDuration = SignedDuration::from_hours(1);
 
 /// Reason why there is no snapshot.
@@ -67,7 +68,7 @@ impl LastRun {
     }
 }
 
-/// The wait for the snapshot of one update.
+/// Waits for the snapshot of one update.
 pub struct SnapshotWaiter<'a, S> {
     layout: &'a Layout,
     services: &'a S,
@@ -83,7 +84,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
     ///
     /// # Errors
     /// `Timeout` if no backup makes progress within the deadline.
-    pub async fn take(&self, journal: &mut Journal) -> Result<(), SnapshotError> {
+    pub async fn wait_for_snapshot(&self, journal: &mut Journal) -> Result<(), SnapshotError> {
         let mut backoff = Backoff::new(self.deadline);
         let (mut next_start, mut start_backoff) = (Instant::now(), MIN_START_BACKOFF);
         let (mut last_checked, mut max_bytes) = (Timestamp::now(), 0);

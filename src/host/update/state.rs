@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::protocol::UpdateResult;
 
-/// Maximum length of an error in an outcome or in the journal.
+/// Maximum length of the error of one step. The outcome of a failed rollback has two.
 pub const MAX_ERROR_CHARS: usize = 400;
 
 /// The failure of a step.
@@ -75,7 +75,7 @@ pub enum State {
 pub enum Event {
     /// The step succeeded.
     Done,
-    /// A policy forbids the update.
+    /// The release is at fault, or a policy forbids the update.
     Refused(StepFailure),
     Failed(StepFailure),
     /// The attempts of the step are exhausted.

@@ -6,7 +6,7 @@ use super::history;
 use super::history::QuarantinedRelease;
 use super::journal::Journal;
 use super::protocol;
-use super::protocol::{Outcome, SnapshotWait, UpdateResult};
+use super::protocol::{Outcome, UpdateResult};
 use super::releases;
 use crate::system::layout::Layout;
 use crate::system::release;
@@ -96,8 +96,8 @@ fn print_table(status: &Status) {
     }
     if let Some(update) = &status.update {
         println!("\nin progress: from {} to {}, {:?}", update.plan.from, update.plan.to, update.state);
-        if let Some(SnapshotWait { since, why }) = &update.waiting {
-            println!("it has been waiting for a snapshot since {}: {why}", rfc3339_ms(*since));
+        if let Some(wait) = &update.waiting {
+            println!("it {}", wait.describe());
         }
     }
     if let Some(last) = &status.last {

@@ -28,7 +28,7 @@ pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
 /// Adopts the key set of a release that passed its health check. Idempotent; ignores a set that is not newer.
 ///
 /// # Errors
-/// [`UpdateError`]; the trusted set is unchanged.
+/// [`UpdateError`]; the set may have been adopted already, and a repeated call completes the adoption.
 pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
     failpoint::pass("update.keys_adopting")?;
     let trusted = read(layout)?;
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn adopt_ignores_earlier_key_set() {
+    fn adopt_ignores_key_set_that_is_not_newer() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         adopt(&layout, &set(2, NEW)).unwrap();

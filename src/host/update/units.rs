@@ -21,7 +21,7 @@ const RECORD_VERSION: u32 = 1;
 
 #[derive(Debug, thiserror::Error)]
 pub enum UnitsError {
-    #[error("{}: the name of a unit must begin with svc", .path.display())]
+    #[error("{}: the file's name must begin with svc", .path.display())]
     Foreign { path: PathBuf },
     #[error("{}: malformed, or of an unsupported version", .path.display())]
     Record { path: PathBuf },
@@ -38,7 +38,7 @@ struct InstalledFiles {
     files: BTreeSet<PathBuf>,
 }
 
-/// Makes `/etc` hold exactly the files of this release. Idempotent.
+/// Installs the files of this release in `/etc`, and removes those of other releases. Idempotent.
 ///
 /// New files are recorded before the first one is written, so that after an interruption, the next installation of any
 /// release can remove the files that this release does not have.

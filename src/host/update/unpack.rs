@@ -143,7 +143,7 @@ impl Tree<'_> {
         }
     }
 
-    /// Creates the directory and its parents. Fails if something else has the name.
+    /// Creates the directory and its parents. Fails if something else has that name.
     fn create_directory(&mut self, path: &Path) -> Result<(), UnpackError> {
         if path.as_os_str().is_empty() || self.directories.contains(path) {
             return Ok(());

@@ -89,12 +89,11 @@ fn held_snapshot_item(config: &SyncConfig) -> Option<Attention> {
 
 /// The item for an update that is waiting for a snapshot.
 fn waiting_update_item(config: &SyncConfig) -> Option<Attention> {
-    let (version, SnapshotWait { since, why }) = SnapshotWait::read(&config.layout).ok()??;
-    if why.is_empty() {
+    let (version, wait) = SnapshotWait::read(&config.layout).ok()??;
+    if wait.why.is_empty() {
         return None;
     }
-    let since = clock::rfc3339_ms(since);
-    let detail = format!("the update to {version} has been waiting for a snapshot since {since}: {why}");
+    let detail = format!("the update to {version} {}", wait.describe());
     Some(attention_item("update_waiting", detail))
 }
 

@@ -1,4 +1,4 @@
-//! `svc-db-backup drill`: restores the newest snapshot into a scratch database, compares it with its record, and drops
+//! `svc-db-backup drill`: restores the latest snapshot into a scratch database, compares it with its record, and drops
 //! it. A drill finds an unrestorable snapshot before a recovery needs it.
 
 use std::path::Path;
@@ -65,7 +65,7 @@ impl DrillError {
 /// Runs the drill and records the result. `stop` ends it early; the next drill removes its temporary data.
 ///
 /// # Errors
-/// [`Failure`]; `Refused` if the restored database differs from its record.
+/// [`Failure`]; `Refused` if the snapshot is damaged, or cannot be restored exactly as recorded.
 pub async fn run(
     _lock: &Lock,
     settings: &BackupSettings,
@@ -116,7 +116,7 @@ async fn drill(settings: &BackupSettings, drilled: &mut Option<SnapshotRef>) -> 
     staging::check_postgres_version(&context, &side).await?;
     let dump = staging::fetch_dump(&context, &dir, &snapshot, &side).await?;
     failpoint::pass("drill.downloaded")?;
-    let loaded = staging::load_into_scratch(&context, &dump, &side, RoleLifetime::Drill).await?;
+    let loaded = staging::load_into_scratch(&context, &dump, &side, RoleLifetime::Temporary).await?;
     failpoint::pass("drill.loaded")?;
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     staging::drop_scratch(&client, &loaded.name).await;
@@ -145,7 +145,7 @@ async fn find_latest(
 /// Removes databases, dumps and roles of this drill or of a killed one.
 async fn clean(context: &RestoreContext, dir: &Path) -> Result<(), DrillError> {
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
-    staging::drop_scratches(&client).await?;
+    staging::drop_scratch_databases(&client).await?;
     staging::drop_drill_roles(&client).await?;
     Ok(staging::remove_dumps(dir)?)
 }

@@ -50,19 +50,19 @@ pub const FAILPOINTS: &[&str] = &[
     "backup.recorded",
 ];
 
-/// Policy for an empty database whose previous snapshot was not empty.
+/// Policy for a database that has lost rows since the previous snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EmptyPolicy {
-    /// Treat it as data loss: take no snapshot, so that the previous one stays the latest.
+pub enum LossPolicy {
+    /// Take no snapshot of an emptied database, and hold back that of a shrunken one: the previous one stays the latest.
     Refuse,
-    /// Take the snapshot: the operator has confirmed that the database may be empty.
+    /// Make the snapshot the latest: the operator has confirmed the loss.
     Accept,
 }
 
 /// Options of one backup run.
 #[derive(Debug, Clone, Copy)]
 pub struct RunOptions {
-    pub empty: EmptyPolicy,
+    pub loss: LossPolicy,
     pub trigger: Trigger,
 }
 
@@ -202,7 +202,7 @@ pub async fn attempt(
 
 fn build_record(
     timestamp: Timestamp,
-    began: Instant,
+    started: Instant,
     progress: &Progress,
     error: Option<&BackupError>,
 ) -> Record {
@@ -215,7 +215,7 @@ fn build_record(
         key: progress.key.clone(),
         size_bytes: dump.map(|dump| dump.size_bytes).or(stored.map(|stored| stored.size_bytes)),
         sha256: dump.map(|dump| &dump.sha256).or(stored.map(|stored| &stored.sha256)).cloned(),
-        duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
+        duration_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
         error: error.map(|error| format_chain(error)),
         held: match error {
             Some(BackupError::HeldBack(held)) => Some(held.to_record()),
@@ -244,7 +244,7 @@ async fn back_up(
     }
     let before = match &latest {
         Some(latest) => {
-            read_side_record(settings, latest).await?.filter(|_| options.empty == EmptyPolicy::Refuse)
+            read_side_record(settings, latest).await?.filter(|_| options.loss == LossPolicy::Refuse)
         }
         None => None,
     };
@@ -300,12 +300,13 @@ async fn publish(settings: &BackupSettings, progress: &mut Progress) -> Result<(
     HeldSnapshot::clear(&settings.layout)?;
 
     progress.enter(Stage::Done);
-    old_databases::drop_expired(&settings.server, settings.layout.root()).await;
+    old_databases::drop_old_databases(&settings.server, settings.layout.root()).await;
     failpoint::pass("backup.cleaned")?;
     Ok(())
 }
 
-/// Refuses a database other than the one that the marker names: its snapshot would replace the owner's.
+/// Refuses a database other than the one that the marker names: its snapshot would replace the owner's. Returns the
+/// identity of the database.
 async fn check_database(settings: &BackupSettings) -> Result<Option<DatabaseIdentity>, BackupError> {
     let client = settings.server.connect(settings.server.database(), "svc-db-backup").await?;
     Ok(database_identity::check_or_adopt(&settings.layout, &client).await?)

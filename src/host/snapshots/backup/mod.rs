@@ -317,10 +317,10 @@ async fn back_up(
     if let Some(request) = request {
         request.begin();
     }
-    let empty = if args.allow_empty { job::EmptyPolicy::Accept } else { job::EmptyPolicy::Refuse };
-    // Only the hourly unit retries.
+    let loss = if args.allow_empty { job::LossPolicy::Accept } else { job::LossPolicy::Refuse };
+    // Only the hourly unit passes `--retry`.
     let trigger = if args.retry { Trigger::Schedule } else { Trigger::Request };
-    job::attempt(&lock, settings, RunOptions { empty, trigger }, unpublished, watch_stop_signal()?).await
+    job::attempt(&lock, settings, RunOptions { loss, trigger }, unpublished, watch_stop_signal()?).await
 }
 
 async fn serve_drill_request(layout: Layout) -> Result<(), Failure> {
@@ -336,7 +336,9 @@ async fn serve_drill_request(layout: Layout) -> Result<(), Failure> {
 async fn run_check(layout: Layout, targets: Option<VerifyTargets>, wait: Duration) -> Result<(), Failure> {
     let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
-    let lock = lock.map_err(|error| lock_failure(error, "another check of snapshots is under way"))?;
+    let lock = lock.map_err(|error| {
+        lock_failure(error, "another check of snapshots, or an action on the side database, is under way")
+    })?;
     match targets {
         Some(targets) => verify::run(&lock, &settings, &targets, watch_stop_signal()?).await,
         None => drill::run(&lock, &settings, watch_stop_signal()?).await,
@@ -359,7 +361,9 @@ async fn run_side_command(layout: Layout, command: SideCommand) -> Result<(), Fa
     // Drills use the same directory and databases.
     let wait = if action.is_none() { REQUEST_LOCK_TIMEOUT } else { Duration::ZERO };
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
-    let lock = lock.map_err(|error| lock_failure(error, "another check of snapshots is under way"))?;
+    let lock = lock.map_err(|error| {
+        lock_failure(error, "another check of snapshots, or an action on the side database, is under way")
+    })?;
     match action {
         Some(action) => side::run(&lock, &settings, action, watch_stop_signal()?).await,
         None => side::serve(&lock, &settings, watch_stop_signal()?).await,

@@ -1,5 +1,6 @@
 //! Databases replaced by restores and imports, kept as `svc_before_<n>` so that a wrong replacement can be reverted. They
-//! are dropped after seven days, or oldest first when space is short, and only after a successful backup.
+//! are dropped only after a successful backup: at once if they have no rows, after seven days, or, oldest first, when
+//! space is short.
 
 use std::path::Path;
 
@@ -36,14 +37,15 @@ impl ReplacedDatabase {
     }
 }
 
-/// Drops expired databases. A database with open sessions stays until the next backup. An error does not fail the backup.
-pub async fn drop_expired(server: &Server, disk: &Path) {
-    if let Err(error) = try_drop_expired(server, disk).await {
+/// Drops the replaced databases that are expired or empty, or for which there is no space. An error, such as open
+/// sessions of a database, ends the pass until the next backup, but does not fail the backup.
+pub async fn drop_old_databases(server: &Server, disk: &Path) {
+    if let Err(error) = try_drop(server, disk).await {
         tracing::warn!(error = %format_chain(&error), "could not drop a replaced database");
     }
 }
 
-async fn try_drop_expired(server: &Server, disk: &Path) -> Result<(), SnapshotError> {
+async fn try_drop(server: &Server, disk: &Path) -> Result<(), SnapshotError> {
     let client = server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     let replaced = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_before_[0-9]+$'";
     let mut all = Vec::new();

@@ -1,4 +1,5 @@
-//! Writes the progress of a backup for the gateway (`host::snapshots::backup_progress`), at most every two seconds.
+//! Writes the progress of a backup for the gateway (`host::snapshots::backup_progress`): at each stage, and otherwise at
+//! most every two seconds.
 
 use std::sync::Mutex;
 use std::sync::PoisonError;
@@ -39,18 +40,18 @@ impl Tracker {
         let progress = BackupProgress::new(began_at, Stage::Gate.name());
         let state = Mutex::new(TrackerState { progress, written_at: Instant::now() });
         let tracker = Self { layout: layout.clone(), state };
-        tracker.update(Urgency::Now, |_| {});
+        tracker.update(Urgency::Immediate, |_| {});
         tracker
     }
 
     pub fn enter(&self, stage: Stage) {
-        self.update(Urgency::Now, |progress| progress.stage = stage.name());
+        self.update(Urgency::Immediate, |progress| progress.stage = stage.name());
     }
 
     fn update(&self, urgency: Urgency, change: impl FnOnce(&mut BackupProgress)) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut state.progress);
-        if urgency == Urgency::Later && state.written_at.elapsed() < WRITE_INTERVAL {
+        if urgency == Urgency::Throttled && state.written_at.elapsed() < WRITE_INTERVAL {
             return;
         }
         state.written_at = Instant::now();
@@ -64,8 +65,9 @@ impl Tracker {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Urgency {
-    Now,
-    Later,
+    Immediate,
+    /// Skip the write if the last one was less than [`WRITE_INTERVAL`] ago.
+    Throttled,
 }
 
 /// An upload whose progress is tracked.
@@ -83,7 +85,7 @@ impl Sink for TrackedUpload<'_> {
         let dumped = chunk.len() as u64;
         self.upload.push(chunk).await?;
         let uploaded = self.upload.acknowledged();
-        self.tracker.update(Urgency::Later, |progress| {
+        self.tracker.update(Urgency::Throttled, |progress| {
             progress.dumped_bytes += dumped;
             progress.uploaded_bytes = uploaded;
         });
@@ -93,7 +95,7 @@ impl Sink for TrackedUpload<'_> {
     async fn flush(&mut self) -> Result<(), DumpError> {
         self.upload.flush().await?;
         let uploaded = self.upload.acknowledged();
-        self.tracker.update(Urgency::Now, |progress| progress.uploaded_bytes = uploaded);
+        self.tracker.update(Urgency::Immediate, |progress| progress.uploaded_bytes = uploaded);
         Ok(())
     }
 }

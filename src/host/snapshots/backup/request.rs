@@ -38,7 +38,7 @@ impl RequestFile {
         request["requestId"].as_str().filter(|id| request_id::is_well_formed(id)).map(str::to_owned)
     }
 
-    /// Marks every request until now as served by this run, because the snapshot is taken later.
+    /// Marks every request until now as served by this run, whose snapshot is taken later.
     pub fn begin(&self) {
         self.served.set(read_version(&self.path));
     }

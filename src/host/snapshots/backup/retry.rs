@@ -12,7 +12,7 @@ use svc_base::config::Env;
 const RETRY_WINDOW: Duration = Duration::from_secs(45 * 60);
 const MAX_BACKOFF: Duration = Duration::from_secs(15 * 60);
 
-/// The delays between the attempts of one run; each is twice the previous one.
+/// The delays between the attempts of one run; each is twice the previous one, up to [`MAX_BACKOFF`].
 #[derive(Debug)]
 pub struct RetrySchedule {
     delays: ExponentialBackoff,
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn backoff_doubles_until_next_hourly_run() {
+    fn next_delay_is_capped_and_ends_with_retry_window() {
         let mut retry = RetrySchedule::read(&mut Env::from_pairs([("BACKUP_RETRY_SECONDS", "600")]));
         let failed = |exit| Failure::new(exit, anyhow::anyhow!("x"));
         assert_eq!(retry.next_delay(&failed(Exit::Refused)), None, "a person decides");

@@ -1,5 +1,5 @@
-//! Detects rows lost since the previous snapshot. An emptied database is not backed up. If half of the rows or a table are
-//! lost, the database is backed up, but the snapshot is held back.
+//! Detects rows lost since the previous snapshot. An emptied database is not backed up. If at least half of the
+//! rows, or a table that had rows, is lost, the database is backed up, but the snapshot is held back.
 
 use crate::snapshots::row_counts;
 use svc_base::quantity::pluralize;

@@ -16,6 +16,8 @@ use svc_base::clock;
 use svc_store::snapshot::{DatabaseFacts, DatabaseGrant, DatabaseSetting, TableCount};
 
 const MAX_ATTEMPTS: u32 = 3;
+/// Number of tables that one statement locks.
+const TABLES_PER_LOCK: usize = 200;
 /// Maximum wait for a table lock, in seconds.
 const LOCK_TIMEOUT_SECONDS: u32 = 60;
 
@@ -55,7 +57,8 @@ impl SnapshotError {
 }
 
 impl Snapshot {
-    /// Opens a snapshot. If a table is dropped before it is locked, starts over with a new transaction.
+    /// Opens a snapshot. If a table is dropped before it is locked, a new transaction is tried, at most [`MAX_ATTEMPTS`]
+    /// in total.
     pub async fn open(server: &Server) -> Result<Self, SnapshotError> {
         let mut attempt = 1;
         loop {
@@ -91,7 +94,7 @@ impl Snapshot {
             .await?;
         let size: i64 = row.try_get(2)?;
         let tables = row_counts::list_tables(&client).await?;
-        for chunk in tables.chunks(200) {
+        for chunk in tables.chunks(TABLES_PER_LOCK) {
             client
                 .batch_execute(&format!("LOCK TABLE ONLY {} IN ACCESS SHARE MODE", chunk.join(", ONLY ")))
                 .await?;

@@ -1,8 +1,8 @@
-//! The stages of a run.
+//! The stages of a backup run.
 
 use serde::Serialize;
 
-/// A stage of a run.
+/// A stage of a backup run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Stage {

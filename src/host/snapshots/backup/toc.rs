@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn count_entries_reads_count_of_head() {
+    fn count_entries_reads_only_custom_format_head() {
         assert_eq!(count_entries(&head(7)), Some(7));
         assert_eq!(count_entries(&head(0)), Some(0));
         assert_eq!(count_entries(b"PGDMP"), None);

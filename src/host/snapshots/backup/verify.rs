@@ -95,7 +95,7 @@ impl ReadTimes {
 struct VerifyResults {
     intact: u64,
     bytes: u64,
-    /// The key, if there is a single snapshot.
+    /// The key, if a single snapshot is read.
     single_key: Option<String>,
     damaged: Vec<(String, String)>,
 }
@@ -214,7 +214,7 @@ async fn select_keys(
     if *targets == VerifyTargets::All {
         return Ok(taken.into_iter().map(|(key, _)| key).collect());
     }
-    let snapshots = verify_schedule::last_reads(&taken, &read_times.read_at);
+    let snapshots = verify_schedule::list_last_reads(&taken, &read_times.read_at);
     Ok(verify_schedule::select_today(snapshots, clock::now_ms(), settings.verify_within_days))
 }
 

@@ -17,7 +17,10 @@ pub struct LastRead {
 }
 
 /// Returns all snapshots with the time of their last read: by default, when they were taken.
-pub fn last_reads(taken: &[(String, Timestamp)], checked: &BTreeMap<String, Timestamp>) -> Vec<LastRead> {
+pub fn list_last_reads(
+    taken: &[(String, Timestamp)],
+    checked: &BTreeMap<String, Timestamp>,
+) -> Vec<LastRead> {
     let last_read = |(key, taken): &(String, Timestamp)| {
         let read_at = checked.get(key).copied().unwrap_or(*taken).max(*taken);
         LastRead { key: key.clone(), read_at }
@@ -55,11 +58,11 @@ mod tests {
                     taken.push((format!("{day:03}-{hour:02}"), now));
                 }
                 now += DAY;
-                for key in select_today(last_reads(&taken, &checked), now, within) {
+                for key in select_today(list_last_reads(&taken, &checked), now, within) {
                     checked.insert(key, now);
                 }
                 // One more day, because a snapshot's day starts when it is taken.
-                let oldest = last_reads(&taken, &checked).into_iter().map(|snapshot| snapshot.read_at).min();
+                let oldest = list_last_reads(&taken, &checked).into_iter().map(|snapshot| snapshot.read_at).min();
                 if let Some(oldest) = oldest {
                     prop_assert!(now.duration_since(oldest) <= DAY * i32::try_from(within + 1).unwrap(), "{oldest} at {now}");
                 }
@@ -71,7 +74,7 @@ mod tests {
         fn schedule_catches_up_in_steps(count in 1_usize..500, idle_days in 0_i32..400, within in 1_u32..40) {
             let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
             let taken: Vec<_> = (0..count).map(|n| (format!("{n:03}"), start)).collect();
-            let today = select_today(last_reads(&taken, &BTreeMap::new()), start + DAY * idle_days, within);
+            let today = select_today(list_last_reads(&taken, &BTreeMap::new()), start + DAY * idle_days, within);
             prop_assert!(today.len() <= count.div_ceil(within as usize) * MAX_CATCH_UP_DAYS);
             prop_assert_eq!(today.is_empty(), idle_days < 1);
         }

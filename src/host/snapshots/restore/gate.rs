@@ -132,7 +132,7 @@ pub enum ExistingRows {
 /// Restores the snapshot, if there is one, and writes the marker.
 ///
 /// # Errors
-/// [`Failure`]; the gate then stays closed and the old database is unchanged.
+/// [`Failure`]; the marker is then not written and, unless the databases were swapped, the old one is unchanged.
 pub async fn open(
     _lock: &Lock,
     settings: &RestoreSettings,
@@ -170,7 +170,7 @@ async fn settle_swap(settings: &RestoreSettings) -> Result<(), RestoreError> {
         set_marker(settings, Some(&journal.key)).await?;
         tracing::warn!(key = journal.key, "finished an interrupted swap of databases");
     } else {
-        staging::drop_scratches(&client).await.map_err(SwapError::from)?;
+        staging::drop_scratch_databases(&client).await.map_err(SwapError::from)?;
         tracing::warn!(key = journal.key, "undid an interrupted swap of databases");
     }
     Ok(journal::remove(&settings.layout)?)
@@ -185,7 +185,8 @@ async fn restore(settings: &RestoreSettings, existing_rows: ExistingRows) -> Res
     };
     failpoint::pass("restore.named")?;
     let is_unserved = is_unserved_restore(settings).await?;
-    if was_swapped_before(settings, &snapshot).await? {
+    let is_swapped = clean_up_earlier_run(settings, &snapshot).await?;
+    if is_swapped {
         tracing::info!(key = snapshot.key, "an earlier run had swapped the databases");
     } else {
         if existing_rows == ExistingRows::Refuse && !is_unserved {
@@ -272,8 +273,8 @@ async fn wait_to_retry(backoff: &mut Backoff, error: StoreError) -> Result<(), R
     backoff.pause().await.map_err(|_| RestoreError::Store(error))
 }
 
-/// Returns whether an earlier run was killed between the swap and the marker.
-async fn was_swapped_before(
+/// Cleans up after an earlier run. Returns whether that run had swapped the databases and only lacked the marker.
+async fn clean_up_earlier_run(
     settings: &RestoreSettings,
     snapshot: &SnapshotRef,
 ) -> Result<bool, RestoreError> {
@@ -288,7 +289,7 @@ async fn was_swapped_before(
         return Ok(true);
     }
     journal::remove(&settings.layout)?;
-    staging::drop_scratches(&client).await.map_err(SwapError::from)?;
+    staging::drop_scratch_databases(&client).await.map_err(SwapError::from)?;
     swap::allow_connections(&client, database).await?;
     Ok(false)
 }
@@ -324,7 +325,7 @@ async fn assign_restore_id(settings: &RestoreSettings, loaded: &ScratchDatabase)
     Ok(())
 }
 
-/// Writes the marker for the existing database.
+/// Adopts the existing database and writes the marker for it.
 async fn set_marker(settings: &RestoreSettings, snapshot: Option<&str>) -> Result<(), RestoreError> {
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     let identity = database_identity::adopt(&client, settings.context.server.database()).await?;

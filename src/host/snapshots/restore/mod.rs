@@ -1,5 +1,6 @@
 //! `svc-restore`: the restore gate, before the gateway. The gate opens only after a complete restore, for a database that
-//! was restored earlier, or if an empty start is allowed and the store confirms that there is no snapshot.
+//! was restored earlier or that an operator adopts, or if an empty start is allowed and the store confirms that there is no
+//! snapshot.
 //!
 //! This module owns the command line, the configuration and the exit code. The steps are in `gate`; `import` imports an
 //! owner's archive onto a machine whose gate is open.

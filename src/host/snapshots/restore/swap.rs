@@ -1,5 +1,5 @@
 //! Swaps the names of the owner's database and the restored one in one transaction. The replaced database is kept as
-//! `svc_before_<n>` for seven days, and at least until the first successful backup.
+//! `svc_before_<n>` until a later backup drops it (`backup/old_databases.rs`).
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use svc_http::problem::format_chain;
 /// Maximum time for sessions to end.
 const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why the databases were not swapped; they are unchanged.
+/// Why a swap failed. Unless it was committed, both databases keep their names.
 #[derive(Debug, thiserror::Error)]
 pub enum SwapError {
     #[error(transparent)]

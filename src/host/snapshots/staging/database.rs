@@ -29,7 +29,8 @@ const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Ends the sessions of killed runs: a server completes a statement even without its client. Once they have ended, their
 /// work is committed or rolled back, so the caller sees every database that they created. The caller holds a lock, so all
-/// other sessions with this application name belong to killed runs.
+/// other sessions with this application name belong to killed runs. After [`SESSION_END_TIMEOUT`], returns without an
+/// error.
 ///
 /// # Errors
 /// Errors of the database.
@@ -50,22 +51,22 @@ pub async fn end_sessions_of(client: &Client, application: &str) -> Result<(), E
 ///
 /// # Errors
 /// Errors of the database.
-pub async fn drop_scratches(client: &Client) -> Result<(), Error> {
+pub async fn drop_scratch_databases(client: &Client) -> Result<(), Error> {
     let scratches = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_restore_[0-9]+$'";
     for row in client.query(scratches, &[]).await? {
         let name: String = row.try_get(0)?;
-        client.batch_execute(&drop_statement(&name)).await?;
+        client.batch_execute(&build_drop_statement(&name)).await?;
     }
     Ok(())
 }
 
 /// Drops a scratch database. On an error, the next run drops it.
 pub async fn drop_scratch(client: &Client, name: &str) {
-    if let Err(error) = client.batch_execute(&drop_statement(name)).await {
+    if let Err(error) = client.batch_execute(&build_drop_statement(name)).await {
         tracing::warn!(%error, database = name, "could not drop the scratch database");
     }
 }
 
-fn drop_statement(name: &str) -> String {
+fn build_drop_statement(name: &str) -> String {
     format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", quote_ident(name))
 }

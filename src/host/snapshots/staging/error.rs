@@ -8,6 +8,11 @@ use crate::system::postgres::ConnectError;
 use svc_base::applet::Exit;
 use svc_base::failpoint::Injected;
 
+/// Maximum number of bytes of `pg_restore`'s error output that are read.
+pub(super) const MAX_STDERR_BYTES: u64 = 64 * 1024;
+/// Maximum length of that output in an error.
+pub(super) const MAX_STDERR_CHARS: usize = 2000;
+
 /// Why the snapshot could not be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
@@ -24,10 +29,10 @@ pub enum LoadError {
         #[source]
         source: tokio_postgres::Error,
     },
-    #[error("start pg_restore")]
+    #[error("run pg_restore")]
     Start(#[source] std::io::Error),
-    #[error("pg_restore exited with {status}: {stderr_tail}")]
-    Restore { status: ExitStatus, stderr_tail: String },
+    #[error("pg_restore exited with {status}: {stderr}")]
+    Restore { status: ExitStatus, stderr: String },
     #[error("pg_restore did not exit in time")]
     TimedOut,
     #[error("the restored database differs from its record: {0}")]

@@ -11,7 +11,7 @@ use tokio_postgres::Client;
 use super::RestoreContext;
 use super::database::{self, ScratchDatabase};
 use super::download::Dump;
-use super::error::{LoadError, query};
+use super::error::{LoadError, MAX_STDERR_BYTES, MAX_STDERR_CHARS, query};
 use super::roles::RoleLifetime;
 use super::{roles, stream};
 use crate::snapshots::row_counts;
@@ -19,7 +19,7 @@ use crate::system::backoff::Backoff;
 use crate::system::postgres;
 use crate::system::postgres::{ConnectError, quote_ident, quote_literal};
 use crate::system::postgres_tools;
-use svc_base::failpoint::{self};
+use svc_base::failpoint;
 use svc_base::quantity::pluralize;
 use svc_store::snapshot::{DatabaseFacts, DatabaseSetting, SideRecord};
 
@@ -32,7 +32,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(2);
 /// Connects with retries: the database's container may still be starting.
 ///
 /// # Errors
-/// [`ConnectError`] after the deadline.
+/// [`ConnectError`] after the deadline, or at once if a retry is pointless.
 pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> Result<Client, ConnectError> {
     let mut backoff = Backoff::new(context.deadline);
     loop {
@@ -54,7 +54,7 @@ pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> R
 /// Refuses a dump of a newer PostgreSQL than the server's.
 ///
 /// # Errors
-/// [`LoadError::Newer`].
+/// [`LoadError::Newer`], or an error of the query.
 pub async fn check_postgres_version(context: &RestoreContext, side: &SideRecord) -> Result<(), LoadError> {
     let client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
     let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
@@ -143,7 +143,7 @@ pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), Loa
     let reading_stderr = async {
         if let Some(stderr) = &mut stderr {
             // A broken pipe just ends the output.
-            let _ = stderr.take(64 * 1024).read_to_end(&mut stderr_bytes).await;
+            let _ = stderr.take(MAX_STDERR_BYTES).read_to_end(&mut stderr_bytes).await;
         }
     };
     let ended =
@@ -153,8 +153,8 @@ pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), Loa
         return Ok(());
     }
     let stderr_text = String::from_utf8_lossy(&stderr_bytes);
-    let stderr_tail = postgres_tools::summarize_stderr(&stderr_text).chars().take(2000).collect();
-    Err(LoadError::Restore { status, stderr_tail })
+    let stderr = postgres_tools::summarize_stderr(&stderr_text).chars().take(MAX_STDERR_CHARS).collect();
+    Err(LoadError::Restore { status, stderr })
 }
 
 /// Reports the size of the database while it is loaded.

@@ -19,7 +19,7 @@ use svc_base::config::Env;
 use svc_store::Bucket;
 use svc_store::key::SlotPrefix;
 
-pub use database::{ScratchDatabase, drop_scratch, drop_scratches, end_sessions_of, find_oid};
+pub use database::{ScratchDatabase, drop_scratch, drop_scratch_databases, end_sessions_of, find_oid};
 pub use download::{
     DownloadError, Dump, ensure_free_space, ensure_space_for_snapshot, fetch_dump, remove_dumps,
 };

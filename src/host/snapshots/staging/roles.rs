@@ -20,8 +20,9 @@ use svc_store::snapshot::SideRecord;
 pub enum RoleLifetime {
     /// The roles are kept, because the scratch database becomes the owner's.
     Permanent,
-    /// The roles are dropped after the drill, by [`super::drop_drill_roles`].
-    Drill,
+    /// The roles are dropped with the scratch database of a drill or with the side database, by
+    /// [`super::drop_drill_roles`].
+    Temporary,
 }
 
 /// Prefix of the apps' roles: the gateway sets their passwords and lets them log in.
@@ -49,7 +50,7 @@ pub async fn create(
             continue;
         }
         let mut create = format!("CREATE ROLE {} NOLOGIN", quote_ident(name));
-        if lifetime == RoleLifetime::Drill {
+        if lifetime == RoleLifetime::Temporary {
             create.push_str(&format!("; COMMENT ON ROLE {} IS '{DRILL_ROLE_COMMENT}'", quote_ident(name)));
         }
         transaction.batch_execute(&create).await.map_err(query(format!("create the role {name}")))?;
@@ -60,12 +61,12 @@ pub async fn create(
         if created.contains(role.name.as_str()) {
             setup.set_attributes(role).await?;
         } else if let Some(now) = existing.iter().find(|now| now.name == role.name) {
-            setup.compare(role, now);
+            setup.report_differences(role, now);
         }
     }
     for role in facts.iter().filter(|role| created.contains(role.name.as_str())) {
         for membership in &role.member_of {
-            setup.grant(role, membership).await?;
+            setup.grant_membership(role, membership).await?;
         }
     }
     setup.transaction.commit().await.map_err(query("create roles"))?;
@@ -98,7 +99,7 @@ impl RoleSetup<'_> {
         let alter = format!("ALTER ROLE {} WITH {}", quote_ident(&role.name), attributes.join(" "));
         self.attempt(&[alter], || format!("the attributes of the role {}", role.name)).await?;
         for setting in &role.settings {
-            self.set(role, setting).await?;
+            self.apply_setting(role, setting).await?;
         }
         if role.superuser {
             self.not_kept.push(format!("the role {} is not a SUPERUSER here", role.name));
@@ -111,7 +112,7 @@ impl RoleSetup<'_> {
 
     /// Applies a setting. `FROM CURRENT` keeps the stored form of list values such as a search path; a setting that no
     /// session may change is written as a plain value.
-    async fn set(&mut self, role: &RoleFacts, setting: &RoleSetting) -> Result<(), LoadError> {
+    async fn apply_setting(&mut self, role: &RoleFacts, setting: &RoleSetting) -> Result<(), LoadError> {
         let name = setting.name.split('.').map(quote_ident).collect::<Vec<_>>().join(".");
         let (target, value) = (quote_ident(&role.name), quote_literal(&setting.value));
         let from_current = [
@@ -126,7 +127,7 @@ impl RoleSetup<'_> {
         self.attempt(&plain, || format!("the setting {} of the role {}", setting.name, role.name)).await
     }
 
-    async fn grant(&mut self, role: &RoleFacts, membership: &Membership) -> Result<(), LoadError> {
+    async fn grant_membership(&mut self, role: &RoleFacts, membership: &Membership) -> Result<(), LoadError> {
         let grant = format!(
             "GRANT {} TO {} WITH ADMIN {}, INHERIT {}, SET {}",
             quote_ident(&membership.role),
@@ -139,8 +140,8 @@ impl RoleSetup<'_> {
         self.attempt(&[grant], what).await
     }
 
-    /// Compares an existing role, which is not changed.
-    fn compare(&mut self, then: &RoleFacts, now: &RoleFacts) {
+    /// Reports how an existing role, which is not changed, differs from the recorded one.
+    fn report_differences(&mut self, then: &RoleFacts, now: &RoleFacts) {
         let attributes = |role: &RoleFacts| RoleFacts {
             settings: Vec::new(),
             member_of: Vec::new(),

@@ -15,7 +15,7 @@ use tokio::process::{Child, ChildStdin};
 
 use super::RestoreContext;
 use super::download::DownloadError;
-use super::error::LoadError;
+use super::error::{LoadError, MAX_STDERR_BYTES, MAX_STDERR_CHARS};
 use crate::system::backoff::Backoff;
 use crate::system::postgres_tools;
 use svc_base::failpoint;
@@ -23,9 +23,8 @@ use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
 
-/// Maximum time for `pg_restore` to build indexes after the last byte.
+/// Maximum time for `pg_restore` to build indexes and exit, after the last byte.
 const INDEXES_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
-const MAX_STDERR_BYTES: u64 = 64 * 1024;
 
 /// Loads the dump into a database without writing it to disk.
 ///
@@ -60,11 +59,11 @@ pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &s
 }
 
 fn restore_error(status: ExitStatus, stderr: &[u8]) -> LoadError {
-    let stderr_tail = postgres_tools::summarize_stderr(&String::from_utf8_lossy(stderr));
-    LoadError::Restore { status, stderr_tail: stderr_tail.chars().take(2000).collect() }
+    let stderr = postgres_tools::summarize_stderr(&String::from_utf8_lossy(stderr));
+    LoadError::Restore { status, stderr: stderr.chars().take(MAX_STDERR_CHARS).collect() }
 }
 
-/// Why not every byte was received.
+/// Why the transfer ended before the last byte.
 enum Interrupted {
     /// `pg_restore` failed; its own error has the reason.
     Reader,

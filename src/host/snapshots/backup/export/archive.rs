@@ -43,7 +43,7 @@ enum WriteError {
     Dump(#[from] DumpError),
     #[error("write the archive")]
     Write(#[source] std::io::Error),
-    #[error("read the home")]
+    #[error("copy the home into the archive")]
     Home(#[source] std::io::Error),
     #[error(transparent)]
     Injected(#[from] Injected),
@@ -107,6 +107,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     let left_out = tokio::task::block_in_place(|| {
         let mut home = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
         home.set_read_timeout(Some(HOME_TIMEOUT))?;
+        // The other process sends nothing before it has received a byte.
         home.write_all(b"g")?;
         archive.copy_home(&mut BufReader::with_capacity(CHUNK_BYTES, home))
     });
@@ -174,7 +175,8 @@ impl<W: Write + Seek + 'static> Archive<W> {
         Ok(())
     }
 
-    /// Copies the entries from the process that reads the home. Returns the files that this process left out.
+    /// Copies the entries from the process that reads the home. Returns the entries that the other
+    /// process left out.
     fn copy_home(&mut self, frames: &mut impl Read) -> std::io::Result<Vec<OmittedEntry>> {
         let mut left_out = Vec::new();
         loop {

@@ -18,7 +18,7 @@ pub struct HomeEntry {
     pub modified: u64,
 }
 
-/// A file of the home that is not in the archive.
+/// An entry of the home that is not in the archive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OmittedEntry {
     /// Relative to the home.
@@ -26,8 +26,8 @@ pub struct OmittedEntry {
     pub reason: String,
 }
 
-/// Lists everything below `home` except `except`, and separately what cannot be exported: directories that cannot be read,
-/// and entries that are not files, directories or links. Links are not followed.
+/// Lists everything below `home` except `except` and the directories of imports, and separately what cannot be exported:
+/// entries that cannot be read, or are not files, directories or links. Links are not followed.
 pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<OmittedEntry>) {
     let except: Vec<PathBuf> = except.iter().filter_map(|path| std::path::absolute(path).ok()).collect();
     let (mut listed, mut left_out) = (Vec::new(), Vec::new());
@@ -51,19 +51,23 @@ pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<Omitted
             {
                 continue;
             }
-            match fs::symlink_metadata(&full_path).ok().and_then(|meta| Some((entry_kind(&meta)?, meta))) {
-                Some((kind, meta)) => {
-                    if kind == EntryKind::Directory {
-                        subdirectories.push(path.clone());
-                    }
-                    let modified = u64::try_from(meta.mtime()).unwrap_or(0);
-                    listed.push(HomeEntry { path, kind, mode: meta.mode() & 0o7777, modified });
+            let meta = match fs::symlink_metadata(&full_path) {
+                Ok(meta) => meta,
+                Err(error) => {
+                    left_out.push(OmittedEntry { path, reason: error.to_string() });
+                    continue;
                 }
-                None => {
-                    left_out
-                        .push(OmittedEntry { path, reason: "neither file, directory nor link".to_owned() });
-                }
+            };
+            let Some(kind) = entry_kind(&meta) else {
+                let reason = "neither file, directory nor link".to_owned();
+                left_out.push(OmittedEntry { path, reason });
+                continue;
+            };
+            if kind == EntryKind::Directory {
+                subdirectories.push(path.clone());
             }
+            let modified = u64::try_from(meta.mtime()).unwrap_or(0);
+            listed.push(HomeEntry { path, kind, mode: meta.mode() & 0o7777, modified });
         }
         directories.extend(subdirectories.into_iter().rev());
     }
@@ -90,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn list_files_puts_directories_first_and_skips_links() {
+    fn list_files_lists_parents_first_and_omits_sockets() {
         let home = tempfile::tempdir().unwrap();
         let at = |path: &str| home.path().join(path);
         for dir in ["b/c", ".import-7/x", ".before-import-7", "system/.import-7", "system/.before-import-7"] {

@@ -38,21 +38,21 @@ pub fn send(home: &Path, except: &[PathBuf], mut start: impl Read, to: impl Writ
 
 fn send_entry(home: &Path, entry: HomeEntry, to: &mut impl Write) -> io::Result<()> {
     let path = home.join(&entry.path);
-    let left_out = |error: io::Error, path: PathBuf| {
+    let omitted = |error: io::Error, path: PathBuf| {
         Frame::OmittedEntry(OmittedEntry { path, reason: error.to_string() })
     };
     match entry.kind {
         EntryKind::Directory => Frame::Entry { entry, link_target: None }.write(to),
         EntryKind::Link => match std::fs::read_link(&path) {
             Ok(target) => Frame::Entry { entry, link_target: Some(target) }.write(to),
-            Err(error) => left_out(error, entry.path).write(to),
+            Err(error) => omitted(error, entry.path).write(to),
         },
         EntryKind::File => match open_file(&path) {
             Ok(file) => {
                 Frame::Entry { entry, link_target: None }.write(to)?;
                 send_content(file, to)
             }
-            Err(error) => left_out(error, entry.path).write(to),
+            Err(error) => omitted(error, entry.path).write(to),
         },
     }
 }

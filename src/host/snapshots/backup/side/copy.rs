@@ -311,7 +311,7 @@ async fn execute(transaction: &Transaction<'_>, plan: &Plan, statement: &str) ->
 
 /// Streams the snapshot's rows into the temporary table.
 async fn load_rows(side: &Client, transaction: &Transaction<'_>, plan: &Plan) -> Result<(), CopyError> {
-    transaction.batch_execute(&plan.build_create()).await.map_err(copy_error(plan))?;
+    transaction.batch_execute(&plan.build_create_temporary()).await.map_err(copy_error(plan))?;
     let out = side.copy_out(&plan.build_copy_out()).await.map_err(copy_error(plan))?;
     let sink = transaction.copy_in::<_, Bytes>(&plan.build_copy_in()).await.map_err(copy_error(plan))?;
     futures_util::pin_mut!(out, sink);
@@ -319,7 +319,7 @@ async fn load_rows(side: &Client, transaction: &Transaction<'_>, plan: &Plan) ->
         sink.feed(chunk.map_err(copy_error(plan))?).await.map_err(copy_error(plan))?;
     }
     sink.finish().await.map_err(copy_error(plan))?;
-    for statement in plan.build_index() {
+    for statement in plan.build_index_and_analyze() {
         transaction.batch_execute(&statement).await.map_err(copy_error(plan))?;
     }
     Ok(())

@@ -82,7 +82,7 @@ const STATISTICS: &str = "
       JOIN pg_namespace n ON n.oid = s.stxnamespace JOIN pg_roles r ON r.oid = s.stxowner
      ORDER BY 1";
 
-/// Functions, defaults, policies, rules and columns that need the table or its row type, and publications.
+/// Functions, policies, rules and columns that need the table or its row type, and publications.
 const OTHERS: &str = "
     WITH tables AS (SELECT name, to_regclass(name)::oid AS oid FROM unnest($1::text[]) AS name)
     SELECT DISTINCT ON (d.classid, d.objid, d.objsubid) pg_describe_object(d.classid, d.objid, d.objsubid), t.name
@@ -115,7 +115,7 @@ impl Dependents {
         recreated: &[&str],
     ) -> Result<Self, Error> {
         let (mut found, tables) = (Self::default(), [missing, recreated].concat());
-        let is_of_earlier_run = |dependent: &Dependent| recreated.contains(&dependent.table.as_str());
+        let is_from_earlier_run = |dependent: &Dependent| recreated.contains(&dependent.table.as_str());
         if tables.is_empty() {
             return Ok(found);
         }
@@ -124,7 +124,7 @@ impl Dependents {
             let view = View { dependent, relation: row.try_get(2)?, needs: row.try_get(3)? };
             if !is_relation(live, &view.relation).await? {
                 found.views.push(view);
-            } else if is_of_earlier_run(&view.dependent) {
+            } else if is_from_earlier_run(&view.dependent) {
                 found.recreated_earlier.push(view.dependent);
             }
         }
@@ -136,7 +136,7 @@ impl Dependents {
             }
             let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
             if has_constraint(live, &from, &name).await? {
-                found.recreated_earlier.extend(Some(dependent).filter(is_of_earlier_run));
+                found.recreated_earlier.extend(Some(dependent).filter(is_from_earlier_run));
                 continue;
             }
             found.statements.push(Statement {
@@ -153,7 +153,7 @@ impl Dependents {
                 sql.push(format!("ALTER STATISTICS {name} SET STATISTICS {target}"));
             }
             let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
-            if is_of_earlier_run(&dependent) && has_statistics(live, &dependent.table, &name).await? {
+            if is_from_earlier_run(&dependent) && has_statistics(live, &dependent.table, &name).await? {
                 found.recreated_earlier.push(dependent);
                 continue;
             }
@@ -253,6 +253,7 @@ impl Dependents {
     }
 }
 
+/// Executes the statements in a savepoint.
 async fn attempt(transaction: &mut tokio_postgres::Transaction<'_>, sql: &[String]) -> Result<(), Error> {
     let attempt = transaction.savepoint("dependent").await?;
     for statement in sql {

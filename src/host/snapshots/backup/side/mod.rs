@@ -13,7 +13,7 @@ use std::path::PathBuf;
 
 use tokio_postgres::Client;
 
-use super::job::{self, EmptyPolicy, RunOptions};
+use super::job::{self, LossPolicy, RunOptions};
 use super::settings::BackupSettings;
 use super::shrink_guard::Trigger;
 use crate::snapshots::side_database::{
@@ -267,7 +267,7 @@ async fn load_side_database(
     let dump =
         staging::fetch_dump(&context, &dump_dir(&settings.layout), &side.snapshot_ref(), &side).await?;
     failpoint::pass("side.downloaded")?;
-    let loaded = staging::load_into_scratch(&context, &dump, &side, RoleLifetime::Drill).await?;
+    let loaded = staging::load_into_scratch(&context, &dump, &side, RoleLifetime::Temporary).await?;
     failpoint::pass("side.loaded")?;
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, context.name).await?;
     let from = quote_ident(&loaded.name);
@@ -351,12 +351,13 @@ async fn copy_back(settings: &BackupSettings, wanted: &TableCopy, request_id: &s
     end
 }
 
-/// Takes a snapshot of the current database, so that a copy can be undone. A database without rows needs none.
+/// Takes a snapshot of the current database, so that a copy can be undone. An emptied database
+/// needs none, and a held-back snapshot suffices.
 async fn snapshot_current(settings: &BackupSettings) -> Result<(), SideError> {
     let failed = |exit, why: String| SideError::Save { exit, why };
     let lock = Lock::wait(&settings.layout.backup_lock(), super::REQUEST_LOCK_TIMEOUT).await;
     let lock = lock.map_err(|error| failed(Exit::TryAgain, format_chain(&error)))?;
-    let options = RunOptions { empty: EmptyPolicy::Refuse, trigger: Trigger::Request };
+    let options = RunOptions { loss: LossPolicy::Refuse, trigger: Trigger::Request };
     match job::run(&lock, settings, options, std::future::pending()).await {
         Err(failure) if failure.exit != Exit::Refused => {
             Err(failed(failure.exit, format_chain(failure.error.as_ref())))
@@ -377,7 +378,7 @@ async fn close(settings: &BackupSettings, request_id: &str) -> Result<(), SideEr
 async fn clean(settings: &BackupSettings) -> Result<(), SideError> {
     let client: Client = settings.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     client.batch_execute(&format!("DROP DATABASE IF EXISTS {DATABASE} WITH (FORCE)")).await?;
-    staging::drop_scratches(&client).await?;
+    staging::drop_scratch_databases(&client).await?;
     staging::drop_drill_roles(&client).await?;
     Ok(staging::remove_dumps(&dump_dir(&settings.layout))?)
 }

@@ -99,7 +99,7 @@ impl Plan {
         format!("pg_temp.svc_side_{}", self.number)
     }
 
-    pub fn build_create(&self) -> String {
+    pub fn build_create_temporary(&self) -> String {
         let (columns, table) = (list(&self.columns, ""), &self.table);
         format!(
             "CREATE TEMPORARY TABLE svc_side_{} ON COMMIT DROP AS SELECT {columns} FROM ONLY {table} WITH NO DATA",
@@ -117,7 +117,7 @@ impl Plan {
     }
 
     /// Builds statements to run once the rows are loaded: later statements look rows up by key.
-    pub fn build_index(&self) -> Vec<String> {
+    pub fn build_index_and_analyze(&self) -> Vec<String> {
         let mut statements = Vec::new();
         if !self.key.is_empty() {
             statements.push(format!("CREATE INDEX ON {} ({})", self.temporary_table(), list(&self.key, "")));
@@ -168,7 +168,7 @@ impl Plan {
         )
     }
 
-    /// Builds a query that counts the rows of the snapshot that are missing.
+    /// Builds a query that counts the rows of the snapshot that are missing; `None` without a key.
     pub fn build_count_missing(&self) -> Option<String> {
         (!self.key.is_empty()).then(|| {
             format!("SELECT count(*) FROM {} AS s WHERE {}", self.temporary_table(), self.absent_condition())

@@ -52,7 +52,7 @@ pub async fn count_recreated(side: &Client, tables: &[&str]) -> Result<Vec<Copie
     Ok(row_counts::count_rows(side, &names).await?.into_iter().map(to_result).collect())
 }
 
-/// Recreates all tables or none, with `pg_dump` and `pg_restore`.
+/// Recreates all tables or none, with `pg_dump` and `pg_restore`. Missing schemas are created first, and stay.
 pub async fn recreate_tables(
     settings: &BackupSettings,
     side: &Client,

@@ -20,6 +20,7 @@ use crate::snapshots::archive::{
 };
 use crate::system::tar_reader::EntryKind;
 use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quote_path};
+use svc_base::applet::Exit;
 use svc_base::fsx::FileError;
 use svc_store::snapshot::SideRecord;
 
@@ -61,6 +62,21 @@ pub enum ArchiveError {
     },
     #[error(transparent)]
     File(#[from] FileError),
+}
+
+impl ArchiveError {
+    /// `Refused` if the archive is at fault. An entry can also cause a file error, for example by a repeated name.
+    pub fn exit(&self) -> Exit {
+        use io::ErrorKind::{QuotaExceeded, ReadOnlyFilesystem, StorageFull};
+        match self {
+            Self::File(error)
+                if [QuotaExceeded, ReadOnlyFilesystem, StorageFull].contains(&error.source.kind()) =>
+            {
+                Exit::Internal
+            }
+            _ => Exit::Refused,
+        }
+    }
 }
 
 /// The entries that a pass extracts. All other entries are only read.
@@ -113,12 +129,12 @@ impl VerifiedArchive {
     /// Reads the dump's size as the archive claims it, before it is verified.
     pub fn read_dump_size(mut file: &File, path: &Path) -> Result<u64, ArchiveError> {
         let read = |source| ArchiveError::Read { path: path.to_owned(), source };
-        let damaged = |error| ArchiveError::Refused { path: path.to_owned(), source: error };
+        let refused = |source| ArchiveError::Refused { path: path.to_owned(), source };
         file.rewind().map_err(read)?;
         let limits = tar_limits(file.metadata().map_err(read)?.len());
         let mut tar = tar::Archive::new(BufReader::new(file));
-        let mut entries = TarReader::new(&mut tar, limits).map_err(damaged)?;
-        while let Some(entry) = entries.next_entry().map_err(damaged)? {
+        let mut entries = TarReader::new(&mut tar, limits).map_err(refused)?;
+        while let Some(entry) = entries.next_entry().map_err(refused)? {
             if entry.path == Path::new(DUMP) {
                 return Ok(entry.size);
             }
@@ -213,7 +229,7 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Accepts only plain relative paths, below directories that the archive contains.
+    /// Accepts only plain relative paths, below directories that the archive contains, of the kinds allowed there.
     fn check_entry(&mut self, entry: &TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         let path = entry.path.as_path();
         let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
@@ -274,6 +290,7 @@ impl<'a> Pass<'a> {
         to: &Path,
     ) -> Result<ArchiveEntry, ArchiveError> {
         let failed = |action| FileError::wrap(action, to);
+        // Without the setuid and sticky bits.
         let mode = entry.mode & 0o2777;
         match entry.kind {
             EntryKind::Directory => {
@@ -329,5 +346,19 @@ fn copy_listed(entry: &mut TarEntry<'_, impl Read>, to: impl Write) -> io::Resul
             let (size_bytes, digest) = archive::copy_hashed(entry, to)?;
             Ok(ArchiveEntry { path, kind, size_bytes, sha256: Some(digest) })
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exit_distinguishes_full_disk_from_bad_archive() {
+        let exit = |kind: io::ErrorKind| {
+            ArchiveError::from(FileError::wrap("write", Path::new("/x"))(kind.into())).exit()
+        };
+        assert_eq!(exit(io::ErrorKind::StorageFull), Exit::Internal);
+        assert_eq!(exit(io::ErrorKind::AlreadyExists), Exit::Refused);
     }
 }

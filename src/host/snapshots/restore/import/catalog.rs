@@ -1,8 +1,8 @@
 //! Inspects the catalog of the new database, before any other use, for objects that the archive's SQL must not create.
 //!
 //! A database with such an object is refused, even if the dump does not list it: code of any kind, granted privileges,
-//! and expressions that call more than a value needs. Later sessions of the superuser (a backup, a restore, the
-//! gateway) evaluate checks, defaults and indexes of these tables.
+//! and expressions that call volatile functions other than a few harmless ones. Later sessions of the superuser (a backup,
+//! a restore, the gateway) evaluate checks, defaults and indexes of these tables.
 
 use std::fmt::Write as _;
 
@@ -36,14 +36,15 @@ const FORBIDDEN: [(&str, &str, &str, &str); 24] = [
     ("text search configuration", "pg_ts_config", "cfgname", ""),
     ("trigger", "pg_trigger", "tgname", "NOT o.tgisinternal"),
     ("rule or view", "pg_rewrite", "rulename", ""),
-    // Composite types, enumerations, domains, and arrays of types.
+    // Allowed: composite types, enumerations, domains, and arrays of types.
     (
         "type",
         "pg_type",
         "typname",
         "o.typtype NOT IN ('c', 'e', 'd') AND NOT (o.typtype = 'b' AND o.typcategory = 'A')",
     ),
-    // Tables, sequences, indexes, composite types, and their dependents; the gateway's schema has only tables.
+    // Allowed: tables, sequences, indexes, composite types and TOAST tables; in the gateway's schema, only ordinary tables,
+    // sequences and indexes.
     (
         "relation",
         "pg_class",

@@ -1,4 +1,4 @@
-//! Installs the home's entries of an archive, each by one rename, as the user who owns them.
+//! Installs the home's entries of an archive, each by a rename, as the user who owns them.
 
 use std::ffi::OsString;
 use std::fs;
@@ -61,7 +61,8 @@ impl Staging {
     /// Installs all staged entries; returns the directory with the replaced files, if any.
     ///
     /// # Errors
-    /// [`FileError`]; every entry is then either completely replaced or unchanged.
+    /// [`FileError`]; each entry is then completely replaced or unchanged, except that the previous version of one may be
+    /// in the directory of replaced files, without a new one in its place.
     pub fn install(&self) -> Result<Option<&Path>, FileError> {
         for name in list_names(&self.staged)? {
             self.exchange(&name)?;

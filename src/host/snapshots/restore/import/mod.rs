@@ -53,6 +53,8 @@ pub const FAILPOINTS: &[&str] = &[
     "import.done",
 ];
 
+const RESTART_TIMEOUT: Duration = Duration::from_secs(120);
+
 #[derive(Debug, thiserror::Error)]
 enum ImportError {
     #[error("cannot start the import's step {step}")]
@@ -147,7 +149,7 @@ impl ImportRun<'_> {
     }
 }
 
-/// Restarts the gateway, which then sets the passwords of the database's roles.
+/// Restarts the gateway, which then sets the passwords of the database's roles, and the sync agent.
 async fn restart_gateway(layout: &Layout) {
     let Some(systemctl) = systemd::systemctl(layout) else {
         println!("next: restart svc-gateway");
@@ -155,7 +157,7 @@ async fn restart_gateway(layout: &Layout) {
     };
     let mut command = tokio::process::Command::new(systemctl);
     command.args(["try-restart", "svc-gateway.service", "svc-sync-agent.service"]);
-    match tokio::time::timeout(Duration::from_secs(120), command.status()).await {
+    match tokio::time::timeout(RESTART_TIMEOUT, command.status()).await {
         Ok(Ok(status)) if status.success() => println!("restarted svc-gateway"),
         Ok(Err(error)) => {
             tracing::warn!(error = %format_chain(&error), "could not restart the gateway");

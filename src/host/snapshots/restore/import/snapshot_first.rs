@@ -14,7 +14,7 @@ use crate::system::postgres::ConnectError;
 use svc_base::applet::Exit;
 
 /// The timeout of `svc-db-backup.service`.
-const TIMEOUT: Duration = Duration::from_secs(6 * 3600);
+const BACKUP_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotFirstError {
@@ -61,7 +61,7 @@ pub async fn take_snapshot(settings: &RestoreSettings) -> Result<(), SnapshotFir
     let program = std::env::current_exe().map_err(SnapshotFirstError::Start)?;
     let mut backup = tokio::process::Command::new(program);
     backup.args(["svc-db-backup", "run"]).stdin(Stdio::null()).kill_on_drop(true);
-    let ended = tokio::time::timeout(TIMEOUT, backup.status()).await;
+    let ended = tokio::time::timeout(BACKUP_TIMEOUT, backup.status()).await;
     let status = match ended {
         Ok(status) => status.map_err(SnapshotFirstError::Start)?,
         Err(_) => return Err(SnapshotFirstError::Failed { end: "timed out".to_owned() }),

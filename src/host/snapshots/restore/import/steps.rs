@@ -97,7 +97,7 @@ enum StepError {
     Untrusted(#[from] UntrustedError),
     #[error(transparent)]
     SnapshotFirst(#[from] SnapshotFirstError),
-    #[error("look for temporary data of an earlier run")]
+    #[error("clean up after an earlier run")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     Identity(#[from] IdentityError),
@@ -114,9 +114,8 @@ impl StepError {
         match self {
             Self::Superseded => Exit::Permission,
             Self::GateClosed => Exit::TryAgain,
-            Self::OtherUser { .. } | Self::Archive(_) | Self::Download(DownloadError::NoSpace { .. }) => {
-                Exit::Refused
-            }
+            Self::Archive(error) => error.exit(),
+            Self::OtherUser { .. } | Self::Download(DownloadError::NoSpace { .. }) => Exit::Refused,
             Self::Download(error) => error.exit(),
             Self::Untrusted(error) => error.exit(),
             Self::SnapshotFirst(error) => error.exit(),
@@ -131,13 +130,10 @@ impl StepError {
 }
 
 /// Runs one step.
-///
-/// # Errors
-/// [`Failure`].
 pub async fn run_step(layout: Layout, args: StepArgs) -> Result<(), Failure> {
     user::end_with_parent();
     let archive = std::io::stdin().as_fd().try_clone_to_owned().map(File::from).map_err(StepError::Input);
-    let ended = match (args.step, archive) {
+    let result = match (args.step, archive) {
         (_, Err(error)) => Err(error),
         (Step::Check, Ok(archive)) => check_archive(&RestoreSettings::read(layout)?, &archive, &args),
         (Step::Stage, Ok(archive)) => stage_files(&layout, &archive, &args),
@@ -149,7 +145,7 @@ pub async fn run_step(layout: Layout, args: StepArgs) -> Result<(), Failure> {
         }
         (Step::Place, Ok(_)) => install_files(&layout, &args),
     };
-    ended.map_err(|error| Failure::new(error.exit(), error))
+    result.map_err(|error| Failure::new(error.exit(), error))
 }
 
 fn check_archive(settings: &RestoreSettings, archive: &File, args: &StepArgs) -> Result<(), StepError> {
@@ -157,7 +153,7 @@ fn check_archive(settings: &RestoreSettings, archive: &File, args: &StepArgs) ->
     let archived = read_archive(archive, &args.archive, &Extract::Nothing)?;
     let rows: u64 = archived.side.tables.iter().map(|table| table.rows).sum();
     println!(
-        "archive of {}, created at {}: {} tables with {rows} rows, {} entries of the home; all are intact",
+        "archive of {}, created at {}: {} tables with {rows} rows, {} home entries; all are intact",
         archived.info.idp_user_id,
         svc_base::clock::rfc3339_ms(archived.info.created_at),
         archived.side.tables.len(),
@@ -198,7 +194,7 @@ fn install_files(layout: &Layout, args: &StepArgs) -> Result<(), StepError> {
     let replaced = tokio::task::block_in_place(|| staging.install())?;
     failpoint::pass("import.placed")?;
     if let Some(replaced) = replaced {
-        println!("replaced files of the home are in {}", replaced.display());
+        println!("the replaced home files are in {}", replaced.display());
     }
     Ok(())
 }
@@ -243,7 +239,7 @@ async fn load_and_swap(
     staging::check_postgres_version(&settings.context, &archived.side).await?;
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     staging::end_sessions_of(&client, settings.context.name).await?;
-    staging::drop_scratches(&client).await?;
+    staging::drop_scratch_databases(&client).await?;
     drop(client);
     staging::ensure_space_for_snapshot(
         &layout.restore_state(),
@@ -271,11 +267,11 @@ async fn load_and_swap(
     journal::remove(layout)?;
     staging::remove_dumps(&layout.restore_state())?;
     println!(
-        "imported; the replaced database is kept as svc_before_{} for seven days, or until space is short",
+        "imported; the replaced database is kept as svc_before_{} for seven days, or until space runs short",
         loaded.number
     );
     if let Some(replaced) = replaced {
-        println!("replaced records are in {}", replaced.display());
+        println!("the replaced records are in {}", replaced.display());
     }
     Ok(())
 }

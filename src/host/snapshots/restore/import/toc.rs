@@ -1,7 +1,7 @@
 //! Selects the parts of an archive's dump to load, from the output of `pg_restore -l`.
 //!
-//! An archive holds tables and their dependents, but no code that a later session, least of all the database's
-//! superuser, would run unknowingly. The listing is only the dump's own claim, so this check gives early, plain
+//! An archive holds tables and their dependents, but no code that a later session, in particular the superuser's, would
+//! run unknowingly. The listing is only the dump's own claim, so this check gives early, plain
 //! refusals; the objects that were really created are inspected afterwards (`catalog.rs`).
 
 use std::collections::{BTreeSet, HashSet};
@@ -13,7 +13,7 @@ use crate::system::tar_reader::quote_path;
 /// creates those that an archive names.
 const EXTENSIONS: [&str; 5] = ["citext", "hstore", "pg_trgm", "pgcrypto", "uuid-ossp"];
 
-/// Entries to load. If a name is a prefix of another, the longer one comes first.
+/// Kinds of entries to load.
 const LOADED_KINDS: [&str; 16] = [
     "CHECK CONSTRAINT",
     "FK CONSTRAINT",
@@ -33,7 +33,7 @@ const LOADED_KINDS: [&str; 16] = [
     "TYPE",
 ];
 
-/// Entries to skip: privileges, which the gateway grants to installed apps.
+/// Kinds of entries to skip: privileges, which the gateway grants to installed apps.
 const SKIPPED_KINDS: [&str; 2] = ["DEFAULT ACL", "ACL"];
 
 /// Objects whose comments are loaded. Other comments need the object's owner, or belong to skipped entries.
@@ -76,7 +76,7 @@ pub fn select_entries(listing: &str) -> Result<Selection, TocError> {
     let mut ids = HashSet::new();
     for line in listing.lines().filter(|line| !line.is_empty() && !line.starts_with(';')) {
         let (id, entry) = parse_line(line).ok_or_else(|| TocError::Line { line: quote_text(line) })?;
-        // `pg_restore -L` takes numbers and loads one entry per number: of duplicates, it might load the one to skip.
+        // `pg_restore -L` takes numbers and loads one entry per number: of two, it might load the one to skip.
         if !ids.insert(id) {
             return Err(TocError::RepeatedId { id });
         }

@@ -38,7 +38,7 @@ const LISTING_TIMEOUT: Duration = Duration::from_secs(600);
 const MAX_LISTING_BYTES: u64 = 32 << 20;
 const MAX_STDERR_BYTES: u64 = 64 * 1024;
 
-/// Why the archive's database is refused.
+/// Why the archive's database was not loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum UntrustedError {
     #[error("the archive's database is refused")]
@@ -48,8 +48,8 @@ pub enum UntrustedError {
          indexes and constraints\n  next: drop it before the export, and recreate it after the import"
     )]
     Forbidden { what: String },
-    #[error("the archive's dump cannot be read: {stderr_tail}")]
-    Unreadable { stderr_tail: String },
+    #[error("the archive's dump cannot be read: {why}")]
+    Unreadable { why: String },
     #[error(
         "PostgreSQL's client tools exist only in the database's container\n  next: install a release that contains them"
     )]
@@ -101,15 +101,15 @@ pub async fn load(
         return Err(UntrustedError::NoTools);
     }
     let selection = toc::select_entries(&list_contents(&context.tools, dump).await?)?;
-    let chosen = dump.with_extension("list");
-    fsx::write_atomic(&chosen, selection.list.as_bytes(), 0o600)?;
+    let list = dump.with_extension("list");
+    fsx::write_atomic(&list, selection.list.as_bytes(), 0o600)?;
     let admin = staging::connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
     drop_roles(&admin).await?;
     let role = Loader::create(&admin).await?;
     let scratch = staging::create_database(&admin, Some(&role.name)).await?;
     let loaded =
-        role.load(context, &admin, &scratch, Files { dump, chosen: &chosen }, (&selection, side)).await;
-    let removed = fsx::remove_if_exists(&chosen);
+        role.load(context, &admin, &scratch, DumpFiles { dump, list: &list }, (&selection, side)).await;
+    let removed = fsx::remove_if_exists(&list);
     if let Err(error) = loaded {
         staging::drop_scratch(&admin, &scratch.name).await;
         if let Err(error) = drop_roles(&admin).await {
@@ -146,9 +146,7 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
         child.wait().await
     };
     let ended = tokio::time::timeout(LISTING_TIMEOUT, reading).await;
-    let unreadable = |stderr_tail: &str| UntrustedError::Unreadable {
-        stderr_tail: untrusted_text::truncate_printable(stderr_tail),
-    };
+    let unreadable = |why: &str| UntrustedError::Unreadable { why: untrusted_text::truncate_printable(why) };
     let status = ended.map_err(|_| unreadable("the listing timed out"))?.map_err(UntrustedError::Tool)?;
     if listing.len() as u64 > MAX_LISTING_BYTES {
         return Err(unreadable("it has too many entries"));
@@ -159,7 +157,7 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
     Ok(String::from_utf8_lossy(&listing).into_owned())
 }
 
-/// Drops the roles of earlier imports. Their databases have been dropped, or have another owner.
+/// Drops the roles of this and earlier imports. Their databases have been dropped, or have another owner.
 async fn drop_roles(admin: &Client) -> Result<(), UntrustedError> {
     let failed = || query("drop the role of an import");
     let leftover_roles =
@@ -181,9 +179,10 @@ async fn end_sessions(admin: &Client, role: &str) -> Result<(), UntrustedError> 
     Ok(())
 }
 
-struct Files<'a> {
+/// A dump, and the file that lists the entries to load.
+struct DumpFiles<'a> {
     dump: &'a Path,
-    chosen: &'a Path,
+    list: &'a Path,
 }
 
 /// The role of one import.
@@ -219,12 +218,12 @@ impl Loader {
         context: &RestoreContext,
         admin: &Client,
         scratch: &ScratchDatabase,
-        files: Files<'_>,
+        files: DumpFiles<'_>,
         (selection, side): (&Selection, &SideRecord),
     ) -> Result<(), UntrustedError> {
         create_extensions(context, scratch, selection).await?;
         let server = context.server.as_role(&self.name, self.password.expose_secret());
-        let command = context.tools.load_listed(&server, &scratch.name, files.dump, files.chosen);
+        let command = context.tools.load_listed(&server, &scratch.name, files.dump, files.list);
         staging::run_restore(command).await?;
         end_sessions(admin, &self.name).await?;
         reset_database(admin, &scratch.name).await?;
