@@ -3,6 +3,7 @@
 //! This module contains the command line, the socket for hooks, and the service lifecycle. The watcher runs as a user
 //! whose processes the owner's programs can neither kill nor impersonate. It reads names and sizes, never contents.
 
+mod call_windows;
 mod calls;
 pub mod diff;
 mod dispatches;
@@ -12,7 +13,6 @@ pub mod state_file;
 pub mod thread;
 pub mod tool_paths;
 mod tree;
-mod windows;
 
 use std::convert::Infallible;
 use std::ffi::OsString;
