@@ -96,8 +96,8 @@ impl OutageSession {
 }
 
 impl ActiveSession {
-    /// Renewal is due when a third of the lifetime remains, or slightly earlier, so that hosts do not renew at the same
-    /// time.
+    /// Renewal is due when a third of the lifetime remains, or up to a sixth of the lifetime earlier, so that hosts do
+    /// not renew at the same time.
     fn new(key: AwsCredential, expires_at: Timestamp, lifetime: SignedDuration) -> Self {
         let third = lifetime.as_secs().max(0) / 3;
         let jitter = third * random_byte() / 512;
