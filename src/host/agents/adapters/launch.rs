@@ -28,10 +28,10 @@ pub struct Launch {
 
 impl AdapterKind {
     /// Builds the additions to the command. If `is_known`, the program already has this conversation and resumes it.
-    pub fn launch(self, request: &LaunchRequest<'_>, is_known: bool) -> Launch {
+    pub fn build_launch(self, request: &LaunchRequest<'_>, is_known: bool) -> Launch {
         match self {
-            Self::ClaudeCode => launch_claude(request, is_known),
-            Self::Codex => launch_codex(request, is_known),
+            Self::ClaudeCode => build_claude_launch(request, is_known),
+            Self::Codex => build_codex_launch(request, is_known),
             Self::JsonLines => Launch { stdin: prompt_line(request), ..Launch::default() },
         }
     }
@@ -81,7 +81,7 @@ impl StateLocation<'_> {
     }
 }
 
-fn launch_claude(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
+fn build_claude_launch(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
     let mut arguments: Vec<String> =
         ["-p", "--output-format", "stream-json", "--verbose"].map(str::to_owned).into();
     if let Some(model) = request.model {
@@ -99,8 +99,8 @@ fn launch_claude(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
     }
 }
 
-fn launch_codex(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
-    // The hooks are installed by this machine or by the owner.
+fn build_codex_launch(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
+    // The hooks are trusted: this machine or the owner installed them.
     let mut arguments: Vec<String> =
         ["--json", "--skip-git-repo-check", "--dangerously-bypass-hook-trust"].map(str::to_owned).into();
     if let Some(model) = request.model {
@@ -152,8 +152,10 @@ mod tests {
 
     #[test]
     fn claude_starts_a_conversation_once_then_resumes() {
-        let (first, again) =
-            (AdapterKind::ClaudeCode.launch(&REQUEST, false), AdapterKind::ClaudeCode.launch(&REQUEST, true));
+        let (first, again) = (
+            AdapterKind::ClaudeCode.build_launch(&REQUEST, false),
+            AdapterKind::ClaudeCode.build_launch(&REQUEST, true),
+        );
         assert_eq!(first.stdin, REQUEST.prompt.as_bytes());
         assert_eq!(
             first.arguments[..7],
@@ -162,15 +164,17 @@ mod tests {
         assert_eq!((&*again.arguments[6], &again.arguments[7]), ("--resume", &first.arguments[7]));
         assert!(Uuid::try_parse(&first.arguments[7]).is_ok());
         let named = "6ba7b810-9dad-41d1-80b4-00c04fd430c8";
-        let given =
-            AdapterKind::ClaudeCode.launch(&LaunchRequest { conversation_id: Some(named), ..REQUEST }, false);
+        let given = AdapterKind::ClaudeCode
+            .build_launch(&LaunchRequest { conversation_id: Some(named), ..REQUEST }, false);
         assert_eq!(given.arguments[7], named);
     }
 
     #[test]
     fn codex_resumes_a_known_thread() {
-        let (first, again) =
-            (AdapterKind::Codex.launch(&REQUEST, false), AdapterKind::Codex.launch(&REQUEST, true));
+        let (first, again) = (
+            AdapterKind::Codex.build_launch(&REQUEST, false),
+            AdapterKind::Codex.build_launch(&REQUEST, true),
+        );
         assert_eq!(first.arguments[3..], ["-m", "m", "-"]);
         assert_eq!(again.arguments[3..], ["-m", "m", "resume", "telegram:7", "-"]);
     }
@@ -201,7 +205,7 @@ mod tests {
 
     #[test]
     fn json_lines_agent_reads_its_prompt_as_a_line() {
-        let launch = AdapterKind::JsonLines.launch(&REQUEST, false);
+        let launch = AdapterKind::JsonLines.build_launch(&REQUEST, false);
         let line: serde_json::Value = serde_json::from_slice(&launch.stdin).unwrap();
         assert_eq!((line["prompt"].as_str(), line["model"].as_str()), (Some(REQUEST.prompt), Some("m")));
         assert!(launch.arguments.is_empty() && launch.stdin.ends_with(b"\n"));

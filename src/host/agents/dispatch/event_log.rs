@@ -88,7 +88,7 @@ impl EventLog {
         }
     }
 
-    /// Subscribes to the number of the next event, which changes with each event.
+    /// Subscribes to the number of the next event, which changes with each event; zero before the first.
     pub fn subscribe(&self) -> watch::Receiver<u64> {
         self.latest.subscribe()
     }

@@ -114,7 +114,7 @@ impl Journal {
         self.0.join(format!("{id}.begun"))
     }
 
-    /// Removes a dispatch that is recorded, or was never accepted.
+    /// Removes the file of a dispatch or batch that is recorded or refused.
     pub fn remove(&self, file: &JournalFile) {
         let mark =
             if let JournalFile::One(id) = file { fsx::remove_if_exists(&self.mark_path(id)) } else { Ok(()) };

@@ -99,7 +99,7 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     (build_interaction(dispatch, outcome, model, cost.unwrap_or_default(), begun.elapsed()), text)
 }
 
-/// Estimates the cost if the program may have used more than it reported; `None` if it reported its usage.
+/// Estimates the cost if the program may have used more than it reported; `None` otherwise, or if its model is free.
 fn estimate_cost(
     settings: &AgentSettings,
     outcome: &Outcome,
@@ -477,7 +477,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn estimate_adds_reservation_to_the_reported_cost() {
+    fn estimate_counts_reservation_for_unreported_usage() {
         let settings = AgentSettings::default();
         let dollars = |cents: u64| Dollars::from_nanos(cents * 10_000_000);
         let reserved = dollars(200);
