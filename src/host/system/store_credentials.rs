@@ -223,8 +223,8 @@ impl RenewingCredentials {
                 }
                 Err(error @ CredentialError::Unavailable(_)) if attempt < attempts => {
                     tracing::info!(%error, attempt, "cannot renew the credentials for the object store; retrying");
-                    let pause = 250 * u64::from(2_u32.pow(attempt)) + random_byte().unsigned_abs();
-                    tokio::time::sleep(Duration::from_millis(pause)).await;
+                    let pause_ms = 250 * u64::from(2_u32.pow(attempt)) + random_byte().unsigned_abs();
+                    tokio::time::sleep(Duration::from_millis(pause_ms)).await;
                     attempt += 1;
                 }
                 Err(error) => {

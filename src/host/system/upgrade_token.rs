@@ -102,11 +102,11 @@ impl UpgradeToken {
         }
     }
 
-    /// Stores the token for later calls. `accepted` is the token that the platform has just accepted.
+    /// Stores the token for later calls. `previous` is the fallback if the platform refuses it.
     ///
     /// # Errors
     /// [`TokenError`]; the stored token is unchanged.
-    pub fn store(&self, next: &SecretString, accepted: &SecretString) -> Result<(), TokenError> {
+    pub fn store(&self, next: &SecretString, previous: &SecretString) -> Result<(), TokenError> {
         let Some(token_file) = &self.stored else { return Ok(()) };
         if !belongs_to(next.expose_secret(), token_file.machine) {
             return Err(TokenError::ForeignToken);
@@ -114,7 +114,7 @@ impl UpgradeToken {
         let stored = StoredToken {
             version: FORMAT,
             token: next.expose_secret().to_owned(),
-            previous: Some(accepted.expose_secret().to_owned()),
+            previous: Some(previous.expose_secret().to_owned()),
         };
         let text = serde_json::to_vec(&stored).expect("plain fields are JSON");
         failpoint::pass("token.before_store")?;

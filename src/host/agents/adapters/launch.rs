@@ -32,7 +32,7 @@ impl AdapterKind {
         match self {
             Self::ClaudeCode => build_claude_launch(request, is_known),
             Self::Codex => build_codex_launch(request, is_known),
-            Self::JsonLines => Launch { stdin: prompt_line(request), ..Launch::default() },
+            Self::JsonLines => Launch { stdin: format_prompt_line(request), ..Launch::default() },
         }
     }
 
@@ -46,7 +46,7 @@ impl AdapterKind {
         match self {
             Self::ClaudeCode => {
                 let state = location.resolve("CLAUDE_CONFIG_DIR", ".claude");
-                Some((state.join("projects"), format!("{}.jsonl", session_id(conversation_id))))
+                Some((state.join("projects"), format!("{}.jsonl", to_session_id(conversation_id))))
             }
             Self::Codex | Self::JsonLines => None,
         }
@@ -89,7 +89,7 @@ fn build_claude_launch(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
     }
     if let Some(conversation) = request.conversation_id {
         let flag = if is_known { "--resume" } else { "--session-id" };
-        arguments.extend([flag.to_owned(), session_id(conversation)]);
+        arguments.extend([flag.to_owned(), to_session_id(conversation)]);
     }
     Launch {
         arguments,
@@ -114,7 +114,7 @@ fn build_codex_launch(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
 }
 
 /// Claude Code requires UUIDs, so any other conversation ID is mapped to a stable UUID.
-fn session_id(conversation_id: &str) -> String {
+fn to_session_id(conversation_id: &str) -> String {
     if let Ok(id) = Uuid::try_parse(conversation_id) {
         return id.to_string();
     }
@@ -124,7 +124,7 @@ fn session_id(conversation_id: &str) -> String {
     uuid::Builder::from_random_bytes(bytes).into_uuid().to_string()
 }
 
-fn prompt_line(request: &LaunchRequest<'_>) -> Vec<u8> {
+fn format_prompt_line(request: &LaunchRequest<'_>) -> Vec<u8> {
     let mut line = json!({
         "type": "prompt",
         "version": 1,
@@ -188,7 +188,7 @@ mod tests {
             let location = StateLocation { home, working_dir, environment: &environment };
             assert_eq!(AdapterKind::ClaudeCode.sessions_dir(&location), None);
             let (transcripts, name) = AdapterKind::ClaudeCode.transcript_location(&location, "c").unwrap();
-            assert_eq!(name, format!("{}.jsonl", session_id("c")));
+            assert_eq!(name, format!("{}.jsonl", to_session_id("c")));
             (transcripts, AdapterKind::Codex.sessions_dir(&location).unwrap())
         };
         for (variables, claude, codex) in [

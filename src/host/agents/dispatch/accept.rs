@@ -45,7 +45,7 @@ impl Dispatcher {
         if let Some(existing) = existing {
             return resolve_repeated_request(existing, &request).await;
         }
-        // This runs in a separate task, so that a caller that disconnects does not leave it half done.
+        // A separate task writes and queues the dispatches, so that it finishes even if the caller disconnects.
         let (dispatcher, sender) = (Arc::clone(self), request.sender_id.clone());
         let queued = self.runs.spawn(async move {
             dispatcher.write_journal(all.iter().map(|dispatch| dispatch.accepted.clone()).collect()).await;

@@ -78,12 +78,12 @@ impl Watcher {
         let home = std::fs::canonicalize(&home).map_err(FileError::wrap("resolve", &home))?;
         let mut home_watcher = HomeWatcher::open(&home)?;
         let mut tree = Tree::new(home_watcher.root());
-        let begun = Instant::now();
+        let start = Instant::now();
         diff::fill(&mut tree, &mut home_watcher);
         tracing::info!(
             names = tree.len(),
             folders = home_watcher.watch_count(),
-            ms = begun.elapsed().as_millis(),
+            ms = start.elapsed().as_millis(),
             "watching"
         );
         let state = layout.tool_calls();
