@@ -361,8 +361,8 @@ impl Shared {
 
     /// Waits before failed writes are retried.
     fn wait_before_retry(&self) {
-        let idle = |queue: &mut RecordQueue| queue.is_empty() && !queue.is_stopping;
-        let waited = self.wake.wait_timeout_while(self.lock(), RETRY_INTERVAL, idle);
+        let is_idle = |queue: &mut RecordQueue| queue.is_empty() && !queue.is_stopping;
+        let waited = self.wake.wait_timeout_while(self.lock(), RETRY_INTERVAL, is_idle);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 }

@@ -113,10 +113,15 @@ impl Watcher {
     }
 
     /// Runs until all handles are dropped. `waker` is readable when there are requests.
-    pub fn run(mut self, requests: &Receiver<HookRequest>, waker: &UnixStream, alive: &Arc<AtomicBool>) {
+    pub fn run(
+        mut self,
+        requests: &Receiver<HookRequest>,
+        waker: &UnixStream,
+        has_progressed: &Arc<AtomicBool>,
+    ) {
         let mut last_tick = Instant::now();
         loop {
-            alive.store(true, Ordering::Relaxed);
+            has_progressed.store(true, Ordering::Relaxed);
             self.wait_for_events(waker, TICK_INTERVAL.saturating_sub(last_tick.elapsed()));
             self.home_watcher.drain(&mut self.dirty);
             let mut byte = [0; 64];

@@ -100,14 +100,14 @@ impl Syncer {
     }
 
     fn wait_for_request(&self, has_failed: bool) -> SyncRequest {
-        let idle = |due: &mut SyncRequest| due.files.is_empty() && due.flush.is_none() && !due.is_stopping;
+        let is_idle = |due: &mut SyncRequest| due.files.is_empty() && due.flush.is_none() && !due.is_stopping;
         let due = self.lock();
         let mut due = if has_failed {
             // Pause between retries, even if new requests arrive.
             let waited = self.wake.wait_timeout_while(due, RETRY_INTERVAL, |due| !due.is_stopping);
             waited.unwrap_or_else(PoisonError::into_inner).0
         } else {
-            self.wake.wait_while(due, idle).unwrap_or_else(PoisonError::into_inner)
+            self.wake.wait_while(due, is_idle).unwrap_or_else(PoisonError::into_inner)
         };
         let is_stopping = due.is_stopping;
         SyncRequest { is_stopping, ..std::mem::take(&mut *due) }
