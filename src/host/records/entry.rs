@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn non_utf8_path_is_escaped_reversibly() {
+    fn non_utf8_path_is_escaped() {
         assert_eq!(AuditEntry::encode_path("ä\\n\n".as_bytes()), ("ä\\n\n".to_owned(), false));
         assert_eq!(AuditEntry::encode_path(b"a\\b/\xff\xc3c"), ("a\\\\b/\\xff\\xc3c".to_owned(), true));
     }

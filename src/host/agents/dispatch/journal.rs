@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn mark_begun_replaces_started_at_on_a_full_disk() {
+    fn mark_begun_counts_as_started_at() {
         let (dir, journal) = journal();
         let entry = |index| entry(index, 2);
         let one = dispatch("a", "2026-11-22T10:00:01.000Z");
