@@ -164,8 +164,9 @@ impl Kernel {
         Reservation { kernel: Arc::clone(self), user: user.to_owned(), amount }
     }
 
-    /// Records an ended dispatch. Returns warnings of the limits that its user is now close to; `None` if the record
-    /// was dropped, so that its cost counts only in this process.
+    /// Records an ended dispatch. Returns a warning for each limit whose warning threshold it crosses; `None` if it is
+    /// not recorded: the record was dropped, so that its cost counts only in this process, or the records have not been
+    /// read yet.
     pub fn record(&self, interaction: &Interaction) -> Option<Vec<LimitWarning>> {
         let settings = self.settings();
         let _guard = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
@@ -183,15 +184,15 @@ impl Kernel {
         if let Err(error) = recorded {
             tracing::warn!(id = interaction.id, %error, "interaction record dropped: queue full");
         }
-        let now = spent();
+        let after = spent();
         let crosses_threshold = |period: &Period| {
             let limit = settings.limits.for_period(*period);
-            crosses_warning_threshold(limit, before.in_period(*period), now.in_period(*period))
+            crosses_warning_threshold(limit, before.in_period(*period), after.in_period(*period))
         };
         let warnings = Period::ALL.into_iter().filter(crosses_threshold).map(|period| LimitWarning {
             period,
             limit: settings.limits.for_period(period),
-            spent: now.in_period(period),
+            spent: after.in_period(period),
         });
         let warnings = warnings.inspect(|warning| self.warn(user, warning)).collect();
         recorded.is_ok().then_some(warnings)
@@ -223,8 +224,8 @@ impl Kernel {
             (true, _) => "nothing has been spent in the current period".to_owned(),
             (false, 0) => format!("spending in the current period already counts: {}", named.join(", ")),
             (false, more) => {
-                let named = named.join(", ");
-                format!("spending in the current period already counts: {named}, and by {more} more users")
+                let (named, users) = (named.join(", "), if more == 1 { "user" } else { "users" });
+                format!("spending in the current period already counts: {named}, and by {more} more {users}")
             }
         }
     }
@@ -268,7 +269,7 @@ mod tests {
         kernel.record(&interaction).unwrap();
     }
 
-    /// Fails with the period and the time at which its limit resets if no dispatch may start at this time.
+    /// If no dispatch may start at this time, fails with the period and the time at which its limit resets.
     fn try_reserve(kernel: &Arc<Kernel>, at: &str) -> Result<(), String> {
         let settings = kernel.settings();
         match kernel.reserve_at(at.parse().unwrap(), "ada", &settings).unwrap() {
@@ -298,7 +299,7 @@ mod tests {
             Err("daily 2026-09-07T03:00:00.000Z".to_owned())
         );
         assert_eq!(try_reserve(&kernel, "2026-09-07T03:00:00.000Z"), Ok(()));
-        // The monthly limit, which resets later, is reported; the month also ends in the owner's time zone.
+        // Both limits are reached, and the monthly one is reported. The month also ends in the owner's time zone.
         record_cost(&kernel, "2026-10-01T02:30:00.000Z", 300);
         let end = "monthly 2026-10-01T03:00:00.000Z".to_owned();
         assert_eq!(try_reserve(&kernel, "2026-10-01T02:59:59.999Z"), Err(end));

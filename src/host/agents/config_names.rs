@@ -1,7 +1,7 @@
 //! Finds unknown names in `system/config.json`: a misspelt limit must not silently mean that there is no limit.
 //!
-//! Top-level members may belong to other programs. One is a mistake only if its name resembles that of a setting that
-//! the file lacks.
+//! Top-level members may belong to other programs. An unknown one is a mistake only if its name resembles that of a
+//! setting that the file lacks.
 
 use std::collections::BTreeMap;
 
@@ -64,13 +64,14 @@ fn check_members(object: &str, members: &Members, known: &[&str]) -> Result<(), 
 }
 
 fn shorten(name: &str) -> String {
-    preview::truncate(name, MAX_SHOWN_CHARS)
+    preview::flatten_and_truncate(name, MAX_SHOWN_CHARS)
 }
 
-/// Finds a known name that differs in at most two characters, apart from case, dashes and underscores.
+/// Finds a known name that differs in at most two characters, or in one if it is short. Case, dashes and underscores do
+/// not count.
 fn find_similar<'k>(name: &str, known: &[&'k str]) -> Option<&'k str> {
     let plain = |name: &str| name.to_lowercase().replace(['-', '_'], "");
-    let name = plain(&preview::truncate(name, MAX_SHOWN_CHARS));
+    let name = plain(&preview::flatten_and_truncate(name, MAX_SHOWN_CHARS));
     known.iter().copied().find(|known| {
         let max = if known.len() < MIN_LONG_NAME_CHARS { 1 } else { 2 };
         strsim::levenshtein(&name, &plain(known)) <= max

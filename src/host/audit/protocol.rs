@@ -104,7 +104,7 @@ pub struct Message {
     pub tool_use_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool: Option<String>,
-    /// The agent's program: `claude-code` or `codex`.
+    /// The agent's program, such as `claude-code` or `codex`; empty in messages of the dispatcher.
     #[serde(default)]
     pub actor: String,
     #[serde(default)]

@@ -13,7 +13,7 @@ use super::database::{Database, DatabaseError};
 use crate::agents::dispatch::Dispatcher;
 use crate::agents::kernel::Kernel;
 use crate::snapshots::side_database;
-use crate::system::blocking::blocking;
+use crate::system::blocking::run_blocking;
 use crate::system::layout::Layout;
 use crate::system::quiesce;
 use crate::system::quiesce::Quiesce;
@@ -131,7 +131,7 @@ impl Writers {
 
     async fn record_quiesce(&self, operation: OperationId) -> Result<Quiesce, Problem> {
         let layout = self.layout.clone();
-        let current = blocking(move || Quiesce::read(&layout)).await?;
+        let current = run_blocking(move || Quiesce::read(&layout)).await?;
         if let Some(current) = current.filter(|current| current.operation_id == operation) {
             self.lock().quiesce = Some(current.clone());
             return Ok(current);
@@ -145,7 +145,7 @@ impl Writers {
     async fn store(&self, quiesce: &Quiesce) -> Result<(), Problem> {
         let lock = quiesce::acquire_lock(&self.layout).await.map_err(|error| Problem::internal(&error))?;
         let (layout, stored) = (self.layout.clone(), quiesce.clone());
-        blocking(move || stored.write(&layout, &lock)).await?;
+        run_blocking(move || stored.write(&layout, &lock)).await?;
         self.lock().quiesce = Some(quiesce.clone());
         Ok(())
     }
@@ -163,7 +163,7 @@ impl Writers {
             tracing::warn!("flushing the records of dispatches failed");
         }
         let layout = self.layout.clone();
-        let side_state = blocking(move || side_database::SideState::read(&layout)).await;
+        let side_state = run_blocking(move || side_database::SideState::read(&layout)).await;
         if !side_state
             .is_ok_and(|state| state.is_none_or(|state| state.status != side_database::SideStatus::Copying))
         {
@@ -196,7 +196,7 @@ impl Writers {
             return Ok(());
         }
         let layout = self.layout.clone();
-        match blocking(move || Quiesce::read(&layout)).await? {
+        match run_blocking(move || Quiesce::read(&layout)).await? {
             None => {
                 self.reopen();
                 Ok(())

@@ -90,7 +90,7 @@ pub struct AuditEntry {
     pub op: Op,
     /// Relative to the home.
     pub path: String,
-    /// The name is not valid UTF-8: in `path`, `\\xNN` is a byte and `\\\\` a backslash.
+    /// The path is not valid UTF-8: in `path`, `\xNN` is a byte, and `\\` is a backslash.
     #[serde(default, skip_serializing_if = "is_false")]
     pub escaped: bool,
     /// Current size of the file; 0 for folders and deleted files.
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn non_utf8_path_is_escaped_reversibly() {
+    fn non_utf8_path_is_escaped() {
         assert_eq!(AuditEntry::encode_path("ä\\n\n".as_bytes()), ("ä\\n\n".to_owned(), false));
         assert_eq!(AuditEntry::encode_path(b"a\\b/\xff\xc3c"), ("a\\\\b/\\xff\\xc3c".to_owned(), true));
     }

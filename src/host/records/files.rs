@@ -48,7 +48,7 @@ impl RecordKind {
     }
 
     /// Lists all files, oldest first.
-    pub fn files(self, logs: &Path) -> Result<Vec<PathBuf>, FileError> {
+    pub fn list_files(self, logs: &Path) -> Result<Vec<PathBuf>, FileError> {
         let mut dated = Vec::new();
         if let Some(record) = self.dated_record() {
             let entries = match std::fs::read_dir(logs) {

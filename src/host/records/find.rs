@@ -1,4 +1,4 @@
-//! Finds interactions by ID, to detect dispatches that are already recorded.
+//! Finds the interactions of recorded dispatches by ID.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -11,8 +11,8 @@ use std::path::Path;
 
 use svc_base::fsx::FileError;
 
-/// Appends one line in one write. A torn last line is removed first; a complete last line that lacks its line end is
-/// terminated. The caller must prevent concurrent appends.
+/// Appends one line in one write, and syncs the file. A torn last line is removed first; a complete last line that
+/// lacks its line end is terminated. The caller must prevent concurrent appends.
 ///
 /// # Errors
 /// [`FileError`], also if the path is a symbolic link.

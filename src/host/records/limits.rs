@@ -12,7 +12,7 @@ use super::money::Dollars;
 pub struct Limits {
     pub daily: Dollars,
     pub monthly: Dollars,
-    /// The amount reserved for a dispatch while it runs.
+    /// The amount reserved for a queued or running dispatch.
     pub reservation: Dollars,
 }
 
@@ -59,7 +59,7 @@ impl Period {
     }
 }
 
-/// A user's spending in the current periods, and the amount reserved for running dispatches.
+/// A user's spending in the current periods, and the amount reserved for queued and running dispatches.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Spent {
     pub today: Dollars,
@@ -92,9 +92,9 @@ pub fn check_limits(limits: Limits, spent: &Spent) -> Result<(), Period> {
 }
 
 /// Whether spending has just reached 80% of a limit.
-pub fn crosses_warning_threshold(limit: Dollars, before: Dollars, now: Dollars) -> bool {
+pub fn crosses_warning_threshold(limit: Dollars, before: Dollars, after: Dollars) -> bool {
     let threshold = limit.scaled(4, 5);
-    limit > Dollars::ZERO && before < threshold && now >= threshold
+    limit > Dollars::ZERO && before < threshold && after >= threshold
 }
 
 #[cfg(test)]

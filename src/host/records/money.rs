@@ -138,12 +138,14 @@ mod tests {
     }
 
     #[test]
-    fn scaled_rounds_to_nearest() {
+    fn scaled_rounds_to_nearest_and_saturates() {
         // 1,234 tokens at $3 per million.
         assert_eq!(
             Dollars::from_nanos(3_000_000_000).scaled(1234, 1_000_000),
             Dollars::from_nanos(3_702_000)
         );
+        assert_eq!(Dollars::from_nanos(5).scaled(1, 2), Dollars::from_nanos(3));
+        assert_eq!(Dollars::from_nanos(4).scaled(1, 3), Dollars::from_nanos(1));
         assert_eq!(Dollars::from_nanos(u64::MAX).scaled(u64::MAX, 1), Dollars::from_nanos(u64::MAX));
     }
 

@@ -47,7 +47,7 @@ pub fn read_newest(
     limit: usize,
     mut judge: impl FnMut(&str) -> Verdict,
 ) -> Result<Page, PageError> {
-    let mut files: Vec<PathBuf> = kind.files(logs)?;
+    let mut files: Vec<PathBuf> = kind.list_files(logs)?;
     let mut lines = Vec::new();
     let mut budget = MAX_READ_BYTES;
     let mut from = before;
@@ -107,7 +107,7 @@ enum Step {
 }
 
 impl BackwardReader {
-    /// `None` if the position is in another file, or beyond the end of this one.
+    /// `None` if this is not a regular file, or if the position is in another file or beyond the end of this one.
     fn open(path: &Path, from: Option<LinePosition>) -> io::Result<Option<Self>> {
         let Some((file, id)) = files::open_regular(path)? else { return Ok(None) };
         let length = file.metadata()?.len();

@@ -52,7 +52,7 @@ impl Tail {
     /// Starts at the current end.
     pub fn from_end(kind: RecordKind, logs: PathBuf) -> Result<Self, FileError> {
         let mut tail = Self { kind, logs, files: Vec::new(), last: None, other: None };
-        for path in tail.kind.files(&tail.logs)? {
+        for path in tail.kind.list_files(&tail.logs)? {
             if let Some((id, file)) = open_regular(&path)? {
                 tail.files.push(FollowedFile::from_end(id, &file).map_err(FileError::wrap("read", &path))?);
                 tail.last = Some(id);
@@ -68,7 +68,7 @@ impl Tail {
         position: TailPosition,
     ) -> Result<Option<Self>, FileError> {
         let mut files = Vec::new();
-        for path in kind.files(&logs)? {
+        for path in kind.list_files(&logs)? {
             files.extend(open_regular(&path)?.map(|(id, file)| (path, id, file)));
         }
         let index_of = |position: LinePosition| files.iter().position(|(_, id, _)| *id == position.file);
@@ -105,7 +105,7 @@ impl Tail {
     /// Reads new lines, each with the position after it; a bounded number per call.
     pub fn read_lines(&mut self) -> Result<Vec<(TailPosition, String)>, FileError> {
         let mut batch = ReadBatch { budget: MAX_READ_BYTES, lines: Vec::new(), line_bytes: 0 };
-        for path in self.kind.files(&self.logs)? {
+        for path in self.kind.list_files(&self.logs)? {
             let Ok(meta) = path.symlink_metadata() else { continue };
             let known = self.files.iter().find(|followed| followed.id == FileId::from_metadata(&meta));
             if known.is_some_and(|followed| followed.read_length == Some(meta.len())) {

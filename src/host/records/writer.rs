@@ -25,7 +25,7 @@ use serde::Serialize;
 
 use self::file::AppendFile;
 pub use self::file::Extent;
-use self::queue::{RecordQueue, Replacement, Thread};
+use self::queue::{RecordQueue, Replacement, ThreadState};
 pub use self::record::{MAX_QUEUED_BYTES, QueueFull, Record};
 use self::sync::{SyncFn, Syncer, Unsynced};
 use svc_base::chain::format_chain;
@@ -58,7 +58,7 @@ struct Batch {
     /// A requested flush.
     flush: Option<u64>,
     replacement: Option<Replacement>,
-    stop: bool,
+    is_stopping: bool,
 }
 
 /// A handle for appending; cheap to clone.
@@ -109,7 +109,7 @@ impl Writer {
 impl Drop for Writer {
     fn drop(&mut self) {
         let shared = &self.records.0;
-        shared.lock().stop = true;
+        shared.lock().is_stopping = true;
         shared.wake.notify_all();
         // The panic hook has logged a panic of a thread.
         if let Some(thread) = self.write_thread.take() {
@@ -119,7 +119,7 @@ impl Drop for Writer {
         if let Some(thread) = self.sync_thread.take() {
             let _ = thread.join();
         }
-        shared.lock().thread = Thread::Ended;
+        shared.lock().thread = ThreadState::Ended;
         shared.flushed.notify_all();
     }
 }
@@ -168,7 +168,7 @@ impl Records {
         let (reply, replied) = mpsc::sync_channel(1);
         {
             let mut queue = self.0.lock();
-            if queue.stop || queue.replacement.is_some() {
+            if queue.is_stopping || queue.replacement.is_some() {
                 return Ok(false);
             }
             queue.replacement = Some(Replacement { record, new, expected, reply });
@@ -187,7 +187,7 @@ impl Records {
         let deadline = Instant::now() + timeout;
         while queue.flushes_done < flush {
             let remaining = deadline.saturating_duration_since(Instant::now());
-            if remaining.is_zero() || queue.thread == Thread::Ended {
+            if remaining.is_zero() || queue.thread == ThreadState::Ended {
                 return false;
             }
             queue = self.0.flushed.wait_timeout(queue, remaining).unwrap_or_else(PoisonError::into_inner).0;
@@ -217,18 +217,18 @@ impl Shared {
         let mut synced_at = Instant::now();
         loop {
             let is_dirty = files.iter().any(|(_, file)| file.is_dirty());
-            let Batch { lines, flush, replacement, stop } =
+            let Batch { lines, flush, replacement, is_stopping } =
                 self.take_batch(is_dirty.then(|| synced_at + SYNC_INTERVAL));
             for (record, pieces) in lines {
                 let file = file_for(&mut files, record, &self.logs);
                 pieces.into_iter().for_each(|piece| file.push(piece));
             }
             files.sort_by_key(|(record, _)| *record);
-            let written = self.write_files(&mut files, stop);
+            let written = self.write_files(&mut files, is_stopping);
             self.return_pieces(&mut files);
             let directory = replacement.and_then(|replacement| self.replace_file(replacement, &mut files));
             let flush = flush.filter(|_| written);
-            if stop || flush.is_some() || synced_at.elapsed() >= SYNC_INTERVAL {
+            if is_stopping || flush.is_some() || synced_at.elapsed() >= SYNC_INTERVAL {
                 let mut unsynced: Vec<Unsynced> =
                     files.iter_mut().flat_map(|(_, file)| file.take_unsynced()).collect();
                 unsynced.extend(directory);
@@ -241,7 +241,7 @@ impl Shared {
                 self.lock().flushes_written = flush;
             }
             files.retain(|(_, file)| file.unwritten_bytes() > 0 || file.is_dirty());
-            if stop {
+            if is_stopping {
                 return;
             }
             if !written {
@@ -260,10 +260,10 @@ impl Shared {
     /// Waits for a batch of lines and takes it; returns at `sync_at` at the latest.
     fn take_batch(&self, sync_at: Option<Instant>) -> Batch {
         let mut queue = self.wait_for_work(self.lock(), sync_at);
-        queue.thread = Thread::Writing;
+        queue.thread = ThreadState::Writing;
         let lines = queue.take_lines();
         let flush = (queue.flushes_requested > queue.flushes_written).then_some(queue.flushes_requested);
-        Batch { lines, flush, replacement: queue.replacement.take(), stop: queue.stop }
+        Batch { lines, flush, replacement: queue.replacement.take(), is_stopping: queue.is_stopping }
     }
 
     fn wait_for_work<'a>(
@@ -274,7 +274,7 @@ impl Shared {
         let is_due = || sync_at.is_some_and(|at| Instant::now() >= at);
         let mut idle_intervals = 0;
         loop {
-            queue.thread = Thread::Polling;
+            queue.thread = ThreadState::Polling;
             // Limits the age of lines that were accepted since the last interval.
             let end = Instant::now() + FLUSH_INTERVAL;
             while !queue.has_full_batch() && !queue.has_request() {
@@ -291,8 +291,8 @@ impl Shared {
             if idle_intervals < MAX_IDLE_INTERVALS {
                 continue;
             }
-            queue.thread = Thread::Asleep;
-            while queue.thread == Thread::Asleep && !queue.has_work() && !is_due() {
+            queue.thread = ThreadState::Asleep;
+            while queue.thread == ThreadState::Asleep && !queue.has_work() && !is_due() {
                 queue = match sync_at {
                     Some(at) => {
                         let remaining = at.saturating_duration_since(Instant::now());
@@ -320,7 +320,7 @@ impl Shared {
     }
 
     /// Writes all files; logs when writes start and stop failing.
-    fn write_files(&self, files: &mut [(Record, AppendFile)], stop: bool) -> bool {
+    fn write_files(&self, files: &mut [(Record, AppendFile)], is_stopping: bool) -> bool {
         let (mut failed, mut is_behind) = (None, false);
         for (record, file) in files.iter_mut() {
             // Interactions must be on the disk before the usage that counts them.
@@ -341,7 +341,7 @@ impl Shared {
         if !self.is_stuck.swap(true, Ordering::Relaxed) {
             tracing::error!(error = %format_chain(&error), "records cannot be written; they are queued in memory");
         }
-        if stop {
+        if is_stopping {
             let bytes: usize = files.iter().map(|(_, file)| file.unwritten_bytes()).sum();
             tracing::error!(bytes, "records lost at shutdown: the disk accepts no writes");
         }
@@ -361,8 +361,8 @@ impl Shared {
 
     /// Waits before failed writes are retried.
     fn wait_before_retry(&self) {
-        let idle = |queue: &mut RecordQueue| queue.is_empty() && !queue.stop;
-        let waited = self.wake.wait_timeout_while(self.lock(), RETRY_INTERVAL, idle);
+        let is_idle = |queue: &mut RecordQueue| queue.is_empty() && !queue.is_stopping;
+        let waited = self.wake.wait_timeout_while(self.lock(), RETRY_INTERVAL, is_idle);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 }

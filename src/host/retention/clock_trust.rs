@@ -1,8 +1,8 @@
 //! Decides whether the system clock is trusted, from earlier readings and the time since boot.
 //!
-//! A clock that is set weeks ahead would expire every record immediately. After a jump, the earlier time is used until
-//! the new one has been stable for a day. NTP corrects a clock in less than an hour, so a wrong clock is not stable for
-//! that long unless the machine has no time server.
+//! A clock that is set weeks ahead would expire every record immediately. After a jump, the lower of the expected time
+//! and the clock's time is used until the clock has been stable for a day. NTP corrects a clock in less than an hour,
+//! so a wrong clock is not stable for that long unless the machine has no time server.
 //!
 //! A boot also counts as a jump if the clock is more than a day ahead of the last check or, without an earlier check,
 //! of the last write to a record: `time-sync.target` is reached even if no time server responds. A machine that was off
@@ -45,7 +45,9 @@ pub struct ClockState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct UntrustedClock {
+    /// Boot time by this clock.
     started: i64,
+    /// The time since boot when this clock was first read.
     since_up: i64,
 }
 
@@ -82,7 +84,7 @@ pub fn assess_clock(state: Option<ClockState>, now: Reading) -> (i64, ClockState
     (now.clock.min(expected + now.up), ClockState { started: expected, up: now.up, doubted })
 }
 
-/// Finds the last modification of a file in this directory, in seconds; `None` if there is no file.
+/// Finds the last modification of a file in this directory, in seconds since 1970; `None` if there is no file.
 fn find_last_write(dir: &Path) -> Result<Option<i64>, FileError> {
     let mut last = None;
     for entry in std::fs::read_dir(dir).map_err(FileError::wrap("read", dir))? {

@@ -106,7 +106,8 @@ mod tests {
     }
 
     /// Simulates four months hour by hour. The clock jumps for less than a day at a time, and the machine is off for
-    /// weeks. The check runs hourly. A record is written daily by the current clock, except while the clock is behind.
+    /// weeks. The check runs hourly. A record of the day by the current clock is written hourly, except while the clock
+    /// is behind.
     fn simulate_four_months(jumps: &[(u16, i64, u8)], off: Option<(u16, u16)>) -> Result<(), TestCaseError> {
         const HOUR: i64 = 3600;
         let start: i64 = TODAY.to_zoned(jiff::tz::TimeZone::UTC).unwrap().timestamp().as_second();

@@ -1,4 +1,4 @@
-//! Writes lines to `activity.log` for programs other than the gateway, which has its own writer.
+//! Writes lines to `activity.log` for programs other than the gateway and svc-watch, which use `host::records::writer`.
 //!
 //! Each line is one append to the file that has this name at that time, so that no line of another writer is
 //! overwritten and a rotation loses none. `svc-update` runs as root: it follows no link, writes only to a file of the

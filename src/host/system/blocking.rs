@@ -4,9 +4,11 @@ use std::error::Error;
 
 use svc_http::problem::Problem;
 
+/// Runs the work on a thread that may block.
+///
 /// # Errors
 /// The error of the work, or its panic, as an internal problem.
-pub async fn blocking<T: Send + 'static, E: Error + Send + 'static>(
+pub async fn run_blocking<T: Send + 'static, E: Error + Send + 'static>(
     work: impl FnOnce() -> Result<T, E> + Send + 'static,
 ) -> Result<T, Problem> {
     let result = tokio::task::spawn_blocking(work).await.map_err(|error| Problem::internal(&error))?;

@@ -39,7 +39,8 @@ struct ReportLink {
 }
 
 impl BootReporter {
-    /// Reports each change of `amount`. `None` on a machine without a registration token.
+    /// Reports changes of `amount`, at most one per `REPORT_INTERVAL`. Returns `None` on a machine without an identity,
+    /// a platform or a registration token.
     pub fn start(layout: &Layout, amount: watch::Receiver<Option<StageProgress>>) -> Option<Self> {
         let mut env = config::environment(layout);
         let identity = Identity::read(&mut env);

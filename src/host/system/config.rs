@@ -1,4 +1,5 @@
-//! Configuration that all host applets share: `host.env`, `r2.env` and `boot.env`, below the process environment.
+//! Configuration that all host applets share: `host.env`, `r2.env` and `boot.env`, which the process environment
+//! overrides.
 
 use std::fmt;
 use std::path::PathBuf;

@@ -1,7 +1,7 @@
 //! The epoch of this machine: the one it was provisioned with, or a higher one that the platform assigned in a
 //! heartbeat, after a recovery was undone and the old machine was raised past its fence.
 //!
-//! Invariant: the epoch only grows.
+//! Invariant: the epoch only grows, unless its file becomes unreadable or invalid.
 
 use serde::{Deserialize, Serialize};
 
@@ -19,8 +19,8 @@ struct RaisedEpoch {
     epoch: Epoch,
 }
 
-/// The higher of `provisioned` and the assigned epoch. If the file is unreadable, `provisioned` counts; the fence then
-/// refuses this machine's backups, which is the safe outcome.
+/// The higher of `provisioned` and the assigned epoch. If the file is unreadable or invalid, `provisioned` counts; the
+/// fence then refuses this machine's backups, which is the safe outcome.
 pub fn current(layout: &Layout, provisioned: Epoch) -> Epoch {
     match read(layout) {
         Ok(raised) => raised.map_or(provisioned, |raised| raised.max(provisioned)),
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn epoch_only_grows_and_survives_a_broken_file() {
+    fn epoch_only_grows_unless_its_file_is_broken() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         assert_eq!(current(&layout, Epoch(3)), Epoch(3));

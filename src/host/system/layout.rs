@@ -119,7 +119,7 @@ impl Layout {
         self.opt("runtime")
     }
 
-    /// The owner's settings: cost limits and their time zone.
+    /// The owner's settings: cost limits, their time zone, agents, prices and storage quotas.
     pub fn settings(&self) -> PathBuf {
         self.home().join("system/config.json")
     }

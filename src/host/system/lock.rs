@@ -8,6 +8,9 @@ use std::time::{Duration, Instant};
 
 use svc_base::fsx::FileError;
 
+/// Interval of attempts to take a lock that another run holds.
+const RETRY_INTERVAL: Duration = Duration::from_millis(200);
+
 /// The lock is held until this is dropped.
 #[derive(Debug)]
 pub struct Lock {
@@ -25,7 +28,7 @@ pub enum LockError {
 
 impl Lock {
     /// # Errors
-    /// `Held` if another process holds the lock.
+    /// `Held` if another run holds the lock.
     pub fn take(path: &Path) -> Result<Self, LockError> {
         if let Some(dir) = path.parent() {
             std::fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
@@ -69,7 +72,7 @@ impl Lock {
         loop {
             match Self::take(path) {
                 Err(LockError::Held) if Instant::now() < deadline => {
-                    tokio::time::sleep(Duration::from_millis(200)).await;
+                    tokio::time::sleep(RETRY_INTERVAL).await;
                 }
                 result => return result,
             }

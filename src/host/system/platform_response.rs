@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 use svc_http::body::{ResponseBodyError, read_response};
 
-/// Far above the size of the largest response: that to a heartbeat, with many proof keys.
+/// Far above the size of the largest response, which is to a heartbeat and contains many proof keys.
 pub const MAX_RESPONSE_BYTES: usize = 256 << 10;
 
 /// Reads the body of a response.

@@ -208,7 +208,7 @@ impl PgTools {
         command
     }
 
-    /// Loads a dump from stdin into a database without other sessions, in a single session as it arrives.
+    /// Loads a dump from stdin, as it arrives, into a database that has no other sessions. Uses a single session.
     pub fn load_stream(&self, server: &Server, database: &str) -> Command {
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let mut vars = connection_vars(server);

@@ -2,7 +2,7 @@
 
 use std::io;
 
-/// Clock ticks, the unit of process start times.
+/// Clock ticks per second; a clock tick is the unit of process start times.
 pub const TICKS_PER_SECOND: u64 = 100;
 
 /// The fields of the file that are used.

@@ -45,8 +45,8 @@ impl Quiesce {
         Self { version: FORMAT, operation_id, requested_at: clock::now_ms(), quiesced_at: None }
     }
 
-    /// `None` if the writers may write. The file is written atomically, so one with invalid content is not ours and
-    /// stops no writer.
+    /// `None` if the writers may write. The file is written atomically, so a file with invalid content comes from
+    /// another program and stops no writer.
     ///
     /// # Errors
     /// If the file exists and cannot be read.

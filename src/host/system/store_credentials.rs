@@ -96,8 +96,8 @@ impl OutageSession {
 }
 
 impl ActiveSession {
-    /// Renewal is due when a third of the lifetime remains, or slightly earlier, so that hosts do not renew at the same
-    /// time.
+    /// Renewal is due when a third of the lifetime remains, or up to a sixth of the lifetime earlier, so that hosts do
+    /// not renew at the same time.
     fn new(key: AwsCredential, expires_at: Timestamp, lifetime: SignedDuration) -> Self {
         let third = lifetime.as_secs().max(0) / 3;
         let jitter = third * random_byte() / 512;
@@ -223,8 +223,8 @@ impl RenewingCredentials {
                 }
                 Err(error @ CredentialError::Unavailable(_)) if attempt < attempts => {
                     tracing::info!(%error, attempt, "cannot renew the credentials for the object store; retrying");
-                    let pause = 250 * u64::from(2_u32.pow(attempt)) + random_byte().unsigned_abs();
-                    tokio::time::sleep(Duration::from_millis(pause)).await;
+                    let pause_ms = 250 * u64::from(2_u32.pow(attempt)) + random_byte().unsigned_abs();
+                    tokio::time::sleep(Duration::from_millis(pause_ms)).await;
                     attempt += 1;
                 }
                 Err(error) => {

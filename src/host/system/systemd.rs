@@ -1,4 +1,4 @@
-//! Reports a service's state to systemd: ready, alive, stopping. Outside systemd the calls do nothing.
+//! Reports a service's state to systemd: ready, alive, stopping. Outside systemd, the calls do nothing.
 
 use std::ffi::OsString;
 use std::path::Path;

@@ -27,7 +27,9 @@ use svc_machine::id::MachineId;
 /// Fail points in the storage of a token.
 pub const FAILPOINTS: &[&str] = &["token.before_store", "token.stored"];
 const FORMAT: u32 = 1;
-const MAX_BYTES: u64 = 4096;
+const MAX_FILE_BYTES: u64 = 4096;
+/// Maximum bytes of a token after its machine's ID: its generation, and 64 hexadecimal digits.
+const MAX_TOKEN_TAIL_BYTES: usize = 80;
 
 /// The source of a machine's tokens.
 #[derive(Debug, Clone)]
@@ -100,11 +102,11 @@ impl UpgradeToken {
         }
     }
 
-    /// Stores the token for later calls. `accepted` is the token that the platform has just accepted.
+    /// Stores the token for later calls. `previous` is the fallback if the platform refuses it.
     ///
     /// # Errors
     /// [`TokenError`]; the stored token is unchanged.
-    pub fn store(&self, next: &SecretString, accepted: &SecretString) -> Result<(), TokenError> {
+    pub fn store(&self, next: &SecretString, previous: &SecretString) -> Result<(), TokenError> {
         let Some(token_file) = &self.stored else { return Ok(()) };
         if !belongs_to(next.expose_secret(), token_file.machine) {
             return Err(TokenError::ForeignToken);
@@ -112,7 +114,7 @@ impl UpgradeToken {
         let stored = StoredToken {
             version: FORMAT,
             token: next.expose_secret().to_owned(),
-            previous: Some(accepted.expose_secret().to_owned()),
+            previous: Some(previous.expose_secret().to_owned()),
         };
         let text = serde_json::to_vec(&stored).expect("plain fields are JSON");
         failpoint::pass("token.before_store")?;
@@ -149,7 +151,7 @@ impl TokenFile {
             return Ok(None);
         }
         let mut text = Vec::new();
-        file.take(MAX_BYTES).read_to_end(&mut text).map_err(FileError::wrap("read", &self.path))?;
+        file.take(MAX_FILE_BYTES).read_to_end(&mut text).map_err(FileError::wrap("read", &self.path))?;
         let stored = serde_json::from_slice::<StoredToken>(&text).ok();
         let stored =
             stored.filter(|stored| stored.version == FORMAT && belongs_to(&stored.token, self.machine));
@@ -164,7 +166,8 @@ impl TokenFile {
 fn belongs_to(token: &str, machine: MachineId) -> bool {
     let rest = token.strip_prefix(&format!("svcu_{}_", machine.0.simple()));
     rest.is_some_and(|rest| {
-        rest.len() <= 80 && rest.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'_')
+        rest.len() <= MAX_TOKEN_TAIL_BYTES
+            && rest.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'_')
     })
 }
 

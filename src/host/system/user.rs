@@ -15,7 +15,8 @@ use super::vars;
 use svc_base::failpoint;
 
 /// Switches from root to the user that owns the env files, as the units do: files that root creates would not be
-/// writable for the next run of a unit. Must be called before another thread exists.
+/// writable for the next run of a unit. Does nothing if only the database's container has the PostgreSQL tools. Must be
+/// called before another thread exists.
 ///
 /// # Errors
 /// If the kernel refuses.

@@ -88,7 +88,7 @@ pub struct Codex {
     run: Run,
     is_turn_completed: bool,
     has_session_usage: bool,
-    failed: Option<DispatchError>,
+    failure: Option<DispatchError>,
 }
 
 impl Adapter for Codex {
@@ -108,7 +108,7 @@ impl Adapter for Codex {
             }
             Line::TurnFailed { error } => {
                 let message = scrub_and_truncate(&error.message, MAX_MESSAGE_CHARS);
-                self.failed = Some(DispatchError {
+                self.failure = Some(DispatchError {
                     name: "TurnFailed".to_owned(),
                     message,
                     stack: None,
@@ -130,9 +130,9 @@ impl Adapter for Codex {
     }
 
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
-        let error = match (self.failed.take(), exit) {
+        let error = match (self.failure.take(), exit) {
             (None, Exit::Code(0)) if self.is_turn_completed => None,
-            (Some(failed), _) => Some(failed),
+            (Some(failure), _) => Some(failure),
             _ => Some(exit_failure(exit, stderr_tail)),
         };
         let is_started = self.run.conversation_id.is_some();
@@ -164,7 +164,7 @@ impl Codex {
 
     fn complete_item(&mut self, at_ms: u64, item: Item) -> Vec<Event> {
         // Some items are only reported when they are completed.
-        let begun = self.start_item(at_ms, &item);
+        let started = self.start_item(at_ms, &item);
         let ended = match item.kind {
             ItemKind::AgentMessage { text } => {
                 self.run.set_text(&text);
@@ -180,7 +180,7 @@ impl Codex {
             }
             ItemKind::Other => None,
         };
-        begun.into_iter().chain(ended).collect()
+        started.into_iter().chain(ended).collect()
     }
 
     fn end_tool(&mut self, at_ms: u64, id: &str, status: &str, output: Option<&str>) -> Option<Event> {

@@ -13,8 +13,9 @@ use jiff::Timestamp;
 use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 
-/// Maximum number of files read, and maximum bytes read of each.
+/// Maximum number of session files that are considered.
 const MAX_FILES: usize = 100_000;
+/// Maximum bytes read of a file.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 /// Relevant lines have a few hundred bytes; the first line has about ten thousand.
 const MAX_LINE_BYTES: u64 = 1 << 20;
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn usage_covers_all_threads_since_the_start() {
+    fn usage_covers_thread_and_subagents_since_a_time() {
         let dir = tempfile::tempdir().unwrap();
         let sessions = dir.path().join("sessions");
         let since: Timestamp = "2026-11-22T03:00:00Z".parse().unwrap();

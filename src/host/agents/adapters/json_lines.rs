@@ -22,6 +22,9 @@ use super::{
 use crate::records::entry::{DispatchError, Status};
 use crate::records::money::Dollars;
 
+/// Maximum characters of the name of an error or a tool.
+const MAX_NAME_CHARS: usize = 100;
+
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", rename_all_fields = "camelCase", tag = "type")]
 enum Line {
@@ -69,10 +72,10 @@ struct ErrorFields {
 impl From<ErrorFields> for DispatchError {
     fn from(error: ErrorFields) -> Self {
         Self {
-            name: scrub_and_truncate(error.name.as_deref().unwrap_or("Error"), 100),
+            name: scrub_and_truncate(error.name.as_deref().unwrap_or("Error"), MAX_NAME_CHARS),
             message: scrub_and_truncate(&error.message, MAX_MESSAGE_CHARS),
             stack: error.stack.map(|stack| scrub_and_truncate(&stack, MAX_STACK_CHARS)),
-            tool: error.tool.map(|tool| scrub_and_truncate(&tool, 100)),
+            tool: error.tool.map(|tool| scrub_and_truncate(&tool, MAX_NAME_CHARS)),
             turn: error.turn,
         }
     }

@@ -28,11 +28,11 @@ pub struct Launch {
 
 impl AdapterKind {
     /// Builds the additions to the command. If `is_known`, the program already has this conversation and resumes it.
-    pub fn launch(self, request: &LaunchRequest<'_>, is_known: bool) -> Launch {
+    pub fn build_launch(self, request: &LaunchRequest<'_>, is_known: bool) -> Launch {
         match self {
-            Self::ClaudeCode => launch_claude(request, is_known),
-            Self::Codex => launch_codex(request, is_known),
-            Self::JsonLines => Launch { stdin: prompt_line(request), ..Launch::default() },
+            Self::ClaudeCode => build_claude_launch(request, is_known),
+            Self::Codex => build_codex_launch(request, is_known),
+            Self::JsonLines => Launch { stdin: format_prompt_line(request), ..Launch::default() },
         }
     }
 
@@ -46,7 +46,7 @@ impl AdapterKind {
         match self {
             Self::ClaudeCode => {
                 let state = location.resolve("CLAUDE_CONFIG_DIR", ".claude");
-                Some((state.join("projects"), format!("{}.jsonl", session_id(conversation_id))))
+                Some((state.join("projects"), format!("{}.jsonl", to_session_id(conversation_id))))
             }
             Self::Codex | Self::JsonLines => None,
         }
@@ -81,7 +81,7 @@ impl StateLocation<'_> {
     }
 }
 
-fn launch_claude(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
+fn build_claude_launch(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
     let mut arguments: Vec<String> =
         ["-p", "--output-format", "stream-json", "--verbose"].map(str::to_owned).into();
     if let Some(model) = request.model {
@@ -89,7 +89,7 @@ fn launch_claude(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
     }
     if let Some(conversation) = request.conversation_id {
         let flag = if is_known { "--resume" } else { "--session-id" };
-        arguments.extend([flag.to_owned(), session_id(conversation)]);
+        arguments.extend([flag.to_owned(), to_session_id(conversation)]);
     }
     Launch {
         arguments,
@@ -99,8 +99,8 @@ fn launch_claude(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
     }
 }
 
-fn launch_codex(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
-    // The hooks are installed by this machine or by the owner.
+fn build_codex_launch(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
+    // The hooks are trusted: this machine or the owner installed them.
     let mut arguments: Vec<String> =
         ["--json", "--skip-git-repo-check", "--dangerously-bypass-hook-trust"].map(str::to_owned).into();
     if let Some(model) = request.model {
@@ -114,7 +114,7 @@ fn launch_codex(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
 }
 
 /// Claude Code requires UUIDs, so any other conversation ID is mapped to a stable UUID.
-fn session_id(conversation_id: &str) -> String {
+fn to_session_id(conversation_id: &str) -> String {
     if let Ok(id) = Uuid::try_parse(conversation_id) {
         return id.to_string();
     }
@@ -124,7 +124,7 @@ fn session_id(conversation_id: &str) -> String {
     uuid::Builder::from_random_bytes(bytes).into_uuid().to_string()
 }
 
-fn prompt_line(request: &LaunchRequest<'_>) -> Vec<u8> {
+fn format_prompt_line(request: &LaunchRequest<'_>) -> Vec<u8> {
     let mut line = json!({
         "type": "prompt",
         "version": 1,
@@ -152,8 +152,10 @@ mod tests {
 
     #[test]
     fn claude_starts_a_conversation_once_then_resumes() {
-        let (first, again) =
-            (AdapterKind::ClaudeCode.launch(&REQUEST, false), AdapterKind::ClaudeCode.launch(&REQUEST, true));
+        let (first, again) = (
+            AdapterKind::ClaudeCode.build_launch(&REQUEST, false),
+            AdapterKind::ClaudeCode.build_launch(&REQUEST, true),
+        );
         assert_eq!(first.stdin, REQUEST.prompt.as_bytes());
         assert_eq!(
             first.arguments[..7],
@@ -162,15 +164,17 @@ mod tests {
         assert_eq!((&*again.arguments[6], &again.arguments[7]), ("--resume", &first.arguments[7]));
         assert!(Uuid::try_parse(&first.arguments[7]).is_ok());
         let named = "6ba7b810-9dad-41d1-80b4-00c04fd430c8";
-        let given =
-            AdapterKind::ClaudeCode.launch(&LaunchRequest { conversation_id: Some(named), ..REQUEST }, false);
+        let given = AdapterKind::ClaudeCode
+            .build_launch(&LaunchRequest { conversation_id: Some(named), ..REQUEST }, false);
         assert_eq!(given.arguments[7], named);
     }
 
     #[test]
     fn codex_resumes_a_known_thread() {
-        let (first, again) =
-            (AdapterKind::Codex.launch(&REQUEST, false), AdapterKind::Codex.launch(&REQUEST, true));
+        let (first, again) = (
+            AdapterKind::Codex.build_launch(&REQUEST, false),
+            AdapterKind::Codex.build_launch(&REQUEST, true),
+        );
         assert_eq!(first.arguments[3..], ["-m", "m", "-"]);
         assert_eq!(again.arguments[3..], ["-m", "m", "resume", "telegram:7", "-"]);
     }
@@ -184,7 +188,7 @@ mod tests {
             let location = StateLocation { home, working_dir, environment: &environment };
             assert_eq!(AdapterKind::ClaudeCode.sessions_dir(&location), None);
             let (transcripts, name) = AdapterKind::ClaudeCode.transcript_location(&location, "c").unwrap();
-            assert_eq!(name, format!("{}.jsonl", session_id("c")));
+            assert_eq!(name, format!("{}.jsonl", to_session_id("c")));
             (transcripts, AdapterKind::Codex.sessions_dir(&location).unwrap())
         };
         for (variables, claude, codex) in [
@@ -201,7 +205,7 @@ mod tests {
 
     #[test]
     fn json_lines_agent_reads_its_prompt_as_a_line() {
-        let launch = AdapterKind::JsonLines.launch(&REQUEST, false);
+        let launch = AdapterKind::JsonLines.build_launch(&REQUEST, false);
         let line: serde_json::Value = serde_json::from_slice(&launch.stdin).unwrap();
         assert_eq!((line["prompt"].as_str(), line["model"].as_str()), (Some(REQUEST.prompt), Some("m")));
         assert!(launch.arguments.is_empty() && launch.stdin.ends_with(b"\n"));

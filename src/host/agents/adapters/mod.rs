@@ -1,4 +1,4 @@
-//! Adapters: parse the output of coding agents' programs. Pure.
+//! Adapters: parse the output of coding agents' programs. Pure, except for [`codex_sessions`], which reads files.
 //!
 //! An [`Adapter`] receives each line of a run's output and finally its exit status. It returns events during the run,
 //! and the outcome at the end: tools, tokens, cost and error. Unknown lines are ignored, because new releases of the
@@ -140,9 +140,9 @@ impl AdapterKind {
     }
 }
 
-/// Removes secrets, then truncates to at most `max` characters.
+/// Removes secrets, then puts the text on one line and truncates it to at most `max` characters.
 fn scrub_and_truncate(text: &str, max: usize) -> String {
-    preview::truncate(&preview::scrub(text), max)
+    preview::flatten_and_truncate(&preview::scrub(text), max)
 }
 
 /// The error of a run that reported none itself. [`run::Run::finish`] adds the tool and the turn.

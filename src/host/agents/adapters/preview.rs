@@ -12,7 +12,7 @@ use serde_json::Value;
 
 /// Maximum characters of a preview.
 pub const MAX_PREVIEW_CHARS: usize = 200;
-/// Maximum characters of an input that are scanned.
+/// Maximum characters of an input or error that are scanned.
 const MAX_SCANNED_CHARS: usize = 4000;
 
 const REDACTED: &str = "***";
@@ -122,7 +122,7 @@ impl Secrets {
 }
 
 /// Puts the text on one line and truncates it to at most `max` characters.
-pub fn truncate(text: &str, max: usize) -> String {
+pub fn flatten_and_truncate(text: &str, max: usize) -> String {
     let mut flat: String = text.chars().take(max + 1).map(|c| if c.is_control() { ' ' } else { c }).collect();
     if flat.chars().count() > max {
         flat = flat.chars().take(max - 1).collect();
@@ -135,7 +135,7 @@ pub fn truncate(text: &str, max: usize) -> String {
 pub fn preview_error(error: &str, max_bytes: usize) -> String {
     // Scan more than is shown, so that a secret at the cut is recognised.
     let scanned: String = error.trim().chars().take(MAX_SCANNED_CHARS).collect();
-    let mut text = truncate(&scrub(&scanned), max_bytes);
+    let mut text = flatten_and_truncate(&scrub(&scanned), max_bytes);
     if text.len() > max_bytes {
         let end = text.floor_char_boundary(max_bytes - '…'.len_utf8());
         text.truncate(end);
@@ -144,7 +144,8 @@ pub fn preview_error(error: &str, max_bytes: usize) -> String {
     text
 }
 
-/// The most informative field of a tool's input, such as a command, path or query, or else the whole input as JSON.
+/// The start of a tool's input, on one line and without secrets: of its most informative field, such as a command, path
+/// or query, or else of the whole input as JSON.
 pub fn preview_input(input: &Value) -> String {
     const PREVIEWED_FIELDS: [&str; 9] =
         ["command", "file_path", "notebook_path", "path", "pattern", "url", "query", "description", "prompt"];
@@ -152,7 +153,7 @@ pub fn preview_input(input: &Value) -> String {
     let text = field.map_or_else(|| input.to_string(), str::to_owned);
     // Scan more than is shown, so that a secret at the cut is recognised.
     let scanned: String = text.chars().take(MAX_SCANNED_CHARS).collect();
-    truncate(&scrub(&scanned), MAX_PREVIEW_CHARS)
+    flatten_and_truncate(&scrub(&scanned), MAX_PREVIEW_CHARS)
 }
 
 #[cfg(test)]

@@ -177,7 +177,7 @@ impl AgentFile {
             || name.chars().count() > MAX_AGENT_NAME_CHARS
             || name.chars().any(char::is_control)
         {
-            return Err(format!("agents: a name must have 1 to {MAX_AGENT_NAME_CHARS} characters"));
+            return Err(format!("agents: a name must have 1 to {MAX_AGENT_NAME_CHARS} printable characters"));
         }
         let invalid = |what: &str| Err(format!("agents.{name}.{what}"));
         if self.command.first().is_none_or(String::is_empty)
@@ -187,7 +187,7 @@ impl AgentFile {
         }
         let is_name = |name: &str| !name.is_empty() && !name.contains(['=', '\0']);
         if !self.environment.iter().all(|(name, value)| is_name(name) && !value.contains('\0')) {
-            return invalid("environment must have names without = and NUL, and values without NUL");
+            return invalid("environment must have non-empty names without = or NUL, and values without NUL");
         }
         let deadline_seconds = self.deadline_seconds.unwrap_or(DEFAULT_DEADLINE_SECONDS);
         if !(1..=MAX_DEADLINE_SECONDS).contains(&deadline_seconds) {
@@ -196,7 +196,9 @@ impl AgentFile {
         let is_slug =
             |app: &String| !app.is_empty() && app.len() <= MAX_SLUG_BYTES && !app.contains(char::is_control);
         if self.apps.len() > MAX_APPS || !self.apps.iter().all(is_slug) {
-            return invalid(&format!("apps must be at most {MAX_APPS} slugs of apps"));
+            return invalid(&format!(
+                "apps must be at most {MAX_APPS} slugs of 1 to {MAX_SLUG_BYTES} bytes, without control characters"
+            ));
         }
         Ok(Agent {
             adapter: self.adapter,

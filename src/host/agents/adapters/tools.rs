@@ -37,7 +37,8 @@ struct RunningCall {
 
 impl Tools {
     pub fn start(&mut self, at_ms: u64, id: &str, name: &str, input: &Value) -> Option<Event> {
-        let (id, name) = (preview::truncate(id, MAX_ID_CHARS), scrub_and_truncate(name, MAX_NAME_CHARS));
+        let (id, name) =
+            (preview::flatten_and_truncate(id, MAX_ID_CHARS), scrub_and_truncate(name, MAX_NAME_CHARS));
         if self.all.len() == MAX_TOOLS || self.running.iter().any(|running| running.id == id) {
             return None;
         }
@@ -55,7 +56,7 @@ impl Tools {
     /// Ends a call. `error` is its output if it failed.
     pub fn end(&mut self, at_ms: u64, id: &str, status: Status, error: Option<&str>) -> Option<Event> {
         self.has_results = true;
-        let id = preview::truncate(id, MAX_ID_CHARS);
+        let id = preview::flatten_and_truncate(id, MAX_ID_CHARS);
         let position = self.running.iter().position(|running| running.id == id)?;
         let running = self.running.swap_remove(position);
         let tool = &mut self.all[running.index];

@@ -15,33 +15,37 @@ use svc_base::clock;
 use svc_base::metrics::DISPATCHES;
 use svc_http::problem::{Code, Problem};
 
-/// Maximum queued dispatches: in total, per sender, and bytes of their prompts.
+/// Maximum queued dispatches.
 const MAX_QUEUED: usize = 500;
+/// Maximum queued dispatches of one sender.
 const MAX_QUEUED_PER_SENDER: usize = 200;
+/// Maximum bytes of the prompts of all queued dispatches.
 const MAX_QUEUED_BYTES: usize = 64 << 20;
 
 impl Dispatcher {
+    /// Accepts a request. Returns once its dispatches are in the journal, or could not be written to it.
+    ///
     /// # Errors
-    /// 503 while the records are being read, and at shutdown; 429 when a limit is reached or the queue is full; 422
-    /// when the ID belongs to another request.
+    /// 503 while the records are being read, while dispatches are paused for a final backup, and at shutdown; 429 when
+    /// a limit is reached or the queue is full; 422 when the ID belongs to another request.
     pub async fn accept(self: &Arc<Self>, request: DispatchRequest) -> Result<DispatchTarget, Problem> {
         self.wait_until_ready().await?;
         if let Some(id) = &request.id
             && let Some(found) = self.find(id).await?
         {
-            return check_same_request(found, &request).await;
+            return resolve_repeated_request(found, &request).await;
         }
         self.refuse_while_paused()?;
         let settings = self.kernel.settings();
         let reserved = self.kernel.reserve(&request.sender_id, &settings)?;
-        let reservation = reserved.map_err(|reached| refuse(&request.sender_id, &reached))?;
+        let reservation = reserved.map_err(|reached| cost_limit_problem(&request.sender_id, &reached))?;
         let id = request.id.clone().unwrap_or_else(DispatchId::generate);
         let (target, all) = build_dispatches(&id, &request, reservation);
         let existing = self.register(&id, &target, &all, &request.sender_id)?;
         if let Some(existing) = existing {
-            return check_same_request(existing, &request).await;
+            return resolve_repeated_request(existing, &request).await;
         }
-        // This runs in a separate task, so that a caller that disconnects does not leave it half done.
+        // A separate task writes and queues the dispatches, so that it finishes even if the caller disconnects.
         let (dispatcher, sender) = (Arc::clone(self), request.sender_id.clone());
         let queued = self.runs.spawn(async move {
             dispatcher.write_journal(all.iter().map(|dispatch| dispatch.accepted.clone()).collect()).await;
@@ -63,7 +67,8 @@ impl Dispatcher {
         if let Some(existing) = table.all.get(id.as_str()) {
             return Ok(Some(existing.clone()));
         }
-        let (mut count, mut sender_count, mut bytes) = (all.len(), all.len(), 0);
+        let (mut count, mut sender_count) = (all.len(), all.len());
+        let mut bytes: usize = all.iter().map(|dispatch| dispatch.accepted.entry.prompt.len()).sum();
         for queued in table.queue.iter().chain(&table.arriving) {
             count += 1;
             sender_count += usize::from(queued.accepted.sender_id == sender);
@@ -137,14 +142,18 @@ fn build_dispatches(
     (DispatchTarget::Batch(batch), all)
 }
 
-fn refuse(sender: &str, reached: &LimitReached) -> Problem {
+/// Builds the problem for a request that a cost limit refuses, and counts it.
+fn cost_limit_problem(sender: &str, reached: &LimitReached) -> Problem {
     tracing::info!(sender, period = reached.period.as_str(), "dispatch refused: cost limit reached");
     DISPATCHES.add_one(["limited"]);
     reached.problem(Timestamp::now())
 }
 
-/// Answers a repeated request once the original is in the journal.
-async fn check_same_request(
+/// Returns the original target of a repeated request, once it is in the journal.
+///
+/// # Errors
+/// 422 if the original request was another one.
+async fn resolve_repeated_request(
     found: DispatchTarget,
     request: &DispatchRequest,
 ) -> Result<DispatchTarget, Problem> {
@@ -155,4 +164,48 @@ async fn check_same_request(
     }
     found.wait_until_journaled().await;
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agents::bridge_tokens::AgentTokens;
+    use crate::agents::kernel::Kernel;
+    use crate::system::layout::Layout;
+
+    #[test]
+    fn register_counts_the_prompts_of_the_request() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let kernel = Arc::new(Kernel::new(&layout).unwrap());
+        let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(AgentTokens::default()));
+        let register = |id: &str, prompt_bytes: usize| {
+            let entry = Entry {
+                agent_name: "a".to_owned(),
+                model: None,
+                conversation_id: None,
+                prompt: "x".repeat(prompt_bytes),
+                deadline_seconds: 60,
+            };
+            let accepted = JournalEntry {
+                version: JournalEntry::VERSION,
+                id: id.to_owned(),
+                sender_id: "u".to_owned(),
+                entry,
+                batch: None,
+                fingerprint: "f".to_owned(),
+                accepted_at: clock::now_ms(),
+                started_at: None,
+                ended: None,
+                refused: None,
+            };
+            let dispatch = Dispatch::new(accepted, None, None);
+            let target = DispatchTarget::One(Arc::clone(&dispatch));
+            dispatcher.register(&id.parse().unwrap(), &target, &[dispatch], "u").is_ok()
+        };
+        assert!(register("first", MAX_QUEUED_BYTES - 1));
+        assert!(!register("second", 2), "the second prompt exceeds the limit");
+        assert!(register("third", 1));
+        kernel.close();
+    }
 }

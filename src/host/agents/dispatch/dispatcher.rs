@@ -1,7 +1,8 @@
 //! The table of dispatches: looks dispatches up, starts the next ones, and ends them at shutdown.
 //!
-//! Invariants: an accepted dispatch is in the journal until its record is durable; an ID names one dispatch; at most
-//! the configured number run concurrently; the cost of each dispatch is reserved before it starts.
+//! Invariants: an accepted dispatch is in the journal until its record is durable, unless the journal could not be
+//! written; an ID names one dispatch or batch; at most the configured number run concurrently; an amount is reserved
+//! for each dispatch before it starts.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::path::PathBuf;
@@ -13,7 +14,7 @@ use tokio_util::task::TaskTracker;
 
 use super::event_log::EventLog;
 use super::journal::{Journal, JournalEntry, JournalFile};
-use super::queue::{Queue, Turn};
+use super::queue::{Queue, QueueDecision};
 use super::request::DispatchId;
 use super::run::{self, RunContext};
 use super::state::{Batch, Dispatch, DispatchResult, Phase, parse_entry_index};
@@ -25,7 +26,7 @@ use crate::audit::protocol as audit_protocol;
 use crate::audit::protocol::Message;
 use crate::records::entry::Interaction;
 use crate::records::limits::Period;
-use crate::system::blocking::blocking;
+use crate::system::blocking::run_blocking;
 use crate::system::layout::{BRIDGE_SOCKET, Layout};
 use svc_base::clock;
 use svc_base::metrics::{DISPATCHES, DISPATCHES_QUEUED, DISPATCHES_RUNNING};
@@ -145,7 +146,7 @@ impl Dispatcher {
     /// Waits until dispatches can be accepted and looked up.
     ///
     /// # Errors
-    /// The records are still being read, or the gateway is shutting down.
+    /// The records or the journal are still being read, or the gateway is shutting down.
     pub async fn wait_until_ready(&self) -> Result<(), Problem> {
         self.kernel.wait_for_book().await?;
         let unavailable =
@@ -166,7 +167,7 @@ impl Dispatcher {
             return Ok(Some(found));
         }
         let (kernel, ids) = (Arc::clone(&self.kernel), BTreeSet::from([id.to_string()]));
-        let found = blocking(move || kernel.find(&ids)).await?;
+        let found = run_blocking(move || kernel.find(&ids)).await?;
         if let Some(interaction) = found.get(id.as_str()) {
             return Ok(Some(DispatchTarget::One(Dispatch::from_record(interaction.clone(), None))));
         }
@@ -278,35 +279,34 @@ impl Dispatcher {
         let is_idle =
             |dispatch: &Dispatch| !running.iter().any(|other| other.is_in_conversation_of(dispatch));
         let decide = |dispatch: &Arc<Dispatch>| {
-            if is_idle(dispatch) { self.decide_turn(dispatch, &settings) } else { Turn::Wait }
+            if is_idle(dispatch) { self.decide_start(dispatch, &settings) } else { QueueDecision::Wait }
         };
         let dispatch = queue.pop(decide, |dispatch| dispatch.has_reservation() && is_idle(dispatch))?;
         table.running.push(Arc::clone(&dispatch));
         Some(dispatch)
     }
 
-    fn decide_turn(&self, dispatch: &Dispatch, settings: &Settings) -> Turn {
+    fn decide_start(&self, dispatch: &Dispatch, settings: &Settings) -> QueueDecision {
         if dispatch.has_reservation() {
-            return Turn::Take;
+            return QueueDecision::Take;
         }
         match self.kernel.reserve(&dispatch.accepted.sender_id, settings) {
             Ok(Ok(reservation)) => {
                 dispatch.set_reservation(reservation);
-                Turn::Take
+                QueueDecision::Take
             }
             // Other dispatches of this user are in flight and may cost less than reserved.
-            Ok(Err(reached)) if reached.can_retry_in_period() => Turn::Wait,
+            Ok(Err(reached)) if reached.can_retry_in_period() => QueueDecision::Wait,
             // `run` refuses the dispatch.
-            Ok(Err(_)) => Turn::Take,
-            Err(_) => Turn::Wait,
+            Ok(Err(_)) => QueueDecision::Take,
+            Err(_) => QueueDecision::Wait,
         }
     }
 
     async fn run(&self, dispatch: &Arc<Dispatch>) {
         let settings = self.kernel.settings();
         if !dispatch.has_reservation() {
-            let refused = self.kernel.reserve(&dispatch.accepted.sender_id, &settings);
-            match refused {
+            match self.kernel.reserve(&dispatch.accepted.sender_id, &settings) {
                 Ok(Ok(reservation)) => dispatch.set_reservation(reservation),
                 Ok(Err(reached)) => return self.refuse(dispatch, &reached).await,
                 // Unreachable: nothing is accepted before the book is open.
@@ -343,8 +343,9 @@ impl Dispatcher {
         self.end(dispatch, interaction, text).await;
     }
 
-    /// Closes tool calls that the agent left open. Does nothing without a watcher.
-    async fn end_for_watcher(&self, dispatch: &Dispatch) {
+    /// Reports the end to svc-watch, which closes the tool calls that the agent left open. Does nothing without
+    /// svc-watch.
+    async fn report_end_to_watcher(&self, dispatch: &Dispatch) {
         let message = Message::dispatch_end(dispatch.id(), dispatch.take_seen());
         audit_protocol::send_from_dispatcher(&self.watcher_socket, message).await;
     }
@@ -379,7 +380,7 @@ impl Dispatcher {
             ..dispatch.accepted.clone()
         }])
         .await;
-        self.end_for_watcher(dispatch).await;
+        self.report_end_to_watcher(dispatch).await;
         match self.kernel.record(&interaction) {
             Some(warnings) => {
                 warnings.iter().for_each(|warning| dispatch.publish("warning", &warning.to_json()));
@@ -438,7 +439,7 @@ impl Dispatcher {
     /// space.
     pub(super) async fn write_journal(&self, all: Vec<JournalEntry>) -> bool {
         let journal = self.journal.clone();
-        let written = blocking(move || journal.write(&all)).await;
+        let written = run_blocking(move || journal.write(&all)).await;
         if written.is_err() {
             tracing::warn!("cannot write a dispatch to the journal; a crash would lose it");
         }

@@ -11,7 +11,8 @@ use tokio::sync::watch;
 /// Maximum bytes of the events kept; the oldest are dropped first.
 const MAX_BYTES: usize = 1 << 20;
 
-/// The first event number of this process, which is above all numbers of earlier processes.
+/// The first event number of this process: its start in microseconds, so that it is above all numbers of earlier
+/// processes.
 static BASE: LazyLock<u64> =
     LazyLock::new(|| u64::try_from(Timestamp::now().as_millisecond()).unwrap_or_default() * 1000);
 
@@ -88,7 +89,7 @@ impl EventLog {
         }
     }
 
-    /// Subscribes to the number of the next event, which changes with each event.
+    /// Subscribes to the number of the next event, which changes with each event; zero before the first.
     pub fn subscribe(&self) -> watch::Receiver<u64> {
         self.latest.subscribe()
     }

@@ -114,7 +114,7 @@ impl Journal {
         self.0.join(format!("{id}.begun"))
     }
 
-    /// Removes a dispatch that is recorded, or was never accepted.
+    /// Removes the file of a dispatch or batch that is recorded or refused.
     pub fn remove(&self, file: &JournalFile) {
         let mark =
             if let JournalFile::One(id) = file { fsx::remove_if_exists(&self.mark_path(id)) } else { Ok(()) };
@@ -136,7 +136,7 @@ impl Journal {
         // No writer is active yet, so temporary files are leftovers.
         fsx::remove_leftover_temps_in(&self.0, |_| true)?;
         let mut found: BTreeMap<String, JournalEntry> = BTreeMap::new();
-        let mut begun = Vec::new();
+        let mut marks = Vec::new();
         for entry in entries {
             let path = entry.map_err(FileError::wrap("read", &self.0))?.path();
             match path.extension().and_then(OsStr::to_str) {
@@ -149,11 +149,11 @@ impl Journal {
                         found.entry(entry.id.clone()).or_insert(entry);
                     }
                 }
-                Some("begun") => begun.push(path),
+                Some("begun") => marks.push(path),
                 _ => {}
             }
         }
-        for mark in begun {
+        for mark in marks {
             let id = mark.file_stem().and_then(OsStr::to_str).unwrap_or_default();
             match found.get_mut(id) {
                 Some(entry) => entry.started_at = entry.started_at.or_else(|| Some(modified_at(&mark))),
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn mark_begun_replaces_started_at_on_a_full_disk() {
+    fn mark_begun_counts_as_started_at() {
         let (dir, journal) = journal();
         let entry = |index| entry(index, 2);
         let one = dispatch("a", "2026-11-22T10:00:01.000Z");

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 /// The decision about the first dispatch of a sender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Turn {
+pub enum QueueDecision {
     Take,
     /// The dispatch and those behind it keep their positions.
     Wait,
@@ -43,10 +43,14 @@ impl<T> Queue<T> {
     /// Takes the next dispatch that can run, and moves its sender to the back. A sender's dispatches run in order, with
     /// one exception: if the first must wait, the next one that already has a reservation overtakes it, because the
     /// first may be waiting for that reservation to be released.
-    pub fn pop(&mut self, mut decide: impl FnMut(&T) -> Turn, is_reserved: impl Fn(&T) -> bool) -> Option<T> {
+    pub fn pop(
+        &mut self,
+        mut decide: impl FnMut(&T) -> QueueDecision,
+        is_reserved: impl Fn(&T) -> bool,
+    ) -> Option<T> {
         for turn in 0..self.turns.len() {
             let queue = self.waiting.get_mut(&self.turns[turn])?;
-            let first = queue.front().filter(|first| decide(first) == Turn::Take).map(|_| 0);
+            let first = queue.front().filter(|first| decide(first) == QueueDecision::Take).map(|_| 0);
             let found = first.or_else(|| {
                 queue.iter().enumerate().skip(1).find(|(_, item)| is_reserved(item)).map(|(index, _)| index)
             });
@@ -94,7 +98,7 @@ mod tests {
     use super::*;
 
     fn pop_all(queue: &mut Queue<(&'static str, u32)>) -> Vec<(&'static str, u32)> {
-        std::iter::from_fn(|| queue.pop(|_| Turn::Take, |_| false)).collect()
+        std::iter::from_fn(|| queue.pop(|_| QueueDecision::Take, |_| false)).collect()
     }
 
     #[test]
@@ -104,7 +108,10 @@ mod tests {
             queue.push(sender, (sender, number));
         }
         assert_eq!((queue.len(), queue.iter().count()), (6, 6));
-        let next = queue.pop(|(sender, _)| if *sender == "a" { Turn::Wait } else { Turn::Take }, |_| false);
+        let next = queue.pop(
+            |(sender, _)| if *sender == "a" { QueueDecision::Wait } else { QueueDecision::Take },
+            |_| false,
+        );
         assert_eq!(next, Some(("b", 1)));
         assert_eq!(queue.remove(|item| *item == ("a", 2)), Some(("a", 2)));
         assert_eq!(pop_all(&mut queue), [("a", 1), ("c", 1), ("b", 2), ("a", 3)]);
@@ -118,9 +125,9 @@ mod tests {
         for number in 0..3 {
             queue.push("a", number);
         }
-        assert_eq!(queue.pop(|_| Turn::Wait, |number| *number == 1), Some(1));
-        assert_eq!(queue.pop(|_| Turn::Wait, |_| false), None);
-        assert_eq!(queue.pop(|_| Turn::Take, |_| true), Some(0));
+        assert_eq!(queue.pop(|_| QueueDecision::Wait, |number| *number == 1), Some(1));
+        assert_eq!(queue.pop(|_| QueueDecision::Wait, |_| false), None);
+        assert_eq!(queue.pop(|_| QueueDecision::Take, |_| true), Some(0));
     }
 
     proptest! {
@@ -136,7 +143,7 @@ mod tests {
             }
             let mut greedy = 0;
             for _ in 0..=others {
-                let (sender, _) = queue.pop(|_| Turn::Take, |_| false).unwrap();
+                let (sender, _) = queue.pop(|_| QueueDecision::Take, |_| false).unwrap();
                 greedy += usize::from(sender == "greedy");
             }
             prop_assert_eq!(greedy, 1);

@@ -15,7 +15,7 @@ use super::state::{Batch, Dispatch, DispatchResult};
 use crate::audit::protocol;
 use crate::audit::protocol::{Message, SeenCalls};
 use crate::records::entry::Interaction;
-use crate::system::blocking::blocking;
+use crate::system::blocking::run_blocking;
 use svc_base::chain::format_chain;
 use svc_base::fsx::FileError;
 
@@ -31,7 +31,7 @@ impl Dispatcher {
             }
         }
         let (journal, kernel) = (self.journal.clone(), Arc::clone(&self.kernel));
-        let unfinished = blocking(move || {
+        let unfinished = run_blocking(move || {
             let unfinished = journal.read()?;
             let ids: BTreeSet<String> = unfinished
                 .iter()
@@ -44,7 +44,7 @@ impl Dispatcher {
         });
         match unfinished.await {
             Ok((unfinished, Ok(found))) => {
-                tokio::spawn(end_for_watcher(self.watcher_socket.clone(), started_ids(&unfinished)));
+                tokio::spawn(report_ends_to_watcher(self.watcher_socket.clone(), started_ids(&unfinished)));
                 self.restore(unfinished, &found);
             }
             // It is unknown which of the dispatches are recorded. All stay in the journal until the next start, so that
@@ -52,7 +52,7 @@ impl Dispatcher {
             Ok((unfinished, Err(error))) => {
                 tracing::error!(left = unfinished.len(), error = %format_chain(&error), "cannot restore dispatches; they stay in the journal");
             }
-            Err(_) => tracing::error!("cannot read the journal of dispatches; its files stay"),
+            Err(_) => tracing::error!("cannot read the journal of dispatches; its files stay in place"),
         }
         self.recovered.cancel();
         self.start_ready();
@@ -191,9 +191,9 @@ fn started_ids(unfinished: &[JournalEntry]) -> Vec<String> {
         .collect()
 }
 
-/// Ends dispatches at svc-watch, which still has their tool calls open because the process that started them was
-/// killed. The calls in their agents' output are unknown.
-async fn end_for_watcher(watcher: PathBuf, ids: Vec<String>) {
+/// Reports the ends of dispatches to svc-watch, which still has their tool calls open because the process that started
+/// them was killed. The calls in their agents' output are unknown.
+async fn report_ends_to_watcher(watcher: PathBuf, ids: Vec<String>) {
     for id in ids {
         protocol::send_from_dispatcher(&watcher, Message::dispatch_end(&id, SeenCalls::default())).await;
     }

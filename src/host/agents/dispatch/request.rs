@@ -52,10 +52,10 @@ impl FromStr for DispatchId {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let fits = text.len() <= Self::MAX_CHARS
+        let is_valid = text.len() <= Self::MAX_CHARS
             && text.starts_with(|c: char| c.is_ascii_alphanumeric())
             && text.chars().all(|c| c.is_ascii_alphanumeric() || ".-_".contains(c));
-        if fits {
+        if is_valid {
             Ok(Self(text.to_owned()))
         } else {
             Err(

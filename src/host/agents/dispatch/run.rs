@@ -63,17 +63,17 @@ pub struct RunContext<'a> {
 
 /// Runs a dispatch to its end; returns its interaction and final text.
 pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction, Option<String>) {
-    let begun = Instant::now();
+    let start = Instant::now();
     let RunEnd { outcome, is_cut_off } =
         match context.settings.agents.get(&dispatch.accepted.entry.agent_name) {
-            Some(agent) => Run::new(context, dispatch, agent, begun).execute(agent).await,
+            Some(agent) => Run::new(context, dispatch, agent, start).execute(agent).await,
             None => failed_outcome("NoAgent", "the agent is no longer in system/config.json").into(),
         };
     context.kernel.note(&format!(
         "dispatch {}: {} after {:.1} s",
         dispatch.id(),
         if outcome.status == Status::Success { "success" } else { "error" },
-        begun.elapsed().as_secs_f64()
+        start.elapsed().as_secs_f64()
     ));
     let entry = &dispatch.accepted.entry;
     let model = outcome.model.clone().or_else(|| entry.model.clone());
@@ -85,7 +85,7 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
             dispatch.id()
         ));
         let text = outcome.text.clone();
-        let ended = build_interaction(dispatch, outcome, model, estimate, begun.elapsed());
+        let ended = build_interaction(dispatch, outcome, model, estimate, start.elapsed());
         return (Interaction { cost_estimated: true, ..ended }, text);
     }
     if cost.is_none() && outcome.tokens_in + outcome.tokens_out > 0 {
@@ -96,10 +96,10 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
         ));
     }
     let text = outcome.text.clone();
-    (build_interaction(dispatch, outcome, model, cost.unwrap_or_default(), begun.elapsed()), text)
+    (build_interaction(dispatch, outcome, model, cost.unwrap_or_default(), start.elapsed()), text)
 }
 
-/// Estimates the cost if the program may have used more than it reported; `None` if it reported its usage.
+/// Estimates the cost if the program may have used more than it reported; `None` otherwise, or if its model is free.
 fn estimate_cost(
     settings: &AgentSettings,
     outcome: &Outcome,
@@ -224,7 +224,7 @@ struct Run<'a> {
     context: &'a RunContext<'a>,
     dispatch: &'a Dispatch,
     adapter: Box<dyn Adapter>,
-    begun: Instant,
+    start: Instant,
     deadline: Instant,
     is_started: bool,
     end_reason: Option<EndReason>,
@@ -237,8 +237,8 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    fn new(context: &'a RunContext<'a>, dispatch: &'a Dispatch, agent: &Agent, begun: Instant) -> Self {
-        let deadline = begun + Duration::from_secs(dispatch.accepted.entry.deadline_seconds);
+    fn new(context: &'a RunContext<'a>, dispatch: &'a Dispatch, agent: &Agent, start: Instant) -> Self {
+        let deadline = start + Duration::from_secs(dispatch.accepted.entry.deadline_seconds);
         let (mut environment, token) = (agent.environment.clone(), issue_token(context, dispatch, agent));
         if let Some(token) = &token {
             let bridge = context.bridge_socket.display().to_string();
@@ -250,7 +250,7 @@ impl<'a> Run<'a> {
             context,
             dispatch,
             adapter,
-            begun,
+            start,
             deadline,
             is_started: false,
             end_reason: None,
@@ -356,7 +356,7 @@ impl<'a> Run<'a> {
 
     /// Milliseconds since the start.
     fn elapsed_ms(&self) -> u64 {
-        u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX)
+        u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
     async fn follow(
@@ -477,7 +477,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn estimate_adds_reservation_to_the_reported_cost() {
+    fn estimate_counts_reservation_for_unreported_usage() {
         let settings = AgentSettings::default();
         let dollars = |cents: u64| Dollars::from_nanos(cents * 10_000_000);
         let reserved = dollars(200);

@@ -88,6 +88,7 @@ pub struct Dispatch {
 pub struct Batch {
     pub id: String,
     pub fingerprint: String,
+    /// The IDs of its dispatches.
     pub entries: Vec<String>,
     pub log: EventLog,
     /// Cancelled when the batch is in the journal.
@@ -126,6 +127,7 @@ impl Dispatch {
     pub fn from_record(interaction: Interaction, batch: Option<Arc<Batch>>) -> Arc<Self> {
         let position = interaction.batch_id.clone().map(|id| {
             let index = parse_entry_index(&interaction.id);
+            // The record does not have the size of the batch.
             BatchPosition { id, index, size: 0 }
         });
         let accepted = JournalEntry {
@@ -216,7 +218,7 @@ impl Dispatch {
         (state.phase, state.started_at) = (Phase::Running, Some(at));
     }
 
-    /// Stores the result of a recorded dispatch and releases its reservation.
+    /// Stores the result, releases the reservation, and closes the event log.
     pub fn end(&self, end: DispatchResult) {
         let mut state = self.lock();
         state.phase = end.phase;

@@ -12,6 +12,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{ExitCode, Stdio};
+use std::time::Duration;
 
 use anyhow::Context;
 use clap::Parser;
@@ -27,6 +28,8 @@ use svc_http::server;
 
 /// Maximum concurrent runs without systemd, whose socket unit has its own limit.
 const MAX_RUNS: usize = 128;
+/// Pause after a connection could not be accepted.
+const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 #[derive(Parser)]
 #[command(
@@ -96,7 +99,7 @@ async fn listen(layout: Layout) -> Result<(), Failure> {
             Ok(_) => tracing::warn!(MAX_RUNS, "too many concurrent runs"),
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection");
-                tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+                tokio::time::sleep(ACCEPT_RETRY_INTERVAL).await;
             }
         }
     }

@@ -55,7 +55,8 @@ pub fn reap(agent: u32) {
     }
 }
 
-/// Kills all descendants and waits until they have ended. No other task may wait for children in the meantime.
+/// Kills all descendants and waits until they have ended, for at most `KILL_TIMEOUT`. No other task may wait for
+/// children in the meantime.
 pub async fn kill_descendants() {
     let this = Pid::this().as_raw();
     let deadline = tokio::time::Instant::now() + KILL_TIMEOUT;
@@ -87,11 +88,12 @@ mod tests {
 
     #[test]
     fn descendants_include_grandchildren() {
-        let mut child = std::process::Command::new("sh").args(["-c", "sleep 60 & wait"]).spawn().unwrap();
+        let mut child =
+            std::process::Command::new("sh").args(["-c", "sh -c 'sleep 60 & wait' & wait"]).spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
         let deadline = std::time::Instant::now() + Duration::from_secs(10);
-        while find_descendants(pid).is_empty() {
-            assert!(std::time::Instant::now() < deadline, "no descendants before the deadline");
+        while find_descendants(pid).len() < 2 {
+            assert!(std::time::Instant::now() < deadline, "no grandchild before the deadline");
             std::thread::sleep(CHECK_INTERVAL);
         }
         for descendant in find_descendants(pid) {

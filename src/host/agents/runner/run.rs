@@ -101,7 +101,7 @@ fn start_agent(layout: &Layout, order: &Order) -> io::Result<(Child, bool)> {
     };
     let conversation_id = order.conversation_id.as_deref();
     let has_conversation = conversation_id.is_some_and(|id| has_conversation(order.adapter, &location, id));
-    let launch = order.adapter.launch(&request, has_conversation);
+    let launch = order.adapter.build_launch(&request, has_conversation);
     let (program, first) = order.command.split_first().ok_or(io::ErrorKind::InvalidInput)?;
     let runtime = layout.runtime();
     let path =

@@ -74,7 +74,7 @@ struct ToolResponse {
 }
 
 impl HookInput {
-    /// Parses the input; `None` for events that change no file.
+    /// Parses the input; `None` for events that are not reported.
     ///
     /// # Errors
     /// The input is invalid or too large.

@@ -24,7 +24,7 @@ use crate::system::process_stat::{ProcessStat, TICKS_PER_SECOND};
 use svc_base::applet::{self, Exit, OrExit};
 use svc_base::failpoint;
 
-/// Parses a hook's input for `tests/fuzz`; `None` for events that change no file.
+/// Parses a hook's input for `tests/fuzz`; `None` for events that are not reported.
 ///
 /// # Errors
 /// The input is invalid or too large.
@@ -147,7 +147,7 @@ fn run_hook(actor: String) {
 fn report_call(layout: &Layout, actor: &str, deadline: Instant, shared: &SharedMessage) -> Option<GapReason> {
     let input = match HookInput::read(std::io::stdin().lock()) {
         Ok(Some(input)) => input,
-        // The event changes no file.
+        // The watcher does not need the event.
         Ok(None) => return None,
         Err(_) => return Some(GapReason::Unreadable),
     };

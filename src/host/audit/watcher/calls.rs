@@ -1,7 +1,7 @@
 //! Decides which peers may report on a tool call. Pure.
 
+use super::call_windows::CallWindow;
 use super::peer::Peer;
-use super::windows::Window;
 use crate::audit::protocol::{Message, Process};
 
 /// Maximum bytes of agent names and IDs; longer ones are truncated.
@@ -33,7 +33,7 @@ pub enum Authority {
 }
 
 /// Determines the authority of a peer over a call.
-pub fn determine_authority(window: &Window, peer: &Peer) -> Authority {
+pub fn determine_authority(window: &CallWindow, peer: &Peer) -> Authority {
     match (window.process, peer.caller()) {
         (None, _) => Authority::Proven,
         (Some(_), None) if !peer.is_known() => Authority::Unproven,
@@ -42,16 +42,16 @@ pub fn determine_authority(window: &Window, peer: &Peer) -> Authority {
     }
 }
 
-/// Truncates names and IDs, which any program can choose.
-pub fn truncate_names(mut message: Message) -> Message {
-    let truncate = |text: &mut String| {
+/// Truncates names and IDs, and removes their control characters: any program can choose them.
+pub fn sanitize_names(mut message: Message) -> Message {
+    let sanitize = |text: &mut String| {
         if text.len() > MAX_NAME_BYTES || text.chars().any(char::is_control) {
             *text = text.chars().filter(|c| !c.is_control()).take(MAX_NAME_BYTES / 4).collect();
         }
     };
-    [&mut message.session_id, &mut message.actor, &mut message.agent_name].into_iter().for_each(truncate);
+    [&mut message.session_id, &mut message.actor, &mut message.agent_name].into_iter().for_each(sanitize);
     let optional =
         [&mut message.tool_use_id, &mut message.tool, &mut message.subagent, &mut message.dispatch_id];
-    optional.into_iter().flatten().for_each(truncate);
+    optional.into_iter().flatten().for_each(sanitize);
     message
 }

@@ -82,7 +82,7 @@ impl HomeWatcher {
         self.watches.len()
     }
 
-    /// Reads all queued events.
+    /// Reads the queued events, at most about `MAX_EVENTS`.
     pub fn drain(&mut self, dirty: &mut DirtySet) {
         let mut read = 0;
         while read < MAX_EVENTS {
@@ -224,13 +224,13 @@ fn read_state(folder: &impl AsFd, name: &[u8]) -> Option<FileState> {
     Some(FileState {
         inode: stat.stx_ino,
         size: stat.stx_size,
-        mtime: nanoseconds(stat.stx_mtime),
-        born: if has_birth_time { nanoseconds(stat.stx_btime) } else { 0 },
+        mtime: to_nanoseconds(stat.stx_mtime),
+        born: if has_birth_time { to_nanoseconds(stat.stx_btime) } else { 0 },
         kind,
         is_shared: kind == Kind::File && stat.stx_nlink > 1,
     })
 }
 
-fn nanoseconds(time: StatxTimestamp) -> i64 {
+fn to_nanoseconds(time: StatxTimestamp) -> i64 {
     time.tv_sec.saturating_mul(1_000_000_000).saturating_add(time.tv_nsec.into())
 }

@@ -3,6 +3,7 @@
 //! This module contains the command line, the socket for hooks, and the service lifecycle. The watcher runs as a user
 //! whose processes the owner's programs can neither kill nor impersonate. It reads names and sizes, never contents.
 
+mod call_windows;
 mod calls;
 pub mod diff;
 mod dispatches;
@@ -12,7 +13,6 @@ pub mod state_file;
 pub mod thread;
 pub mod tool_paths;
 mod tree;
-mod windows;
 
 use std::convert::Infallible;
 use std::ffi::OsString;
@@ -87,7 +87,7 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     let thread_layout = layout.clone();
     let started = tokio::task::spawn_blocking(move || Watcher::start(&thread_layout, records));
     let watcher = started.await.or_exit(Exit::Internal)?.or_exit(Exit::Internal)?;
-    let WatcherThread { handle, alive, thread, ended } =
+    let WatcherThread { handle, has_progressed, thread, ended } =
         spawn_watcher_thread(watcher).or_exit(Exit::Internal)?;
     let listener = unix_socket::bind(&layout.watch_sockets(), SOCKET).or_exit(Exit::Internal)?;
     systemd::notify(&[NotifyState::Ready]);
@@ -95,7 +95,7 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
         () = listen(listener, handle) => false,
         // The thread has panicked; the panic hook has logged it.
         _ = ended => false,
-        never = feed_watchdog(alive) => match never {},
+        never = feed_watchdog(has_progressed) => match never {},
         _ = term.recv() => true,
         _ = int.recv() => true,
     };
@@ -109,10 +109,10 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
 }
 
 /// Feeds the watchdog while the thread makes progress.
-async fn feed_watchdog(alive: Arc<AtomicBool>) -> Infallible {
+async fn feed_watchdog(has_progressed: Arc<AtomicBool>) -> Infallible {
     let is_alive = async || {
         let deadline = tokio::time::Instant::now() + STUCK_TIMEOUT;
-        while !alive.swap(false, Ordering::Relaxed) {
+        while !has_progressed.swap(false, Ordering::Relaxed) {
             if tokio::time::Instant::now() > deadline {
                 return false;
             }
@@ -135,7 +135,7 @@ struct WatcherHandle {
 struct WatcherThread {
     handle: WatcherHandle,
     /// Set in each round of the thread.
-    alive: Arc<AtomicBool>,
+    has_progressed: Arc<AtomicBool>,
     thread: std::thread::JoinHandle<()>,
     /// Resolves when the thread ends.
     ended: oneshot::Receiver<()>,
@@ -146,14 +146,19 @@ fn spawn_watcher_thread(watcher: Watcher) -> std::io::Result<WatcherThread> {
     let (waker, woken) = StdStream::pair()?;
     waker.set_nonblocking(true)?;
     woken.set_nonblocking(true)?;
-    let (alive, (ends, ended)) = (Arc::new(AtomicBool::new(true)), oneshot::channel());
-    let thread_alive = Arc::clone(&alive);
+    let (has_progressed, (ends, ended)) = (Arc::new(AtomicBool::new(true)), oneshot::channel());
+    let thread_has_progressed = Arc::clone(&has_progressed);
     let work = move || {
-        watcher.run(&received, &woken, &thread_alive);
+        watcher.run(&received, &woken, &thread_has_progressed);
         drop(ends);
     };
     let thread = std::thread::Builder::new().name("watcher".to_owned()).spawn(work)?;
-    Ok(WatcherThread { handle: WatcherHandle { requests, waker: Arc::new(waker) }, alive, thread, ended })
+    Ok(WatcherThread {
+        handle: WatcherHandle { requests, waker: Arc::new(waker) },
+        has_progressed,
+        thread,
+        ended,
+    })
 }
 
 impl WatcherHandle {

@@ -4,13 +4,13 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::call_windows::CallWindow;
 use super::dispatches::Dispatches;
-use super::windows::Window;
 
 /// The saved state.
 #[derive(Default, Serialize, Deserialize)]
 pub struct WatcherState {
-    pub windows: Vec<Window>,
+    pub windows: Vec<CallWindow>,
     pub dispatches: Dispatches,
 }
 

@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::calls::{Authority, Call, EndedCall, determine_authority, truncate_names};
+use super::call_windows::{Agent, CallWindow, CallWindows};
+use super::calls::{Authority, Call, EndedCall, determine_authority, sanitize_names};
 use super::diff;
 use super::diff::{Change, DirtySet};
 use super::dispatches::Dispatches;
@@ -24,7 +25,6 @@ use super::peer::Peer;
 use super::state_file::{WatcherState, load_state};
 use super::tool_paths;
 use super::tree::Tree;
-use super::windows::{Agent, Window, Windows};
 use crate::audit::protocol::{Message, Phase, Process, UndeliveredHook};
 use crate::records::entry::{AuditEntry, Gap, GapLine, GapReason, Op};
 use crate::records::writer::{Record, Records};
@@ -57,7 +57,7 @@ pub struct Watcher {
     home_watcher: HomeWatcher,
     tree: Tree,
     dirty: DirtySet,
-    windows: Windows,
+    windows: CallWindows,
     dispatches: Dispatches,
     /// Tool calls whose gap is already recorded.
     calls_with_gap: VecDeque<String>,
@@ -78,12 +78,12 @@ impl Watcher {
         let home = std::fs::canonicalize(&home).map_err(FileError::wrap("resolve", &home))?;
         let mut home_watcher = HomeWatcher::open(&home)?;
         let mut tree = Tree::new(home_watcher.root());
-        let begun = Instant::now();
+        let start = Instant::now();
         diff::fill(&mut tree, &mut home_watcher);
         tracing::info!(
             names = tree.len(),
             folders = home_watcher.watch_count(),
-            ms = begun.elapsed().as_millis(),
+            ms = start.elapsed().as_millis(),
             "watching"
         );
         let state = layout.tool_calls();
@@ -96,7 +96,7 @@ impl Watcher {
             home_watcher,
             tree,
             dirty: DirtySet::default(),
-            windows: Windows::default(),
+            windows: CallWindows::default(),
             dispatches,
             calls_with_gap: VecDeque::new(),
             ended_calls: VecDeque::new(),
@@ -106,17 +106,22 @@ impl Watcher {
         if let Some(since) = open.iter().map(|window| window.opened).min() {
             watcher.record_gap(GapReason::Restarted, open.len(), since);
         }
-        watcher.windows = Windows::restore(open);
+        watcher.windows = CallWindows::restore(open);
         watcher.report_watch_limit();
         watcher.tick();
         Ok(watcher)
     }
 
     /// Runs until all handles are dropped. `waker` is readable when there are requests.
-    pub fn run(mut self, requests: &Receiver<HookRequest>, waker: &UnixStream, alive: &Arc<AtomicBool>) {
+    pub fn run(
+        mut self,
+        requests: &Receiver<HookRequest>,
+        waker: &UnixStream,
+        has_progressed: &Arc<AtomicBool>,
+    ) {
         let mut last_tick = Instant::now();
         loop {
-            alive.store(true, Ordering::Relaxed);
+            has_progressed.store(true, Ordering::Relaxed);
             self.wait_for_events(waker, TICK_INTERVAL.saturating_sub(last_tick.elapsed()));
             self.home_watcher.drain(&mut self.dirty);
             let mut byte = [0; 64];
@@ -167,7 +172,7 @@ impl Watcher {
         } else {
             self.windows.is_background() && self.last_check.elapsed() >= BACKGROUND_INTERVAL
         };
-        let has_ended = |window: &Window| window.process.is_some_and(Process::has_ended);
+        let has_ended = |window: &CallWindow| window.process.is_some_and(Process::has_ended);
         if self.windows.all().iter().any(has_ended) {
             self.end_windows(has_ended);
         } else if is_due {
@@ -176,7 +181,7 @@ impl Watcher {
     }
 
     fn process_message(&mut self, message: Message, peer: &Peer) {
-        let message = truncate_names(message);
+        let message = sanitize_names(message);
         if matches!(message.phase, Phase::DispatchBegin | Phase::DispatchEnd) {
             return self.process_dispatch(message, peer);
         }
@@ -301,7 +306,7 @@ impl Watcher {
     }
 
     /// Ends the matching calls of this peer.
-    fn end_calls_of_peer(&mut self, message: &Message, peer: &Peer, ends: impl Fn(&Window) -> bool) {
+    fn end_calls_of_peer(&mut self, message: &Message, peer: &Peer, ends: impl Fn(&CallWindow) -> bool) {
         let count = |wanted| {
             self.windows
                 .all()
@@ -338,7 +343,7 @@ impl Watcher {
             .path
             .as_ref()
             .map(|path| tool_paths::resolve_written_paths(&self.home, message.cwd.as_deref(), path));
-        let window = Window {
+        let window = CallWindow {
             session: message.session_id.clone(),
             tool_use: message.tool_use_id.clone().unwrap_or_default(),
             tool: message.tool.clone().unwrap_or_default(),
@@ -386,7 +391,7 @@ impl Watcher {
     }
 
     /// Collects the changes so far, then ends these calls.
-    fn end_windows(&mut self, ends: impl Fn(&Window) -> bool) {
+    fn end_windows(&mut self, ends: impl Fn(&CallWindow) -> bool) {
         self.check_home();
         let entries = self.windows.end(ends);
         self.write_entries(entries);

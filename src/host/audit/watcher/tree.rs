@@ -62,6 +62,8 @@ pub struct Tree {
     indexed: HashMap<FileId, HashSet<(Inode, Name)>>,
 }
 
+/// Maximum folders in a path: Linux limits a path to 4096 bytes.
+const MAX_DEPTH: usize = 4096;
 /// Above this number of indexed files, the index is cleared.
 const MAX_INDEXED: usize = 20_000;
 
@@ -101,7 +103,7 @@ impl Tree {
             names.push(name);
             current = self.folders.get(parent)?;
             // No path is this deep: between two checks, each of two folders was moved into the other.
-            if names.len() > 4096 {
+            if names.len() > MAX_DEPTH {
                 return None;
             }
         }
@@ -138,7 +140,7 @@ impl Tree {
         }
     }
 
-    /// Updates the state of an unmoved file.
+    /// Updates the state of an unmoved file or folder.
     pub fn refresh(&mut self, folder: Inode, name: &[u8], state: FileState) {
         if let Some(entry) = self.folders.get_mut(&folder).and_then(|folder| folder.entries.get_mut(name)) {
             *entry = state;

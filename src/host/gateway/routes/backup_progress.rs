@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::gateway::auth::PLATFORM;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::snapshots::backup_progress::BackupProgress;
-use crate::system::blocking::blocking;
+use crate::system::blocking::run_blocking;
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
 use svc_base::clock;
@@ -55,7 +55,7 @@ struct LastRunView {
 }
 
 pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> {
-    Ok(Json(blocking(move || read_backup_status(&layout)).await?))
+    Ok(Json(run_blocking(move || read_backup_status(&layout)).await?))
 }
 
 fn read_backup_status(layout: &Layout) -> Result<Value, LockError> {

@@ -11,7 +11,7 @@ use serde_json::json;
 use crate::gateway::auth::PLATFORM;
 use crate::gateway::body;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
-use crate::system::blocking::blocking;
+use crate::system::blocking::run_blocking;
 use crate::system::layout::Layout;
 use crate::update::protocol::UpdateRequest;
 use svc_base::clock::rfc3339_ms;
@@ -43,7 +43,7 @@ async fn write_request(layout: &Layout, name: &'static str) -> Result<Response, 
     let content =
         json!({ "requestedAt": requested_at, "by": "platform", "requestId": request_id::current() })
             .to_string();
-    blocking(move || fsx::write_atomic(&path, content.as_bytes(), 0o600)).await?;
+    run_blocking(move || fsx::write_atomic(&path, content.as_bytes(), 0o600)).await?;
     let body = json!({ "request": name, "requestedAt": requested_at });
     Ok((StatusCode::ACCEPTED, Json(body)).into_response())
 }
@@ -60,7 +60,7 @@ pub async fn request_update(
     let version: ImageVersion = fields.finish(version)?;
     let request = UpdateRequest::new(version);
     let stored = request.clone();
-    blocking(move || stored.write(&layout)).await?;
+    run_blocking(move || stored.write(&layout)).await?;
     let body = json!({
         "request": "update", "imageVersion": request.image_version, "requestedAt": rfc3339_ms(request.requested_at),
     });

@@ -20,7 +20,7 @@ use crate::records::entry::{AuditEntry, Op};
 use crate::records::limits::{Period, Spent};
 use crate::records::money::Dollars;
 use crate::records::writer::Record;
-use crate::system::blocking::blocking;
+use crate::system::blocking::run_blocking;
 use crate::system::layout::Layout;
 use svc_base::clock::{now_ms, rfc3339_ms};
 use svc_base::fsx::{self, FileError};
@@ -119,7 +119,7 @@ pub async fn set(
     let file = layout.settings();
     let records = kernel.records().clone();
     let lock = kernel.settings_lock();
-    let changed = blocking(move || {
+    let changed = run_blocking(move || {
         let _guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
         let written = write_limits(&file, &change)?;
         if let Some(size_bytes) = written {

@@ -16,7 +16,7 @@ use crate::snapshots::side_database;
 use crate::snapshots::side_database::{
     CopyMode, MAX_TABLES, SideAction, SideRequest, SideStatus, SnapshotChoice, TableCopy,
 };
-use crate::system::blocking::blocking;
+use crate::system::blocking::run_blocking;
 use crate::system::layout::Layout;
 use svc_base::clock::rfc3339_ms;
 use svc_base::fsx::FileError;
@@ -29,7 +29,7 @@ use svc_store::key::SnapshotKey;
 
 /// `GET /api/side-database`
 pub async fn show(State(layout): State<Layout>) -> Result<Json<Value>, Problem> {
-    let state = blocking(move || describe_state(&layout)).await?;
+    let state = run_blocking(move || describe_state(&layout)).await?;
     Ok(Json(state))
 }
 
@@ -89,7 +89,7 @@ pub async fn copy(State(layout): State<Layout>, headers: HeaderMap, body: Body) 
     let copy = TableCopy { tables, mode: mode.unwrap_or(CopyMode::Missing), dry_run, backup };
     let copy = fields.finish(Some(copy))?;
     let state_layout = layout.clone();
-    let state = blocking(move || side_database::SideState::read(&state_layout)).await?;
+    let state = run_blocking(move || side_database::SideState::read(&state_layout)).await?;
     let open_state = state.filter(|state| matches!(state.status, SideStatus::Open | SideStatus::Copying));
     let Some(state) = open_state else {
         let detail = "No side database is open: POST /api/side-database opens one.";
@@ -113,7 +113,7 @@ async fn submit(layout: Layout, action: SideAction) -> Result<Response, Problem>
     let request = SideRequest::new(action);
     let response =
         json!({ "requestId": request.request_id, "requestedAt": rfc3339_ms(request.requested_at) });
-    if !blocking(move || request.submit(&layout)).await? {
+    if !run_blocking(move || request.submit(&layout)).await? {
         let detail = "Another request to the side database is pending: GET /api/side-database shows it.";
         return Err(Problem::new(Code::InvalidState, detail));
     }

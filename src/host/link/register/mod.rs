@@ -119,8 +119,8 @@ impl RegisterConfig {
         let platform = PlatformLink::read(env, layout);
         let token = env.required_secret(&vars::REGISTRATION_TOKEN);
         let listen = env.or_default(&vars::GATEWAY_LISTEN);
-        // The variable is in root's `update.env`, which this user cannot read. It is visible here only if no release
-        // is installed.
+        // The variable is in root's `update.env`, which this user cannot read. It is needed only if no release is
+        // installed.
         let configured = env.optional::<String>(&vars::SVC_BUNDLE_SHA256);
         let version = config::image_version(env);
         let gateway_deadline = Duration::from_secs(env.or_default(&vars::REGISTER_GATEWAY_DEADLINE_SECONDS));
@@ -169,7 +169,7 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
         image_version: config.version.clone(),
         bundle_sha256: config.bundle_sha256.clone(),
         tls_spki_sha256: pin.to_string(),
-        boot_ms: boot_ms(layout),
+        boot_ms: measure_boot_ms(layout),
     };
     let mut state = RegistrationState::reuse_or_create(layout, state, &body).or_exit(Exit::Internal)?;
     failpoint::pass("register.written").or_exit(Exit::Internal)?;
@@ -210,8 +210,8 @@ async fn wait_for_gateway(layout: &Layout, config: &RegisterConfig) -> Result<Sp
     }
 }
 
-/// The time since user-data was written, measured when the gateway is ready.
-fn boot_ms(layout: &Layout) -> Option<u64> {
+/// Measures the time since user-data was written, in milliseconds. Called when the gateway is ready.
+fn measure_boot_ms(layout: &Layout) -> Option<u64> {
     let written = std::fs::metadata(layout.boot_env()).ok()?.modified().ok()?;
     u64::try_from(written.elapsed().ok()?.as_millis()).ok()
 }

@@ -44,7 +44,8 @@ impl Superseded {
     }
 }
 
-/// Stores the delivered keys, token, epoch and update request. Returns a record if this machine has been replaced.
+/// Stores the delivered epoch, keys, certificate settings, token and update request. Returns a record if this machine
+/// has been replaced.
 pub fn apply_response(
     config: &SyncConfig,
     HeartbeatReply { response, accepted }: HeartbeatReply,
@@ -100,10 +101,10 @@ pub async fn resume_writers(
     Ok(())
 }
 
-/// Requests the release that the platform names, unless it is current, already requested, or has failed on this machine
-/// for the same request: a release that was refused or rolled back would fail again. For a new request, the release is
-/// tried again. The updater stores the request's id with the outcome, whether the sync agent or the gateway wrote the
-/// request, so no clock is needed.
+/// Requests the release that the platform names, unless it is current, an update is requested or in progress, or the
+/// release has failed on this machine for the same request: a release that was refused or rolled back would fail again.
+/// For a new request, the release is tried again. The updater stores the request's id with the outcome, whether the
+/// sync agent or the gateway wrote the request, so no clock is needed.
 fn request_update(
     config: &SyncConfig,
     desired: ImageVersion,
@@ -127,7 +128,8 @@ fn has_failed(last: &LastUpdate, desired: &ImageVersion, request: Option<&str>) 
     last.outcome.version == *desired && last.outcome.outcome != UpdateResult::Updated && is_same_request
 }
 
-/// Stores the next token. No token is stored during an update, because the updater has written the current one for
+/// Stores the next token. If there is none and the platform accepted only the previous token, that becomes the current
+/// one again. No token is stored during an update, because the updater has written the current one for
 /// the release that it switches to.
 fn store_next_token(
     config: &SyncConfig,

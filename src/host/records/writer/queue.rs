@@ -28,7 +28,7 @@ struct LineQueue {
 
 /// The state of the writing thread.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub enum Thread {
+pub enum ThreadState {
     /// The thread sleeps until it is woken.
     #[default]
     Asleep,
@@ -59,8 +59,8 @@ pub struct RecordQueue {
     unwritten_bytes: Vec<(Record, usize)>,
     spare_pieces: Vec<Vec<u8>>,
     pub replacement: Option<Replacement>,
-    pub thread: Thread,
-    pub stop: bool,
+    pub thread: ThreadState,
+    pub is_stopping: bool,
     pub flushes_requested: u64,
     /// All lines before this flush are written; the sync is pending.
     pub flushes_written: u64,
@@ -72,7 +72,7 @@ impl RecordQueue {
     pub fn accept(&mut self, record: Record, line: &[u8]) -> Result<bool, QueueFull> {
         let unwritten = self.unwritten_bytes.iter().find(|(other, _)| *other == record);
         let unwritten = unwritten.map_or(0, |(_, bytes)| *bytes);
-        let has_room = !self.stop && self.bytes + self.taken_bytes + line.len() <= MAX_QUEUED_BYTES;
+        let has_room = !self.is_stopping && self.bytes + self.taken_bytes + line.len() <= MAX_QUEUED_BYTES;
         let index = self.queues.iter().position(|(other, _)| *other == record).unwrap_or_else(|| {
             self.queues.push((record, LineQueue::default()));
             self.queues.len() - 1
@@ -91,13 +91,13 @@ impl RecordQueue {
         let grown = queue.bytes - before;
         self.bytes += grown;
         Ok(match self.thread {
-            Thread::Asleep => {
+            ThreadState::Asleep => {
                 // Wake the thread only once.
-                self.thread = Thread::Polling;
+                self.thread = ThreadState::Polling;
                 true
             }
-            Thread::Polling => self.bytes >= BATCH_BYTES && self.bytes - grown < BATCH_BYTES,
-            Thread::Writing | Thread::Ended => false,
+            ThreadState::Polling => self.bytes >= BATCH_BYTES && self.bytes - grown < BATCH_BYTES,
+            ThreadState::Writing | ThreadState::Ended => false,
         })
     }
 
@@ -111,7 +111,7 @@ impl RecordQueue {
 
     /// Whether a caller waits for the thread.
     pub fn has_request(&self) -> bool {
-        self.stop || self.replacement.is_some() || self.flushes_requested > self.flushes_written
+        self.is_stopping || self.replacement.is_some() || self.flushes_requested > self.flushes_written
     }
 
     /// Whether the thread has work.

@@ -40,7 +40,7 @@ struct SyncRequest {
     files: Vec<Unsynced>,
     /// The flush that is complete once all earlier files are synced.
     flush: Option<u64>,
-    stop: bool,
+    is_stopping: bool,
 }
 
 impl SyncRequest {
@@ -76,7 +76,7 @@ impl Syncer {
 
     /// Stops the thread after a last attempt.
     pub fn stop(&self) {
-        self.lock().stop = true;
+        self.lock().is_stopping = true;
         self.wake.notify_one();
     }
 
@@ -93,23 +93,23 @@ impl Syncer {
             {
                 done(flush);
             }
-            if due.stop {
+            if due.is_stopping {
                 return;
             }
         }
     }
 
     fn wait_for_request(&self, has_failed: bool) -> SyncRequest {
-        let idle = |due: &mut SyncRequest| due.files.is_empty() && due.flush.is_none() && !due.stop;
+        let is_idle = |due: &mut SyncRequest| due.files.is_empty() && due.flush.is_none() && !due.is_stopping;
         let due = self.lock();
         let mut due = if has_failed {
             // Pause between retries, even if new requests arrive.
-            let waited = self.wake.wait_timeout_while(due, RETRY_INTERVAL, |due| !due.stop);
+            let waited = self.wake.wait_timeout_while(due, RETRY_INTERVAL, |due| !due.is_stopping);
             waited.unwrap_or_else(PoisonError::into_inner).0
         } else {
-            self.wake.wait_while(due, idle).unwrap_or_else(PoisonError::into_inner)
+            self.wake.wait_while(due, is_idle).unwrap_or_else(PoisonError::into_inner)
         };
-        let stop = due.stop;
-        SyncRequest { stop, ..std::mem::take(&mut *due) }
+        let is_stopping = due.is_stopping;
+        SyncRequest { is_stopping, ..std::mem::take(&mut *due) }
     }
 }

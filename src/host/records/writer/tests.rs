@@ -50,9 +50,9 @@ fn lines_are_written_without_a_flush() {
     let writer = Writer::start(dir.path().to_owned()).unwrap();
     let day = "2026-11-22".parse().unwrap();
     writer.records().append(Record::Interactions(day), &json!({"n": 1})).unwrap();
-    let (path, begun) = (dir.path().join("interactions-2026-11-22.jsonl"), Instant::now());
+    let (path, start) = (dir.path().join("interactions-2026-11-22.jsonl"), Instant::now());
     while fs::read(&path).is_ok_and(|text| text.is_empty()) || !path.exists() {
-        assert!(begun.elapsed() < TIMEOUT, "no line was written");
+        assert!(start.elapsed() < TIMEOUT, "no line was written");
         std::thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(numbers(&path), [1]);
@@ -122,9 +122,9 @@ fn refused_lines_are_counted_and_reported_by_a_gap() {
     fs::remove_dir(&path).unwrap();
     assert!(records.flush(TIMEOUT) && !records.is_stuck());
     // The gap is reported even without further lines.
-    let begun = Instant::now();
+    let start = Instant::now();
     while lines(&path).len() as u64 <= accepted {
-        assert!(begun.elapsed() < TIMEOUT, "the gap was not reported");
+        assert!(start.elapsed() < TIMEOUT, "the gap was not reported");
         std::thread::sleep(Duration::from_millis(1));
     }
     records.append(Record::Audit, &json!({"n": accepted})).unwrap();
@@ -160,26 +160,26 @@ fn blocked_record_delays_only_the_usage_that_counts_it() {
 /// A disk whose syncs block until they are released.
 fn slow_disk(logs: &Path) -> (Writer, mpsc::Sender<bool>, mpsc::Receiver<()>) {
     let (release, released) = mpsc::channel();
-    let (begun, begins) = mpsc::channel();
+    let (started, starts) = mpsc::channel();
     let sync: SyncFn = Box::new(move |file| {
-        begun.send(()).ok();
+        started.send(()).ok();
         match released.recv() {
             Ok(false) => Err(std::io::Error::other("sync failed")),
             _ => file.sync_data(),
         }
     });
-    (Writer::start_with_sync(logs.to_owned(), sync).unwrap(), release, begins)
+    (Writer::start_with_sync(logs.to_owned(), sync).unwrap(), release, starts)
 }
 
 #[test]
 fn lines_are_written_while_a_sync_hangs() {
     let dir = tempfile::tempdir().unwrap();
-    let (writer, release, begins) = slow_disk(dir.path());
+    let (writer, release, starts) = slow_disk(dir.path());
     let (records, path) = (writer.records(), dir.path().join("audit.jsonl"));
     let append = |n: u64| records.append(Record::Audit, &json!({"n": n})).unwrap();
     append(0);
     assert!(!records.flush(Duration::from_millis(1)), "the line is not durable");
-    begins.recv_timeout(TIMEOUT).unwrap();
+    starts.recv_timeout(TIMEOUT).unwrap();
     for n in 1..20 {
         let accepted = Instant::now();
         append(n);
@@ -197,17 +197,17 @@ fn lines_are_written_while_a_sync_hangs() {
 #[test]
 fn failed_sync_is_retried_and_shutdown_waits_for_it() {
     let dir = tempfile::tempdir().unwrap();
-    let (writer, release, begins) = slow_disk(dir.path());
+    let (writer, release, starts) = slow_disk(dir.path());
     let records = writer.records();
     records.append(Record::Audit, &json!({"n": 1})).unwrap();
     release.send(false).unwrap();
     assert!(!records.flush(Duration::from_millis(200)));
     release.send(true).unwrap();
     assert!(records.flush(TIMEOUT));
-    assert_eq!(begins.try_iter().count(), 2);
+    assert_eq!(starts.try_iter().count(), 2);
     records.append(Record::Audit, &json!({"n": 2})).unwrap();
     let ends = std::thread::spawn(move || drop(writer));
-    begins.recv_timeout(TIMEOUT).unwrap();
+    starts.recv_timeout(TIMEOUT).unwrap();
     assert!(!ends.is_finished() && !records.flush(Duration::from_millis(20)));
     assert_eq!(numbers(&dir.path().join("audit.jsonl")), [1, 2]);
     drop(release);
@@ -256,9 +256,9 @@ fn full_disk_resumes_where_it_stopped_and_reports_the_gap() {
             Err(QueueFull) => lost += 1,
         }
     }
-    let begun = Instant::now();
+    let start = Instant::now();
     while !records.is_stuck() {
-        assert!(begun.elapsed() < TIMEOUT, "no write failed on the full disk");
+        assert!(start.elapsed() < TIMEOUT, "no write failed on the full disk");
         std::thread::sleep(Duration::from_millis(1));
     }
     assert!(!records.flush(Duration::from_millis(10)));

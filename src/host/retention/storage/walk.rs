@@ -34,7 +34,8 @@ pub fn measure_home(
     let mut counted = HashSet::new();
     let mut directories = vec![Directory { path: home.to_owned(), app: None }];
     while let Some(Directory { path, app }) = directories.pop() {
-        let (in_apps, in_logs, is_apps) = (path.starts_with(apps), path.starts_with(logs), path == apps);
+        let (is_in_apps, is_in_logs, is_apps) =
+            (path.starts_with(apps), path.starts_with(logs), path == apps);
         let entries = if Instant::now() < deadline { fs::read_dir(&path).ok() } else { None };
         let Some(entries) = entries else {
             sizes.skipped_directories += 1;
@@ -50,8 +51,8 @@ pub fn measure_home(
             let app = if is_apps { parse_slug(&entry, &meta) } else { app.clone() };
             let bytes = meta.blocks() * 512;
             sizes.home_bytes += bytes;
-            sizes.apps_bytes += if in_apps { bytes } else { 0 };
-            sizes.logs_bytes += if in_logs { bytes } else { 0 };
+            sizes.apps_bytes += if is_in_apps { bytes } else { 0 };
+            sizes.logs_bytes += if is_in_logs { bytes } else { 0 };
             if let Some(slug) = &app {
                 *folders.entry(slug.clone()).or_default() += bytes;
             }

@@ -1,4 +1,4 @@
-//! Tests with archives that claim more than they contain, and with names that have no single meaning.
+//! Tests with archives that claim more than they contain, and with ambiguous names.
 
 use super::*;
 

@@ -8,8 +8,8 @@ fn agent(name: &str) -> Agent {
     Agent { actor: "claude-code".to_owned(), name: name.to_owned(), dispatch: Some(name.to_owned()) }
 }
 
-fn window(agent_name: &str, call: &str, claim: Option<&str>) -> Window {
-    Window {
+fn window(agent_name: &str, call: &str, claim: Option<&str>) -> CallWindow {
+    CallWindow {
         session: agent_name.to_owned(),
         tool_use: call.to_owned(),
         tool: if claim.is_some() { "Write" } else { "Bash" }.to_owned(),
@@ -35,7 +35,7 @@ fn attributions(entries: &[AuditEntry]) -> Vec<(String, String, bool)> {
 
 #[test]
 fn claimed_file_and_its_new_folders_belong_to_the_tool() {
-    let mut windows = Windows::default();
+    let mut windows = CallWindows::default();
     windows.begin(window("ada", "1", None));
     windows.begin(window("bob", "2", Some("n/e/w")));
     let changes = [
@@ -44,8 +44,8 @@ fn claimed_file_and_its_new_folders_belong_to_the_tool() {
         change(Op::Write, "n/e/w"),
         change(Op::Write, "n/x"),
     ];
-    let now = windows.attribute(changes.to_vec(), NOW);
-    assert_eq!(attributions(&now), [("n/x".to_owned(), "ada".to_owned(), false)]);
+    let immediate = windows.attribute(changes.to_vec(), NOW);
+    assert_eq!(attributions(&immediate), [("n/x".to_owned(), "ada".to_owned(), false)]);
     let entries = windows.end_successful("bob", "2", Some(change(Op::Write, "n/e/w")), NOW);
     assert_eq!(entries.iter().map(|entry| entry.path.as_str()).collect::<Vec<_>>(), ["n", "n/e", "n/e/w"]);
     assert!(entries.iter().all(|entry| entry.agent_name.as_deref() == Some("bob") && !entry.ambiguous));
@@ -54,7 +54,7 @@ fn claimed_file_and_its_new_folders_belong_to_the_tool() {
 
 #[test]
 fn failed_tools_claim_reverts_to_running_commands() {
-    let mut windows = Windows::default();
+    let mut windows = CallWindows::default();
     windows.begin(window("ada", "1", None));
     windows.begin(window("bob", "2", Some("w")));
     assert!(windows.attribute(vec![change(Op::Write, "w")], NOW).is_empty());
@@ -63,18 +63,23 @@ fn failed_tools_claim_reverts_to_running_commands() {
     windows.begin(window("bob", "3", Some("w")));
     windows.end(|window| window.session == "ada");
     assert!(windows.attribute(vec![change(Op::Write, "w")], NOW).is_empty());
-    assert!(windows.end(|_| true).is_empty(), "the owner made the change");
+    assert!(windows.end(|_| true).is_empty(), "a change without a running command must not be attributed");
 }
 
 #[test]
 fn several_calls_of_one_agent_are_unambiguous() {
-    let mut windows = Windows::default();
+    let mut windows = CallWindows::default();
     windows.begin(window("ada", "1", None));
     windows.begin(window("ada", "2", None));
     let entries = windows.attribute(vec![change(Op::Delete, "x")], NOW);
     assert_eq!(attributions(&entries), [("x".to_owned(), "ada".to_owned(), false)]);
     assert_eq!(entries[0].dispatch_id.as_deref(), Some("ada"));
-    for call in 3..=MAX_WINDOWS {
+}
+
+#[test]
+fn begin_evicts_oldest_window_at_capacity() {
+    let mut windows = CallWindows::default();
+    for call in 1..=MAX_WINDOWS {
         assert_eq!(windows.begin(window("ada", &call.to_string(), None)), None);
     }
     assert_eq!(windows.begin(window("ada", "more", None)).unwrap().tool_use, "1");
@@ -82,12 +87,12 @@ fn several_calls_of_one_agent_are_unambiguous() {
 }
 
 proptest! {
-    /// A change belongs to exactly the agents whose commands ran.
+    /// A change belongs to exactly the agents whose commands were running.
     #[test]
     fn change_belongs_to_running_commands(steps in prop::collection::vec((0_u8..3, 0_usize..3), 1..60)) {
         let names = ["ada", "bob", "eve"];
         let mut running = [0_usize; 3];
-        let mut windows = Windows::default();
+        let mut windows = CallWindows::default();
         for (step, agent) in steps {
             match step {
                 0 => {

@@ -25,7 +25,7 @@ pub struct Agent {
 /// The time window of a running tool call. The call may have made any change in it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Window {
+pub struct CallWindow {
     pub session: String,
     pub tool_use: String,
     pub tool: String,
@@ -38,7 +38,7 @@ pub struct Window {
     pub is_background: bool,
 }
 
-impl Window {
+impl CallWindow {
     fn claims(&self, change: &Change) -> bool {
         let Some(paths) = &self.claim else { return false };
         paths.iter().any(|path| match change.op {
@@ -100,18 +100,18 @@ struct PendingChange {
 }
 
 #[derive(Debug, Default)]
-pub struct Windows {
-    open: Vec<Window>,
+pub struct CallWindows {
+    open: Vec<CallWindow>,
     pending: Vec<PendingChange>,
 }
 
-impl Windows {
+impl CallWindows {
     /// Restores the calls that were open before a restart.
-    pub fn restore(open: Vec<Window>) -> Self {
+    pub fn restore(open: Vec<CallWindow>) -> Self {
         Self { open, pending: Vec::new() }
     }
 
-    pub fn all(&self) -> &[Window] {
+    pub fn all(&self) -> &[CallWindow] {
         &self.open
     }
 
@@ -128,12 +128,12 @@ impl Windows {
         self.get(session, tool_use).is_some()
     }
 
-    pub fn get(&self, session: &str, tool_use: &str) -> Option<&Window> {
+    pub fn get(&self, session: &str, tool_use: &str) -> Option<&CallWindow> {
         self.open.iter().find(|window| window.session == session && window.tool_use == tool_use)
     }
 
     /// Opens a call. Returns the oldest call if it had to be evicted.
-    pub fn begin(&mut self, window: Window) -> Option<Window> {
+    pub fn begin(&mut self, window: CallWindow) -> Option<CallWindow> {
         self.open.retain(|open| !(open.session == window.session && open.tool_use == window.tool_use));
         let evicted = (self.open.len() >= MAX_WINDOWS).then(|| self.open.remove(0));
         self.open.push(window);
@@ -206,7 +206,7 @@ impl Windows {
     }
 
     /// Ends failed or abandoned calls. The changes that they claimed are attributed to the commands that were running.
-    pub fn end(&mut self, ends: impl Fn(&Window) -> bool) -> Vec<AuditEntry> {
+    pub fn end(&mut self, ends: impl Fn(&CallWindow) -> bool) -> Vec<AuditEntry> {
         self.open.retain(|window| !ends(window));
         let open = &self.open;
         let (pending, released) = std::mem::take(&mut self.pending)
@@ -221,7 +221,7 @@ impl Windows {
 
     /// Marks a call that continues in the background after its end.
     pub fn put_into_background(&mut self, session: &str, tool_use: &str) {
-        let is_call = |window: &&mut Window| window.session == session && window.tool_use == tool_use;
+        let is_call = |window: &&mut CallWindow| window.session == session && window.tool_use == tool_use;
         if let Some(window) = self.open.iter_mut().find(is_call) {
             window.is_background = true;
         }
