@@ -1,5 +1,5 @@
 //! Finds the machine that an operation takes out of service: the slot's last registered machine or, in a deletion, the
-//! deleted machine itself. Also the steps that switch off its server and, if an operator chose that, delete the server.
+//! deleted machine itself. Also contains the steps that switch its server off and, if an operator chose that, delete it.
 //!
 //! The invariant: a server is switched off after the fence is set. It is deleted here only if a final backup exists
 //! or an operator accepted the loss; otherwise the reconciler deletes it after its successor is proven.
@@ -40,12 +40,23 @@ pub async fn find_outgoing_machine(leased: &LeasedOperation<'_>) -> Result<Optio
     Ok(db::machines::find_last_registered(&session, &machine).await?)
 }
 
+/// How notes name the machine that an operation of this kind takes out of service.
+pub(super) fn name_outgoing_machine(kind: OperationKind) -> &'static str {
+    if kind == OperationKind::Delete { "the machine" } else { "the predecessor" }
+}
+
+/// The note of a step that has nothing to do, because there is no outgoing machine.
+pub(super) fn note_nothing_served(kind: OperationKind) -> &'static str {
+    if kind == OperationKind::Delete { "the machine never served" } else { "no earlier machine has served" }
+}
+
 /// Switches off the server: requests a shutdown, then cuts the power.
 pub async fn power_off_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let outcome = try_power_off(leased).await?;
     let options = leased.operation.options;
     match outcome {
-        // A server that seems to be missing is not released: the reconciler checks again at the end of its retention.
+        // Unless an operator accepted the loss, a server that seemed to be missing is not released: the reconciler checks
+        // again at the end of its retention.
         StepOutcome::Done { note, record: StepRecord::Nothing }
             if leased.kind == OperationKind::Delete
                 && options.now
@@ -59,10 +70,13 @@ pub async fn power_off_server(leased: &LeasedOperation<'_>) -> Result<StepOutcom
 
 async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let Some(machine) = find_outgoing_machine(leased).await? else {
-        return Ok(StepOutcome::done_with_note("no earlier machine has served"));
+        return Ok(StepOutcome::done_with_note(note_nothing_served(leased.kind)));
     };
     let Some(id) = machine.provider_server_id.filter(|_| machine.server_exists()) else {
-        return Ok(StepOutcome::done_with_note("the earlier machine has no server"));
+        return Ok(StepOutcome::done_with_note(format!(
+            "{} has no server",
+            name_outgoing_machine(leased.kind)
+        )));
     };
     let age = leased.step_age().await?;
     let timing = &leased.platform.config.timing;
@@ -128,7 +142,8 @@ fn time_since_cut(cut_at: f64, age: Duration) -> Duration {
 fn confirm_server_gone(leased: &LeasedOperation<'_>, machine: &MachineRow) -> StepOutcome {
     let mut facts = leased.facts();
     if facts.contains_key(ABSENT) {
-        let note = Some("the provider no longer has the earlier machine's server".into());
+        let note = format!("the provider no longer has {}'s server", name_outgoing_machine(leased.kind));
+        let note = Some(note.into());
         return StepOutcome::Done { note, record: StepRecord::ServerGone { machine: machine.id } };
     }
     facts.insert(ABSENT.to_owned(), json!(true));
@@ -143,14 +158,14 @@ pub async fn delete_predecessor(leased: &LeasedOperation<'_>) -> Result<StepOutc
     };
     if !options.replace_first {
         return Ok(StepOutcome::done_with_note(
-            "the earlier machine's server is kept until the new machine is healthy",
+            "the predecessor's server is kept until the new machine is healthy",
         ));
     }
     if let Some(since) = machine.unsaved_since.filter(|_| !options.accept_loss) {
         let detail = format!(
-            "The server to be deleted first holds data written since {since:.0} that no snapshot contains: `svcctl operation \
-             continue {operation} --accept-loss` deletes the server, `svcctl operation abandon {operation}` returns the slot \
-             to the server's machine.",
+            "The predecessor's server, which would be deleted first, holds data written since {since:.0} that no snapshot \
+             contains: `svcctl operation continue {operation} --accept-loss` deletes the server, `svcctl operation abandon \
+             {operation}` returns the slot to the predecessor.",
             operation = leased.operation.id
         );
         let code = "replace_first_loses_data";
