@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::leased::LeasedOperation;
 use super::step::{Question, StepError, StepOutcome, StepRecord};
@@ -88,7 +88,7 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     }
     leased.record_power_off_order(machine.id).await?;
     match switch_off(leased, ServerId(id), age).await {
-        Ok(Some(outcome)) => Ok(outcome),
+        Ok(Some(outcome)) => Ok(clear_absence(outcome, leased.facts())),
         Ok(None) => Ok(confirm_server_gone(leased, &machine)),
         // Retried only until the deadline above: a provider error must not block the slot's new machine.
         Err(error) => {
@@ -138,7 +138,7 @@ fn time_since_cut(cut_at: f64, age: Duration) -> Duration {
     age.saturating_sub(Duration::try_from_secs_f64(cut_at).unwrap_or_default())
 }
 
-/// After two reports that a server is missing, records it as gone, so that it cannot be kept or reinstated.
+/// After two consecutive reports that a server is missing, records it as gone, so that it cannot be kept or reinstated.
 fn confirm_server_gone(leased: &LeasedOperation<'_>, machine: &MachineRow) -> StepOutcome {
     let mut facts = leased.facts();
     if facts.contains_key(ABSENT) {
@@ -148,6 +148,21 @@ fn confirm_server_gone(leased: &LeasedOperation<'_>, machine: &MachineRow) -> St
     }
     facts.insert(ABSENT.to_owned(), json!(true));
     StepOutcome::Wait { delay: CONFIRM_INTERVAL, facts: Some(facts) }
+}
+
+/// Forgets an earlier report that the server was missing, because the provider has it.
+fn clear_absence(outcome: StepOutcome, facts: Map<String, Value>) -> StepOutcome {
+    if !facts.contains_key(ABSENT) {
+        return outcome;
+    }
+    let (delay, mut facts) = match outcome {
+        StepOutcome::Wait { delay, facts: changed } => (delay, changed.unwrap_or(facts)),
+        // This outcome cannot change the facts. The next run of the step returns it again.
+        StepOutcome::WaitFor { delay, .. } => (delay, facts),
+        other => return other,
+    };
+    facts.remove(ABSENT);
+    StepOutcome::Wait { delay, facts: Some(facts) }
 }
 
 /// Keeps the predecessor's server or, if the operator chose that, deletes it before the new server is created.
@@ -181,4 +196,29 @@ pub async fn delete_predecessor(leased: &LeasedOperation<'_>) -> Result<StepOutc
     } else {
         StepOutcome::wait(POLL_INTERVAL)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clear_absence_forgets_that_server_was_missing() {
+        let facts = || {
+            let names = [ABSENT, SHUTDOWN_REQUESTED];
+            names.map(|name| (name.to_owned(), json!(true))).into_iter().collect::<Map<_, _>>()
+        };
+        for outcome in [
+            StepOutcome::wait(POLL_INTERVAL),
+            StepOutcome::Wait { delay: POLL_INTERVAL, facts: Some(facts()) },
+            StepOutcome::wait_for(POLL_INTERVAL, "server_locked", "locked"),
+        ] {
+            let StepOutcome::Wait { delay, facts: Some(cleared) } = clear_absence(outcome, facts()) else {
+                panic!("the step must wait, with other facts");
+            };
+            assert_eq!(delay, POLL_INTERVAL);
+            assert_eq!(cleared.keys().collect::<Vec<_>>(), [SHUTDOWN_REQUESTED]);
+        }
+        assert!(matches!(clear_absence(StepOutcome::done(), facts()), StepOutcome::Done { .. }));
+    }
 }
