@@ -142,7 +142,7 @@ async fn delete_of_silent_host_can_be_undone_and_discarded() {
     let operator = Operator::start(&[]).await;
     let guest = operator.start_machine().await;
     let id = guest.machine.as_str();
-    operator.stack.snapshot(USER);
+    operator.stack.store_snapshot(USER);
 
     let output = operator.run(0, &["delete", HANDLE, "--yes"]).await;
     assert_contains(
@@ -206,7 +206,7 @@ async fn delete_of_silent_host_can_be_undone_and_discarded() {
 async fn recovery_without_backup_waits_and_abandon_keeps_machine() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
     let (guest, _host) = operator.start_machine_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
-    operator.stack.snapshot(USER);
+    operator.stack.store_snapshot(USER);
     let output = operator.run(75, &["recover", USER, "--yes", "--wait=60"]).await;
     assert_contains(
         &output,
@@ -259,7 +259,7 @@ async fn lose_server_after_outage(operator: &Operator) -> (Guest, String) {
     let guest = operator.start_machine().await;
     let (old, new) = ("2026-01-02T03:45:03.000Z", "2026-01-02T04:00:15.000Z");
     for at in [new, old] {
-        operator.stack.snapshot_by(USER, &guest.machine, at);
+        operator.stack.store_snapshot_by(USER, &guest.machine, at);
     }
     let server = format!("svc-{}", guest.machine);
     operator.stack.provider.vanish_server(&server).await.unwrap();
@@ -334,7 +334,7 @@ async fn deletion_during_recovery_names_both_and_waits() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
     let (guest, _host) = operator.start_machine_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
     let old = guest.machine.as_str();
-    operator.stack.snapshot(USER);
+    operator.stack.store_snapshot(USER);
     operator.run(75, &["recover", USER, "--yes", "--wait=60"]).await;
     let new = operator.json(&["status", HANDLE]).await["machineId"].as_str().unwrap().to_owned();
 
@@ -365,7 +365,7 @@ async fn deletion_during_recovery_names_both_and_waits() {
 async fn accepted_loss_continues_recovery_and_keeps_old_server() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
     let (guest, _host) = operator.start_machine_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
-    operator.stack.snapshot(USER);
+    operator.stack.store_snapshot(USER);
     operator.run(75, &["recover", USER, "--yes", "--wait=60"]).await;
     let machine = operator.json(&["status", HANDLE]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap();
@@ -385,7 +385,7 @@ async fn accepted_loss_continues_recovery_and_keeps_old_server() {
 async fn failed_recovery_names_machine_that_has_the_slot() {
     let operator = Operator::start(&[]).await;
     let guest = operator.start_machine().await;
-    operator.stack.snapshot(USER);
+    operator.stack.store_snapshot(USER);
     let recovery =
         operator.json(&["recover", USER, "--server-type", "cpx32", "--location", "hel1", "--yes"]).await;
     let new = operator.stack.wait_for_guest(&operator.process, recovery["machineId"].as_str().unwrap()).await;
@@ -425,7 +425,7 @@ async fn resume_undoes_a_mistaken_fail() {
 async fn snapshot_too_large_for_disk_advises_server_type() {
     let operator = Operator::start(&[]).await;
     operator.start_machine().await;
-    let key = format!("{}.json", operator.stack.snapshot(USER));
+    let key = format!("{}.json", operator.stack.store_snapshot(USER));
     let mut side: Value = serde_json::from_slice(&operator.stack.store.read(BUCKET, &key).unwrap()).unwrap();
     side["database"] = json!({"owner": null, "sizeBytes": 500_u64 << 30, "grants": null, "settings": []});
     operator.stack.store.write(BUCKET, &key, side.to_string());

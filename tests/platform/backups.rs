@@ -93,7 +93,7 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
     let none = stack.get(&process, &path).await;
     assert_eq!(none.body, json!({"latest": null, "backups": [], "nextCursor": null}));
 
-    let latest = stack.snapshot("user_1");
+    let latest = stack.store_snapshot("user_1");
     let latest = latest.strip_prefix("user_1/primary/").unwrap();
     for hour in 4..9 {
         let at = format!("2026-01-02T{hour:02}:00:00.000Z");
@@ -161,7 +161,7 @@ async fn latest_snapshot_is_shown_without_listing_all() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    let latest = stack.snapshot("user_1");
+    let latest = stack.store_snapshot("user_1");
     let latest = latest.strip_prefix("user_1/primary/").unwrap();
     for n in 0..3000 {
         stack.store.write(BUCKET, &format!("user_1/primary/system/db/snapshots/old-{n:04}.dump.json"), "{}");
@@ -204,7 +204,7 @@ async fn damaged_pointer_does_not_hide_snapshots() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    let latest = stack.snapshot("user_1");
+    let latest = stack.store_snapshot("user_1");
     let path = format!("/vps/{}/backups", guest.machine);
     stack.store.write(BUCKET, "user_1/primary/system/db/latest", "{torn");
     let listed = stack.get(&process, &path).await;

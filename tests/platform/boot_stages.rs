@@ -64,7 +64,7 @@ async fn host_cannot_register_before_its_server_is_recorded() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn boot_stage_requires_the_machine_token_and_a_known_stage() {
+async fn boot_stage_requires_registration_token_and_known_stage() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let provisioned = stack.provision(&process, "user_1").await;

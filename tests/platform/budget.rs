@@ -47,8 +47,8 @@ async fn rate_refusal_of_one_process_applies_to_all() {
     let quiet = [("RECONCILE_SECONDS", "600")];
     let first = stack.start_platform_with(&quiet);
     stack.start_machine(&first, "user_1").await;
-    // Much longer than the check below takes, even on a stalled machine. The provider reports whole seconds, so up to
-    // one second is lost.
+    // The reset time is much longer than the check below takes, even on a stalled machine. The provider reports whole
+    // seconds, so up to one second is lost.
     let spent =
         Fault::Status { status: 429, code: "rate_limit_exceeded".to_owned(), reset_in_seconds: Some(7) };
     stack.provider.add_fault(FaultRule::once("POST", "/servers", spent));

@@ -160,7 +160,7 @@ async fn machine_is_validated_through_router_and_its_chain_verified() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn missing_certificate_is_named_before_and_after_verification() {
+async fn missing_certificate_is_named_with_verification_off_and_on() {
     let (roots, port) = (tempfile::NamedTempFile::new().unwrap(), free_port().unwrap());
     std::fs::write(roots.path(), Ca::new().unwrap().root_pem()).unwrap();
     // No authority listens at this address.

@@ -18,7 +18,7 @@ fn server_name(guest: &Guest) -> String {
 /// Starts a machine with a snapshot, and its successor, which has served. The old server is kept.
 async fn start_recovered(stack: &Stack, process: &Process) -> (Guest, Guest) {
     let old = stack.start_machine(process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
     let recovery = stack.post(process, "/vps/recover", &body).await.body;
     let new = stack.wait_for_guest(process, recovery["machineId"].as_str().unwrap()).await;
@@ -86,7 +86,7 @@ async fn newest_snapshot_is_read_from_the_store() {
     assert_eq!((&known["newestSnapshot"], &known["snapshotProblem"]), (&Value::Null, &Value::Null));
 
     // No heartbeat has reported this snapshot.
-    stack.snapshot_by("user_1", &guest.machine, TAKEN_AT);
+    stack.store_snapshot_by("user_1", &guest.machine, TAKEN_AT);
     let known = fetch_copies(&stack, &process, &guest.machine).await;
     let newest = &known["newestSnapshot"];
     assert_eq!((&newest["takenAt"], &newest["machineId"]), (&json!(TAKEN_AT), &json!(guest.machine)));
@@ -103,7 +103,7 @@ async fn newest_snapshot_is_read_from_the_store() {
     assert_eq!(fetch_copies(&stack, &process, &guest.machine).await["newestSnapshotAt"], TAKEN_AT);
 
     // If the snapshot is damaged or the store is unreadable, the reported snapshot is shown with the problem.
-    let object = stack.snapshot_at("user_1", TAKEN_AT);
+    let object = stack.store_snapshot_at("user_1", TAKEN_AT);
     stack.store.remove(BUCKET, &object);
     let known = fetch_copies(&stack, &process, &guest.machine).await;
     assert_eq!(
@@ -129,10 +129,10 @@ async fn newer_unpublished_snapshot_is_shown() {
     let guest = stack.start_machine(&process, "user_1").await;
     // The snapshot of a host that could not advance the pointer.
     let later = svc::clock::rfc3339_ms(jiff::Timestamp::now());
-    stack.snapshot_by("user_1", &guest.machine, &later);
+    stack.store_snapshot_by("user_1", &guest.machine, &later);
     let known = fetch_copies(&stack, &process, &guest.machine).await;
     assert_eq!((&known["newestSnapshotAt"], &known["newerSnapshot"]), (&json!(later), &Value::Null));
-    stack.snapshot_by("user_1", &guest.machine, TAKEN_AT);
+    stack.store_snapshot_by("user_1", &guest.machine, TAKEN_AT);
     let known = fetch_copies(&stack, &process, &guest.machine).await;
     assert_eq!(known["newestSnapshotAt"], TAKEN_AT, "{known}");
     let newer = &known["newerSnapshot"];
@@ -140,13 +140,17 @@ async fn newer_unpublished_snapshot_is_shown() {
     // A snapshot of another machine or a damaged one is not offered.
     let own = newer["key"].as_str().unwrap().to_owned();
     let still_later = jiff::Timestamp::now().checked_add(jiff::SignedDuration::from_hours(1)).unwrap();
-    stack.snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &svc::clock::rfc3339_ms(still_later));
-    stack.snapshot_by("user_1", &guest.machine, TAKEN_AT);
+    stack.store_snapshot_by(
+        "user_1",
+        &uuid::Uuid::now_v7().to_string(),
+        &svc::clock::rfc3339_ms(still_later),
+    );
+    stack.store_snapshot_by("user_1", &guest.machine, TAKEN_AT);
     assert_eq!(fetch_copies(&stack, &process, &guest.machine).await["newerSnapshot"]["key"], own.as_str());
     stack.store.remove(BUCKET, &format!("user_1/primary/{own}"));
     assert_eq!(fetch_copies(&stack, &process, &guest.machine).await["newerSnapshot"], Value::Null);
-    stack.snapshot_by("user_1", &guest.machine, &later);
-    stack.snapshot_by("user_1", &guest.machine, TAKEN_AT);
+    stack.store_snapshot_by("user_1", &guest.machine, &later);
+    stack.store_snapshot_by("user_1", &guest.machine, TAKEN_AT);
     let known = fetch_copies(&stack, &process, &guest.machine).await;
     let newer = &known["newerSnapshot"];
     let recovery = json!({"idpUserId": "user_1", "snapshotKey": newer["key"], "acceptLoss": true});
@@ -163,14 +167,14 @@ async fn snapshot_of_another_machine_does_not_reduce_exposure() {
     stack.send_heartbeat(&process, &guest, &beat).await;
     // The snapshot of a machine that is missing from the database.
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
-    stack.snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now);
+    stack.store_snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now);
     let known = fetch_copies(&stack, &process, &guest.machine).await;
     assert_eq!(known["newestSnapshotAt"], now);
     assert!(known["exposedSeconds"].as_u64().unwrap() > 86_400, "{known}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn abandoned_removal_is_kept_until_an_operator_discards_it() {
+async fn server_of_abandoned_removal_is_kept_until_discarded() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "600")]);
     let (old, new) = start_recovered(&stack, &process).await;
@@ -205,7 +209,7 @@ async fn hanging_store_returns_503_before_the_client_timeout() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let stalled = stack.store.add_fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).always());
     let started = std::time::Instant::now();
     let recover = json!({"idpUserId": "user_1"});

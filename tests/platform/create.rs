@@ -37,7 +37,7 @@ async fn create_without_effect_is_retried_under_the_same_name() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn create_is_retried_while_the_provider_is_overloaded() {
+async fn create_is_retried_after_unavailable_or_conflict_error() {
     provision_despite(Fault::Status { status: 503, code: "unavailable".into(), reset_in_seconds: None })
         .await;
     provision_despite(Fault::Status { status: 409, code: "conflict".into(), reset_in_seconds: None }).await;
@@ -49,7 +49,7 @@ async fn unstartable_server_ends_the_recovery() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     // The first of these calls requests the shutdown of the old server.
     stack
         .provider
@@ -80,7 +80,7 @@ async fn refused_create_fails_the_machine_and_keeps_the_snapshot() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let provider_code = "unsupported_error";
     let refusal = Fault::Status { status: 422, code: provider_code.into(), reset_in_seconds: None };
     // The first of these calls requests the shutdown of the old server.
@@ -227,7 +227,7 @@ async fn unknown_location_is_refused_before_anything_changes() {
         assert!(refused.body["detail"].as_str().unwrap().contains("moon1"), "{refused:?}");
     }
     let old = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let body = json!({"idpUserId": "user_1", "acceptLoss": true, "location": "moon1"});
     stack.post(&process, "/vps/recover", &body).await.assert_problem(400, "invalid_request");
     assert_eq!(stack.status(&process, &old.machine).await, "running");

@@ -112,7 +112,7 @@ async fn host_credentials_reach_only_their_own_slot() {
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
     stack.start_machine(&process, "user_2").await;
-    stack.snapshot("user_2");
+    stack.store_snapshot("user_2");
     stack.store.write(BUCKET, "user_1/primary2/system/db/latest", "a slot with a longer name");
     stack.store.write(BUCKET, "user_1/second/system/db/latest", "another slot of the same user");
     let foreign =
@@ -159,8 +159,8 @@ async fn outage_session_adds_only_snapshots_of_its_epoch() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
-    stack.snapshot("user_2");
+    stack.store_snapshot("user_1");
+    stack.store_snapshot("user_2");
     let response = request_credentials(&stack, &process, &guest).await;
     let name = format!("svc-outage-{}", guest.machine);
     let sessions = stack.store.sessions();
@@ -235,7 +235,7 @@ async fn only_current_machine_gets_credentials() {
     let response = stack.send(request.json(&json!({"prefix": "user_2/primary"}))).await;
     assert_eq!(response.status, 200, "unknown fields of a newer host are ignored: {response:?}");
 
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery =
         stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
     assert_eq!(recovery.status, 202, "{recovery:?}");
@@ -308,7 +308,11 @@ async fn static_mode_returns_the_platform_credentials() {
     assert_eq!(env["AWS_SECRET_ACCESS_KEY"], stack.store.secret_key());
     assert!(!env.contains_key("AWS_CREDENTIAL_EXPIRATION"), "static credentials do not expire");
     let response = request_credentials(&stack, &process, &guest).await;
-    assert_eq!(response.body["secretAccessKey"], stack.store.secret_key(), "for hosts created under sts");
+    assert_eq!(
+        response.body["secretAccessKey"],
+        stack.store.secret_key(),
+        "hosts that were created in the mode sts get them, too"
+    );
     assert!(stack.store.sessions().is_empty());
 }
 
@@ -317,10 +321,10 @@ async fn machine_in_its_final_backup_still_gets_credentials() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "30")]);
     let old = super::internal_host::start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    let is_requested = || async { (!old.proofs.lock().unwrap().is_empty()).then_some(()) };
-    stack.eventually("the backup is requested", is_requested).await;
+    let is_called = || async { (!old.proofs.lock().unwrap().is_empty()).then_some(()) };
+    stack.eventually("the platform calls the host", is_called).await;
     let response = request_credentials(&stack, &process, &old.guest).await;
     open_store(&response).put(&Path::from("user_1/primary/system/db/snapshots/x.dump"), "x").await.unwrap();
     let session = list_sessions(&stack, &old.guest.machine)

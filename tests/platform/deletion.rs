@@ -10,7 +10,7 @@ async fn deleted_machine_loses_its_server_and_repeats_are_stable() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let path = format!("/vps/{}", guest.machine);
     let accepting = format!("{path}?acceptLoss=true");
     let first = stack.delete(&process, &accepting).await;
@@ -50,7 +50,7 @@ async fn deletion_names_the_newest_stored_or_reported_snapshot() {
     beat["lastBackup"] = json!({"status": "success", "takenAt": reported, "key": "x", "sizeBytes": 4});
     stack.send_heartbeat(&process, &guest, &beat).await;
     // This snapshot is later than the one in the last heartbeat.
-    stack.snapshot_by("user_1", &guest.machine, taken_at);
+    stack.store_snapshot_by("user_1", &guest.machine, taken_at);
     let newest = async || {
         let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
         assert_eq!(deleted.status, 202, "{deleted:?}");
@@ -89,7 +89,7 @@ async fn replaced_machine_cannot_be_deleted() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
     let response = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
     response.assert_problem(409, "invalid_state");
@@ -99,11 +99,11 @@ async fn replaced_machine_cannot_be_deleted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_after_an_interrupted_recovery_leaves_no_server() {
+async fn deletion_cancels_a_recovery_and_leaves_no_server() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let deleted = stack
         .delete(&process, &format!("/vps/{}?acceptLoss=true", recovery["machineId"].as_str().unwrap()))

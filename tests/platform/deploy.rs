@@ -73,7 +73,7 @@ impl Fleet {
         Self { stack, process, guests }
     }
 
-    /// Starts a rollout without verification, which the simulated hosts could not pass.
+    /// Starts a rollout, by default without verification, which the simulated hosts could not pass.
     pub async fn deploy(&self, more: &Value) -> Value {
         let mut body = json!({"imageVersion": NEXT, "verify": false});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -377,7 +377,7 @@ async fn rollout_refuses_bundles_that_hosts_would_refuse() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rollout_reports_a_switched_off_machine() {
+async fn rollout_refuses_a_switched_off_machine() {
     let fleet = Fleet::start(1, &[]).await;
     let (stack, process, guest) = (&fleet.stack, &fleet.process, &fleet.guests[0]);
     let client = stack.database.connect().await.unwrap();

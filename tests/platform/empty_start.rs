@@ -1,5 +1,5 @@
-//! A slot without a snapshot starts empty only if no data can be lost or an operator allows it, and never beside a
-//! deletion that is still saving its data.
+//! A slot without a snapshot starts empty only if no data can be lost or an operator allows it, and never while a
+//! deletion is still saving its data.
 
 use serde_json::{Value, json};
 
@@ -12,7 +12,7 @@ fn body_allowing_empty() -> Value {
     body
 }
 
-/// Asserts that a provision is refused with a message that contains these parts.
+/// Asserts that a provision is refused with a message that contains these parts and names `--allow-empty`.
 async fn assert_refused(stack: &Stack, process: &Process, parts: &[&str]) {
     let response = stack.post(process, "/vps/provision", &provision_body("user_1")).await;
     response.assert_problem(409, "snapshot_unusable");
@@ -84,7 +84,7 @@ async fn slot_is_not_provisioned_during_a_deletion_backup() {
     let process =
         stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "3"), ("DELETE_GRACE_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let deleted = stack.delete(&process, &format!("/vps/{}", old.guest.machine)).await.body;
     let operation = deleted["operationId"].as_str().unwrap();
     let early = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;

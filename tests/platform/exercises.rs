@@ -26,7 +26,7 @@ async fn recovery_and_rollback_on_a_test_slot_are_exercises() {
     assert_eq!(fetch_exercises(&stack, &process).await, json!({"recovery": never, "rollback": never}));
 
     stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovered = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
     let ended = stack.wait_until_ended(&process, recovered.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");

@@ -1,4 +1,4 @@
-//! POST `/vps/:id/fail`: ends a machine's service or a stuck operation; and the calls that may follow.
+//! POST `/vps/:id/fail` takes a machine out of service or ends a stuck operation; also tests the calls that may follow.
 
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -60,7 +60,7 @@ async fn failed_slot_is_provisioned_with_another_server() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "r"})).await;
 
     let mut body = provision_body("user_1");
@@ -93,7 +93,7 @@ async fn deleted_slot_restarts_from_its_snapshot_or_empty() {
     for (user, snapshot, mode) in [("user_1", true, "required"), ("user_2", false, "empty")] {
         let guest = stack.start_machine(&process, user).await;
         if snapshot {
-            stack.snapshot(user);
+            stack.store_snapshot(user);
         }
         let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
         stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
@@ -105,7 +105,7 @@ async fn deleted_slot_restarts_from_its_snapshot_or_empty() {
     }
     // An invalid snapshot does not allow an empty start.
     let guest = stack.start_machine(&process, "user_3").await;
-    let dump = stack.snapshot("user_3");
+    let dump = stack.store_snapshot("user_3");
     stack.store.remove(super::stack::BUCKET, &dump);
     let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;

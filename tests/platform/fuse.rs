@@ -48,7 +48,7 @@ async fn machine_with_heartbeats_survives_a_missing_listing() {
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
     assert_all_running(&stack, &process, &guests).await;
-    // A machine that is neither listed nor sends heartbeats is lost.
+    // A machine that neither is listed nor sends heartbeats is lost.
     let failed = || async { (stack.status(&process, &guests[0].machine).await == "failed").then_some(()) };
     stack.eventually("the silent machine fails", failed).await;
     assert_eq!(stack.status(&process, &guests[1].machine).await, "running");
@@ -64,7 +64,7 @@ async fn partial_listing_fails_no_machine_and_raises_an_alarm() {
     let shown = stack.eventually("the alarm is raised", raised).await;
     assert_eq!((&shown["detail"]["missing"], &shown["detail"]["limit"]), (&json!(5), &json!(4)), "{shown}");
     assert!(shown["next"].as_str().unwrap().contains("svcctl alarm release servers_missing"), "{shown}");
-    // Much longer than every timeout of this configuration.
+    // This is much longer than every timeout of this configuration.
     tokio::time::sleep(Duration::from_secs(8)).await;
     assert_all_running(&stack, &process, &guests).await;
     // Machines do not fail one by one either, while the list becomes complete again.
@@ -174,7 +174,7 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
         fault(status, code);
         let raised = || async { find_alarm(&fetch_fleet(&stack, &process).await, name).cloned() };
         stack.eventually("the alarm is raised", raised).await;
-        // Longer than the deadline of operations.
+        // This is longer than the deadline of operations.
         tokio::time::sleep(Duration::from_secs(4)).await;
         let shown = fetch_fleet(&stack, &process).await;
         let of_name = |alarm: &&Value| alarm["alarm"] == name;

@@ -57,7 +57,7 @@ impl Host {
     /// Stores a snapshot and reports it. Returns its time.
     pub fn store_backup(&self, stack: &Stack, user: &str) -> String {
         let at = svc::clock::rfc3339_ms(jiff::Timestamp::now());
-        let key = stack.snapshot_by(user, &self.guest.machine, &at);
+        let key = stack.store_snapshot_by(user, &self.guest.machine, &at);
         self.report_backup(&key, &at);
         at
     }

@@ -1,4 +1,5 @@
-//! A replaced server is kept until its successor is healthy, and gets its slot back otherwise.
+//! The server of a replaced machine is kept until the successor is healthy; if the successor fails, the slot returns to
+//! the replaced machine.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
@@ -28,6 +29,7 @@ async fn fetch_record(stack: &Stack, process: &Process, machine: &str) -> Value 
     stack.get(process, &format!("/vps/{machine}")).await.body
 }
 
+/// Waits until a machine that has not been replaced has this status.
 async fn wait_for_status(stack: &Stack, process: &Process, machine: &str, status: &str) -> Value {
     let has_status = || async {
         let found = fetch_record(stack, process, machine).await;
@@ -55,7 +57,7 @@ async fn cancelled_recovery_keeps_the_healthy_machine() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &recovery_body()).await;
     let is_requested = || async { (old.call_count("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("the final backup is requested", is_requested).await;
@@ -85,7 +87,7 @@ async fn failed_boot_switches_the_old_machine_on_again() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &recovery_body()).await;
     let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
     assert_eq!(power_state(&stack, &old.machine), Some(Power::Off), "the old server is kept, switched off");
@@ -108,7 +110,7 @@ async fn failed_boot_switches_the_old_machine_on_again() {
     stack.assert_only_server(&old.machine);
     stack.register(&process, &new).await.assert_problem(401, "registration_rejected");
 
-    // A second recovery backs up and keeps the older machine, not the failed one.
+    // A second recovery replaces the older machine, not the failed one.
     let again = recover(&stack, &process, &recovery_body()).await;
     assert_eq!((&again["oldMachineId"], &again["epoch"]), (&json!(old.machine), &json!(4)));
 }
@@ -118,7 +120,7 @@ async fn expired_registration_gives_the_slot_back() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("REGISTRATION_TTL_SECONDS", "1")]);
     let old = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &recovery_body()).await;
     wait_for_status(&stack, &process, &old.machine, "failed").await;
     send_heartbeats_until_running(&stack, &process, &old).await;
@@ -131,7 +133,7 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "2")]);
     let old = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
     let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
     stack.register(&process, &new).await;
@@ -159,11 +161,11 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unreachable_host_server_is_kept_until_loss_is_accepted() {
+async fn server_of_unreachable_host_is_kept_until_loss_accepted() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &recovery_body()).await;
     let operation = stack.wait_until_ended(&process, &id(&recovery, "operationId")).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
@@ -182,7 +184,7 @@ async fn unreachable_host_server_is_kept_until_loss_is_accepted() {
     let refused = stack.post(&process, &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     assert!(refused.body["detail"].as_str().unwrap().contains("2026-01-02T03:04:05"), "{refused:?}");
-    // The provider delays the removal.
+    // The provider refuses to delete the server, so the removal stays pending.
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     let ordered = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
@@ -208,7 +210,7 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
     let process =
         stack.start_platform_with(&[("RESIZE_SHUTDOWN_SECONDS", "0"), ("POWER_OFF_RETRY_SECONDS", "2")]);
     let old = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/poweroff", locked.clone()));
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
@@ -236,7 +238,7 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
     let removal = stack.eventually("the removal is attempted", removal).await;
     let path = format!("/vps/operations/{}/abandon", id(&removal, "operationId"));
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
-    // A call in flight ends with the lease.
+    // A call in flight ends when the lease expires, after 2 s.
     tokio::time::sleep(std::time::Duration::from_secs(2)).await;
     stack.provider.clear_faults();
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
@@ -248,7 +250,7 @@ async fn replace_first_requires_confirmation_before_data_loss() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "replaceFirst": true})).await;
     let path = format!("/vps/operations/{}", id(&recovery, "operationId"));
     let waiting = || async {
@@ -290,7 +292,7 @@ async fn boot_progress_extends_the_registration_deadline() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_with_lost_pointer_changes_nothing() {
+async fn recovery_and_provision_refuse_a_lost_pointer() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
@@ -310,7 +312,7 @@ async fn recovery_with_lost_pointer_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn discard_waits_for_final_backup_of_a_deletion() {
+async fn discard_is_refused_until_deletion_has_final_backup() {
     let stack = Stack::start().await;
     let settings = [("LAST_BACKUP_STALL_SECONDS", "60"), ("DELETE_GRACE_SECONDS", "60")];
     let process = stack.start_platform_with(&settings);
@@ -343,12 +345,12 @@ async fn discard_waits_for_final_backup_of_a_deletion() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn discard_waits_for_successor_unless_loss_is_accepted() {
+async fn discard_is_refused_until_the_recovery_ends() {
     let stack = Stack::start().await;
     let settings = [("LAST_BACKUP_STALL_SECONDS", "60"), ("PREDECESSOR_KEEP_SECONDS", "60")];
     let process = stack.start_platform_with(&settings);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
     let is_requested = || async { (old.call_count("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("the final backup is requested", is_requested).await;
@@ -366,12 +368,12 @@ async fn discard_waits_for_successor_unless_loss_is_accepted() {
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
 }
 
-/// Starts a machine that failed as `server_gone` although its server exists.
-async fn start_machine_wrongly_gone(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
+/// Starts a machine that is marked failed with the cause `server_gone`, although its server exists.
+async fn start_machine_wrongly_marked_gone(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(settings);
     let old = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let client = stack.database.connect().await.unwrap();
     let gone = "UPDATE user_machines SET status = 'failed', failure_cause = 'server_gone', \
                 server_missing_since = now()";
@@ -379,11 +381,11 @@ async fn start_machine_wrongly_gone(settings: &[(&str, &str)]) -> (Stack, Proces
     (stack, process, old)
 }
 
-/// The server may have been missing from the listing only for a while, so the provider is queried again before any
+/// The server may have been missing from the listing only briefly, so the provider is queried again before any
 /// action.
 #[tokio::test(flavor = "multi_thread")]
 async fn server_wrongly_reported_gone_is_kept_by_a_recovery() {
-    let (stack, process, old) = start_machine_wrongly_gone(&[]).await;
+    let (stack, process, old) = start_machine_wrongly_marked_gone(&[]).await;
     let recovery = recover(&stack, &process, &recovery_body()).await;
     stack.wait_until_ended(&process, &id(&recovery, "operationId")).await;
     assert_eq!(power_state(&stack, &old.machine), Some(Power::Off));
@@ -396,7 +398,7 @@ async fn server_wrongly_reported_gone_is_kept_by_a_recovery() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_wrongly_reported_gone_survives_immediate_deletion() {
-    let (stack, process, old) = start_machine_wrongly_gone(&[]).await;
+    let (stack, process, old) = start_machine_wrongly_marked_gone(&[]).await;
     let path = format!("/vps/{}", old.machine);
     let deleted = stack.delete(&process, &format!("{path}?now=true")).await.body;
     stack.wait_until_ended(&process, &id(&deleted, "operationId")).await;
@@ -409,7 +411,7 @@ async fn server_wrongly_reported_gone_survives_immediate_deletion() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_wrongly_reported_gone_runs_after_power_on() {
-    let (stack, process, old) = start_machine_wrongly_gone(&[]).await;
+    let (stack, process, old) = start_machine_wrongly_marked_gone(&[]).await;
     let path = format!("/vps/{}/power", old.machine);
     for action in ["off", "reboot"] {
         let refused = stack.post(&process, &path, &json!({"action": action})).await;
@@ -424,8 +426,8 @@ async fn server_wrongly_reported_gone_runs_after_power_on() {
 
 /// The removal looks the server up once more; then the machine can be undeleted.
 #[tokio::test(flavor = "multi_thread")]
-async fn server_found_at_its_removal_is_kept_and_undeleted() {
-    let (stack, process, old) = start_machine_wrongly_gone(&[("DELETE_GRACE_SECONDS", "5")]).await;
+async fn server_found_during_removal_is_kept() {
+    let (stack, process, old) = start_machine_wrongly_marked_gone(&[("DELETE_GRACE_SECONDS", "5")]).await;
     let name = format!("svc-{}", old.machine);
     stack.provider.hide_servers(&[name]);
     let path = format!("/vps/{}", old.machine);

@@ -41,18 +41,18 @@ enum LaterMachine {
     Unregistered,
     Unproven,
     Proven {
-        old: bool,
+        is_old: bool,
     },
     /// Proven long ago and deleted; its server still exists.
     DeletedWithServer,
     DeletedServerGone {
-        old: bool,
+        is_old: bool,
     },
     /// Proven long ago; the provider has lost its server.
     ServerLost,
     /// Proven long ago; the provider has lost its server, and the machine has been deleted since.
     ServerLostThenDeleted {
-        old: bool,
+        is_old: bool,
     },
     /// Replaced as well, and its server is deleted.
     ReplacedServerGone,
@@ -62,26 +62,26 @@ const LATER_MACHINES: [LaterMachine; 12] = [
     LaterMachine::Absent,
     LaterMachine::Unregistered,
     LaterMachine::Unproven,
-    LaterMachine::Proven { old: true },
-    LaterMachine::Proven { old: false },
+    LaterMachine::Proven { is_old: true },
+    LaterMachine::Proven { is_old: false },
     LaterMachine::DeletedWithServer,
-    LaterMachine::DeletedServerGone { old: true },
-    LaterMachine::DeletedServerGone { old: false },
+    LaterMachine::DeletedServerGone { is_old: true },
+    LaterMachine::DeletedServerGone { is_old: false },
     LaterMachine::ServerLost,
-    LaterMachine::ServerLostThenDeleted { old: true },
-    LaterMachine::ServerLostThenDeleted { old: false },
+    LaterMachine::ServerLostThenDeleted { is_old: true },
+    LaterMachine::ServerLostThenDeleted { is_old: false },
     LaterMachine::ReplacedServerGone,
 ];
 
 #[derive(Debug, Clone, Copy)]
 struct Case {
     departure: Departure,
-    departed_long_ago: bool,
-    registered: bool,
-    unsaved: bool,
-    discard_ordered: bool,
-    abandoned: bool,
-    in_progress: bool,
+    has_departed_long_ago: bool,
+    is_registered: bool,
+    is_unsaved: bool,
+    is_discard_ordered: bool,
+    is_removal_abandoned: bool,
+    is_in_progress: bool,
     later: LaterMachine,
 }
 
@@ -94,12 +94,12 @@ impl Case {
                     let bit = |n: u32| bits & (1 << n) != 0;
                     all.push(Self {
                         departure,
-                        departed_long_ago: bit(0),
-                        registered: bit(1),
-                        unsaved: bit(2),
-                        discard_ordered: bit(3),
-                        abandoned: bit(4),
-                        in_progress: bit(5),
+                        has_departed_long_ago: bit(0),
+                        is_registered: bit(1),
+                        is_unsaved: bit(2),
+                        is_discard_ordered: bit(3),
+                        is_removal_abandoned: bit(4),
+                        is_in_progress: bit(5),
                         later,
                     });
                 }
@@ -109,25 +109,26 @@ impl Case {
     }
 
     fn expected(&self) -> RetentionEnd {
-        let since = |old: bool| if old { RetentionEnd::Past } else { RetentionEnd::Future };
-        if self.abandoned {
+        let since = |is_old: bool| if is_old { RetentionEnd::Past } else { RetentionEnd::Future };
+        if self.is_removal_abandoned {
             return RetentionEnd::Never;
         }
-        if self.discard_ordered {
+        if self.is_discard_ordered {
             return RetentionEnd::Past;
         }
-        if self.unsaved {
+        if self.is_unsaved {
             return RetentionEnd::Never;
         }
-        let unregistered = if self.registered { RetentionEnd::Never } else { since(self.departed_long_ago) };
+        let unregistered =
+            if self.is_registered { RetentionEnd::Never } else { since(self.has_departed_long_ago) };
         let departure = match (self.departure, self.later) {
-            (Departure::Deleted | Departure::ReplacedThenDeleted, _) => since(self.departed_long_ago),
+            (Departure::Deleted | Departure::ReplacedThenDeleted, _) => since(self.has_departed_long_ago),
             (
                 Departure::Replaced,
-                LaterMachine::Proven { old }
-                | LaterMachine::DeletedServerGone { old }
-                | LaterMachine::ServerLostThenDeleted { old },
-            ) => since(old),
+                LaterMachine::Proven { is_old }
+                | LaterMachine::DeletedServerGone { is_old }
+                | LaterMachine::ServerLostThenDeleted { is_old },
+            ) => since(is_old),
             (Departure::Replaced, LaterMachine::DeletedWithServer) => RetentionEnd::Past,
             (
                 Departure::Replaced,
@@ -142,7 +143,7 @@ impl Case {
     }
 
     fn departed_at(&self) -> &'static str {
-        if self.departed_long_ago { OLD } else { RECENT }
+        if self.has_departed_long_ago { OLD } else { RECENT }
     }
 }
 
@@ -165,14 +166,14 @@ impl Columns {
         let when = |holds: bool, at: &'static str| if holds { at } else { NULL };
         Self {
             epoch: 1,
-            registered: when(case.registered, OLD),
+            registered: when(case.is_registered, OLD),
             retired: when(case.departure != Departure::Deleted, case.departed_at()),
             deleted: when(case.departure != Departure::Replaced, case.departed_at()),
             server_deleted: NULL,
-            proven: when(case.registered, OLD),
-            unsaved: when(case.unsaved, OLD),
-            discard: when(case.discard_ordered, RECENT),
-            abandoned: when(case.abandoned, RECENT),
+            proven: when(case.is_registered, OLD),
+            unsaved: when(case.is_unsaved, OLD),
+            discard: when(case.is_discard_ordered, RECENT),
+            abandoned: when(case.is_removal_abandoned, RECENT),
             failure: NULL,
         }
     }
@@ -190,19 +191,19 @@ impl Columns {
             abandoned: NULL,
             failure: NULL,
         };
-        let age = |old: bool| if old { OLD } else { RECENT };
+        let age = |is_old: bool| if is_old { OLD } else { RECENT };
         Some(match later {
             LaterMachine::Absent => return None,
             LaterMachine::Unregistered => Self { registered: NULL, proven: NULL, ..running },
             LaterMachine::Unproven => Self { proven: NULL, ..running },
-            LaterMachine::Proven { old } => Self { proven: age(old), ..running },
+            LaterMachine::Proven { is_old } => Self { proven: age(is_old), ..running },
             LaterMachine::DeletedWithServer => Self { deleted: OLD, ..running },
-            LaterMachine::DeletedServerGone { old } => {
-                Self { deleted: OLD, server_deleted: age(old), ..running }
+            LaterMachine::DeletedServerGone { is_old } => {
+                Self { deleted: OLD, server_deleted: age(is_old), ..running }
             }
             LaterMachine::ServerLost => Self { failure: "'server_gone'", ..running },
-            LaterMachine::ServerLostThenDeleted { old } => {
-                Self { failure: "'server_gone'", deleted: age(old), ..running }
+            LaterMachine::ServerLostThenDeleted { is_old } => {
+                Self { failure: "'server_gone'", deleted: age(is_old), ..running }
             }
             LaterMachine::ReplacedServerGone => Self { retired: OLD, server_deleted: OLD, ..running },
         })
@@ -244,7 +245,7 @@ async fn shown_time_and_deletion_follow_the_same_rule() {
         if let Some(later) = Columns::from_later(case.later) {
             sql.push_str(&later.insert(Uuid::now_v7(), &slot));
         }
-        if case.in_progress {
+        if case.is_in_progress {
             sql.push_str(&format!(
                 "INSERT INTO operations (operation_id, machine_id, kind, state, step) \
                  VALUES ('{}', '{id}', 'recover', 'running', 'fence');",
@@ -268,7 +269,7 @@ async fn shown_time_and_deletion_follow_the_same_rule() {
             Some(until) if until <= Timestamp::now() => RetentionEnd::Past,
             Some(_) => RetentionEnd::Future,
         });
-        let holds_data = case.registered || case.unsaved;
+        let holds_data = case.is_registered || case.is_unsaved;
         assert_eq!(until, holds_data.then(|| case.expected()), "{case:?}");
     }
 
@@ -288,7 +289,7 @@ async fn shown_time_and_deletion_follow_the_same_rule() {
     }
     for (id, n) in &subjects {
         let case = cases[*n];
-        let expected = case.expected() == RetentionEnd::Past && !case.in_progress;
+        let expected = case.expected() == RetentionEnd::Past && !case.is_in_progress;
         assert_eq!(removable.contains(id), expected, "{case:?}");
     }
 }

@@ -39,7 +39,7 @@ async fn keys_rotate_without_refused_proofs() {
     let mut known = BTreeSet::from([first.clone()]);
     let deadline = Instant::now() + Duration::from_secs(40);
     let mut requests = 0;
-    // Until three rotations have happened and the first key is retired. The host receives a key long after the platform
+    // Repeat until three rotations have happened and the first key is retired. The host receives a key long after the platform
     // has created it.
     while known.len() < 4 || kids(&host.keys.lock().unwrap()).contains(&first) {
         assert!(Instant::now() < deadline, "{known:?}\n{}", stack.log());

@@ -52,7 +52,7 @@ async fn recover_survives_a_kill_at_every_fail_point() {
         let stack = Stack::start().await;
         let mut setup = stack.start_platform();
         let old = stack.start_machine(&setup, "user_1").await;
-        stack.snapshot("user_1");
+        stack.store_snapshot("user_1");
         setup.kill();
         let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_at(&point))]);
         let body = json!({"idpUserId": "user_1", "acceptLoss": true});

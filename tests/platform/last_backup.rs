@@ -71,7 +71,7 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
     let beat = || {
@@ -87,9 +87,9 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     let mut moved = stack.pointer("user_1");
     moved["seq"] = json!(8);
     stack.write_pointer("user_1", &moved);
-    stack.snapshot_by("user_1", &old.guest.machine, "2026-01-02T03:04:06.678Z");
+    stack.store_snapshot_by("user_1", &old.guest.machine, "2026-01-02T03:04:06.678Z");
     tokio::time::sleep(Duration::from_secs(2)).await;
-    stack.snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now_text());
+    stack.store_snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now_text());
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
 
@@ -107,13 +107,13 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     assert!(proofs.iter().all(|claims| claims.jti.is_some()));
 }
 
-/// With a fence at an impossible epoch, the pointer would refuse every backup of the host.
+/// Under a fence at an implausible epoch, every backup of the host would be refused.
 #[tokio::test(flavor = "multi_thread")]
-async fn invented_fence_is_replaced_before_backup_request() {
+async fn implausible_fence_is_replaced_before_backup_request() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let mut forged = stack.pointer("user_1");
     forged["fenceEpoch"] = json!(100_000);
     forged["fenceMachineId"] = json!(uuid::Uuid::now_v7());
@@ -139,7 +139,7 @@ async fn progressing_backup_extends_every_deadline() {
     let short = [("LAST_BACKUP_STALL_SECONDS", "2"), ("OPERATION_DEADLINE_SECONDS", "3")];
     let process = stack.start_platform_with(&short);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
     for step in 1..=12 {
@@ -162,7 +162,7 @@ async fn missing_backup_of_reachable_host_waits_for_operator() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert_eq!(waiting["question"]["code"], "last_backup_missing", "{waiting}");
@@ -199,7 +199,7 @@ async fn abandoned_recovery_leaves_the_old_machine_running() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     old.script.lock().unwrap().stops_writers = false;
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
@@ -224,7 +224,7 @@ async fn failed_backup_is_retried_before_operation_waits() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
     old.script.lock().unwrap().progress =
         json!({"running": false, "last": {"status": "error", "beganAt": late, "error": "no space left"}});
@@ -247,7 +247,7 @@ async fn held_snapshot_waits_and_counts_after_acceptance() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let loss = "the table app_notes.notes with 400 rows is gone";
     old.script.lock().unwrap().progress = held_back_report(&json!({"held": {"latest": "k", "loss": loss}}));
     let recovery = recover(&stack, &process, json!({})).await;
@@ -283,7 +283,7 @@ async fn held_snapshot_waits_and_counts_after_acceptance() {
         "{accepted:?}"
     );
     assert_eq!(old.call_count("POST", "/_svc/internal/backup-accept"), 2);
-    let key = stack.snapshot_by("user_1", &old.guest.machine, &taken_at);
+    let key = stack.store_snapshot_by("user_1", &old.guest.machine, &taken_at);
     old.report_backup(&key, &taken_at);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
     assert_eq!(
@@ -301,7 +301,7 @@ async fn older_host_with_a_held_snapshot_gets_no_retries() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let error =
         "the database holds 3 rows instead of 400\n  next: `svc-db-backup accept`, if the loss is intended";
     old.script.lock().unwrap().progress = held_back_report(&json!({"error": error}));
@@ -316,14 +316,14 @@ async fn older_host_is_backed_up_without_quiescing() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "20")]);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     {
         let mut script = old.script.lock().unwrap();
         (script.can_quiesce, script.reports_backups) = (false, false);
     }
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
-    stack.snapshot_by("user_1", &old.guest.machine, &now_text());
+    stack.store_snapshot_by("user_1", &old.guest.machine, &now_text());
     wait_for_note(&stack, &process, &recovery).await;
 }
 
@@ -334,7 +334,7 @@ async fn host_with_unregistered_key_gets_no_request() {
     let old = start_host(&stack, &process).await;
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE user_machines SET tls_spki_sha256 = $1", &[&"0".repeat(64)]).await.unwrap();
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
     let note = tokio::time::timeout(Duration::from_secs(30), wait_for_note(&stack, &process, &recovery))
         .await
@@ -348,7 +348,7 @@ async fn start_host_that_never_stops() -> (Stack, Process, Host) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "2")]);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     {
         let mut script = old.script.lock().unwrap();
         (script.stops_writers, script.more_dispatches) = (false, 1);
@@ -382,7 +382,7 @@ async fn endless_progress_is_bounded() {
     let settings = [("LAST_BACKUP_STALL_SECONDS", "2"), ("LAST_BACKUP_LIMIT_SECONDS", "5")];
     let process = stack.start_platform_with(&settings);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     // The steps are too small to count as progress.
     let counting = spawn_growing_progress(&old, 1);
     let recovery = recover(&stack, &process, json!({})).await;
@@ -402,7 +402,7 @@ async fn loss_is_accepted_while_a_host_claims_progress() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let counting = spawn_growing_progress(&old, 8 << 20);
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
@@ -432,25 +432,25 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let earlier = now_text();
     old.report_backup("system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump", &earlier);
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
     // This snapshot is consistent, but the machine itself does not report it.
-    stack.snapshot_by("user_1", &old.guest.machine, &now_text());
+    stack.store_snapshot_by("user_1", &old.guest.machine, &now_text());
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
 
     // A snapshot from the future would count for every later operation of the slot.
     old.script.lock().unwrap().reports_backups = false;
-    stack.snapshot_by("user_1", &old.guest.machine, "9999-01-01T00:00:00.000Z");
+    stack.store_snapshot_by("user_1", &old.guest.machine, "9999-01-01T00:00:00.000Z");
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
 
-    // Snapshots whose object, or whose side record, does not match.
+    // The object of the first snapshot does not match the pointer, and neither does the side record of the second.
     for broken in [".dump", ".dump.json"] {
-        let key = stack.snapshot_by("user_1", &old.guest.machine, &now_text());
+        let key = stack.store_snapshot_by("user_1", &old.guest.machine, &now_text());
         let object = format!("user_1/primary/{key}");
         match broken {
             ".dump" => stack.store.write(BUCKET, &object, "a dump of another size"),
@@ -476,7 +476,7 @@ async fn unreadable_pointer_is_not_reported_as_no_snapshot() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
     let _old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
     stack.store.write(BUCKET, "user_1/primary/system/db/latest", "no JSON");
     let waiting = wait_for_question(&stack, &process, &recovery).await;

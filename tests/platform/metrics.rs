@@ -68,7 +68,7 @@ async fn metrics_count_work_and_describe_the_fleet() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn metrics_need_an_operator_and_survive_a_database_outage() {
+async fn metrics_require_operator_and_survive_unreadable_tables() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let bare = stack.request(&process, Method::GET, "/metrics");

@@ -52,7 +52,7 @@ mod retention;
 mod rollout_order;
 mod running_hosts;
 mod server_quota;
-mod several;
+mod several_processes;
 mod silent_hosts;
 mod snapshots;
 pub mod stack;

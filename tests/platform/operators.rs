@@ -254,7 +254,7 @@ async fn audit_pages_hold_every_entry_once() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let client = stack.database.connect().await.unwrap();
-    // Ten rows at each time, so that pages end between equal times.
+    // Ten rows share each time, so that a page can end between rows of the same time.
     let fill = "INSERT INTO operator_audit (audit_id, at, actor, action, target, request_id) \
         SELECT gen_random_uuid(), timestamptz '2026-01-01' + (n / 10) * interval '1 minute', \
         CASE n % 2 WHEN 0 THEN 'ada' ELSE 'bob' END, 'act-' || n % 3, 'target-' || n % 5, 'r' \

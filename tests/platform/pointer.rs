@@ -21,8 +21,8 @@ fn slot_body() -> Value {
 async fn recover_with_two_snapshots(stack: &Stack, process: &Process) -> [String; 2] {
     stack.start_machine(process, "user_1").await;
     let key = |path: String| path.strip_prefix("user_1/primary/").unwrap().to_owned();
-    let older = key(stack.snapshot_at("user_1", "2026-01-01T00:00:00.000Z"));
-    let newer = key(stack.snapshot("user_1"));
+    let older = key(stack.store_snapshot_at("user_1", "2026-01-01T00:00:00.000Z"));
+    let newer = key(stack.store_snapshot("user_1"));
     let response = stack.post(process, "/vps/recover", &slot_body()).await;
     stack.wait_until_ended(process, response.body["operationId"].as_str().unwrap()).await;
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
@@ -121,7 +121,7 @@ async fn rebuild_during_final_backup_keeps_the_old_fence() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "120")]);
     let guest = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let response = stack.post(&process, "/vps/recover", &slot_body()).await;
     assert_eq!((response.status, &response.body["epoch"]), (202, &json!(2)), "{response:?}");
     stack.store.write(BUCKET, LATEST, "{not json");
@@ -241,7 +241,7 @@ async fn next_machine_epoch_exceeds_every_epoch_in_the_store() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let meta = json!({"version": 1, "idpUserId": "user_1", "slot": "primary", "machineId": uuid::Uuid::nil(),
         "epoch": 6, "providerServerId": null, "imageVersion": "2026.11.1", "status": "running", "publicIpv4": null,
         "heartbeatAt": "2026-01-02T03:04:05.678Z", "lastBackup": null});
@@ -341,7 +341,7 @@ async fn rebuild_removes_invalid_pointer_entries() {
 
 /// The store has side records of missing snapshots that are newer than the existing ones.
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_with_unchecked_snapshots_starts_empty_only_by_force() {
+async fn pointer_with_unchecked_snapshots_is_emptied_only_by_force() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let [newer, _] = recover_with_two_snapshots(&stack, &process).await;

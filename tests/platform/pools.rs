@@ -7,7 +7,7 @@ use kit::s3::{Fault, Rule};
 
 use super::stack::{Stack, heartbeat_of};
 
-/// More than a process has database connections, for reports or in total.
+/// Exceeds the number of a process's database connections, both for reports and in total.
 const REPORTS: usize = 24;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -51,7 +51,7 @@ async fn hanging_store_blocks_no_database_connection() {
     let stack = Arc::new(Stack::start().await);
     let process = Arc::new(stack.start_platform());
     let guest = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let provisioned = stack.provision(&process, "user_2").await;
     let machine = provisioned["machineId"].as_str().unwrap().to_owned();
     let booting = Arc::new(stack.wait_for_guest(&process, &machine).await);

@@ -136,7 +136,7 @@ async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
     stack.provider.clear_faults();
     age_step("1 minute").await;
     let off = || async { (power_state(&stack) == Power::Off).then_some(()) };
-    stack.eventually("the power is cut again after a while", off).await;
+    stack.eventually("the power is cut again after a delay", off).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -201,7 +201,7 @@ async fn failed_machine_is_switched_on_and_resumed() {
 #[tokio::test(flavor = "multi_thread")]
 async fn switched_off_machine_is_replaced_only_with_accepted_loss() {
     let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let off = request_power(&stack, &process, &guest, "off").await;
     let recover = async |more: Value| {

@@ -143,7 +143,7 @@ async fn bundle_url_reaches_host_and_only_platform_gets_tokens() {
 async fn slot_with_a_snapshot_never_starts_empty() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     // The snapshot is of a machine that the database does not record, below the first epoch that the database assigns.
     let mut pointer = stack.pointer("user_1");
     (pointer["fenceEpoch"], pointer["snapshot"]["epoch"]) = (json!(0), json!(0));
@@ -155,7 +155,7 @@ async fn slot_with_a_snapshot_never_starts_empty() {
     );
 
     stack.subscribe(&process, "user_2").await;
-    stack.snapshot("user_2");
+    stack.store_snapshot("user_2");
     stack.store.remove(BUCKET, "user_2/primary/system/db/latest");
     let refused = stack.post(&process, "/vps/provision", &provision_body("user_2")).await;
     refused.assert_problem(409, "snapshot_unusable");

@@ -9,6 +9,7 @@ use svc::platform::db::machines::{self, MachineFilter};
 use svc::platform::db::{Db, ended_machines, fleet, servers};
 use uuid::Uuid;
 
+/// Number of active machines.
 const ACTIVE: i64 = 2_000;
 /// Number of active machines that are booting.
 const BOOTING: i64 = 300;

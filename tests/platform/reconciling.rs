@@ -35,7 +35,7 @@ async fn create_foreign_server(stack: &Stack, name: &str, labels: &Value) -> i64
     response.json::<Value>().await.unwrap()["server"]["id"].as_i64().unwrap()
 }
 
-async fn installation_id(stack: &Stack) -> String {
+async fn fetch_installation_id(stack: &Stack) -> String {
     let client = stack.database.connect().await.unwrap();
     let row = client.query_one("SELECT installation_id::text FROM installation", &[]).await.unwrap();
     row.get(0)
@@ -69,7 +69,7 @@ async fn vanished_server_fails_its_machine_without_replacement() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn outage_or_removed_label_is_not_a_vanished_server() {
+async fn outage_or_earlier_absence_is_not_a_vanished_server() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
@@ -85,7 +85,7 @@ async fn outage_or_removed_label_is_not_a_vanished_server() {
     wait_for_listings(&stack, 2).await;
     assert_eq!((stack.status(&process, &guest.machine).await, count_missing().await), (json!("running"), 0));
 
-    // The server was missing from a list, but a lookup by id finds it.
+    // The server was missing from an earlier list, but the next one contains it.
     client
         .execute("UPDATE user_machines SET server_missing_since = now() - interval '1 hour'", &[])
         .await
@@ -120,11 +120,11 @@ async fn token_of_another_project_fails_no_machine() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn orphan_servers_of_the_platform_are_deleted() {
+async fn orphans_are_deleted_once_an_operator_releases_them() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "2")]);
     let guest = stack.start_machine(&process, "user_1").await;
-    let ours = installation_id(&stack).await;
+    let ours = fetch_installation_id(&stack).await;
     let server = stack.provider.servers().remove(0);
     assert_eq!(server.labels["svc-installation"], ours);
 
@@ -174,7 +174,7 @@ async fn find_unknown_servers_alarm(stack: &Stack, process: &Process) -> Option<
 async fn released_server_is_deleted_after_its_grace() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "6")]);
-    let labels = json!({"svc-machine": uuid::Uuid::now_v7().to_string(), "svc-installation": installation_id(&stack).await});
+    let labels = json!({"svc-machine": uuid::Uuid::now_v7().to_string(), "svc-installation": fetch_installation_id(&stack).await});
     create_foreign_server(&stack, "known", &labels).await;
     let raised =
         stack.eventually("the alarm is raised", || find_unknown_servers_alarm(&stack, &process)).await;
@@ -186,7 +186,7 @@ async fn released_server_is_deleted_after_its_grace() {
         let next = alarm["next"].as_str().unwrap();
         assert!(next.contains("is deleted") && !next.contains("neither they nor any kept"), "{alarm}");
     }
-    // End the release early, as if the grace period were longer than it.
+    // End the release early, as if the grace period were longer than the release.
     let client = stack.database.connect().await.unwrap();
     let past = "UPDATE fleet_alarms SET released_until = now() - interval '1 second'";
     client.execute(past, &[]).await.unwrap();
@@ -272,7 +272,7 @@ async fn late_server_of_an_ended_machine_is_deleted() {
 #[tokio::test(flavor = "multi_thread")]
 async fn stuck_operation_is_ended_and_its_machine_fails() {
     let stack = Stack::start().await;
-    // Every process that runs the step is killed in it, so no process notices that the step never ends.
+    // The first process is killed in the step, and in the second one, every attempt at the step fails.
     let mut killed =
         stack.start_platform_with(&[("FAILPOINTS", "operations.provision.fence.before=return(kill)")]);
     stack.subscribe(&killed, "user_1").await;
@@ -340,11 +340,11 @@ async fn unstorable_outcome_is_retried_with_backoff() {
     // The operation's retries are exhausted, but a machine that cannot be read cannot be marked as failed either.
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE user_machines SET public_ipv4 = 'nowhere'", &[]).await.unwrap();
-    let is_skipped = || async {
+    let is_reported = || async {
         client.execute("UPDATE operation_log SET at = at - interval '2 hours'", &[]).await.unwrap();
         (count_log_lines(&stack, "cannot store the outcome of a step") > 0).then_some(())
     };
-    stack.eventually("the operation is skipped", is_skipped).await;
+    stack.eventually("the outcome cannot be stored", is_reported).await;
     tokio::time::sleep(Duration::from_secs(8)).await;
     let failures = count_log_lines(&stack, "cannot store the outcome of a step");
     assert!(failures <= 5, "{failures} failures without backoff");

@@ -27,20 +27,20 @@ async fn recovery_without_a_usable_snapshot_changes_nothing() {
             stack.assert_only_server(&guest.machine);
         }
     };
-    assert_refused("a tombstone").await;
+    assert_refused("a pointer without a snapshot").await;
     stack.store.remove(BUCKET, "user_1/primary/system/db/latest");
     assert_refused("no pointer").await;
     stack.store.write(BUCKET, "user_1/primary/system/db/latest", "{not json");
     assert_refused("an unreadable pointer").await;
-    let dump = stack.snapshot("user_1");
+    let dump = stack.store_snapshot("user_1");
     stack.store.write(BUCKET, &dump, "dum");
     assert_refused("a truncated object").await;
     stack.store.remove(BUCKET, &dump);
     assert_refused("a missing object").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     stack.store.remove(BUCKET, &format!("{dump}.json"));
     assert_refused("no side record").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let other = json!({"idpUserId": "user_1", "snapshotKey": "system/db/snapshots/other.dump"});
     stack.post(&process, "/vps/recover", &other).await.assert_problem(409, "snapshot_unusable");
     let outside =
@@ -61,9 +61,9 @@ async fn recovery_starts_from_the_requested_snapshot() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;
-    let earlier = stack.snapshot_at("user_1", "2026-01-01T00:00:00.000Z");
+    let earlier = stack.store_snapshot_at("user_1", "2026-01-01T00:00:00.000Z");
     let (_, key) = earlier.split_once("primary/").unwrap();
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     assert_ne!(stack.pointer("user_1")["snapshot"]["key"], key);
     // The pointer may name an unusable snapshot, because the request names another one.
     let latest = format!("user_1/primary/{}", stack.pointer("user_1")["snapshot"]["key"].as_str().unwrap());
@@ -84,7 +84,7 @@ async fn recovery_replaces_the_machine_and_is_idempotent() {
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
     assert_eq!(old.restore_mode, "empty");
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let accepting = json!({"idpUserId": "user_1", "acceptLoss": true});
     let first = stack.post(&process, "/vps/recover", &accepting).await;
     assert_eq!((first.status, &first.body["status"]), (202, &json!("recovering")), "{first:?}");
@@ -134,7 +134,7 @@ async fn recovery_in_progress_refuses_other_options() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;
-    let object = stack.snapshot("user_1");
+    let object = stack.store_snapshot("user_1");
     let key = object.strip_prefix("user_1/primary/").unwrap();
     let same = json!({"idpUserId": "user_1", "acceptLoss": true, "serverType": "cpx32", "location": "nbg1"});
     let first = stack.post(&process, "/vps/recover", &same).await;
@@ -162,7 +162,7 @@ async fn recovery_in_progress_refuses_other_options() {
 
 /// The machine has data that is not saved anywhere else, so a start without a snapshot is refused.
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_that_was_never_backed_up_is_backed_up_first() {
+async fn recovery_of_a_machine_without_backup_is_refused() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
@@ -174,7 +174,7 @@ async fn machine_that_was_never_backed_up_is_backed_up_first() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn empty_start_is_allowed_only_without_data() {
+async fn empty_start_is_refused_while_the_pointer_is_unreadable() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;
@@ -193,7 +193,7 @@ async fn waiting_caller_gets_the_final_state() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let request =
         stack.request(&process, Method::POST, "/vps/recover").bearer_auth(SECRET).json(&recovery_body());
     let waiting = stack.send(request.header("prefer", "wait=30"));

@@ -105,7 +105,7 @@ async fn heartbeat_needs_its_token_and_reports_replacement() {
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert!(record["heartbeatAt"].is_string() && record["health"]["gateway"] == "ok", "{record}");
 
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
     assert_eq!(stack.send(beat(&guest.upgrade_token)).await.body["superseded"], true);

@@ -30,7 +30,7 @@ async fn recover(stack: &Stack, process: &Process) -> Guest {
 /// the third machine. `second_columns`: SQL that sets further columns of the second.
 async fn start_third_machine(stack: &Stack, process: &Process, second_columns: &str) -> (Guest, Guest) {
     let first = stack.start_machine(process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let second = recover(stack, process).await;
     stack.register(process, &second).await;
     stack.provider.vanish_server(&format!("svc-{}", second.machine)).await.unwrap();
@@ -85,7 +85,7 @@ async fn immediate_deletion_keeps_the_other_servers() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let old = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let new = recover(&stack, &process).await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", new.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
@@ -108,7 +108,7 @@ async fn immediate_deletion_keeps_the_other_servers() {
 /// Deletes a machine and abandons the removal of its server.
 async fn abandon_removal(stack: &Stack, process: &Process) -> Guest {
     let old = stack.start_machine(process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     stack.delete(process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;
@@ -121,7 +121,7 @@ async fn abandon_removal(stack: &Stack, process: &Process) -> Guest {
     assert_eq!(stack.post(process, &path, &json!({})).await.status, 200);
     let fleet = stack.get(process, "/vps/fleet").await.body;
     assert_eq!(fleet["attention"][0]["reasons"], json!(["removal_abandoned"]), "{fleet}");
-    // A call in flight ends with the lease.
+    // A call in flight ends when the lease expires, after 2 s.
     tokio::time::sleep(std::time::Duration::from_secs(2)).await;
     stack.provider.clear_faults();
     old

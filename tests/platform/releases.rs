@@ -17,7 +17,7 @@ async fn recovery_keeps_the_release_of_the_slot() {
     let mut registration = super::stack::registration(&guest.machine, 1);
     registration["imageVersion"] = json!("v2");
     assert_eq!(stack.register_as(&process, &guest.registration_token, &registration).await.status, 200);
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
 
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let machine = recovery["machineId"].as_str().unwrap();
@@ -52,7 +52,7 @@ async fn recovery_installs_the_release_after_a_host_rollback() {
     report("v3", "ok", true).await;
     assert_eq!(slot_release().await, "v2", "v3 has not worked yet");
     report("v1", "ok", false).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let path = format!("/vps/{}", recovery["machineId"].as_str().unwrap());
     assert_eq!(stack.get(&process, &path).await.body["imageVersion"], "v1");

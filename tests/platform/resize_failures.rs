@@ -1,4 +1,4 @@
-//! Failed resizes: in every case, the server is switched on again, and the machine's record has the actual type.
+//! Failed resizes: the server is switched on again if possible, and the machine's record has the actual type.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
@@ -200,7 +200,7 @@ async fn fail_delete_and_recover_end_an_open_resize() {
 
     let guest = stack.start_machine(&process, "user_3").await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-    stack.snapshot("user_3");
+    stack.store_snapshot("user_3");
     resize(&stack, &process, &guest.machine, "cpx32").await;
     let recovery =
         stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_3", "acceptLoss": true})).await.body;
@@ -268,7 +268,7 @@ async fn overdue_resize_switches_server_on() {
         stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
         (fetch_record(&stack, &process, &guest).await["status"] == "running").then_some(())
     };
-    stack.eventually("a heartbeat reinstates the machine", runs).await;
+    stack.eventually("a heartbeat returns the machine to service", runs).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -285,7 +285,7 @@ async fn resize_cancelled_by_delete_and_undone_switches_server_on() {
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_cancelled_by_abandoned_recovery_switches_server_on() {
     let (stack, process, _guest, _) = start_stuck_resize(&[("LAST_BACKUP_DEADLINE_SECONDS", "600")]).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
     assert_eq!(recovery.status, 202, "{recovery:?}");
     let path = format!("/vps/operations/{}/abandon", recovery.body["operationId"].as_str().unwrap());

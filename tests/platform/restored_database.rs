@@ -129,7 +129,7 @@ async fn recovery_abandoned_after_the_copy_changes_nothing() {
     let mut platform = RestorablePlatform::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
     let old = start_host(&platform.stack, platform.process()).await;
     let machine = old.guest.machine.clone();
-    platform.stack.snapshot("user_1");
+    platform.stack.store_snapshot("user_1");
     let recovery =
         platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     platform.wait_for_backup_request(&old).await;
@@ -156,10 +156,10 @@ async fn recovery_abandoned_after_the_copy_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn registration_of_a_recovery_failed_since_is_refused() {
+async fn registration_for_a_recovery_that_failed_is_refused() {
     let mut platform = RestorablePlatform::start(&[]).await;
     let old = platform.stack.start_machine(platform.process(), "user_1").await;
-    platform.stack.snapshot("user_1");
+    platform.stack.store_snapshot("user_1");
     let recovery =
         platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let new = platform.stack.wait_for_guest(platform.process(), &id(&recovery, "machineId")).await;
@@ -237,7 +237,7 @@ async fn deletion_undone_after_the_copy_continues_when_confirmed() {
 async fn server_of_a_deletion_undone_after_the_copy_is_kept() {
     let mut platform = RestorablePlatform::start(&[("DELETE_GRACE_SECONDS", "60")]).await;
     let old = platform.stack.start_machine(platform.process(), "user_1").await;
-    platform.stack.snapshot("user_1");
+    platform.stack.store_snapshot("user_1");
     let deleted = platform.stack.delete(platform.process(), &format!("/vps/{}", old.machine)).await.body;
     platform.stack.wait_until_ended(platform.process(), &id(&deleted, "operationId")).await;
     // The state after a final backup.
@@ -268,7 +268,7 @@ async fn server_of_a_deletion_undone_after_the_copy_is_kept() {
 async fn discard_from_before_the_copy_must_be_repeated() {
     let mut platform = RestorablePlatform::start(&[("DELETE_GRACE_SECONDS", "60")]).await;
     let old = platform.stack.start_machine(platform.process(), "user_1").await;
-    platform.stack.snapshot("user_1");
+    platform.stack.store_snapshot("user_1");
     let deleted = platform.stack.delete(platform.process(), &format!("/vps/{}", old.machine)).await.body;
     platform.stack.wait_until_ended(platform.process(), &id(&deleted, "operationId")).await;
     platform.save().await;
@@ -295,7 +295,7 @@ async fn discard_from_before_the_copy_must_be_repeated() {
 async fn machine_adopts_the_later_signed_epoch() {
     let mut platform = RestorablePlatform::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
     let old = start_host(&platform.stack, platform.process()).await;
-    platform.stack.snapshot("user_1");
+    platform.stack.store_snapshot("user_1");
     platform.save().await;
     let recovery =
         platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
@@ -367,7 +367,7 @@ async fn serving_host_of_a_failed_machine_is_kept() {
 async fn slot_of_a_forgotten_machine_requires_an_accepted_loss() {
     let mut platform = RestorablePlatform::start(&[]).await;
     platform.stack.start_machine(platform.process(), "user_1").await;
-    platform.stack.snapshot("user_1");
+    platform.stack.store_snapshot("user_1");
     platform.save().await;
     let body = json!({"idpUserId": "user_1"});
     let recovery = platform.stack.post(platform.process(), "/vps/recover", &body).await.body;
@@ -413,7 +413,7 @@ async fn slot_of_a_forgotten_machine_starts_empty_only_on_request() {
 async fn undelete_is_refused_if_a_later_machine_holds_the_slot() {
     let mut platform = RestorablePlatform::start(&[("DELETE_GRACE_SECONDS", "600")]).await;
     let old = platform.stack.start_machine(platform.process(), "user_1").await;
-    platform.stack.snapshot("user_1");
+    platform.stack.store_snapshot("user_1");
     let deleted = platform.stack.delete(platform.process(), &format!("/vps/{}", old.machine)).await.body;
     platform.stack.wait_until_ended(platform.process(), &id(&deleted, "operationId")).await;
     platform.save().await;
@@ -438,7 +438,7 @@ async fn undelete_is_refused_if_a_later_machine_holds_the_slot() {
 async fn replaced_machine_is_neither_switched_on_nor_resized() {
     let mut platform = RestorablePlatform::start(&[]).await;
     let old = platform.stack.start_machine(platform.process(), "user_1").await;
-    platform.stack.snapshot("user_1");
+    platform.stack.store_snapshot("user_1");
     platform.save().await;
     let recovery =
         platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;

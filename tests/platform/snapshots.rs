@@ -6,12 +6,12 @@ use super::stack::{BUCKET, DIGEST, Stack};
 
 impl Stack {
     /// Stores a complete snapshot of the slot, with a pointer to it.
-    pub fn snapshot(&self, user: &str) -> String {
-        self.snapshot_at(user, "2026-01-02T03:04:05.678Z")
+    pub fn store_snapshot(&self, user: &str) -> String {
+        self.store_snapshot_at(user, "2026-01-02T03:04:05.678Z")
     }
 
     /// Stores a complete snapshot that was taken at this time, with a pointer to it.
-    pub fn snapshot_at(&self, user: &str, at: &str) -> String {
+    pub fn store_snapshot_at(&self, user: &str, at: &str) -> String {
         self.write_snapshot(user, at, &uuid::Uuid::nil().to_string(), 1)
     }
 
@@ -31,8 +31,8 @@ impl Stack {
     }
 
     /// Stores a complete snapshot of a database of this size, with a pointer to it.
-    pub fn snapshot_of_size(&self, user: &str, bytes: u64) {
-        let object = self.snapshot(user);
+    pub fn store_snapshot_of_size(&self, user: &str, bytes: u64) {
+        let object = self.store_snapshot(user);
         let side = self.store.read(BUCKET, &format!("{object}.json")).expect("the side record must exist");
         let mut side: Value = serde_json::from_slice(&side).expect("the side record must be JSON");
         side["database"] = json!({"owner": null, "sizeBytes": bytes, "grants": null, "settings": []});
@@ -40,7 +40,7 @@ impl Stack {
     }
 
     /// Stores a snapshot that this machine took at this time, under the current fence. Returns its key.
-    pub fn snapshot_by(&self, user: &str, machine: &str, at: &str) -> String {
+    pub fn store_snapshot_by(&self, user: &str, machine: &str, at: &str) -> String {
         let fence = self.pointer(user);
         let epoch = fence["fenceEpoch"].as_u64().unwrap_or(1);
         let object = self.write_snapshot(user, at, machine, epoch);

@@ -316,12 +316,13 @@ impl Stack {
         }
     }
 
-    /// Asserts that soon only this machine's server remains: servers of earlier machines may still have to be deleted.
+    /// Asserts that, within 15 s, only this machine's server remains: servers of earlier machines may still have to be
+    /// deleted.
     pub fn assert_only_server(&self, machine: &str) {
         self.assert_servers(&[format!("svc-{machine}")]);
     }
 
-    /// Asserts that soon no server remains.
+    /// Asserts that, within 15 s, no server remains.
     pub fn assert_no_server(&self) {
         self.assert_servers(&[]);
     }

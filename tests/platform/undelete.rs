@@ -161,7 +161,7 @@ async fn provision_over_a_failed_machine_backs_it_up_first() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     stack.post(&process, &format!("/vps/{}/fail", old.guest.machine), &json!({"reason": "r"})).await;
     let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
     assert_eq!((provisioned.status, &provisioned.body["kind"]), (202, &json!("customer")), "{provisioned:?}");
@@ -205,7 +205,7 @@ async fn deletion_during_recovery_keeps_the_serving_machine() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let old = stack.start_machine(&process, "user_1").await;
-    stack.snapshot("user_1");
+    stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let new = stack.wait_for_guest(&process, recovery["machineId"].as_str().unwrap()).await;
     let deleted = stack.delete(&process, &format!("/vps/{}", new.machine)).await.body;

@@ -20,8 +20,8 @@ impl RestorablePlatform {
         self.process = Some(self.stack.start_platform_with(&[self.settings.clone(), both.to_vec()].concat()));
     }
 
-    /// Restores the old database and key. The mark in the store, because of which that key would be refused, is
-    /// missing.
+    /// Restores the old database and key. Removes the mark in the store, because of which the platform would refuse that
+    /// key.
     async fn restore_with_old_key(&mut self) {
         let mut process = self.process.take().unwrap();
         process.kill();
@@ -35,7 +35,7 @@ impl RestorablePlatform {
 async fn fence_signed_by_later_key_does_not_free_the_slot() {
     let mut platform = RestorablePlatform::start(&[]).await;
     let old = platform.stack.start_machine(platform.process(), "user_1").await;
-    platform.stack.snapshot("user_1");
+    platform.stack.store_snapshot("user_1");
     platform.change_key().await;
     let body = json!({"idpUserId": "user_1"});
     let recovery = platform.stack.post(platform.process(), "/vps/recover", &body).await.body;
@@ -84,7 +84,7 @@ impl RestorablePlatform {
 async fn forged_fence_does_not_lock_the_slot() {
     let platform = RestorablePlatform::start(&[("DELETE_GRACE_SECONDS", "0")]).await;
     let guest = platform.stack.start_machine(platform.process(), "user_1").await;
-    platform.stack.snapshot("user_1");
+    platform.stack.store_snapshot("user_1");
     let forge = |epoch: u64| {
         let mut pointer = platform.stack.pointer("user_1");
         pointer["fenceEpoch"] = json!(epoch);

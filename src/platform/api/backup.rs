@@ -81,10 +81,10 @@ async fn handle(
     let id = path_id("machineId", &id)?;
     fields.finish(Some(()))?;
     let mutation = Mutation::from_call(&call, &operator)?;
-    Ok(request_from_host(&platform, id, &mutation, task).await?.into_response())
+    Ok(request_host_task(&platform, id, &mutation, task).await?.into_response())
 }
 
-async fn request_from_host(
+async fn request_host_task(
     platform: &Platform,
     id: MachineId,
     mutation: &Mutation,

@@ -1,5 +1,5 @@
 //! GET and HEAD `/vps/:id/backups/:name`: a snapshot's dump, streamed from the object store, with ranges. It contains
-//! the owner's data, so each read is audited.
+//! the owner's data, so each GET is audited.
 
 use std::sync::Arc;
 

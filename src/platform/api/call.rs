@@ -1,4 +1,4 @@
-//! An incoming API call. Checks run in the order of the contract: size, credential, JSON; then schema and state.
+//! An incoming API call. Its checks run in this order: size, credential, JSON, schema, state.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -38,7 +38,7 @@ pub struct ApiCall {
     pub headers: HeaderMap,
     /// The access that the route declares.
     access: Access,
-    /// The peer of the connection.
+    /// The address of the connection's peer.
     client: Option<IpAddr>,
     body: Bytes,
 }
@@ -151,7 +151,7 @@ impl ApiCall {
         content_type.and_then(|value| value.split(';').next()).map(str::trim).unwrap_or_default()
     }
 
-    /// Whether the body is an HTML form's.
+    /// Whether the body is an HTML form.
     pub fn is_form(&self) -> bool {
         self.media_type().eq_ignore_ascii_case("application/x-www-form-urlencoded")
     }
@@ -179,7 +179,7 @@ impl ApiCall {
         Ok(self.json_fields()?.ignoring_unknown())
     }
 
-    /// Rejects an operator's body with any fields.
+    /// Accepts an operator's request without a body or with an empty JSON object.
     pub fn ensure_no_body(&self) -> Result<(), Problem> {
         if self.body.is_empty() { Ok(()) } else { self.json_fields()?.finish(Some(())) }
     }
@@ -198,7 +198,7 @@ impl ApiCall {
         Sha256::digest(&self.body).to_vec()
     }
 
-    /// The seconds of `Prefer: wait=N` (RFC 7240), up to `MAX_WAIT_SECONDS`.
+    /// The seconds of `Prefer: wait=N` (RFC 7240), at most `MAX_WAIT_SECONDS`.
     pub fn wait_seconds(&self) -> Option<u64> {
         let values = self.headers.get_all("prefer").iter().filter_map(|value| value.to_str().ok());
         let mut preferences = values.flat_map(|value| value.split(',')).map(str::trim);

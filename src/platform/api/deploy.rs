@@ -33,6 +33,7 @@ use svc_machine::name::{Handle, ImageVersion};
 use svc_store::bundle::{self, BundleUnusable};
 use svc_wire::rollout::{RolloutList, RolloutState};
 
+/// Maximum of each number in a request: canary, batch size and failures.
 const MAX_COUNT: u64 = 1000;
 const MAX_HANDLES: usize = 1000;
 /// Maximum number of listed rollouts.
@@ -110,7 +111,8 @@ fn read_handles(fields: &mut Fields, name: &str) -> Option<Vec<Handle>> {
     handles.ok()
 }
 
-/// Rejects a release that hosts would refuse, because its manifest is missing or not signed with a trusted key.
+/// Rejects a release that is not published, or that hosts would refuse because its manifest is missing, expired or not
+/// signed with a trusted key.
 async fn check_release(platform: &Platform, version: &ImageVersion) -> Result<(), Problem> {
     let published = bundle::read_digest(&platform.bucket, version).await?;
     let Some(digest) = published else {
@@ -156,7 +158,7 @@ fn handle_names(handles: &[Handle]) -> Value {
 /// Inserts the rollout with the machines that it will update.
 async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Result<RolloutId, Problem> {
     if let Some(open) = rollouts::find_open(tx).await? {
-        let problem = Problem::new(Code::Conflict, format!("Rollout {} is already running.", open.id));
+        let problem = Problem::new(Code::Conflict, format!("Rollout {} has not ended yet.", open.id));
         return Err(problem.with("rolloutId", json!(open.id)));
     }
     for handle in &request.except {
@@ -278,6 +280,7 @@ async fn execute_command(
         .run(platform, async |tx| {
             let before = rollouts::lock(tx, id).await?.ok_or_else(|| not_found(id))?;
             let Some(next) = command.next_state(before.state) else { return Err(rollout_ended(&before)) };
+            // A rollout that is already paused keeps the reason for the pause.
             if (before.state, next) != (RolloutState::Paused, RolloutState::Paused) {
                 rollouts::set_state(tx, id, next, None).await?;
             }

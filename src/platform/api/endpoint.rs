@@ -79,7 +79,7 @@ pub const CURSOR: Parameter = Parameter {
     about: "The nextCursor of the previous page.",
 };
 
-/// A JSON response.
+/// Describes a JSON response.
 pub const fn documented_json(status: u16, about: &'static str, schema: fn() -> Value) -> DocumentedResponse {
     DocumentedResponse { status, about, content: Content::Json(schema) }
 }

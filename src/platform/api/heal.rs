@@ -1,4 +1,4 @@
-//! Corrects a machine's state by its heartbeats: a failed machine with a healthy host returns to service, and a
+//! Corrects a machine's state from its heartbeats: a failed machine with a healthy host returns to service, and a
 //! switched-off machine that sends heartbeats has been switched on.
 
 use super::mutation::{self, AuditChange};
@@ -15,8 +15,8 @@ use svc_provider::{ServerId, ServerStatus};
 /// Returns a machine with a healthy host to service after its resize failed or its deletion was undone. Its server type
 /// becomes the one that the provider reports. If this fails, the next heartbeat retries.
 pub async fn resume_healthy_machine(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
-    let heals = machine.failure.as_ref().is_some_and(|failure| failure.cause.is_healed_by_heartbeat());
-    if !machine.is_active() || machine.status != Status::Failed || !heals || epoch != machine.epoch {
+    let is_healable = machine.failure.as_ref().is_some_and(|failure| failure.cause.is_healed_by_heartbeat());
+    if !machine.is_active() || machine.status != Status::Failed || !is_healable || epoch != machine.epoch {
         return;
     }
     if !platform.server_checks.take_turn(machine.id) {
@@ -68,7 +68,7 @@ pub async fn detect_power_on(platform: &Platform, machine: &MachineRow, epoch: E
         Ok(true) => tracing::warn!(machine = %machine.id, "machine was switched on outside the platform"),
         Ok(false) => {}
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %format_chain(error.as_ref()), "cannot determine the power state of the server");
+            tracing::warn!(machine = %machine.id, error = %format_chain(error.as_ref()), "cannot check whether the machine was switched on");
         }
     }
 }

@@ -58,8 +58,8 @@ pub async fn handle(
         let session = platform.host_db.session().await?;
         db::machines::find_stopping_operation(&session, machine).await?
     };
-    let holds_slot_in_store = reconcile_with_store(&platform, machine, &report).await?;
-    let superseded = !machine.is_active() && stopped_for.is_none() && !holds_slot_in_store;
+    let may_hold_slot = reconcile_with_store(&platform, machine, &report).await?;
+    let superseded = !machine.is_active() && stopped_for.is_none() && !may_hold_slot;
     let epoch = report.sent.epoch;
     let is_healthy = report.sent.health.is_ok();
     if !superseded {
@@ -132,7 +132,8 @@ async fn issue_next_token(
     }
 }
 
-/// Whether a token of a later generation may be issued: not while processes with a different current platform key run.
+/// Whether a token of a later generation may be issued: not while, or shortly after, a process with a different current
+/// platform key runs.
 async fn may_issue_next(platform: &Platform) -> Result<bool, Problem> {
     if platform.process.ids.previous.is_none() {
         return Ok(true);
@@ -168,7 +169,7 @@ async fn advance_token(
 
 /// Records two facts that the database lacks after it was restored from an older copy: that the host has registered,
 /// and that it holds its slot under a later epoch. Returns whether the machine holds its slot although it is inactive
-/// in the database.
+/// in the database, or may hold it because the fence cannot be read.
 async fn reconcile_with_store(
     platform: &Platform,
     machine: &MachineRow,

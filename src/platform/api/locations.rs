@@ -25,7 +25,8 @@ impl RequestedLocations {
         Self { location, fallback }
     }
 
-    /// Rejects unknown locations. If the provider is unreachable, the check passes: the order of the server repeats it.
+    /// Rejects unknown locations. If the provider cannot be queried, the check passes: the provider checks the location
+    /// again when the server is created.
     ///
     /// # Errors
     /// `invalid_request`.
@@ -36,7 +37,7 @@ impl RequestedLocations {
         Ok(())
     }
 
-    /// [`Self::ensure_known`], with the locations that quotes have cached.
+    /// [`Self::ensure_known`], using the locations that are cached for quotes.
     ///
     /// # Errors
     /// `invalid_request`.

@@ -26,7 +26,7 @@ impl ChangeRequest {
     /// Authenticates the operator, and parses the machine's id and the idempotency key.
     ///
     /// # Errors
-    /// `request_too_large`, `unauthorized`, `invalid_request`.
+    /// `request_too_large`, `unauthorized`, `rate_limited`, `forbidden`, `invalid_request`, `database_unavailable`.
     pub async fn read(platform: &Platform, id: &str, request: Request) -> Result<Self, Problem> {
         let call = ApiCall::read(request).await?;
         let operator = call.authenticate_operator(platform).await?;
@@ -36,11 +36,12 @@ impl ChangeRequest {
     }
 }
 
-/// The scope of the lock, in addition to the machine's row.
+/// What a change locks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LockScope {
+    /// The machine's row.
     Machine,
-    /// All machines of its user, for a change that may assign or release a slot.
+    /// The machine's row and all machines of its user, for a change that may assign or release a slot.
     User,
 }
 
@@ -94,7 +95,7 @@ impl<'a> MachineChange<'a> {
         Ok(ChangeStart::Started(Box::new(Self { tx, machine, mutation })))
     }
 
-    /// Writes the audit row and the stored response, and commits. `body` gets the machine after the change.
+    /// Writes the audit row and the stored response, and commits. `body` receives the machine after the change.
     ///
     /// # Errors
     /// `database_unavailable`.

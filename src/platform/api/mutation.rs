@@ -133,7 +133,8 @@ impl Mutation {
         Ok(Some(Reply::new(status, stored.response)))
     }
 
-    /// Runs the change, its audit row and the stored response in one transaction, unless the request is replayed.
+    /// Runs the change, and writes its audit row and the stored response, in one transaction, unless the request is
+    /// replayed.
     ///
     /// # Errors
     /// As [`Self::replay`] and `change`. On an error, nothing is changed.

@@ -141,8 +141,8 @@ async fn apply_decision(
             Decision::Restore(key) => restore_snapshot(tx, &operation, key).await?,
             Decision::Abandon => abandon_operation(platform, tx, &machine, &operation).await?,
         }
-        let now = db::operations::get(tx, id).await?.ok_or_else(not_found)?;
-        let reply = Reply::new(StatusCode::OK, resource::operation::load_with_log(tx, &now).await?);
+        let after = db::operations::get(tx, id).await?.ok_or_else(not_found)?;
+        let reply = Reply::new(StatusCode::OK, resource::operation::load_with_log(tx, &after).await?);
         let change = AuditChange {
             action: decision.action(),
             target: id.to_string(),
@@ -211,7 +211,8 @@ async fn restore_snapshot(
     Ok(db::operations::add_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?)
 }
 
-/// Runs the waiting step again, with the options that the decision sets.
+/// Runs the waiting step again, with the options that the decision sets. If the operator gives up the backup, no
+/// question is needed.
 async fn resume_step(
     tx: &Transaction<'_>,
     operation: &OperationRow,
@@ -255,7 +256,7 @@ async fn abandon_operation(
         OperationKind::Delete if machine.registered_at.is_some() => {
             undelete::reinstate(platform, tx, machine).await?;
         }
-        // The operation ends after it has switched its server on again.
+        // The operation ends after it has switched the server on again.
         OperationKind::Resize => {
             return Ok(db::operations::skip_to_step(tx, operation.id, Step::PowerOn.as_str()).await?);
         }

@@ -245,7 +245,8 @@ async fn with_stored_token(platform: &Platform, reply: Reply) -> Result<Reply, P
     let Some(id) = id else { return Ok(reply) };
     let session = platform.db.session().await?;
     let stored = db::operators::find_by_token(&session, id, Duration::ZERO).await?;
-    // The token has expired or was replaced, so it is useless, whichever key derives it.
+    // A later rotation replaced the token, or the operator's row was deleted, so the token is useless, whichever key
+    // derives it.
     let Some(stored) = stored else { return Ok(with_token(reply, &platform.mint.operator_token(id))) };
     let token = platform.mint.stored_operator_token(id, &stored.token_hash).ok_or_else(|| {
         let detail = format!(

@@ -1,7 +1,8 @@
 //! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: shows a slot's snapshot pointer, and replaces one
 //! that is missing, unreadable, or names a missing snapshot.
 //!
-//! The audit row, with the unreadable bytes, is committed before the pointer is written, so that they are never lost.
+//! The audit row, with the first bytes of an unreadable pointer, is committed before the pointer is written, so that
+//! these bytes are never lost.
 
 use std::sync::Arc;
 use std::time::Duration;

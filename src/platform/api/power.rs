@@ -1,7 +1,7 @@
 //! POST `/vps/:id/power`: switches the server of a slot's machine off or on, or restarts it.
 //!
-//! A machine that is switched off keeps its slot, status and data. It is not routed to, and only an operator switches
-//! it on again.
+//! A machine that is switched off keeps its slot, status and data. It is not routed to, and the platform switches it on
+//! again only at an operator's request.
 
 use std::sync::Arc;
 

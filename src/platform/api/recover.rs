@@ -44,7 +44,7 @@ struct RecoveryRequest {
     user: IdpUserId,
     slot: Slot,
     empty: EmptyStart,
-    /// The snapshot that the operator expects to be restored.
+    /// The snapshot to restore; `None` means the latest.
     snapshot_key: Option<SnapshotKey>,
     options: OperationOptions,
     /// `None` means the current machine's type.
@@ -94,6 +94,7 @@ fn parse_request(call: &ApiCall) -> Result<RecoveryRequest, Problem> {
 /// Properties of the new machine that are looked up before any change.
 struct RecoveryPlan {
     restore: RestoreMode,
+    /// `None` means the snapshot that the pointer names.
     snapshot: Option<String>,
     /// A stored snapshot that is newer than the one to restore. A final backup of the host supersedes both.
     newer: Option<SideRecord>,
@@ -102,7 +103,7 @@ struct RecoveryPlan {
     server_type: ServerType,
     /// The highest epoch of the slot in the store.
     epoch_floor: Epoch,
-    /// `None` if there is no limit.
+    /// The servers in the provider's project; `None` if no limit is set.
     listed: Option<ListedServers>,
 }
 

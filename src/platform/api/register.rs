@@ -45,7 +45,7 @@ pub struct HostRegistration {
 }
 
 /// The canonical form of a registration. The audit records it, and its hash is stored, so that a repeated request is
-/// recognised. The form must not change, because the platform may be updated between a request and its repetition.
+/// recognized. The form must not change, because the platform may be updated between a request and its repetition.
 #[derive(Serialize)]
 struct CanonicalRegistration<'a> {
     machine: MachineId,
@@ -137,7 +137,8 @@ pub async fn register_from_heartbeat(
 }
 
 impl HostRegistration {
-    /// Reads a registration. The TLS pin is kept parsed and as text, because repeated requests are compared by text.
+    /// Reads a registration. The TLS pin is kept both parsed and as text, because repeated requests are compared by the
+    /// text.
     pub fn read(fields: &mut Fields) -> Option<Self> {
         let machine = fields.required("machineId");
         let image_version = fields.required("imageVersion");

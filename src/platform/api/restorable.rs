@@ -40,7 +40,7 @@ const BYTES_PER_DATABASE_BYTE: f64 = 1.25;
 /// check passes: the host repeats it before it restores.
 ///
 /// # Errors
-/// `disk_too_small`.
+/// `disk_too_small`; `invalid_request` if the provider does not have the server type.
 pub async fn ensure_fits_disk(
     platform: &Platform,
     side: &SideRecord,
@@ -74,8 +74,8 @@ pub async fn ensure_fits_disk(
 }
 
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
-fn needed_bytes(database: u64) -> u64 {
-    RESERVED_BYTES.saturating_add((database as f64 * BYTES_PER_DATABASE_BYTE) as u64)
+fn needed_bytes(database_bytes: u64) -> u64 {
+    RESERVED_BYTES.saturating_add((database_bytes as f64 * BYTES_PER_DATABASE_BYTE) as u64)
 }
 
 /// The highest epoch of the slot in the store. An unreadable pointer is an error, because no fence could be written to
@@ -94,9 +94,9 @@ pub async fn find_epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot
     }
 }
 
-/// Rejects a slot that is held, according to the store, by a machine that is not in this database, unless an operator
-/// accepts the loss: the database was restored from an older copy, and that machine may be serving. The slot's current
-/// machine is accepted under a later epoch, too.
+/// Rejects a slot that another machine holds, according to the store, under an epoch that this database does not record,
+/// unless an operator accepts the loss: the database was restored from an older copy, and that machine may be serving. The slot's current
+/// machine is accepted under a later epoch, too. A fence that no current key verifies is also rejected.
 ///
 /// # Errors
 /// `invalid_state`, `snapshot_unusable`, `store_unavailable`.
@@ -125,8 +125,8 @@ pub async fn ensure_no_unknown_holder(
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
-        "According to the store, machine {} holds the slot under epoch {}, which is not in this database: the database was \
-         restored from an older copy. Data that this machine wrote after the newest snapshot is only on its server, which \
+        "According to the store, machine {} holds the slot under epoch {}, which this database does not record: it was restored \
+         from an older copy. Data that this machine wrote after the newest snapshot is only on its server, which \
          is kept. `svcctl pointer show {user} --slot {slot}` shows that snapshot. To start the slot from it anyway, repeat \
          with `--accept-loss`; if there is no snapshot, also with `--allow-empty`.",
         holder.machine, holder.epoch
@@ -134,8 +134,8 @@ pub async fn ensure_no_unknown_holder(
     Err(held_by_another(detail, current))
 }
 
-/// Rejects a change of a machine's server if, according to the store, a machine that is not in this database holds its
-/// slot. If the pointer is unreadable, the check passes.
+/// Rejects a change of a machine's server if, according to the store, another machine holds its slot under an epoch that
+/// this database does not record. If the pointer is unreadable, the check passes.
 ///
 /// # Errors
 /// `invalid_state`, `store_unavailable`.
@@ -159,8 +159,8 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
-        "According to the store, machine {} holds the slot under epoch {}, which is not in this database: the database was \
-         restored from an older copy. Nothing was changed; `svcctl {command}` with `--accept-loss` creates a new machine \
+        "According to the store, machine {} holds the slot under epoch {}, which this database does not record: it was restored \
+         from an older copy. Nothing was changed; `svcctl {command}` with `--accept-loss` creates a new machine \
          from the newest snapshot. Data that the other machine wrote after that snapshot is only on that machine's server.",
         holder.machine, holder.epoch
     );
@@ -224,8 +224,7 @@ pub async fn ensure_may_start_empty(
     Err(Problem::new(Code::SnapshotUnusable, detail))
 }
 
-/// Rejects an empty start of a slot without a snapshot if one of its machines has served: its server may have the only
-/// copy of the data.
+/// Rejects an empty start of a slot without a snapshot if a machine that has served may have the only copy of the data.
 ///
 /// # Errors
 /// `snapshot_unusable`.

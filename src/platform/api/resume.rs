@@ -58,8 +58,8 @@ async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
         ChangeStart::Started(change) => change,
     };
     // The checks ran without a lock, so the machine must not have changed since.
-    let (before, now) = ((unlocked.status, unlocked.epoch, unlocked.is_active()), &change.machine);
-    if before != (now.status, now.epoch, now.is_active()) {
+    let (before, locked) = ((unlocked.status, unlocked.epoch, unlocked.is_active()), &change.machine);
+    if before != (locked.status, locked.epoch, locked.is_active()) {
         return Err(Problem::new(Code::Unavailable, "The machine has changed; try again.").retry_after(1));
     }
     let event = Event::ResumeRequested { server_type };

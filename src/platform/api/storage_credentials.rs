@@ -1,6 +1,6 @@
 //! POST `/vps/:id/storage-credentials`: issues credentials for the host's slot in the object store.
 //!
-//! Only the slot's current machine gets credentials, and, for a short time, a machine whose final backup is pending.
+//! Credentials are issued only to the slot's current machine and to a machine whose final backup is pending.
 
 use std::sync::Arc;
 

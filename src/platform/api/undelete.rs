@@ -92,8 +92,8 @@ async fn find_undo(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<
 /// Returns a deleted machine to its slot.
 ///
 /// # Errors
-/// `invalid_state` if the machine is not deleted, its server has been or is being deleted, or a later machine has
-/// served the slot.
+/// `invalid_state` if the machine is not deleted or never served, if its server has been or is being deleted, or if
+/// another machine holds the slot or has served it since.
 pub async fn reinstate(
     platform: &Platform,
     tx: &Transaction<'_>,

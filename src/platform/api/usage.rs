@@ -105,7 +105,7 @@ fn invalid_state(status: &str, detail: String) -> Problem {
 fn host_problem(id: MachineId, error: &UsageError) -> Problem {
     match error {
         UsageError::Host(HostCallError::Unreachable(_)) => {
-            Problem::new(Code::HostUnreachable, format!("The host of machine {id} did not respond in time."))
+            Problem::new(Code::HostUnreachable, format!("The host of machine {id} could not be reached."))
         }
         UsageError::Host(HostCallError::Refused(StatusCode::UNAUTHORIZED)) => {
             let detail = format!(
@@ -261,7 +261,7 @@ mod tests {
             (refused(StatusCode::SERVICE_UNAVAILABLE), Code::Unavailable, "try again"),
             (refused(StatusCode::INTERNAL_SERVER_ERROR), Code::HostRefused, "returned 500"),
             (host_problem(id, &UsageError::TooLarge(7)), Code::HostAnswerInvalid, "fewer days"),
-            (host_problem(id, &unreachable), Code::HostUnreachable, "in time"),
+            (host_problem(id, &unreachable), Code::HostUnreachable, "be reached"),
         ] {
             assert_eq!(problem.code, code);
             assert!(problem.detail.contains(detail), "{problem:?}");

@@ -19,7 +19,7 @@ use crate::db::{self, DbError};
 use svc_http::problem::format_chain;
 use svc_http::request_id;
 
-/// Maximum operations that one process drives at a time.
+/// Maximum operations of the general lane that one process drives at a time.
 const MAX_DRIVEN: usize = 16;
 /// Maximum operations at steps that call hosts: each costs only a task, and a silent host blocks it for seconds.
 const MAX_CALLING_HOSTS: usize = 64;

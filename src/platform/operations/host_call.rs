@@ -51,7 +51,7 @@ pub async fn request_backup(
     send_request(platform, machine, &HostRequest::post(BACKUP_PATH, None)).await
 }
 
-/// Requests that a host publishes its held-back snapshot as the latest; its heartbeats report the outcome.
+/// Requests that a host publish its held-back snapshot as the latest; its heartbeats report the outcome.
 ///
 /// # Errors
 /// [`HostCallError`]
@@ -89,7 +89,7 @@ pub async fn request_update(
 /// Why a call to a host failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HostCallError {
-    /// The host did not respond.
+    /// No connection to the host could be made, or the host did not respond.
     #[error("the host cannot be reached")]
     Unreachable(#[source] anyhow::Error),
     /// The host responded with this error status.
@@ -107,7 +107,7 @@ pub struct QuiesceStatus {
     pub running_dispatches: u64,
 }
 
-/// Requests that a host stops its writers for an operation; returns its progress.
+/// Requests that a host stop its writers for an operation; returns its progress.
 ///
 /// # Errors
 /// [`HostCallError`]; 404 or 405 from a release without this route.

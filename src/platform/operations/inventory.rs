@@ -26,7 +26,8 @@ use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 use svc_provider::{Server, ServerId};
 
-/// Minimum time between the two lookups of a server that seems to be missing.
+/// Minimum time between the two lookups of a server that seems to be missing, unless the passes of the reconciler are
+/// closer together.
 const CONFIRM_INTERVAL: Duration = Duration::from_secs(10);
 /// Losses within this window are counted together.
 const LOSS_WINDOW: Duration = Duration::from_secs(3600);

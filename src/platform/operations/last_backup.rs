@@ -1,8 +1,9 @@
 //! The step `last_backup`: the host of a replaced or deleted machine stops its writers and takes a final snapshot.
 //!
-//! The invariant: the step ends with a snapshot taken after the writers had stopped, or with a row that records since
-//! when data exists only on that server. If a reachable host cannot make the snapshot, the operation waits for an
-//! operator's decision; an unreachable host is skipped after a bounded time.
+//! The invariant: unless an operator accepts the loss, or the server is gone or already switched off, the step ends with
+//! a snapshot taken after the writers had stopped, or with a row that records the time since which data exists only on
+//! that server. If a reachable host cannot make the snapshot, the operation waits for an operator's decision; an
+//! unreachable host is skipped after a bounded time.
 
 mod progress;
 mod saved_copy;
@@ -17,7 +18,7 @@ use uuid::Uuid;
 
 use super::host_call::{self, BackupOutcome, BackupProgress, HostCallError};
 use super::leased::LeasedOperation;
-use super::predecessor::find_outgoing_machine;
+use super::predecessor::{find_outgoing_machine, note_nothing_served};
 use super::step::{Question, StepError, StepOutcome, StepRecord, build_fence};
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, DbError};
@@ -44,7 +45,6 @@ pub const HELD_BACK: &str = "last_backup_held_back";
 /// On hosts of earlier releases, the error of a held-back snapshot contains this text.
 pub const HELD_BACK_HINT: &str = "svc-db-backup accept";
 
-/// Outcome of one attempt.
 enum AttemptOutcome {
     Saved {
         taken_at: Timestamp,
@@ -77,8 +77,8 @@ impl BackupFailure {
         match self {
             Self::Failed(why) => format!(
                 "No final backup of {id}: {why}. The newest copy is {saved}; data written since then is only on \
-                 its server. `svcctl operation continue {operation}` requests the backup again, with `--accept-loss` it \
-                 continues without a backup, and `svcctl operation abandon {operation}` abandons the operation."
+                 its server. `svcctl operation continue {operation}` requests the backup again; with `--accept-loss`, it \
+                 continues without a backup; and `svcctl operation abandon {operation}` abandons the operation."
             ),
             Self::HeldBack { loss } => format!(
                 "The final backup of {id} is held back, because its database has shrunk: {loss}. The newest copy is still \
@@ -109,7 +109,7 @@ enum NewestCopy {
 }
 
 impl NewestCopy {
-    /// The time until which the data is saved.
+    /// The time up to which the data is saved.
     fn saved_until(&self) -> Option<Timestamp> {
         match self {
             Self::Snapshot(at) => Some(*at),
@@ -137,7 +137,7 @@ impl fmt::Display for NewestCopy {
 
 pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let Some(machine) = find_outgoing_machine(leased).await? else {
-        return Ok(StepOutcome::done_with_note("no earlier machine has served"));
+        return Ok(StepOutcome::done_with_note(note_nothing_served(leased.kind)));
     };
     let mut progress = LastBackupProgress::load(leased);
     if let Some(outcome) = resolve_without_call(leased, &machine, &mut progress).await? {
@@ -154,7 +154,7 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
             && let Some(taken_at) =
                 saved_copy::find_final_backup(leased, &machine, &progress, &report, now).await
         {
-            return Ok(final_backup_done(&machine, taken_at));
+            return Ok(finish_with_backup(&machine, taken_at));
         }
         if options.accept_loss && progress.problem.is_none() {
             return Box::pin(skip_host(leased, &machine, &progress, SkipReason::GivenUp)).await;
@@ -165,19 +165,17 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         progress = progress.into_restarted();
     }
     match attempt_backup(leased, &machine, &mut progress, now).await {
-        Ok(AttemptOutcome::Saved { taken_at }) => Ok(final_backup_done(&machine, taken_at)),
+        Ok(AttemptOutcome::Saved { taken_at }) => Ok(finish_with_backup(&machine, taken_at)),
         Ok(AttemptOutcome::Wait(delay)) => {
             progress.unreachable_since = None;
             Ok(progress.wait(leased, delay))
         }
-        Ok(AttemptOutcome::Failed(failure)) => {
-            Ok(require_decision(leased, &machine, progress, failure).await)
-        }
+        Ok(AttemptOutcome::Failed(failure)) => Ok(handle_failure(leased, &machine, progress, failure).await),
         Err(HostCallError::Refused(status)) => {
             progress.unreachable_since = None;
             let failure = BackupFailure::Failed(format!("the host returned {status}"));
             if progress.is_stalled(leased, now) {
-                Ok(require_decision(leased, &machine, progress, failure).await)
+                Ok(handle_failure(leased, &machine, progress, failure).await)
             } else {
                 Ok(progress.wait(leased, progress.next_poll(now)))
             }
@@ -215,7 +213,7 @@ async fn resolve_without_call(
     Ok(Some(progress.wait(leased, POLL_INTERVAL)))
 }
 
-fn final_backup_done(machine: &MachineRow, taken_at: Timestamp) -> StepOutcome {
+fn finish_with_backup(machine: &MachineRow, taken_at: Timestamp) -> StepOutcome {
     StepOutcome::Done {
         note: Some("a snapshot was taken after the writers had stopped".into()),
         record: StepRecord::Saved { machine: machine.id, taken_at },
@@ -240,9 +238,9 @@ async fn attempt_backup(
         });
     }
     let Some(requested_at) = progress.requested_at else {
-        replace_invented_fence(leased, machine).await;
-        let taken = host_call::request_backup(leased.platform, machine).await?;
-        progress.record_request(taken.unwrap_or(now), now);
+        replace_implausible_fence(leased, machine).await;
+        let host_requested_at = host_call::request_backup(leased.platform, machine).await?;
+        progress.record_request(host_requested_at.unwrap_or(now), now);
         return Ok(AttemptOutcome::Wait(POLL_INTERVAL));
     };
     let report = fetch_host_report(leased, machine).await?;
@@ -269,20 +267,20 @@ async fn attempt_backup(
     Ok(AttemptOutcome::Wait(progress.next_poll(now)))
 }
 
-/// Replaces an invented fence, which no machine of the slot can have set, with this machine's: with an invented fence,
-/// the pointer refuses every backup. If the store fails, the backup reports the failure.
-async fn replace_invented_fence(leased: &LeasedOperation<'_>, machine: &MachineRow) {
+/// Replaces an implausible fence, which no machine of the slot could have set, with this machine's: under an implausible
+/// fence, every backup is refused. If the store fails, the backup reports the failure.
+async fn replace_implausible_fence(leased: &LeasedOperation<'_>, machine: &MachineRow) {
     let (bucket, slot) = (&leased.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let Ok(Some(read)) = pointer_io::read(bucket, &slot).await else { return };
-    let invented = read.value.fence_epoch;
-    if invented <= machine.epoch.max_plausible() {
+    let fence_epoch = read.value.fence_epoch;
+    if fence_epoch <= machine.epoch.max_plausible() {
         return;
     }
     if let Err(error) = pointer_io::fence(bucket, &slot, &build_fence(leased, machine)).await {
-        tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot replace an invented fence");
+        tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot replace an implausible fence");
         return;
     }
-    tracing::warn!(machine = %machine.id, %invented, "replaced a fence that no machine can have set");
+    tracing::warn!(machine = %machine.id, %fence_epoch, "replaced a fence that no machine could have set");
 }
 
 /// Requests that the host stops its writers. Returns whether all of them have stopped.
@@ -327,7 +325,7 @@ fn is_unsupported(status: StatusCode) -> bool {
     matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
 }
 
-/// Finds the newest copy by the pointer or, if it is unreadable, by the hosts' reports.
+/// Finds the newest copy from the pointer or, if it is unreadable, from the hosts' reports.
 async fn find_newest_copy(leased: &LeasedOperation<'_>, machine: &MachineRow) -> NewestCopy {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let (bucket, key) = (&leased.platform.bucket, slot.pointer());
@@ -387,13 +385,13 @@ async fn handle_unreachable(
     }
     if machine.heartbeat_at.is_some_and(|beat| beat > since) {
         let failure = "the host sends heartbeats, but the platform cannot call it".to_owned();
-        return Ok(require_decision(leased, machine, progress, BackupFailure::Failed(failure)).await);
+        return Ok(handle_failure(leased, machine, progress, BackupFailure::Failed(failure)).await);
     }
     Box::pin(skip_host(leased, machine, &progress, SkipReason::Unreachable)).await
 }
 
 /// Continues if the operator has accepted the loss; otherwise the operation waits for a decision.
-async fn require_decision(
+async fn handle_failure(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
     mut progress: LastBackupProgress,
@@ -415,16 +413,16 @@ async fn require_decision(
 /// Continues without a final backup, and records the time since which data is lost.
 async fn continue_with_loss(leased: &LeasedOperation<'_>, machine: &MachineRow) -> StepOutcome {
     let saved = find_newest_copy(leased, machine).await;
-    let stored = skip::record_unrestored(leased, machine).await;
+    let suffix = skip::record_unrestored(leased, machine).await;
     let note = format!(
-        "no final backup; the operator accepted the loss of data written since the newest copy, which is {saved}{stored}"
+        "no final backup; the operator accepted the loss of data written since the newest copy, which is {saved}{suffix}"
     );
     let record = StepRecord::LossAccepted { machine: machine.id, since: saved.saved_until() };
     StepOutcome::Done { note: Some(note.into()), record }
 }
 
-/// Grows with the time waited, from [`POLL_INTERVAL`] to the limit. Jitter spreads the calls to hosts that became
-/// silent at the same time.
+/// Grows with the time waited, from [`POLL_INTERVAL`] to the limit. Jitter shortens it by up to a quarter, and so spreads
+/// the calls to hosts that became silent at the same time.
 fn poll_interval(waited: SignedDuration, limit: Duration) -> Duration {
     let waited = Duration::try_from(waited).unwrap_or_default();
     let jitter = f64::from(Uuid::new_v4().as_bytes()[0]) / 255.0;
@@ -452,8 +450,8 @@ mod tests {
                 assert!(interval <= max && interval >= max.mul_f64(0.74), "{seconds} s: {interval:?}");
             }
         }
-        let many: std::collections::BTreeSet<_> =
+        let distinct: std::collections::BTreeSet<_> =
             (0..50).map(|_| interval_after(3600, MAX_SILENT_POLL_INTERVAL)).collect();
-        assert!(many.len() > 10, "{many:?}");
+        assert!(distinct.len() > 10, "{distinct:?}");
     }
 }

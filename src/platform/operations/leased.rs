@@ -160,7 +160,7 @@ impl LeasedOperation<'_> {
         Ok(())
     }
 
-    /// Fails the machine because retries cannot help.
+    /// Fails the machine that the operation creates.
     pub async fn fail_creation(
         &self,
         why: CreationFailure,

@@ -28,8 +28,8 @@ pub async fn start_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     Ok(StepOutcome::wait(POLL_INTERVAL))
 }
 
-/// Whether the host may still obey the shutdown of an operation that ended shortly before this one was created. The
-/// time of a shutdown is bounded.
+/// Whether the host may still obey the shutdown of an operation that ended shortly before this one was created. A
+/// shutdown takes a bounded time.
 async fn may_shut_down_late(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let deadline = leased.platform.config.timing.resize_shutdown;
     if leased.age().await? >= deadline {

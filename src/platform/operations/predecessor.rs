@@ -1,12 +1,12 @@
 //! Finds the machine that an operation takes out of service: the slot's last registered machine or, in a deletion, the
-//! deleted machine itself. Also the steps that switch off its server and, if an operator chose that, delete the server.
+//! deleted machine itself. Also contains the steps that switch its server off and, if an operator chose that, delete it.
 //!
 //! The invariant: a server is switched off after the fence is set. It is deleted here only if a final backup exists
 //! or an operator accepted the loss; otherwise the reconciler deletes it after its successor is proven.
 
 use std::time::Duration;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::leased::LeasedOperation;
 use super::step::{Question, StepError, StepOutcome, StepRecord};
@@ -40,12 +40,23 @@ pub async fn find_outgoing_machine(leased: &LeasedOperation<'_>) -> Result<Optio
     Ok(db::machines::find_last_registered(&session, &machine).await?)
 }
 
+/// How notes name the machine that an operation of this kind takes out of service.
+pub(super) fn name_outgoing_machine(kind: OperationKind) -> &'static str {
+    if kind == OperationKind::Delete { "the machine" } else { "the predecessor" }
+}
+
+/// The note of a step that has nothing to do, because there is no outgoing machine.
+pub(super) fn note_nothing_served(kind: OperationKind) -> &'static str {
+    if kind == OperationKind::Delete { "the machine never served" } else { "no earlier machine has served" }
+}
+
 /// Switches off the server: requests a shutdown, then cuts the power.
 pub async fn power_off_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let outcome = try_power_off(leased).await?;
     let options = leased.operation.options;
     match outcome {
-        // A server that seems to be missing is not released: the reconciler checks again at the end of its retention.
+        // Unless an operator accepted the loss, a server that seemed to be missing is not released: the reconciler checks
+        // again at the end of its retention.
         StepOutcome::Done { note, record: StepRecord::Nothing }
             if leased.kind == OperationKind::Delete
                 && options.now
@@ -59,10 +70,13 @@ pub async fn power_off_server(leased: &LeasedOperation<'_>) -> Result<StepOutcom
 
 async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let Some(machine) = find_outgoing_machine(leased).await? else {
-        return Ok(StepOutcome::done_with_note("no earlier machine has served"));
+        return Ok(StepOutcome::done_with_note(note_nothing_served(leased.kind)));
     };
     let Some(id) = machine.provider_server_id.filter(|_| machine.server_exists()) else {
-        return Ok(StepOutcome::done_with_note("the earlier machine has no server"));
+        return Ok(StepOutcome::done_with_note(format!(
+            "{} has no server",
+            name_outgoing_machine(leased.kind)
+        )));
     };
     let age = leased.step_age().await?;
     let timing = &leased.platform.config.timing;
@@ -74,7 +88,7 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     }
     leased.record_power_off_order(machine.id).await?;
     match switch_off(leased, ServerId(id), age).await {
-        Ok(Some(outcome)) => Ok(outcome),
+        Ok(Some(outcome)) => Ok(clear_absence(outcome, leased.facts())),
         Ok(None) => Ok(confirm_server_gone(leased, &machine)),
         // Retried only until the deadline above: a provider error must not block the slot's new machine.
         Err(error) => {
@@ -124,15 +138,31 @@ fn time_since_cut(cut_at: f64, age: Duration) -> Duration {
     age.saturating_sub(Duration::try_from_secs_f64(cut_at).unwrap_or_default())
 }
 
-/// After two reports that a server is missing, records it as gone, so that it cannot be kept or reinstated.
+/// After two consecutive reports that a server is missing, records it as gone, so that it cannot be kept or reinstated.
 fn confirm_server_gone(leased: &LeasedOperation<'_>, machine: &MachineRow) -> StepOutcome {
     let mut facts = leased.facts();
     if facts.contains_key(ABSENT) {
-        let note = Some("the provider no longer has the earlier machine's server".into());
+        let note = format!("the provider no longer has {}'s server", name_outgoing_machine(leased.kind));
+        let note = Some(note.into());
         return StepOutcome::Done { note, record: StepRecord::ServerGone { machine: machine.id } };
     }
     facts.insert(ABSENT.to_owned(), json!(true));
     StepOutcome::Wait { delay: CONFIRM_INTERVAL, facts: Some(facts) }
+}
+
+/// Forgets an earlier report that the server was missing, because the provider has it.
+fn clear_absence(outcome: StepOutcome, facts: Map<String, Value>) -> StepOutcome {
+    if !facts.contains_key(ABSENT) {
+        return outcome;
+    }
+    let (delay, mut facts) = match outcome {
+        StepOutcome::Wait { delay, facts: changed } => (delay, changed.unwrap_or(facts)),
+        // This outcome cannot change the facts. The next run of the step returns it again.
+        StepOutcome::WaitFor { delay, .. } => (delay, facts),
+        other => return other,
+    };
+    facts.remove(ABSENT);
+    StepOutcome::Wait { delay, facts: Some(facts) }
 }
 
 /// Keeps the predecessor's server or, if the operator chose that, deletes it before the new server is created.
@@ -143,14 +173,14 @@ pub async fn delete_predecessor(leased: &LeasedOperation<'_>) -> Result<StepOutc
     };
     if !options.replace_first {
         return Ok(StepOutcome::done_with_note(
-            "the earlier machine's server is kept until the new machine is healthy",
+            "the predecessor's server is kept until the new machine is healthy",
         ));
     }
     if let Some(since) = machine.unsaved_since.filter(|_| !options.accept_loss) {
         let detail = format!(
-            "The server to be deleted first holds data written since {since:.0} that no snapshot contains: `svcctl operation \
-             continue {operation} --accept-loss` deletes the server, `svcctl operation abandon {operation}` returns the slot \
-             to the server's machine.",
+            "The predecessor's server, which would be deleted first, holds data written since {since:.0} that no snapshot \
+             contains: `svcctl operation continue {operation} --accept-loss` deletes the server, `svcctl operation abandon \
+             {operation}` returns the slot to the predecessor.",
             operation = leased.operation.id
         );
         let code = "replace_first_loses_data";
@@ -166,4 +196,29 @@ pub async fn delete_predecessor(leased: &LeasedOperation<'_>) -> Result<StepOutc
     } else {
         StepOutcome::wait(POLL_INTERVAL)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clear_absence_forgets_that_server_was_missing() {
+        let facts = || {
+            let names = [ABSENT, SHUTDOWN_REQUESTED];
+            names.map(|name| (name.to_owned(), json!(true))).into_iter().collect::<Map<_, _>>()
+        };
+        for outcome in [
+            StepOutcome::wait(POLL_INTERVAL),
+            StepOutcome::Wait { delay: POLL_INTERVAL, facts: Some(facts()) },
+            StepOutcome::wait_for(POLL_INTERVAL, "server_locked", "locked"),
+        ] {
+            let StepOutcome::Wait { delay, facts: Some(cleared) } = clear_absence(outcome, facts()) else {
+                panic!("the step must wait, with other facts");
+            };
+            assert_eq!(delay, POLL_INTERVAL);
+            assert_eq!(cleared.keys().collect::<Vec<_>>(), [SHUTDOWN_REQUESTED]);
+        }
+        assert!(matches!(clear_absence(StepOutcome::done(), facts()), StepOutcome::Done { .. }));
+    }
 }

@@ -1,5 +1,5 @@
 //! The reconciler: handles expired registrations and previews, hanging operations, missing and leftover servers, and
-//! expired idempotency responses.
+//! rows whose retention has ended.
 //!
 //! The reconciler takes no input and can run at any time, in any number of processes: by a timer, or earlier when
 //! notified.
@@ -153,7 +153,7 @@ async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     failures.into_result()
 }
 
-/// Logs operations that only a newer release can run.
+/// Raises an alarm if there are operations that only another release can run.
 async fn report_unknown_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let unknown = db::operations::count_unsupported(&session, &supported_steps()).await?;
@@ -212,7 +212,7 @@ fn listing_interval(servers: u64) -> Duration {
     Duration::from_secs(further_calls * SECONDS_PER_CALL)
 }
 
-/// Deletes servers that are no longer kept, unless the database may have lost machines. Only the pass that took the
+/// Orders the deletion of servers that are no longer kept, unless the database may have lost machines. Only the pass that took the
 /// inventory may do this: another process's inventory may still be running, and the stored list may come from a
 /// restored copy.
 async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {

@@ -42,7 +42,7 @@ pub async fn switch_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     Ok(StepOutcome::wait(POLL_INTERVAL))
 }
 
-/// Whether the host may still obey a recent shutdown request. A shutdown may take a bounded time.
+/// Whether the host may still obey a recent shutdown request. A shutdown takes a bounded time.
 async fn may_shut_down_late(
     leased: &LeasedOperation<'_>,
     ordered_at: Option<Timestamp>,

@@ -16,7 +16,7 @@ use svc_http::problem::format_chain;
 use svc_machine::event::Event;
 use svc_provider::{ActionId, ActionStatus, ErrorKind, Server, ServerId, ServerStatus};
 
-/// Key in an operation's facts: the id of the provider's running action.
+/// Key in an operation's facts: the id of the provider's action that the step has ordered.
 pub(super) const ACTION: &str = "action";
 const SHUTDOWN_REQUESTED: &str = "asked";
 
@@ -94,7 +94,7 @@ pub async fn change_type(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
     }
     match leased.platform.provider.change_type(server.id, &to).await {
         Ok(action) => Ok(wait_for_action(leased, action.id, age)),
-        // The change may have started: the next run of this step sees that by the server's lock or type.
+        // The change may have started: the next run of this step recognizes that from the server's lock or type.
         Err(error) if error.kind() == ErrorKind::Ambiguous => {
             tracing::warn!(operation = %leased.operation.id, error = %format_chain(&error),
                 "the outcome of a type change is unknown");
@@ -162,7 +162,7 @@ pub async fn await_health(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     })
 }
 
-/// The decision after a step has failed or takes too long.
+/// How a resize continues after a step has failed, or while it waits.
 pub enum RetryDecision {
     Retry,
     /// Continue with the step that switches the server on.
@@ -171,6 +171,8 @@ pub enum RetryDecision {
     Fail,
 }
 
+/// Decides how a resize continues after a step has failed, or while it waits.
+///
 /// # Errors
 /// [`StepError`] if the database cannot report the step's age.
 pub async fn decide_retry(

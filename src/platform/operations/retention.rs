@@ -13,13 +13,16 @@ use svc_base::metrics::RETENTION_DELETED;
 
 /// Interval between passes across all processes.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(60);
-/// Maximum batches per table and pass: 1,200,000 rows an hour, above the insert rate of any table.
+/// Maximum batches per table and pass: 1,200,000 rows an hour (6,000 rollouts, whose batches are smaller), above the
+/// insert rate of any table.
 const MAX_BATCHES: u32 = 20;
 
 /// Tolerates differences between clocks, so that no row is deleted while it is still valid.
 const SESSION_GRACE: Duration = Duration::from_secs(3600);
 const IDEMPOTENCY_KEY_RETENTION: Duration = Duration::from_secs(7 * 86_400);
 
+/// Deletes expired rows of all tables, if no process has done so recently.
+///
 /// # Errors
 /// The first failure. The other tables are pruned nevertheless, and the next pass continues.
 pub async fn prune(platform: &Platform) -> anyhow::Result<()> {

@@ -58,7 +58,7 @@ impl StepOutcome {
         Self::Done { note: None, record: StepRecord::Nothing }
     }
 
-    pub fn done_with_note(note: &'static str) -> Self {
+    pub fn done_with_note(note: impl Into<Cow<'static, str>>) -> Self {
         Self::Done { note: Some(note.into()), record: StepRecord::Nothing }
     }
 

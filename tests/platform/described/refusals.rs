@@ -136,7 +136,7 @@ async fn refuse_provisions_and_quotes(refusals: &mut Refusals<'_>, settings: &[(
     platform.stack.store.write(BUCKET, "user_damaged/primary/system/db/latest", "{not json");
     refusals.post(path, &with("user_damaged", &json!({"handle": "damaged"})), 409, "snapshot_unusable").await;
     platform.stack.subscribe(&platform.process, "user_large").await;
-    platform.stack.snapshot_of_size("user_large", 1 << 40);
+    platform.stack.store_snapshot_of_size("user_large", 1 << 40);
     refusals.post(path, &with("user_large", &json!({"handle": "large"})), 409, "disk_too_small").await;
 }
 
@@ -174,7 +174,7 @@ async fn refuse_machine_changes(refusals: &mut Refusals<'_>, settings: &[(&str, 
     let restore = |name: &str| json!({"snapshotKey": format!("system/db/snapshots/{name}-1.dump")});
     let unknown = restore("2026-01-01T00-00-00.000Z");
     refusals.post(&operation_path("continue"), &unknown, 409, "snapshot_unusable").await;
-    platform.stack.snapshot_of_size("user_2", 1 << 40);
+    platform.stack.store_snapshot_of_size("user_2", 1 << 40);
     let large = restore("2026-01-02T03-04-05.678Z");
     refusals.post(&operation_path("continue"), &large, 409, "disk_too_small").await;
     refusals
@@ -356,13 +356,13 @@ async fn refuse_bundles(refusals: &mut Refusals<'_>) {
 /// The replaced server is kept, so that another replacement in a full project is refused.
 const KEPT_SERVERS: (&str, &str) = ("PREDECESSOR_KEEP_SECONDS", "3600");
 
-/// Sends calls that only a machine's replacement or deletion makes invalid.
+/// Sends recoveries that are refused, and calls that only a machine's replacement makes invalid.
 async fn refuse_calls_of_ended_machines(refusals: &mut Refusals<'_>) {
     let platform = refusals.platform;
     let (stack, machine) = (&platform.stack, &platform.running.machine);
-    stack.snapshot_of_size("user_1", 1 << 40);
+    stack.store_snapshot_of_size("user_1", 1 << 40);
     refusals.post("/vps/recover", &json!({"idpUserId": "user_1"}), 409, "disk_too_small").await;
-    let snapshot = stack.snapshot("user_1");
+    let snapshot = stack.store_snapshot("user_1");
     platform
         .send(platform.operator_call(Method::POST, &format!("/vps/{machine}/fail"), &json!({"reason": "x"})))
         .await;

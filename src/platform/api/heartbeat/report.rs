@@ -155,7 +155,7 @@ fn read_health(fields: &mut Fields) -> Option<ComponentHealth> {
     Some(ComponentHealth { gateway: gateway?.into(), database: database?.into(), code: code.map(Into::into) })
 }
 
-/// Reads the disk's size; `None` if the host could not measure it.
+/// Reads the disk's size and free space; `None` if the host could not measure them.
 fn read_disk(fields: &mut Fields) -> Option<Disk> {
     let mut inner = fields.optional_nested("disk")?;
     let (total, free) = (inner.required_number("totalBytes"), inner.required_number("freeBytes"));

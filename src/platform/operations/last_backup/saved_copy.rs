@@ -42,8 +42,8 @@ impl SnapshotWindow {
     }
 }
 
-/// The time of the final backup, if the store and the machine agree on one. The store is read only if the host
-/// reports one.
+/// The time of the final backup, if the store and the machine agree on one. The store is read only if the host reports
+/// one, or does not report backups at all.
 pub async fn find_final_backup(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn find_reads_store_only_for_reported_backup() {
+    fn may_have_saved_requires_report_of_recent_backup() {
         let window = SnapshotWindow { since: time_of_day("03:00:00"), now: time_of_day("03:10:00") };
         let key = |time: &str| format!("system/db/snapshots/2026-01-02T{time}.000Z-1.dump");
         let (earlier, recent) = (key("02-00-00"), key("03-05-00"));

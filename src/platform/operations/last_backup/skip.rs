@@ -11,6 +11,7 @@ use super::{NewestCopy, find_newest_copy};
 use crate::db::machine_row::MachineRow;
 use crate::operations::OperationKind;
 use crate::operations::leased::LeasedOperation;
+use crate::operations::predecessor::name_outgoing_machine;
 use crate::operations::step::{Question, StepError, StepOutcome, StepRecord};
 use svc_base::clock::rfc3339_ms;
 use svc_store::key::SlotPrefix;
@@ -35,12 +36,13 @@ pub enum SkipReason {
 }
 
 impl SkipReason {
-    fn note(self) -> &'static str {
+    fn note(self, kind: OperationKind) -> String {
+        let machine = name_outgoing_machine(kind);
         match self {
-            Self::ServerGone => "the earlier machine has no server",
-            Self::OutOfService => "the earlier machine is already out of service",
-            Self::Unreachable => "the host cannot be reached",
-            Self::GivenUp => "no final backup; the operator stopped waiting for it",
+            Self::ServerGone => format!("{machine} has no server"),
+            Self::OutOfService => format!("{machine} is already out of service"),
+            Self::Unreachable => "the host cannot be reached".to_owned(),
+            Self::GivenUp => "no final backup; the operator stopped waiting for it".to_owned(),
         }
     }
 }
@@ -119,7 +121,7 @@ fn question(
          with `--accept-loss`, the command restores the latest, and the newer snapshot stays in the store. `svcctl operation \
          abandon {operation}` abandons the operation.",
         machine.id,
-        reason.note(),
+        reason.note(leased.kind),
         rfc3339_ms(newer.taken_at),
     )
 }
@@ -131,10 +133,10 @@ fn finish_without_backup(
     saved: &NewestCopy,
     suffix: &str,
 ) -> StepOutcome {
-    let (id, since, why) = (machine.id, saved.saved_until(), reason.note());
+    let (id, since, why) = (machine.id, saved.saved_until(), reason.note(leased.kind));
     let accepts_loss = leased.operation.options.accept_loss;
     let (note, record) = match reason {
-        SkipReason::OutOfService => (why.to_owned(), StepRecord::Nothing),
+        SkipReason::OutOfService => (why, StepRecord::Nothing),
         SkipReason::ServerGone => (format!("{why}; the newest copy is {saved}"), StepRecord::Nothing),
         SkipReason::Unreachable | SkipReason::GivenUp if accepts_loss => (
             format!(
