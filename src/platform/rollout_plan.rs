@@ -5,7 +5,7 @@
 //! - At most one batch is updated at a time, the canary first and separately.
 //! - A batch starts only when every machine of the previous batch has ended.
 //! - Once a machine has the release, no further update is requested before the release is verified.
-//! - If the canary ended without the release, the same number of machines from the next batch takes its place.
+//! - If verification is due and the canary ended without the release, as many machines of the next batch take its place.
 //! - No update is requested after the canary has failed or the maximum number of failures is reached.
 //! - A machine whose update was requested ends by its host's report, by leaving service, or by a timeout.
 
@@ -18,7 +18,7 @@ pub struct Member {
     pub machine: MachineId,
     pub batch: i32,
     pub state: MemberState,
-    /// Whether the machine is running and holds its slot.
+    /// Whether the machine holds its slot, is running, and has not been switched off.
     pub is_running: bool,
     /// Whether the host reports this release and itself as healthy.
     pub is_updated: bool,
@@ -99,7 +99,8 @@ pub fn next_effects(
         return effects;
     }
     if failed >= limits.max_failures {
-        effects.push(Effect::Stop { why: format!("{failed} machines failed") });
+        let machines = if failed == 1 { "machine" } else { "machines" };
+        effects.push(Effect::Stop { why: format!("{failed} {machines} failed") });
         return effects;
     }
     if states.iter().any(|(_, state)| *state == MemberState::Requested) {
@@ -224,14 +225,14 @@ mod tests {
             (canary, size, max_failures) in (0_usize..4, 1_usize..6, 1_usize..4),
             order in proptest::collection::vec(any::<prop::sample::Index>(), 400),
             pauses in proptest::collection::vec(any::<bool>(), 400),
-            is_verified in any::<bool>(),
+            requires_verification in any::<bool>(),
         ) {
             let mut members: Vec<Member> = assign_batches(hosts.len(), canary, size)
                 .zip(&hosts)
                 .map(|(batch, host)| member(batch, *host))
                 .collect();
             let mut ended = None;
-            let mut verification = if is_verified { Verification::Due } else { Verification::Settled };
+            let mut verification = if requires_verification { Verification::Due } else { Verification::Settled };
             let mut verifications = 0;
             for (choice, paused) in order.iter().zip(pauses) {
                 let pace = if paused { RolloutPace::Halted } else { RolloutPace::Running };
@@ -297,7 +298,7 @@ mod tests {
             match ended {
                 Some(Effect::Succeed) => {
                     let has_release = members.iter().any(|member| member.state == MemberState::Updated);
-                    prop_assert_eq!(verifications, usize::from(is_verified && has_release));
+                    prop_assert_eq!(verifications, usize::from(requires_verification && has_release));
                     prop_assert!(failed < max_failures);
                     prop_assert!(members.iter().all(|member| !matches!(member.state, MemberState::Waiting | MemberState::Requested)));
                     for (member, host) in members.iter().zip(&hosts) {
@@ -325,5 +326,16 @@ mod tests {
         let first = members[1].machine;
         let effects = next_effects(RolloutPace::Running, limits(1), Verification::Due, &members);
         assert_eq!(effects, [Effect::RequestUpdate { machine: first }]);
+    }
+
+    #[test]
+    fn stop_reason_counts_failed_machines() {
+        for (max_failures, why) in [(1, "1 machine failed"), (2, "2 machines failed")] {
+            let mut members = vec![member(1, Host::RollsBack); max_failures];
+            members.iter_mut().for_each(|member| member.state = MemberState::Failed);
+            let limits = Limits { canary: 0, max_failures };
+            let effects = next_effects(RolloutPace::Running, limits, Verification::Settled, &members);
+            assert_eq!(effects, [Effect::Stop { why: why.to_owned() }]);
+        }
     }
 }

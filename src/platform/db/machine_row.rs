@@ -90,7 +90,7 @@ pub struct MachineRow {
     pub create_ordered_at: Option<Timestamp>,
     pub server_deleted_at: Option<Timestamp>,
     pub power_ordered_at: Option<Timestamp>,
-    /// When the server of a replaced or deleted machine was ordered to be switched off.
+    /// When switching off the server of a replaced or deleted machine was ordered.
     pub power_off_ordered_at: Option<Timestamp>,
     /// When the first healthy heartbeat after the registration arrived.
     pub proven_at: Option<Timestamp>,
@@ -142,6 +142,8 @@ fn read_number<T: TryFrom<i32>>(row: &Row, column: &'static str) -> Result<T, Db
 }
 
 impl MachineRow {
+    /// Parses a row with the columns [`COLUMNS`].
+    ///
     /// # Errors
     /// `Unreadable` if a stored value is invalid.
     pub fn parse(row: &Row) -> Result<Self, DbError> {
@@ -242,7 +244,7 @@ impl MachineRow {
     }
 
     /// Whether the machine has a server at the provider, as far as the database shows.
-    pub fn server_exists(&self) -> bool {
+    pub fn has_server(&self) -> bool {
         self.may_have_server() && !self.has_lost_server()
     }
 
@@ -256,9 +258,9 @@ impl MachineRow {
         self.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::ServerGone)
     }
 
-    /// Whether the server exists and has not been ordered discarded.
+    /// Whether the machine has a server that is not about to be discarded.
     pub fn is_server_kept(&self) -> bool {
-        self.server_exists() && self.discard_ordered_at.is_none()
+        self.has_server() && self.discard_ordered_at.is_none()
     }
 
     /// The server's power state, inferred from recorded orders to switch it off.
@@ -267,11 +269,12 @@ impl MachineRow {
         if may_be_off { ServerPower::MaybeOff } else { ServerPower::On }
     }
 
+    /// Whether the machine holds its slot.
     pub fn is_active(&self) -> bool {
         self.deleted_at.is_none() && self.retired_at.is_none()
     }
 
-    /// Whether the host's last heartbeat reported gateway and database as healthy.
+    /// Whether the host's last heartbeat reported the gateway and the database as healthy.
     pub fn is_healthy(&self) -> bool {
         let ok = |part: &str| self.health.as_ref().is_some_and(|health| health[part] == "ok");
         ok("gateway") && ok("database")

@@ -61,7 +61,7 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     let Some(machine) = find_outgoing_machine(leased).await? else {
         return Ok(StepOutcome::done_with_note("no earlier machine has served"));
     };
-    let Some(id) = machine.provider_server_id.filter(|_| machine.server_exists()) else {
+    let Some(id) = machine.provider_server_id.filter(|_| machine.has_server()) else {
         return Ok(StepOutcome::done_with_note("the earlier machine has no server"));
     };
     let age = leased.step_age().await?;
@@ -138,7 +138,7 @@ fn confirm_server_gone(leased: &LeasedOperation<'_>, machine: &MachineRow) -> St
 /// Keeps the predecessor's server or, if the operator chose that, deletes it before the new server is created.
 pub async fn delete_predecessor(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let options = leased.operation.options;
-    let Some(machine) = find_outgoing_machine(leased).await?.filter(MachineRow::server_exists) else {
+    let Some(machine) = find_outgoing_machine(leased).await?.filter(MachineRow::has_server) else {
         return Ok(StepOutcome::done());
     };
     if !options.replace_first {

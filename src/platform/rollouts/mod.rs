@@ -31,8 +31,8 @@ pub const FAILPOINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollo
 /// Maximum number of hosts that are notified at the same time.
 const MAX_CONCURRENT_CALLS: usize = 8;
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// The total timeout of a host that reports an update in progress is this multiple of the silence timeout.
-const MAX_SILENCE_FACTOR: u32 = 6;
+/// The total timeout of a requested update is this multiple of the silence timeout.
+const TOTAL_TIMEOUT_FACTOR: u32 = 6;
 
 /// Advances rollouts until `stop`.
 pub async fn run(platform: Arc<Platform>) {
@@ -65,7 +65,7 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
     let Some(rollout) = rollouts::try_lock(&tx, rollout.id).await? else { return Ok(()) };
     rollouts::record_progress(&tx, rollout.id).await?;
     let silence = platform.config.timing.rollout_silence;
-    let timeouts = UpdateTimeouts { silence, total: silence.saturating_mul(MAX_SILENCE_FACTOR) };
+    let timeouts = UpdateTimeouts { silence, total: silence.saturating_mul(TOTAL_TIMEOUT_FACTOR) };
     let members = rollouts::list_members(&tx, &rollout, timeouts).await?;
     let pace =
         if rollout.state == RolloutState::Running { RolloutPace::Running } else { RolloutPace::Halted };

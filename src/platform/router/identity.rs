@@ -84,7 +84,7 @@ struct CachedVerdict {
 }
 
 impl Authenticator {
-    /// `check_rate` is the limit of verifications of uncached credentials per client address and second.
+    /// `check_rate` is the limit of verifications of uncached credentials per client address per second.
     pub(super) fn new(verifier: Verifier, sessions: Arc<Sessions>, check_rate: u32) -> Self {
         let checks = RateLimit::new(check_rate, CHECK_BURST_SECONDS);
         Self { verifier, sessions, cache: Mutex::default(), checks }

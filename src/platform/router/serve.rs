@@ -128,11 +128,13 @@ impl RouterState {
                     }
                 }
             }
-            MachineLookup::NotRunning(machine) => {
-                self.unavailable(&context, UnavailableReason::for_machine(&machine.record), request.uri())
-            }
+            MachineLookup::NotRunning(machine) => self.respond_unavailable(
+                &context,
+                UnavailableReason::for_machine(&machine.record),
+                request.uri(),
+            ),
             MachineLookup::NoMachine => {
-                self.unavailable(&context, UnavailableReason::NoMachine, request.uri())
+                self.respond_unavailable(&context, UnavailableReason::NoMachine, request.uri())
             }
             MachineLookup::Unknown => UnavailableReason::Unknown.respond(context.wants_page),
         };
@@ -291,7 +293,7 @@ impl RouterState {
         }
     }
 
-    /// Makes a response of unknown length, which may stream for hours, end when the caller's credential ends.
+    /// Limits a response of unknown length, which may stream for hours, to the lifetime of the caller's credential.
     fn limit_stream(&self, caller: Caller<'_>, now: Timestamp, response: Response) -> Response {
         if response.body().size_hint().exact().is_some() || response.headers().contains_key(CONTENT_LENGTH) {
             return response;
@@ -329,7 +331,13 @@ impl RouterState {
         Some(TimeLimit { closed, at: tokio::time::Instant::now() + remaining(expires_at) })
     }
 
-    fn unavailable(&self, context: &RequestContext, reason: UnavailableReason, uri: &Uri) -> Response {
+    /// Redirects to the legacy fallback, if one is configured, or reports why there is no machine.
+    fn respond_unavailable(
+        &self,
+        context: &RequestContext,
+        reason: UnavailableReason,
+        uri: &Uri,
+    ) -> Response {
         match &self.config.legacy_fallback {
             Some(base) => {
                 let path = uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
