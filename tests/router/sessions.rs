@@ -318,7 +318,7 @@ async fn code_host_session_needs_single_use_bound_code() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn handover_requires_session_and_own_host() -> Result<()> {
+async fn handover_requires_sign_in_and_ignores_foreign_return_path() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let path = "/_svc/code-session?state=s&return_to=";
     let anonymous = send(world.get(APP, path).header("accept", "text/html")).await;
