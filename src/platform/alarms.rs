@@ -268,7 +268,7 @@ pub fn max_missing_servers(live: usize) -> usize {
 }
 
 /// The alarm in the form that the API returns.
-pub fn resource(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
+pub fn to_wire_alarm(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
     let known: Option<Alarm> = row.alarm.parse().ok();
     let released_until = match known {
         Some(Alarm::UnknownServers) => unknown.released_until(),
@@ -316,7 +316,7 @@ fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownS
 /// Active alarms, oldest first.
 pub async fn list_active(client: &impl GenericClient, timing: &Timing) -> Result<Vec<wire::Alarm>, DbError> {
     let unknown = db::unknown_servers::count(client, timing.orphan_grace).await?;
-    Ok(db::alarms::list_active(client).await?.iter().map(|row| resource(row, &unknown)).collect())
+    Ok(db::alarms::list_active(client).await?.iter().map(|row| to_wire_alarm(row, &unknown)).collect())
 }
 
 #[cfg(test)]

@@ -179,7 +179,7 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
 ///
 /// # Errors
 /// [`KeyError`]; `Sealed` for a key that neither platform key opens.
-pub async fn ensure_opened(
+pub async fn ensure_keys_can_be_opened(
     client: &impl deadpool_postgres::GenericClient,
     seal: &Seal,
 ) -> Result<(), KeyError> {

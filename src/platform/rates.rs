@@ -120,7 +120,7 @@ impl ApiRates {
     ///
     /// # Errors
     /// `rate_limited`.
-    pub fn admit_request(&self, operator: &Operator) -> Result<(), Problem> {
+    pub fn admit_operator(&self, operator: &Operator) -> Result<(), Problem> {
         let actor = operator.actor();
         self.operators
             .check(&actor.to_string())

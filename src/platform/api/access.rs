@@ -60,7 +60,7 @@ pub async fn authorize(
     };
     let operator = authenticate(platform, method, token).await?;
     platform.rates.record_accepted(token);
-    platform.rates.admit_request(&operator)?;
+    platform.rates.admit_operator(&operator)?;
     if operator.scopes().has_any(scopes) {
         return Ok(operator);
     }

@@ -10,7 +10,7 @@ use serde_json::Value;
 use tokio_postgres::Row;
 
 use super::{DbError, execute, query, query_opt};
-use crate::rollout_plan::{Member, Verification};
+use crate::rollout_plan::{Member, VerificationState};
 use svc_http::request_id;
 use svc_machine::id::{MachineId, RolloutId};
 use svc_machine::name::{Handle, ImageVersion};
@@ -66,12 +66,12 @@ impl RolloutRow {
         })
     }
 
-    pub fn verification_state(&self) -> Verification {
+    pub fn verification_state(&self) -> VerificationState {
         let has_passed = self.verification.as_ref().is_some_and(|last| last["passed"] == true);
         match (self.should_verify, has_passed, self.is_verifying) {
-            (false, ..) | (_, true, _) => Verification::Settled,
-            (_, _, true) => Verification::Running,
-            _ => Verification::Due,
+            (false, ..) | (_, true, _) => VerificationState::Settled,
+            (_, _, true) => VerificationState::Running,
+            _ => VerificationState::Due,
         }
     }
 }

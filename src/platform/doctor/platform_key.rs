@@ -151,7 +151,7 @@ async fn find_unopened_key_error(
     if config.keys.previous.is_none() {
         return Ok(None);
     }
-    match keys::ensure_opened(client, &Seal::from_keys(&config.keys)).await {
+    match keys::ensure_keys_can_be_opened(client, &Seal::from_keys(&config.keys)).await {
         Ok(()) => Ok(None),
         Err(KeyError::Db(error)) => Err(error),
         Err(error) => Ok(Some(error)),

@@ -59,7 +59,7 @@ pub async fn admit(
             refuse_needed(&tx, own, mint, seal, max_silence, is_first).await?;
         } else {
             // This check precedes the recording of the key's use, because a wrong key must not affect the key change.
-            keys::ensure_opened(&tx, seal).await?;
+            keys::ensure_keys_can_be_opened(&tx, seal).await?;
         }
         let incompatible = own.list_incompatible(&tx).await?;
         if incompatible.is_empty() {

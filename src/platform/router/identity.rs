@@ -135,7 +135,7 @@ impl Authenticator {
 
     /// Counts a credential check against the limit of the client's address.
     pub(super) fn admit_check(&self, context: &RequestContext) -> Result<(), AuthError> {
-        let Some(address) = context.client else { return Ok(()) };
+        let Some(address) = context.client_address else { return Ok(()) };
         self.checks.check(&client_network(address)).map_err(AuthError::RateLimited)
     }
 
