@@ -441,7 +441,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     own.expect("host-credentials", "warning", "static");
     own.expect("fleet", "problem", "does not accept this secret");
     let wrong = fleet.check_platform(&[("PLATFORM_KEY", ""), ("APP_HOST", "")], &[]).await;
-    ["PLATFORM_KEY", "APP_HOST"].map(|name| wrong.expect("configuration", "problem", name));
+    ["PLATFORM_KEY", "APP_HOST"].into_iter().for_each(|name| wrong.expect("configuration", "problem", name));
     wrong.expect("database", "skipped", "the configuration is wrong");
 
     // The settings can also come from a file, which must not be world-readable.
