@@ -102,7 +102,7 @@ impl Alarm {
     pub fn advice(self) -> &'static str {
         match self {
             Self::ServersMissing => {
-                "check project and token at the provider; the alarm ends when the servers are listed again. If they are \
+                "check the project and the token at the provider; the alarm ends when the servers are listed again. If they are \
                  really lost: `svcctl alarm release servers_missing` lets their machines fail for an hour"
             }
             Self::UnknownServers => {
@@ -206,7 +206,8 @@ pub async fn end_provider_limit(platform: &Platform) {
 /// Whether a fuse allows work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fuse {
-    Closed,
+    /// Allows work.
+    Intact,
     /// Blocks work until the cause is resolved or an operator releases the alarm.
     Tripped,
 }
@@ -222,13 +223,13 @@ pub async fn check_fuse(
 ) -> Result<Fuse, DbError> {
     if remaining == 0 {
         alarms::clear(client, alarm.as_str()).await?;
-        return Ok(Fuse::Closed);
+        return Ok(Fuse::Intact);
     }
     if !is_over_limit && alarms::get(client, alarm.as_str()).await?.is_none() {
-        return Ok(Fuse::Closed);
+        return Ok(Fuse::Intact);
     }
     let row = raise(client, alarm, detail).await?;
-    Ok(if row.is_released { Fuse::Closed } else { Fuse::Tripped })
+    Ok(if row.is_released { Fuse::Intact } else { Fuse::Tripped })
 }
 
 /// Keeps an alarm raised while its cause persists.
@@ -267,7 +268,7 @@ pub fn max_missing_servers(live: usize) -> usize {
 }
 
 /// The alarm in the form that the API returns.
-pub fn resource(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
+pub fn to_wire_alarm(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
     let known: Option<Alarm> = row.alarm.parse().ok();
     let released_until = match known {
         Some(Alarm::UnknownServers) => unknown.released_until(),
@@ -315,7 +316,7 @@ fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownS
 /// Active alarms, oldest first.
 pub async fn list_active(client: &impl GenericClient, timing: &Timing) -> Result<Vec<wire::Alarm>, DbError> {
     let unknown = db::unknown_servers::count(client, timing.orphan_grace).await?;
-    Ok(db::alarms::list_active(client).await?.iter().map(|row| resource(row, &unknown)).collect())
+    Ok(db::alarms::list_active(client).await?.iter().map(|row| to_wire_alarm(row, &unknown)).collect())
 }
 
 #[cfg(test)]
@@ -330,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn names_round_trip_and_each_alarm_has_advice() {
+    fn names_round_trip_and_only_fuse_advice_names_release() {
         for alarm in Alarm::ALL {
             assert_eq!(alarm.as_str().parse(), Ok(alarm));
             let names_release = alarm.advice().contains(&format!("svcctl alarm release {}", alarm.as_str()));

@@ -130,7 +130,7 @@ pub struct Timing {
     pub server_check: Duration,
     /// Grace period before a server that has this installation's label but no known machine is deleted.
     pub orphan_grace: Duration,
-    /// Timeout for a host's first report after an update request.
+    /// How long a host may report no progress after an update request.
     pub rollout_silence: Duration,
     pub keys: KeyTiming,
     pub tokens: TokenTiming,
@@ -168,6 +168,8 @@ pub struct KeyTiming {
 }
 
 impl PlatformConfig {
+    /// Reads and validates all settings.
+    ///
     /// # Errors
     /// Every invalid setting in the environment.
     pub fn read(mut env: Env) -> Result<Self, ConfigError> {

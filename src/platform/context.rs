@@ -1,4 +1,4 @@
-//! State that the parts of the control plane share within one process. Only `run` assembles it.
+//! State that the parts of the control plane share within one process. Only `serve` in `platform/mod.rs` assembles it.
 
 use std::sync::Arc;
 

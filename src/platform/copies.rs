@@ -25,7 +25,7 @@ use svc_store::pointer::SnapshotRef;
 use svc_store::snapshot::{self, SideRecord, SnapshotUnusable};
 use svc_wire::copies::{self as wire, KeptReason, SnapshotSource};
 
-/// Timeout of finding the newest snapshot in the store.
+/// Timeout for finding the newest snapshot in the store.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The copies of a slot that the database records.
@@ -68,7 +68,7 @@ pub async fn load_copies(
         now: db::servers::now(client).await?,
         live: machines.into_iter().find(|machine| {
             // A machine whose server no longer exists holds no data.
-            machine.is_active() && machine.registered_at.is_some() && machine.server_exists()
+            machine.is_active() && machine.registered_at.is_some() && machine.has_server()
         }),
         holder,
         unrestored,
@@ -104,9 +104,9 @@ impl Copies {
             }
             Ok(Err(SnapshotUnusable::Store(error))) => {
                 tracing::warn!(error = %format_chain(&error), "cannot find the newest snapshot");
-                (self.reported.clone(), Some(STORE_UNAVAILABLE.to_owned()))
+                (self.reported.clone(), Some("the object store cannot be read".to_owned()))
             }
-            Err(_) => (self.reported.clone(), Some(STORE_UNAVAILABLE.to_owned())),
+            Err(_) => (self.reported.clone(), Some("the object store does not respond".to_owned())),
         };
         wire::Copies {
             live: self.live.as_ref().map(to_live_server),
@@ -176,8 +176,6 @@ pub async fn find_newer_for_machine(
     let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
     find_newer(bucket, &slot, (machine.id, machine.epoch), named, deadline).await
 }
-
-const STORE_UNAVAILABLE: &str = "the object store does not respond";
 
 fn missing_snapshot_problem(reported: &NewestSnapshot) -> String {
     format!(

@@ -5,8 +5,8 @@ use super::fleet::{FleetSummary, MAX_LISTED};
 use svc_wire::fleet::{Ended, MachineNeedingAttention};
 use svc_wire::text::Text;
 
-/// Puts the former machines before the active ones in the attention list, because each of them holds unsaved data or
-/// waits for a decision.
+/// Puts the former machines before the active ones in the attention list, because each of them holds unsaved data, waits
+/// for a decision, or has an abandoned removal.
 pub fn add_to(summary: &mut FleetSummary, ended: &[EndedMachineRow]) {
     summary.attention_total += ended.len() as u64;
     summary.attention.splice(0..0, ended.iter().map(attention_entry));

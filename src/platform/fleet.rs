@@ -22,8 +22,8 @@ const STUCK_ATTEMPTS: i32 = 8;
 const BOOT_SLOW_SECONDS: f64 = 600.0;
 /// A machine that has been off for longer than this may have been forgotten.
 const POWERED_OFF_LONG_SECONDS: f64 = 3600.0;
-/// How long after a token's rotation is due the token counts as not rotated. A host normally adopts its next token with
-/// the first heartbeat after that.
+/// A token counts as not rotated once its rotation has been due for this long. A host normally adopts its next token with
+/// the first heartbeat after the rotation is due.
 const TOKEN_OVERDUE_SECONDS: f64 = 7.0 * 86_400.0;
 /// Maximum number of machines listed as needing attention; the total counts all.
 pub const MAX_LISTED: usize = 1000;
@@ -51,7 +51,7 @@ impl Health {
         }
     }
 
-    /// Whether gateway, database and, if the release has it, code-server are healthy.
+    /// Whether the gateway, the database and, if the release has it, code-server are healthy.
     fn are_parts_ok(row: &FleetRow) -> bool {
         is_ok(row.gateway.as_deref())
             && is_ok(row.database.as_deref())
@@ -140,7 +140,7 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     let waiting = row.waiting_operation.is_some();
     // A problem of the provider's account blocks many machines: it has an alarm of its own, and is not a reason here.
     let is_stuck = !waiting
-        && !row.operation_waits_for_account
+        && !row.is_operation_waiting_for_account
         && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK_SECONDS)
             || row.operation_attempts >= STUCK_ATTEMPTS);
     let backup_fails = row.backup_status.as_deref() == Some("error");
@@ -225,7 +225,7 @@ pub mod tests {
             operation_age: None,
             operation_attempts: 0,
             waiting_operation: None,
-            operation_waits_for_account: false,
+            is_operation_waiting_for_account: false,
             powered_off_age: None,
             attention: Vec::new(),
             bundle_keys: None,

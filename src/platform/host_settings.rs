@@ -160,7 +160,7 @@ fn read_acme_settings(env: &mut Env) -> Option<AcmeSettings> {
         (Some(key_id), Some(hmac_key)) => Some(ExternalAccount { key_id, hmac_key }),
         (None, None) => None,
         _ => {
-            env.add_mistake(&vars::ACME_EAB_KEY_ID, "and ACME_EAB_HMAC_KEY must both be set, or neither");
+            env.add_mistake(&vars::ACME_EAB_KEY_ID, "must be set together with ACME_EAB_HMAC_KEY");
             None
         }
     };
@@ -184,8 +184,8 @@ fn read_bundle_public_keys(env: &mut Env) -> Option<String> {
     None
 }
 
-/// Reads the networks from which the platform connects to hosts. Each invalid entry is a separate mistake. An empty list
-/// is refused: it would lock the platform out.
+/// Reads the networks from which the platform connects to hosts. Each invalid entry is a separate mistake. A value without
+/// entries is refused, because hosts would then admit every address.
 fn read_egress(env: &mut Env) -> Networks {
     let Some(text) = env.text(&vars::PLATFORM_EGRESS_CIDRS) else { return Networks::default() };
     let entries: Vec<&str> = text.split(',').map(str::trim).filter(|entry| !entry.is_empty()).collect();
@@ -261,7 +261,7 @@ mod tests {
         for (missing, mistake) in [
             ("HOST_DOMAIN", "ACME_DIRECTORY_URL: requires HOST_DOMAIN"),
             ("ACME_DIRECTORY_URL", "ACME_CONTACT: requires ACME_DIRECTORY_URL"),
-            ("ACME_EAB_HMAC_KEY", "must both be set"),
+            ("ACME_EAB_HMAC_KEY", "must be set together with"),
         ] {
             let pairs: Vec<_> = good.iter().filter(|pair| pair.0 != missing).copied().collect();
             let mistakes = read_acme(&pairs).unwrap_err().join("; ");

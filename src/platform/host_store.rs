@@ -34,7 +34,7 @@ use svc_wire::storage::{StorageCredentials, StoreLocation, StoreSession};
 const WORKING_SESSION_TTL: Duration = Duration::from_secs(900);
 /// Maximum lifetime of the outage session: AWS grants at most 12 hours, other stores up to 7 days.
 const MAX_OUTAGE_TTL: Duration = Duration::from_secs(7 * 24 * 3600);
-/// Timeout of the request for an outage session. A host waits 10 s for both sessions.
+/// Timeout for the request for an outage session. A host waits 10 s for both sessions.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Every role grants this lifetime; a longer lifetime may exceed the role's maximum.
 const COMMON_MAX_TTL: Duration = Duration::from_secs(3600);
@@ -149,7 +149,7 @@ impl SessionIssuer {
     }
 
     /// Requests a session that can store snapshots of the machine's epoch. `None` if it would last no longer than the
-    /// working session, or if STS does not grant it.
+    /// working session, or if STS does not grant it in time.
     async fn request_outage_session(
         &self,
         bucket: &str,
@@ -199,6 +199,8 @@ impl SessionIssuer {
 }
 
 impl HostStore {
+    /// Prepares the kind of access that `credentials` selects.
+    ///
     /// # Errors
     /// When the STS client cannot be created.
     pub fn new(store: &StoreConfig, credentials: &HostCredentials) -> anyhow::Result<Self> {

@@ -1,5 +1,5 @@
-//! How router and platform verify the TLS connection to a host: always by its pinned key, and with
-//! `CUSTOMER_VPS_TLS_VERIFY` by the certificate's chain for the host's name as well.
+//! How the router and the platform verify a host's TLS certificate: always against the pinned key and, with
+//! `CUSTOMER_VPS_TLS_VERIFY`, also by its chain and the host's name.
 
 use std::collections::HashSet;
 use std::net::Ipv4Addr;
@@ -57,18 +57,17 @@ impl HostTrust {
     pub fn read(env: &mut Env, domain: Option<HostDomain>) -> Option<Self> {
         let is_on = env.flag(&vars::CUSTOMER_VPS_TLS_VERIFY).is_on();
         let grace = Duration::from_secs(env.or_default(&vars::CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS));
-        let exempt = parse_exempt_machines(env)?;
+        let exempt = parse_exempt_machines(env);
+        // An invalid domain has already been reported.
+        if is_on && !env.is_set(&vars::HOST_DOMAIN) {
+            let why = "requires HOST_DOMAIN: the certificate is verified for the host's name";
+            env.add_mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, why);
+        }
+        let exempt = exempt?;
         if !is_on {
             return Some(Self { domain, chain: None });
         }
-        if domain.is_none() {
-            // An invalid domain has already been reported.
-            if !env.is_set(&vars::HOST_DOMAIN) {
-                let why = "requires HOST_DOMAIN: the certificate is verified for the host's name";
-                env.add_mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, why);
-            }
-            return None;
-        }
+        domain.as_ref()?;
         match ChainVerifier::new(env.path(&SSL_CERT_FILE)) {
             Ok(verifier) => Some(Self { domain, chain: Some(ChainPolicy { verifier, grace, exempt }) }),
             Err(error) => {
@@ -96,7 +95,7 @@ impl HostTrust {
     /// Builds the client configuration for connections to a machine with this pin.
     ///
     /// # Errors
-    /// If the crypto provider does not support TLS.
+    /// If the crypto provider supports none of the required TLS versions.
     pub fn client_config(
         &self,
         pin: SpkiPin,
@@ -146,8 +145,19 @@ mod tests {
     fn read_refuses_verification_without_domain() {
         let mistakes = read(&[("CUSTOMER_VPS_TLS_VERIFY", "true")]).unwrap_err();
         assert!(mistakes[0].starts_with("CUSTOMER_VPS_TLS_VERIFY: requires HOST_DOMAIN"), "{mistakes:?}");
+    }
+
+    #[test]
+    fn read_refuses_exempt_machines_that_are_no_ids() {
         let mistakes = read(&[("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", "ada")]).unwrap_err();
         assert!(mistakes[0].contains("machine ids"), "{mistakes:?}");
+    }
+
+    #[test]
+    fn read_reports_every_mistake() {
+        let pairs = [("CUSTOMER_VPS_TLS_VERIFY", "true"), ("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", "ada")];
+        let mistakes = read(&pairs).unwrap_err();
+        assert_eq!(mistakes.len(), 2, "{mistakes:?}");
     }
 
     #[test]

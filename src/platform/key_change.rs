@@ -26,7 +26,7 @@ use svc_base::failpoint::{self, Injected};
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
 
-/// Failpoints of the key change, in the order in which they are reached.
+/// Fail points of the key change, in the order in which they are reached.
 pub const FAILPOINTS: &[&str] = &[
     "platform-key-before-reseal",
     "platform-key-after-reseal",
@@ -71,7 +71,7 @@ pub fn current_process_keys(ids: KeyIds, timing: &Timing) -> ProcessKeys {
     ProcessKeys { process: uuid::Uuid::now_v7(), ids, ttl: row_ttl(timing) }
 }
 
-/// Lifetime of a process's row without renewal.
+/// How long a process counts as running after its row was last renewed.
 pub fn row_ttl(timing: &Timing) -> Duration {
     timing.lease * LEASES_UNTIL_ENDED
 }

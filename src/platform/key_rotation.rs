@@ -1,9 +1,10 @@
 //! Rotation of signing keys with an overlap of the old and the new key.
 //!
-//! Heartbeats deliver a new proof key, which signs for a host once the host has acknowledged it. The old key is retired
-//! when every routable host that sends heartbeats has a newer one. Silent hosts do not block this: the retired key that
-//! a silent host has acknowledged still signs for that host only, until it acknowledges another key. A new app key
-//! signs after the overlap, when every router has read it; the old key is retired when all of its tokens have expired.
+//! Responses to heartbeats deliver a new proof key, which signs for a host once the host has acknowledged it. The old
+//! key is retired when every routable host that sends heartbeats has a newer one. Silent hosts do not block this: the
+//! retired key that a silent host has acknowledged still signs for that host only, until it acknowledges another key. A
+//! new app key signs after the overlap, when every router has read it; the old key is retired when all of its tokens have
+//! expired.
 //!
 //! Invariant: a signature is made only with a key that every verifier has.
 

@@ -111,7 +111,8 @@ impl Seal {
         }
     }
 
-    /// Seals a secret that only the previous key opens with the current key; `None` for any other secret.
+    /// Replaces the seal of a secret that only the previous key opens with a seal of the current key; `None` for any other
+    /// secret.
     pub fn reseal(&self, kid: &str, sealed: &[u8]) -> Result<Option<Vec<u8>>, KeyError> {
         match self.find_opening_key(kid, sealed) {
             OpeningKey::Previous => Ok(Some(self.seal(kid, &self.open(kid, sealed)?)?)),
@@ -177,8 +178,8 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
 /// Checks that a platform key opens each active signing key.
 ///
 /// # Errors
-/// [`KeyError::Sealed`] for a key that neither platform key opens.
-pub async fn ensure_opened(
+/// [`KeyError`]; `Sealed` for a key that neither platform key opens.
+pub async fn ensure_keys_can_be_opened(
     client: &impl deadpool_postgres::GenericClient,
     seal: &Seal,
 ) -> Result<(), KeyError> {

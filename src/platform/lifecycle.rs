@@ -244,12 +244,13 @@ async fn reinstate_predecessor(
     Ok(())
 }
 
-/// Finds the last registered machine of the slot whose server exists. Does not go back past a deleted machine or a
-/// machine that has stored a snapshot: an older machine would replace that snapshot with an older state.
+/// Finds the last registered machine of the slot that has a server; `None` if that machine was deleted. Does not go back
+/// past a deleted machine or a machine that has stored a snapshot: an older machine would replace that snapshot with an
+/// older state.
 async fn find_reinstatable(tx: &Transaction<'_>, before: &MachineRow) -> Result<Option<MachineRow>, DbError> {
     for unlocked in db::machines::list_registered_before(tx, before, MAX_PREDECESSORS).await? {
         let Some(machine) = db::machines::lock(tx, unlocked.id).await? else { continue };
-        if machine.server_exists() {
+        if machine.has_server() {
             return Ok(Some(machine).filter(|machine| machine.deleted_at.is_none()));
         }
         if machine.deleted_at.is_some() || machine.backup_taken_at.max(machine.final_backup_at).is_some() {
@@ -271,7 +272,7 @@ async fn delete_predecessor(
         return Ok(());
     }
     let Some(last) = db::machines::lock_last_registered(tx, before).await? else { return Ok(()) };
-    if last.server_exists() {
+    if last.has_server() {
         let options = OperationOptions { now: false, ..context.options };
         let context = EventContext { options, ..context.clone() };
         let change = Box::pin(apply(tx, mint, &last, &Event::SuccessorDeleted, context)).await?;

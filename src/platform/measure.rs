@@ -1,4 +1,5 @@
-//! Collects the metrics of the whole installation from the database when `/metrics` is read.
+//! Collects the metrics of the whole installation from the database, and those of this process's connection pools, when
+//! `/metrics` is read.
 //!
 //! Invariant: if the database is unavailable, only the installation's metrics are missing; the scrape still succeeds.
 
@@ -22,6 +23,8 @@ use svc_machine::operation::OperationKind;
 
 /// Shorter than a scraper's usual timeout of ten seconds.
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(4);
+/// Age from which a running operation counts as overdue.
+const OVERDUE_AGE: Duration = Duration::from_secs(1800);
 
 /// Collects the metrics that are only measured for a scrape.
 pub async fn collect(platform: &Platform) {
@@ -71,12 +74,12 @@ async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTru
     BACKUP_AGE.set(["max"], seconds_or_nan(summary.backups.max_age_seconds));
     BACKUP_AGE.set(["p50"], seconds_or_nan(summary.backups.p50_age_seconds));
     BACKUP_NEVER.set([], summary.backups.never as f64);
-    let in_progress = db::operations::count_by_kind(&session).await?;
+    let in_progress = db::operations::count_running_by_kind(&session).await?;
     for kind in OperationKind::ALL {
         let found = in_progress.iter().find(|(name, _)| name == kind.as_str());
         OPERATIONS_IN_PROGRESS.set([kind.as_str()], found.map_or(0.0, |(_, count)| *count as f64));
     }
-    let (_, overdue) = db::operations::list_overdue(&session, Duration::from_secs(1800), 1).await?;
+    let (_, overdue) = db::operations::list_overdue(&session, OVERDUE_AGE, 1).await?;
     OPERATIONS_OVERDUE.set([], overdue as f64);
     let alarms = db::alarms::list_active(&session).await?;
     for alarm in Alarm::ALL {

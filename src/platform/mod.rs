@@ -229,7 +229,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let trusted_proxies = platform.config.rates.trusted_proxies.clone();
     let limits = Limits { trusted_proxies, ..Limits::default() };
     tasks.spawn(server::serve(api.listener, api.tls, control, limits, stop.clone()));
-    let RouterService { routes, passthrough } = router::router(routes).or_exit(Exit::Internal)?;
+    let RouterService { routes, passthrough } = router::start_router(routes).or_exit(Exit::Internal)?;
     println!("listening router {}", public.url);
     let trusted_proxies = platform.config.routing.trusted_proxies.clone();
     let limits = Limits { trusted_proxies, ..Limits::default() };
@@ -270,7 +270,7 @@ async fn admit(
     let (process, seal) =
         (key_change::current_process_keys(config.keys.ids(), &config.timing), Seal::from_keys(&config.keys));
     // The check precedes every write to the database: a process with outdated keys must leave it unchanged.
-    let has_responded = check_mark(mark::check(bucket, &process.ids).await.map(drop))?;
+    let is_checked = check_mark(mark::check(bucket, &process.ids).await.map(drop))?;
     let silence = config.timing.keys.max_silence;
     match key_change::admission::admit(db, &process, mint, &seal, silence).await {
         Ok(()) => {}
@@ -279,14 +279,14 @@ async fn admit(
         }
         Err(error) => return Err(Failure::new(Exit::Config, error)),
     }
-    if has_responded {
+    if is_checked {
         check_mark(mark::write(bucket, &process.ids).await)?;
     }
     Ok(process)
 }
 
-/// Refuses outdated keys; otherwise returns whether the store has responded. If the store is unavailable, the process
-/// starts, and repeats the check while it runs ([`mark::write_until_stopped`]).
+/// Refuses outdated keys and a damaged mark; otherwise returns whether the mark could be checked. If the store is
+/// unavailable, the process starts, and repeats the check while it runs ([`mark::write_until_stopped`]).
 fn check_mark(result: Result<(), MarkError>) -> Result<bool, Failure> {
     match result {
         Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),

@@ -68,7 +68,7 @@ impl ProcessClock {
             tracing::warn!(
                 skew_ms,
                 max_ms,
-                "this process's clock differs from the database's: check time synchronisation"
+                "this process's clock differs from the database's: check time synchronization"
             );
         } else if !was_ok {
             tracing::info!(skew_ms, "this process's clock agrees with the database's again");

@@ -24,7 +24,8 @@ const HOST_BURST_SECONDS: u32 = 20;
 const CREDENTIALS_INTERVAL: Duration = Duration::from_secs(10);
 const CREDENTIALS_BURST: u32 = 20;
 const BURST_SECONDS: u32 = 10;
-/// Average interval between reported refusals of host tokens: short enough to keep the alarm raised, with few log lines.
+/// Average interval between reported refusals of host tokens: short enough to keep the alarm raised, and long enough for
+/// few log lines.
 const REFUSED_INTERVAL: Duration = Duration::from_secs(5);
 const REFUSED_BURST: u32 = 20;
 const ACCEPTED_TTL: Duration = Duration::from_secs(600);
@@ -34,11 +35,11 @@ const MAX_ACCEPTED: usize = 32_768;
 /// Settings of [`ApiRates`].
 #[derive(Debug, Clone)]
 pub struct RateConfig {
-    /// Requests per second and operator; 0 means no limit.
+    /// Requests per operator per second; 0 means no limit.
     pub operator_rate: u32,
-    /// Requests per second and host; 0 means no limit, including for credentials.
+    /// Requests per host per second; 0 means no limit, including for credentials.
     pub host_rate: u32,
-    /// Unverified tokens per second and client address; 0 means no limit.
+    /// Unverified tokens per client address per second; 0 means no limit.
     pub check_rate: u32,
     /// Proxies in front of the API. They are exempt from the limit per address, because many clients share their addresses.
     pub trusted_proxies: Networks,
@@ -103,7 +104,7 @@ impl ApiRates {
     }
 
     /// Remembers a token that was found valid.
-    pub fn accept(&self, token: &str) {
+    pub fn record_accepted(&self, token: &str) {
         let mut accepted = self.lock_accepted();
         let now = Instant::now();
         if accepted.len() >= MAX_ACCEPTED {
@@ -119,7 +120,7 @@ impl ApiRates {
     ///
     /// # Errors
     /// `rate_limited`.
-    pub fn admit_request(&self, operator: &Operator) -> Result<(), Problem> {
+    pub fn admit_operator(&self, operator: &Operator) -> Result<(), Problem> {
         let actor = operator.actor();
         self.operators
             .check(&actor.to_string())
@@ -179,7 +180,7 @@ mod tests {
     fn guesses_do_not_limit_accepted_token() {
         let rates = rates("10.0.0.0/8");
         rates.admit_check(CLIENT, "accepted").unwrap();
-        rates.accept("accepted");
+        rates.record_accepted("accepted");
         exhaust(&rates);
         rates.admit_check(CLIENT, "accepted").unwrap();
         assert!(rates.admit_check(CLIENT, "other").is_err());
@@ -210,7 +211,7 @@ mod tests {
     fn number_of_accepted_tokens_is_bounded() {
         let rates = rates("10.0.0.0/8");
         for number in 0..2 * MAX_ACCEPTED {
-            rates.accept(&number.to_string());
+            rates.record_accepted(&number.to_string());
         }
         assert!(rates.lock_accepted().len() <= MAX_ACCEPTED);
     }

@@ -5,7 +5,7 @@
 //! - At most one batch is updated at a time, the canary first and separately.
 //! - A batch starts only when every machine of the previous batch has ended.
 //! - Once a machine has the release, no further update is requested before the release is verified.
-//! - If the canary ended without the release, the same number of machines from the next batch takes its place.
+//! - If verification is due and the canary ended without the release, as many machines of the next batch take its place.
 //! - No update is requested after the canary has failed or the maximum number of failures is reached.
 //! - A machine whose update was requested ends by its host's report, by leaving service, or by a timeout.
 
@@ -18,7 +18,7 @@ pub struct Member {
     pub machine: MachineId,
     pub batch: i32,
     pub state: MemberState,
-    /// Whether the machine is running and holds its slot.
+    /// Whether the machine holds its slot, is running, and has not been switched off.
     pub is_running: bool,
     /// Whether the host reports this release and itself as healthy.
     pub is_updated: bool,
@@ -38,7 +38,7 @@ pub enum RolloutPace {
 
 /// The state of the verification of the release on the first machines that get it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verification {
+pub enum VerificationState {
     /// Not required, or passed.
     Settled,
     Due,
@@ -48,7 +48,7 @@ pub enum Verification {
 
 /// A change to make.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Effect {
+pub enum RolloutEffect {
     End {
         machine: MachineId,
         state: MemberState,
@@ -67,7 +67,7 @@ pub enum Effect {
 
 /// The limits of a rollout.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
+pub struct RolloutLimits {
     /// Number of machines that get the release first; 0 if the first batch does.
     pub canary: usize,
     pub max_failures: usize,
@@ -76,10 +76,10 @@ pub struct Limits {
 /// Returns the effects that are due now.
 pub fn next_effects(
     pace: RolloutPace,
-    limits: Limits,
-    verification: Verification,
+    limits: RolloutLimits,
+    verification: VerificationState,
     members: &[Member],
-) -> Vec<Effect> {
+) -> Vec<RolloutEffect> {
     let mut effects = Vec::new();
     let mut states: Vec<(i32, MemberState)> = Vec::new();
     for member in members {
@@ -87,7 +87,7 @@ pub fn next_effects(
         let state = ended_state.as_ref().map_or(member.state, |(state, _)| *state);
         states.push((member.batch, state));
         if let Some((state, error)) = ended_state {
-            effects.push(Effect::End { machine: member.machine, state, error });
+            effects.push(RolloutEffect::End { machine: member.machine, state, error });
         }
     }
     if pace == RolloutPace::Halted {
@@ -95,36 +95,37 @@ pub fn next_effects(
     }
     let failed = states.iter().filter(|(_, state)| *state == MemberState::Failed).count();
     if states.iter().any(|(batch, state)| *batch == 0 && *state == MemberState::Failed) {
-        effects.push(Effect::Stop { why: "the canary failed".to_owned() });
+        effects.push(RolloutEffect::Stop { why: "the canary failed".to_owned() });
         return effects;
     }
     if failed >= limits.max_failures {
-        effects.push(Effect::Stop { why: format!("{failed} machines failed") });
+        let machines = if failed == 1 { "machine" } else { "machines" };
+        effects.push(RolloutEffect::Stop { why: format!("{failed} {machines} failed") });
         return effects;
     }
     if states.iter().any(|(_, state)| *state == MemberState::Requested) {
         return effects;
     }
     let has_release = states.iter().any(|(_, state)| *state == MemberState::Updated);
-    if has_release && verification != Verification::Settled {
-        effects.extend((verification == Verification::Due).then_some(Effect::Verify));
+    if has_release && verification != VerificationState::Settled {
+        effects.extend((verification == VerificationState::Due).then_some(RolloutEffect::Verify));
         return effects;
     }
     let next_batch =
         states.iter().filter(|(_, state)| *state == MemberState::Waiting).map(|(batch, _)| *batch).min();
     let Some(next_batch) = next_batch else {
-        effects.push(Effect::Succeed);
+        effects.push(RolloutEffect::Succeed);
         return effects;
     };
     // The canary may have ended without the release, for instance because it was switched off.
-    let needs_canary = limits.canary > 0 && verification != Verification::Settled && !has_release;
+    let needs_canary = limits.canary > 0 && verification != VerificationState::Settled && !has_release;
     let mut remaining = if needs_canary { limits.canary } else { usize::MAX };
     let is_next = |member: &&Member| member.batch == next_batch && member.state == MemberState::Waiting;
     for member in members.iter().filter(is_next) {
         let machine = member.machine;
         if !member.is_running {
             let error = Some("the machine is not running".to_owned());
-            effects.push(Effect::End { machine, state: MemberState::Skipped, error });
+            effects.push(RolloutEffect::End { machine, state: MemberState::Skipped, error });
             continue;
         }
         if remaining == 0 {
@@ -132,9 +133,9 @@ pub fn next_effects(
         }
         remaining -= 1;
         effects.push(if member.is_updated {
-            Effect::End { machine, state: MemberState::Updated, error: None }
+            RolloutEffect::End { machine, state: MemberState::Updated, error: None }
         } else {
-            Effect::RequestUpdate { machine }
+            RolloutEffect::RequestUpdate { machine }
         });
     }
     effects
@@ -224,47 +225,47 @@ mod tests {
             (canary, size, max_failures) in (0_usize..4, 1_usize..6, 1_usize..4),
             order in proptest::collection::vec(any::<prop::sample::Index>(), 400),
             pauses in proptest::collection::vec(any::<bool>(), 400),
-            is_verified in any::<bool>(),
+            requires_verification in any::<bool>(),
         ) {
             let mut members: Vec<Member> = assign_batches(hosts.len(), canary, size)
                 .zip(&hosts)
                 .map(|(batch, host)| member(batch, *host))
                 .collect();
             let mut ended = None;
-            let mut verification = if is_verified { Verification::Due } else { Verification::Settled };
+            let mut verification = if requires_verification { VerificationState::Due } else { VerificationState::Settled };
             let mut verifications = 0;
             for (choice, paused) in order.iter().zip(pauses) {
                 let pace = if paused { RolloutPace::Halted } else { RolloutPace::Running };
                 let before = members.clone();
                 // A verification takes one step.
-                if verification == Verification::Running {
-                    verification = Verification::Settled;
+                if verification == VerificationState::Running {
+                    verification = VerificationState::Settled;
                 }
-                for effect in next_effects(pace, Limits { canary, max_failures }, verification, &members) {
+                for effect in next_effects(pace, RolloutLimits { canary, max_failures }, verification, &members) {
                     let index_of = |id: MachineId| before.iter().position(|member| member.machine == id).unwrap();
                     match effect {
-                        Effect::End { machine, state, error } => {
+                        RolloutEffect::End { machine, state, error } => {
                             let index = index_of(machine);
                             prop_assert!(matches!(before[index].state, MemberState::Requested | MemberState::Waiting));
                             prop_assert!(!matches!(state, MemberState::Waiting | MemberState::Requested));
                             prop_assert_eq!(error.is_none(), state == MemberState::Updated);
                             members[index].state = state;
                         }
-                        Effect::RequestUpdate { machine } => {
+                        RolloutEffect::RequestUpdate { machine } => {
                             prop_assert_eq!(pace, RolloutPace::Running);
                             let index = index_of(machine);
                             prop_assert_eq!(before[index].state, MemberState::Waiting);
                             let has_release = before.iter().any(|member| member.state == MemberState::Updated);
-                            prop_assert!(!has_release || verification == Verification::Settled);
+                            prop_assert!(!has_release || verification == VerificationState::Settled);
                             members[index].state = MemberState::Requested;
                         }
-                        Effect::Verify => {
-                            prop_assert_eq!((pace, verification), (RolloutPace::Running, Verification::Due));
+                        RolloutEffect::Verify => {
+                            prop_assert_eq!((pace, verification), (RolloutPace::Running, VerificationState::Due));
                             prop_assert!(members.iter().any(|member| member.state == MemberState::Updated));
-                            verification = Verification::Running;
+                            verification = VerificationState::Running;
                             verifications += 1;
                         }
-                        Effect::Stop { .. } | Effect::Succeed => {
+                        RolloutEffect::Stop { .. } | RolloutEffect::Succeed => {
                             prop_assert_eq!(pace, RolloutPace::Running);
                             ended = Some(effect);
                         }
@@ -273,7 +274,7 @@ mod tests {
                 let requested: Vec<_> = members.iter().filter(|member| member.state == MemberState::Requested).collect();
                 let batches: BTreeSet<i32> = requested.iter().map(|member| member.batch).collect();
                 let has_release = members.iter().any(|member| member.state == MemberState::Updated);
-                if canary > 0 && verification != Verification::Settled && !has_release {
+                if canary > 0 && verification != VerificationState::Settled && !has_release {
                     prop_assert!(requested.len() <= canary, "a whole batch was requested before any machine had the release");
                 }
                 prop_assert!(batches.len() <= 1 && requested.len() <= size.max(canary));
@@ -295,16 +296,16 @@ mod tests {
             }
             let failed = members.iter().filter(|member| member.state == MemberState::Failed).count();
             match ended {
-                Some(Effect::Succeed) => {
+                Some(RolloutEffect::Succeed) => {
                     let has_release = members.iter().any(|member| member.state == MemberState::Updated);
-                    prop_assert_eq!(verifications, usize::from(is_verified && has_release));
+                    prop_assert_eq!(verifications, usize::from(requires_verification && has_release));
                     prop_assert!(failed < max_failures);
                     prop_assert!(members.iter().all(|member| !matches!(member.state, MemberState::Waiting | MemberState::Requested)));
                     for (member, host) in members.iter().zip(&hosts) {
                         prop_assert_eq!(member.state == MemberState::Updated, matches!(host, Host::Updates | Host::AlreadyUpdated));
                     }
                 }
-                Some(Effect::Stop { .. }) => prop_assert!(failed >= 1),
+                Some(RolloutEffect::Stop { .. }) => prop_assert!(failed >= 1),
                 other => prop_assert!(false, "the rollout did not end: {:?}", other),
             }
         }
@@ -314,16 +315,27 @@ mod tests {
     fn next_batch_replaces_skipped_canary() {
         let mut members: Vec<_> = [0, 1, 1, 1].map(|batch| member(batch, Host::Updates)).to_vec();
         members[0].state = MemberState::Skipped;
-        let limits = |canary| Limits { canary, max_failures: 1 };
+        let limits = |canary| RolloutLimits { canary, max_failures: 1 };
         let requests = |canary, verification| {
             next_effects(RolloutPace::Running, limits(canary), verification, &members).len()
         };
-        assert_eq!(requests(1, Verification::Due), 1);
-        assert_eq!(requests(2, Verification::Due), 2);
-        assert_eq!(requests(0, Verification::Due), 3, "without a canary, the whole batch is requested");
-        assert_eq!(requests(1, Verification::Settled), 3, "no verification is required");
+        assert_eq!(requests(1, VerificationState::Due), 1);
+        assert_eq!(requests(2, VerificationState::Due), 2);
+        assert_eq!(requests(0, VerificationState::Due), 3, "without a canary, the whole batch is requested");
+        assert_eq!(requests(1, VerificationState::Settled), 3, "no verification is required");
         let first = members[1].machine;
-        let effects = next_effects(RolloutPace::Running, limits(1), Verification::Due, &members);
-        assert_eq!(effects, [Effect::RequestUpdate { machine: first }]);
+        let effects = next_effects(RolloutPace::Running, limits(1), VerificationState::Due, &members);
+        assert_eq!(effects, [RolloutEffect::RequestUpdate { machine: first }]);
+    }
+
+    #[test]
+    fn stop_reason_counts_failed_machines() {
+        for (max_failures, why) in [(1, "1 machine failed"), (2, "2 machines failed")] {
+            let mut members = vec![member(1, Host::RollsBack); max_failures];
+            members.iter_mut().for_each(|member| member.state = MemberState::Failed);
+            let limits = RolloutLimits { canary: 0, max_failures };
+            let effects = next_effects(RolloutPace::Running, limits, VerificationState::Settled, &members);
+            assert_eq!(effects, [RolloutEffect::Stop { why: why.to_owned() }]);
+        }
     }
 }

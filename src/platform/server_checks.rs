@@ -23,12 +23,13 @@ impl ServerChecks {
         Self { interval, last: Mutex::default() }
     }
 
-    /// Claims a lookup of this machine's server. The next claim for the machine succeeds only after the interval.
-    pub fn take_turn(&self, machine: MachineId) -> bool {
-        self.take_turn_at(machine, Instant::now())
+    /// Claims a lookup of this machine's server, and returns whether the claim succeeded. The next claim for the machine
+    /// succeeds only after the interval.
+    pub fn claim_lookup(&self, machine: MachineId) -> bool {
+        self.claim_lookup_at(machine, Instant::now())
     }
 
-    fn take_turn_at(&self, machine: MachineId, now: Instant) -> bool {
+    fn claim_lookup_at(&self, machine: MachineId, now: Instant) -> bool {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let is_recent = |at: &Instant| now.saturating_duration_since(*at) < self.interval;
         if last.get(&machine).is_some_and(is_recent) {
@@ -54,21 +55,21 @@ mod tests {
     #[test]
     fn machine_is_checked_once_per_interval() {
         let (checks, machine, start) = (ServerChecks::new(MINUTE), MachineId::new(), Instant::now());
-        assert!(checks.take_turn_at(machine, start));
-        assert!(!checks.take_turn_at(machine, start + MINUTE / 2));
-        assert!(checks.take_turn_at(MachineId::new(), start + MINUTE / 2), "another machine");
-        assert!(checks.take_turn_at(machine, start + MINUTE));
-        assert!(!checks.take_turn_at(machine, start + MINUTE));
+        assert!(checks.claim_lookup_at(machine, start));
+        assert!(!checks.claim_lookup_at(machine, start + MINUTE / 2));
+        assert!(checks.claim_lookup_at(MachineId::new(), start + MINUTE / 2), "another machine");
+        assert!(checks.claim_lookup_at(machine, start + MINUTE));
+        assert!(!checks.claim_lookup_at(machine, start + MINUTE));
     }
 
     #[test]
     fn number_of_machines_is_bounded_and_old_ones_are_removed() {
         let (checks, start) = (ServerChecks::new(MINUTE), Instant::now());
         for _ in 0..MAX_MACHINES {
-            assert!(checks.take_turn_at(MachineId::new(), start));
+            assert!(checks.claim_lookup_at(MachineId::new(), start));
         }
-        assert!(!checks.take_turn_at(MachineId::new(), start));
-        assert!(checks.take_turn_at(MachineId::new(), start + MINUTE));
+        assert!(!checks.claim_lookup_at(MachineId::new(), start));
+        assert!(checks.claim_lookup_at(MachineId::new(), start + MINUTE));
         assert_eq!(checks.last.lock().unwrap().len(), 1);
     }
 }

@@ -12,7 +12,7 @@ use svc_machine::name::{Location, ServerType};
 use svc_provider::{Amount, ServerPrices};
 use svc_wire::quote::{LocationCost, Price};
 
-/// Timeout of reading the prices, including retries. An operator waits for the result.
+/// Timeout for reading the prices, including retries. An operator waits for the result.
 const PRICE_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The cost of a server in each location in which it may be created.

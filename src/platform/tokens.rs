@@ -172,8 +172,8 @@ pub fn hash(token: &str) -> Vec<u8> {
     Sha256::digest(token.as_bytes()).to_vec()
 }
 
-/// The id in an operator's token, unverified.
-pub fn claimed_operator_token(token: &str) -> Option<OperatorTokenId> {
+/// Parses the id in an operator's token, without verification.
+pub fn parse_operator_token_id(token: &str) -> Option<OperatorTokenId> {
     let (id, mac) = token.strip_prefix(OPERATOR_PREFIX)?.split_once('_')?;
     if mac.len() != 64 || id.len() != 32 {
         return None;
@@ -308,14 +308,14 @@ mod tests {
         let id = OperatorTokenId::new();
         let token = mint(1).operator_token(id);
         let token = token.expose_secret();
-        assert_eq!(claimed_operator_token(token), Some(id));
+        assert_eq!(parse_operator_token_id(token), Some(id));
         assert_eq!(parse_claim(token, Purpose::Upgrade), None);
         assert!(matches_hash(token, &hash(mint(1).operator_token(id).expose_secret())));
         for other in [mint(2).operator_token(id), mint(1).operator_token(OperatorTokenId::new())] {
             assert!(!matches_hash(other.expose_secret(), &hash(token)));
         }
         let cut = &token[..token.len() - 1];
-        assert_eq!((claimed_operator_token(cut), claimed_operator_token("svco_")), (None, None));
+        assert_eq!((parse_operator_token_id(cut), parse_operator_token_id("svco_")), (None, None));
     }
 
     #[test]

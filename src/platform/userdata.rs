@@ -47,7 +47,9 @@ const RESUME_COMMAND: &str = "sem=/var/lib/cloud/instance/sem/config_; if test !
 pub enum RenderError {
     #[error("the user-data has {size} bytes, but the provider accepts at most {MAX_BYTES}")]
     TooLarge { size: usize },
-    #[error("the value of {name} contains a line break or control character, which {path} cannot store")]
+    #[error(
+        "the value of {name} contains a line break or another control character, which {path} cannot store"
+    )]
     NotALine { path: &'static str, name: String },
 }
 

@@ -330,7 +330,7 @@ async fn status_shows_the_newer_snapshot_that_was_not_restored() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_during_recovery_names_both_and_waits() {
+async fn deletion_during_recovery_names_both_machines() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
     let (guest, _host) = operator.start_machine_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
     let old = guest.machine.as_str();

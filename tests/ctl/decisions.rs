@@ -234,7 +234,7 @@ async fn power_off_reports_progress_and_repeated_requests() {
 }
 
 #[tokio::test]
-async fn undelete_reports_that_the_machine_is_being_restored() {
+async fn undelete_reports_that_the_machine_is_being_reinstated() {
     let reply = |again: bool| {
         Reply::Json(
             202,

@@ -43,7 +43,8 @@ impl Report {
     }
 }
 
-pub async fn report(svc: &Path, args: &[&str], env: &[(String, String)]) -> Report {
+/// Runs `svcctl` with these arguments and `--json`.
+pub async fn run_report(svc: &Path, args: &[&str], env: &[(String, String)]) -> Report {
     let mut command = Command::new(svc);
     command.arg("svcctl").args(args).arg("--json").env_clear().envs(env.iter().cloned());
     let output = command.kill_on_drop(true).output().await.unwrap();
@@ -96,7 +97,7 @@ impl Fleet {
     }
 
     async fn check_host(&self) -> Report {
-        let report = report(&self.stack.svc, &["doctor"], &self.host_env()).await;
+        let report = run_report(&self.stack.svc, &["doctor"], &self.host_env()).await;
         assert_eq!(report.json["subject"], "host", "{}", report.text);
         self.assert_no_secret(&report);
         report
@@ -108,7 +109,7 @@ impl Fleet {
         let changes = changes.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
         env.extend(changes.filter(|(_, value)| !value.is_empty()));
         let args: Vec<&str> = ["doctor", "platform"].into_iter().chain(args.iter().copied()).collect();
-        let report = report(&self.stack.svc, &args, &env).await;
+        let report = run_report(&self.stack.svc, &args, &env).await;
         self.assert_no_secret(&report);
         report
     }
@@ -345,8 +346,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     let failed = fleet.check_with(last, |_| Some(backup("error", ""))).await;
     failed.expect("backup", "problem", "the store refused");
     fleet.stack.provider.run_unit(&fleet.server(), "svc-sync-agent", &[]).await.unwrap();
-    let run = fleet.stack.svcctl(&["backup", "now", "ada", "--wait=120"]).await.unwrap();
-    run.success().unwrap();
+    fleet.stack.svcctl(&["backup", "now", "ada", "--wait=120"]).await.unwrap().success().unwrap();
     fleet.check_host().await.expect("backup", "ok", "0 min old");
     fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
     fleet.check_host().await.expect("gateway", "problem", "not ready");
@@ -414,7 +414,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     broken.expect("identity-provider", "problem", "cannot fetch its keys");
     broken.expect("host-credentials", "problem", "STS");
     broken.expect("bundle", "problem", "not published");
-    broken.expect("configuration", "warning", "provision is closed");
+    broken.expect("configuration", "warning", "provisioning is disabled");
     broken.expect("configuration", "warning", "in clear text");
     broken.expect("platform", "problem", "cannot be reached");
     broken.expect("fleet", "skipped", "cannot be reached");
@@ -425,7 +425,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     fleet.publish(&key, "2126-01-02T03:04:05.000Z", None);
     assert_eq!(fleet.check_platform(&[], &[]).await.levels("bundle"), ["ok"]);
     let keyless = fleet.check_platform(&[("BUNDLE_PUBLIC_KEYS", "")], &[]).await;
-    keyless.expect("bundle", "warning", "can never be updated by a rollout");
+    keyless.expect("bundle", "warning", "cannot be updated by a rollout");
     assert_eq!(keyless.levels("bundle"), ["warning"], "{}", keyless.text);
     fleet.publish(&key, "2026-01-02T03:04:05.000Z", None);
     fleet.check_platform(&[], &[]).await.expect("bundle", "problem", "expired at 2026-01-02");
@@ -452,12 +452,12 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     for (mode, level) in [(0o644, "problem"), (0o640, "ok")] {
         fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
         let args = ["doctor", "platform", "--env-file", file.to_str().unwrap()];
-        let read = report(&fleet.stack.svc, &args, &[]).await;
+        let read = run_report(&fleet.stack.svc, &args, &[]).await;
         read.expect("env-file", level, &format!("mode 0{mode:o}"));
         assert_eq!(read.levels("database"), ["ok"], "{}", read.text);
     }
     let named = [("PLATFORM_ENV_FILE".to_owned(), file.display().to_string())];
-    let named = report(&fleet.stack.svc, &["doctor", "platform"], &named).await;
+    let named = run_report(&fleet.stack.svc, &["doctor", "platform"], &named).await;
     named.expect("env-file", "ok", "mode 0640");
 
     let (cert, key) = expired_certificate();
@@ -484,7 +484,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     fleet.stack.svcctl(&failed).await.unwrap().success().unwrap();
     let attention = fleet.check_platform(&[], &[]).await;
     attention.expect("fleet", "warning", "ada (primary) is failed");
-    let response = report(&fleet.stack.svc, &["doctor", "api"], fleet.stack.operator_env()).await;
+    let response = run_report(&fleet.stack.svc, &["doctor", "api"], fleet.stack.operator_env()).await;
     response.expect("fleet", "warning", "ada (primary) is failed");
     response.expect("platform", "ok", "is running");
     fleet.stack.stop().await;

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use super::doctor::{Fleet, Report, report};
+use super::doctor::{Fleet, Report, run_report};
 
 /// The built shell in the machine's release.
 struct Shell<'a> {
@@ -40,7 +40,7 @@ impl Shell<'_> {
 impl Fleet {
     async fn verify_here(&self, args: &[&str]) -> Report {
         let args: Vec<&str> = ["verify-rollout"].into_iter().chain(args.iter().copied()).collect();
-        report(&self.stack.svc, &args, &self.host_env()).await
+        run_report(&self.stack.svc, &args, &self.host_env()).await
     }
 
     async fn verify_outside(&self, token: &str) -> Report {
@@ -48,7 +48,7 @@ impl Fleet {
         let port = self.stack.router_url();
         let port = port.rsplit(':').next().unwrap();
         let url = format!("http://{}:{port}", self.stack.transport.app_host());
-        report(&self.stack.svc, &["verify-rollout", "--app-url", &url], &env).await
+        run_report(&self.stack.svc, &["verify-rollout", "--app-url", &url], &env).await
     }
 }
 
@@ -96,8 +96,8 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     shell.serve(&[("assets/vendor.js", "fetch(new URL('api/canvas?fresh=1',base))")]).await;
     expect_here_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js contains api/canvas").await;
     let script = "<script src=\"/assets/main.js\"></script>";
-    let windows = format!("<meta name=\"svc-canvas-gestures\" content=\"window\">{script}");
-    shell.serve(&[("index.html", &windows)]).await;
+    let window_gestures = format!("<meta name=\"svc-canvas-gestures\" content=\"window\">{script}");
+    shell.serve(&[("index.html", &window_gestures)]).await;
     expect_here_and_outside(&fleet, "canvas-gestures", "window").await;
     shell.serve(&[("index.html", script)]).await;
     let unmarked = fleet.verify_here(&[]).await;

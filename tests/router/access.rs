@@ -1,4 +1,4 @@
-//! Authentication of requests.
+//! Authentication of requests, refusal of cross-origin requests, and the headers of the router's own pages.
 
 use anyhow::Result;
 use http::StatusCode;
@@ -159,7 +159,7 @@ async fn anonymous_request_is_redirected_or_gets_401() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cross_site_requests_are_refused() -> Result<()> {
+async fn unsafe_cross_origin_requests_are_refused() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let cookie = format!("__session={}", world.token("user_1"));
     let before = machine.requests().len();

@@ -10,7 +10,7 @@ use reqwest::RequestBuilder;
 use super::machine::TestMachine;
 use super::world::{APP, CODE, ROUTE_UPDATE_TIMEOUT, RouterResponse, World, send};
 
-async fn with_cookie(world: &World, host: &str, path: &str, cookie: &str) -> RouterResponse {
+async fn get_with_cookie(world: &World, host: &str, path: &str, cookie: &str) -> RouterResponse {
     send(world.get(host, path).header("cookie", cookie)).await
 }
 
@@ -26,17 +26,17 @@ async fn page_visit_opens_session_that_outlives_the_token() -> Result<()> {
     let other_client = send(world.get(APP, "/").header("cookie", &cookie)).await;
     assert_eq!(other_client.cookie("svc_session"), None, "a client that wants no page gets no session");
     let own = format!("svc_session={}", page.cookie("svc_session").unwrap());
-    assert_eq!(with_cookie(&world, APP, "/", &own).await.status, StatusCode::OK);
+    assert_eq!(get_with_cookie(&world, APP, "/", &own).await.status, StatusCode::OK);
     assert_eq!(world.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
     // The database contains only a hash of the cookie.
     let row = world.sql.query_one("SELECT token_hash FROM sessions", &[]).await?;
     assert!(!String::from_utf8_lossy(row.get::<_, &[u8]>(0)).contains(&own[12..]));
     // The other host uses a different cookie.
     for wrong in [own.replace("svc_session", "svc_code_session"), own.clone()] {
-        assert_eq!(with_cookie(&world, CODE, "/", &wrong).await.status, StatusCode::UNAUTHORIZED);
+        assert_eq!(get_with_cookie(&world, CODE, "/", &wrong).await.status, StatusCode::UNAUTHORIZED);
     }
     for wrong in ["svc_session=", "svc_session=x", &format!("svc_session={}", "A".repeat(43))] {
-        assert_eq!(with_cookie(&world, APP, "/", wrong).await.status, StatusCode::UNAUTHORIZED);
+        assert_eq!(get_with_cookie(&world, APP, "/", wrong).await.status, StatusCode::UNAUTHORIZED);
     }
     Ok(())
 }
@@ -45,10 +45,10 @@ async fn page_visit_opens_session_that_outlives_the_token() -> Result<()> {
 async fn revocation_by_another_process_is_enforced() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let cookie = world.open_session(APP, "user_1").await;
-    assert_eq!(with_cookie(&world, APP, "/", &cookie).await.status, StatusCode::OK);
+    assert_eq!(get_with_cookie(&world, APP, "/", &cookie).await.status, StatusCode::OK);
     world.sql.batch_execute("UPDATE sessions SET revoked_at = now()").await?;
     let started = Instant::now();
-    while with_cookie(&world, APP, "/", &cookie).await.status != StatusCode::UNAUTHORIZED {
+    while get_with_cookie(&world, APP, "/", &cookie).await.status != StatusCode::UNAUTHORIZED {
         assert!(started.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -65,10 +65,10 @@ async fn sign_out_ends_all_sessions_of_the_user() -> Result<()> {
         (response.status, response.cookie("svc_session").as_deref()),
         (StatusCode::NO_CONTENT, Some(""))
     );
-    assert_eq!(with_cookie(&world, APP, "/", &one).await.status, StatusCode::UNAUTHORIZED);
-    assert_eq!(with_cookie(&world, CODE, "/", &two).await.status, StatusCode::UNAUTHORIZED);
+    assert_eq!(get_with_cookie(&world, APP, "/", &one).await.status, StatusCode::UNAUTHORIZED);
+    assert_eq!(get_with_cookie(&world, CODE, "/", &two).await.status, StatusCode::UNAUTHORIZED);
     assert_eq!(
-        with_cookie(&world, APP, "/", &other).await.status,
+        get_with_cookie(&world, APP, "/", &other).await.status,
         StatusCode::SERVICE_UNAVAILABLE,
         "no machine"
     );
@@ -81,7 +81,7 @@ async fn expired_session_is_refused() -> Result<()> {
     let cookie = world.open_session(APP, "user_1").await;
     world.sql.batch_execute("UPDATE sessions SET expires_at = now()").await?;
     let started = Instant::now();
-    while with_cookie(&world, APP, "/", &cookie).await.status != StatusCode::UNAUTHORIZED {
+    while get_with_cookie(&world, APP, "/", &cookie).await.status != StatusCode::UNAUTHORIZED {
         assert!(started.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -104,7 +104,7 @@ fn choose_account(world: &World, cookie: &str, form: &'static str) -> RequestBui
 async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let (both, session) = disputed_cookies(&world).await;
-    assert_eq!(with_cookie(&world, APP, "/", &both).await.status, StatusCode::OK);
+    assert_eq!(get_with_cookie(&world, APP, "/", &both).await.status, StatusCode::OK);
     assert_eq!(world.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
 
     let page = |cookie: &str| world.get(APP, "/x?a=1").header("accept", "text/html").header("cookie", cookie);
@@ -148,7 +148,7 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
     let redeemed = send(redeem(issue_code().await?)).await;
     let editor = redeemed.cookie("svc_code_session").context("a session")?;
     let editor = format!("svc_code_session={editor}");
-    assert_eq!(with_cookie(&world, CODE, "/", &editor).await.status, StatusCode::OK);
+    assert_eq!(get_with_cookie(&world, CODE, "/", &editor).await.status, StatusCode::OK);
     let unused = issue_code().await?;
 
     let switched = send(choose_account(&world, &both, "account=provider&returnTo=https://evil.test")).await;
@@ -156,11 +156,11 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
     let new = format!("svc_session={}", switched.cookie("svc_session").context("a session")?);
     let before = machine.requests().len();
     assert_eq!(
-        with_cookie(&world, APP, "/", &new).await.status,
+        get_with_cookie(&world, APP, "/", &new).await.status,
         StatusCode::SERVICE_UNAVAILABLE,
         "no machine"
     );
-    assert_eq!(with_cookie(&world, APP, "/", &old).await.status, StatusCode::UNAUTHORIZED, "ended");
+    assert_eq!(get_with_cookie(&world, APP, "/", &old).await.status, StatusCode::UNAUTHORIZED, "ended");
     assert_eq!(
         send(redeem(unused)).await.status,
         StatusCode::UNAUTHORIZED,
@@ -168,7 +168,7 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
     );
     assert_eq!(machine.requests().len(), before);
     let end = Instant::now() + Duration::from_secs(10);
-    while with_cookie(&world, CODE, "/", &editor).await.status != StatusCode::UNAUTHORIZED {
+    while get_with_cookie(&world, CODE, "/", &editor).await.status != StatusCode::UNAUTHORIZED {
         ensure!(Instant::now() < end, "the editor's session outlived its parent session");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -192,7 +192,7 @@ async fn https_cookies_have_the_host_prefix() -> Result<()> {
     assert_eq!(send(browser(format!("__Host-svc_session={token}"))).await.status, StatusCode::OK);
     let planted = send(browser(format!("svc_session={token}"))).await;
     assert_eq!(planted.status, StatusCode::UNAUTHORIZED, "another host of the domain can set this cookie");
-    let other_client = with_cookie(&world, APP, "/", &format!("svc_session={token}")).await;
+    let other_client = get_with_cookie(&world, APP, "/", &format!("svc_session={token}")).await;
     assert_eq!(other_client.status, StatusCode::OK);
     let response = send(world.get(CODE, "/").header("accept", "text/html")).await;
     assert!(response.cookie("__Host-svc_code_state").is_some(), "{response:?}");
@@ -211,7 +211,7 @@ async fn forged_session_cookies_cost_no_query() -> Result<()> {
     let other = world.another_process().await?;
     for number in 0..200 {
         for forged in [format!("{number:A>43}"), format!("svcs_e30.e30.{number:A>86}")] {
-            let response = with_cookie(&world, APP, "/", &format!("svc_session={forged}")).await;
+            let response = get_with_cookie(&world, APP, "/", &format!("svc_session={forged}")).await;
             assert_eq!(response.status, StatusCode::UNAUTHORIZED);
         }
     }
@@ -219,7 +219,7 @@ async fn forged_session_cookies_cost_no_query() -> Result<()> {
     let started = Instant::now();
     while count_lookups(&world).await? == 0 {
         let genuine = other.open_session(APP, "user_1").await;
-        assert_eq!(with_cookie(&world, APP, "/", &genuine).await.status, StatusCode::OK);
+        assert_eq!(get_with_cookie(&world, APP, "/", &genuine).await.status, StatusCode::OK);
         assert!(started.elapsed() < Duration::from_secs(30), "the statistics have not arrived");
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
@@ -310,7 +310,7 @@ async fn code_host_session_needs_single_use_bound_code() -> Result<()> {
     let redeemed = send(page(CODE, redeem_path, &state)).await;
     assert_eq!((redeemed.status, redeemed.location()), (StatusCode::FOUND, "/?folder=/home"));
     let code = format!("svc_code_session={}", redeemed.cookie("svc_code_session").unwrap());
-    assert_eq!(with_cookie(&world, CODE, "/", &code).await.status, StatusCode::OK);
+    assert_eq!(get_with_cookie(&world, CODE, "/", &code).await.status, StatusCode::OK);
     assert_eq!(world.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
     let again = send(page(CODE, redeem_path, &state)).await;
     assert_eq!(again.status, StatusCode::UNAUTHORIZED, "a code can be redeemed only once");
@@ -318,7 +318,7 @@ async fn code_host_session_needs_single_use_bound_code() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn handover_requires_session_and_own_host() -> Result<()> {
+async fn handover_requires_sign_in_and_ignores_foreign_return_path() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let path = "/_svc/code-session?state=s&return_to=";
     let anonymous = send(world.get(APP, path).header("accept", "text/html")).await;
@@ -343,7 +343,7 @@ async fn user_can_choose_slot_of_browser_session() -> Result<()> {
     let cookie = world.open_session(APP, "user_1").await;
     let started = Instant::now();
     loop {
-        let slots = with_cookie(&world, APP, "/_svc/slots", &cookie).await.json();
+        let slots = get_with_cookie(&world, APP, "/_svc/slots", &cookie).await.json();
         if slots["slots"].as_array().is_some_and(|slots| slots.len() == 2) {
             assert_eq!(
                 (&slots["slots"][0]["slot"], &slots["slots"][0]["current"]),
@@ -364,7 +364,7 @@ async fn user_can_choose_slot_of_browser_session() -> Result<()> {
     };
     assert_eq!(send(choose(r#"{"slot":"studio"}"#)).await.status, StatusCode::OK);
     let before = primary.requests().len();
-    assert_eq!(with_cookie(&world, APP, "/", &cookie).await.status, StatusCode::OK);
+    assert_eq!(get_with_cookie(&world, APP, "/", &cookie).await.status, StatusCode::OK);
     assert_eq!((studio.requests().len(), primary.requests().len()), (1, before));
     assert_eq!(world.verify_proof(&studio, &studio.last_request().headers).slot.as_str(), "studio");
     assert_eq!(send(choose(r#"{"slot":"of-another"}"#)).await.status, StatusCode::NOT_FOUND);
@@ -372,7 +372,7 @@ async fn user_can_choose_slot_of_browser_session() -> Result<()> {
     // If the chosen machine is down, the router reports this and does not switch to another machine.
     world.set_status(&studio, "recovering").await?;
     let started = Instant::now();
-    while with_cookie(&world, APP, "/", &cookie).await.status == StatusCode::OK {
+    while get_with_cookie(&world, APP, "/", &cookie).await.status == StatusCode::OK {
         assert!(started.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -380,7 +380,7 @@ async fn user_can_choose_slot_of_browser_session() -> Result<()> {
     let form = world.post(APP, "/_svc/slots").header("cookie", &cookie);
     let form = form.header("content-type", "application/x-www-form-urlencoded").body("slot=primary");
     assert_eq!(send(form).await.status, StatusCode::SEE_OTHER);
-    assert_eq!(with_cookie(&world, APP, "/", &cookie).await.status, StatusCode::OK);
+    assert_eq!(get_with_cookie(&world, APP, "/", &cookie).await.status, StatusCode::OK);
     let page =
         send(world.get(APP, "/_svc/slots").header("cookie", &cookie).header("accept", "text/html")).await;
     assert!(page.body.contains("value=\"studio\"") && page.body.contains("recovering"), "{}", page.body);

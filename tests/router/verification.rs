@@ -27,11 +27,11 @@ fn issue_identity(ca: &Ca, names: &[&str], lifetime: SignedDuration) -> Result<I
 
 /// Starts a router that verifies certificates and trusts this authority. For rows without a registration time, the grace
 /// period has ended.
-async fn start_verifying_router(roots: &Path, ca: &Ca, more: &[(&str, &str)]) -> Result<World> {
+async fn start_verifying_router(roots: &Path, ca: &Ca, extra: &[(&str, &str)]) -> Result<World> {
     std::fs::write(roots, ca.root_pem())?;
     let roots = roots.display().to_string();
     let own = [("CUSTOMER_VPS_TLS_VERIFY", "true"), ("HOST_DOMAIN", DOMAIN), ("SSL_CERT_FILE", &*roots)];
-    World::start_with(&[&own[..], more].concat(), None).await
+    World::start_with(&[&own[..], extra].concat(), None).await
 }
 
 #[tokio::test(flavor = "multi_thread")]

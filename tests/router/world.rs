@@ -18,7 +18,7 @@ use svc::platform::config::RouterConfig;
 use svc::platform::host_trust::HostTrust;
 use svc::platform::keys::{AppKeys, SigningSet};
 use svc::platform::route_freshness::RouteFreshness;
-use svc::platform::router::{RouterContext, RouterService, UserDigests, router};
+use svc::platform::router::{RouterContext, RouterService, UserDigests, start_router};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_postgres::{Client, NoTls};
@@ -157,7 +157,7 @@ impl World {
             freshness,
             stop: stop.clone(),
         };
-        let RouterService { routes, passthrough } = router(context)?;
+        let RouterService { routes, passthrough } = start_router(context)?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let addr = listener.local_addr()?;
         let limits = Limits { drain: Duration::ZERO, ..Limits::default() };

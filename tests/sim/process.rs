@@ -132,7 +132,7 @@ impl Process {
         });
         let process = Self {
             api: api::routes(platform.clone()),
-            public: router::router(routes).expect("a router").routes,
+            public: router::start_router(routes).expect("a router").routes,
             tasks: TaskTracker::new(),
             switch,
             platform,

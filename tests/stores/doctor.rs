@@ -6,7 +6,7 @@ use anyhow::Result;
 use kit::stores::StoreKind;
 use kit::story::{BUCKET, HostBackend, RouterTransport, Stack};
 
-use crate::ctl::doctor::{Report, report};
+use crate::ctl::doctor::{Report, run_report};
 
 /// Runs the doctor on a platform with this store.
 async fn diagnose(kind: StoreKind) -> Result<Report> {
@@ -14,7 +14,7 @@ async fn diagnose(kind: StoreKind) -> Result<Report> {
     let store = kind.start(dir.path(), BUCKET).await?;
     let (transport, backend) = (RouterTransport::Tls, HostBackend::Processes);
     let (stack, _) = Stack::start_with_store(svc, dir.path(), transport, backend, store, &[]).await?;
-    let found = report(svc, &["doctor", "platform"], stack.platform_env()).await;
+    let found = run_report(svc, &["doctor", "platform"], stack.platform_env()).await;
     let remaining = stack.store.objects(BUCKET, "system-doctor/");
     assert!(remaining.is_empty(), "probe objects remain: {remaining:?}");
     let remaining = stack.store.objects(BUCKET, "svc-doctor");

@@ -59,8 +59,8 @@ pub async fn authorize(
         return Err(unauthorized());
     };
     let operator = authenticate(platform, method, token).await?;
-    platform.rates.accept(token);
-    platform.rates.admit_request(&operator)?;
+    platform.rates.record_accepted(token);
+    platform.rates.admit_operator(&operator)?;
     if operator.scopes().has_any(scopes) {
         return Ok(operator);
     }
@@ -71,7 +71,7 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
     if tokens::is_same_secret(token, &platform.config.secret) {
         return Ok(Operator::PlatformSecret);
     }
-    let id = tokens::claimed_operator_token(token).ok_or_else(unauthorized)?;
+    let id = tokens::parse_operator_token_id(token).ok_or_else(unauthorized)?;
     let pool = if method.is_safe() { &platform.report_db } else { &platform.db };
     let session = pool.session().await?;
     let row =

@@ -40,9 +40,9 @@ pub async fn handle(
             let count_unknown =
                 async || db::unknown_servers::count(tx, platform.config.timing.orphan_grace).await;
             let before = db::alarms::get(tx, alarm_kind.as_str()).await?.ok_or_else(not_found)?;
-            let before = alarms::resource(&before, &count_unknown().await?);
+            let before = alarms::to_wire_alarm(&before, &count_unknown().await?);
             let after = alarms::release(tx, alarm_kind).await?.ok_or_else(not_found)?;
-            let after = alarms::resource(&after, &count_unknown().await?);
+            let after = alarms::to_wire_alarm(&after, &count_unknown().await?);
             let change = AuditChange {
                 action: "alarm.release",
                 target: alarm_kind.as_str().to_owned(),

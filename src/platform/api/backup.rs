@@ -148,7 +148,7 @@ async fn find_machine_holding_snapshot(
         // An operation may be waiting for a decision about the final backup of a machine that is out of service.
         let operation = db::slot_operations::find_operation_needing_server(session, &machine).await?;
         let question = operation.and_then(|operation| operation.question);
-        let question = question.filter(|_| machine.server_exists()).ok_or(refusal)?;
+        let question = question.filter(|_| machine.has_server()).ok_or(refusal)?;
         has_held_back_question = question["code"] == last_backup::HELD_BACK;
     }
     if has_held_back_question || reports_held_snapshot(&machine) {
@@ -176,7 +176,7 @@ async fn find_predecessor(
         return Ok(None);
     };
     let is_needed = db::slot_operations::find_operation_needing_server(session, &replaced).await?.is_some();
-    Ok(Some(replaced).filter(|replaced| is_needed && replaced.server_exists()))
+    Ok(Some(replaced).filter(|replaced| is_needed && replaced.has_server()))
 }
 
 /// Whether the host reports a held-back snapshot, as an attention item or as the error of its last backup.

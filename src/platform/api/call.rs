@@ -116,7 +116,7 @@ impl ApiCall {
                 Err(unauthorized())
             }
             status => {
-                platform.rates.accept(token);
+                platform.rates.record_accepted(token);
                 platform.rates.admit_host(machine.id)?;
                 Ok(AuthenticatedHost { machine, status, hash: tokens::hash(token) })
             }

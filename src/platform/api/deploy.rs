@@ -184,7 +184,7 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
         canary: to_i32(request.canary),
         batch_size: to_i32(request.batch_size),
         max_failures: to_i32(request.max_failures),
-        verify: request.verify,
+        should_verify: request.verify,
         machines: &machines,
     };
     Ok(rollouts::insert(tx, &new).await?)

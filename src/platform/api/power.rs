@@ -108,7 +108,7 @@ fn ensure_can_switch(machine: &MachineRow, action: PowerAction) -> Result<(), Pr
     }
     // Power-on looks up a server again that the provider has reported missing.
     let may_be_found = action == PowerAction::On && machine.may_have_server();
-    if may_be_found || machine.server_exists() {
+    if may_be_found || machine.has_server() {
         Ok(())
     } else {
         Err(invalid_state(

@@ -284,7 +284,7 @@ async fn find_initial_data(
 
 /// The problem of a machine whose server has the only copy of the slot's data: a backup can be taken first.
 fn unsaved_machine_problem(machine: &MachineRow) -> Option<Problem> {
-    if machine.registered_at.is_none() || !machine.server_exists() {
+    if machine.registered_at.is_none() || !machine.has_server() {
         return None;
     }
     let id = machine.id;

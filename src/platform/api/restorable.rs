@@ -173,7 +173,7 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
 /// # Errors
 /// `invalid_state`.
 pub fn ensure_not_switched_off(machine: &MachineRow, accepted: bool) -> Result<(), Problem> {
-    let has_server = machine.server_exists() && machine.server_missing_since.is_none();
+    let has_server = machine.has_server() && machine.server_missing_since.is_none();
     let holds_data = machine.registered_at.is_some() && has_server;
     let Some(since) = machine.powered_off_at.filter(|_| holds_data && !accepted) else { return Ok(()) };
     let (id, since) = (machine.id, rfc3339_ms(since));
@@ -210,7 +210,7 @@ pub async fn ensure_may_start_empty(
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<(), Problem> {
-    let newest = db::machines::newest_backup_time(&platform.db.session().await?, user, slot).await?;
+    let newest = db::machines::load_newest_backup_time(&platform.db.session().await?, user, slot).await?;
     let Some(taken_at) = newest else { return Ok(()) };
     let pointer = pointer_io::read(&platform.bucket, &SlotPrefix::new(user, slot)).await?;
     if pointer.and_then(|read| read.value.emptied_at).is_some_and(|emptied_at| emptied_at > taken_at) {
@@ -240,7 +240,7 @@ pub async fn ensure_no_unsaved_data(
     {
         return Err(unsaved_problem(last));
     }
-    let kept = served.find(|machine| machine.unsaved_since.is_some() && machine.server_exists());
+    let kept = served.find(|machine| machine.unsaved_since.is_some() && machine.has_server());
     kept.map_or(Ok(()), |kept| Err(unsaved_problem(kept)))
 }
 
@@ -250,12 +250,12 @@ async fn may_hold_data(client: &impl GenericClient, last: &MachineRow) -> Result
     if last.deleted_at.is_none() {
         return Ok(true);
     }
-    Ok(last.server_exists() && !db::slot_operations::is_loss_accepted(client, last.id).await?)
+    Ok(last.has_server() && !db::slot_operations::is_loss_accepted(client, last.id).await?)
 }
 
 fn unsaved_problem(machine: &MachineRow) -> Problem {
     let id = machine.id;
-    let next_step = if !machine.server_exists() {
+    let next_step = if !machine.has_server() {
         "Its server no longer exists.".to_owned()
     } else if machine.is_active() {
         format!("`svcctl resume {id}` returns it to service if its server runs and its host is healthy.")

@@ -36,13 +36,21 @@ pub struct RouterConfig {
 }
 
 impl RouterConfig {
-    /// Reads `APP_HOST`, `CODE_HOST`, `ROUTER_*`, `IDP_*`, `LEGACY_FALLBACK_URL` and `PLATFORM_ROUTES_POLL_MS`. Records
-    /// mistakes in `env` and returns `None` if there are any.
+    /// Reads `APP_HOST`, `CODE_HOST`, `IDP_*`, `LEGACY_FALLBACK_URL`, `PLATFORM_ROUTES_POLL_MS`, and `ROUTER_*` except the
+    /// settings of the listener. Records mistakes in `env` and returns `None` if a required value is missing or invalid.
     pub fn read(env: &mut Env) -> Option<Self> {
         let app_host: Option<HostAndPort> = env.required(&vars::APP_HOST);
         let code_host: Option<HostAndPort> = env.required(&vars::CODE_HOST);
-        if app_host.is_some() && app_host == code_host {
-            env.add_mistake(&vars::CODE_HOST, "must differ from APP_HOST");
+        match (&app_host, &code_host) {
+            (Some(app), Some(code)) if app == code => {
+                env.add_mistake(&vars::CODE_HOST, "must differ from APP_HOST");
+            }
+            // Requests to the code host would be served as requests to the app host, which is matched first.
+            (Some(app), Some(code)) if app.name == code.name && app.port.is_none() => {
+                let why = "has the name of APP_HOST, which matches every port: add a port to APP_HOST, too";
+                env.add_mistake(&vars::CODE_HOST, why);
+            }
+            _ => {}
         }
         let public_scheme = match env.text(&vars::ROUTER_PUBLIC_SCHEME).as_deref() {
             None => None,
@@ -215,7 +223,12 @@ mod tests {
             ("ROUTER_PUBLIC_SCHEME", "gopher"),
         ]);
         assert_eq!(mistakes.unwrap_err().len(), 5);
-        let same = read(&[("CODE_HOST", "app.example")]).unwrap_err();
-        assert!(same[0].starts_with("CODE_HOST"), "{same:?}");
+        for unreachable in ["app.example", "app.example:8443"] {
+            let mistakes = read(&[("CODE_HOST", unreachable)]).unwrap_err();
+            assert!(mistakes[0].starts_with("CODE_HOST"), "{mistakes:?}");
+        }
+        let ports = [("APP_HOST", "app.example:8443"), ("CODE_HOST", "app.example:9443")];
+        let config = read(&ports).unwrap();
+        assert_eq!(config.find_host("app.example:9443"), Some(PublicHost::Code));
     }
 }

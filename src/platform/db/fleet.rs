@@ -45,7 +45,7 @@ pub struct FleetRow {
     pub operation_attempts: i32,
     /// The running operation, if it waits for an operator's decision.
     pub waiting_operation: Option<OperationId>,
-    pub operation_waits_for_account: bool,
+    pub is_operation_waiting_for_account: bool,
     /// Time since an operator ordered the server switched off.
     pub powered_off_age: Option<f64>,
     /// Time since the last rotation of the upgrade token.
@@ -143,7 +143,7 @@ pub async fn list_active_machines(client: &impl GenericClient) -> Result<Vec<Fle
             is_snapshot_damaged: row.get(16),
             has_drill_failed: row.get(17),
             waiting_operation: row.get::<_, Option<_>>(18).map(OperationId),
-            operation_waits_for_account: row.get(19),
+            is_operation_waiting_for_account: row.get(19),
             powered_off_age: row.get(20),
             attention: row.get(21),
             backup_error: row.get(22),

@@ -12,7 +12,7 @@ use super::{DbError, Params, query};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{IdpUserId, Slot};
 
-/// How long servers are kept.
+/// How long the servers of machines that left their slots are kept.
 #[derive(Debug, Clone, Copy)]
 pub struct ServerRetention {
     /// Period after a later machine of the slot was proven.

@@ -74,13 +74,13 @@ fn duration_from_secs(seconds: f64) -> Duration {
 }
 
 /// The public halves of all active keys, for a new host.
-pub async fn public_keys(client: &impl GenericClient, purpose: &str) -> Result<ProofKeys, DbError> {
-    public_keys_for(client, purpose, &[]).await
+pub async fn list_public_keys(client: &impl GenericClient, purpose: &str) -> Result<ProofKeys, DbError> {
+    list_public_keys_for_host(client, purpose, &[]).await
 }
 
 /// The public halves of the keys that a host needs: all active keys and, if the host has acknowledged only retired keys,
 /// those as well, because routers sign with a retired key until they have read the host's next acknowledgement.
-pub async fn public_keys_for(
+pub async fn list_public_keys_for_host(
     client: &impl GenericClient,
     purpose: &str,
     acknowledged: &[String],

@@ -8,8 +8,8 @@ use uuid::Uuid;
 use super::{DbError, execute, query_opt};
 use svc_machine::id::{MachineId, OperationId};
 
-/// Whether a process may still be running another operation of the machine, including one that has ended.
-pub async fn has_other_machine_lease(
+/// Whether a process may still be running another operation of this machine, including one that has ended.
+pub async fn has_other_lease_of_machine(
     client: &impl GenericClient,
     machine: MachineId,
     except: OperationId,
@@ -20,7 +20,7 @@ pub async fn has_other_machine_lease(
 }
 
 /// Whether a process may still be running another operation of any machine in this machine's slot.
-pub async fn has_other_slot_lease(
+pub async fn has_other_lease_in_slot(
     client: &impl GenericClient,
     machine: MachineId,
     except: OperationId,

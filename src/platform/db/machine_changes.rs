@@ -42,6 +42,8 @@ pub struct NewMachine {
     pub preview_ttl: Option<Duration>,
 }
 
+/// Inserts a machine's row.
+///
 /// # Errors
 /// [`DbError`]; `Violated` with the constraint `user_machines_active` if the slot already has an active machine.
 pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbError> {
@@ -342,8 +344,8 @@ pub struct Heartbeat<'a> {
     pub certificate: Option<Value>,
 }
 
-/// Writes a heartbeat. A snapshot dated more than five minutes in the future is ignored: it would suppress the slot's
-/// backup alarms until that time.
+/// Writes a heartbeat. A snapshot dated more than five minutes in the future is ignored: until that time, it
+/// would hide that the slot's backups are overdue.
 pub async fn record_heartbeat(
     client: &impl GenericClient,
     id: MachineId,

@@ -90,7 +90,7 @@ pub struct MachineRow {
     pub create_ordered_at: Option<Timestamp>,
     pub server_deleted_at: Option<Timestamp>,
     pub power_ordered_at: Option<Timestamp>,
-    /// When the server of a replaced or deleted machine was ordered to be switched off.
+    /// When switching off the server of a replaced or deleted machine was ordered.
     pub power_off_ordered_at: Option<Timestamp>,
     /// When the first healthy heartbeat after the registration arrived.
     pub proven_at: Option<Timestamp>,
@@ -118,59 +118,64 @@ pub struct MachineRow {
     pub updated_at: Timestamp,
 }
 
-fn read<T: FromStr<Err: Display>>(row: &Row, column: &'static str) -> Result<T, DbError> {
+fn parse_column<T: FromStr<Err: Display>>(row: &Row, column: &'static str) -> Result<T, DbError> {
     let text: &str = row.get(column);
     text.parse().map_err(|why: T::Err| DbError::Unreadable { what: column, why: why.to_string() })
 }
 
-fn read_option<T: FromStr<Err: Display>>(row: &Row, column: &'static str) -> Result<Option<T>, DbError> {
+fn parse_optional_column<T: FromStr<Err: Display>>(
+    row: &Row,
+    column: &'static str,
+) -> Result<Option<T>, DbError> {
     let text: Option<&str> = row.get(column);
     text.map(str::parse)
         .transpose()
         .map_err(|why: T::Err| DbError::Unreadable { what: column, why: why.to_string() })
 }
 
-fn read_list<T: FromStr<Err: Display>>(row: &Row, column: &'static str) -> Result<Vec<T>, DbError> {
+fn parse_list_column<T: FromStr<Err: Display>>(row: &Row, column: &'static str) -> Result<Vec<T>, DbError> {
     let texts: Vec<&str> = row.get(column);
     let unreadable = |why: T::Err| DbError::Unreadable { what: column, why: why.to_string() };
     texts.into_iter().map(|text| text.parse().map_err(unreadable)).collect()
 }
 
-fn read_number<T: TryFrom<i32>>(row: &Row, column: &'static str) -> Result<T, DbError> {
+fn parse_number_column<T: TryFrom<i32>>(row: &Row, column: &'static str) -> Result<T, DbError> {
     let value: i32 = row.get(column);
     T::try_from(value).map_err(|_| DbError::Unreadable { what: column, why: value.to_string() })
 }
 
 impl MachineRow {
+    /// Parses a row with the columns [`COLUMNS`].
+    ///
     /// # Errors
     /// `Unreadable` if a stored value is invalid.
     pub fn parse(row: &Row) -> Result<Self, DbError> {
-        let failure = read_option(row, "failure_cause")?.map(|cause| Failure {
+        let failure = parse_optional_column(row, "failure_cause")?.map(|cause| Failure {
             cause,
             stage: row.get("failure_stage"),
             message: row.get("failure_message"),
         });
         Ok(Self {
             id: MachineId(row.get("machine_id")),
-            user: read(row, "idp_user_id")?,
-            slot: read(row, "slot")?,
-            handle: read(row, "handle")?,
-            kind: read(row, "kind")?,
-            status: read(row, "status")?,
+            user: parse_column(row, "idp_user_id")?,
+            slot: parse_column(row, "slot")?,
+            handle: parse_column(row, "handle")?,
+            kind: parse_column(row, "kind")?,
+            status: parse_column(row, "status")?,
             failure,
-            epoch: Epoch(read_number(row, "epoch")?),
-            restore: read(row, "restore_mode")?,
+            epoch: Epoch(parse_number_column(row, "epoch")?),
+            restore: parse_column(row, "restore_mode")?,
             restore_snapshot: row.get("restore_snapshot"),
             unrestored_snapshot: row.get("unrestored_snapshot"),
-            server_type: read(row, "server_type")?,
-            resize_to: read_option(row, "resize_to")?,
-            location: read(row, "location")?,
-            image_version: read(row, "image_version")?,
+            server_type: parse_column(row, "server_type")?,
+            resize_to: parse_optional_column(row, "resize_to")?,
+            location: parse_column(row, "location")?,
+            image_version: parse_column(row, "image_version")?,
             bundle_sha256: row.get("bundle_sha256"),
             provider_server_id: row.get("provider_server_id"),
-            public_ipv4: read_option(row, "public_ipv4")?,
-            https_port: read_number(row, "https_port")?,
-            tls_pin: read_option(row, "tls_spki_sha256")?,
+            public_ipv4: parse_optional_column(row, "public_ipv4")?,
+            https_port: parse_number_column(row, "https_port")?,
+            tls_pin: parse_optional_column(row, "tls_spki_sha256")?,
             registration_token_hash: row.get("registration_token_hash"),
             registration_expires_at: row.get("registration_expires_at"),
             registration_body_hash: row.get("registration_body_hash"),
@@ -202,7 +207,7 @@ impl MachineRow {
             preview_expires_at: row.get("preview_expires_at"),
             powered_off_at: row.get("powered_off_at"),
             attention: row.get("attention"),
-            fallback_locations: read_list(row, "fallback_locations")?,
+            fallback_locations: parse_list_column(row, "fallback_locations")?,
             created_at: row.get("created_at"),
             updated_at: row.get("updated_at"),
         })
@@ -242,7 +247,7 @@ impl MachineRow {
     }
 
     /// Whether the machine has a server at the provider, as far as the database shows.
-    pub fn server_exists(&self) -> bool {
+    pub fn has_server(&self) -> bool {
         self.may_have_server() && !self.has_lost_server()
     }
 
@@ -256,9 +261,9 @@ impl MachineRow {
         self.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::ServerGone)
     }
 
-    /// Whether the server exists and has not been ordered discarded.
+    /// Whether the machine has a server that is not about to be discarded.
     pub fn is_server_kept(&self) -> bool {
-        self.server_exists() && self.discard_ordered_at.is_none()
+        self.has_server() && self.discard_ordered_at.is_none()
     }
 
     /// The server's power state, inferred from recorded orders to switch it off.
@@ -267,11 +272,12 @@ impl MachineRow {
         if may_be_off { ServerPower::MaybeOff } else { ServerPower::On }
     }
 
+    /// Whether the machine holds its slot.
     pub fn is_active(&self) -> bool {
         self.deleted_at.is_none() && self.retired_at.is_none()
     }
 
-    /// Whether the host's last heartbeat reported gateway and database as healthy.
+    /// Whether the host's last heartbeat reported the gateway and the database as healthy.
     pub fn is_healthy(&self) -> bool {
         let ok = |part: &str| self.health.as_ref().is_some_and(|health| health[part] == "ok");
         ok("gateway") && ok("database")

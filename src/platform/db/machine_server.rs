@@ -7,7 +7,7 @@ use super::{DbError, execute, query_opt};
 use svc_machine::id::MachineId;
 
 /// Records that the server is about to be switched on.
-pub async fn record_power_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_power_on_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
@@ -50,7 +50,7 @@ pub async fn move_to_next_location(tx: &Transaction<'_>, id: MachineId) -> Resul
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Records that the server of a machine that left its slot is ordered to be switched off.
+/// Records the order to switch off the server of a machine that left its slot.
 pub async fn record_power_off_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_off_ordered_at = coalesce(power_off_ordered_at, clock_timestamp()) \
                WHERE machine_id = $1";

@@ -113,7 +113,7 @@ pub async fn find_highest_epoch(
 }
 
 /// When the newest verified snapshot reported by any host of the slot was taken.
-pub async fn newest_backup_time(
+pub async fn load_newest_backup_time(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
@@ -200,7 +200,7 @@ pub async fn find_stopping_operation(
     client: &impl GenericClient,
     machine: &MachineRow,
 ) -> Result<Option<OperationId>, DbError> {
-    if machine.is_active() || !machine.server_exists() || machine.registered_at.is_none() {
+    if machine.is_active() || !machine.has_server() || machine.registered_at.is_none() {
         return Ok(None);
     }
     let sql = "SELECT 1 FROM user_machines later WHERE later.idp_user_id = $1 AND later.slot = $2 \
@@ -216,7 +216,7 @@ pub async fn find_stopping_operation(
 }
 
 /// Remaining registration time of a booting host, by the database's clock.
-pub async fn remaining_registration_time(
+pub async fn load_remaining_registration_time(
     client: &impl GenericClient,
     id: MachineId,
 ) -> Result<Duration, DbError> {
@@ -226,7 +226,10 @@ pub async fn remaining_registration_time(
 }
 
 /// Age of a create request whose outcome is unknown; `Duration::MAX` if there is none.
-pub async fn create_request_age(client: &impl GenericClient, id: MachineId) -> Result<Duration, DbError> {
+pub async fn load_create_request_age(
+    client: &impl GenericClient,
+    id: MachineId,
+) -> Result<Duration, DbError> {
     let sql = "SELECT extract(epoch FROM clock_timestamp() - create_ordered_at)::float8 \
                FROM user_machines WHERE machine_id = $1 AND create_ordered_at IS NOT NULL";
     let found = query_opt(client, sql, &[&id.0]).await?;

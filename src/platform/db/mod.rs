@@ -63,7 +63,7 @@ pub enum DbError {
         #[source]
         source: Option<Box<dyn std::error::Error + Send + Sync>>,
     },
-    /// A constraint was violated.
+    /// A unique or foreign key constraint was violated.
     #[error("constraint {constraint} is violated")]
     Violated { constraint: String },
     /// A conflict with another transaction; the whole transaction may be retried.
@@ -119,7 +119,7 @@ pub fn check_supported(config: &Config) -> Result<(), &'static str> {
     }
     if config.get_ssl_mode() == SslMode::Require {
         return Err(
-            "must not set sslmode=require, which is not supported: connect by a socket or a private network",
+            "must not set sslmode=require, which is not supported: connect over a socket or a private network",
         );
     }
     Ok(())
@@ -153,6 +153,8 @@ impl Db {
         &self.pool
     }
 
+    /// Returns a connection from the pool.
+    ///
     /// # Errors
     /// `Unavailable` if no connection becomes available in time.
     pub async fn session(&self) -> Result<Object, DbError> {
@@ -174,6 +176,8 @@ pub async fn begin_snapshot(session: &mut Object) -> Result<Transaction<'_>, DbE
     with_timeout(transaction.read_only(true).start()).await
 }
 
+/// Commits a transaction.
+///
 /// # Errors
 /// [`DbError`]; after `Unavailable`, it is unknown whether the transaction was committed.
 pub async fn commit(tx: Transaction<'_>) -> Result<(), DbError> {

@@ -14,9 +14,9 @@ use svc_machine::id::OperationId;
 /// The outcome of a step that failed and will be retried.
 pub const RETRY: &str = "retry";
 /// Maximum number of lines shown per operation.
-const MAX_SHOWN: i64 = 200;
+const MAX_SHOWN_LINES: i64 = 200;
 /// Maximum number of retries kept per step.
-const MAX_RETRIES: i64 = 200;
+const MAX_KEPT_RETRIES: i64 = 200;
 
 const COLUMNS: &str = "seq, at, step, outcome, detail, repeats, repeated_at";
 
@@ -59,7 +59,7 @@ pub async fn load_newest_lines(client: &impl GenericClient, id: OperationId) -> 
         "SELECT {COLUMNS}, count(*) OVER () AS total FROM operation_log WHERE operation_id = $1 \
          ORDER BY seq DESC LIMIT $2"
     );
-    let found = query(client, &sql, &[&id.0, &MAX_SHOWN]).await?;
+    let found = query(client, &sql, &[&id.0, &MAX_SHOWN_LINES]).await?;
     let total: i64 = found.first().map_or(0, |row| row.get("total"));
     let lines: Vec<LogLineRow> = found.iter().rev().map(LogLineRow::parse).collect();
     let omitted = total - i64::try_from(lines.len()).unwrap_or(total);
@@ -94,5 +94,5 @@ pub async fn log_retry(
     let trim = "DELETE FROM operation_log WHERE operation_id = $1 AND step = $2 AND outcome = $3 \
                 AND seq <= (SELECT seq FROM operation_log WHERE operation_id = $1 AND step = $2 AND outcome = $3 \
                   ORDER BY seq DESC OFFSET $4 LIMIT 1)";
-    execute(client, trim, &[&id.0, &step, &RETRY, &MAX_RETRIES]).await.map(drop)
+    execute(client, trim, &[&id.0, &step, &RETRY, &MAX_KEPT_RETRIES]).await.map(drop)
 }

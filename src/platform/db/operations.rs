@@ -1,6 +1,7 @@
 //! `operations` and their log. An operation is created, claimed under a lease, advanced by the lease's holder, and ended.
 //!
-//! Invariant: a statement that advances an operation also checks the lease, by the database's clock.
+//! Invariant: [`advance`], [`suspend`] and [`renew`], with which a process works on an operation, also check the
+//! process's lease, by the database's clock.
 
 use std::time::Duration;
 
@@ -166,7 +167,7 @@ pub async fn end(
 }
 
 /// Number of running operations by kind.
-pub async fn count_by_kind(client: &impl GenericClient) -> Result<Vec<(String, i64)>, DbError> {
+pub async fn count_running_by_kind(client: &impl GenericClient) -> Result<Vec<(String, i64)>, DbError> {
     let sql = "SELECT kind, count(*) FROM operations WHERE state = 'running' GROUP BY kind";
     Ok(query(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
@@ -266,7 +267,7 @@ pub async fn find_last_failure_time(
     Ok(query_opt(client, sql, &[&machine.0, &code]).await?.and_then(|row| row.get(0)))
 }
 
-/// Adds a fact to the operation's step.
+/// Adds a fact to the facts of the operation's step.
 pub async fn add_fact(
     tx: &Transaction<'_>,
     id: OperationId,
@@ -377,7 +378,7 @@ pub struct Advance<'a> {
     pub attempts: i32,
     pub error_code: Option<&'a str>,
     pub due_in: Duration,
-    /// `None` releases the operation.
+    /// `None` releases the lease.
     pub lease: Option<Duration>,
 }
 

@@ -17,7 +17,7 @@ pub struct TokenRow {
     pub scopes: Scopes,
     pub token_hash: Vec<u8>,
     pub state: TokenState,
-    /// Whether the recorded time of its last use is older than the interval.
+    /// Whether no use has been recorded within the interval.
     pub is_use_unrecorded: bool,
 }
 

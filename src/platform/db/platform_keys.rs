@@ -18,7 +18,7 @@ const ENDED_PROCESS_RETENTION: Duration = Duration::from_secs(3600);
 pub struct ProcessKeys {
     pub process: Uuid,
     pub ids: KeyIds,
-    /// Lifetime of the process's row if it is not renewed.
+    /// How long the process counts as running after its row was last renewed.
     pub ttl: Duration,
 }
 
@@ -74,7 +74,7 @@ impl ProcessKeys {
         Ok(query(client, sql, params).await?.iter().map(parse_other).collect())
     }
 
-    /// Whether all running processes have had this process's key as their current key for the lifetime of a row.
+    /// Whether all running processes have had this process's key as their current key for at least `ttl`.
     pub async fn is_settled(&self, client: &impl GenericClient) -> Result<bool, DbError> {
         let sql = "SELECT EXISTS (SELECT 1 FROM platform_processes WHERE process_id = $1 \
                        AND steady_since <= clock_timestamp() - make_interval(secs => $3)) \
@@ -130,7 +130,7 @@ pub async fn is_known(client: &impl GenericClient, key: &KeyId) -> Result<bool, 
     Ok(query_opt(client, sql, &[&key.as_str()]).await?.is_some_and(|row| row.get(0)))
 }
 
-/// Records the first key of a database, in which no stored secret uses another key.
+/// Records the first key of a database in which no stored secret uses another key.
 pub async fn insert_first(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
     let sql = "INSERT INTO platform_keys (key_id, fences_signed_at, sole_since) \
                VALUES ($1, clock_timestamp(), clock_timestamp())";

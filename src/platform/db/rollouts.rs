@@ -10,7 +10,7 @@ use serde_json::Value;
 use tokio_postgres::Row;
 
 use super::{DbError, execute, query, query_opt};
-use crate::rollout_plan::{Member, Verification};
+use crate::rollout_plan::{Member, VerificationState};
 use svc_http::request_id;
 use svc_machine::id::{MachineId, RolloutId};
 use svc_machine::name::{Handle, ImageVersion};
@@ -30,7 +30,7 @@ pub struct RolloutRow {
     pub updated_at: Timestamp,
     pub ended_at: Option<Timestamp>,
     /// Whether the release is verified on the first machines that get it.
-    pub verify: bool,
+    pub should_verify: bool,
     /// The result of the last verification.
     pub verification: Option<Value>,
     /// When the claim of the verifying process ends, which may be in the past.
@@ -59,19 +59,19 @@ impl RolloutRow {
             created_at: row.get("created_at"),
             updated_at: row.get("updated_at"),
             ended_at: row.get("ended_at"),
-            verify: row.get("verify"),
+            should_verify: row.get("verify"),
             verification: row.get("verification"),
             verifying_until: row.get("verifying_until"),
             is_verifying: row.get("is_verifying"),
         })
     }
 
-    pub fn verification_state(&self) -> Verification {
+    pub fn verification_state(&self) -> VerificationState {
         let has_passed = self.verification.as_ref().is_some_and(|last| last["passed"] == true);
-        match (self.verify, has_passed, self.is_verifying) {
-            (false, ..) | (_, true, _) => Verification::Settled,
-            (_, _, true) => Verification::Running,
-            _ => Verification::Due,
+        match (self.should_verify, has_passed, self.is_verifying) {
+            (false, ..) | (_, true, _) => VerificationState::Settled,
+            (_, _, true) => VerificationState::Running,
+            _ => VerificationState::Due,
         }
     }
 }
@@ -82,11 +82,13 @@ pub struct NewRollout<'a> {
     pub canary: i32,
     pub batch_size: i32,
     pub max_failures: i32,
-    pub verify: bool,
+    pub should_verify: bool,
     /// The machines with their batches.
     pub machines: &'a [(MachineId, i32)],
 }
 
+/// Inserts a running rollout and its machines.
+///
 /// # Errors
 /// [`DbError`]; `Violated` with the constraint `rollouts_open` if another rollout is open.
 pub async fn insert(tx: &Transaction<'_>, new: &NewRollout<'_>) -> Result<RolloutId, DbError> {
@@ -96,7 +98,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewRollout<'_>) -> Result<Rollou
     let version = new.image_version.as_str();
     let request = request_id::current();
     let params: super::Params<'_> =
-        &[&id.0, &version, &new.canary, &new.batch_size, &new.max_failures, &request, &new.verify];
+        &[&id.0, &version, &new.canary, &new.batch_size, &new.max_failures, &request, &new.should_verify];
     execute(tx, sql, params).await?;
     let (machines, batches): (Vec<uuid::Uuid>, Vec<i32>) =
         new.machines.iter().map(|(id, batch)| (id.0, *batch)).unzip();
@@ -142,7 +144,7 @@ pub async fn list_unfinished(client: &impl GenericClient) -> Result<Vec<RolloutR
 /// handles, except those in `except`.
 ///
 /// Machines of test slots come first: a failing canary stops the rollout, and owners, who have root, could make a canary
-/// fail. The other machines are in random order, so that the canary varies.
+/// fail. The other machines are in random order, so that the canary varies. All silent machines come last.
 pub async fn list_reachable_machines(
     client: &impl GenericClient,
     handles: Option<&[Handle]>,
@@ -150,7 +152,7 @@ pub async fn list_reachable_machines(
 ) -> Result<Vec<(MachineId, String)>, DbError> {
     let handles: Option<Vec<&str>> = handles.map(|handles| handles.iter().map(Handle::as_str).collect());
     let except: Vec<&str> = except.iter().map(Handle::as_str).collect();
-    // Silent machines come last: as a canary, one would fail even if the release works.
+    // A silent canary would fail even if the release works.
     let sql = "SELECT m.machine_id, m.handle FROM user_machines m LEFT JOIN slots s USING (idp_user_id, slot) \
                WHERE m.deleted_at IS NULL AND m.retired_at IS NULL AND m.status = 'running' \
                AND m.powered_off_at IS NULL AND ($1::text[] IS NULL OR m.handle = ANY ($1)) AND m.handle <> ALL ($2) \
@@ -318,8 +320,8 @@ pub async fn list_updated(
     Ok(query(client, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// The updated machines that still run the release: a machine may have been rolled back, replaced, deleted or switched
-/// off since its update. With `only`, at most that machine.
+/// The updated machines that still run the release and serve: since its update, a machine may have been rolled back,
+/// updated again, replaced, deleted or switched off, or have failed. With `only`, at most that machine.
 pub async fn list_running_release(
     client: &impl GenericClient,
     rollout: &RolloutRow,
@@ -351,7 +353,7 @@ pub struct DesiredRelease {
     pub request_id: String,
 }
 
-/// The release to which a running rollout wants to update a machine.
+/// The release that a running rollout has requested for a machine.
 pub async fn find_desired_release(
     client: &impl GenericClient,
     machine: MachineId,

@@ -18,7 +18,7 @@ use svc_machine::id::MachineId;
 pub struct ExpectedServer {
     pub machine: MachineId,
     pub server: i64,
-    /// Time since the host's last heartbeat or, without one, since its registration.
+    /// Time since the host's last heartbeat, its registration or the machine's creation, whichever is latest.
     pub silent_for: Duration,
 }
 
@@ -74,8 +74,8 @@ pub async fn list_others_of_slot(
     Ok(found.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// SQL condition for machines in their slots that fail if their servers disappear: machines that run, are being resized,
-/// or can resume after a failed resize.
+/// SQL condition for machines in their slots that fail if their servers disappear: machines that run, are being resized
+/// or reinstated, or can resume after a failed resize.
 const EXPECTED: &str = "deleted_at IS NULL AND retired_at IS NULL AND provider_server_id IS NOT NULL \
     AND (status IN ('running', 'resizing') \
         OR status = 'failed' AND coalesce(failure_cause IN ('resize', 'reinstating'), false))";

@@ -11,6 +11,8 @@ use crate::token_rotation::{PreviousToken, UpgradeToken};
 use crate::tokens::Generation;
 use svc_machine::id::MachineId;
 
+/// Parses the columns about a machine's token.
+///
 /// # Errors
 /// `Unreadable` if a stored value is invalid.
 pub fn parse(row: &Row) -> Result<UpgradeToken, DbError> {

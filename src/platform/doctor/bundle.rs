@@ -16,7 +16,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let version = &config.provisioning.image_version;
     if config.hosts.bundle_public_keys.is_none() {
         findings = findings.warning(
-            "BUNDLE_PUBLIC_KEYS is not set: machines provisioned now can never be updated by a rollout",
+            "BUNDLE_PUBLIC_KEYS is not set: machines provisioned now cannot be updated by a rollout",
             "set it to the public half of the bundle signing key before you provision machines; on each existing machine, \
              set SVC_BUNDLE_PUBLIC_KEYS in /opt/svc/env/update.env as root",
         );

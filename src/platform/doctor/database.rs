@@ -12,8 +12,7 @@ use svc_http::problem::format_chain;
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("database");
-    let next =
-        "check that the database is running, that PLATFORM_DATABASE_URL is correct, and the database's log";
+    let next = "check that the database is running and that PLATFORM_DATABASE_URL is correct; see also the database's log";
     let mut settings = config.database.clone();
     settings.connect_timeout(Duration::from_secs(8)).application_name("svcctl doctor");
     let start = Instant::now();

@@ -69,7 +69,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
     let findings = match &ids.previous {
         None if usage.need.is_empty() => findings.ok(format!("{} made all stored secrets", ids.current)),
         None => findings.problem(
-            format!("PLATFORM_KEY {} is not the only key that is needed: another key made {}", ids.current, usage.need),
+            format!("PLATFORM_KEY {} is not sufficient: another key is needed by {}", ids.current, usage.need),
             "set PLATFORM_KEY_PREVIOUS to the earlier PLATFORM_KEY; svc-platform will not start",
         ),
         Some(previous) if !usage.is_previous_used && usage.need.is_empty() => {
@@ -86,8 +86,8 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
         ),
         Some(previous) if usage.need.is_empty() => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is no longer needed: it can be dropped"),
-            "remove the setting, and restart svc-platform; archive the key as long as you keep copies of the database from \
-             before the change",
+            "remove the setting, and restart svc-platform; keep the key in an archive as long as you keep copies of the database \
+             from before the change",
         ),
         Some(previous) if usage.need.has_processes() => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", usage.need),
@@ -151,7 +151,7 @@ async fn find_unopened_key_error(
     if config.keys.previous.is_none() {
         return Ok(None);
     }
-    match keys::ensure_opened(client, &Seal::from_keys(&config.keys)).await {
+    match keys::ensure_keys_can_be_opened(client, &Seal::from_keys(&config.keys)).await {
         Ok(()) => Ok(None),
         Err(KeyError::Db(error)) => Err(error),
         Err(error) => Ok(Some(error)),

@@ -77,7 +77,7 @@ pub fn check_settings(config: &PlatformConfig) -> Findings {
     let mut findings = Findings::new("configuration");
     if !config.provisioning.enabled.is_on() {
         findings = findings.warning(
-            "CUSTOMER_VPS_ENABLED is not true: provision is closed",
+            "CUSTOMER_VPS_ENABLED is not true: provisioning is disabled",
             "set it to true to provision machines",
         );
     }

@@ -20,7 +20,7 @@ use svc_store::policy::SnapshotWrites;
 use svc_store::protection::{self, Setting};
 
 const CHECK_STORE: &str =
-    "check that the store is running, and OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT and AWS_*";
+    "check that the store is running, and that OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT and AWS_* are correct";
 const USE_OTHER_STORE: &str = "use a store that supports this; docs/operating/stores.md compares several";
 /// Time for the test of parallel writers; with a slow store, fewer rounds are run.
 const PARALLEL_TIMEOUT: Duration = Duration::from_secs(8);

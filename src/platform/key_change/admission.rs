@@ -25,20 +25,23 @@ pub enum AdmissionError {
     #[error(transparent)]
     Key(#[from] KeyError),
     #[error(
-        "PLATFORM_KEY is not the only key that is needed: another key made {0}. Set PLATFORM_KEY_PREVIOUS to that key (the \
-         earlier PLATFORM_KEY), and remove it once `svcctl doctor platform` reports that it can be dropped"
+        "PLATFORM_KEY is not sufficient: another key is needed by {0}. Set PLATFORM_KEY_PREVIOUS to that key (the earlier \
+         PLATFORM_KEY), and remove it once `svcctl doctor platform` reports that it can be dropped"
     )]
     Needed(KeyNeed),
     #[error(
         "a platform process with other keys is running ({processes}): each must have the PLATFORM_KEY of every other as \
          PLATFORM_KEY or PLATFORM_KEY_PREVIOUS. Restart the processes that run with the new key as PLATFORM_KEY_PREVIOUS \
-         first; docs/operating/keys.md has the order"
+         first; docs/operating/keys.md gives the order"
     )]
     Incompatible { processes: String },
 }
 
 /// Records this process as running. If a process with incompatible keys is recorded, waits until that process ends or,
 /// if it was killed, its row expires.
+///
+/// # Errors
+/// [`AdmissionError`]; `Incompatible` if such a process is still running after the lifetime of a row.
 pub async fn admit(
     db: &Db,
     own: &ProcessKeys,
@@ -56,7 +59,7 @@ pub async fn admit(
             refuse_needed(&tx, own, mint, seal, max_silence, is_first).await?;
         } else {
             // This check precedes the recording of the key's use, because a wrong key must not affect the key change.
-            keys::ensure_opened(&tx, seal).await?;
+            keys::ensure_keys_can_be_opened(&tx, seal).await?;
         }
         let incompatible = own.list_incompatible(&tx).await?;
         if incompatible.is_empty() {

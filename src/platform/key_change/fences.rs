@@ -19,7 +19,7 @@ use svc_store::key::SlotPrefix;
 use svc_store::pointer::Fence;
 use svc_store::pointer_io::{self, PointerError};
 
-/// Timeout of re-signing the fence of one slot.
+/// Timeout for re-signing the fence of one slot.
 const SLOT_TIMEOUT: Duration = Duration::from_secs(10);
 
 const MAX_CONCURRENT_SLOTS: usize = 8;

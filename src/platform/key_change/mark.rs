@@ -50,7 +50,7 @@ pub enum NamedKey {
     NoMark,
 }
 
-/// The error that the mark names a key that this process does not have.
+/// The mark names a key that this process does not have.
 #[derive(Debug)]
 pub struct UnknownKey {
     named: String,

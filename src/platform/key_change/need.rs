@@ -74,7 +74,7 @@ impl KeyNeed {
         let mut need = Self::default();
         for key in list_signing_keys(client).await? {
             let opening = seal.find_opening_key(&key.kid, &key.sealed);
-            // A signing key that the previous key does not open either does not need the previous key.
+            // A signing key that neither key opens does not need the previous key.
             if opening == OpeningKey::Previous || opening == OpeningKey::Neither && !seal.has_previous() {
                 need.signing_keys.add(key.kid);
             }

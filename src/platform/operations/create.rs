@@ -50,14 +50,14 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
             return Ok(adopt(&found));
         }
         let session = platform.db.session().await?;
-        let since = db::machines::create_request_age(&session, machine.id).await?;
+        let since = db::machines::load_create_request_age(&session, machine.id).await?;
         let remaining = platform.config.provider.ambiguous_wait.saturating_sub(since);
         if !remaining.is_zero() {
             return Ok(StepOutcome::wait(remaining.min(LOOKUP_INTERVAL)));
         }
     }
     let session = platform.db.session().await?;
-    let keys = db::keys::public_keys(&session, db::keys::PROOF).await?;
+    let keys = db::keys::list_public_keys(&session, db::keys::PROOF).await?;
     drop(session);
     let order = build_order(platform, &machine, &keys).await?;
     leased.record_create_sent().await?;

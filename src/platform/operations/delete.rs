@@ -57,12 +57,12 @@ async fn is_discard_confirmed(leased: &LeasedOperation<'_>, machine: &MachineRow
 pub async fn delete_server(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let platform = leased.platform;
     let session = platform.db.session().await?;
-    if db::leases::has_other_machine_lease(&session, machine.id, leased.operation.id).await? {
+    if db::leases::has_other_lease_of_machine(&session, machine.id, leased.operation.id).await? {
         return Ok(false);
     }
     // Read again: the previous lease holder may have recorded a server.
     let Some(machine) = db::machines::get(&session, machine.id).await? else { return Ok(true) };
-    let since_order = db::machines::create_request_age(&session, machine.id).await?;
+    let since_order = db::machines::load_create_request_age(&session, machine.id).await?;
     drop(session);
     if let Some(id) = machine.provider_server_id {
         platform.provider.delete(ServerId(id)).await?;

@@ -196,7 +196,7 @@ async fn resolve_without_call(
     if machine.power_off_ordered_at.is_some() {
         return Box::pin(skip_host(leased, machine, progress, SkipReason::OutOfService)).await.map(Some);
     }
-    if !machine.server_exists() && !leased.detect_returned_server(machine).await? {
+    if !machine.has_server() && !leased.detect_returned_server(machine).await? {
         return Box::pin(skip_host(leased, machine, progress, SkipReason::ServerGone)).await.map(Some);
     }
     // If a deletion of the machine is running, that operation takes the backup.
@@ -347,7 +347,7 @@ async fn find_newest_reported(
     machine: &MachineRow,
 ) -> Result<Option<Timestamp>, DbError> {
     let session = leased.platform.db.session().await?;
-    db::machines::newest_backup_time(&session, &machine.user, &machine.slot).await
+    db::machines::load_newest_backup_time(&session, &machine.user, &machine.slot).await
 }
 
 fn find_failure_since(host: &BackupProgress, since: Timestamp) -> Option<BackupFailure> {

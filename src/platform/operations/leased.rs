@@ -60,7 +60,7 @@ impl LeasedOperation<'_> {
     }
 
     /// Records, under the lease, that the server is about to be switched on.
-    pub async fn record_power_order(&self) -> Result<(), StepError> {
+    pub async fn record_power_on_order(&self) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::PowerOrdered).await
     }
 
@@ -134,7 +134,7 @@ impl LeasedOperation<'_> {
         match write {
             LeasedWrite::CreateSent => db::machine_changes::record_create_sent(&tx, machine).await?,
             LeasedWrite::CreateRefused => db::machine_changes::record_create_refused(&tx, machine).await?,
-            LeasedWrite::PowerOrdered => db::machine_server::record_power_order(&tx, machine).await?,
+            LeasedWrite::PowerOrdered => db::machine_server::record_power_on_order(&tx, machine).await?,
             LeasedWrite::PowerOffOrdered(outgoing) => {
                 db::machine_server::record_power_off_order(&tx, outgoing).await?;
             }

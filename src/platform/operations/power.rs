@@ -109,7 +109,7 @@ async fn load_machine_in_slot(leased: &LeasedOperation<'_>) -> Result<MachineRow
 /// Whether another process may still be running an ended operation of the slot.
 async fn is_slot_leased(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let session = leased.platform.db.session().await?;
-    Ok(db::leases::has_other_slot_lease(&session, machine.id, leased.operation.id).await?)
+    Ok(db::leases::has_other_lease_in_slot(&session, machine.id, leased.operation.id).await?)
 }
 
 async fn find_server(

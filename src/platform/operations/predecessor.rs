@@ -72,7 +72,7 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     let Some(machine) = find_outgoing_machine(leased).await? else {
         return Ok(StepOutcome::done_with_note(note_nothing_served(leased.kind)));
     };
-    let Some(id) = machine.provider_server_id.filter(|_| machine.server_exists()) else {
+    let Some(id) = machine.provider_server_id.filter(|_| machine.has_server()) else {
         return Ok(StepOutcome::done_with_note(format!(
             "{} has no server",
             name_outgoing_machine(leased.kind)
@@ -168,7 +168,7 @@ fn clear_absence(outcome: StepOutcome, facts: Map<String, Value>) -> StepOutcome
 /// Keeps the predecessor's server or, if the operator chose that, deletes it before the new server is created.
 pub async fn delete_predecessor(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let options = leased.operation.options;
-    let Some(machine) = find_outgoing_machine(leased).await?.filter(MachineRow::server_exists) else {
+    let Some(machine) = find_outgoing_machine(leased).await?.filter(MachineRow::has_server) else {
         return Ok(StepOutcome::done());
     };
     if !options.replace_first {

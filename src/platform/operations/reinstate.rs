@@ -22,7 +22,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 pub async fn switch_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = leased.machine().await?;
     let session = leased.platform.db.session().await?;
-    let is_slot_leased = db::leases::has_other_slot_lease(&session, machine.id, leased.operation.id).await?;
+    let is_slot_leased =
+        db::leases::has_other_lease_in_slot(&session, machine.id, leased.operation.id).await?;
     drop(session);
     if is_slot_leased {
         return Ok(StepOutcome::wait(POLL_INTERVAL));

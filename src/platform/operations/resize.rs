@@ -119,13 +119,13 @@ pub async fn power_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepE
         ServerStatus::Running | ServerStatus::Starting => {
             // If the server was never off, only heartbeats from now on prove that the host is healthy.
             if machine.power_ordered_at.is_none_or(|at| at < leased.operation.created_at) {
-                leased.record_power_order().await?;
+                leased.record_power_on_order().await?;
             }
             leased.hit_fail_point(Step::PowerOn, StepPoint::Settled)?;
             Ok(StepOutcome::done())
         }
         ServerStatus::Off => {
-            leased.record_power_order().await?;
+            leased.record_power_on_order().await?;
             leased.hit_fail_point(Step::PowerOn, StepPoint::Ordered)?;
             let action = leased.platform.provider.power_on(server.id).await?;
             Ok(wait_for_action(leased, action.id, age))
@@ -141,7 +141,7 @@ pub async fn await_health(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     };
     // The host obeyed the shutdown request late.
     if server.status == ServerStatus::Off && !server.locked {
-        leased.record_power_order().await?;
+        leased.record_power_on_order().await?;
         leased.platform.provider.power_on(server.id).await?;
         return Ok(StepOutcome::wait(poll_interval(age)));
     }

@@ -252,7 +252,7 @@ async fn await_registration(leased: &LeasedOperation<'_>) -> Result<StepOutcome,
         return Ok(StepOutcome::done());
     }
     let session = leased.platform.db.session().await?;
-    let remaining = db::machines::remaining_registration_time(&session, machine.id).await?;
+    let remaining = db::machines::load_remaining_registration_time(&session, machine.id).await?;
     if remaining.is_zero() {
         leased.expire_registration().await?;
         return Err(StepError::Lost);

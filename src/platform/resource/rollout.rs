@@ -47,7 +47,7 @@ fn to_summary(row: &RolloutRow, totals: RolloutTotals) -> RolloutSummary {
         created_at: row.created_at.into(),
         updated_at: row.updated_at.into(),
         ended_at: row.ended_at.map(Into::into),
-        verify: row.verify,
+        verify: row.should_verify,
         // A result that a later release has written in another format is omitted.
         verification: row.verification.clone().and_then(|last| serde_json::from_value(last).ok()),
         request_id: row.request_id.clone(),

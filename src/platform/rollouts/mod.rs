@@ -17,7 +17,7 @@ use super::context::Platform;
 use super::db::rollouts::{self, RolloutRow, UpdateTimeouts};
 use super::db::{self, audit};
 use super::operations::host_call;
-use crate::rollout_plan::{self, Effect, Limits, RolloutPace};
+use crate::rollout_plan::{self, RolloutEffect, RolloutLimits, RolloutPace};
 use svc_base::failpoint;
 use svc_base::metrics::{ROLLOUT_MACHINES, ROLLOUTS};
 use svc_http::problem::format_chain;
@@ -31,8 +31,8 @@ pub const FAILPOINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollo
 /// Maximum number of hosts that are notified at the same time.
 const MAX_CONCURRENT_CALLS: usize = 8;
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// The total timeout of a host that reports an update in progress is this multiple of the silence timeout.
-const MAX_SILENCE_FACTOR: u32 = 6;
+/// The total timeout of a requested update is this multiple of the silence timeout.
+const TOTAL_TIMEOUT_FACTOR: u32 = 6;
 
 /// Advances rollouts until `stop`.
 pub async fn run(platform: Arc<Platform>) {
@@ -65,12 +65,12 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
     let Some(rollout) = rollouts::try_lock(&tx, rollout.id).await? else { return Ok(()) };
     rollouts::record_progress(&tx, rollout.id).await?;
     let silence = platform.config.timing.rollout_silence;
-    let timeouts = UpdateTimeouts { silence, total: silence.saturating_mul(MAX_SILENCE_FACTOR) };
+    let timeouts = UpdateTimeouts { silence, total: silence.saturating_mul(TOTAL_TIMEOUT_FACTOR) };
     let members = rollouts::list_members(&tx, &rollout, timeouts).await?;
     let pace =
         if rollout.state == RolloutState::Running { RolloutPace::Running } else { RolloutPace::Halted };
     let limit = |number: i32| usize::try_from(number).unwrap_or(usize::MAX);
-    let limits = Limits { canary: limit(rollout.canary), max_failures: limit(rollout.max_failures) };
+    let limits = RolloutLimits { canary: limit(rollout.canary), max_failures: limit(rollout.max_failures) };
     let effects = rollout_plan::next_effects(pace, limits, rollout.verification_state(), &members);
     let has_effects = !effects.is_empty();
     if has_effects {
@@ -80,7 +80,7 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
     let mut to_verify = None;
     for effect in &effects {
         match effect {
-            Effect::End { machine, state, error } => {
+            RolloutEffect::End { machine, state, error } => {
                 rollouts::end_member(&tx, rollout.id, *machine, *state, error.as_deref()).await?;
                 if *state == MemberState::Updated {
                     db::slots::set_release_for_machine(&tx, *machine, &rollout.image_version).await?;
@@ -88,12 +88,16 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
                 ended.push(*state);
                 tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "a rollout's machine ended");
             }
-            Effect::RequestUpdate { machine } => rollouts::request_update(&tx, rollout.id, *machine).await?,
-            Effect::Verify => {
+            RolloutEffect::RequestUpdate { machine } => {
+                rollouts::request_update(&tx, rollout.id, *machine).await?;
+            }
+            RolloutEffect::Verify => {
                 to_verify = rollouts::claim_verification(&tx, rollout.id, verification::CLAIM_TTL).await?;
             }
-            Effect::Stop { why } => end_rollout(&tx, &rollout, RolloutState::Stopped, Some(why)).await?,
-            Effect::Succeed => end_rollout(&tx, &rollout, RolloutState::Succeeded, None).await?,
+            RolloutEffect::Stop { why } => {
+                end_rollout(&tx, &rollout, RolloutState::Stopped, Some(why)).await?;
+            }
+            RolloutEffect::Succeed => end_rollout(&tx, &rollout, RolloutState::Succeeded, None).await?,
         }
     }
     let unnotified = rollouts::claim_unnotified(&tx, rollout.id).await?;

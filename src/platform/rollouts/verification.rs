@@ -1,4 +1,4 @@
-//! Verifies the release of a rollout on the first machines that got it, before the next batch starts.
+//! Verifies the release of a rollout on the first machines that receive it, before the next batch starts.
 //!
 //! The checks take a long time, so they run outside any transaction, under a claim that is renewed: if the process stops,
 //! another process takes over. A finding pauses the rollout and raises an alarm; after `svcctl deploy resume`, the release
@@ -32,6 +32,7 @@ use svc_wire::rollout::{RolloutFinding, RolloutState, RolloutVerification};
 /// Maximum number of machines that are verified.
 const MAX_MACHINES: usize = 5;
 const MAX_CONCURRENT: usize = 2;
+/// Maximum number of findings that are stored.
 const MAX_FINDINGS: usize = 20;
 /// Attempts per machine: a host that was just updated may still be starting.
 const MAX_ATTEMPTS: usize = 3;
@@ -41,7 +42,7 @@ const MACHINE_TIMEOUT: Duration = Duration::from_secs(CHECK_TIMEOUT.as_secs() * 
 pub const CLAIM_TTL: Duration = Duration::from_secs(60);
 const CLAIM_RENEWAL_INTERVAL: Duration = Duration::from_secs(15);
 /// Maximum number of findings in the reason of a paused rollout.
-const MAX_NAMED: usize = 3;
+const MAX_REASON_FINDINGS: usize = 3;
 
 /// Verifies the release on the first machines that run it, and stores the result.
 ///
@@ -52,7 +53,7 @@ pub async fn run(platform: &Arc<Platform>, mut claimed: RolloutRow) -> anyhow::R
     let mut verification = pin!(verify_release(platform, &rollout));
     loop {
         tokio::select! {
-            verification = &mut verification => return store_result(platform, &claimed, &verification?).await,
+            verification = &mut verification => return store_result(platform, &claimed, verification?).await,
             () = tokio::time::sleep(CLAIM_RENEWAL_INTERVAL) => match renew_claim(platform, &claimed).await {
                 Ok(Some(renewed)) => claimed = renewed,
                 // Another process took over, or an operator resumed the rollout: only the new verification counts.
@@ -89,8 +90,8 @@ async fn verify_release(
             findings.extend(found);
         }
     }
-    let is_verified = !handles.is_empty();
-    if !is_verified {
+    let has_checked_machine = !handles.is_empty();
+    if !has_checked_machine {
         let session = platform.db.session().await?;
         let first = rollouts::list_updated(&session, rollout.id).await?;
         findings = load_machines(&session, first)
@@ -100,10 +101,9 @@ async fn verify_release(
             .map(|row| release_missing_finding(rollout, row))
             .collect();
     }
-    findings.truncate(MAX_FINDINGS);
     Ok(RolloutVerification {
         at: svc_base::clock::now_ms().into(),
-        passed: is_verified && findings.is_empty(),
+        passed: has_checked_machine && findings.is_empty(),
         handles,
         findings,
     })
@@ -180,14 +180,15 @@ fn check_database(machine: &MachineRow) -> Findings {
     let reported = machine.attention.as_array().into_iter().flatten();
     match reported.into_iter().find(|problem| problem["code"] == "database_mismatch") {
         Some(mismatch) => {
-            let what = mismatch["detail"].as_str().unwrap_or("the host reports another database").to_owned();
+            let what =
+                mismatch["detail"].as_str().unwrap_or("the host reports a different database").to_owned();
             findings.problem(what, "run `svcctl status MACHINE`")
         }
-        None => findings.ok("the host reports its own database"),
+        None => findings.ok("the host reports no database mismatch"),
     }
 }
 
-/// Builds a client for the host that has the owner's rights, as the router does.
+/// Builds a client that calls the host with the owner's rights, as the router does.
 fn build_host_client(platform: &Arc<Platform>, machine: &MachineRow) -> anyhow::Result<HostClient> {
     let (base, client) = host_call::build_client(platform, machine, TIMEOUTS)?;
     let (platform, machine) = (Arc::clone(platform), machine.clone());
@@ -218,11 +219,12 @@ fn timeout_finding() -> Finding {
     Finding { check: "verification", level: Level::Problem, what, next: Some(next.to_owned()) }
 }
 
-/// The finding that none of the machines that got the release still runs it, so that it cannot be verified.
+/// The finding for a release that cannot be verified, because none of the first machines still runs it.
 fn release_missing_finding(rollout: &RolloutRow, machine: &MachineRow) -> RolloutFinding {
     let version = &rollout.image_version;
     let what = format!(
-        "none of the first machines still runs {version}: they were rolled back, replaced, deleted or switched off"
+        "none of the first machines still runs {version}: they were rolled back, updated again, replaced, deleted or \
+         switched off, or have failed"
     );
     let next = format!(
         "run `svcctl status MACHINE`; if the machine should run {version}, run `svc-update apply --version {version} \
@@ -235,8 +237,9 @@ fn release_missing_finding(rollout: &RolloutRow, machine: &MachineRow) -> Rollou
 async fn store_result(
     platform: &Platform,
     rollout: &RolloutRow,
-    verification: &RolloutVerification,
+    mut verification: RolloutVerification,
 ) -> anyhow::Result<()> {
+    let why = truncate_findings(&mut verification);
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(current) = rollouts::lock(&tx, rollout.id).await? else { return Ok(()) };
@@ -246,7 +249,6 @@ async fn store_result(
     }
     let is_open = !current.state.has_ended();
     if !verification.passed && is_open {
-        let why = pause_reason(verification);
         rollouts::set_state(&tx, rollout.id, RolloutState::Paused, Some(&why)).await?;
         let detail = json!({"rolloutId": rollout.id, "imageVersion": rollout.image_version, "finding": why});
         alarms::raise_while(&tx, Alarm::RolloutHalted, 1, &detail).await?;
@@ -266,15 +268,22 @@ async fn store_result(
     Ok(())
 }
 
+/// Truncates the findings for storage, and returns the reason for a pause, which counts all of them.
+fn truncate_findings(verification: &mut RolloutVerification) -> String {
+    let reason = pause_reason(verification);
+    verification.findings.truncate(MAX_FINDINGS);
+    reason
+}
+
 /// Summarizes the findings on one line.
 fn pause_reason(verification: &RolloutVerification) -> String {
     let findings = &verification.findings;
     let named: Vec<_> = findings
         .iter()
-        .take(MAX_NAMED)
+        .take(MAX_REASON_FINDINGS)
         .map(|found| format!("{}: {}: {}", found.handle, found.check, found.what))
         .collect();
-    let more = findings.len().saturating_sub(MAX_NAMED);
+    let more = findings.len().saturating_sub(MAX_REASON_FINDINGS);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
     let reason = format!("the verification failed: {}{more}", named.join("; "));
     untrusted_text::truncate_printable(&untrusted_text::one_line(&reason))
@@ -308,5 +317,8 @@ mod tests {
         );
         verification.findings = ["shell", "icons", "schemas", "health", "route"].map(found).to_vec();
         assert!(pause_reason(&verification).ends_with("ada: schemas: failing; and 2 more"));
+        verification.findings = ["icons"; MAX_FINDINGS + 10].map(found).to_vec();
+        assert!(truncate_findings(&mut verification).ends_with("; and 27 more"));
+        assert_eq!(verification.findings.len(), MAX_FINDINGS);
     }
 }

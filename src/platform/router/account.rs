@@ -83,7 +83,7 @@ pub(super) async fn handle_choice(
     // The person has already decided, for example in another tab or by a double click.
     let Identity::Disputed(session, subject) = &identity else { return Ok(response) };
     let set_cookie = match choice {
-        AccountChoice::Session => RouterCookie::KeptAccount.set_cookie(
+        AccountChoice::Session => RouterCookie::KeptAccount.set_cookie_header(
             &decision_mark(&session.user, &subject.user),
             context.scheme,
             SESSION_SECONDS,
@@ -92,7 +92,7 @@ pub(super) async fn handle_choice(
             let opened = router.sessions.open(context.host, &subject.user, None).await;
             let (token, _) = opened.map_err(|error| session_problem(&error))?;
             router.sessions.revoke(session).await.map_err(|error| session_problem(&error))?;
-            RouterCookie::Session(context.host).set_cookie(&token, context.scheme, SESSION_SECONDS)
+            RouterCookie::Session(context.host).set_cookie_header(&token, context.scheme, SESSION_SECONDS)
         }
     };
     response.headers_mut().append(SET_COOKIE, set_cookie);

@@ -1,4 +1,4 @@
-//! App tokens, which an app's page uses instead of its owner's session (contract, part 4, "Apps").
+//! App tokens, which an app's page uses instead of its owner's session (docs/apps/tokens.md).
 //!
 //! A token is valid for one hour, for one app on one machine of one user. A dedicated key signs app tokens, so a token
 //! cannot be used as a proof, nor a proof as a token. Invariant: a token is never accepted for another machine or app.
@@ -65,7 +65,7 @@ pub(super) fn is_app_token(text: &str) -> bool {
     text.starts_with(PREFIX)
 }
 
-/// Verifies a token's signature, claims and times. The caller checks the machine.
+/// Verifies a token's signature, claims and times. The caller checks the machine and the app.
 ///
 /// # Errors
 /// [`ProofError`], except `WrongMachine`.

@@ -193,7 +193,11 @@ fn is_loopback(authority: &str) -> bool {
 }
 
 fn set_last_user(router: &RouterState, context: &RequestContext, user: &IdpUserId) -> HeaderValue {
-    RouterCookie::LastUser.set_cookie(&router.user_digests.digest(user), context.scheme, LAST_USER_SECONDS)
+    RouterCookie::LastUser.set_cookie_header(
+        &router.user_digests.digest(user),
+        context.scheme,
+        LAST_USER_SECONDS,
+    )
 }
 
 #[cfg(test)]

@@ -187,7 +187,7 @@ async fn choose_slot(
         }
         Identity::Cookie(subject) => {
             router.sessions.open(context.host, &subject.user, Some(&slot)).await.map(|(token, _)| {
-                set_cookie = Some(RouterCookie::Session(context.host).set_cookie(
+                set_cookie = Some(RouterCookie::Session(context.host).set_cookie_header(
                     &token,
                     context.scheme,
                     SESSION_SECONDS,

@@ -55,7 +55,7 @@ impl RouterCookie {
     }
 
     /// The `Set-Cookie` value for this host. Scripts cannot read the cookie, and browsers send it only over HTTPS.
-    pub(super) fn set_cookie(self, value: &str, scheme: &str, max_age_seconds: u64) -> HeaderValue {
+    pub(super) fn set_cookie_header(self, value: &str, scheme: &str, max_age_seconds: u64) -> HeaderValue {
         let prefix = if scheme == "https" { HOST_PREFIX } else { "" };
         let name = self.name();
         let line = format!(
@@ -67,8 +67,8 @@ impl RouterCookie {
     }
 
     /// The `Set-Cookie` value that deletes the cookie.
-    pub(super) fn expire(self, scheme: &str) -> HeaderValue {
-        self.set_cookie("", scheme, 0)
+    pub(super) fn expired_cookie_header(self, scheme: &str) -> HeaderValue {
+        self.set_cookie_header("", scheme, 0)
     }
 }
 
@@ -180,7 +180,7 @@ mod tests {
         assert_eq!(session.get(&headers, "https"), None);
         headers.append(COOKIE, HeaderValue::from_static("__Host-svc_session=own"));
         assert_eq!(session.get(&headers, "https"), Some("own"));
-        let line = session.set_cookie("x", "https", 60);
+        let line = session.set_cookie_header("x", "https", 60);
         let line = line.to_str().unwrap();
         assert!(line.starts_with("__Host-svc_session=x; Path=/; ") && line.contains("; Secure"), "{line}");
         assert!(!line.to_ascii_lowercase().contains("domain"), "{line}");

@@ -1,7 +1,8 @@
 //! Maps users to their machines: an in-memory copy of the active rows of `user_machines`.
 //!
 //! The watcher replaces the whole table; requests read it. Invariant: an upstream exists exactly while its machine's row
-//! is active and `running`; then the upstream is closed together with its connections.
+//! is active, `running` and not switched off, and has an endpoint; after that, the upstream is closed together with its
+//! connections.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -52,7 +53,7 @@ impl Directory {
     }
 
     /// Finds the machine of the chosen slot. Without a choice, or if that slot has no machine, finds the running machine
-    /// of `primary`, else the oldest running machine.
+    /// of `primary`, else the oldest running machine, else the machine of `primary`, else the oldest machine.
     pub(super) fn find(&self, user: &IdpUserId, chosen: Option<&Slot>) -> MachineLookup {
         let Some(users) = self.fresh_users() else { return MachineLookup::Unknown };
         let Some(machines) = users.get(user) else { return MachineLookup::NoMachine };
@@ -119,7 +120,7 @@ impl Directory {
     /// Replaces the table with all active rows, which were read at `read_at` or later.
     ///
     /// # Errors
-    /// If the crypto provider does not support TLS. The table is then unchanged.
+    /// If the crypto provider supports none of the required TLS versions. The table is then unchanged.
     pub(super) fn replace(&self, mut records: Vec<MachineRecord>, read_at: Instant) -> anyhow::Result<()> {
         records.sort_by_key(|record| (record.created_at, record.id));
         let mut upstreams = self.collect_upstreams();

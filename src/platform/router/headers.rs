@@ -1,6 +1,6 @@
-//! Headers that the router forwards, drops and adds (contract, "Routing", 1 and 2).
+//! Headers that the router forwards, drops and adds.
 //!
-//! Invariant: no client header that claims an identity or an origin reaches a machine.
+//! Invariant: no client header that claims an identity, a client address or an original URL reaches a machine.
 
 use std::net::SocketAddr;
 

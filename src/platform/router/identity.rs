@@ -84,7 +84,7 @@ struct CachedVerdict {
 }
 
 impl Authenticator {
-    /// `check_rate` is the limit of verifications of uncached credentials per client address and second.
+    /// `check_rate` is the limit of verifications of uncached credentials per client address per second.
     pub(super) fn new(verifier: Verifier, sessions: Arc<Sessions>, check_rate: u32) -> Self {
         let checks = RateLimit::new(check_rate, CHECK_BURST_SECONDS);
         Self { verifier, sessions, cache: Mutex::default(), checks }
@@ -135,7 +135,7 @@ impl Authenticator {
 
     /// Counts a credential check against the limit of the client's address.
     pub(super) fn admit_check(&self, context: &RequestContext) -> Result<(), AuthError> {
-        let Some(address) = context.client else { return Ok(()) };
+        let Some(address) = context.client_address else { return Ok(()) };
         self.checks.check(&client_network(address)).map_err(AuthError::RateLimited)
     }
 

@@ -133,8 +133,10 @@ impl Machine {
 }
 
 impl Upstream {
+    /// Creates an upstream without connections, which are opened on demand.
+    ///
     /// # Errors
-    /// If the crypto provider does not support TLS.
+    /// If the crypto provider supports none of the required TLS versions.
     pub(super) fn new(id: MachineId, endpoint: Endpoint, trust: &HostTrust) -> anyhow::Result<Self> {
         let mut config = trust.client_config(endpoint.pin, endpoint.chain_required_from)?;
         config.alpn_protocols = vec![b"http/1.1".to_vec()];

@@ -93,7 +93,7 @@ pub struct RouterService {
 ///
 /// # Errors
 /// If the HTTP client for the identity provider cannot be created.
-pub fn router(ctx: RouterContext) -> anyhow::Result<RouterService> {
+pub fn start_router(ctx: RouterContext) -> anyhow::Result<RouterService> {
     let client =
         client::build(client::Deadlines::CALL).context("create the identity provider's HTTP client")?;
     let directory = Arc::new(Directory::new(ctx.trust, Arc::clone(&ctx.freshness)));

@@ -141,7 +141,7 @@ impl IntoResponse for Page {
         let body = insert_style(TEMPLATE)
             .replace("{{title}}", self.title)
             .replace("{{text}}", self.text)
-            .replace("{{mark}}", self.state)
+            .replace("{{state}}", self.state)
             .replace("{{refresh}}", &REFRESH_SECONDS.to_string());
         let mut response = html_response(self.code, body);
         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(REFRESH_SECONDS));

@@ -42,7 +42,7 @@ pub(super) struct RequestContext {
     pub(super) authority: String,
     pub(super) scheme: &'static str,
     /// The peer's address; `None` behind a proxy, because all of the proxy's clients share one address.
-    pub(super) client: Option<IpAddr>,
+    pub(super) client_address: Option<IpAddr>,
     /// Whether a browser shows the response to a person.
     pub(super) wants_page: bool,
     pub(super) now: Timestamp,
@@ -72,7 +72,7 @@ impl RouterState {
         self.config.public_scheme.unwrap_or(listener.as_str())
     }
 
-    fn client(&self, request: &Request) -> Option<IpAddr> {
+    fn client_address(&self, request: &Request) -> Option<IpAddr> {
         let ConnectInfo(peer) = request.extensions().get::<ConnectInfo<SocketAddr>>()?;
         let is_proxy = self.config.trusted_proxies.contains(peer.ip());
         let is_behind_proxy = is_proxy || self.config.public_scheme.is_some();
@@ -128,11 +128,13 @@ impl RouterState {
                     }
                 }
             }
-            MachineLookup::NotRunning(machine) => {
-                self.unavailable(&context, UnavailableReason::for_machine(&machine.record), request.uri())
-            }
+            MachineLookup::NotRunning(machine) => self.respond_unavailable(
+                &context,
+                UnavailableReason::for_machine(&machine.record),
+                request.uri(),
+            ),
             MachineLookup::NoMachine => {
-                self.unavailable(&context, UnavailableReason::NoMachine, request.uri())
+                self.respond_unavailable(&context, UnavailableReason::NoMachine, request.uri())
             }
             MachineLookup::Unknown => UnavailableReason::Unknown.respond(context.wants_page),
         };
@@ -160,7 +162,7 @@ impl RouterState {
             host,
             authority,
             scheme: self.scheme(request),
-            client: self.client(request),
+            client_address: self.client_address(request),
             wants_page: page::wants_page(request.method(), request.headers()),
             now: Timestamp::now(),
         })
@@ -195,9 +197,11 @@ impl RouterState {
     /// expired. The request itself does not need the session, so a failure is only logged.
     async fn open_session(&self, context: &RequestContext, identity: &Identity) -> Option<HeaderValue> {
         match self.sessions.open(context.host, identity.user(), None).await {
-            Ok((token, _)) => {
-                Some(RouterCookie::Session(context.host).set_cookie(&token, context.scheme, SESSION_SECONDS))
-            }
+            Ok((token, _)) => Some(RouterCookie::Session(context.host).set_cookie_header(
+                &token,
+                context.scheme,
+                SESSION_SECONDS,
+            )),
             Err(error) => {
                 tracing::warn!(error = %format_chain(&error), "cannot open a session");
                 None
@@ -291,7 +295,7 @@ impl RouterState {
         }
     }
 
-    /// Makes a response of unknown length, which may stream for hours, end when the caller's credential ends.
+    /// Limits a response of unknown length, which may stream for hours, to the lifetime of the caller's credential.
     fn limit_stream(&self, caller: Caller<'_>, now: Timestamp, response: Response) -> Response {
         if response.body().size_hint().exact().is_some() || response.headers().contains_key(CONTENT_LENGTH) {
             return response;
@@ -329,7 +333,13 @@ impl RouterState {
         Some(TimeLimit { closed, at: tokio::time::Instant::now() + remaining(expires_at) })
     }
 
-    fn unavailable(&self, context: &RequestContext, reason: UnavailableReason, uri: &Uri) -> Response {
+    /// Redirects to the legacy fallback, if one is configured, or reports why there is no machine.
+    fn respond_unavailable(
+        &self,
+        context: &RequestContext,
+        reason: UnavailableReason,
+        uri: &Uri,
+    ) -> Response {
         match &self.config.legacy_fallback {
             Some(base) => {
                 let path = uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);

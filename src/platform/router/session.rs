@@ -100,7 +100,7 @@ impl SessionOrigin {
 }
 
 /// The session that a single-use code can open.
-pub(super) struct SessionGrant {
+pub(super) struct CodeGrant {
     pub(super) origin: SessionOrigin,
     pub(super) user: IdpUserId,
     pub(super) slot: Option<Slot>,
@@ -238,7 +238,7 @@ impl Sessions {
     }
 
     /// Issues a single-use code that opens a session on the code host in the browser that holds `state`.
-    pub(super) async fn issue_code(&self, grant: &SessionGrant, state: &str) -> Result<String, SessionError> {
+    pub(super) async fn issue_code(&self, grant: &CodeGrant, state: &str) -> Result<String, SessionError> {
         self.open_rate.check(&grant.user).map_err(SessionError::RateLimited)?;
         let code = random_token()?;
         let hash = hash_code(&code, state);
@@ -258,7 +258,7 @@ impl Sessions {
         &self,
         code: &str,
         state: &str,
-    ) -> Result<Option<SessionGrant>, SessionError> {
+    ) -> Result<Option<CodeGrant>, SessionError> {
         let hash = hash_code(code, state);
         let sql = "UPDATE session_codes SET used_at = now() WHERE code_hash = $1 AND used_at IS NULL \
                    AND expires_at > now() RETURNING idp_user_id, slot, return_to, opened_by, coalesce( \
@@ -266,7 +266,7 @@ impl Sessions {
         let Some(row) = self.query_row(sql, &[&hash.as_slice()]).await? else { return Ok(None) };
         let user: &str = row.try_get(0)?;
         let slot: Option<&str> = row.try_get(1)?;
-        Ok(Some(SessionGrant {
+        Ok(Some(CodeGrant {
             user: user.parse().map_err(|_| SessionError::Unreadable)?,
             slot: slot.map(str::parse).transpose().map_err(|_| SessionError::Unreadable)?,
             return_to: row.try_get(2)?,

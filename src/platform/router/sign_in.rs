@@ -15,7 +15,7 @@ use super::account;
 use super::browser_data;
 use super::cookie::RouterCookie;
 use super::serve::{RequestContext, redirect, session_problem};
-use super::session::{SessionGrant, SessionOrigin, random_token};
+use super::session::{CodeGrant, SessionOrigin, random_token};
 use crate::api::call::ApiCall;
 use crate::public_host::PublicHost;
 use crate::signed_lifetimes::SESSION_SECONDS;
@@ -60,7 +60,7 @@ pub(super) fn start_sign_in(
                 StatusCode::FOUND,
                 &format!("{}{ISSUE_CODE_PATH}?{query}", host_url(router, context, PublicHost::App)),
             );
-            let set_cookie = RouterCookie::State.set_cookie(&state, context.scheme, STATE_TTL_SECONDS);
+            let set_cookie = RouterCookie::State.set_cookie_header(&state, context.scheme, STATE_TTL_SECONDS);
             response.headers_mut().append(SET_COOKIE, set_cookie);
             Ok(response)
         }
@@ -84,7 +84,7 @@ pub(super) async fn issue_code(
     let return_to: Option<String> = query.optional("return_to");
     let state = query.allow_unknown().finish(state)?;
     let return_to = return_to.filter(|path| is_local_path(path)).unwrap_or_else(|| "/".to_owned());
-    let grant = SessionGrant {
+    let grant = CodeGrant {
         origin: SessionOrigin { parent: identity.session().map(|session| session.hash), sign_out: 0 },
         user: identity.user().clone(),
         slot: identity.slot().cloned(),
@@ -126,9 +126,10 @@ pub(super) async fn redeem_code(
     let (token, _) = opened.map_err(|error| session_problem(&error))?;
     let mut response = redirect(StatusCode::FOUND, &grant.return_to);
     let headers = response.headers_mut();
-    let session = RouterCookie::Session(PublicHost::Code).set_cookie(&token, context.scheme, SESSION_SECONDS);
+    let session =
+        RouterCookie::Session(PublicHost::Code).set_cookie_header(&token, context.scheme, SESSION_SECONDS);
     headers.append(SET_COOKIE, session);
-    headers.append(SET_COOKIE, RouterCookie::State.expire(context.scheme));
+    headers.append(SET_COOKIE, RouterCookie::State.expired_cookie_header(context.scheme));
     browser_data::record_user(router, &mut response, context, &call.headers, &grant.user);
     Ok(response)
 }
@@ -145,7 +146,9 @@ pub(super) async fn sign_out(
         router.sign_outs.record_sign_out(user, generation, Duration::ZERO);
     }
     let mut response = StatusCode::NO_CONTENT.into_response();
-    response.headers_mut().append(SET_COOKIE, RouterCookie::Session(context.host).expire(context.scheme));
+    response
+        .headers_mut()
+        .append(SET_COOKIE, RouterCookie::Session(context.host).expired_cookie_header(context.scheme));
     browser_data::clear_data(&mut response);
     Ok(response)
 }

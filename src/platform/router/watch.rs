@@ -37,8 +37,8 @@ const ACTIVE: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at
 /// would be compared.
 const CHANGED_SESSIONS: &str = "SELECT token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL \
      FROM sessions WHERE changed_at > now() - interval '15 seconds'";
-/// `$1` is the age in seconds up to which sign-outs are read. The first poll reads all sign-outs that affect valid app
-/// tokens; later polls read only recent ones.
+/// `$1` is the age in seconds up to which sign-outs are read. The first poll of a connection, and each poll after a gap,
+/// reads all sign-outs that affect valid app tokens; other polls read only recent ones.
 const SIGN_OUTS: &str = "SELECT idp_user_id, generation, \
      greatest(extract(epoch FROM now() - changed_at), 0)::float8 FROM sign_outs \
      WHERE changed_at > now() - make_interval(secs => $1)";
