@@ -52,7 +52,12 @@ struct State {
 
 impl Budget {
     pub(super) fn new(max_wait: Duration, shared: Option<Arc<dyn Allowance>>) -> Self {
-        Self { in_flight: Arc::new(Semaphore::new(MAX_CALLS_IN_FLIGHT)), state: Arc::default(), shared, max_wait }
+        Self {
+            in_flight: Arc::new(Semaphore::new(MAX_CALLS_IN_FLIGHT)),
+            state: Arc::default(),
+            shared,
+            max_wait,
+        }
     }
 
     /// Waits for a slot among the calls in flight, for the gate to open, and for a call in the shared budget. The slot is
