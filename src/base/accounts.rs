@@ -43,7 +43,7 @@ impl Accounts {
     }
 }
 
-/// The fields of the line that begins with `name`.
+/// The fields of the line whose first field is `name`.
 fn entry<'a>(text: &'a str, name: &str) -> Option<Vec<&'a str>> {
     text.lines().map(|line| line.split(':').collect::<Vec<_>>()).find(|fields| fields.first() == Some(&name))
 }

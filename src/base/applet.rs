@@ -137,7 +137,8 @@ impl<T, E: Into<anyhow::Error>> OrExit<T> for Result<T, E> {
 /// Option that writes the manual pages of a command and its subcommands to a directory instead of running the command.
 const WRITE_MAN: &str = "--write-man";
 
-/// Parses the command line. `--help` and `--version` print and exit with 0, an invalid command line with 64.
+/// Parses the command line, or returns the code to exit with: 0 after `--help`, `--version` or `--write-man`, 64 for an
+/// invalid command line, and 70 if the manual pages cannot be written.
 pub fn parse<A: clap::Parser>(args: Vec<OsString>) -> Result<A, ExitCode> {
     if let [_, flag, dir] = args.as_slice()
         && flag == WRITE_MAN

@@ -23,7 +23,7 @@ const LINK_REFUSED: &str = "symbolic links are not followed";
 #[derive(Debug)]
 pub struct Folder {
     fd: OwnedFd,
-    /// Only files of this user are opened below the directory.
+    /// The directory's owner. A file of another user is opened only for reading, and only if everyone can read it.
     owner: u32,
 }
 

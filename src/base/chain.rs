@@ -4,8 +4,8 @@ use std::error::Error;
 
 use tokio_postgres::error::DbError;
 
-/// An error and its causes. PostgreSQL's messages about values quote rows, so only their SQLSTATE and constraint are
-/// printed; its details are never printed.
+/// Formats an error and its causes. PostgreSQL's messages about values quote rows, so for these only the SQLSTATE and
+/// the constraint are printed. Its details are never printed.
 pub fn format_chain(error: &(dyn Error + 'static)) -> String {
     let mut text = format_cause(error);
     let mut cause = error.source();

@@ -288,7 +288,7 @@ pub fn format_env_line(name: &str, value: &str) -> String {
     format!("{name}=\"{escaped}\"\n")
 }
 
-/// Sets these variables in the text of an env file, in place of existing assignments.
+/// Sets these variables in the text of an env file: removes their existing assignments, and appends the new ones.
 pub fn set_env_lines(text: &str, pairs: &[(&str, &str)]) -> String {
     let is_kept = |line: &&str| {
         let name = line.trim_start_matches(is_blank).split('=').next().unwrap_or_default();

@@ -1,5 +1,5 @@
-//! Crash-safe file operations: files are written to a temporary file, synced and renamed, then the directory is
-//! synced.
+//! Crash-safe file operations: content is written to a temporary file, which is synced and renamed; then the directory
+//! is synced.
 //!
 //! A reader sees the old content or the new one, never a mix. All functions block; async callers use
 //! `spawn_blocking`.
@@ -168,7 +168,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn write_atomic_replaces_file_and_keeps_mode() {
+    fn write_atomic_replaces_file_and_sets_mode() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a/b/secret");
         write_atomic(&path, b"one", 0o600).unwrap();

@@ -13,12 +13,12 @@ pub fn replace_unprintable(text: &str) -> Cow<'_, str> {
     if text.contains(is_unsafe) { text.replace(is_unsafe, "\u{FFFD}").into() } else { text.into() }
 }
 
-/// [`printable`], cut to [`MAX_CHARS`].
+/// Like [`replace_unprintable`], cut to [`MAX_CHARS`].
 pub fn truncate_printable(text: &str) -> String {
     replace_unprintable(text).chars().take(MAX_CHARS).collect()
 }
 
-/// [`printable`] on one line: line breaks become `; `, tabs become spaces.
+/// Like [`replace_unprintable`], but on one line: line breaks become `; `, and tabs become spaces.
 pub fn one_line(text: &str) -> Cow<'_, str> {
     if !text.contains(|c| breaks_line(c) || is_unsafe(c)) {
         return text.into();
@@ -31,7 +31,7 @@ fn breaks_line(c: char) -> bool {
     matches!(c, '\n' | '\r' | '\u{0B}' | '\u{0C}' | '\u{85}' | '\u{2028}' | '\u{2029}')
 }
 
-/// Applies [`printable`] to every string in a JSON value, but not to member names.
+/// Applies [`replace_unprintable`] to every string in a JSON value, but not to member names.
 pub fn make_printable(value: &mut Value) {
     match value {
         Value::String(text) => {
@@ -56,7 +56,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn printable_replaces_only_controls_and_direction_marks() {
+    fn replace_unprintable_keeps_letters_and_newlines() {
         assert_eq!(
             replace_unprintable("a\u{1b}[31m\tb\nc\u{9b}d\u{7f}"),
             "a\u{FFFD}[31m\u{FFFD}b\nc\u{FFFD}d\u{FFFD}"
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn bounded_counts_characters() {
+    fn truncate_printable_counts_characters() {
         assert_eq!(truncate_printable(&"ä".repeat(MAX_CHARS + 5)).chars().count(), MAX_CHARS);
     }
 

@@ -109,7 +109,7 @@ impl ApiClient {
     /// A GET without retries; returns any status with its body.
     ///
     /// # Errors
-    /// [`CallError::Unreachable`].
+    /// [`CallError::Unreachable`] or [`CallError::TimedOut`].
     pub async fn get_once(&self, path: &[&str]) -> Result<(StatusCode, String), CallError> {
         let request = self.client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
         let response =
@@ -118,7 +118,7 @@ impl ApiClient {
         Ok((status, response.text().await.map_err(|error| self.no_response_error(error))?))
     }
 
-    /// Downloads a file from an offset, without a timeout for the whole body.
+    /// Starts the download of a file from an offset, without a timeout for the whole body.
     pub async fn open_download(&self, path: &[&str], from: u64) -> Result<reqwest::Response, CallError> {
         let unreachable = |why: String| CallError::Unreachable { base: self.base.clone(), why };
         let client = client::build(Deadlines::DOWNLOAD).map_err(|error| unreachable(format!("{error:#}")))?;
@@ -182,7 +182,7 @@ impl ApiClient {
         (|| self.try_call(method, url, body, key.as_deref()))
             .retry(backoff)
             .when(CallError::is_transient)
-            .adjust(|error, planned| match (planned, error.pause()) {
+            .adjust(|error, planned| match (planned, error.retry_after()) {
                 (Some(_), Some(requested)) if requested > MAX_RETRY_AFTER => None,
                 (Some(planned), Some(requested)) => Some(planned.max(requested)),
                 (planned, _) => planned,

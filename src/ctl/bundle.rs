@@ -1,8 +1,8 @@
 //! Lists and publishes bundles in the store. The archive is uploaded first and its `.sha256` last: that single write
 //! publishes the version.
 //!
-//! A published version never changes: hosts and the platform trust its digest. Only a signed manifest can be added or
-//! replaced later, if it is missing or the new one is valid for longer.
+//! The archive of a published version never changes: hosts and the platform trust its digest. A missing manifest or
+//! signature can be added later, and both can be replaced by ones that hosts trust for longer.
 
 mod companions;
 mod key_sequence;
@@ -33,7 +33,7 @@ use svc_store::bucket::{Bucket, Condition, StoreError};
 use svc_store::bundle::{KeySet, ManifestError, TrustedKeys, digest_line, parse_digest, read_digest};
 use svc_store::key::{self, BUNDLE_FILE};
 
-const CHUNK: usize = 256 * 1024;
+const CHUNK_BYTES: usize = 256 * 1024;
 
 #[derive(Debug, thiserror::Error)]
 pub enum PublishError {
@@ -311,7 +311,7 @@ async fn read_through(
     let failed = |source| PublishError::Read { path: path.to_owned(), source };
     let mut file = File::open(path).await.map_err(failed)?;
     let (mut hasher, mut size) = (Sha256::new(), 0);
-    let mut chunk = vec![0; CHUNK];
+    let mut chunk = vec![0; CHUNK_BYTES];
     loop {
         let n = file.read(&mut chunk).await.map_err(failed)?;
         if n == 0 {

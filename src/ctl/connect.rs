@@ -1,4 +1,4 @@
-//! Opens the platform and the object store that the arguments or the environment name.
+//! Connects to the platform and the object store that the arguments or the environment name.
 
 use std::path::Path;
 use std::time::Duration;
@@ -35,10 +35,11 @@ pub fn connect(global: &Global) -> Result<ApiClient, Failure> {
         None => env.required::<Url>(&vars::PLATFORM_PUBLIC_URL),
     };
     if base.as_ref().is_some_and(|base| !is_private(base)) {
-        env.add_mistake(
-            &vars::PLATFORM_PUBLIC_URL,
-            "must be https, because calls carry the secret (plain http only to this machine)",
-        );
+        let why = "must be https, because calls carry the secret (plain http only to this machine)";
+        match &global.platform_url {
+            Some(_) => env.add_option_mistake("--platform-url", why),
+            None => env.add_mistake(&vars::PLATFORM_PUBLIC_URL, why),
+        }
     }
     let secret = match &global.secret_file {
         Some(file) => read_secret(&mut env, "--secret-file", file),
@@ -72,4 +73,18 @@ pub fn is_private(base: &Url) -> bool {
         None => false,
     };
     base.scheme() == "https" || (base.scheme() == "http" && is_loopback)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connect_names_the_option_that_holds_a_plain_http_url() {
+        let platform_url = Some("http://platform.test".parse().unwrap());
+        let global = Global { platform_url, secret_file: None, json: false, timeout: 30 };
+        let failure = connect(&global).err().unwrap();
+        let message = failure.error.to_string();
+        assert!(message.contains("--platform-url: must be https"), "{message}");
+    }
 }

@@ -44,7 +44,7 @@ pub async fn run(global: &Global, args: Doctor, local: LocalChecks, out: &Output
             match report.api_access {
                 Some((url, secret)) => {
                     let api = ApiClient::new(url, &secret, Duration::from_secs(global.timeout))?;
-                    findings.extend(api_findings(&api).await);
+                    findings.extend(run_api_checks(&api).await);
                 }
                 None => {
                     let why = "PLATFORM_PUBLIC_URL or PLATFORM_SECRET is not set";
@@ -56,15 +56,15 @@ pub async fn run(global: &Global, args: Doctor, local: LocalChecks, out: &Output
             Report { subject: "platform".to_owned(), findings }
         }
         Subject::Api => {
-            let findings = api_findings(&connect(global)?).await;
+            let findings = run_api_checks(&connect(global)?).await;
             Report { subject: "platform".to_owned(), findings }
         }
     };
     report::print(&report, Level::Problem, out)
 }
 
-/// The checks through the platform's API.
-async fn api_findings(api: &ApiClient) -> Vec<diagnosis::Finding> {
+/// Runs the checks through the platform's API.
+async fn run_api_checks(api: &ApiClient) -> Vec<diagnosis::Finding> {
     diagnosis::run_checks(vec![
         Check::new("platform", CHECK_TIMEOUT, check_readiness(api)),
         Check::new("operator", CHECK_TIMEOUT, check_operator(api)),
@@ -123,7 +123,7 @@ async fn check_operator(api: &ApiClient) -> Findings {
             findings.ok(what)
         }
         Err(CallError::Refused(refusal)) if refusal.is_unauthorized() => {
-            findings.problem(without_advice(&refusal.into()), "PLATFORM_SECRET or --secret-file")
+            findings.problem(without_advice(&refusal.into()), "check PLATFORM_SECRET or --secret-file")
         }
         Err(error) => findings.skipped(without_advice(&error)),
     }
@@ -164,9 +164,8 @@ async fn check_fleet(api: &ApiClient) -> Findings {
     let read = api.get(&["vps", "fleet"], &[]).await.and_then(|response| response.read::<Fleet>());
     match read {
         Ok(fleet) => show::fleet::findings(&fleet, findings),
-        Err(CallError::Refused(refusal)) if refusal.is_unauthorized() => {
-            findings.problem("the platform does not accept this secret", "PLATFORM_SECRET or --secret-file")
-        }
+        Err(CallError::Refused(refusal)) if refusal.is_unauthorized() => findings
+            .problem("the platform does not accept this secret", "check PLATFORM_SECRET or --secret-file"),
         Err(error) => findings.skipped(without_advice(&error)),
     }
 }

@@ -7,7 +7,7 @@ use anyhow::anyhow;
 
 use svc_base::applet::{Exit, Failure};
 
-/// Runs `work` until Ctrl-C. Then prints the command that follows the operation again, and ends the process by SIGINT.
+/// Runs `work` until Ctrl-C. Then prints the command with which to continue waiting, and ends the process by SIGINT.
 ///
 /// # Errors
 /// Those of `work`; [`Exit::TryAgain`] after Ctrl-C if `/bin/sh` cannot be executed.

@@ -1,4 +1,4 @@
-//! The checks of the local machine. `svcctl` imports neither host nor platform: `main` injects them.
+//! The checks of the local machine. `svcctl` imports neither host nor platform: the table of applets injects the checks.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,5 @@
-//! `svcctl`: the operators' command line. It uses only the platform's API, and for bundles the object store.
+//! `svcctl`: the operators' command line. It uses the platform's API, for bundles the object store, and for `doctor` and
+//! `verify-rollout` the checks of the local machine and of a host.
 //!
 //! Exit codes: 0 done; 64 usage error; 65 the platform refused (validation, state, not found), or a bundle is invalid;
 //! 69 the platform cannot be reached, the provider failed, or the operation failed; 70 internal error; 75 try again

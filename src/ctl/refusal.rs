@@ -322,7 +322,7 @@ impl CallError {
         message.split_once("\n  next: ").map_or(message.clone(), |(brief, _)| brief.to_owned())
     }
 
-    pub fn pause(&self) -> Option<Duration> {
+    pub fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Refused(refusal) => refusal.retry_after,
             _ => None,

@@ -14,24 +14,24 @@ use svc_verify::{HostClient, check_release, fetch_database_server};
 pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Output) -> Result<(), Failure> {
     let from_outside = args.app_url.is_some();
     let threshold = if args.strict { Level::Skipped } else { Level::Problem };
-    let site = connect_site(args, local)?;
+    let host = connect_host(args, local)?;
     let database = async {
         let findings = Findings::new("vps-database");
         if from_outside {
             return findings.skipped("the database can be checked only on the host");
         }
-        let server = fetch_database_server(&site).await;
+        let server = fetch_database_server(&host).await;
         match (local.check_own_database)(server.as_deref()) {
             Ok(what) => findings.ok(what),
             Err(why) => findings
                 .problem(why, "DATABASE_URL in /opt/svc/env/host.env, then systemctl restart svc-gateway"),
         }
     };
-    let findings = check_release(&site, database).await;
+    let findings = check_release(&host, database).await;
     report::print(&Report { subject: "rollout".to_owned(), findings }, threshold, out)
 }
 
-fn connect_site(args: VerifyRollout, local: LocalChecks) -> Result<HostClient, Failure> {
+fn connect_host(args: VerifyRollout, local: LocalChecks) -> Result<HostClient, Failure> {
     let Some(base) = args.app_url else {
         let socket = args.socket.unwrap_or_else(local.gateway_socket);
         return Ok(HostClient::over_socket(&socket)?);

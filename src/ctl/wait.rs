@@ -126,9 +126,9 @@ fn timeout_error(machine_id: &str, operation_id: Option<&str>, within: Duration)
 
 fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
     let ended = operation.is_none_or(|operation| operation.state != "running");
-    let moving = matches!(machine.state_word(), "provisioning" | "recovering" | "resizing");
+    let is_transitional = matches!(machine.state_word(), "provisioning" | "recovering" | "resizing");
     // A failed operation may leave a transitional status permanently.
-    ended && (!moving || operation.is_some_and(|operation| operation.state != "succeeded"))
+    ended && (!is_transitional || operation.is_some_and(|operation| operation.state != "succeeded"))
 }
 
 /// The activity of a machine during an operation, or else its state.
@@ -311,8 +311,9 @@ impl ProgressReporter {
         self.tens = tens;
         let step = operation.map_or(machine.state_word(), |operation| &operation.step);
         let boot = machine.boot.as_ref().filter(|_| step == "await_registration");
-        let far = progress.map(|progress| format!(" {}", boot::progress_line(progress))).unwrap_or_default();
-        let boot = boot.map(|boot| format!(", boot: {}{far}", boot.stage)).unwrap_or_default();
+        let progress =
+            progress.map(|progress| format!(" {}", boot::progress_line(progress))).unwrap_or_default();
+        let boot = boot.map(|boot| format!(", boot: {}{progress}", boot.stage)).unwrap_or_default();
         self.progress.set_message(format!("{step}{boot}"));
     }
 

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 #[serde(transparent)]
 pub struct Epoch(pub u32);
 
-/// The highest valid epoch; the database stores signed 32-bit numbers.
+/// The highest valid epoch. The database stores signed 32-bit numbers, and the next epoch must fit, too.
 pub const MAX_EPOCH: Epoch = Epoch(i32::MAX.unsigned_abs() - 1);
 
 /// How far the store may be ahead of the platform's database, which may be a restored older copy. A higher epoch

@@ -1,11 +1,11 @@
-//! Events of a machine, and their effects in addition to the new state.
+//! Events that a machine can receive, and the effects of a transition in addition to the new state.
 
 use super::choice::must_be_one_of;
 use super::epoch::Epoch;
 use super::name::ServerType;
 use super::state::{FailureCause, Status};
 
-/// How a new machine gets its database (contract, part 4, "Restore").
+/// Whether a new machine may start without a snapshot.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, Hash, strum::EnumString, strum::IntoStaticStr, strum::VariantNames,
 )]
@@ -61,7 +61,7 @@ impl CreationFailure {
     }
 }
 
-/// An event of a machine, or a request for it.
+/// Something that happened to a machine, or a request to change it.
 ///
 /// The caller has checked everything outside the machine (entitlement, snapshot, token) before it creates the event.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -80,7 +80,7 @@ pub enum Event {
     },
     /// The provider no longer has the server.
     ServerGone,
-    /// The provider has the server of a machine that failed because its server was missing.
+    /// The provider again has the server of a machine that failed because the server was missing.
     ServerFound,
     /// An operator requests the provisioning of the slot that this machine holds.
     ProvisionRequested {
@@ -94,13 +94,13 @@ pub enum Event {
     },
     /// The provider runs the new type.
     ResizeSucceeded,
-    /// The resize did not happen; the server runs its old type again.
+    /// The resize failed; the server runs and still has its old type.
     ResizeReverted,
     /// The server did not come back after a resize.
     ResizeFailed,
     /// The current operation exceeded its time limit.
     OperationHung,
-    /// The operator abandoned the operation that creates this machine.
+    /// An operator abandoned the operation that creates this machine.
     OperationAbandoned,
     /// The successor failed, or the deletion was undone: the machine takes its slot back under a new epoch.
     Reinstated {
@@ -118,14 +118,15 @@ pub enum Event {
         epoch: Epoch,
         server_type: ServerType,
     },
-    OperatorFailed,
+    /// An operator marks the machine as failed.
+    FailRequested,
     DeleteRequested,
 }
 
 /// An effect of a transition, applied in the same transaction as the new state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    /// Replace this machine with a new one of the slot, which has this status and an `epoch` that is one higher.
+    /// Replace this machine with a new one in the same slot, with this status and this next epoch.
     ///
     /// The new machine's operation takes a final backup, writes the fence and switches the predecessor off. The
     /// reconciler deletes the predecessor's server once the new machine is healthy.
@@ -135,10 +136,11 @@ pub enum Effect {
     /// Start the operation that takes a final backup and switches the server off. The reconciler deletes it after a
     /// grace period.
     DeleteServer,
-    /// Return the slot to its last registered machine under a new epoch, if that machine still has a server. This
-    /// machine then leaves the slot.
+    /// Return the slot, under a new epoch, to the latest registered machine that still has a server, unless a later one
+    /// was deleted or has stored a snapshot. This machine then leaves the slot.
     ReinstatePredecessor,
-    /// Delete the slot's last registered machine together with this one, if it still has a server.
+    /// If this machine has never registered, also delete the slot's last registered machine, if that machine still has a
+    /// server.
     DeletePredecessor,
     /// Take this epoch, and start the operation that writes the fence, switches the server on and waits for the host.
     Reinstate { epoch: Epoch },

@@ -1,6 +1,6 @@
-//! Tests of the contract's lifecycle table, row by row, and of the results for every pair of state and event.
+//! Tests of the lifecycle, event by event, and of the results for every pair of state and event.
 //!
-//! Its first row provisions a slot without a machine. There is no machine to test; the model covers it.
+//! The provisioning of a slot without a machine has no transition to test; the model covers it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -79,7 +79,7 @@ fn every_event() -> Vec<Event> {
         Event::HealthyHeartbeat { epoch: EPOCH, server_type: small() },
         Event::HealthyHeartbeat { epoch: Epoch(6), server_type: small() },
         Event::HealthyHeartbeat { epoch: Epoch(8), server_type: small() },
-        Event::OperatorFailed,
+        Event::FailRequested,
         Event::DeleteRequested,
         Event::OperationAbandoned,
         Event::Reinstated { epoch: Epoch(9), power: ServerPower::On },
@@ -110,7 +110,7 @@ fn kind(event: &Event) -> usize {
         Event::ResizeReverted => 9,
         Event::ResizeFailed => 10,
         Event::HealthyHeartbeat { .. } => 11,
-        Event::OperatorFailed => 12,
+        Event::FailRequested => 12,
         Event::DeleteRequested => 13,
         Event::OperationHung => 14,
         Event::OperationAbandoned => 15,
@@ -351,7 +351,7 @@ fn found_server_waits_for_heartbeat() {
 }
 
 #[test]
-fn operator_fail_ends_operation_and_routing() {
+fn fail_request_stops_operation_and_routing() {
     let by_operator = failed(FailureCause::Operator);
     for state in every_active_state().filter(|state| *state != by_operator) {
         // The operation of a failed machine switches its server on, so it continues.
@@ -365,9 +365,9 @@ fn operator_fail_ends_operation_and_routing() {
         if matches!(state, State::Resizing { .. }) {
             effects.push(Effect::SwitchOn);
         }
-        assert_moves(&state, &Event::OperatorFailed, &by_operator, &effects);
+        assert_moves(&state, &Event::FailRequested, &by_operator, &effects);
     }
-    assert_unchanged(&by_operator, &Event::OperatorFailed);
+    assert_unchanged(&by_operator, &Event::FailRequested);
 }
 
 #[test]

@@ -261,8 +261,8 @@ impl World {
         self.registered_before(id).first().copied()
     }
 
-    /// The machine that gets the slot back: the newest one whose server exists, unless a later machine has stored a
-    /// snapshot.
+    /// The machine that gets the slot back: the newest one whose server exists, unless it or a later machine was deleted,
+    /// or a later machine has stored a snapshot.
     fn reinstatable(&self, id: usize) -> Option<usize> {
         for one in self.registered_before(id) {
             let row = &self.rows[one];

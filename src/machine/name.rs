@@ -79,14 +79,14 @@ checked_name!(
     Slot,
     "1 to 32 of a-z 0-9 -, beginning with a letter",
     "^[a-z][a-z0-9-]{0,31}$",
-    |text| has_shape(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
+    |text| has_shape(text, 32, |c| c.is_ascii_lowercase(), is_slug_char)
 );
 checked_name!(
     /// The owner's public handle; unique per user.
     Handle,
     "2 to 39 of a-z 0-9 -, beginning with a letter",
     "^[a-z][a-z0-9-]{1,38}$",
-    |text| text.len() >= 2 && has_shape(text, 39, |c| c.is_ascii_lowercase(), lower_or_dash)
+    |text| text.len() >= 2 && has_shape(text, 39, |c| c.is_ascii_lowercase(), is_slug_char)
 );
 checked_name!(
     /// The version of a host bundle; a segment of its object key and of the release's path.
@@ -102,21 +102,21 @@ checked_name!(
     "1 to 39 of a-z 0-9 -, beginning with a letter, and neither operator nor platform",
     "^(?!(operator|platform)$)[a-z][a-z0-9-]{0,38}$",
     |text| !["operator", "platform"].contains(&text)
-        && has_shape(text, 39, |c| c.is_ascii_lowercase(), lower_or_dash)
+        && has_shape(text, 39, |c| c.is_ascii_lowercase(), is_slug_char)
 );
 checked_name!(
     /// A provider's server type, e.g. `cpx22`.
     ServerType,
     "1 to 32 of a-z 0-9 -, beginning with a letter",
     "^[a-z][a-z0-9-]{0,31}$",
-    |text| has_shape(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
+    |text| has_shape(text, 32, |c| c.is_ascii_lowercase(), is_slug_char)
 );
 checked_name!(
     /// A provider's location, e.g. `nbg1`.
     Location,
     "1 to 32 of a-z 0-9 -, beginning with a letter",
     "^[a-z][a-z0-9-]{0,31}$",
-    |text| has_shape(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
+    |text| has_shape(text, 32, |c| c.is_ascii_lowercase(), is_slug_char)
 );
 
 impl ImageVersion {
@@ -133,8 +133,8 @@ impl ImageVersion {
     }
 }
 
-/// A run of digits without leading zeros, or of other characters. Numbers sort before words, and shorter before
-/// longer.
+/// A run of digits without leading zeros, or of other characters. Numbers sort before words, and a number with fewer
+/// digits before one with more.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum VersionPart<'a> {
     Number { digits: usize, text: &'a str },
@@ -170,7 +170,7 @@ impl Default for Slot {
     }
 }
 
-fn lower_or_dash(c: char) -> bool {
+fn is_slug_char(c: char) -> bool {
     c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-'
 }
 

@@ -155,7 +155,7 @@ impl OperationKind {
         self.steps()[0]
     }
 
-    /// The step after this one; `None` after the last.
+    /// The step after this one; `None` after the last, and for a step of another kind.
     pub fn next_step(self, step: Step) -> Option<Step> {
         let steps = self.steps();
         let index = steps.iter().position(|known| *known == step)?;

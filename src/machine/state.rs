@@ -45,6 +45,7 @@ fn unknown_status(_: &str) -> String {
 #[derive(strum::EnumString, strum::IntoStaticStr, strum::VariantArray)]
 #[strum(serialize_all = "snake_case", parse_err_ty = String, parse_err_fn = unknown_cause)]
 pub enum FailureCause {
+    /// The host reported a failed boot.
     BootReported,
     RegistrationExpired,
     /// The provider permanently refused to create the server.
@@ -61,6 +62,7 @@ pub enum FailureCause {
     Resize,
     /// The machine's operation exceeded every time limit.
     OperationHung,
+    /// An operator marked the machine as failed.
     Operator,
     /// An operator abandoned the operation that created the machine.
     Abandoned,
@@ -86,8 +88,8 @@ fn unknown_cause(text: &str) -> String {
     format!("{text:?} is not a failure cause")
 }
 
-/// The state of a machine. Only [`super::event::Event::Reinstated`] leads out of `Retired` and `Deleted`, so both
-/// keep the previous state.
+/// The state of a machine. [`super::event::Event::Reinstated`] can make a `Retired` or `Deleted` machine active again,
+/// so both keep the previous state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
     Provisioning,
@@ -106,7 +108,7 @@ pub enum State {
     Retired {
         was: Box<State>,
     },
-    /// Soft-deleted by the operator.
+    /// Soft-deleted by an operator.
     Deleted {
         was: Box<State>,
     },

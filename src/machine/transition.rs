@@ -22,7 +22,7 @@ pub enum Refusal {
     /// Deleted; for an operator the machine no longer exists.
     #[error("the machine is deleted")]
     Gone,
-    /// A later machine holds the slot.
+    /// A later machine took the slot.
     #[error("the machine has been replaced")]
     Superseded,
 }
@@ -31,7 +31,7 @@ fn join_statuses(statuses: &[Status]) -> String {
     statuses.iter().map(|status| status.as_str()).collect::<Vec<_>>().join(" or ")
 }
 
-/// The result of `event` for `machine` (contract, part 3, "Lifecycle"). Total: every pair has a result.
+/// The result of `event` for `machine`. Total: every pair has a result.
 ///
 /// # Errors
 /// A [`Refusal`] if the state does not allow the request of an operator or a host.
@@ -92,7 +92,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
             }
             _ => Outcome::Unchanged,
         }),
-        Event::OperatorFailed => Ok(match machine.state {
+        Event::FailRequested => Ok(match machine.state {
             State::Failed { cause: FailureCause::Operator } => Outcome::Unchanged,
             State::Provisioning | State::Recovering => moved(
                 State::Failed { cause: FailureCause::Operator },
@@ -123,7 +123,9 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
     }
 }
 
-/// Reports about an ended machine have no effect, and requests for it are refused, unless it gets its slot back.
+/// The result for a machine that was replaced or deleted. Late reports of the platform have no effect, and requests of
+/// operators or the host are refused. The exceptions can return the slot, note a found server, or delete a replaced
+/// machine.
 fn transition_ended(was: &State, event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
     match event {
         Event::Reinstated { epoch, power } => apply_reinstatement(was, *epoch, *power, refusal),
@@ -213,7 +215,7 @@ fn apply_server_gone(machine: &Machine) -> Outcome {
     }
 }
 
-/// The host's next healthy heartbeat makes the machine `running` again.
+/// If the machine is active, its host's next healthy heartbeat makes it `running` again.
 fn apply_server_found(state: &State) -> Outcome {
     match state {
         State::Failed { cause: FailureCause::ServerGone } => {

@@ -90,7 +90,7 @@ svc_base::variables! {
         /// Port on which hosts listen.
         CUSTOMER_VPS_HTTPS_PORT: "port" = "443";
         /// Whether a host's certificate must chain to a trusted root for the host's name, in addition to having the
-        /// pinned key. Requires `HOST_DOMAIN`. See [Certificates of machines](../operating/certificates.md).
+        /// pinned key. Requires `HOST_DOMAIN`. See [Machine certificates](../operating/certificates.md).
         CUSTOMER_VPS_TLS_VERIFY: "flag" = "false";
         /// How long after its registration a machine is verified only by its pinned key, so that it can get its first
         /// certificate.

@@ -1,6 +1,6 @@
 //! The platform's interface to a cloud provider: one trait, its types, and one adapter.
 //!
-//! This module does not depend on machine states or operations. Invariant: only the error's kind decides what may be
+//! This package does not depend on machine states or operations. Invariant: only the error's kind decides what may be
 //! retried, and a call that may have created something never reports a clean failure.
 
 mod allowance;

@@ -67,7 +67,7 @@ pub struct Created {
     pub actions: Vec<ActionId>,
 }
 
-/// The power state of a server. `Running` does not mean that its host is ready.
+/// The status of a server. `Running` does not mean that its host is ready.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, strum::IntoStaticStr, strum::Display)]
 #[strum(serialize_all = "lowercase")]
 pub enum ServerStatus {
@@ -79,7 +79,7 @@ pub enum ServerStatus {
     Deleting,
     Migrating,
     Rebuilding,
-    /// The provider reports no state, or one that this release does not support.
+    /// The provider reports the status as unknown, or one that this release does not support.
     Unknown,
 }
 

@@ -10,7 +10,7 @@ use super::responses::{AppList, Readiness, SchemaList};
 use svc_base::diagnosis::Findings;
 
 const JOURNAL_HINT: &str = "journalctl -u svc-gateway -n 50 on the host";
-/// Maximum apps that one check reports.
+/// Maximum problems that one check reports.
 const MAX_PROBLEMS: usize = 20;
 
 pub async fn check_health(host: &HostClient) -> Findings {

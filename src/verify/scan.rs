@@ -11,7 +11,7 @@ const MAX_NAME_BYTES: usize = 300;
 const MAX_HOST_BYTES: usize = 253;
 
 /// Finds the distinct quoted names of scripts and styles in HTML or JavaScript, at most `max` of them. Takes time linear
-/// in the text, which a hostile host may have crafted.
+/// in the length of the text, which a hostile host may have crafted.
 pub fn find_script_and_style_names(text: &str, max: usize) -> Vec<&str> {
     let mut seen = HashSet::new();
     let parts = ['"', '\'', '`'].into_iter().flat_map(|quote| text.split(quote));
@@ -25,11 +25,11 @@ pub fn find_script_and_style_names(text: &str, max: usize) -> Vec<&str> {
     names.filter(|name| seen.insert(*name)).take(max).collect()
 }
 
-/// The host of shells built without a key, and the host in our examples.
+/// The identity provider's host in shells built without a key, and its host in our examples.
 const PLACEHOLDER_HOSTS: [&str; 2] = ["placeholder-idp.invalid", "idp.example.com"];
 
-/// Finds a placeholder host, in plain text or inside a publishable key. A shell that was built without the identity provider's
-/// key, or with an example's, would connect to it.
+/// Finds a placeholder host, in plain text or inside a publishable key. A shell that was built without the identity
+/// provider's key, or with a key from an example, would connect to such a host.
 pub fn find_placeholder_host(text: &str) -> Option<String> {
     let in_key = || {
         hosts_in_keys(text).find_map(|host| find_placeholder_in_text(&format!("//{host}")).map(str::to_owned))
@@ -55,19 +55,20 @@ fn find_placeholder_in_text(text: &str) -> Option<&str> {
     }
     for (at, _) in text.match_indices("placeholder") {
         let before = text[..at].chars().next_back();
-        let in_url = text[..at].ends_with("//") || before == Some('@');
-        let quoted = matches!(before, Some('"' | '\'' | '`'));
+        let word_follows_slashes = text[..at].ends_with("//") || before == Some('@');
+        let is_quoted = matches!(before, Some('"' | '\'' | '`'));
         let window = text.floor_char_boundary(at.saturating_sub(MAX_HOST_BYTES));
-        let label = text[window..at].rfind(|c: char| !is_host(c));
-        let label = label.map_or(window, |end| text.ceil_char_boundary(window + end + 1));
+        let host_start = text[window..at].rfind(|c: char| !is_host(c));
+        let host_start = host_start.map_or(window, |end| text.ceil_char_boundary(window + end + 1));
         // A label before the word, as in `clerk.placeholder.dev`, belongs to the host.
-        let start = if before.is_some_and(is_host) { label } else { at };
-        let is_url = text[..start].ends_with("//");
+        let start = if before.is_some_and(is_host) { host_start } else { at };
+        let host_follows_slashes = text[..start].ends_with("//");
         let limit = text.floor_char_boundary(at + MAX_HOST_BYTES);
         let end = text[at..limit].find(|c: char| !is_host(c)).map_or(limit, |length| at + length);
         let host = text[start..end].trim_end_matches('.');
         let dots = host.matches('.').count();
-        if ((in_url || is_url) && dots >= 1) || (quoted && dots >= 2) {
+        let is_in_url = word_follows_slashes || host_follows_slashes;
+        if (is_in_url && dots >= 1) || (is_quoted && dots >= 2) {
             return Some(host);
         }
     }
@@ -102,12 +103,12 @@ mod tests {
         assert_eq!(find_script_and_style_names(&names, 10).len(), 10);
         assert_eq!(find_placeholder_host(&hosts), None);
         assert_eq!(find_placeholder_host(&"é.placeholder".repeat(20_000)), None);
-        // A quadratic scan takes many minutes.
+        // A quadratic scan would take many minutes.
         assert!(started.elapsed().as_secs() < 30, "{:?}", started.elapsed());
     }
 
     #[test]
-    fn find_placeholder_host_ignores_the_word_alone() {
+    fn find_placeholder_host_requires_a_host_name() {
         for text in [
             r#"fetch("https://placeholder.idp.example/v1")"#,
             r#"const host="placeholder.idp.accounts.dev";"#,
@@ -129,13 +130,13 @@ mod tests {
 
     #[test]
     fn find_placeholder_host_decodes_keys() {
-        let key = |form: &str, host: &str| {
-            let code = base64::engine::general_purpose::STANDARD.encode(format!("{host}$"));
-            format!(r#"const k="pk_{form}_{code}",other=1;"#)
+        let key = |mode: &str, host: &str| {
+            let encoded = base64::engine::general_purpose::STANDARD.encode(format!("{host}$"));
+            format!(r#"const k="pk_{mode}_{encoded}",other=1;"#)
         };
         for host in ["placeholder-idp.invalid", "idp.example.com", "clerk.placeholder.dev"] {
-            for form in ["test", "live"] {
-                assert_eq!(find_placeholder_host(&key(form, host)).as_deref(), Some(host));
+            for mode in ["test", "live"] {
+                assert_eq!(find_placeholder_host(&key(mode, host)).as_deref(), Some(host));
             }
         }
         for text in [key("test", "idp.svc.test"), "pk_test_".to_owned(), r#""pk_live_!""#.to_owned()] {

@@ -12,7 +12,7 @@ use svc_machine::state::Status;
 /// Maximum characters of the stage of a failed boot.
 pub const MAX_STAGE_CHARS: usize = 64;
 
-const MARKER: &str = "code ";
+const CODE_PREFIX: &str = "code ";
 
 words!(
     /// The name of a stage of the first boot.
@@ -41,12 +41,12 @@ words!(
 impl RestoreFailureCode {
     /// The code as it appears in a message, such as `code no_space`.
     pub fn marker(self) -> String {
-        format!("{MARKER}{self}")
+        format!("{CODE_PREFIX}{self}")
     }
 
-    /// The code in a message; `None` if the message has none, like the messages of older hosts.
+    /// Finds the code in a message; `None` if it has none that this release supports, like the messages of older hosts.
     pub fn find(message: &str) -> Option<Self> {
-        message.split(MARKER).skip(1).find_map(|rest| {
+        message.split(CODE_PREFIX).skip(1).find_map(|rest| {
             let end = rest.find(|c: char| !(c.is_ascii_lowercase() || c == '_')).unwrap_or(rest.len());
             rest[..end].parse().ok()
         })
@@ -119,7 +119,7 @@ pub struct BootFailureReport {
     #[schemars(schema_with = "stage")]
     pub stage: String,
     /// A message without the host's secrets. The platform truncates a long one.
-    #[schemars(schema_with = "some_text")]
+    #[schemars(schema_with = "non_empty_text")]
     pub message: String,
 }
 
@@ -154,7 +154,7 @@ fn stage(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "type": "string", "minLength": 1, "maxLength": MAX_STAGE_CHARS, "pattern": "^[^\\u0000]*$" })
 }
 
-fn some_text(_: &mut SchemaGenerator) -> Schema {
+fn non_empty_text(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "type": "string", "minLength": 1 })
 }
 

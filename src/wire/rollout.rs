@@ -46,7 +46,7 @@ pub struct RolloutSummary {
     #[serde(default)]
     pub image_version: Text<ImageVersion>,
     pub state: Text<RolloutState>,
-    /// Why the platform stopped the rollout.
+    /// Why the platform paused or stopped the rollout.
     pub why: Option<String>,
     /// Number of machines that are updated first.
     #[serde(default)]
@@ -156,7 +156,7 @@ pub struct RolloutMachine {
     pub handle: Text<Handle>,
     #[serde(default)]
     pub slot: Text<Slot>,
-    /// 0 for the canary.
+    /// The number of its batch; 0 is the canary.
     #[serde(default)]
     pub batch: u64,
     pub state: Text<MemberState>,
@@ -170,7 +170,7 @@ pub struct RolloutMachine {
 }
 
 impl RolloutTotals {
-    pub fn add(&mut self, state: MemberState, machines: u64) {
+    pub fn add(&mut self, state: MemberState, count: u64) {
         let total = match state {
             MemberState::Waiting => &mut self.waiting,
             MemberState::Requested => &mut self.asked,
@@ -178,7 +178,7 @@ impl RolloutTotals {
             MemberState::Failed => &mut self.failed,
             MemberState::Skipped => &mut self.skipped,
         };
-        *total += machines;
+        *total += count;
     }
 }
 

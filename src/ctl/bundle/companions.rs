@@ -21,7 +21,7 @@ use svc_store::key::{self, BUNDLE_FILE};
 const MANIFEST: &str = ".json";
 const SIGNATURE: &str = ".json.sig";
 
-/// The archive that manifest and signature describe, and the keys that hosts trust, if configured.
+/// The archive that the manifest and the signature belong to, and the keys that hosts trust, if configured.
 pub struct BundleContext<'a> {
     pub version: &'a ImageVersion,
     pub sha256: &'a str,
@@ -67,19 +67,20 @@ impl Companions {
     /// Reads the companions of a build, and checks them before anything is uploaded: a host would refuse invalid ones.
     ///
     /// # Errors
-    /// [`PublishError::Companion`], [`PublishError::Read`].
+    /// [`PublishError::Read`] if a file cannot be read; [`PublishError::Companion`] if the manifest does not match the
+    /// archive, or hosts would not trust it.
     pub async fn read(dir: &FilePath, context: &BundleContext<'_>) -> Result<Self, PublishError> {
         let path = |suffix: &str| dir.join(format!("{BUNDLE_FILE}{suffix}"));
         let invalid = |suffix: &str, why| PublishError::Companion { path: path(suffix), why };
         let manifest = read_if_exists(&path(MANIFEST)).await?;
-        let own = Self { manifest, signature: read_if_exists(&path(SIGNATURE)).await? };
-        if let Some(manifest) = &own.manifest {
+        let companions = Self { manifest, signature: read_if_exists(&path(SIGNATURE)).await? };
+        if let Some(manifest) = &companions.manifest {
             context.parse_manifest(manifest).map_err(|why| invalid(MANIFEST, why))?;
         }
-        if let Some(signed) = own.signed() {
+        if let Some(signed) = companions.signed() {
             context.check_trust(&signed).map_err(|why| invalid(SIGNATURE, why))?;
         }
-        Ok(own)
+        Ok(companions)
     }
 
     /// The keys that hosts trust once they are healthy on this release.
@@ -110,46 +111,48 @@ impl Companions {
     /// Adds the companions to a published version that lacks them, or renews its manifest.
     ///
     /// # Errors
-    /// [`PublishError::NoRenewal`] if the stored ones differ and these do not renew them.
+    /// [`PublishError::NoRenewal`] if the stored ones differ and hosts would not trust these for longer.
     pub async fn add_or_renew(
         &self,
         bucket: &Bucket,
         context: &BundleContext<'_>,
     ) -> Result<(), PublishError> {
         let stored = StoredCompanions::read(bucket, context).await?;
-        let differs =
-            self.entries().any(|(suffix, own)| stored.get(suffix).is_some_and(|other| other.value != *own));
-        if differs {
+        let is_different = self
+            .entries()
+            .any(|(suffix, content)| stored.get(suffix).is_some_and(|other| other.value != *content));
+        if is_different {
             self.check_renewal(&stored, context)
                 .map_err(|why| PublishError::NoRenewal { version: context.version.clone(), why })?;
         }
-        for (suffix, own) in self.entries() {
+        for (suffix, content) in self.entries() {
             let condition = match stored.get(suffix) {
-                Some(other) if other.value == *own => continue,
+                Some(other) if other.value == *content => continue,
                 Some(other) => Condition::Unchanged(other.version.clone()),
                 None => Condition::Absent,
             };
-            put_companion(bucket, context, suffix, own, condition).await?;
+            put_companion(bucket, context, suffix, content, condition).await?;
         }
         Ok(())
     }
 
     /// Checks that hosts trust these companions, and do not trust the stored ones, or not for as long.
     fn check_renewal(&self, stored: &StoredCompanions, context: &BundleContext<'_>) -> Result<(), String> {
-        let Some(own) = self.signed() else { return Err("this one is not signed".to_owned()) };
+        let Some(signed) = self.signed() else { return Err("this one is not signed".to_owned()) };
         let Some(keys) = context.keys else {
             return Err("without BUNDLE_PUBLIC_KEYS it is unknown whether hosts trust this one".to_owned());
         };
-        let ends = |verified: &VerifiedManifest| verified.manifest().expires_at;
-        let own = verify(&own, keys, context.version, Timestamp::now()).map_err(|error| error.to_string())?;
+        let expiry = |verified: &VerifiedManifest| verified.manifest().expires_at;
+        let verified =
+            verify(&signed, keys, context.version, Timestamp::now()).map_err(|error| error.to_string())?;
         // An expired manifest is compared as well.
         let stored =
             stored.signed().and_then(|stored| verify(&stored, keys, context.version, Timestamp::MIN).ok());
         match stored.filter(|stored| context.sha256 == stored.manifest().sha256) {
-            Some(stored) if ends(&stored) >= ends(&own) => Err(format!(
+            Some(stored) if expiry(&stored) >= expiry(&verified) => Err(format!(
                 "this one is valid until {}, and the published one until {}",
-                rfc3339_ms(ends(&own)),
-                rfc3339_ms(ends(&stored))
+                rfc3339_ms(expiry(&verified)),
+                rfc3339_ms(expiry(&stored))
             )),
             _ => Ok(()),
         }
@@ -168,15 +171,15 @@ async fn put_companion(
     bucket: &Bucket,
     context: &BundleContext<'_>,
     suffix: &str,
-    own: &Bytes,
+    content: &Bytes,
     condition: Condition,
 ) -> Result<(), PublishError> {
     let key = context.key(suffix);
-    match bucket.put_if(&key, own.clone(), condition).await {
+    match bucket.put_if(&key, content.clone(), condition).await {
         Ok(()) => Ok(()),
         // Either another publisher won, or the response to our own write was lost.
         Err(StoreError::Precondition { .. }) => match bucket.get(&key, MAX_COMPANION_BYTES).await? {
-            Some(stored) if stored.value == *own => Ok(()),
+            Some(stored) if stored.value == *content => Ok(()),
             _ => Err(PublishError::Raced { version: context.version.clone() }),
         },
         Err(error) => Err(error.into()),

@@ -1,4 +1,5 @@
-//! Before a release is published, checks that hosts accept its keys: a version can be published only once.
+//! Before a release is published, checks that hosts accept its keys. A version can be published only once, so a rejected
+//! one cannot be corrected.
 
 use super::PublishError;
 use crate::vars;

@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::dump;
-use super::kept::list_kept_servers;
+use super::kept_server::list_kept_servers;
 use super::machine::{active_id, find};
 use crate::api::{ApiClient, ApiResponse};
 use crate::args::{BackupCommand, Target};
@@ -60,8 +60,6 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
         BackupCommand::Drill { machine, wait } => {
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
-            // The list omits the checks; only the machine's full record has them.
-            let before = wait::poll_machine(api, id).await?.ok().map(|(_, machine)| machine);
             let response = api.send(Method::POST, &["vps", id, "drill"], Some(&json!({}))).await?;
             match wait.wait {
                 None => {
@@ -73,7 +71,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
                 Some(seconds) => {
                     let result = interrupt::run_until_interrupted(
                         &format!("svcctl status {id}"),
-                        wait_for_drill(api, id, last_drill(before.as_ref()), Duration::from_secs(seconds)),
+                        wait_for_drill(api, id, last_drill(&machine), Duration::from_secs(seconds)),
                     )
                     .await?;
                     print(&if out.json { format!("{}\n", json!(result)) } else { format_drill(&result) })?;
@@ -91,7 +89,10 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
             // A new snapshot is recognized by a latest key that has changed; comparing times would depend on clocks.
-            let before = if wait.wait.is_some() { fetch_latest(api, id).await?.latest } else { None };
+            let before = match wait.wait {
+                Some(_) => fetch_latest_page(api, id).await?.read::<BackupPage>()?.latest,
+                None => None,
+            };
             let response = api.send(Method::POST, &["vps", id, "backup"], Some(&json!({}))).await?;
             match wait.wait {
                 None => {
@@ -130,7 +131,7 @@ async fn accept(api: &ApiClient, target: &Target, yes: bool, out: &Output) -> Re
         "This makes the held snapshot of {target} the latest: a recovery then restores the database's current content."
     );
     let must_confirm = confirm::is_required(&what, yes)?;
-    let machine = holder_of_held_snapshot(api, target).await?;
+    let machine = find_machine_with_held_snapshot(api, target).await?;
     let waiting = waiting_operation(&machine);
     if must_confirm {
         let question = waiting.and_then(Operation::question).map(|question| &question.detail);
@@ -152,14 +153,14 @@ async fn accept(api: &ApiClient, target: &Target, yes: bool, out: &Output) -> Re
         None => format!("`svcctl status {id}` shows whether it is the latest"),
     };
     out.print_response(&response, |_| {
-        Ok(format!("asked the host of machine {id} to accept the snapshot\n  next: {next}\n"))
+        Ok(format!("requested acceptance of the snapshot from the host of machine {id}\n  next: {next}\n"))
     })
 }
 
 /// Finds the machine whose held snapshot the target means. That is the active machine, because the platform finds the
 /// machine that it replaces; without an active machine, it is the deleted machine whose operation has a question about
 /// its final backup.
-async fn holder_of_held_snapshot(api: &ApiClient, target: &Target) -> Result<MachineDetail, Failure> {
+async fn find_machine_with_held_snapshot(api: &ApiClient, target: &Target) -> Result<MachineDetail, Failure> {
     if let Some(id) = active_id(api, target).await? {
         return Ok(api.get(&["vps", &id], &[]).await?.read()?);
     }
@@ -185,8 +186,8 @@ async fn holder_of_held_snapshot(api: &ApiClient, target: &Target) -> Result<Mac
     }
 }
 
-fn last_drill(machine: Option<&MachineDetail>) -> Option<&SnapshotCheck> {
-    machine?.checks.as_ref()?.drill.as_ref()
+fn last_drill(machine: &MachineDetail) -> Option<&SnapshotCheck> {
+    machine.checks.as_ref()?.drill.as_ref()
 }
 
 /// Waits until a heartbeat of the machine reports a drill other than `before`.
@@ -200,7 +201,7 @@ async fn wait_for_drill(
     progress.set_message("the host is restoring the latest snapshot in a drill".to_owned());
     let reported = wait::poll_until(within, async || {
         let Ok((_, machine)) = wait::poll_machine(api, id).await? else { return Ok(None) };
-        Ok(last_drill(Some(&machine)).filter(|now| Some(*now) != before).cloned())
+        Ok(last_drill(&machine).filter(|now| Some(*now) != before).cloned())
     });
     reported.await?.ok_or_else(|| {
         let error = anyhow!(
@@ -222,15 +223,15 @@ fn format_drill(result: &SnapshotCheck) -> String {
 fn print_backup(
     out: &Output,
     backup: &Backup,
-    more: Value,
+    extra_members: Value,
     text: impl FnOnce(String) -> String,
 ) -> Result<(), Failure> {
     if !out.json {
         return print(&text(details(&View::for_stdout(), backup)));
     }
     let mut all = json!({"key": backup.key, "sizeBytes": backup.size_bytes, "sha256": backup.sha256});
-    if let (Some(all), Value::Object(more)) = (all.as_object_mut(), more) {
-        all.extend(more);
+    if let (Some(all), Value::Object(extra_members)) = (all.as_object_mut(), extra_members) {
+        all.extend(extra_members);
     }
     print(&format!("{all}\n"))
 }
@@ -298,10 +299,6 @@ async fn wait_for_backup(
         );
         Failure::new(Exit::TryAgain, error)
     })
-}
-
-async fn fetch_latest(api: &ApiClient, id: &str) -> Result<BackupPage, Failure> {
-    Ok(fetch_latest_page(api, id).await?.read()?)
 }
 
 async fn fetch_latest_page(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure> {

@@ -44,7 +44,7 @@ enum Fallback {
     Nothing,
 }
 
-/// The id of the rollout that the operator names.
+/// Finds the id of the rollout that the operator names, or else of the open rollout.
 async fn find_rollout(api: &ApiClient, which: RolloutTarget, fallback: Fallback) -> Result<String, Failure> {
     if let Some(id) = which.rollout {
         return Ok(id.to_string());

@@ -62,7 +62,7 @@ pub async fn verify(api: &ApiClient, machine: &str, backup: &Backup) -> Result<(
 /// Downloads a snapshot to `into`. Resumes from `<into>.partial`, if it exists.
 ///
 /// # Errors
-/// [`Failure`]; in this case, `into` does not exist.
+/// [`Failure`]; `Refused` if `into` already exists. A failure leaves `into` unchanged.
 pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Path) -> Result<(), Failure> {
     if into.exists() {
         let error =

@@ -170,8 +170,8 @@ pub async fn status(api: &ApiClient, machine: &Target, out: &Output) -> Result<(
     })
 }
 
-/// Fetches the times at which machines left their slot whose kept servers hold unsaved changes, to show how much is
-/// unsaved.
+/// For machines whose kept servers hold unsaved changes, fetches the times at which they left the slot, to show how much
+/// is unsaved.
 async fn fetch_slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Result<SlotExitTimes, Failure> {
     let mut times = SlotExitTimes::new();
     let kept = machine.copies.iter().flat_map(|copies| &copies.kept);
@@ -182,13 +182,13 @@ async fn fetch_slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Resu
     Ok(times)
 }
 
-/// The active machine that the operator names.
+/// Fetches the machine that the operator names: any machine by its id, otherwise an active one.
 pub async fn find(api: &ApiClient, target: &Target) -> Result<MachineDetail, Failure> {
     let id = find_id(api, target).await?;
     Ok(api.get(&["vps", &id], &[]).await?.read()?)
 }
 
-/// The id of the active machine.
+/// Finds the id of the only active machine. A target that is an id is returned as it is.
 ///
 /// # Errors
 /// `Refused` if there is none, or if several slots have one.
@@ -206,7 +206,7 @@ pub async fn find_id(api: &ApiClient, target: &Target) -> Result<String, Failure
     }
 }
 
-/// The id of the only active machine; `None` if there is none.
+/// Like [`find_id`], but `None` if there is no active machine.
 ///
 /// # Errors
 /// `Refused` if several slots have one.

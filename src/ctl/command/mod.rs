@@ -1,11 +1,11 @@
-//! One function per command: it sends the request and prints the response.
+//! One function per command. Each sends the request and prints the response.
 
 mod alarm;
 mod audit;
 mod backup;
 mod deploy;
 mod dump;
-mod kept;
+mod kept_server;
 mod machine;
 mod operation;
 mod operator;
@@ -36,7 +36,7 @@ pub async fn run(args: Args, local: LocalChecks) -> Result<(), Failure> {
             clap_complete::generate(shell, &mut Args::command(), "svcctl", &mut script);
             print(&String::from_utf8_lossy(&script))
         }
-        Command::Bundle(BundleCommand::Keys) => bundle_keys(&connect(&args.global)?, &out).await,
+        Command::Bundle(BundleCommand::Keys) => show_bundle_keys(&connect(&args.global)?, &out).await,
         Command::Bundle(command) => run_bundle_command(command, &out).await,
         Command::Doctor(doctor_args) => doctor::run(&args.global, doctor_args, local, &out).await,
         Command::VerifyRollout(rollout_args) => rollout::run(rollout_args, local, &out).await,
@@ -67,15 +67,15 @@ async fn run_api_command(api: &ApiClient, command: Command, out: &Output) -> Res
         Command::Backup(command) => backup::run(api, command, out).await,
         Command::Pointer(command) => pointer::run(api, command, out).await,
         Command::Deploy(command) => deploy::run(api, command, out).await,
-        Command::Undelete(args) => kept::undelete(api, args, out).await,
-        Command::Resume(args) => kept::resume(api, args, out).await,
-        Command::Discard(args) => kept::discard(api, args, out).await,
+        Command::Undelete(args) => kept_server::undelete(api, args, out).await,
+        Command::Resume(args) => kept_server::resume(api, args, out).await,
+        Command::Discard(args) => kept_server::discard(api, args, out).await,
         Command::Operation(args) => operation::run(api, args, out).await,
         Command::Operator(command) => operator::run(api, command, out).await,
         Command::Usage(args) => usage::run(api, args, out).await,
         Command::Audit(args) => audit::run(api, args, out).await,
         Command::Bundle(_) | Command::Completions { .. } | Command::Doctor(_) | Command::VerifyRollout(_) => {
-            unreachable!("`run` handles the commands that need no platform")
+            unreachable!("`run` handles these commands")
         }
     }
 }
@@ -98,7 +98,7 @@ async fn run_bundle_command(command: BundleCommand, out: &Output) -> Result<(), 
     }
 }
 
-async fn bundle_keys(api: &ApiClient, out: &Output) -> Result<(), Failure> {
+async fn show_bundle_keys(api: &ApiClient, out: &Output) -> Result<(), Failure> {
     let fleet = api.get(&["vps", "fleet"], &[]).await?;
     let keys = fleet.read::<serde_json::Value>()?["bundleKeys"].take();
     if keys.is_null() {

@@ -1,13 +1,12 @@
-//! Text view of the audit.
+//! Text view of the operators' audit.
 
 use jiff::Timestamp;
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::{Colour, View, compact};
-use svc_base::untrusted_text::one_line;
 
-/// Maximum changes shown per entry; `--json` has all.
+/// Maximum changes shown per entry; `--json` shows all of them.
 const MAX_CHANGES: usize = 4;
 
 #[derive(Debug, Deserialize)]
@@ -54,29 +53,34 @@ pub fn line(view: &View, entry: &Entry) -> String {
     let at = entry.at.strftime("%Y-%m-%d %H:%M:%S UTC").to_string();
     let actor = view.paint(Some(Colour::Strong), &member("actor"));
     let mut parts = vec![view.paint(Some(Colour::Faint), &at), actor, member("action"), member("target")];
-    let changes = changes(&entry.whole["before"], &entry.whole["after"]);
+    let changes = format_changes(&entry.whole["before"], &entry.whole["after"]);
     if !changes.is_empty() {
         parts.push(changes);
     }
     parts.join("  ") + "\n"
 }
 
-/// The changed scalar members.
-fn changes(before: &Value, after: &Value) -> String {
-    let Some(after) = after.as_object().filter(|_| before.is_object()) else { return String::new() };
-    let plain = |value: &Value| !value.is_object() && !value.is_array();
-    let differs = |(name, now): &(&String, &Value)| {
-        *name != "updatedAt" && plain(now) && plain(&before[name.as_str()]) && before[name.as_str()] != **now
+/// Formats the changed, added and removed scalar members.
+fn format_changes(before: &Value, after: &Value) -> String {
+    let (Some(old), Some(new)) = (before.as_object(), after.as_object()) else { return String::new() };
+    let is_scalar = |value: &Value| !value.is_object() && !value.is_array();
+    let is_changed = |name: &&String| {
+        let (was, now) = (&before[name.as_str()], &after[name.as_str()]);
+        *name != "updatedAt" && is_scalar(was) && is_scalar(now) && was != now
     };
-    let shown = |value: &Value| match value {
+    let format_value = |value: &Value| match value {
         Value::Null => "none".to_owned(),
-        value => one_line(&compact(Some(value))).into_owned(),
+        value => compact(Some(value)),
     };
-    let all: Vec<_> = after.iter().filter(differs).collect();
+    let removed = old.keys().filter(|name| !new.contains_key(name.as_str()));
+    let all: Vec<&String> = new.keys().chain(removed).filter(is_changed).collect();
     let mut shown_changes: Vec<String> = all
         .iter()
         .take(MAX_CHANGES)
-        .map(|(name, now)| format!("{name}={}→{}", shown(&before[name.as_str()]), shown(now)))
+        .map(|name| {
+            let (was, now) = (&before[name.as_str()], &after[name.as_str()]);
+            format!("{name}={}→{}", format_value(was), format_value(now))
+        })
         .collect();
     if all.len() > MAX_CHANGES {
         shown_changes.push(format!("and {} more", all.len() - MAX_CHANGES));
@@ -105,6 +109,14 @@ mod tests {
         );
         let entry: Entry = serde_json::from_value(entry(&before, &after)).unwrap();
         assert_eq!(line(&VIEW, &entry), "2026-01-02 03:04:05 UTC  ada  fail  m-1  status=running→failed\n");
+    }
+
+    #[test]
+    fn line_shows_added_and_removed_members() {
+        let entry: Entry =
+            serde_json::from_value(entry(&json!({"why": "disk"}), &json!({"until": "t", "list": []})))
+                .unwrap();
+        assert!(line(&VIEW, &entry).ends_with("  until=none→t why=disk→none\n"), "{}", line(&VIEW, &entry));
     }
 
     #[test]

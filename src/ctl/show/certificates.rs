@@ -1,4 +1,4 @@
-//! Certificates of machines: a line for the fleet and for one machine, and findings of the doctor.
+//! Machine certificates: a line for the fleet and for one machine, and findings of the doctor.
 
 use super::Colour;
 use super::table::Cell;

@@ -115,7 +115,7 @@ fn are_hosts_refused(alarms: &[Alarm]) -> bool {
     alarms.iter().any(|alarm| alarm.alarm == "host_tokens_refused")
 }
 
-/// Maximum machines that findings name; `svcctl fleet` lists all.
+/// Maximum machines, and maximum overdue operations, that findings name.
 const MAX_NAMED: usize = 20;
 
 /// Findings for the machines that need attention.

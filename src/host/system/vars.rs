@@ -80,8 +80,8 @@ svc_base::variables! {
         /// gateway ignores a shorter one and logs an error.
         ADMIN_TOKEN: "text of at least 32 characters" = unset;
         /// PEM file with a certificate chain for the machine's name and its key, in place of the authority's. The
-        /// gateway reads it again when it changes. See [Certificates of
-        /// machines](../operating/certificates.md#certificates-from-files).
+        /// gateway reads it again when it changes. See [Machine
+        /// certificates](../operating/certificates.md#certificates-from-files).
         GATEWAY_TLS_CERT_FILE: "path" = unset;
         /// First backoff after a failed request for a certificate. It doubles, up to 6 hours.
         ACME_RETRY_SECONDS: "seconds, at least 1" = "120";

@@ -84,7 +84,7 @@ pub fn actions() -> impl Strategy<Value = Vec<Action>> {
     let host_action = prop_oneof![4 => Just(HostAction::Register), 1 => Just(HostAction::Heartbeat), 1 => Just(HostAction::BackUp), 3 => Just(HostAction::Write)];
     let event = prop_oneof![
         2 => Just(Event::DeleteRequested),
-        1 => Just(Event::OperatorFailed),
+        1 => Just(Event::FailRequested),
         2 => Just(Event::ResizeRequested { to: large() }),
         1 => Just(Event::ResizeRequested { to: small() }),
         1 => Just(Event::ServerGone),
@@ -172,8 +172,8 @@ impl World {
         }
     }
 
-    /// Applies an operator's request after the checks that its caller makes: the server is on, and the host has sent a
-    /// heartbeat.
+    /// Applies an operator's request to resume a machine under the conditions that the API checks: the server is on, and
+    /// the host has sent a heartbeat.
     fn resume(&mut self, id: usize) {
         let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) else { return };
         if self.rows[id].registered {
@@ -209,7 +209,7 @@ impl World {
             .filter(|&id| self.rows[id].machine.state.status().is_some_and(super::Status::is_routable))
     }
 
-    /// Applies a heartbeat, which may be late, if the provider has the server.
+    /// Applies a heartbeat, which may be late, if the server is on.
     fn receive_heartbeat(&mut self, id: usize, epoch: Epoch) {
         let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) else { return };
         self.apply(id, &Event::HealthyHeartbeat { epoch, server_type });

@@ -66,7 +66,7 @@ impl Cloud {
         }
     }
 
-    /// Completes late creates, as in the minute that the adapter waits before it assumes that a create failed.
+    /// Completes all pending creates. The platform waits a minute for them before it assumes that a create failed.
     pub fn complete_creates(&mut self) {
         for machine in std::mem::take(&mut self.in_flight) {
             self.create(machine);

@@ -1,4 +1,4 @@
-//! Checks the invariants of the lifecycle in a world and returns the violated ones.
+//! Checks the invariants of the lifecycle in a world, and returns the violations.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ pub enum Violation {
     TwoActiveMachinesOfOneSlot,
     /// A connection is open to a machine that is not running.
     RoutedWhileNotRunning,
-    /// A machine is running whose host never registered.
+    /// A machine whose host never registered is running.
     RunningUnregistered,
     /// A machine is running while its server is off.
     RunsSwitchedOff,
@@ -20,7 +20,8 @@ pub enum Violation {
     /// A running machine's server has another type than its row.
     WrongType,
     EpochDidNotGrow,
-    /// A machine that left its slot holds it again, without a reinstatement or after a later machine has served.
+    /// A machine that left its slot holds it again, without a reinstatement or although a later registered machine has
+    /// a server.
     InvalidReturn,
     /// An acknowledged row is on no server and in no snapshot, and no operator accepted the loss.
     LostRows,
@@ -28,18 +29,18 @@ pub enum Violation {
     LastServerRemoved,
     /// A machine that never served holds the slot, although the one with the newest data still has its server.
     NotReinstated,
-    /// A machine has a server, but the slot's fence is below its epoch.
+    /// A machine that never registered has a server, but the slot's fence is below its epoch.
     ServerBeforeFence,
     /// A replaced machine moved the pointer.
     PointerWentBack,
     /// A state waits for an operation, but none is open.
     Stuck,
     OperationNeverEnds,
-    /// No operation is open, but a server of a removed machine exists.
+    /// A server that is no longer kept still exists after reconciliation.
     Orphan,
 }
 
-/// The invariants that hold after every action.
+/// Checks the invariants that hold after every action.
 pub fn check_always(world: &World) -> BTreeSet<Violation> {
     let mut found = world.transition_violations.clone();
     for (id, row) in world.rows.iter().enumerate() {
@@ -82,7 +83,7 @@ pub fn check_always(world: &World) -> BTreeSet<Violation> {
     found
 }
 
-/// The invariants that also hold once all operations have ended and the provider is reconciled.
+/// Checks these, and the invariants that hold only after all operations have ended and the reconciler has run.
 pub fn check_settled(world: &World) -> BTreeSet<Violation> {
     let mut found = check_always(world);
     if world.operations.iter().any(|operation| operation.ending.is_none()) {

@@ -286,7 +286,7 @@ impl World {
         if self.cloud.find_by_name(id).is_some() {
             return self.advance(index, call_result, Step::AwaitRegistration);
         }
-        // The machine has registered, so it had a server: no second one is created.
+        // The machine has registered or failed, so no second server is created.
         if !self.is_booting(id) {
             return self.end(index, Ending::Succeeded);
         }
@@ -361,7 +361,8 @@ impl World {
         self.operations[index].ending.get_or_insert(ending);
     }
 
-    /// Runs the operations until they have ended, at most `attempts` times each, and then reconciles.
+    /// Makes up to `attempts` attempts at each operation, ends those still open with a refused call, does the same for
+    /// operations that this starts, and then reconciles.
     pub fn settle(&mut self, attempts: usize) {
         self.run_all(attempts);
         for index in 0..self.operations.len() {

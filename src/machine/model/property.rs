@@ -25,7 +25,7 @@ const SOUND_RULES: Rules = Rules {
     searches_lost_servers: true,
 };
 
-/// Enough attempts for the longest operation, which has five steps, behind a deletion.
+/// Enough attempts for the longest operation, which has five steps, after a deletion.
 const MAX_ATTEMPTS: usize = 10;
 
 /// Runs a history on a new world. The error contains the step and the violations.
@@ -201,7 +201,7 @@ fn detects_operation_that_never_ends() {
     });
 }
 
-/// No operation removes this server, because the machine left its slot without one.
+/// The machine left its slot without an operation that removes its server.
 #[test]
 fn detects_server_that_outlives_machine() {
     let mut world = World::new(SOUND_RULES, 1);

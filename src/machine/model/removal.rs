@@ -18,7 +18,7 @@ impl World {
         let later = self.rows.iter().filter(|other| {
             other.slot == row.slot && other.machine.epoch > row.machine.epoch && other.registered
         });
-        // A machine whose server is lost at the provider replaces no other.
+        // A machine whose server the provider has lost does not count as a successor, unless it was deleted.
         let mut later = later.filter(|other| {
             let is_deleted = matches!(other.machine.state, State::Deleted { .. });
             if other.is_server_known_gone() && self.rules.distrusts_lost_successors {

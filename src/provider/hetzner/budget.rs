@@ -1,8 +1,9 @@
 //! The provider's rate limit: one budget for all clones of the adapter and, with an [`Allowance`], for all processes
 //! that share it.
 //!
-//! No call is sent while the provider reports an empty budget, or before it was reserved in the shared one. A round
-//! trip to an ample shared budget reserves several calls. The budget also limits the calls in flight.
+//! A call waits while the gate is closed, because the provider has reported an empty budget or refused a call, and until
+//! it is reserved in the shared budget. While the shared budget is unavailable, calls are sent without a reservation. One
+//! round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The budget also limits the calls in flight.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -15,13 +16,14 @@ use tokio::time::Instant;
 
 use crate::{Allowance, ObservedBudget};
 
-const CALLS_IN_FLIGHT: usize = 8;
+const MAX_CALLS_IN_FLIGHT: usize = 8;
 /// Calls reserved in the shared budget at a time.
 const RESERVATION_BATCH: u32 = 16;
 const RESERVATION_TTL: Duration = Duration::from_secs(10);
 /// After this timeout a process relies on its own view of the budget.
 const SHARED_TIMEOUT: Duration = Duration::from_secs(2);
-/// The provider's limits are per hour. A later reset is an error: the refill rate derived from it would stop all calls.
+/// The provider's limits are per hour. A later reset time is wrong and is capped, because the refill rate derived from it
+/// would stop all calls.
 const MAX_RESET: Duration = Duration::from_secs(3600);
 /// Minimum number of used calls for a reliable refill rate.
 const MIN_USED_CALLS: u64 = 5;
@@ -50,10 +52,19 @@ struct State {
 
 impl Budget {
     pub(super) fn new(max_wait: Duration, shared: Option<Arc<dyn Allowance>>) -> Self {
-        Self { in_flight: Arc::new(Semaphore::new(CALLS_IN_FLIGHT)), state: Arc::default(), shared, max_wait }
+        Self {
+            in_flight: Arc::new(Semaphore::new(MAX_CALLS_IN_FLIGHT)),
+            state: Arc::default(),
+            shared,
+            max_wait,
+        }
     }
 
-    /// Waits for a slot, the gate, and a call of the budget. The slot is held until the permit is dropped.
+    /// Waits for a slot among the calls in flight, for the gate to open, and for a call in the shared budget. The slot is
+    /// held until the permit is dropped.
+    ///
+    /// # Errors
+    /// [`Exhausted`] after the maximum wait. Without a shared budget, the call is then sent although the gate is closed.
     pub(super) async fn acquire(&self) -> Result<OwnedSemaphorePermit, Exhausted> {
         let permit =
             Arc::clone(&self.in_flight).acquire_owned().await.expect("the semaphore is never closed");
@@ -118,7 +129,8 @@ impl Budget {
         }
     }
 
-    /// Closes the gate after a 429 until the provider's reset, or for `fallback` if the response names no reset.
+    /// Closes the gate after a 429 until the provider's reset, or for `fallback` if the response names no reset; at most
+    /// for the maximum wait. Returns the time for which the gate is closed.
     pub(super) fn record_refusal(&self, headers: &HeaderMap, fallback: Duration) -> Duration {
         let wait = reset_in(headers).unwrap_or(fallback).min(self.max_wait);
         self.close_for(wait);
@@ -214,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn lower_rate_never_exceeds_providers() {
+    fn lower_rate_never_exceeds_actual_rate() {
         for rate in [0.5, 1.0, 8.0, 40.0] {
             for tenths in 50..400u32 {
                 let used = f64::from(tenths) / 10.0;
@@ -233,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn reset_in_ignores_past_and_unreadable_times() {
+    fn reset_in_is_zero_for_past_and_none_for_unreadable_time() {
         let mut past = headers(0, 0);
         past.insert("ratelimit-reset", 1.into());
         assert_eq!(reset_in(&past), Some(Duration::ZERO));

@@ -20,7 +20,7 @@ use svc_http::request_id;
 /// A page of fifty servers has about 150 KiB.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
-/// Timeouts and retries of the adapter; the defaults are the contract's.
+/// Timeouts and retries of the adapter.
 #[derive(Debug, Clone, Copy)]
 pub struct CallLimits {
     /// Timeout of one exchange, from the first byte sent to the last byte received.
@@ -184,7 +184,7 @@ impl Connection {
         if response.status.is_success() {
             return Ok(response);
         }
-        let failed = self.refusal(call, &response);
+        let failed = self.record_refusal(call, &response);
         if let Retry::After(wait) = failed.retry {
             self.budget.report_refusal(wait).await;
         }
@@ -218,7 +218,8 @@ impl Connection {
         url
     }
 
-    fn refusal(&self, call: &Call<'_>, response: &Response) -> FailedExchange {
+    /// Classifies a response that is not a success. A 429 also closes the budget's gate.
+    fn record_refusal(&self, call: &Call<'_>, response: &Response) -> FailedExchange {
         let (code, message) = match serde_json::from_slice::<ErrorBody>(&response.body) {
             Ok(body) => (body.error.code, body.error.message),
             Err(_) => (String::new(), String::new()),

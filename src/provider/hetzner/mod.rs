@@ -1,4 +1,4 @@
-//! The adapter for the Hetzner Cloud API v1 (<https://docs.hetzner.cloud>): maps the port's calls to requests.
+//! The adapter for the Hetzner Cloud API v1 (<https://docs.hetzner.cloud>): maps the calls of [`Provider`] to requests.
 //!
 //! The adapter owns the wire format, timeouts, retries and the rate budget. It stores no data of the provider.
 

@@ -89,7 +89,7 @@ pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(),
     out.print_response(&response, |view| Ok(shown::discarded(view, &discarded)))
 }
 
-/// The operation that deletes the server. The platform creates it shortly after the request.
+/// Waits for the operation that deletes the server, which the platform creates shortly after the request.
 async fn wait_for_removal(api: &ApiClient, id: &str) -> Option<Text<OperationId>> {
     let removal = wait::poll_until(REMOVAL_CREATED_TIMEOUT, async || {
         let Ok((_, machine)) = wait::poll_machine(api, id).await? else { return Ok(None) };
