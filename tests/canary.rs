@@ -121,7 +121,7 @@ async fn provoke_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
         // The value is stored and then found by a filter, so it passes through every layer as data.
         stack.web.insert(&owner, ROW).await?;
         let find = json!({"action": "find", "app": "notes", "table": "notes", "filter": {"title": ROW}});
-        stack.web.bridge(&owner, &find).await?;
+        stack.web.call_bridge(&owner, &find).await?;
     }
     for (bearer, body) in [(&token, &other), (&owner, &wrong), (&token, &wrong)] {
         let request = stack.web.request(Method::POST, "/api/bridge/query").bearer_auth(bearer).json(body);

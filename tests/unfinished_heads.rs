@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use anyhow::Result;
-use kit::heads::{OpenConnections, settled_memory};
-use svc::http::tls::{ChainCheck, Identity, pinned_client_config, self_signed};
+use kit::heads::{OpenConnections, wait_for_settled_memory};
+use svc::http::tls::{ChainCheck, Identity, generate_self_signed, pinned_client_config};
 
 use super::gateway::host::Machine;
 use super::platform::stack::Stack;
@@ -22,10 +22,10 @@ fn bytes_each(pid: u32, address: SocketAddr, identity: &Identity) -> Result<u64>
     let config = Arc::new(pinned_client_config(identity.pin()?, ChainCheck::PinOnly)?);
     // One-time allocations of the first connections do not count.
     drop(OpenConnections::open(address, &config, 20)?);
-    let before = settled_memory(pid)?;
+    let before = wait_for_settled_memory(pid)?;
     let mut connections = OpenConnections::open(address, &config, CONNECTIONS)?;
     connections.send_unfinished_heads(HEAD_BYTES)?;
-    let after = settled_memory(pid)?;
+    let after = wait_for_settled_memory(pid)?;
     connections.ensure_open()?;
     let each = after.saturating_sub(before) / CONNECTIONS as u64;
     println!("{CONNECTIONS} unfinished heads: {} MiB, {} KiB each", (after - before) >> 20, each >> 10);
@@ -50,7 +50,7 @@ async fn gateway_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn router_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
     let stack = Stack::start().await;
-    let identity = self_signed(&["app.test".to_owned()])?;
+    let identity = generate_self_signed(&["app.test".to_owned()])?;
     let dir = tempfile::tempdir()?;
     let (cert, key) = (dir.path().join("cert.pem"), dir.path().join("key.pem"));
     std::fs::write(&cert, &identity.cert_pem)?;

@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn admit_exempts_proxies() {
+    fn admit_exempts_proxies_and_loopback() {
         let addresses = AddressLimiter::new(1, "192.0.2.0/24,2001:db8::/32".parse().unwrap());
         for exempt in ["192.0.2.1", "::ffff:192.0.2.1", "2001:db8::1", "127.0.0.1", "::1"] {
             let permits: Vec<_> = (0..5).map(|_| addresses.admit(address(exempt)).unwrap()).collect();

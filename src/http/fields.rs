@@ -109,7 +109,7 @@ impl Fields {
         self.parse_text(name, &value)
     }
 
-    /// A whole number in a query.
+    /// A whole number in a query; `default` if it is absent or invalid.
     pub fn number_in_range(&mut self, name: &str, range: RangeInclusive<usize>, default: usize) -> usize {
         let Some(value) = self.take_value(name) else { return default };
         let number = value.as_str().and_then(|text| text.parse().ok()).filter(|n| range.contains(n));
@@ -270,17 +270,17 @@ impl Fields {
     pub fn nested_array(&mut self, name: &str, range: RangeInclusive<usize>) -> Option<Vec<Self>> {
         let value = self.required_value(name)?;
         let Value::Array(items) = value else {
-            self.wrong_array(name, &range);
+            self.add_array_error(name, &range);
             return None;
         };
         if !range.contains(&items.len()) {
-            self.wrong_array(name, &range);
+            self.add_array_error(name, &range);
             return None;
         }
         let mut objects = Vec::new();
         for (index, item) in items.into_iter().enumerate() {
             let Value::Object(remaining) = item else {
-                self.wrong_array(name, &range);
+                self.add_array_error(name, &range);
                 return None;
             };
             let prefix = format!("{}/{index}/", self.pointer(name));
@@ -289,7 +289,7 @@ impl Fields {
         Some(objects)
     }
 
-    fn wrong_array(&mut self, name: &str, range: &RangeInclusive<usize>) {
+    fn add_array_error(&mut self, name: &str, range: &RangeInclusive<usize>) {
         self.add_error(name, format!("must be an array of {} to {} objects", range.start(), range.end()));
     }
 
@@ -313,13 +313,14 @@ impl Fields {
         self.errors
     }
 
-    /// Accepts unknown parameters: other services may add some to the URLs to which they redirect a browser.
+    /// Accepts the parameters that the caller has not parsed: other services may add some to the URLs to which they
+    /// redirect a browser.
     pub fn allow_unknown(mut self) -> Self {
         self.remaining.clear();
         self
     }
 
-    /// Returns the parsed value, or a problem with all errors. `parsed` is `None` only after an error was recorded.
+    /// Returns the parsed value, or a problem with all errors. `parsed` may be `None` only if an error has been recorded.
     pub fn finish<T>(self, parsed: Option<T>) -> Result<T, Problem> {
         let errors = self.all_errors();
         match parsed {
@@ -329,7 +330,7 @@ impl Fields {
     }
 }
 
-/// Whether a time is UTC in the form of RFC 3339; the parser accepts other forms as well.
+/// Whether a time has the form of RFC 3339, with any offset; the parser accepts other forms as well.
 fn is_rfc3339(text: &str) -> bool {
     let upper = text.to_ascii_uppercase();
     let shape = upper.replace(|c: char| c.is_ascii_digit(), "0");

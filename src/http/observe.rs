@@ -33,7 +33,7 @@ impl Listener {
         self.into()
     }
 
-    /// Whether to log all requests. The control API has few; other listeners log only failed ones.
+    /// Whether to log all requests at level info. The control API has few; other listeners log only server errors there.
     fn should_log_all_requests(self) -> bool {
         self == Self::Api
     }

@@ -21,8 +21,9 @@ use super::rate::RateLimit;
 const MAX_HELLO_BYTES: usize = 8 << 10;
 const RECORD_HEADER_BYTES: usize = 5;
 const HANDSHAKE_RECORD: u8 = 22;
-/// Interval between peeks at an incomplete ClientHello; `peek` does not wait for more data.
-const PEEK_INTERVAL: Duration = Duration::from_millis(1);
+/// Interval between peeks at an incomplete ClientHello, because `peek` does not wait for more data. It doubles while no
+/// data arrives.
+const MIN_PEEK_INTERVAL: Duration = Duration::from_millis(1);
 const MAX_PEEK_INTERVAL: Duration = Duration::from_millis(50);
 /// A validation's ClientHello fits into one or two packets. A slower client is served without being inspected.
 const PEEK_TIMEOUT: Duration = Duration::from_millis(500);
@@ -166,7 +167,7 @@ async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
     // No buffer is allocated for a client that sends nothing.
     stream.readable().await.ok()?;
     let mut hello = vec![0; MAX_HELLO_BYTES];
-    let (mut seen, mut interval) = (0, PEEK_INTERVAL);
+    let (mut seen, mut interval) = (0, MIN_PEEK_INTERVAL);
     let started = Instant::now();
     while started.elapsed() < PEEK_TIMEOUT {
         let peeked = stream.peek(&mut hello).await.ok()?;
@@ -187,7 +188,7 @@ async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
                 return is_validation.then_some(hello);
             }
         }
-        interval = if peeked > seen { PEEK_INTERVAL } else { (interval * 2).min(MAX_PEEK_INTERVAL) };
+        interval = if peeked > seen { MIN_PEEK_INTERVAL } else { (interval * 2).min(MAX_PEEK_INTERVAL) };
         seen = peeked;
         tokio::time::sleep(interval).await;
     }

@@ -78,7 +78,7 @@ pub enum ProofError {
     #[error("the proof's signature is invalid")]
     BadSignature,
     #[error("the proof is expired or not yet valid")]
-    Stale,
+    OutsideValidity,
     #[error("the proof is for another machine")]
     WrongMachine,
 }
@@ -175,7 +175,7 @@ impl ProofKeys {
         let (begin, end) =
             (claims.iat.saturating_sub(LEEWAY_SECONDS), claims.exp.saturating_add(LEEWAY_SECONDS));
         if now < begin || now > end {
-            return Err(ProofError::Stale);
+            return Err(ProofError::OutsideValidity);
         }
         Ok(claims)
     }
@@ -214,9 +214,9 @@ mod tests {
         assert_eq!(keys.verify(&token, machine, now).unwrap().sub.as_str(), "user_1");
         assert_eq!(keys.verify(&token, MachineId::new(), now), Err(ProofError::WrongMachine));
         let late = now + jiff::SignedDuration::from_secs(61);
-        assert_eq!(keys.verify(&token, machine, late), Err(ProofError::Stale));
+        assert_eq!(keys.verify(&token, machine, late), Err(ProofError::OutsideValidity));
         let early = now - jiff::SignedDuration::from_secs(31);
-        assert_eq!(keys.verify(&token, machine, early), Err(ProofError::Stale));
+        assert_eq!(keys.verify(&token, machine, early), Err(ProofError::OutsideValidity));
     }
 
     #[test]

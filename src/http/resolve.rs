@@ -20,7 +20,7 @@ pub struct ResolveError {
 /// Resolves a host name or address literal; `localhost` is resolved without DNS.
 ///
 /// # Errors
-/// [`ResolveError`] if there is no response within 5 s, or no address.
+/// [`ResolveError`] if the lookup fails, takes longer than 5 s, or finds no address.
 pub async fn lookup_addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
     let fail = |why: String| ResolveError { name: name.to_owned(), why };
     if let Ok(ip) = name.trim_start_matches('[').trim_end_matches(']').parse() {

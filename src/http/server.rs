@@ -62,8 +62,8 @@ impl Default for Limits {
     }
 }
 
-/// Limits the memory that unfinished heads use to an eighth of the machine's. `tests/unfinished_heads.rs` measures the
-/// memory per connection.
+/// Limits the memory for unfinished heads to an eighth of the machine's, but always allows 512 connections.
+/// `tests/unfinished_heads.rs` measures the memory per connection.
 fn max_connections() -> usize {
     const BYTES_PER_CONNECTION: u64 = 128 * 1024;
     let memory = nix::sys::sysinfo::sysinfo().map_or(0, |info| info.ram_total());

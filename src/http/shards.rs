@@ -21,7 +21,7 @@ pub fn current() -> Option<usize> {
     CURRENT_SHARD.get()
 }
 
-/// The threads. They end when this is dropped.
+/// Threads that serve connections; they end when this value is dropped.
 pub struct Shards {
     all: Vec<Shard>,
     _running: DropGuard,

@@ -66,11 +66,11 @@ pub(crate) fn provider() -> Arc<CryptoProvider> {
 ///
 /// # Errors
 /// If that file cannot be read.
-pub fn roots() -> anyhow::Result<RootCertStore> {
-    roots_with(vars::SSL_CERT_FILE.from_process().map(PathBuf::from))
+pub fn load_roots() -> anyhow::Result<RootCertStore> {
+    load_roots_with(vars::SSL_CERT_FILE.from_process().map(PathBuf::from))
 }
 
-fn roots_with(file: Option<PathBuf>) -> anyhow::Result<RootCertStore> {
+fn load_roots_with(file: Option<PathBuf>) -> anyhow::Result<RootCertStore> {
     let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
     if let Some(path) = file {
         let certs = CertificateDer::pem_file_iter(&path)
@@ -88,7 +88,7 @@ fn roots_with(file: Option<PathBuf>) -> anyhow::Result<RootCertStore> {
 pub fn client_config() -> anyhow::Result<ClientConfig> {
     Ok(ClientConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()?
-        .with_root_certificates(roots()?)
+        .with_root_certificates(load_roots()?)
         .with_no_client_auth())
 }
 
@@ -102,7 +102,7 @@ impl ChainVerifier {
     /// # Errors
     /// If the file cannot be read.
     pub fn new(file: Option<PathBuf>) -> anyhow::Result<Self> {
-        let roots = Arc::new(roots_with(file)?);
+        let roots = Arc::new(load_roots_with(file)?);
         Ok(Self(WebPkiServerVerifier::builder_with_provider(roots, provider()).build()?))
     }
 
@@ -207,11 +207,11 @@ pub struct Identity {
     pub key_pem: String,
 }
 
-/// Creates a self-signed certificate for the given names or addresses.
+/// Generates a key and a self-signed certificate for the given names or addresses.
 ///
 /// # Errors
 /// If a name is invalid, or the key cannot be generated.
-pub fn self_signed(names: &[String]) -> Result<Identity, rcgen::Error> {
+pub fn generate_self_signed(names: &[String]) -> Result<Identity, rcgen::Error> {
     let generated = rcgen::generate_simple_self_signed(names)?;
     Ok(Identity { cert_pem: generated.cert.pem(), key_pem: generated.signing_key.serialize_pem() })
 }

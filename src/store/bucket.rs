@@ -114,7 +114,7 @@ pub fn is_unusable_pointer(error: &str) -> bool {
 
 const CORRUPT: &str = " in the object store is not readable";
 
-/// Whether the store's error code means that the clock is wrong. No HTTP status says so.
+/// Whether the store's error code means that the clock is wrong. No HTTP status means this.
 fn is_clock_error(error: &Error) -> bool {
     let (Error::PermissionDenied { source, .. } | Error::Unauthenticated { source, .. }) = error else {
         return false;
@@ -213,7 +213,7 @@ impl Bucket {
         }
     }
 
-    /// Aborts an upload of another process, which drops its parts. Succeeds if the upload has already ended.
+    /// Aborts an upload of another process, so that the store drops its parts. Succeeds if the upload has already ended.
     pub async fn abort_upload(&self, open: &OpenUpload) -> Result<(), StoreError> {
         let Some(store) = &self.multipart else { return Ok(()) };
         let key = Path::from(open.key.as_str());

@@ -1,6 +1,7 @@
 //! Published host bundles: the digest of the archive, and the signed manifest that hosts need for an update.
 //!
-//! A manifest is trusted only as [`VerifiedManifest`], which only [`verify`] creates. Unknown fields and formats are refused.
+//! A manifest is trusted only as [`VerifiedManifest`], which only [`verify`] creates. Unknown formats are refused;
+//! unknown fields are ignored, except in a key set.
 
 mod keys;
 
@@ -17,6 +18,8 @@ pub use keys::{KeySet, KeySetError, KeysError, MAX_KEYS, TrustedKeys, max_sequen
 
 /// Maximum size of a manifest or signature file.
 pub const MAX_COMPANION_BYTES: u64 = 64 << 10;
+/// Maximum size of the `.sha256` file.
+const MAX_DIGEST_FILE_BYTES: u64 = 1024;
 const FORMAT: u32 = 1;
 
 /// Reads the SHA-256 (hex) in the `.sha256` companion of a bundle; `None` if there is no such bundle.
@@ -25,7 +28,7 @@ const FORMAT: u32 = 1;
 /// [`StoreError`]; a companion without a digest is `Corrupt`.
 pub async fn read_digest(bucket: &Bucket, version: &ImageVersion) -> Result<Option<String>, StoreError> {
     let companion = key::bundle(version, ".sha256");
-    let Some(read) = bucket.get(&companion, 1024).await? else {
+    let Some(read) = bucket.get(&companion, MAX_DIGEST_FILE_BYTES).await? else {
         return Ok(None);
     };
     match parse_digest(&String::from_utf8_lossy(&read.value)) {
@@ -181,7 +184,8 @@ impl VerifiedManifest {
     }
 }
 
-/// Verifies that a manifest is signed by a trusted key, for the expected version, and not expired.
+/// Verifies that a manifest is signed by a trusted key, is for the expected version, has not expired, and is also signed
+/// by a key of its own key set, if it has one.
 pub fn verify(
     signed: &SignedManifest,
     keys: &TrustedKeys,

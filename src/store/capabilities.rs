@@ -146,7 +146,7 @@ pub struct RaceLimits {
 /// Probes the conditional puts of a single writer.
 ///
 /// # Errors
-/// [`StoreError`] of the first call that failed for another reason than its condition.
+/// [`StoreError`] of the first call that failed for a reason other than its condition.
 pub async fn probe_conditions(bucket: &Bucket) -> Result<[ProbeResult; 2], StoreError> {
     Ok([
         ProbeResult::new(CREATE_ONCE, to_support(objects::probe_create_once(bucket).await?)),

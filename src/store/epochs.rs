@@ -15,8 +15,8 @@ use svc_machine::epoch::Epoch;
 const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Reads the highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys. A host
-/// can write all three, so values far above `known`, the highest epoch in the database, are implausible. An implausible
-/// fence is ignored, because the platform's fence replaces it.
+/// can write all three, so values far above `known`, the highest epoch in the database, are implausible. Implausible
+/// epochs of metadata and keys are ignored, and so is an implausible fence, because the platform's fence replaces it.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if the pointer is unreadable, so that its fence is unknown, or if its snapshot's epoch is
@@ -26,12 +26,12 @@ pub async fn read_floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Res
     let read = async {
         let pointer = pointer_io::read(bucket, slot).await?;
         let fence = pointer.map_or(Ok(Epoch::NONE), |read| plausible_fence(slot, &read.value, known))?;
-        Ok(fence.max(highest_outside_pointer(bucket, slot, bound).await?))
+        Ok(fence.max(read_highest_outside_pointer(bucket, slot, bound).await?))
     };
     bucket.run_with_timeout(&slot.pointer(), FLOOR_TIMEOUT, read).await
 }
 
-async fn highest_outside_pointer(
+async fn read_highest_outside_pointer(
     bucket: &Bucket,
     slot: &SlotPrefix,
     bound: Epoch,

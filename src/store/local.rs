@@ -1,7 +1,7 @@
 //! A directory as a bucket, for development: `OBJECT_STORE_URL=file:///dir`.
 //!
-//! A file system has no conditional replace, so every write takes a lock of the store, which also excludes other processes,
-//! and a replace compares the ETag while holding the lock.
+//! A file system has no conditional replace, so every put and copy takes a lock of the store, which also excludes other
+//! processes, and a replace compares the ETag while holding the lock. Uploads in parts take no lock.
 
 use std::fmt;
 use std::fs::File;

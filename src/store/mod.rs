@@ -1,6 +1,7 @@
 //! Typed access to the object store: the location, format and verification of each kind of object.
 //!
-//! An unreachable object is never "absent": [`StoreError`] distinguishes the two, and only a confirmed 404 is an absence.
+//! An unreachable object is never "absent": [`StoreError`] distinguishes the two, and only a 404, or a listing
+//! without the key, is an absence.
 
 mod bounded_list;
 pub mod bucket;

@@ -45,7 +45,7 @@ impl MultipartUploads {
         Ok((Box::new(upload), open))
     }
 
-    /// Aborts an upload. Succeeds if the upload no longer exists because it was completed or aborted.
+    /// Aborts an upload. Also succeeds if the upload no longer exists because it was completed or aborted.
     pub(super) async fn abort_upload(&self, open: &OpenUpload) -> Result<()> {
         match self.0.abort_multipart(&Path::parse(&open.key)?, &open.upload_id).await {
             Err(Error::NotFound { .. }) => Ok(()),

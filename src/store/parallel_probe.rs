@@ -16,7 +16,7 @@ pub const PREFIX: &str = "system-doctor";
 /// Prefix of the objects of this process, because other processes may probe the same store at the same time.
 pub static RUN_PREFIX: LazyLock<String> = LazyLock::new(|| format!("{PREFIX}/{}", uuid::Uuid::new_v4()));
 const WRITERS: usize = 6;
-/// Number of rounds of each kind. A store that accepts two writers in half of the rounds passes one time in 256.
+/// Number of rounds of each kind. A store that accepts two writers in half of the rounds passes once in 256 runs.
 const ROUNDS: usize = 8;
 
 /// Whether one kind of conditional write has exactly one winner.

@@ -67,7 +67,7 @@ const UNSOUND: &str = "the snapshot pointer is not sound";
 pub struct Fence {
     pub epoch: Epoch,
     pub machine: MachineId,
-    /// The platform's MAC over slot, epoch and machine.
+    /// The platform's signature: a MAC over slot, epoch and machine.
     pub proof: Option<String>,
 }
 
@@ -108,8 +108,8 @@ impl Fenced {
 }
 
 impl Pointer {
-    /// The machine with the fence's epoch: the fence's machine, or the machine that took the latest snapshot, if this has
-    /// the same epoch.
+    /// The machine with the fence's epoch: the fence's machine, or the machine that took the latest snapshot, if that
+    /// snapshot has the same epoch.
     pub fn fence_holder(&self) -> Option<MachineId> {
         let writer = || self.snapshot.as_ref().filter(|named| named.epoch == self.fence_epoch);
         self.fence_machine_id.or_else(|| writer().map(|named| named.machine_id))
@@ -166,8 +166,8 @@ pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>
 }
 
 /// Returns the pointer moved to `snapshot` by the machine that took it; `None` if it already names that snapshot. This is
-/// not an error even if the machine has been fenced since: the response to its write may have been lost. A write fences all
-/// earlier machines.
+/// not an error even if the machine has been fenced since: the response to its write may have been lost. Moving the pointer
+/// fences all earlier machines.
 ///
 /// # Errors
 /// [`Fenced`] if the fence is above the snapshot's epoch, or at that epoch for another machine.
@@ -190,7 +190,8 @@ pub fn advance(current: Option<&Pointer>, snapshot: &SnapshotRef) -> Result<Opti
 }
 
 /// Merges different values with the same `seq` in the log and in `latest`: an older release wrote `latest` without claiming
-/// that `seq`. The writes were concurrent, so the higher fence and the snapshot with the higher epoch are kept.
+/// that `seq`. The writes were concurrent, so the higher fence is kept, and the snapshot with the higher epoch or,
+/// if the epochs are equal, the later one.
 pub fn merge(claimed: &Pointer, latest: &Pointer) -> Pointer {
     let order = |pointer: &Pointer| pointer.snapshot.as_ref().map(|named| (named.epoch, named.taken_at));
     let snapshot = if order(latest) > order(claimed) { &latest.snapshot } else { &claimed.snapshot };

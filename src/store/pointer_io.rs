@@ -1,9 +1,9 @@
 //! Reads and writes the pointer. A write claims the next `seq` in the log, then updates `system/db/latest`.
 //!
 //! Each `seq` is claimed by creating the object `system/db/pointer-log/<seq>.json`, which contains the whole pointer and
-//! must not exist before. `latest` is written after it. So two writers never both succeed, even on a store that does not
-//! honour `If-Match` exactly: the store must only create an object at most once. The highest entry is authoritative;
-//! the next writer repairs a stale `latest`.
+//! must not already exist. `latest` is written after it. So two writers never both succeed, even on a store that does not
+//! honour `If-Match` exactly: it is enough that the store creates an object at most once. The highest entry is
+//! authoritative; the next writer repairs a stale `latest`.
 //!
 //! Invariant: a `seq` is claimed only if `latest` has the previous one, so that a crash leaves at most one entry ahead of
 //! `latest`. Entries are never deleted.

@@ -1,8 +1,8 @@
 //! Finds the newest entry of the pointer's log at a bounded cost.
 //!
-//! Any session of the slot can add any number of objects to the log, so it is never listed completely. If a listing does not
-//! end within a few names, single keys are probed: entries are consecutive except for a few gaps, which come from old
-//! releases and rebuilt pointers.
+//! Any session of the slot can add any number of objects to the log, so it is never listed without a limit. If a listing
+//! does not end within a few names, single keys are probed: entries are consecutive except for a few gaps, which come from
+//! old releases and rebuilt pointers.
 //!
 //! A result that is too low is safe: a `seq` with an existing entry cannot be claimed.
 

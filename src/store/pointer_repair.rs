@@ -34,7 +34,7 @@ pub struct SlotRecord {
 /// The state of a slot's pointer.
 #[derive(Debug, Clone)]
 pub enum PointerState {
-    /// It names a complete snapshot, or the slot has none.
+    /// It names a complete snapshot, or none: the slot has none, or an operator decided that it starts empty.
     Sound(Option<Pointer>),
     /// It is readable, but names no snapshot that can be restored.
     Unsound {
@@ -90,7 +90,7 @@ pub struct Inspection {
     pub snapshots: usize,
     /// Number of unchecked snapshots if none of the checked ones is complete, otherwise 0.
     pub unchecked: usize,
-    /// `None` if no snapshot is complete.
+    /// `None` if no snapshot is complete, or if the slot has no snapshot and was never fenced.
     pub next: Option<Pointer>,
     condition: Condition,
 }
@@ -154,7 +154,7 @@ async fn plan_rebuild(
         error => error.into(),
     })?;
     let Some(skipped) = skipped else { return Ok(Some(next)) };
-    let top = (skipped, try_read(bucket, slot, skipped).await?.or_else(|| known.top.1.clone()));
+    let top = (skipped, try_read_entry(bucket, slot, skipped).await?.or_else(|| known.top.1.clone()));
     let next = KnownState { top, ..known }.plan(snapshot, emptied_at);
     Ok(next.map(|next| Pointer { seq, ..next }))
 }
@@ -284,7 +284,7 @@ async fn find_newest_complete(
 /// Reads the `seq` and value of the last log entry. If the entry is unreadable, the value is that of `latest`.
 async fn read_top_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Pointer>), StoreError> {
     let Some((seq, _)) = pointer_log::find_newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
-    let value = match try_read(bucket, slot, seq).await? {
+    let value = match try_read_entry(bucket, slot, seq).await? {
         // The entry was not written by the protocol: `latest` still has the fence.
         None => try_read_latest(bucket, slot).await?,
         value => value,
@@ -300,7 +300,7 @@ async fn try_read_latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<Po
     }
 }
 
-async fn try_read(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Option<Pointer>, StoreError> {
+async fn try_read_entry(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Option<Pointer>, StoreError> {
     match pointer_io::read_entry(bucket, slot, seq).await {
         Ok(pointer) => Ok(Some(pointer)),
         Err(StoreError::Corrupt { .. }) => Ok(None),

@@ -12,6 +12,6 @@ impl From<StoreError> for Problem {
 }
 
 pub fn unavailable() -> Problem {
-    Problem::new(Code::StoreUnavailable, "The object store is unreachable; nothing was changed.")
+    Problem::new(Code::StoreUnavailable, "A request to the object store failed; nothing was changed.")
         .retry_after(5)
 }

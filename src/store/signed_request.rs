@@ -1,4 +1,4 @@
-//! Sends signed requests to a bucket that object_store's client cannot send.
+//! Sends signed requests to a bucket, of kinds that object_store's client does not support.
 
 use http::{HeaderName, HeaderValue, Method, StatusCode};
 use object_store::aws::AwsAuthorizer;

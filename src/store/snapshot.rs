@@ -191,14 +191,14 @@ pub enum SnapshotUnusable {
 /// [`SnapshotUnusable`]; only `Absent` means that there is no snapshot. Snapshots without a pointer are `Damaged`: the
 /// pointer was lost, and starting empty would abandon them.
 pub async fn find_latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, SnapshotUnusable> {
-    match pointer_snapshot(bucket, slot).await? {
+    match read_pointer_snapshot(bucket, slot).await? {
         Ok(named) => check_complete(bucket, slot, named).await,
         Err(NoSnapshot::Emptied) => Err(SnapshotUnusable::Absent),
         Err(_) if !has_snapshots(bucket, slot).await.map_err(SnapshotUnusable::Store)? => {
             Err(SnapshotUnusable::Absent)
         }
         // The first backup may have moved the pointer since the first read.
-        Err(_) => match pointer_snapshot(bucket, slot).await? {
+        Err(_) => match read_pointer_snapshot(bucket, slot).await? {
             Ok(named) => check_complete(bucket, slot, named).await,
             Err(reason) => Err(SnapshotUnusable::Damaged {
                 key: slot.pointer().to_string(),
@@ -228,7 +228,7 @@ impl std::fmt::Display for NoSnapshot {
     }
 }
 
-async fn pointer_snapshot(
+async fn read_pointer_snapshot(
     bucket: &Bucket,
     slot: &SlotPrefix,
 ) -> Result<Result<SnapshotRef, NoSnapshot>, SnapshotUnusable> {
@@ -304,7 +304,7 @@ pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideR
     Ok(record)
 }
 
-/// Reads the side record of a snapshot from [`latest`].
+/// Reads the side record of a snapshot from [`find_latest`].
 pub async fn read_side_record(
     bucket: &Bucket,
     slot: &SlotPrefix,

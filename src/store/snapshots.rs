@@ -96,7 +96,7 @@ pub async fn list_page(
     Ok(Page { records, next })
 }
 
-/// Reads the record of one snapshot; `None` if it is missing or unreadable.
+/// Reads the record of one snapshot; `None` if it is missing, unreadable, or does not match its key.
 pub async fn read_record(
     bucket: &Bucket,
     slot: &SlotPrefix,

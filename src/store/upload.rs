@@ -30,7 +30,8 @@ pub struct PartLayout {
 }
 
 impl PartLayout {
-    /// The layout for a stream of at most `bytes`. Memory stays within the budget up to 200 GB; beyond that, parts grow.
+    /// The layout for a stream of at most `bytes`. Parts grow for streams of more than 50 GB; memory stays within
+    /// the budget up to 200 GB.
     pub fn for_max_bytes(bytes: u64) -> Self {
         let size = bytes.div_ceil(MAX_PARTS).div_ceil(MIB).max(MIN_PART_BYTES / MIB) * MIB;
         let in_flight = (MEMORY_BUDGET_BYTES / size).saturating_sub(1);

@@ -99,7 +99,7 @@ impl Operator {
         let guest =
             self.stack.wait_for_guest(&self.process, provisioned["machineId"].as_str().unwrap()).await;
         let server = self.stack.provider.server_by_name(&format!("svc-{}", guest.machine)).unwrap();
-        let identity = tls::self_signed(&["host".to_owned()]).unwrap();
+        let identity = tls::generate_self_signed(&["host".to_owned()]).unwrap();
         let mut body = registration(&guest.machine, 1);
         body["tlsSpkiSha256"] = json!(identity.pin().unwrap().to_string());
         let response = self.stack.register_as(&self.process, &guest.registration_token, &body).await;

@@ -263,7 +263,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     let ahead = fleet.check_with(host, |text| Some(set(text, "PLATFORM_INTERNAL_URL", &url))).await;
     ahead.expect("clock", "problem", "ahead of the platform's");
 
-    let other = svc::http::tls::self_signed(&["other.test".to_owned()]).unwrap();
+    let other = svc::http::tls::generate_self_signed(&["other.test".to_owned()]).unwrap();
     let (cert, key) = (other.cert_pem.clone(), other.key_pem.clone());
     let original = fs::read_to_string(fleet.disk.join("var/lib/svc/tls/cert.pem")).unwrap();
     fs::write(fleet.disk.join("var/lib/svc/tls/cert.pem"), cert).unwrap();

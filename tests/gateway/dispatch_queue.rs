@@ -224,7 +224,7 @@ async fn interrupted_dispatch_on_full_disk_is_not_restarted() -> Result<()> {
     assert_eq!((&recorded["error"]["name"], &recorded["status"]), (&json!("Interrupted"), &json!("error")));
     assert!(recorded["durationMs"].as_u64().is_some_and(|ms| ms < 600_000), "{recorded}");
     wait_until_recorded(&host, "first").await?;
-    disk.empty()?;
+    disk.delete_filler()?;
     // The same machine accepts more dispatches, and the interrupted one is not run again.
     let streamed = stream_dispatch(&host, json!({ "prompt": "ok", "id": "third" })).await?;
     assert_eq!(streamed.last().context("a result")?.1["status"], "success");

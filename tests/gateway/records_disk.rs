@@ -70,7 +70,7 @@ async fn full_disk_is_reported_and_records_resume() -> Result<()> {
     ensure!(host.log().contains("records cannot be written"), "{}", host.log());
     set_limit(&host, 3).await?;
     assert_serves(&host).await?;
-    disk.empty()?;
+    disk.delete_filler()?;
     wait_until_limit_logged(&host, 2).await?;
     wait_until_limit_logged(&host, 3).await?;
     wait_until_stuck(&host, 0.0).await?;

@@ -86,7 +86,7 @@ async fn service_and_probe_read_settings_from_the_named_file() {
     let stack = Stack::start().await;
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).display().to_string();
-    let identity = svc::http::tls::self_signed(&["platform.example".to_owned()]).unwrap();
+    let identity = svc::http::tls::generate_self_signed(&["platform.example".to_owned()]).unwrap();
     std::fs::write(path("cert.pem"), &identity.cert_pem).unwrap();
     std::fs::write(path("key.pem"), &identity.key_pem).unwrap();
     let listen = format!("127.0.0.1:{}", kit::net::free_port().unwrap());

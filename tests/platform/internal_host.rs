@@ -105,7 +105,7 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Hos
     let provisioned = stack.provision(process, user).await;
     let guest = stack.wait_for_guest(process, provisioned["machineId"].as_str().unwrap()).await;
     let server = stack.provider.server_by_name(&format!("svc-{}", guest.machine)).unwrap();
-    let identity = tls::self_signed(&["host".to_owned()]).unwrap();
+    let identity = tls::generate_self_signed(&["host".to_owned()]).unwrap();
     let mut body = registration(&guest.machine, 1);
     body["tlsSpkiSha256"] = json!(identity.pin().unwrap().to_string());
     assert_eq!(stack.register_as(process, &guest.registration_token, &body).await.status, 200);

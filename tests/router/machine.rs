@@ -11,7 +11,7 @@ use futures_util::{SinkExt, StreamExt};
 use http::{HeaderMap, StatusCode};
 use hyper_util::rt::TokioIo;
 use svc::http::server::{Limits, serve};
-use svc::http::tls::{Identity, SpkiPin, self_signed};
+use svc::http::tls::{Identity, SpkiPin, generate_self_signed};
 use svc::machine::id::MachineId;
 use tokio::net::TcpListener;
 use tokio_tungstenite::WebSocketStream;
@@ -36,7 +36,7 @@ pub struct TestMachine {
 
 impl TestMachine {
     pub async fn start() -> Result<Self> {
-        Self::start_as(MachineId::new(), &self_signed(&["127.0.0.1".to_owned()])?).await
+        Self::start_as(MachineId::new(), &generate_self_signed(&["127.0.0.1".to_owned()])?).await
     }
 
     /// Starts a machine with this id, certificate and key.

@@ -6,7 +6,7 @@ use anyhow::Result;
 use http::StatusCode;
 use jiff::SignedDuration;
 use kit::ca::Ca;
-use svc::http::tls::{Identity, self_signed};
+use svc::http::tls::{Identity, generate_self_signed};
 use svc::machine::id::MachineId;
 
 use super::machine::TestMachine;
@@ -21,7 +21,7 @@ fn host_name(id: MachineId) -> String {
 
 /// Creates a key, and a certificate for it from this authority with these names.
 fn issue_identity(ca: &Ca, names: &[&str], lifetime: SignedDuration) -> Result<Identity> {
-    let key_pem = self_signed(&["svc-host".to_owned()])?.key_pem;
+    let key_pem = generate_self_signed(&["svc-host".to_owned()])?.key_pem;
     Ok(Identity { cert_pem: ca.issue_for(names, &key_pem, lifetime)?, key_pem })
 }
 
@@ -52,7 +52,7 @@ async fn certificate_without_valid_chain_for_name_is_refused() -> Result<()> {
     let ids: Vec<_> = (0..4).map(|_| MachineId::new()).collect();
     let other_name = host_name(MachineId::new());
     let wrong = [
-        ("self-signed", self_signed(&[host_name(ids[0])])?),
+        ("self-signed", generate_self_signed(&[host_name(ids[0])])?),
         ("another authority", issue_identity(&Ca::new()?, &[&host_name(ids[1])], DAY)?),
         ("another name", issue_identity(&ca, &[&other_name, "127.0.0.1"], DAY)?),
         ("expired", issue_identity(&ca, &[&host_name(ids[3])], SignedDuration::from_mins(-1))?),

@@ -57,7 +57,7 @@ impl RunDatabase {
     /// Resets the database, except for the keys.
     pub async fn clear(&self) -> Result<()> {
         self.copy.drop(&self.client).await?;
-        self.copy.empty(&self.client).await
+        self.copy.empty_tables(&self.client).await
     }
 
     pub async fn save(&self) -> Result<()> {

@@ -100,7 +100,7 @@ pub async fn gateway(machine: &Machine) -> Result<SocketAddr> {
 /// Like [`gateway`], with these routes.
 pub async fn gateway_with_routes(machine: &Machine, app: Router) -> Result<SocketAddr> {
     tls::install_provider();
-    let identity = tls::self_signed(&["svc".to_owned()])?;
+    let identity = tls::generate_self_signed(&["svc".to_owned()])?;
     svc::fsx::write_atomic(&machine.path("var/lib/svc/tls/key.pem"), identity.key_pem.as_bytes(), 0o600)?;
     svc::fsx::write_atomic(&machine.path("var/lib/svc/tls/cert.pem"), identity.cert_pem.as_bytes(), 0o644)?;
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;

@@ -99,7 +99,7 @@ async fn restore_without_space_for_the_database_is_refused() -> Result<()> {
         assert!(ended.stderr.contains(words), "{}", ended.stderr);
     }
     assert_untouched(&new, "no space").await?;
-    disk.empty()?;
+    disk.delete_filler()?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(is_restored(&new).await?);
     Ok(())

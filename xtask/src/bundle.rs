@@ -75,7 +75,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         options.level = Compression::new(6);
         // Inputs are validated before any long step.
         apps::build(&mut options, &target_dir().join("apps"), key)?;
-        let sources = if args.full { runtime::full_sources(&args.runtimes)? } else { args.runtimes };
+        let sources = if args.full { runtime::prepare_full_sources(&args.runtimes)? } else { args.runtimes };
         options.runtime = runtime::gather(&sources)?;
     }
     if !args.no_postgres {

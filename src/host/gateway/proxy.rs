@@ -79,6 +79,7 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
                 | ProxyError::ConnectTimeout
                 | ProxyError::Full
                 | ProxyError::Closed => Code::Unavailable,
+                ProxyError::ConnectMethod => Code::InvalidRequest,
                 _ => Code::UpstreamUnavailable,
             };
             unavailable_response(

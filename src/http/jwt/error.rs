@@ -6,21 +6,21 @@ pub enum JwtError {
     #[error("the token is malformed")]
     Malformed,
     #[error("the token's algorithm does not match its key")]
-    Algorithm,
+    WrongAlgorithm,
     #[error("the token's key is not one of the issuer's")]
     UnknownKey,
     #[error("the token's signature is invalid")]
-    Signature,
+    InvalidSignature,
     #[error("the token is from another issuer")]
-    Issuer,
+    WrongIssuer,
     #[error("the token is for another audience")]
-    Audience,
+    WrongAudience,
     #[error("the token is expired or not yet valid")]
-    Stale,
+    OutsideValidity,
     /// The router's cache has a recent refusal, or the client has made too many checks.
-    #[error("the token was refused recently")]
-    Refused,
-    /// The only error that is independent of the token.
+    #[error("the token was refused recently, or the client has made too many checks")]
+    NotChecked,
+    /// The token could not be checked.
     #[error("the issuer's keys cannot be fetched")]
     NoKeys,
 }

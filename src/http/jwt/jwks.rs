@@ -14,11 +14,12 @@ use super::error::JwtError;
 use crate::body::{ResponseBodyError, read_response};
 use crate::problem::format_chain;
 
-/// Minimum interval between fetches for an unknown `kid`.
+/// Minimum interval between fetches for an unknown `kid`, and between attempts to replace stale keys.
 const MIN_FETCH_INTERVAL: Duration = Duration::from_secs(30);
 /// Minimum interval between fetches before the first success. It is shorter, because every token is refused until then.
 const MIN_FETCH_INTERVAL_WITHOUT_KEYS: Duration = Duration::from_secs(2);
-/// Maximum age of the keys. A withdrawn key is trusted for at most this long, unless the issuer is unreachable.
+/// Maximum age of the keys for [`Jwks::find`]. It trusts a withdrawn key for at most this long, unless the issuer is
+/// unreachable.
 const MAX_KEY_AGE: Duration = Duration::from_secs(600);
 const MAX_BODY_BYTES: usize = 256 * 1024;
 

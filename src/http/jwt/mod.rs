@@ -62,10 +62,10 @@ impl Verifier {
         self.trust.check_claims(decode_claims(token, &key)?, now)
     }
 
-    /// Verifies a token without fetching keys.
+    /// Verifies a token with the keys that have been fetched so far, however old they are.
     ///
     /// # Errors
-    /// See [`JwtError`]; `NoKeys` if a fetch would be necessary.
+    /// See [`JwtError`]; `NoKeys` if the token's key is not among them.
     pub fn verify_with_known_keys(&self, token: &str, now: Timestamp) -> Result<Subject, JwtError> {
         let key = self.keys.known_key(&parse_kid(token)?).ok_or(JwtError::NoKeys)?;
         self.trust.check_claims(decode_claims(token, &key)?, now)
@@ -84,8 +84,8 @@ fn decode_claims(token: &str, key: &VerifyingKey) -> Result<Claims, JwtError> {
     use jsonwebtoken::errors::ErrorKind;
     let TokenData { header, claims } =
         decode(token, &key.key, &key.validation).map_err(|error| match error.kind() {
-            ErrorKind::InvalidSignature => JwtError::Signature,
-            ErrorKind::InvalidAlgorithm | ErrorKind::UnsupportedAlgorithm => JwtError::Algorithm,
+            ErrorKind::InvalidSignature => JwtError::InvalidSignature,
+            ErrorKind::InvalidAlgorithm | ErrorKind::UnsupportedAlgorithm => JwtError::WrongAlgorithm,
             _ => JwtError::Malformed,
         })?;
     // No critical extension is supported (RFC 7515, section 4.1.11).
@@ -112,7 +112,7 @@ enum OneOrMany {
 impl TrustedIssuer {
     fn check_claims(&self, claims: Claims, now: Timestamp) -> Result<Subject, JwtError> {
         if claims.iss != self.issuer {
-            return Err(JwtError::Issuer);
+            return Err(JwtError::WrongIssuer);
         }
         let is_accepted = |name: &String| self.audiences.contains(name);
         let is_for_us = match (&claims.aud, &claims.azp) {
@@ -122,15 +122,15 @@ impl TrustedIssuer {
             (None, None) => false,
         };
         if !is_for_us {
-            return Err(JwtError::Audience);
+            return Err(JwtError::WrongAudience);
         }
         // An f64 represents the seconds of any realistic year exactly.
         let (now, leeway) = (now.as_second() as f64, LEEWAY_SECONDS as f64);
         if !claims.exp.is_finite() || now >= claims.exp + leeway {
-            return Err(JwtError::Stale);
+            return Err(JwtError::OutsideValidity);
         }
         if claims.nbf.is_some_and(|nbf| nbf.is_nan() || now + leeway < nbf) {
-            return Err(JwtError::Stale);
+            return Err(JwtError::OutsideValidity);
         }
         Ok(Subject { user: claims.sub, expires_at: claims.exp as i64 })
     }

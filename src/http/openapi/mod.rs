@@ -1,7 +1,7 @@
 //! Generates OpenAPI 3.1 documents from the description beside each route's handler.
 //!
-//! Defines the types of these descriptions and converts them; contains no routes. Invariant: implied problems (a body can
-//! be too large, a credential can be missing) are derived, never declared.
+//! Defines the types of these descriptions and converts them; contains no routes. Problems that a description implies (a
+//! body can be too large, a credential can be missing) are derived, so that a route declares only the others.
 
 use std::collections::BTreeMap;
 
@@ -94,7 +94,7 @@ pub struct Api {
     pub title: &'static str,
     pub about: &'static str,
     pub version: &'static str,
-    /// Schemas that other schemas reference with [`named`].
+    /// Schemas that other schemas reference with [`schema_ref`].
     pub schemas: &'static [(&'static str, Schema)],
 }
 
@@ -103,6 +103,7 @@ impl Operation {
     pub fn codes(&self) -> Vec<Code> {
         let mut codes = vec![Code::MethodNotAllowed, Code::Internal];
         if !self.credentials.is_empty() {
+            // Authenticated routes also read and limit bodies that they do not use.
             codes.push(Code::RequestTooLarge);
             // A refused registration token has a different code.
             if !self.problems.contains(&Code::RegistrationRejected) {
@@ -232,7 +233,7 @@ fn header_components() -> Value {
     })
 }
 
-/// The schema of a problem (RFC 9457) with our `code` and `requestId`; some codes have other members.
+/// The schema of a problem (RFC 9457) with our `code` and `requestId`; some codes have additional members.
 fn problem_schema() -> Value {
     let errors = array(object(&[("pointer", text()), ("detail", text())], &[]));
     let codes: Vec<&str> = Code::ALL.iter().map(|code| code.as_str()).collect();
@@ -278,7 +279,7 @@ mod tests {
     const OPERATOR: Credential =
         Credential { name: "operator", scheme: Scheme::Bearer, about: "PLATFORM_SECRET" };
 
-    fn rename_thing() -> Operation {
+    fn rename_thing_operation() -> Operation {
         Operation {
             id: "renameThing",
             method: Method::POST,
@@ -309,7 +310,7 @@ mod tests {
             version: "1",
             schemas: &[("Thing", || object(&[], &[("x", count())]))],
         };
-        let document = document(&api, [&rename_thing()]);
+        let document = document(&api, [&rename_thing_operation()]);
         let operation = &document["paths"]["/things/{id}"]["post"];
         assert_eq!(operation["security"], json!([{ "operator": [] }]));
         assert_eq!(operation["parameters"][0]["required"], true);

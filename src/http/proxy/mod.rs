@@ -80,7 +80,7 @@ pub enum ProxyError {
     #[error("the upstream switched protocols without a request")]
     UnrequestedUpgrade,
     #[error("the method CONNECT is not supported")]
-    Tunnel,
+    ConnectMethod,
     #[error("the proxy to this upstream is closed")]
     Closed,
 }
@@ -95,7 +95,7 @@ impl ProxyError {
             Self::HeadTimeout => "head_timeout",
             Self::Full => "full",
             Self::UnrequestedUpgrade => "unasked_upgrade",
-            Self::Tunnel => "tunnel",
+            Self::ConnectMethod => "tunnel",
             Self::Closed => "closed",
         }
     }
@@ -117,7 +117,7 @@ impl Proxy {
     /// See [`ProxyError`].
     pub async fn forward(&self, mut request: Request<Body>) -> Result<Response<Body>, ProxyError> {
         if request.method() == Method::CONNECT {
-            return Err(ProxyError::Tunnel);
+            return Err(ProxyError::ConnectMethod);
         }
         let is_upgrade = strip_hop_by_hop(request.headers_mut());
         let client = is_upgrade.then(|| hyper::upgrade::on(&mut request));

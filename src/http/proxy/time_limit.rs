@@ -9,7 +9,7 @@ use hyper::body::{Frame, SizeHint};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// Request extension: its upgraded connection or response ends at this time, or when the token is cancelled.
+/// A request extension: the request's upgraded connection or response ends at this time, or when the token is cancelled.
 #[derive(Debug, Clone)]
 pub struct TimeLimit {
     pub closed: Arc<CancellationToken>,

@@ -160,7 +160,11 @@ fn verify_token(
     drop(keys);
     let claims = claims.map_err(|error| {
         tracing::debug!(%error, "app token rejected");
-        if matches!(error, ProofError::Stale) { TokenRejection::Expired } else { TokenRejection::Forged }
+        if matches!(error, ProofError::OutsideValidity) {
+            TokenRejection::Expired
+        } else {
+            TokenRejection::Forged
+        }
     })?;
     if claims.generation < router.sign_outs.required_generation(&claims.sub) {
         return Err(TokenRejection::Expired);

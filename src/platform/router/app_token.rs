@@ -79,7 +79,7 @@ pub(super) fn verify(keys: &ProofKeys, token: &str, now: Timestamp) -> Result<Ap
     }
     let now = now.as_second();
     if now > claims.exp + LEEWAY_SECONDS || now < claims.iat - LEEWAY_SECONDS {
-        return Err(ProofError::Stale);
+        return Err(ProofError::OutsideValidity);
     }
     Ok(claims)
 }
@@ -111,7 +111,7 @@ mod tests {
         let claims = verify(&keys, &minted.token, now).unwrap();
         assert_eq!((claims.sub, claims.aud, &*claims.app), (user.clone(), machine, "notes"));
         let late = now + SignedDuration::from_secs(APP_TOKEN_SECONDS + LEEWAY_SECONDS + 1);
-        assert_eq!(verify(&keys, &minted.token, late), Err(ProofError::Stale));
+        assert_eq!(verify(&keys, &minted.token, late), Err(ProofError::OutsideValidity));
         let forged = mint(&other, &user, machine, "notes", 0, now);
         assert_eq!(verify(&keys, &forged.token, now), Err(ProofError::BadSignature));
     }

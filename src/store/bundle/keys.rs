@@ -245,7 +245,7 @@ mod tests {
     fn successor_requires_a_higher_sequence() {
         let trusted = set(2, &[1, 2]);
         assert_eq!(trusted.successor(&set(1, &[1])), Ok(None));
-        assert_eq!(trusted.successor(&set(2, &[2, 1])), Ok(None), "their order does not matter");
+        assert_eq!(trusted.successor(&set(2, &[2, 1])), Ok(None), "the order of the keys does not matter");
         assert!(matches!(trusted.successor(&set(2, &[2])), Err(KeySetError::SequenceTaken { .. })));
         assert_eq!(trusted.successor(&set(3, &[2])), Ok(Some(set(3, &[2]))));
         assert_eq!(trusted.successor(&set(1002, &[2])), Ok(Some(set(1002, &[2]))));

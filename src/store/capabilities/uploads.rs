@@ -19,12 +19,12 @@ async fn start_upload(bucket: &Bucket, key: &Path, content: &'static [u8]) -> Re
         Ok(()) => Ok(upload),
         Err(error) => {
             upload.abort().await;
-            Err(store_error(key, error))
+            Err(to_store_error(key, error))
         }
     }
 }
 
-fn store_error(key: &Path, error: UploadError) -> StoreError {
+fn to_store_error(key: &Path, error: UploadError) -> StoreError {
     match error {
         UploadError::Store(error) => error,
         other => StoreError::corrupt(key, &other),
@@ -36,16 +36,16 @@ pub(super) async fn probe_visibility(bucket: &Bucket) -> Outcome {
     let probe = async {
         let aborted = start_upload(bucket, &key, b"aborted").await?;
         if !aborted.abort().await {
-            return Ok(Some("it could not be aborted".to_owned()));
+            return Ok(Some("an upload could not be aborted".to_owned()));
         }
         let mut upload = start_upload(bucket, &key, b"whole").await?;
         if bucket.head(&key).await?.is_some() {
             upload.abort().await;
-            return Ok(Some("it was visible before it was completed".to_owned()));
+            return Ok(Some("an upload was visible before it was completed".to_owned()));
         }
         if let Err(error) = upload.complete().await {
             upload.abort().await;
-            return Err(store_error(&key, error));
+            return Err(to_store_error(&key, error));
         }
         let read = bucket.get(&key, 1024).await?.map(|read| read.value);
         Ok((read.as_deref() != Some(b"whole")).then(|| "it stored wrong bytes".to_owned()))
@@ -67,7 +67,7 @@ pub(super) async fn probe_upload_once(bucket: &Bucket) -> Outcome {
             Ok(_) => Some("it replaced an existing object".to_owned()),
             Err(error) => {
                 second.abort().await;
-                return Err(store_error(&key, error));
+                return Err(to_store_error(&key, error));
             }
         };
         if instead.is_none() {

@@ -1,4 +1,4 @@
-//! Probes that object_store cannot send: wrong checksums, wrong signatures and conditional copies.
+//! Probes with requests that object_store cannot send: wrong checksums, wrong signatures and conditional copies.
 
 use http::{Method, StatusCode};
 
@@ -26,7 +26,7 @@ async fn put_temporary(
     response
 }
 
-/// `Yes` if the store refused the request with one of the statuses `refusals`.
+/// `Yes` if the store refused the request with one of the statuses in `refusals`.
 fn require_refusal(
     response: Result<StoreResponse, RequestError>,
     refusals: &[StatusCode],

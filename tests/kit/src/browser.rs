@@ -16,7 +16,7 @@ use crate::dev::{self, service_info::ServiceInfo};
 use crate::story::stack::{IMAGE_VERSION, RouterTransport, Stack, USER};
 use crate::{apt, child, fetch};
 
-/// A host that does not exist: no request may reach it.
+/// The host of an identity provider that does not exist: no request may be sent to it.
 const IDP_HOST: &str = "idp.svc.test";
 const CHROMIUM: &str = "/usr/bin/chromium";
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(600);
@@ -26,7 +26,7 @@ const TESTS_TIMEOUT: Duration = Duration::from_secs(900);
 #[derive(Debug, Clone)]
 pub struct Options {
     pub svc: PathBuf,
-    /// Adds code-server and its Node.js to the bundle, and runs only their tests.
+    /// Adds code-server and its Node.js to the bundle, and runs only code-server's tests.
     pub code_server: bool,
     /// A pattern for the names of the tests to run; `None` for all.
     pub only: Option<String>,
@@ -67,7 +67,7 @@ async fn run_tests(
     let machine = dev::provision(stack, Some(bundle)).await?;
     let info_file = out.join("dev.json");
     fs::write(&info_file, serde_json::to_vec_pretty(&ServiceInfo::collect(stack, &machine)?)?)?;
-    let mut node = node_tests();
+    let mut node = node_test_command();
     if let Some(only) = &options.only {
         node.arg(format!("--test-name-pattern={only}"));
     }
@@ -104,14 +104,14 @@ pub async fn run_in_terminal(stack: &Stack, command: &str) -> Result<()> {
     });
     let info_file = out.join("terminal.json");
     fs::write(&info_file, serde_json::to_vec_pretty(&info)?)?;
-    let mut node = node_tests();
+    let mut node = node_test_command();
     node.arg(tests.join("terminal.test.mjs")).env("SVC_TERMINAL_COMMAND", command);
     node.env("SVC_HANDBILL", &info_file).env("SVC_CHROMIUM", chromium).env("SVC_SCREENSHOTS", out);
     tokio::task::spawn_blocking(move || child::run(node, TESTS_TIMEOUT)).await?.map(drop)
 }
 
 /// A `node --test` command.
-fn node_tests() -> Command {
+fn node_test_command() -> Command {
     let mut node = Command::new("node");
     // An open page or browser must not keep the run from ending.
     node.args(["--test", "--test-concurrency=1", "--test-reporter=spec", "--test-force-exit"]);

@@ -20,7 +20,7 @@ const SHELLCHECK: Program = Program {
     path: "usr/bin/shellcheck",
 };
 
-/// Debian 12's cloud-init, with the imports of its `schema` command; run by Debian's own Python.
+/// Debian 12's cloud-init, with the packages that its `schema` command imports; run by Debian's own Python.
 const CLOUD_INIT: Program = Program {
     debs: &[
         Deb {
@@ -109,7 +109,7 @@ pub fn cloud_init_schema() -> Result<Command> {
     Ok(command)
 }
 
-/// A program that parses texts like cloud-init. Each input line is a text as a JSON string; each output line is its parse
+/// A program that parses texts as cloud-init does. Each input line is a text as a JSON string; each output line is its parse
 /// result: `{"read": …}` or `{"refused": "why"}`.
 pub fn cloud_init_reader() -> Result<Command> {
     const SCRIPT: &str = "

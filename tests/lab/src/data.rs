@@ -92,7 +92,7 @@ pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Re
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let delete =
         json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
-    stack.web.bridge(&stack.owner(), &delete).await?;
+    stack.web.call_bridge(&stack.owner(), &delete).await?;
     ensure!(stack.web.titles(&stack.owner()).await?.is_empty(), "some rows were not deleted");
     send_side_request(stack, Method::POST, "", json!({})).await?;
     let opened = wait_for_status(stack, "open").await?;
@@ -144,7 +144,7 @@ pub async fn export_and_import(stack: &Stack, machine: &MachineRecord) -> Result
     vm.run("rm -r /home/svc/home/projects", SHORT_TIMEOUT).await?.success()?;
     let delete =
         json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
-    stack.web.bridge(&stack.owner(), &delete).await?;
+    stack.web.call_bridge(&stack.owner(), &delete).await?;
     let import = vm
         .run("/opt/svc/bin/svc-restore import /var/backups/ada.tar", LONG_TIMEOUT)
         .await?

@@ -195,7 +195,7 @@ pub async fn wait_until_served(stack: &Stack) -> Result<Vec<String>> {
 async fn delete_note(stack: &Stack, title: &str) -> Result<()> {
     let filter = json!({"title": title});
     let call = json!({"action": "delete", "app": "notes", "table": "notes", "filter": filter});
-    let deleted = stack.web.bridge(&stack.owner(), &call).await?;
+    let deleted = stack.web.call_bridge(&stack.owner(), &call).await?;
     if deleted["affected"] != 1 {
         bail!("{} rows with title {title}", deleted["affected"]);
     }

@@ -144,7 +144,7 @@ pub async fn deploy_full_release(stack: &Stack, machine: &MachineRecord) -> Resu
         eventually("code-server", BOOT_TIMEOUT, || page(&stack.code, "/?folder=/home/svc/home")).await?;
     ensure!(editor.contains("workbench"), "code-server is {editor}");
     let socket = "/stable-0000000000000000000000000000000000000000?reconnectionToken=lab&reconnection=false";
-    let status = stack.code.web_socket(socket, &owner).await?;
+    let status = stack.code.request_web_socket(socket, &owner).await?;
     ensure!(status == 101, "code-server's WebSocket returned {status}");
     let anonymous = stack.code.get("/", None, "application/json").await?;
     ensure!(anonymous.status == 401, "a visitor without a session got {} from code-server", anonymous.status);

@@ -49,7 +49,7 @@ async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
             assert_eq!(fs::read(&last)?, before, "{place}: the old record is complete");
             assert_eq!(machine.backup_records()?.len(), lines + 1, "{place}: the line is written");
         }
-        disk.empty()?;
+        disk.delete_filler()?;
         machine.run(&["svc-db-backup"])?.expect(0);
         let line = machine.backup_records()?.pop().context("a record")?;
         assert_eq!(line["status"], "success", "{line}");
@@ -88,7 +88,7 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
         ended.stderr
     );
     assert_untouched(&new, "not started").await?;
-    disk.empty()?;
+    disk.delete_filler()?;
 
     let running = new.spawn(&["svc-restore"], &[("FAILPOINTS", "restore.downloading=sleep(30)")])?;
     let dump = || -> Option<u64> {
@@ -101,17 +101,17 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     let ended = wait_for_exit(running).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
     assert_untouched(&new, "in the download").await?;
-    disk.empty()?;
+    disk.delete_filler()?;
 
     let ended = fill_disk_at(&new, &disk, "restore.counted", "svc_restore_").await?.expect(70);
     assert!(ended.stderr.contains("journal.json"), "{}", ended.stderr);
     assert_untouched(&new, "before the swap").await?;
-    disk.empty()?;
+    disk.delete_filler()?;
 
     let ended = fill_disk_at(&new, &disk, "restore.renamed", "svc_before_").await?.expect(70);
     assert!(ended.stderr.contains("restore-complete"), "{}", ended.stderr);
     assert!(!new.marker() && is_restored(&new).await?, "swapped, but not marked yet");
-    disk.empty()?;
+    disk.delete_filler()?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.marker() && is_restored(&new).await?);
     let names = new.databases().await?;
@@ -147,7 +147,7 @@ async fn release_is_unpacked_only_with_free_space() -> Result<()> {
     let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"preflight".into()), "{last}");
     stage.assert_untouched()?;
-    disk.empty()?;
+    disk.delete_filler()?;
 
     let releases = stage.machine.path("opt/svc/releases");
     let begun = || {
@@ -158,7 +158,7 @@ async fn release_is_unpacked_only_with_free_space() -> Result<()> {
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
     let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"download".into()), "{last}");
-    disk.empty()?;
+    disk.delete_filler()?;
     stage.assert_untouched()?;
 
     stage.apply(NEW).await?.expect(0);
@@ -173,7 +173,7 @@ async fn update_with_full_journal_disk_completes_later() -> Result<()> {
     disk.fill(0)?;
     let ended = stage.apply(NEW).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
-    disk.empty()?;
+    disk.delete_filler()?;
     stage.assert_untouched()?;
 
     // The disk is full once the link is switched, so later steps cannot be recorded.
@@ -183,7 +183,7 @@ async fn update_with_full_journal_disk_completes_later() -> Result<()> {
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
     assert!(stage.machine.path("var/lib/svc/update/journal.json").exists(), "the journal is missing");
     assert!(is_switched() && current.join("bin/svc").is_file(), "the current release is complete");
-    disk.empty()?;
+    disk.delete_filler()?;
     stage.run(&["resume"], None).await?.expect(0);
     stage.assert_running(NEW)?;
     assert_eq!(stage.last_update()?["outcome"], "updated");
@@ -202,7 +202,7 @@ async fn full_disk_for_units_rolls_the_update_back() -> Result<()> {
     let last = stage.last_update()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"rolled_back".into(), &"units".into()), "{last}");
     assert!(last["error"].as_str().is_some_and(|why| why.contains("No space left")), "{last}");
-    disk.empty()?;
+    disk.delete_filler()?;
     stage.run(&["resume"], None).await?.expect(0);
     let current = fs::read_link(stage.machine.path("opt/svc/current"))?;
     assert!(current.ends_with(OLD), "{}", current.display());

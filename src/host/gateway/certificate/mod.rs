@@ -28,7 +28,7 @@ pub fn load_or_create(layout: &Layout) -> anyhow::Result<Identity> {
         return Identity::read(&layout.tls_cert(), &layout.tls_key())
             .with_context(|| format!("read {} and its key", layout.tls_cert().display()));
     }
-    let identity = tls::self_signed(&["svc-host".to_owned()])?;
+    let identity = tls::generate_self_signed(&["svc-host".to_owned()])?;
     fsx::write_atomic(&layout.tls_key(), identity.key_pem.as_bytes(), 0o600)?;
     fsx::write_atomic(&layout.tls_cert(), identity.cert_pem.as_bytes(), 0o600)?;
     Ok(identity)

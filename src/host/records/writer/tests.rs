@@ -272,7 +272,7 @@ fn full_disk_resumes_where_it_stopped_and_reports_the_gap() {
     let whole = torn.iter().filter(|&&byte| byte == b'\n').count() as u64;
     assert!((1..7).contains(&whole), "{whole} lines fit");
     assert!(numbers(&after.path().join("audit.jsonl")).into_iter().eq((0..whole).chain([99])));
-    disk.empty().unwrap();
+    disk.delete_filler().unwrap();
     assert!(records.flush(TIMEOUT) && !records.is_stuck());
     records.append(Record::Audit, &json!({"n": accepted})).unwrap();
     drop(writer);

@@ -31,9 +31,10 @@ pub const ARCHIVE: &str = "svc-host-bundle.tar.gz";
 /// Default validity of a signed manifest.
 pub const VALID_DAYS: u32 = 365;
 
-const KIT_APPS: [(&str, &str); 4] = [
+const KIT_APPS: [(&str, &str); 5] = [
     ("app/apps/notes/svc.json", include_str!("../../apps/notes/svc.json")),
     ("app/apps/notes/dist/index.html", include_str!("../../apps/notes/dist/index.html")),
+    ("app/apps/notes/dist/main.js", include_str!("../../apps/notes/dist/main.js")),
     ("app/apps/tasks/svc.json", include_str!("../../apps/tasks/svc.json")),
     ("app/apps/tasks/dist/index.html", include_str!("../../apps/tasks/dist/index.html")),
 ];
@@ -201,7 +202,7 @@ fn check_removals(removes: &[String], components: &[Component]) -> Result<()> {
 }
 
 /// Reads the image version from the manifest in `dir`.
-pub fn version_of(dir: &Path) -> Result<String> {
+pub fn read_version(dir: &Path) -> Result<String> {
     let path = dir.join(format!("{ARCHIVE}.json"));
     let text = fs::read(&path).with_context(|| format!("read {}", path.display()))?;
     let manifest: serde_json::Value = serde_json::from_slice(&text)?;
@@ -249,7 +250,7 @@ fn assemble_tree(options: &Options, program: PathBuf) -> Result<Tree> {
     }
     for agent in &options.runtime {
         let Some(name) = agent.name.strip_prefix("agents/") else { continue };
-        for command in runtime::commands(agent)? {
+        for command in runtime::list_commands(agent)? {
             tree.add_link(format!("runtime/agents/bin/{command}"), format!("../{name}/bin/{command}"));
         }
     }
@@ -269,7 +270,7 @@ fn project_dir() -> PathBuf {
 }
 
 /// The time of the sources, so that the build time does not affect the output: `SOURCE_DATE_EPOCH`, otherwise the commit's
-/// time.
+/// time, otherwise 1970.
 fn source_date() -> i64 {
     let epoch = std::env::var("SOURCE_DATE_EPOCH").ok();
     let commit = || {

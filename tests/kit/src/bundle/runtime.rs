@@ -40,7 +40,7 @@ const BUILD_PACKAGES: [&str; 5] =
 const BUILD_LEFTOVERS: [&str; 5] =
     ["Makefile", "binding.Makefile", "config.gypi", "gyp-mac-tool", "obj.target"];
 
-/// A `--runtime NAME=DIR` or `--runtime NAME=npm:PACKAGE@VERSION`.
+/// The value of an option `--runtime`: `NAME=DIR` or `NAME=npm:PACKAGE@VERSION`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Source {
     name: String,
@@ -101,11 +101,12 @@ pub fn gather_agent(name: &str) -> Result<Part> {
     parts.pop().context("a source must have one part")
 }
 
-/// The sources of a full bundle: `chosen`, and each pinned runtime that `chosen` does not replace.
+/// Returns the sources of a full bundle: `chosen`, and each pinned runtime that `chosen` does not replace. Installs the
+/// build dependencies of code-server if it comes from npm.
 ///
 /// # Errors
 /// Fails if the build dependencies of code-server are missing and cannot be installed.
-pub fn full_sources(chosen: &[Source]) -> Result<Vec<Source>> {
+pub fn prepare_full_sources(chosen: &[Source]) -> Result<Vec<Source>> {
     let mut sources = chosen.to_vec();
     for pinned in [PINNED_NODE, PINNED_CODE_SERVER].into_iter().chain(PINNED_AGENTS) {
         let pinned: Source = pinned.parse()?;
@@ -191,7 +192,7 @@ pub fn copy_client_tools(postgres: &PgBinaries, into: &Path) -> Result<Part> {
     let install = postgres.dir().parent().context("PostgreSQL's programs are not in an installation")?;
     let (name, package) = (install.file_name(), install.parent());
     let (name, package) = name.zip(package).context("PostgreSQL's programs are not in a package")?;
-    let package_name = package.file_name().context("a package has a name")?;
+    let package_name = package.file_name().context("the package's path has no name")?;
     let bin = into.join(package_name).join(name).join("bin");
     fs::create_dir_all(&bin)?;
     for tool in CLIENT_TOOLS {
@@ -216,8 +217,8 @@ pub fn copy_client_tools(postgres: &PgBinaries, into: &Path) -> Result<Part> {
     Ok(Part { name: POSTGRES.to_owned(), version: version.to_owned(), dir: into.to_owned() })
 }
 
-/// Installs a package with npm, with `bin/` for its commands. A package without dependencies is used without the
-/// surrounding tree.
+/// Installs a package with npm, with `bin/` for its commands. An unscoped package without dependencies and
+/// launchers is used without the surrounding tree.
 fn fetch_npm_part(name: &str, package: &str, version: &str, node: Option<&Part>) -> Result<Part> {
     let node_suffix = node.map(|node| format!("-node-{}", node.version)).unwrap_or_default();
     let tool = format!("npm-{}-{version}{node_suffix}", package.trim_start_matches('@').replace('/', "-"));
@@ -332,8 +333,8 @@ fn write_launchers(dir: &Path, package: &str, depth: usize) -> Result<()> {
     Ok(())
 }
 
-/// The commands of a part that has launchers.
-pub(super) fn commands(part: &Part) -> Result<Vec<String>> {
+/// Lists the commands in the `bin/` of a part.
+pub(super) fn list_commands(part: &Part) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(part.dir.join("bin")).into_iter().flatten() {
         let Ok(name) = entry?.file_name().into_string() else { bail!("a command name is not UTF-8") };
@@ -420,7 +421,7 @@ mod tests {
     fn full_bundle_has_pinned_runtimes_unless_replaced() {
         let own: Source = "node=/opt/node".parse().unwrap();
         let code = "code-server=/opt/code".parse().unwrap();
-        let sources = full_sources(&[own.clone(), code]).unwrap();
+        let sources = prepare_full_sources(&[own.clone(), code]).unwrap();
         let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
         assert_eq!(names, ["node", "code-server", "agents/claude", "agents/codex"]);
         assert_eq!(sources[0], own);

@@ -162,9 +162,14 @@ fn removed_parts_are_listed_and_must_not_be_bundled() {
 fn minimal_bundle_has_kit_apps_and_all_folders() {
     let dir = tempfile::tempdir().unwrap();
     let found = unpack(&build_minimal(&fake_svc(dir.path()), "v1", &dir.path().join("out")).unwrap());
-    for path in
-        ["app/apps/notes/svc.json", "app/apps/tasks/dist/index.html", "release.json", "runtime/", "systemd/"]
-    {
+    for path in [
+        "app/apps/notes/svc.json",
+        "app/apps/notes/dist/main.js",
+        "app/apps/tasks/dist/index.html",
+        "release.json",
+        "runtime/",
+        "systemd/",
+    ] {
         assert!(found.contains_key(path), "{path}: {:?}", found.keys());
     }
     let units = project_dir().join("systemd/system");

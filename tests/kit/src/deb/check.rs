@@ -34,7 +34,7 @@ const EXPECTED_TAGS: [&str; 7] = [
     "non-standard-file-perm",
 ];
 
-/// Runs all operations of dpkg on the packages.
+/// Builds, installs, upgrades, removes and purges the packages, and checks the result of each step.
 ///
 /// # Errors
 /// Returns the first failure.
@@ -120,7 +120,10 @@ async fn check_platform_package(root: &mut Root, options: &Options, packages: &[
             "/{path} has mode {:o}",
             meta.permissions().mode()
         );
-        ensure!(meta.uid() == 0 && meta.gid() == group_id(root, "svc-platform")?, "/{path} has wrong owners");
+        ensure!(
+            meta.uid() == 0 && meta.gid() == group_id(root, "svc-platform")?,
+            "/{path} has the wrong owner or group"
+        );
     }
     check_documentation(root, "svc-platform", "svc-platform.8")?;
 
@@ -137,7 +140,10 @@ async fn check_platform_package(root: &mut Root, options: &Options, packages: &[
             // An operator may have deleted the example; dpkg does not restore it.
             fs::remove_file(root.path(EXAMPLE))?;
             let output = root.run(&["dpkg", "--install", &root.copy_in(&packages[1])?])?;
-            ensure!(!output.contains("not configured"), "the upgrade reports it as unconfigured:\n{output}");
+            ensure!(
+                !output.contains("not configured"),
+                "the upgrade reports the platform as unconfigured:\n{output}"
+            );
             check_version(root, "svc-platform", "+next")?;
             run_platform(root, &url, &dir.path().join("platform-2.log"), &stack).await
         }

@@ -82,7 +82,7 @@ impl Root {
 
     /// Copies a file to /root inside the root.
     pub fn copy_in(&self, file: &Path) -> Result<String> {
-        let name = file.file_name().context("a file")?.to_string_lossy().into_owned();
+        let name = file.file_name().context("the path has no file name")?.to_string_lossy().into_owned();
         std::fs::copy(file, self.path("root").join(&name))?;
         Ok(format!("/root/{name}"))
     }

@@ -119,7 +119,7 @@ fn component((name, version): &Crate, package: &Value, checksum: Option<&String>
     component
 }
 
-/// Libraries of the compiler and of the build system.
+/// The compiler's standard library, and the C library of the machine that builds.
 fn system_libraries() -> Vec<Value> {
     let output_of = |program: &str, args: &[&str]| {
         let mut command = Command::new(program);

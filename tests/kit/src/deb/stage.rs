@@ -215,7 +215,7 @@ fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
 }
 
 fn make_parent(path: &Path) -> Result<()> {
-    Ok(fs::create_dir_all(path.parent().context("a path with a parent")?)?)
+    Ok(fs::create_dir_all(path.parent().context("the path has no parent")?)?)
 }
 
 fn set_mode(path: &Path, bits: u32) -> Result<()> {

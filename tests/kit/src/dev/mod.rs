@@ -16,7 +16,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 pub use self::instance_dir::{AlreadyRunning, DevLock};
 use crate::bundle;
 use crate::child;
-use crate::story::first_life::MachineRecord;
+use crate::story::first_machine::MachineRecord;
 use crate::story::stack::{CONFIRMED, HANDLE, IMAGE_VERSION, RouterTransport, Stack, USER, eventually};
 
 /// The router loads a new machine within a second.
@@ -72,7 +72,7 @@ async fn provision_and_wait(
 pub(crate) async fn provision(stack: &Stack, bundle: Option<&Path>) -> Result<MachineRecord> {
     stack.svcctl(&["slot", "set", USER, "--plan", "max"]).await?.success()?;
     let (dir, version) = match bundle {
-        Some(dir) => (dir.to_owned(), bundle::version_of(dir)?),
+        Some(dir) => (dir.to_owned(), bundle::read_version(dir)?),
         None => {
             let (svc, out) = (stack.svc.clone(), stack.dir.join("bundle"));
             let build = move || bundle::build_minimal(&svc, IMAGE_VERSION, &out);

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::provider::Simulator;
-use crate::story::first_life::MachineRecord;
+use crate::story::first_machine::MachineRecord;
 use crate::story::slot::BUCKET;
 use crate::story::stack::{HANDLE, Stack, USER};
 
@@ -14,7 +14,7 @@ use crate::story::stack::{HANDLE, Stack, USER};
 #[serde(rename_all = "camelCase")]
 pub(crate) struct ServiceInfo {
     pub(crate) platform_url: String,
-    /// Requests for the router carry one of these as `Host`.
+    /// The `Host` of requests to the router is this or `code_host`.
     pub(crate) app_host: String,
     pub(crate) code_host: String,
     pub(crate) router_url: String,

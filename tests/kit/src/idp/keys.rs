@@ -103,7 +103,7 @@ impl Key {
         match &self.signer {
             Signer::Ed25519(key) => key.sign(message).as_ref().to_vec(),
             Signer::P256(key) => {
-                key.sign(&random, message).expect("cannot sign with the P-256 key").as_ref().to_vec()
+                key.sign(&random, message).expect("the P-256 key can sign").as_ref().to_vec()
             }
             Signer::Rsa(key) => {
                 let mut signature = vec![0; key.public().modulus_len()];

@@ -113,7 +113,7 @@ impl Idp {
         *self.state.jwks_status.lock().unwrap_or_else(PoisonError::into_inner) = status;
     }
 
-    /// Refuses connections until [`Idp::up`].
+    /// Refuses connections until [`Idp::bring_up`].
     pub fn take_down(&self) {
         self.listener.close();
     }

@@ -37,7 +37,7 @@ fn reservation_folder() -> io::Result<PathBuf> {
     Ok(folder)
 }
 
-/// Locks the file of `port`; `None` if another process holds the lock. The lock ends with the process.
+/// Locks the file of `port`; `None` if another caller, in any process, holds the lock. The lock ends with its process.
 ///
 /// Programs started by a test do not inherit the file descriptor, so they hold no lock.
 fn reserve(folder: &Path, port: u16) -> io::Result<Option<File>> {

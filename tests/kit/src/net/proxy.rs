@@ -28,7 +28,7 @@ struct Shared {
 struct Faults {
     delay: Duration,
     reset_after: Option<u64>,
-    silent: bool,
+    is_silent: bool,
 }
 
 impl Proxy {
@@ -67,7 +67,7 @@ impl Proxy {
 
     /// Withholds all data without closing connections, to provoke timeouts.
     pub fn silence(&self) {
-        self.shared.change(|faults| faults.silent = true);
+        self.shared.change(|faults| faults.is_silent = true);
     }
 
     /// Refuses connections, and breaks existing ones.
@@ -94,7 +94,7 @@ impl Shared {
     /// Waits for the configured delay, and while data is withheld.
     async fn hold(&self) {
         tokio::time::sleep(self.faults().delay).await;
-        while self.faults().silent {
+        while self.faults().is_silent {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }

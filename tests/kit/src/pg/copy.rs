@@ -27,7 +27,7 @@ impl TablesCopy {
     ///
     /// # Errors
     /// Fails on a database error.
-    pub async fn empty(&self, client: &Client) -> Result<()> {
+    pub async fn empty_tables(&self, client: &Client) -> Result<()> {
         execute_with_retry(client, &self.empty_sql).await
     }
 
@@ -48,7 +48,7 @@ impl TablesCopy {
         if found.is_none() {
             return Ok(false);
         }
-        self.empty(client).await?;
+        self.empty_tables(client).await?;
         execute_with_retry(client, RESTORE).await?;
         Ok(true)
     }

@@ -19,7 +19,7 @@ impl Addresses {
         let mut last_error = None;
         for _ in 0..20 {
             let random = *Uuid::new_v4().as_bytes();
-            // Other programs use 127.0.
+            // Other programs use addresses that begin with 127.0.
             let network = [random[0].max(1), random[1]];
             match TcpListener::bind((Ipv4Addr::new(127, network[0], network[1], 1), 0)) {
                 Ok(listener) => {

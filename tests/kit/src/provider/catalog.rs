@@ -251,5 +251,5 @@ impl Entry for Image {
     }
 }
 
-/// The traffic that a server may send per month for free: 20 TB.
+/// The traffic that a server may send per month for free: 20 TiB, which the provider calls 20 TB.
 pub(super) const INCLUDED_TRAFFIC_BYTES: u64 = 20 << 40;

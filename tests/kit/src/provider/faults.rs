@@ -6,22 +6,22 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", rename_all_fields = "camelCase", tag = "kind")]
 pub enum Fault {
-    /// Refused with this status and code. `reset_in_seconds` sets the rate headers to "exhausted".
+    /// The call is refused with this status and code. `reset_in_seconds` sets the rate headers to "exhausted".
     Status {
         status: u16,
         code: String,
         #[serde(default)]
         reset_in_seconds: Option<u64>,
     },
-    /// Executed, then the connection is cut without a response.
+    /// The call is executed, then the connection is cut without a response.
     LostReplyAfterCommit,
-    /// The connection is cut before execution.
+    /// The connection is cut before the call is executed.
     LostRequest,
-    /// Executed, with a delayed response.
+    /// The call is executed, and its response is delayed.
     SlowReply { ms: u64 },
-    /// Accepted; its action ends as an error, without effect.
+    /// The call is accepted; its action ends as an error, without effect.
     ActionError,
-    /// Neither executed nor answered: the caller times out.
+    /// The call is neither executed nor answered: the caller times out.
     Timeout,
 }
 

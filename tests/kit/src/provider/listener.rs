@@ -79,7 +79,7 @@ async fn handle(
 
     let error = if !is_authorized(cloud, &request) {
         Some(Refusal::new(StatusCode::UNAUTHORIZED, "unauthorized", "unable to authenticate"))
-    } else if !rate.allowed {
+    } else if !rate.is_allowed {
         Some(Refusal::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", "rate limit exceeded"))
     } else {
         None

@@ -27,7 +27,7 @@ pub(super) struct Bucket {
 /// The bucket's decision on one call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RateDecision {
-    pub(super) allowed: bool,
+    pub(super) is_allowed: bool,
     limit: u32,
     remaining: u32,
     reset_unix: u64,
@@ -44,13 +44,13 @@ impl Bucket {
         self.tokens =
             (self.tokens + (now - self.refilled_at).as_secs_f64() * self.rate.per_second).min(limit);
         self.refilled_at = now;
-        let allowed = self.tokens >= 1.0;
-        if allowed {
+        let is_allowed = self.tokens >= 1.0;
+        if is_allowed {
             self.tokens -= 1.0;
         }
         let full_in = Duration::from_secs_f64((limit - self.tokens) / self.rate.per_second);
         RateDecision {
-            allowed,
+            is_allowed,
             limit: self.rate.limit,
             remaining: self.tokens as u32,
             reset_unix: (since_epoch() + full_in).as_secs_f64().ceil() as u64,

@@ -22,17 +22,17 @@ use http::Uri;
 /// A fault in the handling of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Not executed; the response has this status (5xx, 429, 403…).
+    /// The request is not executed; the response has this status (5xx, 429, 403…).
     Status(u16),
-    /// Not executed; the response is an S3 error with this status and code (`403`, `RequestTimeTooSkewed`).
+    /// The request is not executed; the response is an S3 error with this status and code (`403`, `RequestTimeTooSkewed`).
     Code(u16, &'static str),
-    /// Executed; the response has a wrong ETag.
+    /// The request is executed; the response has a wrong ETag.
     WrongEtag,
-    /// Delayed by this duration; other faults still apply.
+    /// The request is delayed by this duration; other faults still apply.
     Delay(Duration),
-    /// Executed; the connection is cut before the response.
+    /// The request is executed; the connection is cut before the response.
     LostReply,
-    /// Executed; the response has this status regardless.
+    /// The request is executed; the response has this status regardless.
     StatusAfterCommit(u16),
     /// The body of the response is truncated after this many bytes.
     TruncateBody(u64),
@@ -40,7 +40,7 @@ pub enum Fault {
     CorruptBody,
     /// A read returns the content before the last write to the key.
     StaleRead,
-    /// Not executed; the connection is cut.
+    /// The request is not executed; the connection is cut.
     Refuse,
 }
 
@@ -62,32 +62,32 @@ impl Rule {
         Self { fault, method: None, key: None, key_end: None, query: None, is_sts: false, after: 0, times: 1 }
     }
 
-    /// Only requests with this method.
+    /// Selects only requests with this method.
     pub fn method(mut self, method: &str) -> Self {
         self.method = Some(method.to_ascii_uppercase());
         self
     }
 
-    /// Only requests whose path, `/bucket/key` as in the URL, contains this.
+    /// Selects only requests whose path, `/bucket/key` as in the URL, contains this.
     pub fn key(mut self, contained: &str) -> Self {
         self.key = Some(contained.to_owned());
         self
     }
 
-    /// Only requests whose path has this suffix.
+    /// Selects only requests whose path has this suffix.
     pub fn key_ending(mut self, end: &str) -> Self {
         self.key_end = Some(end.to_owned());
         self
     }
 
-    /// Only requests to STS, whose path is the root.
+    /// Selects only requests to STS, whose path is the root.
     pub fn sts(mut self) -> Self {
         self.is_sts = true;
         self
     }
 
-    /// Only requests whose query contains this: `uploads` creates a multipart upload, `partNumber=2` uploads a part,
-    /// `list-type=2` lists.
+    /// Selects only requests whose query contains this: `uploads` creates a multipart upload, `partNumber=2` uploads a
+    /// part, `list-type=2` lists.
     pub fn query(mut self, contained: &str) -> Self {
         self.query = Some(contained.to_owned());
         self
@@ -153,8 +153,8 @@ impl Faults {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
-    /// The faults of this request: the sum of all matching delays, and the first other fault.
-    pub(super) fn next_for(&self, method: &str, uri: &Uri) -> (Duration, Option<Fault>) {
+    /// Takes the faults for this request: the sum of all matching delays, and the first other fault.
+    pub(super) fn take_faults(&self, method: &str, uri: &Uri) -> (Duration, Option<Fault>) {
         let (mut delay, mut fault) = (Duration::ZERO, None);
         for active in self.0.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
             let is_delay = matches!(active.rule.fault, Fault::Delay(_));

@@ -91,7 +91,7 @@ impl S3Server {
         Self::start_with(dir, None)
     }
 
-    /// Like [`Self::start`], but a third-party server executes the requests. It does not check signatures.
+    /// Like [`Self::start`], but a third-party server executes the requests, without checking signatures.
     ///
     /// # Errors
     /// Like [`Self::start`].
@@ -266,7 +266,7 @@ impl S3Server {
         keys
     }
 
-    /// Like [`Self::uploads`], but only for uploads with parts.
+    /// Like [`Self::uploads`], but only for uploads with parts. Always empty with a third-party server.
     pub fn uploads_with_parts(&self, bucket: &str) -> Vec<String> {
         let keys = |bucket: &mut store::Bucket| {
             let filled = bucket.uploads.values().filter(|upload| !upload.parts.is_empty());
@@ -287,7 +287,7 @@ impl S3Server {
         self.http.faults.clear();
     }
 
-    /// Refuses connections, and cuts existing ones, until [`S3Server::up`].
+    /// Refuses connections, and cuts existing ones, until [`S3Server::bring_up`].
     pub fn take_down(&self) {
         self.listener.close();
     }
@@ -303,7 +303,7 @@ impl S3Server {
         self.listener.drain(DRAIN_TIMEOUT).await.context("wait for the store's clients")
     }
 
-    /// All requests that were handled or cut so far, in order of completion; at most 100,000.
+    /// All requests that were handled or cut so far, in order of completion; only the first 100,000.
     pub fn requests(&self) -> Vec<RequestRecord> {
         self.http.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

@@ -79,7 +79,7 @@ impl Sessions {
                 requested_lifetime,
             },
             secret: hex(),
-            // Contains all characters of base64, like real tokens.
+            // Contains the special characters of base64, like real tokens.
             token: format!("{}/{}+{}==", hex(), hex(), hex()),
             policy,
             is_revoked: false,

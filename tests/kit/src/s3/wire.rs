@@ -58,7 +58,7 @@ impl HttpLayer {
 
     async fn handle(&self, request: Request<Incoming>) -> Result<Response<Body>, HttpError> {
         let (method, uri) = (request.method().as_str().to_owned(), request.uri().clone());
-        let (delay, fault) = self.faults.next_for(&method, &uri);
+        let (delay, fault) = self.faults.take_faults(&method, &uri);
         tokio::time::sleep(delay).await;
         let result = self.handle_with(request, fault).await;
         let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);

@@ -4,10 +4,10 @@ use std::fmt;
 use std::fs;
 use std::str::FromStr;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde_json::Value;
 
-use super::first_life::MachineRecord;
+use super::first_machine::MachineRecord;
 use super::stack::Stack;
 use crate::s3::{Fault, Rule};
 
@@ -77,12 +77,13 @@ pub fn corrupt_snapshot_gets(stack: &Stack) {
 
 /// Replaces the certificate and key on the host's disk, and restarts its gateway.
 pub async fn replace_tls_key(stack: &Stack, machine: &MachineRecord) {
-    let result = swap_tls_key(stack, machine).await;
-    let outcome = result.map_or_else(|error| format!("attempt failed: {error:#}"), |()| "broken".to_owned());
-    println!("      ({outcome}: the host has another TLS key)");
+    match try_replace_tls_key(stack, machine).await {
+        Ok(()) => println!("      (broken: the host has another TLS key)"),
+        Err(error) => println!("      (cannot replace the host's TLS key: {error:#})"),
+    }
 }
 
-async fn swap_tls_key(stack: &Stack, machine: &MachineRecord) -> Result<()> {
+async fn try_replace_tls_key(stack: &Stack, machine: &MachineRecord) -> Result<()> {
     let (cert, key) = stack.ca.issue(&["svc-host"])?;
     let tls = stack.provider.disk(&machine.server)?.join("var/lib/svc/tls");
     stack.provider.stop_service(&machine.server, "svc-gateway").await?;
@@ -104,8 +105,8 @@ pub fn remove_fence(stack: &Stack, first: &MachineRecord) {
         let entry = format!("system/db/pointer-log/{:016}.json", pointer["seq"].as_u64().unwrap_or_default());
         stack.slot.write(&stack.store, &entry, &pointer);
     });
-    let outcome = result
-        .context("read the pointer")
-        .map_or_else(|error| format!("attempt failed: {error:#}"), |()| "broken".to_owned());
-    println!("      ({outcome}: the pointer's fence is back at epoch {})", first.epoch);
+    match result {
+        Ok(()) => println!("      (broken: the pointer's fence is back at epoch {})", first.epoch),
+        Err(error) => println!("      (cannot remove the pointer's fence: {error:#})"),
+    }
 }

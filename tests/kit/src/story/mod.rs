@@ -5,11 +5,11 @@
 //! objects. [`Breakage`] causes one defect from outside; the story must then fail at the matching step.
 
 mod breakage;
-pub(crate) mod first_life;
+pub(crate) mod first_machine;
 mod platform;
 mod program;
+mod recovery;
 mod report;
-mod second_life;
 pub(crate) mod slot;
 pub(crate) mod stack;
 mod web;
@@ -21,13 +21,13 @@ use tempfile::TempDir;
 use tokio::signal::unix::{SignalKind, signal};
 
 pub use self::breakage::Breakage;
-pub use self::first_life::{MachineRecord, backup, insert_and_find, insert_later_row, publish_signed};
+pub use self::first_machine::{MachineRecord, backup, insert_and_find, insert_later_row, publish_signed};
 pub use self::platform::Platform;
 pub use self::program::Program;
-pub use self::report::{Report, Step, StepFailed};
-pub use self::second_life::{
+pub use self::recovery::{
     Timeouts, check_owner_gets_503, check_restored_rows, delete, fail_recovery_midway, undelete,
 };
+pub use self::report::{Report, Step, StepFailed};
 pub use self::slot::BUCKET;
 pub use self::stack::{
     CONFIRMED, HANDLE, HostBackend, IMAGE_VERSION, RouterTransport, Stack, USER, eventually,
@@ -140,37 +140,36 @@ async fn run_steps(
 ) -> Result<(), StepFailed> {
     let is_broken = |expected: Breakage| breakage == Some(expected);
     report.hidden_step("watched", inspect(stack, Checkpoint::Started)).await?;
-    report.step("publish", first_life::publish(stack)).await?;
-    let first = report.step("provision", first_life::provision(stack)).await?;
-    report.step("boot", first_life::boot(stack, &first)).await?;
+    report.step("publish", first_machine::publish(stack)).await?;
+    let first = report.step("provision", first_machine::provision(stack)).await?;
+    report.step("boot", first_machine::check_boot(stack, &first)).await?;
     if is_broken(Breakage::Pin) {
         breakage::replace_tls_key(stack, &first).await;
     }
-    report.step("use", first_life::insert_and_find(stack)).await?;
+    report.step("use", first_machine::insert_and_find(stack)).await?;
     if is_broken(Breakage::Backup) {
         breakage::fail_snapshot_puts(stack);
     }
-    let backup = report.step("backup", first_life::backup(stack, &first)).await?;
-    report.step("resize", first_life::resize(stack, &first)).await?;
-    report.step("update", first_life::update(stack, &first)).await?;
-    report.step("roll-back", first_life::roll_back(stack, &first)).await?;
-    let first = report
-        .step("failed-recovery", second_life::fail_recovery_midway(stack, &first, Timeouts::DEMO))
-        .await?;
-    report.step("later-row", first_life::insert_later_row(stack)).await?;
-    report.step("loss", second_life::lose_machine(stack, &first)).await?;
+    let backup = report.step("backup", first_machine::backup(stack, &first)).await?;
+    report.step("resize", first_machine::resize(stack, &first)).await?;
+    report.step("update", first_machine::update(stack, &first)).await?;
+    report.step("roll-back", first_machine::roll_back(stack, &first)).await?;
+    let first =
+        report.step("failed-recovery", recovery::fail_recovery_midway(stack, &first, Timeouts::DEMO)).await?;
+    report.step("later-row", first_machine::insert_later_row(stack)).await?;
+    report.step("loss", recovery::lose_machine(stack, &first)).await?;
     if is_broken(Breakage::Restore) {
         breakage::corrupt_snapshot_gets(stack);
     }
-    let second = report.step("recover", second_life::recover(stack, &first)).await?;
-    report.step("rows", second_life::check_restored_rows(stack)).await?;
+    let second = report.step("recover", recovery::recover(stack, &first)).await?;
+    report.step("rows", recovery::check_restored_rows(stack)).await?;
     if is_broken(Breakage::Fence) {
         breakage::remove_fence(stack, &first);
     }
-    report.step("fenced", second_life::check_old_backup_refused(stack, &first, &backup)).await?;
-    report.step("superseded", second_life::check_old_machine_superseded(stack, &first, &backup)).await?;
+    report.step("fenced", recovery::check_old_backup_refused(stack, &first, &backup)).await?;
+    report.step("superseded", recovery::check_old_machine_superseded(stack, &first, &backup)).await?;
     report.hidden_step("watched", inspect(stack, Checkpoint::Recovered)).await?;
-    report.step("undelete", second_life::undelete(stack, &second, Timeouts::DEMO)).await?;
-    report.step("delete", second_life::delete(stack, &second)).await?;
-    report.step("gone", second_life::check_owner_gets_503(stack)).await
+    report.step("undelete", recovery::undelete(stack, &second, Timeouts::DEMO)).await?;
+    report.step("delete", recovery::delete(stack, &second)).await?;
+    report.step("gone", recovery::check_owner_gets_503(stack)).await
 }

@@ -109,7 +109,7 @@ impl Stack {
         Self::start_on(svc, dir, transport, HostBackend::Processes, extra_env).await
     }
 
-    /// Like [`Self::start_with`], with another kind of servers. Virtual machines get no settings except their user-data.
+    /// Like [`Self::start_with`], with another kind of server. Virtual machines get no settings except their user-data.
     pub async fn start_on(
         svc: &Path,
         dir: &Path,

@@ -52,7 +52,7 @@ impl WebClient {
     }
 
     /// Requests a WebSocket upgrade, and returns the status of the response.
-    pub async fn web_socket(&self, path: &str, bearer: &str) -> Result<StatusCode> {
+    pub async fn request_web_socket(&self, path: &str, bearer: &str) -> Result<StatusCode> {
         let request = self
             .client
             .get(format!("{}{path}", self.base))
@@ -66,7 +66,7 @@ impl WebClient {
     }
 
     /// Calls the bridge as the owner through the router, and returns `data` of the response.
-    pub async fn bridge(&self, bearer: &str, call: &Value) -> Result<Value> {
+    pub async fn call_bridge(&self, bearer: &str, call: &Value) -> Result<Value> {
         let request =
             self.client.post(format!("{}/api/bridge/query", self.base)).bearer_auth(bearer).json(call);
         let response = read(request).await?;
@@ -82,13 +82,14 @@ impl WebClient {
 
     pub async fn insert(&self, bearer: &str, title: &str) -> Result<Value> {
         let data = json!({"title": title, "body": "from the story", "pinned": false, "rank": 7});
-        self.bridge(bearer, &json!({"action": "insert", "app": "notes", "table": "notes", "data": data}))
+        self.call_bridge(bearer, &json!({"action": "insert", "app": "notes", "table": "notes", "data": data}))
             .await
     }
 
     /// The titles of all notes, sorted.
     pub async fn titles(&self, bearer: &str) -> Result<Vec<String>> {
-        let rows = self.bridge(bearer, &json!({"action": "find", "app": "notes", "table": "notes"})).await?;
+        let rows =
+            self.call_bridge(bearer, &json!({"action": "find", "app": "notes", "table": "notes"})).await?;
         let rows = rows.as_array().with_context(|| format!("find did not return rows: {rows}"))?;
         let mut titles: Vec<String> =
             rows.iter().filter_map(|row| Some(row["title"].as_str()?.to_owned())).collect();

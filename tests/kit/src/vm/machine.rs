@@ -21,7 +21,7 @@ const TOOL_TIMEOUT: Duration = Duration::from_secs(60);
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(180);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Processors and memory; a resize changes them.
+/// Processors, memory and disk; a resize changes only the first two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
     pub cores: u32,
@@ -155,7 +155,7 @@ impl Machine {
 
     /// Presses the power button; cuts the power if the guest does not shut down in time.
     pub async fn shut_down(&self) {
-        if qmp::command(&self.qmp_socket, "system_powerdown").await.is_ok() {
+        if qmp::execute(&self.qmp_socket, "system_powerdown").await.is_ok() {
             let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
             while self.is_on() && Instant::now() < deadline {
                 tokio::time::sleep(POLL_INTERVAL).await;

@@ -1,4 +1,4 @@
-//! The subset of QEMU's control protocol (QMP) that the power button needs.
+//! The subset of QEMU's control protocol (QMP) that is needed to press a virtual machine's power button.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,12 +10,9 @@ use tokio::net::UnixStream;
 
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Executes a command.
-pub(super) async fn command(socket: &Path, name: &str) -> Result<()> {
+pub(super) async fn execute(socket: &Path, name: &str) -> Result<()> {
     let response = tokio::time::timeout(TIMEOUT, exchange(socket, name)).await;
-    response
-        .with_context(|| format!("QMP {name}: no response in time"))?
-        .with_context(|| format!("QMP {name}"))
+    response.with_context(|| format!("QMP {name}: timed out"))?.with_context(|| format!("QMP {name}"))
 }
 
 async fn exchange(socket: &Path, name: &str) -> Result<()> {

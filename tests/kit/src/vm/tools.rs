@@ -18,7 +18,7 @@ const PROGRAMS: [(&str, &str); 7] = [
 /// Installs missing programs.
 ///
 /// # Errors
-/// Fails if a missing program cannot be installed: only root on Debian can.
+/// Fails without root, or if a missing program cannot be installed.
 pub fn ensure_installed() -> Result<()> {
     ensure!(
         nix::unistd::geteuid().is_root(),

@@ -1,4 +1,4 @@
-//! Tests of the server with the product's client.
+//! Tests of the S3 server with the client that the product uses.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ fn fixture() -> Result<Fixture> {
     fixture_with(|builder| builder.with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() }))
 }
 
-fn fixture_with(adapt: impl FnOnce(AmazonS3Builder) -> AmazonS3Builder) -> Result<Fixture> {
+fn fixture_with(configure: impl FnOnce(AmazonS3Builder) -> AmazonS3Builder) -> Result<Fixture> {
     rustls::crypto::ring::default_provider().install_default().ok();
     let dir = tempfile::tempdir()?;
     let server = Arc::new(S3Server::start(dir.path())?);
@@ -37,7 +37,7 @@ fn fixture_with(adapt: impl FnOnce(AmazonS3Builder) -> AmazonS3Builder) -> Resul
         .with_access_key_id(server.access_key())
         .with_secret_access_key(server.secret_key())
         .with_conditional_put(S3ConditionalPut::ETagMatch);
-    Ok(Fixture { client: adapt(builder).build()?, server, dir })
+    Ok(Fixture { client: configure(builder).build()?, server, dir })
 }
 
 impl Fixture {
@@ -59,12 +59,25 @@ impl Fixture {
     }
 
     fn blob_files(&self) -> usize {
-        let dirs = std::fs::read_dir(self.dir.path()).expect("dir").map(|dir| dir.expect("entry").path());
-        dirs.map(|dir| std::fs::read_dir(dir).expect("blobs").count()).sum()
+        let dirs = std::fs::read_dir(self.dir.path()).expect("the server's directory is readable");
+        let dirs = dirs.map(|dir| dir.expect("the entry is readable").path());
+        dirs.map(|dir| std::fs::read_dir(dir).expect("the blobs' directory is readable").count()).sum()
     }
 }
 
-/// Non-repeating bytes, so that a wrong offset is detected.
+/// Pseudorandom bytes without a period, so that a wrong offset is detected.
 fn pattern(len: usize) -> Vec<u8> {
-    (0..len as u64).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect()
+    let byte = |index: u64| {
+        let mixed = index.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        ((mixed ^ (mixed >> 32)).wrapping_mul(0xd6e8_feb8_6659_fd93) >> 56) as u8
+    };
+    (0..len as u64).map(byte).collect()
+}
+
+#[test]
+fn pattern_differs_at_every_shift_by_a_power_of_two() {
+    let bytes = pattern(10 << 20);
+    for shift in (0..23).map(|exponent| 1_usize << exponent) {
+        assert!(bytes[..1000] != bytes[shift..shift + 1000], "the bytes repeat after {shift}");
+    }
 }

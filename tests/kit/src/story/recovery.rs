@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use reqwest::StatusCode;
 
-use super::first_life::{LATER_TITLE, MachineRecord, TITLES};
+use super::first_machine::{LATER_TITLE, MachineRecord, TITLES};
 use super::stack::{HANDLE, Stack, USER, eventually};
 use super::web;
 use crate::provider::Power;
@@ -25,10 +25,10 @@ pub async fn lose_machine(stack: &Stack, first: &MachineRecord) -> Result<((), S
     Ok(((), "killed and deleted at the provider; the owner gets a 502 page".to_owned()))
 }
 
-/// Timeouts that depend on the kind of servers.
+/// Timeouts that depend on the kind of server.
 #[derive(Debug, Clone, Copy)]
 pub struct Timeouts {
-    /// From an order until the machine serves.
+    /// From the request until the machine serves.
     pub ready: Duration,
     /// Until a server that is no longer needed is deleted.
     pub removal: Duration,
@@ -42,7 +42,7 @@ impl Timeouts {
     }
 }
 
-/// Starts a recovery whose new machine cannot restore. The slot returns to its previous machine, which continues to serve.
+/// Starts a recovery whose new machine cannot restore. The slot returns to its previous machine, which serves again.
 pub async fn fail_recovery_midway(
     stack: &Stack,
     first: &MachineRecord,
@@ -80,13 +80,13 @@ pub async fn fail_recovery_midway(
     ))
 }
 
-/// Undoes a deletion while the server is retained.
+/// Undoes a deletion while the server is kept.
 pub async fn undelete(stack: &Stack, second: &MachineRecord, timeouts: Timeouts) -> Result<((), String)> {
     let titles = stack.web.titles(&stack.owner()).await?;
     stack.svcctl(&["--json", "delete", &second.id, "--yes", &timeouts.wait_arg()]).await?.success()?;
     let servers = stack.provider.servers();
     let is_off = servers.len() == 1 && servers[0].status == Power::Off;
-    ensure!(is_off, "a deleted machine's server must be retained and off: {servers:?}");
+    ensure!(is_off, "a deleted machine's server must be kept and off: {servers:?}");
     stack.svcctl(&["--json", "undelete", &second.id, &timeouts.wait_arg()]).await?.success()?;
     let owner = stack.owner();
     let found = eventually("the rows are found again", timeouts.ready, || async {
@@ -95,7 +95,7 @@ pub async fn undelete(stack: &Stack, second: &MachineRecord, timeouts: Timeouts)
         Ok(found)
     })
     .await?;
-    Ok(((), format!("deleted, server retained and off; undeleted, {} rows", found.len())))
+    Ok(((), format!("deleted, server kept and off; undeleted, {} rows", found.len())))
 }
 
 pub async fn recover(stack: &Stack, first: &MachineRecord) -> Result<(MachineRecord, String)> {
@@ -113,8 +113,11 @@ pub async fn recover(stack: &Stack, first: &MachineRecord) -> Result<(MachineRec
 
 pub async fn check_restored_rows(stack: &Stack) -> Result<((), String)> {
     let owner = stack.owner();
-    let found = eventually("find the rows", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
-    ensure!(!found.iter().any(|title| title == LATER_TITLE), "a row of no backup was restored: {found:?}");
+    let found = eventually("the rows are found", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
+    ensure!(
+        !found.iter().any(|title| title == LATER_TITLE),
+        "a row that no backup contains was restored: {found:?}"
+    );
     ensure!(found == TITLES, "unexpected rows: {found:?}");
     let row = stack.web.insert(&owner, "written after the recovery").await?;
     ensure!(row["id"].is_string(), "a row cannot be added: {row}");
@@ -134,7 +137,7 @@ pub async fn check_old_backup_refused(
     stack.provider.start_database_only(&first.server).await?;
     let run = stack.provider.run_unit(&first.server, "svc-db-backup", &["run"]).await?;
     let output = String::from_utf8_lossy(&run.stderr).trim().to_owned();
-    ensure!(!run.status.success(), "the replaced machine's backup was not refused; it moved the pointer");
+    ensure!(!run.status.success(), "the replaced machine's backup was not refused");
     ensure!(output.contains("fence"), "the backup failed for another reason: {output}");
     ensure!(stack.slot.read(&stack.store, "system/db/latest")? == before, "the pointer has moved");
     ensure!(stack.slot.snapshots(&stack.store).iter().any(|key| key == backup), "the snapshot is missing");
@@ -184,25 +187,28 @@ pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String
     })
     .await?;
     let kept = stack.slot.snapshots(&stack.store).len();
-    ensure!(kept > snapshots, "{kept} snapshots after {snapshots}: the final backup is missing");
+    ensure!(
+        kept > snapshots,
+        "{kept} snapshots, {snapshots} before the deletion: the final backup is missing"
+    );
     Ok(((), format!("final backup taken, soft-deleted, server deleted, {kept} snapshots kept")))
 }
 
 pub async fn check_owner_gets_503(stack: &Stack) -> Result<((), String)> {
     let owner = stack.owner();
-    let page = eventually("the 503 page", Duration::from_secs(3), || async {
+    let page = eventually("the 503 page is served", Duration::from_secs(3), || async {
         let page = stack.web.get("/", Some(&owner), "text/html").await?;
         ensure!(page.status == StatusCode::SERVICE_UNAVAILABLE, "the owner gets {}", page.status);
         Ok(page)
     })
     .await?;
-    ensure!(page.content_type.starts_with("text/html"), "the page is {}", page.content_type);
+    ensure!(page.content_type.starts_with("text/html"), "the page's content type is {}", page.content_type);
     ensure!(page.retry_after.is_some(), "no Retry-After");
     let problem = stack.web.get("/", Some(&owner), "application/json").await?;
     ensure!(problem.status == StatusCode::SERVICE_UNAVAILABLE, "{}", problem.status);
     ensure!(
         problem.content_type.starts_with("application/problem+json"),
-        "the problem is {}",
+        "the problem's content type is {}",
         problem.content_type
     );
     let code = problem.json()?["code"].clone();

@@ -77,7 +77,8 @@ pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
     Ok((machine.clone(), format!("machine {} is running at {}", machine.id, machine.ip)))
 }
 
-pub async fn boot(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+/// Checks the results of the first boot.
+pub async fn check_boot(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let servers = stack.provider.servers();
     ensure!(servers.len() == 1 && servers[0].name == machine.server, "at the provider: {servers:?}");
     ensure!(
@@ -125,7 +126,7 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
         // The router loads a new machine within a second.
         let insert = || stack.web.insert(&owner, title);
         let row = if title == TITLES[0] {
-            eventually("insert a row", Duration::from_secs(5), insert).await?
+            eventually("a row is inserted", Duration::from_secs(5), insert).await?
         } else {
             insert().await?
         };
@@ -187,7 +188,7 @@ pub async fn update(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let args = ["--json", "deploy", "start", NEXT_VERSION, "--no-verify", "--yes", "--wait=200"];
     let rollout: serde_json::Value = stack.svcctl(&args).await?.success()?.json()?;
     ensure!(rollout["state"] == "succeeded" && rollout["totals"]["updated"] == 1, "the rollout is {rollout}");
-    ensure!(record(stack).await?["imageVersion"] == NEXT_VERSION, "the record has another release");
+    ensure!(read_record(stack).await?["imageVersion"] == NEXT_VERSION, "the record has another release");
     check_running_release(stack, machine, NEXT_VERSION).await?;
     Ok(((), format!("{IMAGE_VERSION} to {NEXT_VERSION}, signed; the rows were kept")))
 }
@@ -210,7 +211,7 @@ pub async fn roll_back(stack: &Stack, machine: &MachineRecord) -> Result<((), St
         rollout["state"] == "stopped" && rollout["why"] == "the canary failed",
         "the rollout is {rollout}"
     );
-    let last_update = &record(stack).await?["lastUpdate"];
+    let last_update = &read_record(stack).await?["lastUpdate"];
     ensure!(
         last_update["version"] == BROKEN_VERSION && last_update["outcome"] == "rolled_back",
         "the host reported {last_update}"
@@ -233,7 +234,7 @@ pub async fn roll_back(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     ))
 }
 
-async fn record(stack: &Stack) -> Result<serde_json::Value> {
+async fn read_record(stack: &Stack) -> Result<serde_json::Value> {
     stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()
 }
 
@@ -242,7 +243,8 @@ async fn check_running_release(stack: &Stack, machine: &MachineRecord, version: 
     let current = std::fs::read_link(stack.provider.disk(&machine.server)?.join("opt/svc/current"))?;
     ensure!(current.ends_with(version), "the current release is {}", current.display());
     let owner = stack.owner();
-    let found = eventually("find the rows", Duration::from_secs(10), || stack.web.titles(&owner)).await?;
+    let found =
+        eventually("the rows are found", Duration::from_secs(10), || stack.web.titles(&owner)).await?;
     ensure!(found == TITLES, "found {found:?}");
     Ok(())
 }
@@ -285,7 +287,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     );
     ensure!(std::fs::metadata(&marker)?.modified()? == restored, "the machine was restored again");
     let owner = stack.owner();
-    let found = eventually("find the rows", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
+    let found = eventually("the rows are found", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
     ensure!(found == TITLES, "found {found:?}");
     let from = before.server_type;
     Ok(((), format!("{from} to {RESIZED_TYPE} on the same disk; {} rows, nothing restored", found.len())))
