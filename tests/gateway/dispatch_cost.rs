@@ -5,8 +5,8 @@ use reqwest::Method;
 use serde_json::{Value, json};
 
 use super::dispatch::{
-    machine_with_runner, request_dispatch, wait_until_finished, wait_until_logged, wait_until_recorded,
-    wait_for_pid,
+    machine_with_runner, request_dispatch, wait_for_pid, wait_until_finished, wait_until_logged,
+    wait_until_recorded,
 };
 use super::host::{Host, send_json};
 

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::dispatch::{
     CONFIG, config_json, event_kinds, machine_with_runner, parse_events, request_dispatch, stream_dispatch,
-    wait_until_finished, wait_until_recorded, wait_for_pid,
+    wait_for_pid, wait_until_finished, wait_until_recorded,
 };
 use super::host::{Host, send_json};
 

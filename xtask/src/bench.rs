@@ -46,10 +46,10 @@ fn find_binary(area: &str, given: Option<PathBuf>) -> Result<PathBuf> {
         (Some(given), _) => given,
         (None, "records") => build_bench_program("records")?,
         (None, _) => {
- let built = fetch::target_dir().join("dist/svc");
- ensure!(built.exists(), "{} does not exist: build it with `cargo xtask dist`", built.display());
- built
- }
+            let built = fetch::target_dir().join("dist/svc");
+            ensure!(built.exists(), "{} does not exist: build it with `cargo xtask dist`", built.display());
+            built
+        }
     };
     path.canonicalize().with_context(|| format!("find {}", path.display()))
 }

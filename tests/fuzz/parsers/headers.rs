@@ -19,7 +19,8 @@ pub fn set_cookie() -> Target {
 
 /// One line per cookie; some have the name of one of the router's own cookies.
 fn cookies() -> impl Strategy<Value = Vec<u8>> {
-    let other_names = prop_oneof!["[a-z]{1,6}", Just("__Host-theme".to_owned()), Just("__Secure-id".to_owned())];
+    let other_names =
+        prop_oneof!["[a-z]{1,6}", Just("__Host-theme".to_owned()), Just("__Secure-id".to_owned())];
     let reserved = prop::sample::select(reserved_names());
     let line = (prop_oneof![3 => other_names, 1 => reserved], "[a-zA-Z0-9%=]{0,12}")
         .prop_map(|(name, value)| format!("{name}={value}; Path=/; HttpOnly"));
@@ -176,7 +177,8 @@ fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
 
 fn check_valid_hops(bytes: &[u8]) -> Result<(), String> {
     let before = parse_headers(bytes);
-    let is_x_own_named = before.get_all(CONNECTION).iter().any(|value| value.as_bytes().starts_with(b"x-own"));
+    let is_x_own_named =
+        before.get_all(CONNECTION).iter().any(|value| value.as_bytes().starts_with(b"x-own"));
     let mut after = before.clone();
     strip_hop_by_hop(&mut after);
     let end_to_end = before.keys().filter(|name| name.as_str().starts_with("x-"));

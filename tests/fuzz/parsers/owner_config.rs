@@ -51,7 +51,8 @@ fn is_misplaced(value: &Value) -> bool {
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     // Ignored members may be JSON that this test's parser refuses.
-    let is_secret_only_in_values = serde_json::from_slice::<Value>(bytes).is_ok_and(|config| !is_misplaced(&config));
+    let is_secret_only_in_values =
+        serde_json::from_slice::<Value>(bytes).is_ok_and(|config| !is_misplaced(&config));
     let settings = match Settings::parse(bytes) {
         Ok(settings) => settings,
         Err(why) if is_secret_only_in_values && why.contains(SECRET) => {
