@@ -95,7 +95,7 @@ async fn provoke_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
     let owner = stack.owner();
     detector.register("session JWT", &owner);
 
-    // Acts as a browser: sends the identity provider's cookie, opens a session, then the page of an app.
+    // Acts as a browser: requests an app's page with the identity provider's cookie, which opens a session.
     let page = stack.web.request(Method::GET, "/apps/notes/").header("accept", "text/html");
     let page = page.header("cookie", format!("__session={owner}")).send().await?;
     let cookies = page.headers().get_all("set-cookie").iter().filter_map(|value| value.to_str().ok());
@@ -150,8 +150,8 @@ async fn provoke_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
         );
     }
     stack.store.take_down();
-    let backups = api(Method::GET, "/readyz").bearer_auth(&stack.secret);
-    refused.extend(send_for_refusal(backups).await?);
+    let readiness = api(Method::GET, "/readyz").bearer_auth(&stack.secret);
+    refused.extend(send_for_refusal(readiness).await?);
     stack.store.bring_up()?;
     ensure!(refused.len() >= 20, "too few refusals: {}", refused.len());
     Ok(refused)

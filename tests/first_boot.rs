@@ -1,9 +1,8 @@
 //! The first boot of a machine, run by the script in its user-data: stages and failures are reported to the platform
 //! before and after the product's binary exists, interrupted work is completed, and no credential is an argument of a
 //! process.
-//!
-//! The files come from rendered user-data, below a directory that replaces `/`. Bundle, `svc`, curl and tar are real;
-//! fakes of the machine's own programs record their calls.
+//! The files come from rendered user-data, below a directory that replaces `/`. The bundle, `svc`, curl and tar are
+//! real; fakes of the machine's own programs record their calls.
 
 use std::fs;
 use std::io::{Read, Write};

@@ -60,7 +60,7 @@ fn every_source_file_has_a_header() {
 
 #[test]
 fn no_source_file_exceeds_line_limit() {
-    assert_none(&files().iter().filter_map(rules::exceeds_line_limit).collect::<Vec<_>>());
+    assert_none(&files().iter().filter_map(rules::oversized_file).collect::<Vec<_>>());
 }
 
 #[test]

@@ -18,7 +18,7 @@ const HEAD_BYTES: usize = 31 * 1024;
 const MAX_BYTES_EACH: u64 = 128 * 1024;
 
 /// Measures the memory per connection while all heads are incomplete.
-fn bytes_each(pid: u32, address: SocketAddr, identity: &Identity) -> Result<u64> {
+fn measure_bytes_each(pid: u32, address: SocketAddr, identity: &Identity) -> Result<u64> {
     let config = Arc::new(pinned_client_config(identity.pin()?, ChainCheck::PinOnly)?);
     // One-time allocations of the first connections do not count.
     drop(OpenConnections::open(address, &config, 20)?);
@@ -43,7 +43,9 @@ async fn gateway_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
     let file = |name: &str| host.machine.path("var/lib/svc/tls").join(name);
     let identity = Identity::read(&file("cert.pem"), &file("key.pem"))?;
     let (pid, address) = (host.pid(), host.address.parse()?);
-    assert_within_bounds(tokio::task::spawn_blocking(move || bytes_each(pid, address, &identity)).await??);
+    assert_within_bounds(
+        tokio::task::spawn_blocking(move || measure_bytes_each(pid, address, &identity)).await??,
+    );
     Ok(())
 }
 
@@ -60,6 +62,8 @@ async fn router_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
     let platform = stack.start_platform_with(&files);
     let (_, authority) = platform.router.split_once("://").unwrap_or(("", &platform.router));
     let (pid, address) = (platform.pid(), authority.parse()?);
-    assert_within_bounds(tokio::task::spawn_blocking(move || bytes_each(pid, address, &identity)).await??);
+    assert_within_bounds(
+        tokio::task::spawn_blocking(move || measure_bytes_each(pid, address, &identity)).await??,
+    );
     Ok(())
 }

@@ -217,7 +217,7 @@ fn target_wants_every_unit_without_another_starter() {
 }
 
 #[test]
-fn essential_services_restart_without_a_limit() {
+fn long_running_services_restart_without_a_limit() {
     let is_long_running = |unit: &&Unit| unit.is_service() && !unit.is_oneshot() && !unit.name.contains('@');
     for unit in units().iter().filter(is_long_running) {
         assert!(["on-failure", "always"].contains(&unit.values("Restart")[0]), "{}", unit.name);
@@ -229,7 +229,7 @@ fn essential_services_restart_without_a_limit() {
     }
 }
 
-/// Otherwise, the update's path unit would start it again immediately, with the same request and journal.
+/// Without `Restart=`, the path unit would start a failed update again immediately, with the same request and journal.
 #[test]
 fn failed_update_is_retried_with_backoff_without_a_limit() {
     let units = units();

@@ -31,7 +31,7 @@ pub struct Parts {
     pub slot: String,
     pub version: String,
     pub platform: String,
-    /// The platform's public URL, if not the default.
+    /// The platform's public URL, if it differs from `platform`.
     pub public: Option<String>,
     pub bundle: String,
     pub bundle_sha256: String,
@@ -300,7 +300,7 @@ async fn files_are_rewritten_until_the_script_confirms_them() {
     assert_eq!(boot(), (String::new(), 4));
 }
 
-/// The delivered script, without comments, is the same as the one checked here.
+/// Checks the delivered script, which has no comments, with `sh -n`, and its source with shellcheck.
 #[tokio::test]
 async fn first_boot_script_is_posix_shell() {
     let document = document(&Parts::usual().render().await);
@@ -313,7 +313,7 @@ async fn first_boot_script_is_posix_shell() {
     assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stdout));
 }
 
-/// Checks user-data with cloud-init's own command, of the release that machines boot.
+/// Checks user-data with cloud-init's own command, from the release that machines boot.
 fn check_with_cloud_init(text: &str) -> Result<(), String> {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("user-data");

@@ -32,7 +32,7 @@ pub struct AgentProcess {
     shell: OwnedChild,
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
-    /// Whether the watcher received the dispatch of this process.
+    /// Whether the dispatch of this process was announced to a watcher.
     is_announced: bool,
 }
 

@@ -4,5 +4,5 @@ mod campaign;
 mod changes;
 mod forged;
 mod home;
+mod kernel_limits;
 mod life;
-mod shortage;

@@ -31,7 +31,7 @@ export async function mintSession(user = stack.owner.idpUserId) {
   return response.text();
 }
 
-/** A separate browser context, signed in as the owner by default; records requests and errors. */
+/** Opens a separate browser context, signed in as the owner by default; records requests and errors. */
 export async function newVisitor(chrome, { signedIn = true, ...options } = {}) {
   // A router with TLS uses a certificate of the tests' CA.
   const ignoreHTTPSErrors = protocol === "https:";
@@ -161,7 +161,7 @@ export async function screenshot(page, name) {
   await page.screenshot({ path: join(process.env.SVC_SCREENSHOTS, `${name}.png`) });
 }
 
-/** Asserts that only the router's hosts were contacted, and the retired route was not used. */
+/** Asserts that only the router's hosts were contacted, and that the retired route `/api/canvas` was not used. */
 export function assertOnlyOwnHosts(seen) {
   const hosts = new Set(seen.requests.filter((url) => /^(https?|wss?):/.test(url)).map((url) => new URL(url).hostname));
   hosts.delete(stack.appHost);
@@ -170,7 +170,7 @@ export function assertOnlyOwnHosts(seen) {
   assert.deepEqual(seen.requests.filter((url) => url.includes("/api/canvas")), []);
 }
 
-/** Checks the basics that a screen reader needs; works inside any frame. */
+/** Checks basic accessibility inside any frame: names for screen readers, tab order, ids, width and contrast. */
 export async function assertAccessible(frame) {
   const faults = await frame.evaluate(() => {
     const faults = [];

@@ -34,9 +34,9 @@ pub fn read_logs(dir: &Path) -> Result<BTreeMap<String, String>> {
 
 fn is_log(path: &Path) -> bool {
     let in_logs = path.components().any(|part| ["log", "logs"].iter().any(|name| part.as_os_str() == *name));
-    let name =
+    let has_log_extension =
         path.extension().is_some_and(|kind| ["log", "jsonl", "err"].iter().any(|known| kind == *known));
-    in_logs || name
+    in_logs || has_log_extension
 }
 
 /// Dumps a database as text: every column of every table.

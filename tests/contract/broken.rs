@@ -54,10 +54,10 @@ fn every_defect_of_a_response_is_detected() {
             (s.body["code"], s.body["type"]) = (json!("gone"), json!("urn:svc:problem:gone"));
         }),
         ("a different status in the body", |s| s.body["status"] = json!(500)),
-        ("another id", |s| s.body["requestId"] = json!("abd")),
+        ("a different request id", |s| s.body["requestId"] = json!("abd")),
         ("no title", |s| _ = s.body.as_object_mut().unwrap().remove("title")),
         ("no Retry-After", |s| _ = s.headers.remove("retry-after")),
-        ("a cache", |s| _ = s.headers.remove("cache-control")),
+        ("no Cache-Control", |s| _ = s.headers.remove("cache-control")),
         ("an undocumented status", |s| {
             s.status = 418;
             s.body["status"] = json!(418);
@@ -65,7 +65,7 @@ fn every_defect_of_a_response_is_detected() {
         ("an undocumented media type", |s| {
             s.headers.insert("content-type", HeaderValue::from_static("text/plain"));
         }),
-        ("a page that is none of ours", |s| {
+        ("an HTML page that is not the product's", |s| {
             s.headers.insert("content-type", HeaderValue::from_static("text/html; charset=utf-8"));
         }),
         ("a success body that violates its schema", |s| {

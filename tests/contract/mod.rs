@@ -159,7 +159,7 @@ impl Contract {
         let is_retryable = status == 429 || (status == 503 && body["code"] != "disabled");
         assert!(has("retry-after") || !is_retryable, "{}", context());
         let detail = body["detail"].as_str().unwrap();
-        assert!(detail.len() > 10 && detail.is_char_boundary(1), "the detail is empty: {}", context());
+        assert!(detail.len() > 10 && detail.is_char_boundary(1), "the detail is too short: {}", context());
         let planted = self.planted.lock().unwrap();
         if let Some(leak) = leak::find_leak(text, &planted) {
             panic!("reveals {leak:?}: {}", context());

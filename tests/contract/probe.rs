@@ -106,12 +106,12 @@ pub fn valid_value(contract: &Contract, schema: &Value, own: &dyn Fn(&str) -> Op
         let value = own(&name).unwrap_or_else(|| match field_schema["properties"].is_object() {
             true => valid_value(contract, &field_schema, own),
             false => {
-                let own = field_schema["enum"]
+                let first = field_schema["enum"]
                     .as_array()
                     .and_then(|all| all.first())
                     .unwrap_or(&field_schema["const"])
                     .clone();
-                let mut all = std::iter::once(own).chain(sample_values()).filter(|value| !value.is_null());
+                let mut all = std::iter::once(first).chain(sample_values()).filter(|value| !value.is_null());
                 let fit = all.find(|value| is_valid(contract, &field_schema, value));
                 fit.unwrap_or_else(|| panic!("no value satisfies {name}: {field_schema}"))
             }

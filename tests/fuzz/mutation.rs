@@ -90,7 +90,7 @@ impl Arbitrary for Mutation {
     }
 }
 
-/// Invalid values of a field.
+/// Values that many fields must refuse.
 fn field_values() -> impl Strategy<Value = Value> {
     let fixed = vec![
         json!(null),

@@ -1,5 +1,5 @@
-//! Real agent programs with a stub of their model API, run through gateway, runner, hook and watcher: the records match
-//! the programs' actions.
+//! Real agent programs with a stub of their model API, run through the gateway, runner, hook and watcher: the records
+//! match the programs' actions.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -141,7 +141,8 @@ async fn long_records_match_actions_of_claude_code() -> Result<()> {
         tools(&recorded),
         [("Write", "success"), ("Edit", "success"), ("Bash", "success"), ("Bash", "error")]
     );
-    // Five responses of the stub: four with 200 tokens out, the last with 77; 1000 + 3000 + 5000 tokens in each.
+    // Five responses of the stub, each with 1000 + 3000 + 5000 input tokens; four have 200 output tokens, the last has
+    // 77.
     assert_eq!((&recorded["tokensIn"], &recorded["tokensOut"]), (&json!(45_000), &json!(877)));
     let cost = recorded["cost"].as_f64().context("a cost")?;
     ensure!(cost > 0.0, "{recorded}");

@@ -63,11 +63,11 @@ async fn every_sqlstate_maps_to_status_without_its_message() -> Result<()> {
         assert_eq!(problem.get("retryable").and_then(Value::as_bool), retryable, "{state} {problem}");
         assert!(!text.contains("canary") && problem["requestId"].is_string(), "{text}");
     }
-    assert_nothing_logged(&app).await?;
+    assert_canary_not_logged(&app).await?;
     Ok(())
 }
 
-async fn assert_nothing_logged(app: &App) -> Result<()> {
+async fn assert_canary_not_logged(app: &App) -> Result<()> {
     let postgres = kit::pg::process_server().await?.log();
     for (log, text) in [("the gateway's log", app.host.log()), ("PostgreSQL's", postgres)] {
         let leak = text.lines().find(|line| line.contains("canary"));
@@ -100,8 +100,8 @@ async fn real_database_errors_quote_no_value() -> Result<()> {
         let keys = json!({ "order": "size,id", "filter": "", "keys": [CANARY, CANARY] }).to_string();
         base64::engine::general_purpose::URL_SAFE_NO_PAD.encode(keys)
     };
-    let surrogate = format!("{{\"v\":\"{CANARY}\\u0000\"}}");
-    let surrogate: Value = serde_json::from_str(&surrogate)?;
+    let with_nul = format!("{{\"v\":\"{CANARY}\\u0000\"}}");
+    let with_nul: Value = serde_json::from_str(&with_nul)?;
     let cases = [
         (app.body("insert", json!({ "data": { "title": title } })), 409),
         (app.body("insertMany", json!({ "rows": [{ "title": "one" }, { "title": title }] })), 409),
@@ -109,7 +109,7 @@ async fn real_database_errors_quote_no_value() -> Result<()> {
         (app.body("insert", json!({ "data": { "id": row["id"], "title": CANARY } })), 409),
         (app.body("insert", json!({ "data": { "title": long } })), 400),
         (app.body("insert", json!({ "data": { "title": CANARY, "price": overflow } })), 400),
-        (app.body("insert", json!({ "data": { "meta": surrogate } })), 400),
+        (app.body("insert", json!({ "data": { "meta": with_nul } })), 400),
         (app.body("insert", json!({ "data": { "size": CANARY } })), 400),
         (app.body("insert", json!({ "data": { "at": CANARY } })), 400),
         (app.body("find", json!({ "filter": { "size": CANARY } })), 400),
@@ -126,6 +126,6 @@ async fn real_database_errors_quote_no_value() -> Result<()> {
     let body = json!({ "action": "transaction", "app": app.slug, "operations": operations });
     let (status, problem) = app.host.query(&body).await?;
     assert_eq!((status.as_u16(), problem["constraint"].as_str()), (409, Some("one_title")), "{problem}");
-    assert_nothing_logged(&app).await?;
+    assert_canary_not_logged(&app).await?;
     Ok(())
 }

@@ -153,7 +153,7 @@ async fn update_changes_only_named_columns() -> Result<()> {
 }
 
 #[tokio::test]
-async fn update_beyond_its_limit_changes_nothing() -> Result<()> {
+async fn update_or_delete_beyond_its_limit_changes_nothing() -> Result<()> {
     let app = App::new().await?;
     for n in 0..5 {
         app.insert(json!({ "title": "b", "size": n })).await?;

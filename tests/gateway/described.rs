@@ -20,7 +20,7 @@ const ADMIN: &str = "admin-s3cret-0123456789-0123456789";
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:hunter2-s3cret@127.0.0.1:1/svc";
 const ROW: &str = "0192d1f0-0000-7000-8000-000000000000";
 
-/// Codes that no single request can provoke, with the test that covers them.
+/// Codes that no request can provoke, with their operations (`*` for all).
 const EXCUSED: [(&str, &str); 1] = [
     // An internal error that no request can cause.
     ("*", "internal"),
@@ -155,7 +155,7 @@ impl Side for World {
         let forged = signer("k1").sign(&self.claims(accepted, method, &path));
         let mut all = vec![
             refused("no credentials", bare()),
-            refused("no proof", bare().header("x-svc-proof", "a.b.c")),
+            refused("a malformed proof", bare().header("x-svc-proof", "a.b.c")),
             refused("a forged proof", bare().header("x-svc-proof", forged)),
             refused("another machine's proof", signed(|claims| claims.aud = MachineId::new())),
             refused(
@@ -282,7 +282,7 @@ async fn every_documented_error_code_is_provoked() {
     assert!(unseen.is_empty(), "{unseen:#?}");
 }
 
-/// Writers stopped by one operation cannot be started by another.
+/// Checks that an operation cannot resume the writers that another has stopped.
 async fn check_writers(world: &World) {
     let post = |path: &str, operation: &str| {
         world.request_as("platform", &Method::POST, path).json(&json!({ "operationId": operation }))
@@ -294,7 +294,7 @@ async fn check_writers(world: &World) {
     assert_eq!(world.send(post(resume, ROW)).await.status, 200);
 }
 
-/// Paths with unknown names or invalid text.
+/// Checks paths with unknown names or invalid text.
 async fn check_names(world: &World) {
     for operation in operations().filter(|operation| operation.path.contains("{slug}")) {
         let request = |slug: &str| world.authorized_request(operation, &world.path_of(operation, slug));
@@ -315,7 +315,7 @@ async fn check_names(world: &World) {
     }
 }
 
-/// Refusals of dispatches, with a runner that accepts commands and never responds.
+/// Checks refusals of dispatches, with a runner that accepts commands and never responds.
 async fn check_dispatches(world: &World) {
     let _runner = world.host.machine.owner_socket("agent.sock").unwrap();
     let another = json!({ "id": ROW, "prompt": "another" });
@@ -340,7 +340,7 @@ async fn check_dispatches(world: &World) {
     world.dispatch(&one).await.assert_problem(429, "cost_limit_reached");
 }
 
-/// Refusals that depend on stored state.
+/// Checks refusals that depend on stored state.
 async fn check_stored_state(world: &World, database: &PgServer) {
     let body = |action: &str, more: Value| {
         let mut body = json!({ "action": action, "app": world.slug, "table": "notes" });
@@ -424,7 +424,7 @@ async fn check_stored_state(world: &World, database: &PgServer) {
     check_records(world).await;
 }
 
-/// Unknown cursors and event ids of records, and invalid settings.
+/// Checks unknown cursors and event ids of records, and invalid settings.
 async fn check_records(world: &World) {
     for record in ["interactions", "audit", "activity", "storage", "backups"] {
         let by = |path: &str| world.request_as("owner", &Method::GET, path);
@@ -455,7 +455,7 @@ async fn check_records(world: &World) {
     }
 }
 
-/// A token whose issuer is unreachable.
+/// Checks a token whose issuer is unreachable.
 async fn check_unverifiable_token(world: &World) {
     let other = Idp::start().unwrap();
     let token = other.mint(USER, &MintOptions::default());

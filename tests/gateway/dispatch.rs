@@ -160,7 +160,7 @@ pub async fn wait_until_logged(host: &Host, part: &str) -> Result<()> {
     .await
 }
 
-pub async fn wait_until_running(host: &Host, file: &str) -> Result<i32> {
+pub async fn wait_for_pid(host: &Host, file: &str) -> Result<i32> {
     let path = host.machine.path("home/svc/home").join(file);
     let end = Instant::now() + Duration::from_secs(20);
     loop {
@@ -294,33 +294,33 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     // The agent succeeds, but leaves a process in another session.
     let streamed = stream_dispatch(&host, json!({ "prompt": "leave", "id": "l1" })).await?;
     assert_eq!(streamed.last().context("a result")?.1["text"], "left one");
-    assert!(!is_alive(wait_until_running(&host, "left.pid").await?));
+    assert!(!is_alive(wait_for_pid(&host, "left.pid").await?));
     // The same, with a leftover process that prints continuously.
     let streamed = stream_dispatch(&host, json!({ "prompt": "flood", "id": "l2" })).await?;
     assert_eq!(streamed.last().context("a result")?.1["text"], "flooded");
     // The agent is cancelled, but ignores the signal.
     request_dispatch(&host, json!({ "prompt": "sleep", "id": "s1" })).await?;
-    let pid = wait_until_running(&host, "sleeping.pid").await?;
+    let pid = wait_for_pid(&host, "sleeping.pid").await?;
     let (status, _) = send_json(host.owner_request(Method::DELETE, "/api/dispatch/s1")).await?;
     assert_eq!(status, StatusCode::ACCEPTED);
     let shown = wait_until_finished(&host, "s1").await?;
     let interaction = &shown["dispatches"][0]["interaction"];
     assert_eq!((&interaction["error"]["name"], &interaction["cost"]), (&json!("Cancelled"), &json!(0.01)));
-    assert!(!is_alive(pid) && !is_alive(wait_until_running(&host, "sleeper.pid").await?));
+    assert!(!is_alive(pid) && !is_alive(wait_for_pid(&host, "sleeper.pid").await?));
     // The agent exceeds its deadline.
     std::fs::remove_file(host.machine.path("home/svc/home/sleeping.pid"))?;
     std::fs::remove_file(host.machine.path("home/svc/home/sleeper.pid"))?;
     request_dispatch(&host, json!({ "prompt": "sleep", "id": "s2", "deadlineSeconds": 1 })).await?;
-    let pid = wait_until_running(&host, "sleeping.pid").await?;
+    let pid = wait_for_pid(&host, "sleeping.pid").await?;
     let shown = wait_until_finished(&host, "s2").await?;
     assert_eq!(shown["dispatches"][0]["interaction"]["error"]["name"], "DeadlineExceeded");
-    assert!(!is_alive(pid) && !is_alive(wait_until_running(&host, "sleeper.pid").await?));
+    assert!(!is_alive(pid) && !is_alive(wait_for_pid(&host, "sleeper.pid").await?));
     // The gateway is killed: the runner ends the agent's processes, and the next gateway records the dispatch.
     std::fs::remove_file(host.machine.path("home/svc/home/sleeping.pid"))?;
     std::fs::remove_file(host.machine.path("home/svc/home/sleeper.pid"))?;
     request_dispatch(&host, json!({ "prompt": "sleep", "id": "s3" })).await?;
-    let pid = wait_until_running(&host, "sleeping.pid").await?;
-    let sleeper = wait_until_running(&host, "sleeper.pid").await?;
+    let pid = wait_for_pid(&host, "sleeping.pid").await?;
+    let sleeper = wait_for_pid(&host, "sleeper.pid").await?;
     let host = host.restart()?;
     let recorded = wait_until_recorded(&host, "s3").await?;
     assert_eq!(recorded["error"]["name"], "Interrupted");
@@ -349,7 +349,7 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
         let streamed = stream_dispatch(&host, json!({ "prompt": "ok" })).await?;
         assert!(!event_kinds(&streamed).contains(&"warning"), "{streamed:?}");
     }
-    // The reservation counts: 0.75 and 0.3 exceed 1.
+    // 0.75 spent and 0.3 reserved exceed the limit of 1.
     request_dispatch(&host, json!({ "prompt": "hold", "id": "held" })).await?;
     let request = host.owner_request(Method::POST, "/api/dispatch").json(&json!({ "prompt": "ok" }));
     let response = request.send().await?;

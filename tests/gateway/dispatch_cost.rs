@@ -5,8 +5,8 @@ use reqwest::Method;
 use serde_json::{Value, json};
 
 use super::dispatch::{
-    machine_with_runner, request_dispatch, wait_until_finished, wait_until_logged, wait_until_recorded,
-    wait_until_running,
+    machine_with_runner, request_dispatch, wait_for_pid, wait_until_finished, wait_until_logged,
+    wait_until_recorded,
 };
 use super::host::{Host, send_json};
 
@@ -29,7 +29,7 @@ async fn cancelled_agent_reports_its_cost_on_interrupt() -> Result<()> {
     let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     request_dispatch(&host, json!({ "prompt": "interrupt", "id": "i" })).await?;
-    wait_until_running(&host, "sleeping.pid").await?;
+    wait_for_pid(&host, "sleeping.pid").await?;
     cancel(&host, "i").await?;
     let shown = wait_until_finished(&host, "i").await?;
     let expected = ("Cancelled", &json!(0.02), false);

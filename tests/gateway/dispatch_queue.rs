@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::dispatch::{
     CONFIG, config_json, event_kinds, machine_with_runner, parse_events, request_dispatch, stream_dispatch,
-    wait_until_finished, wait_until_recorded, wait_until_running,
+    wait_for_pid, wait_until_finished, wait_until_recorded,
 };
 use super::host::{Host, send_json};
 
@@ -218,7 +218,7 @@ async fn interrupted_dispatch_on_full_disk_is_not_restarted() -> Result<()> {
     request_dispatch(&host, json!({ "prompt": "sleep", "id": "second" })).await?;
     disk.fill(0)?;
     host.machine.write("home/svc/home/go", "")?;
-    let pid = wait_until_running(&host, "sleeping.pid").await?;
+    let pid = wait_for_pid(&host, "sleeping.pid").await?;
     let host = host.restart()?;
     let recorded = wait_until_recorded(&host, "second").await?;
     assert_eq!((&recorded["error"]["name"], &recorded["status"]), (&json!("Interrupted"), &json!("error")));
@@ -228,7 +228,7 @@ async fn interrupted_dispatch_on_full_disk_is_not_restarted() -> Result<()> {
     // The same machine accepts more dispatches, and the interrupted one is not run again.
     let streamed = stream_dispatch(&host, json!({ "prompt": "ok", "id": "third" })).await?;
     assert_eq!(streamed.last().context("a result")?.1["status"], "success");
-    assert_eq!(wait_until_running(&host, "sleeping.pid").await?, pid, "the dispatch ran once");
+    assert_eq!(wait_for_pid(&host, "sleeping.pid").await?, pid, "the dispatch ran once");
     host.wait_until("the journal is empty", async || Ok(std::fs::read_dir(&dispatches)?.count() == 0)).await
 }
 

@@ -324,7 +324,7 @@ async fn dev_identity_works_only_where_permitted() -> Result<()> {
     }
     let host = machine.start()?;
     assert_eq!(host.unsigned_request(Method::GET, "/api/backups").send().await?.status(), StatusCode::OK);
-    let token = host.unsigned_request(Method::GET, "/api/backups").header("x-svc-proof", "a.b.c");
-    assert_eq!(token.send().await?.status(), StatusCode::UNAUTHORIZED, "an invalid token is never ignored");
+    let forged = host.unsigned_request(Method::GET, "/api/backups").header("x-svc-proof", "a.b.c");
+    assert_eq!(forged.send().await?.status(), StatusCode::UNAUTHORIZED, "an invalid proof is never ignored");
     Ok(())
 }

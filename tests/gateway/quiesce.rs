@@ -55,7 +55,7 @@ fn insert(slug: &str) -> Value {
 }
 
 #[tokio::test]
-async fn quiesce_refuses_inserts_until_it_is_resumed() -> Result<()> {
+async fn inserts_are_refused_until_writers_resume() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("notes"));
     let host =
         host_with_app(&database, &slug, &json!({ "notes": { "columns": { "title": "text" } } })).await?;
@@ -122,7 +122,7 @@ async fn quiesce_waits_while_the_database_refuses_connections() -> Result<()> {
     let allow =
         |allowed: bool| format!("ALTER DATABASE \"{}\" WITH ALLOW_CONNECTIONS {allowed}", database.name());
     admin.batch_execute(&allow(false)).await?;
-    // The gateway's connections, so that it must connect again.
+    // Ends the gateway's connections, so that it must connect again.
     let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = $1";
     admin.execute(end, &[&database.name()]).await?;
     let operation = OperationId::new();

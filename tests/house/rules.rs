@@ -36,8 +36,8 @@ pub fn todo_markers(file: &File) -> Vec<String> {
     let calls = [concat!("to", "do!"), concat!("unimplemen", "ted!")];
     let mut found = Vec::new();
     for (number, line) in file.text.lines().enumerate() {
-        let has_promise = line.split(|c: char| !c.is_alphanumeric()).any(|word| words.contains(&word));
-        if has_promise || (is_rust(&file.path) && calls.iter().any(|call| line.contains(call))) {
+        let has_marker = line.split(|c: char| !c.is_alphanumeric()).any(|word| words.contains(&word));
+        if has_marker || (is_rust(&file.path) && calls.iter().any(|call| line.contains(call))) {
             found.push(violation_at(&file.path, number + 1, "has a marker of later work"));
         }
     }
@@ -55,7 +55,7 @@ pub fn missing_header(file: &File) -> Option<String> {
     })
 }
 
-pub fn exceeds_line_limit(file: &File) -> Option<String> {
+pub fn oversized_file(file: &File) -> Option<String> {
     let lines = file.text.lines().count();
     (is_rust(&file.path) && lines > MAX_LINES)
         .then(|| violation_at(&file.path, lines, format!("{lines} lines, more than {MAX_LINES}")))
@@ -224,8 +224,8 @@ mod tests {
 
     #[test]
     fn long_file_is_detected() {
-        assert!(exceeds_line_limit(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES + 1))).is_some());
-        assert!(exceeds_line_limit(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES))).is_none());
+        assert!(oversized_file(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES + 1))).is_some());
+        assert!(oversized_file(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES))).is_none());
     }
 
     #[test]

@@ -28,7 +28,7 @@ fn open_bucket(pairs: &StoreSettings) -> Result<Bucket> {
     env.finish(config)?.open()
 }
 
-/// A backup of the machine of `epoch`, up to its last step.
+/// Stores a backup of the machine of `epoch`, up to its last step.
 async fn prepare_backup(bucket: &Bucket, slot: &SlotPrefix, epoch: u32, at: i64) -> Result<RecordedSnapshot> {
     let side = side_record(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
     bucket.put(&slot.snapshot(&side.key).context("a snapshot's key")?, &b"dump"[..]).await?;
@@ -52,7 +52,7 @@ async fn observe_pointers(
     seen
 }
 
-/// Runs old machine, platform and new machine concurrently, and returns the number of successful writes.
+/// Runs the old machine, the platform and the new machine concurrently, and returns the number of successful writes.
 async fn race(bucket: &Bucket, slot: &SlotPrefix, draw: &mut Seeded) -> Result<u64> {
     // Staggers the starts by about the duration of a call; otherwise the same writer would always win.
     let mut delay = || Duration::from_millis(draw.pick(40) as u64);
@@ -74,7 +74,7 @@ async fn race(bucket: &Bucket, slot: &SlotPrefix, draw: &mut Seeded) -> Result<u
         pointer_io::fence(&platform_bucket, &platform_slot, &Fence::unsigned(Epoch(2), machine(2))).await?;
         pointer_io::advance(&platform_bucket, &platform_slot, &recorded).await
     });
-    // The platform's task makes two writes, the fences at 1 and 2; each other task makes one.
+    // The fences at 1 and 2 are two writes; each task that succeeds adds one, for its backup.
     let mut writes = 2;
     while let Some(end) = writers.join_next().await {
         match end? {

@@ -22,7 +22,7 @@ use svc::host::system::layout::Layout;
 
 use super::sum::{self, Key, Sum};
 
-/// Variables of the victim process: its directory, its first dispatch, and the number of dispatches.
+/// Variables of the victim process: its directory, its first dispatch, and the number after its last one.
 const DIR: &str = "SVC_RECORDS_VICTIM_DIR";
 const FIRST: &str = "SVC_RECORDS_VICTIM_FIRST";
 const LAST: &str = "SVC_RECORDS_VICTIM_LAST";
@@ -216,7 +216,7 @@ impl Campaign {
         }
         book.seal();
         drop((book, writer));
-        ensure!(sum::sum_usage(&logs)? == sums, "usage.jsonl");
+        ensure!(sum::sum_usage(&logs)? == sums, "usage.jsonl differs from the interactions");
         Ok(())
     }
 

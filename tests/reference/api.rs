@@ -1,4 +1,4 @@
-//! The routes of platform and machine, from their OpenAPI documents.
+//! The routes of the platform and of a machine, from their OpenAPI documents.
 
 use serde_json::{Map, Value};
 

@@ -33,7 +33,7 @@ pub fn parts() -> Vec<Part> {
     tables.into_iter().map(|(id, sections)| Part::new(format!("variables {id}"), render(&sections))).collect()
 }
 
-/// The properties that all variables share are printed once, above the table.
+/// Renders a table. Properties that all of its variables share are printed once, above it.
 fn render(sections: &[&'static Section]) -> String {
     let first = sections[0];
     let rows = sections.iter().flat_map(|section| Row::rows_of(section)).collect::<Vec<_>>();

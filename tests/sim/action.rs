@@ -374,7 +374,8 @@ impl World<'_> {
         self.processes.iter().for_each(|process| process.nudge());
     }
 
-    /// Ends the faults, restarts every process, and advances the time until no work remains or the limit is reached.
+    /// Ends the faults, restarts every process that is not alive, and advances the time until no work remains or the
+    /// limit is reached.
     pub async fn settle(&mut self) -> Result<()> {
         self.provider.heal();
         self.store.heal();

@@ -23,7 +23,7 @@ use crate::platform::stack::{Process, SECRET, Stack};
 const PROCESSES: usize = 3;
 const USERS: usize = 9;
 const REQUESTS: u32 = 100;
-/// Twice as long as a caller waits for a process to restart.
+/// Maximum attempts per request: with their pauses, twice as long as a caller waits for a process to restart.
 const MAX_ATTEMPTS: usize = 150;
 
 struct Fleet {
@@ -235,7 +235,7 @@ async fn kill_repeatedly(
 }
 
 /// Runs a campaign and returns the number of kills.
-async fn campaign(seed: u64) -> Result<u32> {
+async fn run_campaign(seed: u64) -> Result<u32> {
     let stack = Stack::start().await;
     let client = client::build(Deadlines { total: Some(Duration::from_secs(15)), ..Deadlines::CALL })?;
     let bases = Mutex::new(vec![String::new(); PROCESSES]);
@@ -309,7 +309,7 @@ async fn settle(fleet: &Fleet, database: &tokio_postgres::Client, times: &Times)
 
 #[tokio::test(flavor = "multi_thread")]
 async fn hundred_overlapping_requests_survive_random_kills() {
-    campaign(1).await.unwrap();
+    run_campaign(1).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -317,7 +317,7 @@ async fn hundred_overlapping_requests_survive_random_kills() {
 async fn long_ten_campaigns_survive() -> Result<()> {
     let mut figures = Figures::new("kills of platform processes");
     for seed in 2..12 {
-        figures.kills_survived += u64::from(campaign(seed).await?);
+        figures.kills_survived += u64::from(run_campaign(seed).await?);
     }
     figures.record()
 }

@@ -19,7 +19,7 @@ use svc::provider::{
 use super::plan::{Call, CloudFault};
 use super::violation::BrokenRule;
 
-/// The duration of an action, and the delay of a late order.
+/// The duration of an action at the provider.
 const ACTION_DURATION: Duration = Duration::from_millis(15);
 const LATE_DELAY: Duration = Duration::from_millis(120);
 const SLOW_DELAY: Duration = Duration::from_millis(200);
@@ -111,7 +111,7 @@ impl Cloud {
 
     fn fault_of(&self, call: Call) -> Option<CloudFault> {
         let mut state = self.state();
-        // Names matter after a lost response, which few plans contain.
+        // A duplicate name needs a retry after a lost response, which few plans contain.
         if self.broken == Some(BrokenRule::ProviderAcceptsDuplicateNames)
             && call == Call::Create
             && state.next % 2 == 0

@@ -105,7 +105,7 @@ impl Host {
         Ok(true)
     }
 
-    /// Stores dump, side record and pointer, in the order of the backup job; may stop in between.
+    /// Stores the dump, the side record and the pointer, in the order of the backup job; may stop in between.
     pub async fn back_up(
         self,
         store: Arc<Store>,

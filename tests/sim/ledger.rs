@@ -157,7 +157,8 @@ impl Ledger {
         self.state().epochs.get(machine).copied()
     }
 
-    /// The platform's database was restored from an older copy: discards the responses that are missing in it.
+    /// Records that the platform's database was restored from an older copy, and discards the responses that the copy
+    /// may lack.
     pub fn record_restore(&self) {
         let mut state = self.state();
         state.was_restored = true;

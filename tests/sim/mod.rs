@@ -1,5 +1,5 @@
-//! The control plane under concurrent faults: several platform processes on one database, old and new hosts, faults
-//! of provider, store and database, crashes, duplicates and passing time, all chosen by seeds.
+//! The control plane under concurrent faults: several platform processes on one database, old and new hosts, faults of
+//! the provider, the store and the database, crashes, duplicates and passing time, all chosen by seeds.
 //!
 //! The platform's code is that of production: routes, lifecycle, runner, reconciler, router, database. A seed
 //! determines its plan: the actions, their order and delays, and the calls that fail. It does not determine how tasks

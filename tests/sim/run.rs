@@ -37,7 +37,7 @@ pub async fn run_plan(
     broken: Option<BrokenRule>,
 ) -> Result<RunResult> {
     let (provider, objects, _s3) = match parts {
-        Parts::InProcess => (RunProvider::port(broken), None, None),
+        Parts::InProcess => (RunProvider::in_memory(broken), None, None),
         Parts::Wire => {
             let (objects, s3) = start_s3()?;
             (RunProvider::wire().await?, Some(objects), Some(s3))

@@ -85,7 +85,8 @@ impl RunDatabase {
 pub struct Times(Vec<String>);
 
 impl Times {
-    /// Covers all times in the tables that control work, except purely historical times.
+    /// Covers all times in the tables that control work, except purely historical ones and leases, which
+    /// [`Times::advance`] moves separately.
     pub async fn read(client: &Client) -> Result<Self> {
         let sql = "SELECT table_name::text, column_name::text FROM information_schema.columns \
                    WHERE table_schema = 'public' AND data_type LIKE 'timestamp%' \

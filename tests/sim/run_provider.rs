@@ -15,13 +15,13 @@ use super::plan::{Call, CloudFault};
 use super::violation::BrokenRule;
 
 pub enum RunProvider {
-    Port(Arc<Cloud>),
+    InMemory(Arc<Cloud>),
     Wire { simulator: Box<Simulator>, created: Mutex<Vec<OrderedServer>> },
 }
 
 impl RunProvider {
-    pub fn port(broken: Option<BrokenRule>) -> Self {
-        Self::Port(Cloud::new(broken))
+    pub fn in_memory(broken: Option<BrokenRule>) -> Self {
+        Self::InMemory(Cloud::new(broken))
     }
 
     pub async fn wire() -> Result<Self> {
@@ -32,7 +32,7 @@ impl RunProvider {
 
     pub fn provider(&self) -> Arc<dyn Provider> {
         match self {
-            Self::Port(cloud) => Arc::new(SharedCloud(Arc::clone(cloud))),
+            Self::InMemory(cloud) => Arc::new(SharedCloud(Arc::clone(cloud))),
             Self::Wire { simulator, .. } => {
                 let client = client::build(Deadlines::CALL).expect("a client");
                 let base = simulator.base_url().parse().expect("a URL");
@@ -51,7 +51,7 @@ impl RunProvider {
     /// The machines that have a server now.
     pub fn machines_with_servers(&self) -> Vec<String> {
         match self {
-            Self::Port(cloud) => cloud.machines_with_servers(),
+            Self::InMemory(cloud) => cloud.machines_with_servers(),
             Self::Wire { simulator, .. } => simulator
                 .servers()
                 .into_iter()
@@ -63,7 +63,7 @@ impl RunProvider {
     /// The machines whose servers are powered on.
     pub fn powered_on(&self) -> Vec<String> {
         match self {
-            Self::Port(cloud) => cloud.powered_on(),
+            Self::InMemory(cloud) => cloud.powered_on(),
             Self::Wire { simulator, .. } => {
                 let on = simulator.servers().into_iter().filter(|server| server.status == Power::Running);
                 on.filter_map(|server| server.labels.get("svc-machine").cloned()).collect()
@@ -74,7 +74,7 @@ impl RunProvider {
     /// The created servers, the oldest first; over HTTP, only those that an observation has seen.
     pub fn created_servers(&self) -> Vec<OrderedServer> {
         match self {
-            Self::Port(cloud) => cloud.created_servers(),
+            Self::InMemory(cloud) => cloud.created_servers(),
             Self::Wire { simulator, created } => {
                 let mut created = created.lock().unwrap_or_else(PoisonError::into_inner);
                 for server in simulator.servers() {
@@ -89,7 +89,7 @@ impl RunProvider {
 
     pub fn had_duplicate(&self) -> bool {
         match self {
-            Self::Port(cloud) => cloud.had_duplicate(),
+            Self::InMemory(cloud) => cloud.had_duplicate(),
             Self::Wire { simulator, .. } => {
                 // A second server with the same name can only exist after the end of the first.
                 let mut open = BTreeSet::new();
@@ -100,7 +100,7 @@ impl RunProvider {
 
     pub async fn vanish(&self, name: &str) {
         match self {
-            Self::Port(cloud) => cloud.vanish(name),
+            Self::InMemory(cloud) => cloud.vanish(name),
             // The server may already have disappeared.
             Self::Wire { simulator, .. } => drop(simulator.vanish_server(name).await),
         }
@@ -108,14 +108,14 @@ impl RunProvider {
 
     pub fn add_fault(&self, call: Call, fault: CloudFault, times: u8) {
         match self {
-            Self::Port(cloud) => cloud.add_fault(call, fault, times),
+            Self::InMemory(cloud) => cloud.add_fault(call, fault, times),
             Self::Wire { simulator, .. } => simulator.add_fault(rule(call, fault, times)),
         }
     }
 
     pub fn heal(&self) {
         match self {
-            Self::Port(cloud) => cloud.heal(),
+            Self::InMemory(cloud) => cloud.heal(),
             Self::Wire { simulator, .. } => simulator.clear_faults(),
         }
     }

@@ -38,7 +38,7 @@ fn pointer_log(slot: &SlotPrefix) -> String {
     entry.rsplit_once('/').map_or(entry.clone(), |(folder, _)| format!("{folder}/"))
 }
 
-/// Stores a backup of the machine of `epoch`, up to its last step.
+/// Stores the dump of a backup of the machine of `epoch`; [`advance`] writes its side record.
 async fn store_backup(
     fixture: &StoreFixture,
     slot: &SlotPrefix,

@@ -41,7 +41,7 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
     assert!(
         requests
             .iter()
-            .all(|requests| requests.authorization.as_deref() == Some("Bearer upgrade-token-of-a-machine"))
+            .all(|request| request.authorization.as_deref() == Some("Bearer upgrade-token-of-a-machine"))
     );
 
     let before = requests.len();
@@ -146,7 +146,7 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
 }
 
 #[tokio::test]
-async fn keys_are_read_only_from_files_of_root() -> Result<()> {
+async fn keys_in_host_env_are_not_trusted() -> Result<()> {
     let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
     fs::remove_file(stage.machine.path("opt/svc/env/update.env"))?;
     let own = key()?.public_key_base64();
@@ -210,7 +210,7 @@ async fn boot_does_not_change_the_current_release() -> Result<()> {
 #[tokio::test]
 async fn units_of_a_release_stop_with_it() -> Result<()> {
     let stage = Stage::with_release(&broken_release()?).await?;
-    // svc-code is starting when the update begins, and fails; the update does not wait for it.
+    // svc-code is still starting when the update begins; the update does not wait for it.
     fs::write(stage.machine.path("state-svc-code.service"), "activating\n")?;
     stage.apply(NEW).await?.expect(65);
     stage.assert_running(OLD)?;
@@ -348,7 +348,7 @@ async fn apply_without_a_request_does_nothing() -> Result<()> {
     stage.assert_untouched()
 }
 
-/// Kills an update to `published` at each point, completes it by the unit's own command, and checks the result.
+/// Kills an update to `published` at each point, completes it with the unit's own command, and checks the result.
 async fn assert_completed_after_kills(
     points: &[&str],
     published: &Published,
@@ -380,7 +380,7 @@ async fn update_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
     for point in svc::host::update::APPLY_FAILPOINTS {
         points.push(point);
     }
-    // Includes the points of fetching a release, which a boot also passes; its own first and last points are not
+    // Includes the points of fetching a release, which a boot also passes. The boot's own first and last points are not
     // reached here.
     let shared =
         ["update.downloading", "update.unpacked", "update.verified", "update.synced", "update.renamed"];

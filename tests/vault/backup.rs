@@ -273,7 +273,7 @@ async fn termination_aborts_the_upload() -> Result<()> {
     Ok(())
 }
 
-/// A dump of 130 MB needs only the memory of its parts; nothing is stored on disk.
+/// A dump of 130 MB needs only the memory of its parts.
 #[tokio::test]
 async fn memory_does_not_grow_with_the_dump() -> Result<()> {
     let store = machine::store()?;

@@ -13,7 +13,7 @@ use flate2::write::GzEncoder;
 use http::{HeaderMap, StatusCode, Uri, header};
 use sha2::{Digest, Sha256};
 
-/// A bundle of this version, with enough random bytes to be interrupted in the middle.
+/// A bundle of this version, with enough incompressible content to interrupt its download in the middle.
 pub fn bundle(version: &str) -> Result<Vec<u8>> {
     bundle_with(version, &[])
 }
@@ -66,7 +66,7 @@ pub struct BundleRequest {
 struct SourceState {
     content: Vec<u8>,
     etag: String,
-    ranges: bool,
+    supports_ranges: bool,
     /// The content after the next request.
     next: Option<Vec<u8>>,
     requests: Vec<BundleRequest>,
@@ -90,7 +90,7 @@ pub struct Source {
 
 impl Source {
     pub async fn start(content: Vec<u8>) -> Result<Self> {
-        let mut state = SourceState { ranges: true, ..SourceState::default() };
+        let mut state = SourceState { supports_ranges: true, ..SourceState::default() };
         state.set(content);
         let state = Arc::new(Mutex::new(state));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
@@ -120,7 +120,7 @@ impl Source {
 
     /// Behaves like a server without Range support.
     pub fn disable_ranges(&self) {
-        self.update_state(|state| state.ranges = false);
+        self.update_state(|state| state.supports_ranges = false);
     }
 
     pub fn requests(&self) -> Vec<BundleRequest> {
@@ -144,7 +144,7 @@ async fn serve(State(state): State<Arc<Mutex<SourceState>>>, uri: Uri, headers: 
     let response = Response::builder().header(header::ETAG, &state.etag);
     let total = state.content.len();
     let response = match from {
-        Some(from) if same && state.ranges => response
+        Some(from) if same && state.supports_ranges => response
             .status(StatusCode::PARTIAL_CONTENT)
             .header(header::CONTENT_RANGE, format!("bytes {from}-{}/{total}", total - 1))
             .body(Body::from(state.content[from..].to_vec())),

@@ -10,11 +10,11 @@ const ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KE
      INSERT INTO t SELECT n, md5(n::text) FROM generate_series(1, 20000) n";
 
 /// A machine with this many snapshots, and their keys.
-async fn machine_with_snapshots(store: &S3Server, many: usize) -> Result<(Machine, Vec<String>)> {
+async fn machine_with_snapshots(store: &S3Server, count: usize) -> Result<(Machine, Vec<String>)> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;
     let mut keys = Vec::new();
-    for _ in 0..many {
+    for _ in 0..count {
         machine.run(&["svc-db-backup"])?.expect(0);
         let last = machine.backup_records()?.pop().context("a record")?;
         keys.push(last["key"].as_str().context("a key")?.to_owned());
@@ -106,7 +106,8 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
         old.push(store_older_copy(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?);
     }
     let within = [("VERIFY_WITHIN_DAYS", "10")];
-    // Ten snapshots in ten days: after downtime, the share of three days is verified in one run, the oldest first.
+    // Each of the ten snapshots is due within ten days. After downtime, one run verifies the share of three days, the
+    // oldest first.
     let ended = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
     assert!(ended.stdout.starts_with("3 snapshots"), "{}", ended.stdout);
     store.remove(BUCKET, &object(&old[3]));
@@ -205,7 +206,7 @@ async fn snapshot_with_missing_rows_fails_the_drill() -> Result<()> {
     let check = read_last_check(&machine, "drill")?;
     assert_eq!((&check["status"], &check["key"]), (&"error".into(), &keys[0].as_str().into()), "{check}");
     assert_eq!(list_leftovers(&machine).await?, ["app_t", "lock"]);
-    // Hourly backups are not delayed.
+    // A failed drill does not stop the hourly backups.
     machine.run(&["svc-db-backup"])?.expect(0);
     machine.run(&["svc-db-backup", "drill"])?.expect(0);
     Ok(())

@@ -272,7 +272,7 @@ async fn restore_works_after_the_first_credentials_expired() -> Result<()> {
         platform.write_credentials(&new, expires_in).await?;
         store.expire_sessions();
         new.run(&["svc-restore"])?.expect(0);
-        assert!(new.marker());
+        assert!(new.has_marker());
         let row = new.client().await?.query_one("SELECT count(*) FROM t", &[]).await?;
         assert_eq!(row.get::<_, i64>(0), 100);
     }
@@ -299,7 +299,7 @@ async fn replaced_machine_gets_no_credentials_and_reports_it() -> Result<()> {
     platform.write_credentials(&new, SignedDuration::from_secs(-1)).await?;
     let ended = new.run(&["svc-restore"])?.expect(77);
     assert!(ended.stderr.contains("this machine has been replaced"), "{}", ended.stderr);
-    assert!(!new.marker(), "the gate remains closed");
+    assert!(!new.has_marker(), "the gate remains closed");
     Ok(())
 }
 
@@ -349,7 +349,7 @@ async fn agent_renews_many_sessions() -> Result<()> {
 
 fn renewing_credentials(
     platform: &Platform,
-    file: &std::path::Path,
+    dir: &std::path::Path,
     expires_in: SignedDuration,
 ) -> Result<Arc<RenewingCredentials>> {
     let link = PlatformLink {
@@ -363,7 +363,7 @@ fn renewing_credentials(
         expires_at: Timestamp::now().checked_add(expires_in)?,
     };
     let machine = "00000000-0000-7000-8000-000000000001".parse()?;
-    Ok(Arc::new(RenewingCredentials::new(machine, link, file.join("kept.json"), &first)?))
+    Ok(Arc::new(RenewingCredentials::new(machine, link, dir.join("kept.json"), &first)?))
 }
 
 #[tokio::test(flavor = "multi_thread")]

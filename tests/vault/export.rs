@@ -50,7 +50,8 @@ fn run_import(machine: &Machine, archive: &Path, more: &[&str]) -> Result<RunRes
     machine.run(&words)
 }
 
-/// Every path below the home with type, mode, time and content, except those that an import excludes.
+/// Lists every path below the home with its mode and content or target, and the time of files. Leaves out what an
+/// import has moved aside.
 fn list_tree(machine: &Machine) -> Result<Vec<String>> {
     let home = machine.path("home/svc/home");
     let (mut lines, mut all) = (Vec::new(), vec![home.clone()]);
@@ -90,7 +91,7 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
     write_file(&other, "system/config.json", b"{}")?;
     write_file(&other, "system/logs/activity.log", b"of the new one\n")?;
     other.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
-    // Backups of this machine would belong to another slot.
+    // A check changes nothing.
     run_import(&other, &archive, &["--check"])?.expect(0);
     assert!(other.path("home/svc/home/projects/here").exists());
     let printed = run_import(&other, &archive, &[])?.expect(0).stdout;

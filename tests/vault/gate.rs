@@ -103,7 +103,7 @@ pub async fn is_restored(machine: &Machine) -> Result<bool> {
 
 /// Asserts that the gate is closed, the old database is unchanged, and no other remains.
 pub async fn assert_untouched(machine: &Machine, why: &str) -> Result<()> {
-    assert!(!machine.marker(), "{why}: the gate is open");
+    assert!(!machine.has_marker(), "{why}: the gate is open");
     assert!(has_table(machine, "local").await?, "{why}: the old database is missing");
     assert_eq!(machine.databases().await?, ["postgres", "svc"], "{why}");
     Ok(())
@@ -142,7 +142,7 @@ async fn requested_earlier_snapshot_is_restored_then_backed_up() -> Result<()> {
     let absent = earlier.key.replace("Z-1", "Z-9");
     none.write_boot(&[("SVC_RESTORE_SNAPSHOT", &absent), ("SVC_RESTORE_MODE", "empty")])?;
     let ended = none.run(&["svc-restore"])?.expect(70);
-    assert!(ended.stderr.contains(&absent) && !none.marker(), "{}", ended.stderr);
+    assert!(ended.stderr.contains(&absent) && !none.has_marker(), "{}", ended.stderr);
     Ok(())
 }
 
@@ -165,10 +165,10 @@ async fn snapshot_of_a_newer_postgresql_is_refused() -> Result<()> {
         "{}",
         ended.stderr
     );
-    assert!(!new.marker());
+    assert!(!new.has_marker());
     store.write(BUCKET, &side, with_pg_version("15"));
     new.run(&["svc-restore"])?.expect(0);
-    assert!(new.marker());
+    assert!(new.has_marker());
     Ok(())
 }
 
@@ -180,7 +180,7 @@ async fn interrupted_download_is_resumed_within_a_run() -> Result<()> {
     let hits = store.add_fault(truncated.after(2).times(6));
     run_restore(&new, &[])?.expect(0);
     assert_eq!(hits.hits(), 6);
-    assert!(is_restored(&new).await? && new.marker());
+    assert!(is_restored(&new).await? && new.has_marker());
     Ok(())
 }
 
@@ -279,7 +279,7 @@ async fn confirmed_absence_opens_the_gate_only_if_permitted() -> Result<()> {
 
     new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
     run_restore(&new, &[])?.expect(0);
-    assert!(new.marker() && has_table(&new, "local").await?);
+    assert!(new.has_marker() && has_table(&new, "local").await?);
     Ok(())
 }
 
@@ -291,11 +291,11 @@ async fn marker_is_written_through_its_link() -> Result<()> {
     let (link, target) = (new.path("opt/svc/restore-complete"), new.path("var/lib/svc/restore-complete"));
     std::os::unix::fs::symlink(&target, &link)?;
     run_restore(&new, &[])?.expect(70);
-    assert!(!new.marker(), "a dangling link does not open the gate");
+    assert!(!new.has_marker(), "a dangling link does not open the gate");
     new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
     run_restore(&new, &[])?.expect(0);
     assert_eq!(std::fs::read_link(&link)?, target, "the link remains");
-    assert!(new.marker() && std::fs::symlink_metadata(&target)?.is_file());
+    assert!(new.has_marker() && std::fs::symlink_metadata(&target)?.is_file());
     run_restore(&new, &[])?.expect(0);
     Ok(())
 }
@@ -346,9 +346,9 @@ async fn restore_killed_at_any_step_can_be_rerun() -> Result<()> {
     for point in svc::host::snapshots::restore::FAILPOINTS {
         let kill = format!("{point}=return(kill)");
         run_restore(&new, &[("FAILPOINTS", &kill)])?.expect_killed();
-        assert_eq!(new.marker(), *point == "restore.marker", "{point}");
+        assert_eq!(new.has_marker(), *point == "restore.marker", "{point}");
         run_restore(&new, &[])?.expect(0);
-        assert!(new.marker() && is_restored(&new).await?, "{point}");
+        assert!(new.has_marker() && is_restored(&new).await?, "{point}");
         let databases = new.databases().await?;
         assert!(!databases.iter().any(|name| name.starts_with("svc_restore_")), "{point}: {databases:?}");
         reset(&new).await?;
@@ -368,9 +368,9 @@ async fn failed_step_leaves_the_old_or_the_restored_database() -> Result<()> {
     for point in &swapped[..2] {
         let error = format!("{point}=return(error)");
         run_restore(&new, &[("FAILPOINTS", &error)])?.expect(70);
-        assert!(!new.marker() && is_restored(&new).await?, "{point}");
+        assert!(!new.has_marker() && is_restored(&new).await?, "{point}");
         run_restore(&new, &[])?.expect(0);
-        assert!(new.marker(), "{point}");
+        assert!(new.has_marker(), "{point}");
         reset(&new).await?;
     }
     Ok(())
@@ -419,7 +419,7 @@ async fn leftover_pg_restore_of_a_killed_run_is_harmless() -> Result<()> {
     std::fs::write(markers.path().join("go"), "")?;
     wait_until("the exit of pg_restore", || markers.path().join("ended").exists()).await?;
     assert_ne!(std::fs::read_to_string(markers.path().join("ended"))?.trim(), "0");
-    assert!(is_restored(&new).await? && new.marker());
+    assert!(is_restored(&new).await? && new.has_marker());
     Ok(())
 }
 

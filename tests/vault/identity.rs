@@ -23,7 +23,7 @@ async fn machine_with_backup(store: &kit::s3::S3Server) -> Result<Machine> {
     Ok(machine)
 }
 
-/// Loses the volume: the server is created again, with other content in its database.
+/// Loses the volume: a new PostgreSQL server, whose database has the same rows, takes the place of the first.
 async fn lose_volume(machine: &mut Machine) -> Result<()> {
     let other = PgServer::start(&binaries()?, PgOptions::default()).await?;
     other.create_database("svc").await?;
@@ -122,11 +122,11 @@ async fn restore_refuses_to_replace_unknown_rows() -> Result<()> {
         "{}",
         ended.stderr
     );
-    assert!(!new.marker(), "the gate remains closed");
+    assert!(!new.has_marker(), "the gate remains closed");
     let rows: i64 = new.client().await?.query_one("SELECT count(*) FROM local", &[]).await?.get(0);
     assert_eq!(rows, 1);
     new.run(&["svc-restore", "adopt"])?.expect(0);
-    assert!(new.marker());
+    assert!(new.has_marker());
     std::fs::remove_file(new.path("opt/svc/restore-complete"))?;
     new.run(&["svc-restore", "replace"])?.expect(0);
     assert!(is_restored(&new).await?);
@@ -217,7 +217,7 @@ async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
         assert!(ended.stderr.contains("public.t") && ended.stderr.contains("is missing"), "{}", ended.stderr);
         Ok(())
     };
-    // Requested or concurrent runs do not confirm each other, regardless of their number.
+    // Requested runs, and runs within the same hour, do not confirm each other, regardless of their number.
     for _ in 0..3 {
         svc::fsx::write_atomic(&machine.path("var/lib/svc/requests/backup"), b"{}", 0o600)?;
         assert_held(&["svc-db-backup", "run", "--request"])?;
@@ -227,15 +227,15 @@ async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
     let last: Value = serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
     assert_eq!(last["status"], "error", "{last}");
     assert_eq!(last["held"]["loss"], "the table public.t with 10 rows is missing", "{last}");
-    let an_hour_passes = || -> Result<()> {
+    let let_an_hour_pass = || -> Result<()> {
         let mut held: Value = serde_json::from_slice(&std::fs::read(machine.path(HELD))?)?;
         let at = held["countedAtUptimeMs"].as_i64().context("an uptime")?;
         held["countedAtUptimeMs"] = (at - 3_600_000).into();
         Ok(std::fs::write(machine.path(HELD), held.to_string())?)
     };
-    an_hour_passes()?;
+    let_an_hour_pass()?;
     assert_held(&hourly)?;
-    an_hour_passes()?;
+    let_an_hour_pass()?;
     machine.run(&hourly)?.expect(0);
     assert!(!machine.path(HELD).exists());
     Ok(())
@@ -272,7 +272,7 @@ async fn replaced_databases_are_kept_for_seven_days() -> Result<()> {
     Ok(())
 }
 
-/// After a short store outage, no backup is missing for an hour: the hourly run retries, and each attempt is recorded.
+/// A brief failure does not delay the backup by an hour: the hourly run retries, and each attempt is recorded.
 #[tokio::test]
 async fn failed_hourly_backup_is_retried() -> Result<()> {
     let store = machine::store()?;

@@ -16,7 +16,7 @@ use super::machine::{self, Machine, RunResult};
 
 /// The text that a hostile statement replaces: a comment, which `pg_restore` sends exactly as in the dump.
 const COMMENT: &str = "COMMENT ON TABLE app_notes.notes IS '";
-const MAX_STATEMENT: usize = 1200;
+const MAX_STATEMENT_BYTES: usize = 1200;
 /// Maximum memory of a process that reads an archive; the program itself needs about 50 MiB.
 const MAX_RESIDENT_BYTES: u64 = 160 << 20;
 
@@ -30,7 +30,7 @@ struct ValidArchive {
 impl ValidArchive {
     async fn export(store: &S3Server) -> Result<Self> {
         let machine = Machine::in_use(store, 1).await?;
-        let comment = "x".repeat(MAX_STATEMENT);
+        let comment = "x".repeat(MAX_STATEMENT_BYTES);
         let sql = format!(
             "CREATE ROLE app_notes NOLOGIN; CREATE SCHEMA app_notes AUTHORIZATION app_notes;
              CREATE TABLE app_notes.notes (id int PRIMARY KEY, body text DEFAULT 'x' CHECK (body <> ''));
@@ -57,11 +57,11 @@ impl ValidArchive {
 
     /// Writes the archive with this statement in its dump, and with matching digests.
     fn write_with(&self, statement: &str, to: &Path) -> Result<()> {
-        assert!(statement.len() <= MAX_STATEMENT, "{statement}");
+        assert!(statement.len() <= MAX_STATEMENT_BYTES, "{statement}");
         let mut dump = self.dump.clone();
         let begin =
             dump.windows(COMMENT.len()).position(|part| part == COMMENT.as_bytes()).context("a comment")?;
-        let end = begin + COMMENT.len() + MAX_STATEMENT + "';".len();
+        let end = begin + COMMENT.len() + MAX_STATEMENT_BYTES + "';".len();
         assert_eq!(&dump[end - 3..end], b"x';");
         dump[begin..end].fill(b' ');
         dump[begin..begin + statement.len()].copy_from_slice(statement.as_bytes());
@@ -97,7 +97,7 @@ fn run_import(machine: &Machine, archive: &Path) -> Result<RunResult> {
 }
 
 /// Lists the state that a refused import must not change: databases, roles, privileges, settings.
-async fn traces(machine: &Machine) -> Result<Vec<String>> {
+async fn list_traces(machine: &Machine) -> Result<Vec<String>> {
     let client = machine.postgres().connect("postgres").await?;
     let sql = "SELECT 'database ' || datname FROM pg_database WHERE datname LIKE 'svc\\_%'
          UNION ALL SELECT 'role ' || rolname || ' ' || rolsuper FROM pg_roles WHERE rolname !~ '^(pg_|postgres$)'
@@ -153,7 +153,7 @@ async fn import_runs_sql_of_an_archive_without_rights() -> Result<()> {
         let ended = run_import(&machine, &archive)?;
         assert_eq!(ended.code, Some(65), "{statement}: {}", ended.stderr);
         assert!(!planted.exists(), "{statement}");
-        assert_eq!(traces(&machine).await?, Vec::<String>::new(), "{statement}");
+        assert_eq!(list_traces(&machine).await?, Vec::<String>::new(), "{statement}");
         machine.client().await?.batch_execute("SELECT FROM public.before").await?;
     }
     Ok(())
@@ -177,7 +177,7 @@ async fn import_drops_settings_and_owners_of_the_archive() -> Result<()> {
          EXECUTE format(''ALTER ROLE %I IN DATABASE %I SET role = none'', current_user, current_database()); END'";
     valid.write_with(statement, &archive)?;
     run_import(&machine, &archive)?.expect(0);
-    let remaining: Vec<String> = traces(&machine)
+    let remaining: Vec<String> = list_traces(&machine)
         .await?
         .into_iter()
         .filter(|trace| !trace.starts_with("database svc_before_"))

@@ -21,7 +21,7 @@ use svc::store::pointer_io;
 
 pub const BUCKET: &str = "fleet";
 pub const USER: &str = "user_1";
-/// Longer than any run in these tests takes; a longer run hangs.
+/// No run in these tests takes this long; one that does hangs.
 const RUN_TIMEOUT: Duration = Duration::from_secs(120);
 
 pub fn binaries() -> Result<PgBinaries> {
@@ -187,7 +187,7 @@ impl Machine {
         self.write_env("update.env", &pairs.map(|(name, value)| (name.to_owned(), value.to_owned())))
     }
 
-    /// Makes an otherwise empty release current that contains the digest of its bundle.
+    /// Makes a release current that contains only the digest of its bundle.
     pub fn set_current_release(&self, version: &str, digest: &str) -> Result<()> {
         let release = self.path("opt/svc/releases").join(version);
         fs::create_dir_all(&release)?;
@@ -262,7 +262,7 @@ impl Machine {
         self.run_with(words, &[])
     }
 
-    pub fn marker(&self) -> bool {
+    pub fn has_marker(&self) -> bool {
         self.path("opt/svc/restore-complete").exists()
     }
 

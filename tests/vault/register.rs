@@ -12,7 +12,7 @@ fn registered_response() -> ScriptedResponse {
     ScriptedResponse::Json(200, json!({ "status": "running", "epoch": 1 }))
 }
 
-/// Runs on another thread, because the test's runtime serves platform and gateway.
+/// Runs on another thread, because the test's runtime serves the platform and the gateway.
 async fn register(machine: &Machine, words: &[&str], extra: RunEnv<'_>) -> Result<RunResult> {
     let words: Vec<&str> = ["svc-register"].iter().chain(words).copied().collect();
     let running = machine.spawn(&words, extra)?;

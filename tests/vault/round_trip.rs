@@ -96,7 +96,7 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     pointer_io::fence(&machine::bucket(&store)?, &slot(), &Fence::unsigned(new.epoch, new.id)).await?;
     new.client().await?.batch_execute("CREATE TABLE of_the_empty_start (id int)").await?;
     new.run(&["svc-restore"])?.expect(0);
-    assert!(new.marker());
+    assert!(new.has_marker());
     assert_eq!(plain_dump(&new)?, plain_dump(&old)?);
 
     let facts = async |machine: &Machine| -> Result<String> {

@@ -33,7 +33,7 @@ async fn machine_with_dropped_table(store: &kit::s3::S3Server) -> Result<Machine
     Ok(machine)
 }
 
-fn side_state(machine: &Machine) -> Result<Value> {
+fn read_copied_table(machine: &Machine) -> Result<Value> {
     Ok(read_state(machine)?["lastCopy"]["tables"][0].clone())
 }
 
@@ -65,11 +65,11 @@ async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
     };
     let dry_run = run_side(&machine, &["copy", TABLE, "--dry-run"])?.expect(0);
     assert!(dry_run.stdout.contains(&format!("recreated with the table: {KEY}")), "{}", dry_run.stdout);
-    assert_eq!(sorted(&side_state(&machine)?["recreated"]), sorted(&expected));
+    assert_eq!(sorted(&read_copied_table(&machine)?["recreated"]), sorted(&expected));
     assert_eq!(query_text(&machine, "SELECT to_regclass('app_shop.totals') IS NULL").await?, "true");
 
     run_side(&machine, &["copy", TABLE])?.expect(0);
-    let table = side_state(&machine)?;
+    let table = read_copied_table(&machine)?;
     assert_eq!(sorted(&table["recreated"]), sorted(&expected), "{table}");
     assert_eq!(table["notRecreated"], json!(["function app_shop.first_customer()"]), "{table}");
     assert_eq!(query_text(&machine, VALID).await?, "true");
@@ -91,7 +91,7 @@ async fn unrecreatable_dependents_are_reported() -> Result<()> {
                 CREATE STATISTICS app_shop.moods ON id, customer FROM app_shop.orders";
     machine.client().await?.batch_execute(damage).await?;
     run_side(&machine, &["copy", TABLE])?.expect(0);
-    let table = side_state(&machine)?;
+    let table = read_copied_table(&machine)?;
     let is_listed = |list: &str, start: &str| {
         table[list].as_array().is_some_and(|names| {
             names.iter().any(|name| name.as_str().is_some_and(|name| name.starts_with(start)))

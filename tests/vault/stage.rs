@@ -18,8 +18,9 @@ pub const NEW: &str = "2026.2.0";
 pub const CREATED_AT: &str = "2026-01-02T03:04:05.000Z";
 const NEVER: &str = "2126-01-02T03:04:05.000Z";
 
-/// Starts a gateway that behaves as the current release does, and records its calls. The state of a unit comes from its
-/// own file, or else is that of the gateway. A started backup succeeds immediately, unless `backup` contains a command.
+/// A fake `systemctl` that records its calls. A restart sets the gateway's state: failed if the current release
+/// contains `app/broken`, otherwise active. The state of any other unit comes from its own file, or else is the
+/// gateway's. A started backup succeeds immediately, unless the file `backup` contains a command.
 const SYSTEMCTL: &str = r#"#!/bin/sh
 echo "$*" >>"$SVC_ROOT/calls"
 case "$1 $3" in
@@ -194,7 +195,7 @@ impl Stage {
         self.env.push((name, value.to_owned()));
     }
 
-    /// The calls of the service manager, in order.
+    /// The calls of the service manager in order, without those of `show`.
     pub fn service_calls(&self) -> Result<Vec<String>> {
         let calls = fs::read_to_string(self.machine.path("calls"))?;
         Ok(calls.lines().filter(|line| !line.starts_with("show")).map(str::to_owned).collect())

@@ -157,7 +157,7 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
         (&request_body["imageVersion"], &request_body["requestId"]),
         (&json!("2.0.0"), &json!("rollout-one"))
     );
-    // The updater applies it, then refuses it.
+    // The updater takes the request, and the update fails.
     let journal = machine.path("var/lib/svc/update/journal.json");
     svc::fsx::write_atomic(&journal, b"{}", 0o644)?;
     std::fs::remove_file(&request)?;
@@ -174,7 +174,7 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
     std::fs::remove_file(&journal)?;
     let before = platform.calls().len();
     wait_until("more heartbeats", || platform.calls().len() >= before + 3).await?;
-    assert!(!request.exists(), "a refused update is requested again");
+    assert!(!request.exists(), "a failed update is requested again");
     let beat: Value = serde_json::from_str(&platform.calls().last().context("a call")?.body)?;
     assert_eq!((&beat["lastUpdate"], &beat["updating"]), (&last, &json!(false)));
     // The next rollout of the same release is a new request.
@@ -226,9 +226,9 @@ async fn raised_epoch_is_stored_and_used_by_backups() -> Result<()> {
     Ok(())
 }
 
-/// Writers resume only when the response to a heartbeat that was sent after the quiesce names another operation.
+/// Writers resume only when the response to a heartbeat that was sent after the quiesce no longer names the operation.
 #[tokio::test]
-async fn writers_resume_when_response_names_another_operation() -> Result<()> {
+async fn writers_resume_when_response_names_no_operation() -> Result<()> {
     let store = machine::store()?;
     let operation = svc::machine::id::OperationId::new();
     let named = json!({ "epoch": 3, "superseded": false, "quiesce": operation.to_string() });

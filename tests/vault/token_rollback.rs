@@ -1,4 +1,4 @@
-//! A rollback around a rotation of the host's token, with a real platform, agent and updater. The host can always
+//! Rollbacks combined with a rotation of the host's token, with a real platform, agent and updater. The host can always
 //! reach the platform, even if the previous release does not support rotation.
 
 use std::fs;
@@ -12,18 +12,18 @@ use super::machine::{self, Machine};
 use super::stage::{NEW, OLD, Published, Stage, key};
 use crate::platform::stack::{BUCKET, Guest, Process, Stack};
 
-const STORED: &str = "var/lib/svc/upgrade-token.json";
+const TOKEN_FILE: &str = "var/lib/svc/upgrade-token.json";
 const OVERLAP: [(&str, &str); 1] = [("UPGRADE_TOKEN_OVERLAP_SECONDS", "1")];
 
-/// A machine of a real platform that has published a release which does not start.
-struct Scene {
+/// A machine, and a real platform that has published a release that does not start.
+struct Fixture {
     platform: Stack,
     process: Process,
     guest: Guest,
     host: Stage,
 }
 
-impl Scene {
+impl Fixture {
     async fn setup() -> Result<Self> {
         let platform = Stack::start().await;
         let process = platform.start_platform_with(&OVERLAP);
@@ -54,9 +54,9 @@ impl Scene {
     }
 
     /// Runs the real agent until the platform's record of the machine satisfies the condition.
-    async fn run_agent_until(&self, what: &str, is_wanted: impl Fn(&Value) -> bool) -> Result<()> {
+    async fn run_agent_until(&self, what: &str, condition: impl Fn(&Value) -> bool) -> Result<()> {
         let agent = self.host.machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
-        let check = || async { is_wanted(&self.record().await).then_some(()) };
+        let check = || async { condition(&self.record().await).then_some(()) };
         self.platform.eventually(what, check).await;
         agent.signal(Signal::SIGTERM)?;
         tokio::task::spawn_blocking(move || agent.wait()).await??.expect(0);
@@ -68,7 +68,7 @@ impl Scene {
         self.run_agent_until("a heartbeat is accepted", |record| record["heartbeatAt"] != before).await
     }
 
-    /// Waits until the platform refuses the token of user-data.
+    /// Waits until the platform refuses the token from user-data.
     async fn wait_until_first_token_is_refused(&self) {
         let path = format!("/vps/{}/storage-credentials", self.guest.machine);
         let check = || async {
@@ -76,10 +76,10 @@ impl Scene {
             let response = self.platform.send(call.bearer_auth(&self.guest.upgrade_token)).await;
             (response.status == 401).then_some(())
         };
-        self.platform.eventually("the first token ends", check).await;
+        self.platform.eventually("the first token is refused", check).await;
     }
 
-    fn token_of_host_env(&self) -> Result<String> {
+    fn token_in_host_env(&self) -> Result<String> {
         let text = fs::read_to_string(self.host.machine.path("opt/svc/env/host.env"))?;
         let line = text.lines().find_map(|line| line.strip_prefix("UPGRADE_TOKEN=")).context("no token")?;
         Ok(line.trim_matches('"').to_owned())
@@ -109,34 +109,34 @@ fn is_rolled_back(record: &Value) -> bool {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
-    let scene = Scene::setup().await?;
-    scene.request_rotation().await;
-    scene.run_agent_until("the token rotates", |record| generation(record) == 2).await?;
-    scene.wait_until_first_token_is_refused().await;
-    assert_eq!(scene.token_of_host_env()?, scene.guest.upgrade_token, "the agent cannot write host.env");
-    // Manifest and archive are downloaded with the second token; the first is already refused.
-    scene.host.apply(NEW).await?.expect(65);
-    scene.host.assert_running(OLD)?;
-    assert_eq!(scene.host.last_update()?["outcome"], "rolled_back");
-    // The previous release may read only host.env.
-    assert_ne!(scene.token_of_host_env()?, scene.guest.upgrade_token);
-    fs::remove_file(scene.host.machine.path(STORED))?;
-    scene.run_agent_until("the rollback is reported", is_rolled_back).await
+    let fixture = Fixture::setup().await?;
+    fixture.request_rotation().await;
+    fixture.run_agent_until("the token rotates", |record| generation(record) == 2).await?;
+    fixture.wait_until_first_token_is_refused().await;
+    assert_eq!(fixture.token_in_host_env()?, fixture.guest.upgrade_token, "the agent cannot write host.env");
+    // The manifest and the archive are downloaded with the second token; the first is already refused.
+    fixture.host.apply(NEW).await?.expect(65);
+    fixture.host.assert_running(OLD)?;
+    assert_eq!(fixture.host.last_update()?["outcome"], "rolled_back");
+    // A previous release may know only the token in host.env, so the updater has written the new token there.
+    assert_ne!(fixture.token_in_host_env()?, fixture.guest.upgrade_token);
+    fs::remove_file(fixture.host.machine.path(TOKEN_FILE))?;
+    fixture.run_agent_until("the rollback is reported", is_rolled_back).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rotation_requested_during_an_update_follows_its_rollback() -> Result<()> {
-    let scene = Scene::setup().await?;
+    let fixture = Fixture::setup().await?;
     let kill = "update.restarted=return(kill)";
-    scene.host.run(&["apply", "--version", NEW], Some(kill)).await?.expect_killed();
-    scene.request_rotation().await;
-    scene.send_heartbeat().await?;
-    assert!(!scene.host.machine.path(STORED).exists(), "a token was adopted during an update");
-    assert_eq!(generation(&scene.record().await), 1);
-    scene.host.run(&["resume"], None).await?;
-    scene.host.assert_running(OLD)?;
-    scene.run_agent_until("the rollback is reported", is_rolled_back).await?;
-    scene.run_agent_until("the token rotates", |record| generation(record) == 2).await?;
-    scene.wait_until_first_token_is_refused().await;
-    scene.send_heartbeat().await
+    fixture.host.run(&["apply", "--version", NEW], Some(kill)).await?.expect_killed();
+    fixture.request_rotation().await;
+    fixture.send_heartbeat().await?;
+    assert!(!fixture.host.machine.path(TOKEN_FILE).exists(), "a token was adopted during an update");
+    assert_eq!(generation(&fixture.record().await), 1);
+    fixture.host.run(&["resume"], None).await?;
+    fixture.host.assert_running(OLD)?;
+    fixture.run_agent_until("the rollback is reported", is_rolled_back).await?;
+    fixture.run_agent_until("the token rotates", |record| generation(record) == 2).await?;
+    fixture.wait_until_first_token_is_refused().await;
+    fixture.send_heartbeat().await
 }

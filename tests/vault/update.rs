@@ -88,7 +88,7 @@ async fn interrupted_download_is_resumed_and_verified() -> Result<()> {
     assert_current(&machine)?;
     let requests = source.requests();
     assert!(requests.len() >= 4, "{requests:?}");
-    assert!(requests[1..].iter().all(|requests| requests.range.is_some()), "{requests:?}");
+    assert!(requests[1..].iter().all(|request| request.range.is_some()), "{requests:?}");
     Ok(())
 }
 

@@ -1,5 +1,5 @@
 //! `cargo xtask bench`: selects the binary and replaces itself with the program of `tests/bench`, which measures it.
-//! The records are measured by a program that links the product and is built here.
+//! The area `records` is measured by a separate program, which links the product; this module builds it.
 
 use std::path::PathBuf;
 use std::process::{ExitCode, Stdio};
@@ -12,13 +12,13 @@ use crate::cargo;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// footprint, router, bridge, bundle, backup, restore, records or hook
+    /// Area to measure: footprint, router, bridge, bundle, backup, restore, records or hook
     #[arg(value_name = "AREA")]
     area: String,
-    /// Rounds per side, by default 5
+    /// Rounds for the product and for each peer (default: 5)
     #[arg(long, value_name = "N")]
     rounds: Option<u32>,
-    /// Seconds per load, by default 2
+    /// Seconds per load (default: 2)
     #[arg(long, value_name = "N")]
     seconds: Option<u32>,
     /// The binary to measure (default: target/dist/svc); for records, the program of tests/bench (default: built)
@@ -31,7 +31,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let mut bench = cargo::program("bench");
-    bench.arg(&args.area).arg("--svc").arg(binary(&args.area, args.svc)?);
+    bench.arg(&args.area).arg("--svc").arg(find_binary(&args.area, args.svc)?);
     bench.arg("--out").arg(fetch::target_dir().join("bench"));
     for (name, number) in [("--rounds", args.rounds), ("--seconds", args.seconds)] {
         bench.args(number.map(|number| [name.to_owned(), number.to_string()]).into_iter().flatten());
@@ -41,13 +41,16 @@ pub fn run(args: Args) -> Result<ExitCode> {
 }
 
 /// Finds the binary. The default is never a dev build: its figures would be meaningless.
-fn binary(area: &str, given: Option<PathBuf>) -> Result<PathBuf> {
+fn find_binary(area: &str, given: Option<PathBuf>) -> Result<PathBuf> {
     let path = match (given, area) {
         (Some(given), _) => given,
         (None, "records") => build_bench_program("records")?,
-        (None, _) => fetch::target_dir().join("dist/svc"),
+        (None, _) => {
+            let built = fetch::target_dir().join("dist/svc");
+            ensure!(built.exists(), "{} does not exist: build it with `cargo xtask dist`", built.display());
+            built
+        }
     };
-    ensure!(path.exists(), "{} does not exist: build it with `cargo xtask dist`", path.display());
     path.canonicalize().with_context(|| format!("find {}", path.display()))
 }
 

@@ -84,7 +84,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     options.svc = match args.svc {
         Some(svc) => resolve_svc(Some(svc))?,
         None if minimal => resolve_svc(None)?,
-        None => dist::up_to_date()?,
+        None => dist::build_if_outdated()?,
     };
     let built = bundle::build(&options)?;
     println!("{}\n{} bytes, sha256 {}", built.dir.join(ARCHIVE).display(), built.size_bytes, built.sha256);

@@ -26,7 +26,8 @@ pub fn command(args: &[&str]) -> Command {
     command
 }
 
-/// Builds and runs the program of a package that only one command needs, so that other commands do not compile it.
+/// Returns the command that builds and runs the program of a package. Only one xtask command needs it, so the others do
+/// not compile it.
 pub fn program(package: &str) -> Command {
     command(&["run", "--quiet", "--package", package, "--"])
 }

@@ -1,5 +1,5 @@
-//! `cargo xtask ci --rest`: all checks except demo and tests; `cargo xtask check`: the quick ones, for each edit. A
-//! failed check does not stop the others.
+//! `cargo xtask ci --rest`: format, clippy, documentation and dependencies; `cargo xtask check`: quick checks for each
+//! edit. A failed check does not stop the others.
 
 use std::panic::resume_unwind;
 use std::process::{Command, ExitCode};
@@ -27,9 +27,9 @@ const REST_CHECKS: [&[Check]; 5] = [
     &[("clippy", || {
         run_cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"])
     })],
-    &[("doc", doc)],
-    &[("deny", deny)],
-    &[("advisories", advisories)],
+    &[("doc", build_docs)],
+    &[("deny", check_dependencies)],
+    &[("advisories", check_advisories)],
 ];
 
 /// Selects the packages that make up the product.
@@ -47,8 +47,8 @@ const PRODUCT: &[&str] = &[
 /// and the tests each wait for a single compiler process most of the time, so they run in parallel.
 const QUICK_CHECKS: [&[Check]; 3] = [
     &[FORMAT],
-    &[("clippy", quick_clippy), ("unit tests", || tests(&[PRODUCT, &["--lib"]].concat()))],
-    &[("house", || tests(&["--package", "house"]))],
+    &[("clippy", quick_clippy), ("unit tests", || run_tests(&[PRODUCT, &["--lib"]].concat()))],
+    &[("house", || run_tests(&["--package", "house"]))],
 ];
 
 pub fn run_rest() -> Result<ExitCode> {
@@ -60,7 +60,7 @@ pub fn run_quick() -> Result<ExitCode> {
 }
 
 /// Runs tests with nextest where it is installed.
-fn tests(which: &[&str]) -> Result<Outcome> {
+fn run_tests(which: &[&str]) -> Result<Outcome> {
     let runner: &[&str] = if cargo::has_subcommand("nextest") { &["nextest", "run"] } else { &["test"] };
     let quiet: &[&str] = if cargo::has_subcommand("nextest") {
         &["--status-level", "fail", "--cargo-quiet"]
@@ -126,21 +126,21 @@ fn run_cargo(args: &[&str]) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-fn doc() -> Result<Outcome> {
+fn build_docs() -> Result<Outcome> {
     let mut doc = cargo::command(&["doc", "--workspace", "--no-deps", "--quiet"]);
     doc.env("RUSTDOCFLAGS", "-D warnings");
     cargo::succeed(doc)?;
     Ok(Outcome::Passed)
 }
 
-fn deny() -> Result<Outcome> {
+fn check_dependencies() -> Result<Outcome> {
     let mut deny = cargo_deny()?;
     deny.args(["--log-level", "error", "check", "bans", "licenses", "sources"]);
     cargo::succeed(deny)?;
     Ok(Outcome::Passed)
 }
 
-fn advisories() -> Result<Outcome> {
+fn check_advisories() -> Result<Outcome> {
     let mut deny = cargo_deny()?;
     deny.args(["check", "advisories"]);
     let output = deny.output().context("start cargo-deny")?;
@@ -155,7 +155,7 @@ fn advisories() -> Result<Outcome> {
     bail!("cargo deny check advisories: {}", output.status)
 }
 
-/// cargo-deny from the path, or installed once into `target/tools`.
+/// Returns cargo-deny from the path, or installs it once into `target/tools`.
 fn cargo_deny() -> Result<Command> {
     if cargo::has_subcommand("deny") {
         return Ok(cargo::command(&["deny", "--workspace"]));

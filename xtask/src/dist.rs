@@ -32,7 +32,7 @@ const TARGET: &str = "aarch64-unknown-linux-gnu";
 const SOURCES: [&str; 6] = ["src", "migrations", "cloud-init", "build.rs", "Cargo.toml", "Cargo.lock"];
 
 /// Returns `target/dist/svc`, and rebuilds it if it is missing or older than the sources.
-pub fn up_to_date() -> Result<PathBuf> {
+pub fn build_if_outdated() -> Result<PathBuf> {
     let svc = fetch::target_dir().join("dist/svc");
     if svc.is_file() {
         let Some(reason) = outdated_reason(&svc, &cargo::root())? else { return Ok(svc) };

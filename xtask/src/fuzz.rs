@@ -120,12 +120,12 @@ impl FuzzSearch<'_> {
         search.arg(format!("-artifact_prefix={}/", crashes.display())).arg("-print_final_stats=1");
         let status = wait(search.spawn()?, Duration::from_secs(seconds) + MARGIN)?;
         let text = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
-        let crashes = files(&crashes)?;
+        let crashes = list_files(&crashes)?;
         if !status.success() && crashes.is_empty() {
             bail!("{} ended with {status}: see {}", self.target, log.display());
         }
 
-        // The next run starts from the inputs that add coverage only.
+        // The next run starts only from the inputs that add coverage.
         fs::remove_dir_all(&minimised).and_then(|()| fs::create_dir(&minimised))?;
         let mut merge = self.program(&self.dir.join(format!("{}.merge.log", self.target)))?;
         merge.arg("-merge=1").args([&minimised, &found]);
@@ -135,11 +135,11 @@ impl FuzzSearch<'_> {
         Ok(json!({
             "target": self.target,
             "seconds": seconds,
-            "executions": figure(&text, "stat::number_of_executed_units:"),
-            "coverage": figure(&text, "cov:"),
-            "features": figure(&text, "ft:"),
-            "peakRssMib": figure(&text, "stat::peak_rss_mb:"),
-            "corpus": files(&found)?.len(),
+            "executions": parse_figure(&text, "stat::number_of_executed_units:"),
+            "coverage": parse_figure(&text, "cov:"),
+            "features": parse_figure(&text, "ft:"),
+            "peakRssMib": parse_figure(&text, "stat::peak_rss_mb:"),
+            "corpus": list_files(&found)?.len(),
             "crashes": crashes,
         }))
     }
@@ -185,7 +185,7 @@ fn wait(mut child: Child, timeout: Duration) -> Result<ExitStatus> {
     }
 }
 
-fn files(dir: &Path) -> Result<Vec<PathBuf>> {
+fn list_files(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut all = Vec::new();
     for entry in fs::read_dir(dir).with_context(|| format!("read {}", dir.display()))? {
         all.push(entry?.path());
@@ -194,8 +194,8 @@ fn files(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(all)
 }
 
-/// The last value of a figure in the log.
-fn figure(log: &str, name: &str) -> Option<u64> {
+/// Returns the last value of a figure in the log.
+fn parse_figure(log: &str, name: &str) -> Option<u64> {
     let (_, after) = log.rsplit_once(&format!("{name} "))?;
     after.split_whitespace().next()?.parse().ok()
 }
@@ -205,13 +205,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figure_returns_last_value_in_log() {
+    fn parse_figure_returns_last_value_in_log() {
         let log = "#2\tINITED cov: 10 ft: 11 corp: 1/1b\n#9\tDONE   cov: 20 ft: 21 corp: 2/9b\n\
             stat::number_of_executed_units: 4242\nstat::peak_rss_mb:              97\n";
-        assert_eq!(figure(log, "cov:"), Some(20));
-        assert_eq!(figure(log, "stat::number_of_executed_units:"), Some(4242));
-        assert_eq!(figure(log, "stat::peak_rss_mb:"), Some(97));
-        assert_eq!(figure(log, "stat::absent:"), None);
+        assert_eq!(parse_figure(log, "cov:"), Some(20));
+        assert_eq!(parse_figure(log, "stat::number_of_executed_units:"), Some(4242));
+        assert_eq!(parse_figure(log, "stat::peak_rss_mb:"), Some(97));
+        assert_eq!(parse_figure(log, "stat::absent:"), None);
     }
 
     #[test]

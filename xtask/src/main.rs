@@ -64,7 +64,7 @@ enum Command {
     },
     /// Run the main scenario on virtual machines, then the checks that need a real machine; writes target/lab
     Lab {
-        /// Run only provision, register, bridge, backup, reboot and recover
+        /// Run only the main scenario: use, dispatch, reboot, backup, loss and recovery
         #[arg(long)]
         quick: bool,
         /// Run only these steps, on a newly provisioned machine: `--only update,bad-update`
@@ -152,7 +152,7 @@ fn setup() -> Result<()> {
 fn deb(check: bool, svc: Option<PathBuf>) -> Result<ExitCode> {
     let svc = match svc {
         Some(svc) => svc.canonicalize().with_context(|| format!("find {}", svc.display()))?,
-        None => dist::up_to_date()?,
+        None => dist::build_if_outdated()?,
     };
     let out = kit::fetch::target_dir().join("deb");
     let options = kit::deb::Options::new(svc, cargo::root(), out);
@@ -189,7 +189,7 @@ fn dev(svc: Option<PathBuf>, dir: Option<PathBuf>, bundle: Option<&Path>) -> Res
 fn lab(quick: bool, only: &[String], svc: Option<PathBuf>) -> Result<ExitCode> {
     let svc = match svc {
         Some(path) => path.canonicalize().with_context(|| format!("find {}", path.display()))?,
-        None => dist::up_to_date()?,
+        None => dist::build_if_outdated()?,
     };
     let mut lab = cargo::program("lab");
     lab.arg("--svc").arg(svc).args(quick.then_some("--quick"));

@@ -127,7 +127,7 @@ fn dev_runs_printed_commands_and_cleans_up() {
         assert_eq!(mode & 0o777, 0o600, "{file}");
     }
 
-    // Every stdout line works when pasted.
+    // Every printed command works when pasted.
     let output = dev.output();
     let line = |start: &str| -> Vec<&str> {
         output.lines().map(str::trim).filter(|line| line.starts_with(start)).collect()

@@ -103,8 +103,6 @@ add("resume", {"main": [DONE], "again": [{"tools": [bash("echo again")]}, {"text
 add("resume_fork", {"main": [DONE], "again2": [{"text": "Forked."}]}, share="session_id", prompt="[[again2]] go on", more=["--resume", SID, "--fork-session"], what="--resume --fork-session")
 add("session_id_used", {"main": [DONE]}, share="session_id", more=["--session-id", SID], what="--session-id already used")
 add("resume_missing", {"main": [DONE]}, more=["--resume", "99999999-2222-4333-8444-555555555555"], what="--resume of an unknown session")
-add("resume_othercwd", {"main": [DONE]}, what="filled in below")
-S.pop("resume_othercwd")
 for nm, sg, tg in (("sigterm", signal.SIGTERM, "pid"), ("sigint", signal.SIGINT, "pid"), ("sigterm_group", signal.SIGTERM, "group"), ("sighup", signal.SIGHUP, "pid"), ("sigkill", signal.SIGKILL, "pid")):
     add(nm, SLEEP, signal=(sg, r'"tool_use"', tg), what="%s while Bash runs, to the %s" % (nm, tg), user_settings=H("user", ALL))
 add("sigterm_api", {"main": [{"text": "slow answer here", "hang": 30}]}, signal=(signal.SIGTERM, 4, "pid"), what="SIGTERM while the model streams")

@@ -140,7 +140,7 @@ impl Machine {
     /// Writes the marker that opens the restore gate.
     pub fn open_gate(&self) -> Result<()> {
         let marker = self.marker();
-        fs::create_dir_all(marker.parent().context("a directory")?)?;
+        fs::create_dir_all(marker.parent().context("the marker has no parent directory")?)?;
         Ok(fs::write(marker, "")?)
     }
 

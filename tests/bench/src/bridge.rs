@@ -21,8 +21,8 @@ const INSERT: [&str; 3] =
 const FIND: [&str; 2] = ["finds/s, 8 connections", "finds/s, 32 connections"];
 const INSERT_CPU: &str = "CPU per insert, 32 connections";
 const FIND_CPU: &str = "CPU per find, 32 connections";
-const INSERT_P99: &str = "insert's p99, 32 connections, to its median";
-const FIND_P99: &str = "find's p99, 32 connections, to its median";
+const INSERT_P99: &str = "insert's p99, 32 connections, to the peer's median";
+const FIND_P99: &str = "find's p99, 32 connections, to the peer's median";
 
 const PGBENCH: &str = "pgbench";
 const POSTGREST: &str = "PostgREST";

@@ -39,8 +39,8 @@ pub struct Gateway {
 
 impl Machine {
     pub fn new(database_url: &str) -> Result<Self> {
-        let key = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).ok().context("randomness")?;
-        let key = Ed25519KeyPair::from_pkcs8(key.as_ref()).ok().context("a fresh key")?;
+        let key = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).ok().context("generate a key")?;
+        let key = Ed25519KeyPair::from_pkcs8(key.as_ref()).ok().context("parse the generated key")?;
         // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
         let root = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;
         kit::child::remove_on_exit(root.path());

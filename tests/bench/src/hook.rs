@@ -21,10 +21,10 @@ const BEFORE: &str = "before a command, p50";
 const BEFORE_P99: &str = "before a command, p99";
 const AFTER: &str = "after a command that writes 10 files, p50";
 const AFTER_P99: &str = "after a command that writes 10 files, p99";
-const BUSY_BEFORE_P99: &str = "before a command, p99, both processors busy";
-const BUSY_AFTER_P99: &str = "after a command, p99, both processors busy";
+const BUSY_BEFORE_P99: &str = "before a command, p99, all processors busy";
+const BUSY_AFTER_P99: &str = "after a command, p99, all processors busy";
 const UNAUDITED: &str = "files without an audit entry";
-const LATE: &str = "calls recorded as late, both processors busy";
+const LATE: &str = "calls recorded as late, all processors busy";
 const TRUE: &str = "sh -c true";
 
 pub const ROWS: [Spec; 8] = [
@@ -214,7 +214,7 @@ fn time_command(command: &mut Command, input: &[u8]) -> Result<Duration> {
     }
     // Without a timeout, because its polling would be part of the measured time.
     let status = process.wait()?;
-    ensure!(status.success(), "the hook ended with {status}");
+    ensure!(status.success(), "the command ended with {status}");
     Ok(started.elapsed())
 }
 

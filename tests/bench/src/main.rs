@@ -89,7 +89,7 @@ impl FromStr for Area {
 struct Options {
     #[arg(value_name = "AREA")]
     area: Area,
-    /// Rounds per side
+    /// Rounds for the product and for each peer
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=50))]
     rounds: u32,
     /// Seconds per load

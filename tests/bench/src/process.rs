@@ -74,15 +74,15 @@ impl Drop for ServerProcess {
 
 /// CPU time of a process and its children.
 pub fn cpu(pid: u32) -> Result<Duration> {
-    let per_second = sysconf(SysconfVar::CLK_TCK)?.context("clock ticks")?;
+    let per_second = sysconf(SysconfVar::CLK_TCK)?.context("the system reports no clock ticks per second")?;
     let mut ticks = 0_u64;
     for pid in process_and_children(pid) {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
         // The name is in parentheses and may contain anything; utime and stime are the 12th and 13th fields after it.
-        let (_, rest) = stat.rsplit_once(')').context("a line of /proc/pid/stat")?;
+        let (_, rest) = stat.rsplit_once(')').context("no name in /proc/pid/stat")?;
         let fields: Vec<&str> = rest.split_whitespace().collect();
         for field in [11, 12] {
-            ticks += fields.get(field).context("a time in /proc/pid/stat")?.parse::<u64>()?;
+            ticks += fields.get(field).context("no CPU time in /proc/pid/stat")?.parse::<u64>()?;
         }
     }
     Ok(Duration::from_secs_f64(ticks as f64 / per_second as f64))

@@ -90,8 +90,8 @@ impl Run {
         Ok(Self { server, dir })
     }
 
-    /// Runs `svc-restore`. As on a new machine, it replaces an empty database, which the server's restart has flushed
-    /// there and a checkpoint flushes here.
+    /// Runs `svc-restore`. As on a new machine, it replaces an empty database. There, the server's restart has flushed
+    /// that database; here, a checkpoint does.
     async fn restore(&self, svc: &Path, store: &BenchStore) -> Result<RunStats> {
         self.server.create_database(database::NAME).await?;
         self.server.connect(database::NAME).await?.batch_execute("CHECKPOINT").await?;

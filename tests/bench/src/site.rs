@@ -1,7 +1,7 @@
-//! A platform with two running machines, and browser sessions of their owners, for the router benchmark.
+//! A platform with machines, and browser sessions of their owners, for the router and footprint benchmarks.
 //!
-//! The machines exist only as database rows. Behind one is nginx, behind the other a WebSocket echo server; the host's
-//! own work is measured elsewhere.
+//! The machines exist only as database rows. Behind one is nginx, behind the other a WebSocket echo server; the
+//! gateway's own work is measured by the bridge benchmark.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ const CODE_HOST: &str = "code.svc-bench.test";
 const BUCKET: &str = "svc-bench";
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A self-signed identity, like that of a host.
+/// A self-signed identity, like that of a gateway.
 pub struct Identity {
     pub cert_pem: String,
     pub key_pem: String,

@@ -19,9 +19,10 @@ pub fn set_cookie() -> Target {
 
 /// One line per cookie; some have the name of one of the router's own cookies.
 fn cookies() -> impl Strategy<Value = Vec<u8>> {
-    let own = prop_oneof!["[a-z]{1,6}", Just("__Host-theme".to_owned()), Just("__Secure-id".to_owned())];
-    let ours = prop::sample::select(reserved_names());
-    let line = (prop_oneof![3 => own, 1 => ours], "[a-zA-Z0-9%=]{0,12}")
+    let other_names =
+        prop_oneof!["[a-z]{1,6}", Just("__Host-theme".to_owned()), Just("__Secure-id".to_owned())];
+    let reserved = prop::sample::select(reserved_names());
+    let line = (prop_oneof![3 => other_names, 1 => reserved], "[a-zA-Z0-9%=]{0,12}")
         .prop_map(|(name, value)| format!("{name}={value}; Path=/; HttpOnly"));
     prop::collection::vec(line, 0..5).prop_map(|lines| lines.join("\n").into_bytes())
 }
@@ -46,7 +47,8 @@ fn stored_name(line: &[u8]) -> Vec<u8> {
     name[begin..end].to_vec()
 }
 
-/// Whether a browser would send the cookie under a name that the router reads; prefixes are compared without case.
+/// Whether a browser would send the cookie under a name that the router reads; prefixes are compared
+/// case-insensitively.
 fn is_router_cookie(name: &[u8]) -> bool {
     // A cookie without a name is sent as its bare value, which can look like a pair.
     name.is_empty()
@@ -70,38 +72,38 @@ fn check_any_cookies(bytes: &[u8]) -> Result<(), String> {
     if let Some(line) = after.iter().find(|line| is_router_cookie(&stored_name(line.as_bytes()))) {
         return Err(format!("{line:?} is passed on"));
     }
-    let wanted: Vec<_> =
+    let expected: Vec<_> =
         before.into_iter().filter(|line| !is_router_cookie(&stored_name(line.as_bytes()))).collect();
     // Cookies with invalid names may be dropped as well, but none may be added or reordered.
-    let mut rest = wanted.iter();
-    if after.iter().all(|line| rest.any(|wanted| wanted == line)) {
+    let mut rest = expected.iter();
+    if after.iter().all(|line| rest.any(|expected| expected == line)) {
         Ok(())
     } else {
-        Err(format!("{after:?} instead of {wanted:?}"))
+        Err(format!("{after:?} instead of {expected:?}"))
     }
 }
 
 fn check_valid_cookies(bytes: &[u8]) -> Result<(), String> {
     let before = parse_header_lines(&SET_COOKIE, bytes);
-    let wanted = before.get_all(SET_COOKIE).iter();
-    let wanted = wanted.filter(|line| !is_router_cookie(&stored_name(line.as_bytes()))).count();
+    let expected = before.get_all(SET_COOKIE).iter();
+    let expected = expected.filter(|line| !is_router_cookie(&stored_name(line.as_bytes()))).count();
     let mut after = before.clone();
     drop_reserved(&mut after);
     let found = after.get_all(SET_COOKIE).iter().count();
-    if found == wanted { Ok(()) } else { Err(format!("{found} cookies instead of {wanted}")) }
+    if found == expected { Ok(()) } else { Err(format!("{found} cookies instead of {expected}")) }
 }
 
 pub fn hop_by_hop() -> Target {
     Target {
         name: "hop-by-hop",
-        valid: hops().boxed(),
+        valid: hop_by_hop_lines().boxed(),
         check_any: check_any_hops,
         check_valid: check_valid_hops,
         cases: 2000,
     }
 }
 
-fn hops() -> impl Strategy<Value = Vec<u8>> {
+fn hop_by_hop_lines() -> impl Strategy<Value = Vec<u8>> {
     let line = prop_oneof![
         Just("connection: keep-alive, Upgrade".to_owned()),
         Just("connection: x-own, te".to_owned()),
@@ -115,7 +117,7 @@ fn hops() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(line, 0..8).prop_map(|lines| lines.join("\n").into_bytes())
 }
 
-fn hop_headers(bytes: &[u8]) -> HeaderMap {
+fn parse_headers(bytes: &[u8]) -> HeaderMap {
     let mut headers = HeaderMap::new();
     for line in bytes.split(|byte| *byte == b'\n').take(64) {
         let Some(colon) = line.iter().position(|byte| *byte == b':') else { continue };
@@ -127,7 +129,7 @@ fn hop_headers(bytes: &[u8]) -> HeaderMap {
     headers
 }
 
-const HOP_BY_HOP: [&str; 8] = [
+const HOP_BY_HOP: [&str; 7] = [
     "keep-alive",
     "proxy-connection",
     "proxy-authenticate",
@@ -135,13 +137,12 @@ const HOP_BY_HOP: [&str; 8] = [
     "te",
     "trailer",
     "transfer-encoding",
-    "http2-settings",
 ];
 
-/// Headers named by `Connection` are removed. A remaining upgrade is valid, and is not to HTTP, which could smuggle
-/// requests.
+/// Checks that hop-by-hop headers and those named in `Connection` are removed, and that a remaining upgrade is valid
+/// and does not switch to HTTP, which would allow request smuggling.
 fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
-    let before = hop_headers(bytes);
+    let before = parse_headers(bytes);
     let mut after = before.clone();
     let upgrades = strip_hop_by_hop(&mut after);
     let named = before.get_all(CONNECTION).iter().flat_map(|value| value.as_bytes().split(|b| *b == b','));
@@ -150,7 +151,7 @@ fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
             return Err(format!("{name} was named but remains"));
         }
     }
-    if let Some(name) = HOP_BY_HOP[..7].iter().find(|name| after.contains_key(**name)) {
+    if let Some(name) = HOP_BY_HOP.iter().find(|name| after.contains_key(**name)) {
         return Err(format!("{name} remains"));
     }
     let all = |name: HeaderName| after.get_all(name).iter().map(HeaderValue::as_bytes).collect::<Vec<_>>();
@@ -165,7 +166,7 @@ fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
         _ => false,
     };
     if !is_valid {
-        return Err(format!("{upgrades}: connection {connection:?}, upgrade {upgrade:?}"));
+        return Err(format!("upgrade kept: {upgrades}; connection {connection:?}, upgrade {upgrade:?}"));
     }
     let mut again = after.clone();
     if strip_hop_by_hop(&mut again) != upgrades || again != after {
@@ -175,14 +176,15 @@ fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
 }
 
 fn check_valid_hops(bytes: &[u8]) -> Result<(), String> {
-    let before = hop_headers(bytes);
-    let names_own = before.get_all(CONNECTION).iter().any(|value| value.as_bytes().starts_with(b"x-own"));
+    let before = parse_headers(bytes);
+    let is_x_own_named =
+        before.get_all(CONNECTION).iter().any(|value| value.as_bytes().starts_with(b"x-own"));
     let mut after = before.clone();
     strip_hop_by_hop(&mut after);
     let end_to_end = before.keys().filter(|name| name.as_str().starts_with("x-"));
-    let mut end_to_end = end_to_end.filter(|name| !(names_own && name.as_str() == "x-own"));
+    let mut end_to_end = end_to_end.filter(|name| !(is_x_own_named && name.as_str() == "x-own"));
     match end_to_end.find(|name| after.get_all(*name).iter().ne(before.get_all(*name).iter())) {
-        Some(name) => Err(format!("{name} has other values")),
+        Some(name) => Err(format!("{name} has different values")),
         None => Ok(()),
     }
 }

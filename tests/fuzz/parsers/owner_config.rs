@@ -51,10 +51,11 @@ fn is_misplaced(value: &Value) -> bool {
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     // Ignored members may be JSON that this test's parser refuses.
-    let is_secret = serde_json::from_slice::<Value>(bytes).is_ok_and(|config| !is_misplaced(&config));
+    let is_secret_only_in_values =
+        serde_json::from_slice::<Value>(bytes).is_ok_and(|config| !is_misplaced(&config));
     let settings = match Settings::parse(bytes) {
         Ok(settings) => settings,
-        Err(why) if is_secret && why.contains(SECRET) => {
+        Err(why) if is_secret_only_in_values && why.contains(SECRET) => {
             return Err(format!("the message quotes a value: {why}"));
         }
         Err(why) if why.chars().any(char::is_control) || why.len() > 1024 => {
@@ -62,7 +63,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         }
         Err(_) => return Ok(()),
     };
-    if is_secret && format!("{:?}", settings.agents.agents).contains(SECRET) {
+    if is_secret_only_in_values && format!("{:?}", settings.agents.agents).contains(SECRET) {
         return Err("the output contains a value of an agent's environment".to_owned());
     }
     let limits = settings.limits;

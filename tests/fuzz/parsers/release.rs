@@ -63,7 +63,7 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
                 size_bytes,
                 min_version: min_version.map(|text| text.parse().expect("a version")),
                 created_at: at(created),
-                // Expired at the time of the check.
+                // Later than the time of the check, by at least a millisecond.
                 expires_at: at(1_796_083_200_001 + lifetime),
                 trusted_keys: sequence.map(|sequence| KeySet { sequence, keys: PUBLISHER.trusted.clone() }),
                 removes: sequence.map(|sequence| format!("agents/{sequence}")).into_iter().collect(),

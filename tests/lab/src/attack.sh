@@ -3,12 +3,12 @@
 read -r prompt || true
 cd /home/svc/home
 reached() { echo "$*" >>lab-attack.out; }
-# Links from an app's folder, and a FIFO as manifest.
+# Links from an app's folder, and a FIFO as the manifest.
 mkdir -p apps/lab-linked apps/lab-fifo
 echo '{"name": "lab", "slug": "lab-linked", "version": "1.0.0", "runtime": "static", "build": {"output": "dist"}}' >apps/lab-linked/svc.json
 ln -sfn /opt/svc/env apps/lab-linked/dist
 [ -p apps/lab-fifo/svc.json ] || mkfifo apps/lab-fifo/svc.json
-# Traps for an export: links to root's files, a FIFO, and folders that are swapped while it runs.
+# Traps for an export: links to root's files, and a FIFO. (attacks.sh also swaps folders while an export runs.)
 mkdir -p lab-export
 ln -sfn /opt/svc/env lab-export/env
 ln -sf /opt/svc/env/host.env lab-export/host.env
@@ -19,13 +19,13 @@ for path in /opt/svc/env/host.env /opt/svc/env/update.env /var/lib/svc/tls/key.p
   (echo x >>$path) 2>/dev/null && reached "wrote $path"
 done
 for dir in /opt/svc /opt/svc/env /opt/svc/bin /var/lib/svc /var/lib/svc/requests /run/svc/gateway /run/svc/watch; do
-  (: >$dir/lab-planted) 2>/dev/null && reached "made a file in $dir"
+  (: >$dir/lab-planted) 2>/dev/null && reached "created a file in $dir"
 done
 for dir in system system/logs; do
-  (: >$dir/lab-planted) 2>/dev/null && reached "made a file in $dir"
+  (: >$dir/lab-planted) 2>/dev/null && reached "created a file in $dir"
   mv $dir $dir-moved 2>/dev/null && reached "moved $dir"
 done
-# Forbidden requests: limits, dispatches, the side database, the end of another dispatch.
+# Forbidden requests: limits, dispatches, the side database. Then a forged end of a dispatch.
 for call in 'PUT /api/limits {"daily":1000}' 'POST /api/dispatch {"prompt":"x"}' 'POST /api/side-database {}'; do
   set -- $call
   code=$(curl -sS -o /dev/null -w '%{http_code}' --max-time 10 --unix-socket /run/svc/gateway/gateway.sock -X "$1" -H 'content-type: application/json' -d "$3" "http://localhost$2" 2>/dev/null)

@@ -19,8 +19,8 @@ PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime
   -U postgres -d svc -Atc "select datname from pg_database where datname ~ '^svc_'"
 "#;
 
-/// Two backups fail without a store. Exit code, record, metrics, doctor and fleet report the failure, and the pointer
-/// is unchanged.
+/// Two backups fail without a store. The exit code, the record, the metrics, doctor and the fleet report the failure,
+/// and the pointer is unchanged.
 pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;

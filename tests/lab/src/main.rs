@@ -38,7 +38,7 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(1800);
 #[derive(Parser)]
 #[command(name = "cargo xtask lab")]
 struct Args {
-    /// Run only provision, register, bridge, backup, reboot and recover
+    /// Run only the main scenario: use, dispatch, reboot, backup, loss and recovery
     #[arg(long)]
     quick: bool,
     /// Run only these steps, on a newly provisioned machine: `--only update,bad-update`

@@ -120,8 +120,8 @@ async fn check_container(vm: &Machine) -> Result<String> {
     Ok("the same in a container, read-only and without capabilities".to_owned())
 }
 
-/// Installs the host's package on a provisioned machine without release and units: it installs both, and its removal
-/// stops everything it started and keeps the owner's data.
+/// Installs the host's package on a provisioned machine that has neither a release nor units. The package installs
+/// both; its removal stops everything that it started, and keeps the owner's data.
 pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner()).await?;

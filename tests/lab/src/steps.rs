@@ -9,11 +9,11 @@ use kit::story::{self, MachineRecord, Stack};
 /// Selects the steps to run on the machine after provisioning.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StepSelection {
-    /// The main scenario: use, reboot, backup, loss, recovery.
+    /// The main scenario: use, dispatch, reboot, backup, loss, recovery.
     Quick,
     /// All steps, including those that are not part of the main scenario.
     Full,
-    /// Only these, in the order of the list: to work on one of them.
+    /// Only these steps, in the order of the list.
     Only(Vec<String>),
 }
 

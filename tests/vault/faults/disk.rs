@@ -14,8 +14,8 @@ use super::super::stage::{NEW, OLD, Published, Stage};
 use super::witness::Witness;
 
 const MIB: u64 = 1 << 20;
-/// Runs keep 64 MiB free.
-const FREE_MIB: u64 = 160;
+/// The size of the file system, of which a run keeps 64 MiB free.
+const DISK_MIB: u64 = 160;
 
 async fn wait_for_exit(running: Running) -> Result<RunResult> {
     tokio::task::spawn_blocking(move || running.wait()).await?
@@ -44,7 +44,7 @@ async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
         witness.check().context(place)?;
         assert!(witness.seq() > seq, "{place}: the snapshot itself is valid");
         if place.ends_with("logs") {
-            assert_ne!(fs::read(&last)?, before, "{place}: heartbeat and gateway get the result");
+            assert_ne!(fs::read(&last)?, before, "{place}: the heartbeat and the gateway get the result");
         } else {
             assert_eq!(fs::read(&last)?, before, "{place}: the old record is complete");
             assert_eq!(machine.backup_records()?.len(), lines + 1, "{place}: the line is written");
@@ -78,7 +78,7 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     // As on a machine: root's directory contains only a link to the directory of the marker.
     let marker = new.path("var/lib/svc/restore-complete");
     std::os::unix::fs::symlink(&marker, new.path("opt/svc/restore-complete"))?;
-    let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), FREE_MIB)? else { return Ok(()) };
+    let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), DISK_MIB)? else { return Ok(()) };
 
     disk.fill(10 * MIB)?;
     let ended = new.run(&["svc-restore"])?.expect(70);
@@ -110,10 +110,10 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
 
     let ended = fill_disk_at(&new, &disk, "restore.renamed", "svc_before_").await?.expect(70);
     assert!(ended.stderr.contains("restore-complete"), "{}", ended.stderr);
-    assert!(!new.marker() && is_restored(&new).await?, "swapped, but not marked yet");
+    assert!(!new.has_marker() && is_restored(&new).await?, "swapped, but not marked yet");
     disk.delete_filler()?;
     new.run(&["svc-restore"])?.expect(0);
-    assert!(new.marker() && is_restored(&new).await?);
+    assert!(new.has_marker() && is_restored(&new).await?);
     let names = new.databases().await?;
     assert!(!names.iter().any(|name| name.starts_with("svc_restore_")), "{names:?}");
     svc::fsx::remove_if_exists(&marker)?;
@@ -138,7 +138,7 @@ async fn apply_on_full_disk(
 #[tokio::test(flavor = "multi_thread")]
 async fn release_is_unpacked_only_with_free_space() -> Result<()> {
     let stage = Stage::with_release(&Published::new(NEW, &[])?).await?;
-    let Some(disk) = SmallDisk::mount(stage.machine.path("opt/svc/releases"), FREE_MIB)? else {
+    let Some(disk) = SmallDisk::mount(stage.machine.path("opt/svc/releases"), DISK_MIB)? else {
         return Ok(());
     };
     disk.fill(10 * MIB)?;

@@ -1,5 +1,5 @@
-//! Tampered objects of each kind: the restore refuses inconsistent ones and leaves the machine unchanged, and a
-//! backup never makes it worse. `gate` covers damaged, missing and truncated objects.
+//! Tampered objects of each kind: the restore refuses inconsistent ones and leaves the machine unchanged, and a backup
+//! loses nothing. `gate` covers damaged, missing and truncated objects.
 
 use anyhow::{Context, Result, ensure};
 use kit::long::Figures;
@@ -194,7 +194,7 @@ async fn every_tampered_object_is_refused() -> Result<()> {
         objects.heal();
     }
     new.run(&["svc-restore"])?.expect(0);
-    assert!(new.marker() && is_restored(&new).await?);
+    assert!(new.has_marker() && is_restored(&new).await?);
     Figures { faults_tried: rows, ..Figures::new("tampered objects") }.record()
 }
 
@@ -243,7 +243,7 @@ async fn record_text_is_never_executed_as_sql() -> Result<()> {
             assert!(roles.is_empty(), "{name}: {text} was run");
             match ended.code {
                 Some(0) => {
-                    assert!(new.marker() && is_restored(&new).await?, "{name}: {}", ended.stderr);
+                    assert!(new.has_marker() && is_restored(&new).await?, "{name}: {}", ended.stderr);
                     reset(&new).await?;
                 }
                 Some(70) => assert_untouched(&new, name).await?,

@@ -162,7 +162,7 @@ async fn long_registrations_survive_200_kills() -> Result<()> {
 
 /// Tests the check itself.
 #[tokio::test(flavor = "multi_thread")]
-async fn false_registration_ledger_is_detected() -> Result<()> {
+async fn false_registration_state_is_detected() -> Result<()> {
     let campaign = Campaign::new(1).await?;
     let id = campaign.machine.id.to_string();
     campaign.check_state(&id)?;

@@ -76,7 +76,7 @@ impl Campaign {
     /// Checks the state after a kill: without the marker, the name `svc` refers to the old database or to the complete
     /// new database.
     async fn check_state(&self) -> Result<()> {
-        let marker = self.machine.marker();
+        let marker = self.machine.has_marker();
         let database_content = database_content(&self.machine, "svc", &self.snapshot).await?;
         match (&database_content, marker) {
             (DatabaseContent::Snapshot, _) | (DatabaseContent::Old | DatabaseContent::Closed, false) => {
@@ -89,7 +89,7 @@ impl Campaign {
     /// Completes a run and checks the result.
     async fn complete_restore(&mut self) -> Result<()> {
         let ended = self.killer.complete_run(|| self.machine.spawn(&RESTORE, &[])).await?;
-        ensure!(self.machine.marker(), "the gate is closed: {}", ended.stderr);
+        ensure!(self.machine.has_marker(), "the gate is closed: {}", ended.stderr);
         let now = database_content(&self.machine, "svc", &self.snapshot).await?;
         ensure!(now == DatabaseContent::Snapshot, "{now:?}\n{}", ended.stderr);
         let mut old = 0;

@@ -53,8 +53,8 @@ impl Campaign {
             self.check_state(&to)?;
         }
         let running = self.stage.spawn(&APPLY)?;
-        let check_completed = tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
-        self.check_completed(&to).with_context(|| check_completed.stderr)?;
+        let ended = tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
+        self.check_completed(&to).with_context(|| ended.stderr)?;
         // Removes archives that were served: two hundred releases are several hundred megabytes.
         self.stage.source.put(&format!("/{to}/svc-host-bundle.tar.gz"), None);
         self.version = to;
@@ -80,7 +80,7 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let mut campaign =
         Campaign { stage, killer: Killer::new("updates", seed), version: OLD.to_owned(), updates: 0 };
     let result = async {
-        // The first update shows the duration of an update.
+        // The first update measures the duration of an update.
         let to = "2026.2.0";
         Published::new(to, &[])?.serve(&campaign.stage.source)?;
         campaign.stage.request_update(to)?;

@@ -88,7 +88,7 @@ async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
         ensure!(ended.stderr.contains(expected_error), "{name}: {}", ended.stderr);
         witness.check().context(name)?;
         if exit == 0 {
-            assert!(scene.machine.marker() && is_restored(&scene.machine).await?, "{name}");
+            assert!(scene.machine.has_marker() && is_restored(&scene.machine).await?, "{name}");
             gate::reset(&scene.machine).await?;
         } else {
             assert_untouched(&scene.machine, name).await?;
@@ -116,7 +116,7 @@ async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
     new.run(&["svc-restore"])?.expect(0);
     let added = "SELECT count(*) FROM kept WHERE id = 501";
     let added: i64 = new.client().await?.query_one(added, &[]).await?.get(0);
-    assert_eq!((new.marker(), added), (true, 1), "the pointer's log reveals the stale `latest`");
+    assert_eq!((new.has_marker(), added), (true, 1), "the pointer's log reveals the stale `latest`");
     Ok(())
 }
 
@@ -130,6 +130,6 @@ async fn long_store_outage_is_retried_by_the_next_boot() -> Result<()> {
     }
     scene.store.bring_up()?;
     scene.machine.run(&["svc-restore"])?.expect(0);
-    assert!(scene.machine.marker() && is_restored(&scene.machine).await?);
+    assert!(scene.machine.has_marker() && is_restored(&scene.machine).await?);
     Ok(())
 }

@@ -8,7 +8,7 @@ use nix::unistd::Pid;
 
 use super::home::{ADA, Home, differences, recorded_operations};
 
-/// The number of events that the kernel queues for a slow reader.
+/// Contains the maximum number of events that the kernel queues for a slow reader.
 const QUEUE_LIMIT_FILE: &str = "/proc/sys/fs/inotify/max_queued_events";
 
 #[test]
@@ -22,7 +22,7 @@ fn queue_overflow_is_recovered_by_a_scan() -> Result<()> {
         ));
         return Ok(());
     }
-    // Creates, writes and closes each file in a watched folder.
+    // Each file causes three events (create, modify, close), so this many files overflow the queue.
     let files = max_events / 2;
     home.entries()?;
     let before = home.states()?;
@@ -40,7 +40,7 @@ fn queue_overflow_is_recovered_by_a_scan() -> Result<()> {
     let other = found.iter().find(|entry| entry["agentName"] != "ada");
     ensure!(other.is_none(), "attributed to another actor: {other:?}");
     let expected = differences(&before, &home.states()?);
-    ensure!(expected.len() as u64 > files);
+    ensure!(expected.len() as u64 > files, "{} changes of more than {files} files", expected.len());
     let found = recorded_operations(&found)?;
     ensure!(found.len() == expected.len(), "{} recorded, {} expected", found.len(), expected.len());
     for (path, op) in &expected {
@@ -67,9 +67,13 @@ fn home_beyond_the_watch_limit_is_scanned() -> Result<()> {
     let activity =
         || std::fs::read_to_string(home.dir().join("system/logs/activity.log")).unwrap_or_default();
     let wait_for_activity = |part: &str| -> Result<()> {
-        let end = std::time::Instant::now() + std::time::Duration::from_secs(20);
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
         while !activity().contains(part) {
-            ensure!(std::time::Instant::now() < end, "{part}: {}", activity());
+            ensure!(
+                std::time::Instant::now() < deadline,
+                "timeout: no {part:?} in the activity log: {}",
+                activity()
+            );
             std::thread::sleep(std::time::Duration::from_millis(20));
         }
         Ok(())
@@ -90,7 +94,11 @@ fn home_beyond_the_watch_limit_is_scanned() -> Result<()> {
     home.run(ADA, "rm -r deep && mkdir -p again/x && echo x > again/x/y")?;
     home.run(ADA, "echo z > again/x/z")?;
     wait_for_activity("watches all folders again")?;
-    let line = home.lines()?.into_iter().rfind(|line| line["path"] == "again/x/z").context("the last")?;
+    let line = home
+        .lines()?
+        .into_iter()
+        .rfind(|line| line["path"] == "again/x/z")
+        .context("no line for again/x/z")?;
     ensure!(line["op"] == "write");
     Ok(())
 }
