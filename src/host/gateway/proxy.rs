@@ -69,7 +69,7 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
     request.headers_mut().remove(header::AUTHORIZATION);
     match upstream.forward(request).await {
         Ok(response) => response,
-        Err(ProxyError::Tunnel) => {
+        Err(ProxyError::ConnectMethod) => {
             Problem::new(Code::InvalidRequest, "The method CONNECT is not supported.").into_response()
         }
         Err(error) => {
@@ -79,7 +79,6 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
                 | ProxyError::ConnectTimeout
                 | ProxyError::Full
                 | ProxyError::Closed => Code::Unavailable,
-                ProxyError::ConnectMethod => Code::InvalidRequest,
                 _ => Code::UpstreamUnavailable,
             };
             unavailable_response(

@@ -432,7 +432,7 @@ mod tests {
             };
             CertificateKeeper::start(config, identity).unwrap().presented.source
         };
-        let create = || svc_http::tls::self_signed(&["svc-host".to_owned()]).unwrap();
+        let create = || svc_http::tls::generate_self_signed(&["svc-host".to_owned()]).unwrap();
         let other_pem = create().cert_pem;
         assert!(source_after_start(&other_pem, create()) == CertificateSource::SelfSigned);
         let identity = create();
