@@ -64,7 +64,7 @@ impl HttpService for Resigning {
                     return Err(HttpError::new(HttpErrorKind::Unknown, error));
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "cannot renew the credentials that the store rejected as expired")
+                    tracing::warn!(%error, "cannot renew the credentials that the store rejected as expired");
                 }
             }
         }

@@ -172,10 +172,10 @@ impl Upload {
         match tokio::time::timeout(ABORT_TIMEOUT, self.inner.abort()).await {
             Ok(Ok(()) | Err(object_store::Error::NotFound { .. })) => return true,
             Ok(Err(error)) => {
-                tracing::warn!(key = %self.key, %error, "cannot abort the upload; the store keeps its parts")
+                tracing::warn!(key = %self.key, %error, "cannot abort the upload; the store keeps its parts");
             }
             Err(_) => {
-                tracing::warn!(key = %self.key, "timeout while aborting the upload; the store may keep its parts")
+                tracing::warn!(key = %self.key, "timeout while aborting the upload; the store may keep its parts");
             }
         }
         false
