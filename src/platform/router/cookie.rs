@@ -107,7 +107,7 @@ pub fn reserved_names() -> Vec<String> {
     names.flat_map(|name| [name.to_owned(), format!("{HOST_PREFIX}{name}")]).collect()
 }
 
-/// Calls [`drop_reserved_cookies`], for `tests/fuzz`.
+/// Calls `drop_reserved_cookies`, for `tests/fuzz`.
 #[cfg(feature = "fuzzing")]
 pub fn drop_reserved(headers: &mut HeaderMap) {
     drop_reserved_cookies(headers);

@@ -29,7 +29,7 @@ const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Ends the sessions of killed runs: a server completes a statement even without its client. Once they have ended, their
 /// work is committed or rolled back, so the caller sees every database that they created. The caller holds a lock, so all
-/// other sessions with this application name belong to killed runs. After [`SESSION_END_TIMEOUT`], returns without an
+/// other sessions with this application name belong to killed runs. After `SESSION_END_TIMEOUT`, returns without an
 /// error.
 ///
 /// # Errors
