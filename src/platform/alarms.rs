@@ -179,7 +179,7 @@ pub async fn raise_or_log(platform: &Platform, alarm: Alarm, detail: &Value) {
         }
         Ok(_) => {}
         Err(error) => {
-            tracing::warn!(alarm = alarm.as_str(), error = %format_chain(&error), "cannot store an alarm")
+            tracing::warn!(alarm = alarm.as_str(), error = %format_chain(&error), "cannot store an alarm");
         }
     }
 }

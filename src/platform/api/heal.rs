@@ -24,7 +24,7 @@ pub async fn resume_healthy_machine(platform: &Platform, machine: &MachineRow, e
     }
     match try_resume(platform, machine, epoch).await {
         Ok(true) => {
-            tracing::info!(machine = %machine.id, "machine returned to service after a healthy heartbeat")
+            tracing::info!(machine = %machine.id, "machine returned to service after a healthy heartbeat");
         }
         Ok(false) => {}
         Err(error) => {

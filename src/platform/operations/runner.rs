@@ -320,7 +320,7 @@ async fn advance_operation(
     }
     match line {
         Some((RETRY, detail)) => {
-            db::operation_log::log_retry(&tx, id, &leased.operation.step, detail).await?
+            db::operation_log::log_retry(&tx, id, &leased.operation.step, detail).await?;
         }
         Some((outcome, detail)) => {
             db::operations::log(&tx, id, &leased.operation.step, outcome, detail).await?;

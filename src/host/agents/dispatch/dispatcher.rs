@@ -388,7 +388,7 @@ impl Dispatcher {
             }
             // The dispatch is recorded at the next start.
             None => {
-                tracing::warn!(id = dispatch.id(), "a dispatch stays in the journal: its record was dropped")
+                tracing::warn!(id = dispatch.id(), "a dispatch stays in the journal: its record was dropped");
             }
         }
         let phase = interaction.status.into();

@@ -47,7 +47,7 @@ pub fn plan_registration(schema: &Name, wanted: &[Table], existing: &ExistingSch
     for (name, columns) in &existing.tables {
         match wanted.iter().find(|table| table.name.as_str() == name) {
             None => {
-                planned.not_done.push(format!("table {name} is no longer declared; it is left unchanged"))
+                planned.not_done.push(format!("table {name} is no longer declared; it is left unchanged"));
             }
             Some(table) => {
                 let undeclared = columns.keys().filter(|column| table.column(column).is_none());

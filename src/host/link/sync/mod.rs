@@ -99,7 +99,7 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
                 }
             }
             Err(error) => {
-                tracing::warn!(error = %svc_http::problem::format_chain(&error), "heartbeat failed")
+                tracing::warn!(error = %svc_http::problem::format_chain(&error), "heartbeat failed");
             }
         }
     }
