@@ -254,7 +254,7 @@ async fn variables_are_those_that_hosts_declare() {
         let env = file(&document, &format!("/opt/svc/env/{name}.env"))["content"].as_str().unwrap();
         for variable in env.lines().map(|line| line.split('=').next().unwrap()) {
             let is_read =
-                declared.contains(variable) || script.contains(&format!("$(value {name} {variable})"));
+                declared.contains(variable) || script.contains(&format!("$(read_value {name} {variable})"));
             assert!(is_read, "no program of a machine reads {variable} in {name}.env");
             count += 1;
         }

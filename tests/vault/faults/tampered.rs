@@ -118,7 +118,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a sequence that cannot grow", "is above the maximum", |objects| {
             objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
         }),
-        ("a digest that leads to another file", "no SHA-256", |objects| {
+        ("a digest that leads to another file", "no valid SHA-256", |objects| {
             objects.put_forged(&objects.dump, "../../../../outside");
         }),
         ("a side record that is not JSON", "its side record", |objects| {
