@@ -124,10 +124,10 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a side record that is not JSON", "its side record", |objects| {
             objects.store.write(BUCKET, &objects.path(".json"), "{\"version\":1,");
         }),
-        ("a side record of another format", "does not match", |objects| {
+        ("a side record of another format", "another format or key", |objects| {
             objects.with_side(|side| side["version"] = 2.into());
         }),
-        ("a side record of another snapshot", "does not match", |objects| {
+        ("a side record of another snapshot", "another format or key", |objects| {
             objects.with_side(|side| side["key"] = "system/db/snapshots/x.dump".into());
         }),
         ("a side record of another size", "bytes instead of", |objects| {
