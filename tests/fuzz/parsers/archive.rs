@@ -288,7 +288,7 @@ fn archive_checks_detect_each_violation() {
             fs::set_permissions(path, fs::Permissions::from_mode(0o4755)).expect("set");
         }),
         ("more bytes than the limit", |place| {
-            fs::write(place.within().join("x"), vec![0; 200_001]).expect("written")
+            fs::write(place.within().join("x"), vec![0; 200_001]).expect("written");
         }),
         ("a file next to the directory", |place| fs::write(place.dir.path().join("x"), "").expect("written")),
         ("another file's content", |place| fs::write(place.dir.path().join(OUTSIDE), "!").expect("written")),
