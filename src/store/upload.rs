@@ -105,7 +105,7 @@ impl Upload {
     /// # Errors
     /// [`UploadError`] of this part or an earlier one.
     pub async fn push(&mut self, chunk: Bytes) -> Result<(), UploadError> {
-        debug_assert!(chunk.len() <= self.part_space(), "a chunk must fit into the current part");
+        assert!(chunk.len() <= self.part_space(), "a chunk must fit into the current part");
         self.filled += chunk.len();
         self.filling.push(chunk);
         if self.filled == self.parts.size {

@@ -357,7 +357,7 @@ async fn rollout_refuses_bundles_that_hosts_would_refuse() {
     unsigned.assert_problem(409, "conflict");
     publish(&fleet.stack, "v3", "2026-01-02T03:04:05.000Z");
     deploy(json!({"imageVersion": "v3"})).await.assert_problem(409, "conflict");
-    deploy(json!({"imageVersion": NEXT, "handles": ["nobody"]}))
+    deploy(json!({"imageVersion": NEXT, "handles": ["unknown"]}))
         .await
         .assert_problem(404, "machine_not_found");
     for bad in [

@@ -54,7 +54,7 @@ async fn every_route_accepts_only_its_declared_scopes() {
         let accepts_operators = operation.credentials.contains(&OPERATOR);
         assert_eq!(endpoint.access.scopes().is_some(), accepts_operators, "{}", operation.id);
         assert_eq!(endpoint.access == Access::Open, operation.credentials.is_empty(), "{}", operation.id);
-        let path = operation.path.replace("{id}", &unknown).replace("{operator}", "nobody");
+        let path = operation.path.replace("{id}", &unknown).replace("{operator}", "unknown");
         let path = path.replace("{version}", "v9").replace("{file}", "x").replace("{name}", "x");
         let path = path.replace("{alarm}", "none");
         for (scope, token) in &tokens {
@@ -278,7 +278,7 @@ async fn audit_pages_hold_every_entry_once() {
         ("&target=target-1&actor=bob", 10),
         ("&since=2026-01-01T00:05:00Z", 50),
         ("&since=2026-01-01T00:05:00Z&until=2026-01-01T00:06:00Z", 10),
-        ("&actor=nobody", 0),
+        ("&actor=unknown", 0),
     ] {
         let mut ids = list_ids(filter).await;
         assert_eq!(ids.len(), count, "{filter}");

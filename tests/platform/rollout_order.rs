@@ -66,9 +66,9 @@ async fn excluded_machine_does_not_stop_a_rollout() {
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         fleet.stack.post(&fleet.process, "/vps/deploy", &body).await
     };
-    let unknown = start(json!({"except": ["h-user-0", "nobody"]})).await;
+    let unknown = start(json!({"except": ["h-user-0", "unknown"]})).await;
     unknown.assert_problem(404, "machine_not_found");
-    assert!(unknown.body["detail"].as_str().unwrap().contains("nobody"), "{unknown:?}");
+    assert!(unknown.body["detail"].as_str().unwrap().contains("unknown"), "{unknown:?}");
     let both = start(json!({"handles": ["h-user-1"], "except": ["h-user-1"]})).await;
     both.assert_problem(400, "invalid_request");
     assert_eq!(both.body["errors"][0]["pointer"], "/except");

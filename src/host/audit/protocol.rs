@@ -146,7 +146,7 @@ impl SeenCalls {
     const MAX_ID_BYTES: usize = 40;
 
     pub fn add(&mut self, id: &str) {
-        // Bound the message, whatever the agent's output contains.
+        // An agent's output is untrusted: bound the message.
         let is_plain = id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.:".contains(&byte));
         if is_plain && !id.is_empty() && self.ids.len() < Self::MAX_IDS && id.len() <= Self::MAX_ID_BYTES {
             self.ids.push(id.to_owned());

@@ -166,7 +166,7 @@ impl Tree<'_> {
     fn create_file(&mut self, entry: &mut TarEntry<'_, impl Read>, path: &Path) -> Result<(), UnpackError> {
         self.create_parent(path)?;
         let failed = |source| UnpackError::Write { path: path.to_owned(), source };
-        // All users can read the file and only root can write it, whatever the umask was when the bundle was built.
+        // Readable by all users and writable by root only, regardless of the umask with which the bundle was built.
         let mode = 0o644 | (entry.mode & 0o111);
         let mut file: File = OpenOptions::new()
             .write(true)

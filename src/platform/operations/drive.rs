@@ -25,8 +25,9 @@ const MAX_DRIVEN: usize = 16;
 const MAX_CALLING_HOSTS: usize = 64;
 /// Maximum backoff of an operation whose outcome cannot be stored.
 const MAX_UNSTORED_BACKOFF: Duration = Duration::from_secs(30);
-/// Minimum time between two rounds of claims, so that an operation that becomes due meanwhile causes no busy loop.
-const MIN_WAIT: Duration = Duration::from_millis(5);
+/// Minimum time between two rounds of claims: an operation that is due, but locked by another transaction, causes no busy
+/// loop.
+const MIN_WAIT: Duration = Duration::from_millis(20);
 
 /// Drives operations until `stop`, then waits for running steps.
 pub async fn run(platform: Arc<Platform>) {

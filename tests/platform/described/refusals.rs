@@ -247,8 +247,8 @@ async fn refuse_rollouts(refusals: &mut Refusals<'_>) {
         )
         .await;
     platform.send(platform.operator_call(Method::POST, &rollout_path("abort"), &json!({}))).await;
-    let nobody = json!({"imageVersion": "v1", "handles": ["nobody"]});
-    refusals.post(path, &nobody, 404, "machine_not_found").await;
+    let unknown = json!({"imageVersion": "v1", "handles": ["unknown"]});
+    refusals.post(path, &unknown, 404, "machine_not_found").await;
     let waits = json!({"imageVersion": "v1", "handles": ["h-user-2"]});
     refusals.post(path, &waits, 409, "invalid_state").await;
     let open = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
@@ -286,7 +286,7 @@ async fn refuse_operators(refusals: &mut Refusals<'_>) {
     let taken = json!({"name": "only-read", "scopes": ["read"]});
     refusals.post("/operators", &taken, 409, "conflict").await;
     for action in ["rotate", "revoke"] {
-        refusals.post(&format!("/operators/nobody/{action}"), &json!({}), 404, "not_found").await;
+        refusals.post(&format!("/operators/unknown/{action}"), &json!({}), 404, "not_found").await;
         refusals.post(&format!("/operators/Nobody/{action}"), &json!({}), 400, "invalid_request").await;
     }
     let gone = json!({"name": "gone", "scopes": ["read"]});
