@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kit::bundle::{self, Manifest, SigningKey};
+use kit::ca::Ca;
 use kit::s3::{Fault, Rule};
-use kit::story::{CONFIRMED, RouterTransport, Stack};
+use kit::story::{CONFIRMED, RouterTransport, Stack, eventually};
 use serde_json::Value;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
@@ -347,6 +348,9 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     failed.expect("backup", "problem", "the store refused");
     fleet.stack.provider.run_unit(&fleet.server(), "svc-sync-agent", &[]).await.unwrap();
     fleet.stack.svcctl(&["backup", "now", "ada", "--wait=120"]).await.unwrap().success().unwrap();
+    // The pointer moves before the host writes the result.
+    let result = || async { Ok(fs::metadata(fleet.disk.join(last))?) };
+    eventually("the result", Duration::from_secs(30), result).await.unwrap();
     fleet.check_host().await.expect("backup", "ok", "0 min old");
     fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
     fleet.check_host().await.expect("gateway", "problem", "not ready");
@@ -460,7 +464,10 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     let named = run_report(&fleet.stack.svc, &["doctor", "platform"], &named).await;
     named.expect("env-file", "ok", "mode 0640");
 
-    let (cert, key) = expired_certificate();
+    let authority = Ca::new().unwrap();
+    let (_, key) = authority.issue(&["app.test"]).unwrap();
+    let ended = jiff::SignedDuration::from_secs(-60);
+    let cert = authority.issue_for(&["app.test"], &key, ended).unwrap();
     let (cert_file, key_file) = (fleet.stack.dir.join("old.pem"), fleet.stack.dir.join("old.key"));
     fs::write(&cert_file, cert).unwrap();
     fs::write(&key_file, key).unwrap();
@@ -488,13 +495,4 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     response.expect("fleet", "warning", "ada (primary) is failed");
     response.expect("platform", "ok", "is running");
     fleet.stack.stop().await;
-}
-
-fn expired_certificate() -> (String, String) {
-    let mut params = rcgen::CertificateParams::new(vec!["app.test".to_owned()]).unwrap();
-    params.not_before = rcgen::date_time_ymd(2020, 1, 1);
-    params.not_after = rcgen::date_time_ymd(2020, 1, 2);
-    let key = rcgen::KeyPair::generate().unwrap();
-    let cert = params.self_signed(&key).unwrap();
-    (cert.pem(), key.serialize_pem())
 }
