@@ -131,7 +131,7 @@ pub fn product_dependencies(file: &File) -> Vec<String> {
         .collect()
 }
 
-const TOP_FOLDERS: [&str; 15] = [
+const TOP_FOLDERS: [&str; 14] = [
     ".cargo",
     ".ci",
     ".config",
@@ -139,7 +139,6 @@ const TOP_FOLDERS: [&str; 15] = [
     "apps",
     "cloud-init",
     "docs",
-    "fuzz",
     "migrations",
     "packaging",
     "scripts",
