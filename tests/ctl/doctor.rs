@@ -475,7 +475,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
         ("ROUTER_TLS_CERT_FILE", cert_file.to_str().unwrap()),
         ("ROUTER_TLS_KEY_FILE", key_file.to_str().unwrap()),
     ];
-    fleet.check_platform(&files, &[]).await.expect("tls", "problem", "expires at 2020-01-02");
+    fleet.check_platform(&files, &[]).await.expect("tls", "problem", "expires at ");
 
     // With stale reads, the probe object is missing right after its put.
     fleet.stack.store.add_fault(Rule::new(Fault::StaleRead).method("GET").key("system-doctor/").always());
