@@ -26,10 +26,10 @@ pub fn command(args: &[&str]) -> Command {
     command
 }
 
-/// Returns the command that builds and runs the program of a package. Only one xtask command needs it, so the others do
+/// Returns the command that builds and runs a program of the workspace. Only one xtask command needs it, so the others do
 /// not compile it.
-pub fn program(package: &str) -> Command {
-    command(&["run", "--quiet", "--package", package, "--"])
+pub fn program(name: &str) -> Command {
+    command(&["run", "--quiet", "--bin", name, "--"])
 }
 
 /// Replaces this process, so that signals reach the program.
@@ -51,4 +51,34 @@ pub fn succeed(mut command: Command) -> Result<()> {
 /// Returns whether a cargo subcommand is installed.
 pub fn has_subcommand(subcommand: &str) -> bool {
     command(&[subcommand, "--version"]).output().is_ok_and(|output| output.status.success())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    /// Returns the dependencies with their features when these members and edges are selected: lines such as
+    /// `serde v1.0.0 [default,std]`.
+    fn dependencies(members: &[&str], edges: &str) -> BTreeSet<String> {
+        let format = ["tree", "--offline", "--prefix", "none", "--format", "{p} [{f}]"];
+        let output = command(&format).args(["--edges", edges]).args(members).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let tree = String::from_utf8(output.stdout).unwrap();
+        // "(*)" marks a repeated subtree.
+        tree.lines().map(|line| line.trim_end_matches(" (*)").to_owned()).collect()
+    }
+
+    /// A dependency with other features is compiled again, and with it all crates that depend on it.
+    #[test]
+    fn demo_and_tests_share_compiled_dependencies() {
+        let default_members = dependencies(&[], "normal,build");
+        let programs = dependencies(&["--workspace"], "normal,build");
+        let tests = dependencies(&["--workspace"], "normal,build,dev");
+        assert!(programs.len() > 100, "{programs:?}");
+        let compiled_twice: Vec<&String> =
+            default_members.difference(&programs).chain(programs.difference(&tests)).collect();
+        assert!(compiled_twice.is_empty(), "{compiled_twice:#?}");
+    }
 }
