@@ -7,7 +7,7 @@ pub mod applets;
 
 pub use svc_base::{
     accounts, applet, beneath, chain, clock, config, diagnosis, failpoint, fsx, log_line, manual, metrics,
-    partial, quantity, telemetry, untrusted_text, variable, vars,
+    partial_file, quantity, telemetry, untrusted_text, variable, vars,
 };
 pub use svc_ctl as ctl;
 pub use svc_host as host;

@@ -12,7 +12,7 @@ pub mod fsx;
 pub mod log_line;
 pub mod manual;
 pub mod metrics;
-pub mod partial;
+pub mod partial_file;
 pub mod quantity;
 pub mod telemetry;
 pub mod untrusted_text;

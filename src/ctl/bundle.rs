@@ -402,7 +402,7 @@ mod tests {
         let beside = dir.path().join(format!("{BUNDLE_FILE}.json"));
         std::fs::write(&beside, manifest(&"0".repeat(64))).unwrap();
         let refused = publish(&bucket, dir.path(), &version).await.unwrap_err();
-        assert!(matches!(refused, PublishError::Companion { why: ManifestError::OtherDigest { .. }, .. }));
+        assert!(matches!(refused, PublishError::Companion { why: ManifestError::WrongDigest { .. }, .. }));
         std::fs::write(&beside, manifest(&sha256)).unwrap();
         let published = publish(&bucket, dir.path(), &version).await.unwrap();
         assert!(published.to_string().contains("hosts cannot update"), "{published}");

@@ -1,4 +1,4 @@
-//! Reads the bodies of requests and responses, within limits of size and time.
+//! Reads the bodies of requests and responses, within size and time limits.
 
 use std::time::Duration;
 

@@ -33,7 +33,8 @@ impl Listener {
         self.into()
     }
 
-    /// Whether to log all requests at level info. The control API has few; other listeners log only server errors there.
+    /// Whether to log all requests at level info. The control API has few; other listeners log only server errors at that
+    /// level.
     fn should_log_all_requests(self) -> bool {
         self == Self::Api
     }

@@ -45,7 +45,7 @@ codes! {
     Superseded FORBIDDEN "superseded" "This machine has been replaced"
         "Nothing: the machine was replaced and stops automatically."
     SubscriptionRequired PAYMENT_REQUIRED "subscription_required" "The slot has no active subscription"
-        "`svcctl slot set`, for exactly this slot."
+        "Run `svcctl slot set` for this slot."
     ServerTypeNotAllowed FORBIDDEN "server_type_not_allowed" "The slot's plan does not include this server type"
         "Choose a type that the slot's plan includes, or change the plan."
     MachineNotFound NOT_FOUND "machine_not_found" "Machine not found"

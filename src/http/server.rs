@@ -20,7 +20,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::addresses::AddressLimiter;
+use super::address_limit::AddressLimiter;
 use super::certificate::ACME_ALPN;
 use super::head_timer::HeadStream;
 use super::networks::Networks;
@@ -30,39 +30,39 @@ use super::shards::Shards;
 /// Limits of one listener.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    pub connections: usize,
-    /// Maximum connections per IPv4 address or IPv6 /64. Clients on this machine have no limit.
-    pub connections_per_address: usize,
+    pub max_connections: usize,
+    /// Per IPv4 address or IPv6 /64. Clients on this machine have no limit.
+    pub max_connections_per_address: usize,
     /// Load balancers, which are exempt from the limit per address.
     pub trusted_proxies: Networks,
     /// Timeout for the TLS handshake.
-    pub handshake: Duration,
+    pub handshake_timeout: Duration,
     /// Timeout from the first byte of a request's head to its last.
-    pub head: Duration,
-    pub head_bytes: usize,
+    pub head_timeout: Duration,
+    pub max_head_bytes: usize,
     /// Timeout for an idle connection.
-    pub idle: Duration,
+    pub idle_timeout: Duration,
     /// Timeout for the requests in flight after the server is stopped.
-    pub drain: Duration,
+    pub drain_timeout: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        let connections = max_connections();
+        let max_connections = max_connections();
         Self {
-            connections,
-            connections_per_address: connections / 4,
+            max_connections,
+            max_connections_per_address: max_connections / 4,
             trusted_proxies: Networks::default(),
-            handshake: Duration::from_secs(10),
-            head: Duration::from_secs(10),
-            head_bytes: 32 * 1024,
-            idle: Duration::from_secs(30),
-            drain: Duration::from_secs(20),
+            handshake_timeout: Duration::from_secs(10),
+            head_timeout: Duration::from_secs(10),
+            max_head_bytes: 32 * 1024,
+            idle_timeout: Duration::from_secs(30),
+            drain_timeout: Duration::from_secs(20),
         }
     }
 }
 
-/// Limits the memory for unfinished heads to an eighth of the machine's, but always allows 512 connections.
+/// Bounds the memory for unfinished heads to an eighth of the machine's memory, but always allows 512 connections.
 /// `tests/unfinished_heads.rs` measures the memory per connection.
 fn max_connections() -> usize {
     const BYTES_PER_CONNECTION: u64 = 128 * 1024;
@@ -111,8 +111,8 @@ async fn accept(
     threads: Option<RouterThreads>,
 ) {
     let connections = TaskTracker::new();
-    let permits = Arc::new(Semaphore::new(limits.connections));
-    let addresses = AddressLimiter::new(limits.connections_per_address, limits.trusted_proxies.clone());
+    let permits = Arc::new(Semaphore::new(limits.max_connections));
+    let addresses = AddressLimiter::new(limits.max_connections_per_address, limits.trusted_proxies.clone());
     let acceptor = tls.map(TlsAcceptor::from);
     let (shards, passthrough) = threads.map(|threads| (threads.shards, threads.passthrough)).unzip();
     let passthrough = passthrough.flatten();
@@ -151,7 +151,7 @@ async fn accept(
             match acceptor {
                 None => serve_connection(stream, router, extensions, &limits, stop).await,
                 Some(acceptor) => {
-                    let handshake = tokio::time::timeout(limits.handshake, async {
+                    let handshake = tokio::time::timeout(limits.handshake_timeout, async {
                         if let Some(passthrough) = passthrough
                             && let Some(validation) = passthrough.find_validation(&stream).await
                         {
@@ -170,7 +170,7 @@ async fn accept(
                     };
                     // A validation ends after the handshake (RFC 8737, section 3).
                     if stream.get_ref().1.alpn_protocol() == Some(ACME_ALPN) {
-                        let _ = tokio::time::timeout(limits.handshake, stream.shutdown()).await;
+                        let _ = tokio::time::timeout(limits.handshake_timeout, stream.shutdown()).await;
                         return;
                     }
                     serve_connection(stream, router, extensions, &limits, stop).await;
@@ -192,7 +192,7 @@ async fn accept(
     }
     drop(listener);
     connections.close();
-    if tokio::time::timeout(limits.drain, connections.wait()).await.is_err() {
+    if tokio::time::timeout(limits.drain_timeout, connections.wait()).await.is_err() {
         tracing::warn!("some requests did not end within the drain timeout");
     }
 }
@@ -231,9 +231,9 @@ fn serve_connection<S>(
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let (stream, timer) = HeadStream::new(stream, limits.head);
+    let (stream, timer) = HeadStream::new(stream, limits.head_timeout);
     let mut builder = http1::Builder::new();
-    builder.timer(timer).header_read_timeout(limits.idle).max_header_size(limits.head_bytes);
+    builder.timer(timer).header_read_timeout(limits.idle_timeout).max_header_size(limits.max_head_bytes);
     let router = TowerToHyperService::new(router);
     // Extensions are inserted here, because a router layer costs every request two allocations.
     let service = service_fn(move |request: Request<Incoming>| {
@@ -316,7 +316,7 @@ mod tests {
 
     #[tokio::test]
     async fn slow_head_times_out_and_idle_connection_is_kept() {
-        let limits = Limits { head: Duration::from_millis(100), ..Limits::default() };
+        let limits = Limits { head_timeout: Duration::from_millis(100), ..Limits::default() };
         let address = start_server(limits).await;
         let mut idle = TcpStream::connect(address).await.unwrap();
         let mut reused = TcpStream::connect(address).await.unwrap();

@@ -47,7 +47,7 @@ impl TestMachine {
         let requests = Arc::<Mutex<Vec<ReceivedRequest>>>::default();
         let app = axum::Router::new().fallback(respond).with_state(Arc::clone(&requests));
         let tls = Some(Arc::new(identity.server_config()?));
-        let limits = Limits { drain: std::time::Duration::ZERO, ..Limits::default() };
+        let limits = Limits { drain_timeout: std::time::Duration::ZERO, ..Limits::default() };
         tokio::spawn(serve(listener, tls, app, limits, stop.clone()));
         Ok(Self { id, addr, pin, requests, stop })
     }

@@ -160,7 +160,7 @@ impl World {
         let RouterService { routes, passthrough } = start_router(context)?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let addr = listener.local_addr()?;
-        let limits = Limits { drain: Duration::ZERO, ..Limits::default() };
+        let limits = Limits { drain_timeout: Duration::ZERO, ..Limits::default() };
         let threads = RouterThreads { shards: Shards::start()?, passthrough };
         tokio::spawn(serve_on(threads, listener, None, routes, limits, stop.clone()));
         let client = reqwest::Client::builder()

@@ -185,7 +185,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     });
     // The platform's router processes are the clients, and may all share one address.
     let limits = Limits::default();
-    let limits = Limits { connections_per_address: limits.connections / 4 * 3, ..limits };
+    let limits = Limits { max_connections_per_address: limits.max_connections / 4 * 3, ..limits };
     server::serve(public, Some(Arc::new(tls)), routes, limits, stop).await;
     // All requests have been handled; the remaining work has no client.
     supervisor_task.abort();

@@ -103,7 +103,7 @@ impl TrustedKeys {
                 Some(key) => {
                     UnparsedPublicKey::new(&ED25519, key.0)
                         .verify(&signed, &bytes)
-                        .map_err(|_| ManifestError::WrongSignature { id })?;
+                        .map_err(|_| ManifestError::InvalidSignature { id })?;
                     valid += 1;
                 }
                 None => unknown_ids.push(id),
@@ -172,7 +172,7 @@ impl KeySet {
     /// Checks that one of the set's keys has signed the manifest that contains the set.
     ///
     /// # Errors
-    /// [`KeySetError::Unproven`], and [`ManifestError::WrongSignature`] if a signature by one of them is invalid.
+    /// [`KeySetError::Unproven`], and [`ManifestError::InvalidSignature`] if a signature by one of them is invalid.
     pub(super) fn check_signed_by_own_key(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
         self.keys.check(&signed.manifest, &signed.signature).map_err(|error| match error {
             ManifestError::UnknownKey { .. } => KeySetError::Unproven { ids: self.keys.ids() }.into(),

@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use crate::system::layout::Layout;
 use svc_base::fsx;
 use svc_http::body::read_response;
-use svc_http::certificate::{CertificateSwitch, ChallengeGuard, create_signing_request};
+use svc_http::certificate::{CertificateResolver, ChallengeGuard, create_signing_request};
 use svc_http::client::{self, Deadlines};
 use svc_wire::heartbeat::{AcmeSettings, ExternalAccount};
 
@@ -47,7 +47,7 @@ pub struct CertificateRequest<'a> {
     pub settings: &'a AcmeSettings,
     pub name: &'a str,
     pub key_pem: &'a str,
-    pub switch: &'a Arc<CertificateSwitch>,
+    pub switch: &'a Arc<CertificateResolver>,
 }
 
 impl CertificateRequest<'_> {

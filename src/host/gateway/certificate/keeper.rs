@@ -21,7 +21,7 @@ use svc_base::chain;
 use svc_base::fsx;
 use svc_base::metrics::{CERTIFICATE_EXPIRY, CERTIFICATE_TRUSTED};
 use svc_base::untrusted_text;
-use svc_http::certificate::{CertificateSwitch, Chain, ChainError, MAX_CHAIN_BYTES};
+use svc_http::certificate::{CertificateResolver, Chain, ChainError, MAX_CHAIN_BYTES};
 use svc_http::tls::{ChainVerifier, Identity, SpkiPin};
 use svc_http::vars::SSL_CERT_FILE;
 use svc_machine::id::MachineId;
@@ -47,7 +47,7 @@ pub struct CertificateKeeper {
     config: KeeperConfig,
     identity: Identity,
     pin: SpkiPin,
-    switch: Arc<CertificateSwitch>,
+    switch: Arc<CertificateResolver>,
     verifier: ChainVerifier,
     presented: Presented,
     /// The content of the operator's file and the host name that were checked last.
@@ -94,7 +94,7 @@ impl CertificateKeeper {
     /// # Errors
     /// The machine's self-signed certificate or the trusted roots cannot be read.
     pub fn start(config: KeeperConfig, identity: Identity) -> anyhow::Result<Self> {
-        let switch = CertificateSwitch::new(&identity)?;
+        let switch = CertificateResolver::new(&identity)?;
         let self_signed =
             Chain::from_pem(identity.cert_pem.as_bytes()).context("parse the self-signed certificate")?;
         let pin = identity.pin()?;
@@ -123,7 +123,7 @@ impl CertificateKeeper {
         Ok(keeper)
     }
 
-    pub fn switch(&self) -> &Arc<CertificateSwitch> {
+    pub fn switch(&self) -> &Arc<CertificateResolver> {
         &self.switch
     }
 

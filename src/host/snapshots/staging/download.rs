@@ -13,7 +13,7 @@ use crate::system::store;
 use svc_base::applet::Exit;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
-use svc_base::partial::PartialFile;
+use svc_base::partial_file::PartialFile;
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
