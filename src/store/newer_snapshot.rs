@@ -1,5 +1,5 @@
 //! Finds a machine's complete snapshot that is newer than the pointer's: the host stored it while the platform was
-//! unreachable, or holds it back.
+//! unreachable, or holds it back because the database has shrunk.
 
 use std::collections::VecDeque;
 

@@ -1,4 +1,5 @@
-//! `system/db/latest`: the pointer, and its changes by a fence or a new snapshot. Pure.
+//! `system/db/latest`: the pointer, and its changes by a fence or a new snapshot. All functions are pure; `pointer_io`
+//! reads and writes the pointer.
 //!
 //! Invariants: `seq` and `fenceEpoch` only increase, except that an implausible fence is replaced; a machine below the fence,
 //! or another machine with the fence's epoch, never moves the pointer; nothing depends on the clocks of hosts.
@@ -102,7 +103,7 @@ impl Fenced {
         }
         let by = holder.map(|machine| format!(" by machine {machine}")).unwrap_or_default();
         format!(
-            "the slot is fenced at epoch {fence}{by}; this machine's epoch {mine} may no longer move the pointer"
+            "the slot is fenced at epoch {fence}{by}; this machine, with epoch {mine}, may no longer move the pointer"
         )
     }
 }
@@ -144,13 +145,13 @@ impl Pointer {
 /// [`Fenced`] if there is already a fence for a higher epoch, or for another machine with the same epoch.
 pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>, Fenced> {
     let Fence { epoch, machine, proof } = fence;
-    let mut known = None;
-    let is_implausible = |now: &Pointer| proof.is_some() && now.fence_epoch > epoch.max_plausible();
-    if let Some(now) = current.filter(|now| !is_implausible(now)) {
-        now.admit(*epoch, *machine)?;
-        known = now.proof_of(*epoch, *machine);
-        let is_same_fence = now.fence_epoch == *epoch && now.fence_machine_id == Some(*machine);
-        if is_same_fence && (proof.is_none() || *proof == known) {
+    let mut known_proof = None;
+    let is_implausible = |pointer: &Pointer| proof.is_some() && pointer.fence_epoch > epoch.max_plausible();
+    if let Some(pointer) = current.filter(|pointer| !is_implausible(pointer)) {
+        pointer.admit(*epoch, *machine)?;
+        known_proof = pointer.proof_of(*epoch, *machine);
+        let is_same_fence = pointer.fence_epoch == *epoch && pointer.fence_machine_id == Some(*machine);
+        if is_same_fence && (proof.is_none() || *proof == known_proof) {
             return Ok(None);
         }
     }
@@ -158,10 +159,10 @@ pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>
         version: FORMAT,
         fence_epoch: *epoch,
         fence_machine_id: Some(*machine),
-        fence_proof: proof.clone().or(known),
-        seq: current.map_or(0, |now| now.seq) + 1,
-        snapshot: current.and_then(|now| now.snapshot.clone()),
-        emptied_at: current.and_then(|now| now.emptied_at),
+        fence_proof: proof.clone().or(known_proof),
+        seq: current.map_or(0, |pointer| pointer.seq) + 1,
+        snapshot: current.and_then(|pointer| pointer.snapshot.clone()),
+        emptied_at: current.and_then(|pointer| pointer.emptied_at),
     }))
 }
 
@@ -172,18 +173,18 @@ pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>
 /// # Errors
 /// [`Fenced`] if the fence is above the snapshot's epoch, or at that epoch for another machine.
 pub fn advance(current: Option<&Pointer>, snapshot: &SnapshotRef) -> Result<Option<Pointer>, Fenced> {
-    if let Some(now) = current {
-        if now.snapshot.as_ref().is_some_and(|current| current.key == snapshot.key) {
+    if let Some(pointer) = current {
+        if pointer.snapshot.as_ref().is_some_and(|latest| latest.key == snapshot.key) {
             return Ok(None);
         }
-        now.admit(snapshot.epoch, snapshot.machine_id)?;
+        pointer.admit(snapshot.epoch, snapshot.machine_id)?;
     }
     Ok(Some(Pointer {
         version: FORMAT,
         fence_epoch: snapshot.epoch,
         fence_machine_id: Some(snapshot.machine_id),
-        fence_proof: current.and_then(|now| now.proof_of(snapshot.epoch, snapshot.machine_id)),
-        seq: current.map_or(0, |now| now.seq) + 1,
+        fence_proof: current.and_then(|pointer| pointer.proof_of(snapshot.epoch, snapshot.machine_id)),
+        seq: current.map_or(0, |pointer| pointer.seq) + 1,
         snapshot: Some(snapshot.clone()),
         emptied_at: None,
     }))
@@ -361,16 +362,16 @@ pub(crate) mod tests {
         fn pointer_never_moves_back(
             steps in prop::collection::vec((any::<bool>(), 1u32..6, 1u8..4, 0u32..1000), 0..60),
         ) {
-            let mut now: Option<Pointer> = None;
+            let mut current: Option<Pointer> = None;
             for (is_fence, epoch, by, n) in steps {
                 let (epoch, by) = (Epoch(epoch), machine(by));
                 let next = match is_fence {
-                    true => fence(now.as_ref(), &Fence::unsigned(epoch, by)),
-                    false => advance(now.as_ref(), &snapshot_by(n, epoch, by)),
+                    true => fence(current.as_ref(), &Fence::unsigned(epoch, by)),
+                    false => advance(current.as_ref(), &snapshot_by(n, epoch, by)),
                 };
                 let Ok(Some(next)) = next else { continue };
                 prop_assert_eq!(next.fence_holder(), Some(by));
-                if let Some(old) = &now {
+                if let Some(old) = &current {
                     prop_assert!(next.seq == old.seq + 1);
                     prop_assert!(next.fence_epoch >= old.fence_epoch);
                     prop_assert!(old.snapshot.is_none() || next.snapshot.is_some());
@@ -382,7 +383,7 @@ pub(crate) mod tests {
                         prop_assert!(next.epoch >= old.epoch, "an earlier machine's snapshot replaced a later one");
                     }
                 }
-                now = Some(next);
+                current = Some(next);
             }
         }
     }

@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn newest_entry_finds_the_last_from_any_start() {
+    async fn find_newest_entry_returns_last_from_any_start() {
         let log = Log::with_entries(7..=3000).await;
         for from in [0, 1, 7, 8, 2000, 2937, 2999, 3000] {
             assert_eq!(log.find_newest(from).await, Some(3000), "{from}");
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn newest_entry_finds_the_last_beyond_gaps() {
+    async fn find_newest_entry_returns_last_beyond_gaps() {
         let log = Log::with_entries((1..=500).chain(900..=1200).chain([1202, 1300])).await;
         for from in [0, 1, 400, 500, 501, 1200, 1300] {
             assert_eq!(log.find_newest(from).await, Some(1300), "{from}");
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn newest_entry_ignores_implausible_entries() {
+    async fn find_newest_entry_ignores_implausible_entries() {
         let log = Log::with_entries([5, 6, 7 + MAX_SEQ_AHEAD]).await;
         assert_eq!(log.find_newest(6).await, Some(6));
         assert_eq!(log.find_newest(7).await, Some(7 + MAX_SEQ_AHEAD));
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn newest_entry_skips_other_names_at_low_cost() {
+    async fn find_newest_entry_skips_other_names_at_low_cost() {
         let log = Log::with_entries(1..=10).await;
         let folder = log.slot.pointer_log();
         for n in 0..2000 {

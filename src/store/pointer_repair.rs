@@ -11,14 +11,14 @@ use super::bucket::{Bucket, Condition, StoreError};
 use super::key::{self, SlotPrefix, SnapshotKey};
 use super::pointer::{FORMAT, Fence, MAX_SEQ_AHEAD, Pointer, SnapshotRef};
 use super::snapshot::{self, SideRecord, SnapshotUnusable};
-use super::{epochs, pointer_io, pointer_log, snapshots};
+use super::{epoch_floor, pointer_io, pointer_log, snapshots};
 use svc_base::clock;
 use svc_machine::epoch::Epoch;
 
 /// Maximum bytes of an unreadable pointer to return.
-const MAX_KEPT_BYTES: u64 = 8 << 10;
+const MAX_RETURNED_BYTES: u64 = 8 << 10;
 /// Maximum number of snapshots to check until a complete one is found.
-const MAX_CHECKED: usize = 64;
+const MAX_CHECKED_SNAPSHOTS: usize = 64;
 
 /// The slot's current machine, as the platform records it, with the signed fence written before its creation.
 pub type CurrentFence = Fence;
@@ -130,7 +130,7 @@ pub async fn inspect(
     let emptied_at = matches!(target, RebuildTarget::Nothing).then(clock::now_ms);
     let next = if candidate.is_some() || emptied_at.is_some() || keys.is_empty() {
         let top = read_top_entry(bucket, slot).await?;
-        let meta = epochs::read_metadata_epoch(bucket, slot, bound).await?;
+        let meta = epoch_floor::read_metadata_epoch(bucket, slot, bound).await?;
         let known = KnownState { found: &found, keys: &keys, top, meta, holder: holder.as_ref(), bound };
         plan_rebuild(bucket, slot, known, (candidate.map(|side| side.snapshot_ref()), emptied_at)).await?
     } else {
@@ -241,10 +241,10 @@ async fn describe_unreadable(
     let Some(meta) = bucket.head(&key).await? else {
         return Ok((PointerState::Absent { why }, Condition::Absent));
     };
-    let kept = meta.size.min(MAX_KEPT_BYTES);
-    let start = match kept {
+    let length = meta.size.min(MAX_RETURNED_BYTES);
+    let start = match length {
         0 => Bytes::new(),
-        _ => bucket.raw().get_range(&key, 0..kept).await.map_err(|error| StoreError::of(&key, error))?,
+        _ => bucket.raw().get_range(&key, 0..length).await.map_err(|error| StoreError::of(&key, error))?,
     };
     let condition = Condition::unchanged(&meta);
     Ok((PointerState::Unreadable { why, size_bytes: meta.size, start }, condition))
@@ -269,7 +269,7 @@ async fn find_newest_complete(
 ) -> Result<(Option<SideRecord>, usize), StoreError> {
     let mut ordered: Vec<_> = keys.iter().map(|key| (key::epoch_of(key), key::taken_at(key), key)).collect();
     ordered.sort_unstable_by(|a, b| b.cmp(a));
-    for (epoch, _, key) in ordered.into_iter().take(MAX_CHECKED) {
+    for (epoch, _, key) in ordered.into_iter().take(MAX_CHECKED_SNAPSHOTS) {
         match snapshot::load(bucket, slot, key).await {
             Ok(side) if Some(side.epoch) == epoch => return Ok((Some(side), 0)),
             Ok(_) => tracing::warn!(key, "skipped a snapshot without an epoch in its key"),
@@ -278,7 +278,7 @@ async fn find_newest_complete(
             Err(SnapshotUnusable::Store(error)) => return Err(error),
         }
     }
-    Ok((None, keys.len().saturating_sub(MAX_CHECKED)))
+    Ok((None, keys.len().saturating_sub(MAX_CHECKED_SNAPSHOTS)))
 }
 
 /// Reads the `seq` and value of the last log entry. If the entry is unreadable, the value is that of `latest`.
@@ -324,8 +324,8 @@ impl KnownState<'_> {
     fn plan(&self, snapshot: Option<SnapshotRef>, emptied_at: Option<Timestamp>) -> Option<Pointer> {
         let pointers = || self.found.pointer().into_iter().chain(&self.top.1);
         let fences = pointers().map(|pointer| pointer.fence_epoch).filter(|fence| *fence <= self.bound);
-        let written = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
-        let others = [epochs::highest_in_keys(self.keys, self.bound), self.meta, written];
+        let snapshot_epoch = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
+        let others = [epoch_floor::highest_in_keys(self.keys, self.bound), self.meta, snapshot_epoch];
         let held = self.holder.map(|holder| holder.epoch);
         let fence_epoch = fences.chain(others).chain(held).max().filter(|epoch| *epoch > Epoch::NONE)?;
         let by_platform = self.holder.filter(|holder| holder.epoch == fence_epoch);
@@ -480,14 +480,17 @@ mod tests {
     async fn inspect_counts_unchecked_snapshots() {
         let (bucket, key) = slot_with_backup().await;
         let forged = |n: usize| format!("2026-11-24T04-00-00.{n:03}Z-1.dump");
-        for n in 0..MAX_CHECKED {
+        for n in 0..MAX_CHECKED_SNAPSHOTS {
             bucket
                 .put_json(&slot().snapshots().join(format!("{}.json", forged(n))), &Value::Null)
                 .await
                 .unwrap();
         }
         let inspection = inspect_target(&bucket, RebuildTarget::Newest).await;
-        assert_eq!((inspection.next, inspection.snapshots, inspection.unchecked), (None, MAX_CHECKED + 1, 1));
+        assert_eq!(
+            (inspection.next, inspection.snapshots, inspection.unchecked),
+            (None, MAX_CHECKED_SNAPSHOTS + 1, 1)
+        );
         let named: SnapshotKey = key.parse().unwrap();
         assert!(inspect_target(&bucket, RebuildTarget::Snapshot(&named)).await.next.is_some());
     }

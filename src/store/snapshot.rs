@@ -12,7 +12,7 @@ use super::bucket::{Bucket, Condition, StoreError};
 use super::key::{self, SlotPrefix};
 use super::pointer::SnapshotRef;
 use super::pointer_io;
-use super::recorded::RecordedSnapshot;
+use super::recorded_snapshot::RecordedSnapshot;
 use super::role_facts::RoleFacts;
 use super::{bounded_list, bundle};
 use svc_base::clock;

@@ -44,8 +44,8 @@ impl PartLayout {
 pub enum UploadError {
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("the stream is longer than {MAX_PARTS} parts of {part} bytes")]
-    TooLong { part: usize },
+    #[error("the stream is longer than {MAX_PARTS} parts of {part_bytes} bytes")]
+    TooLong { part_bytes: usize },
     #[error("{key} has {found} bytes in the object store instead of {sent}")]
     WrongSize { key: String, sent: u64, found: u64 },
 }
@@ -57,9 +57,10 @@ pub struct Upload {
     bucket: Bucket,
     open: Option<OpenUpload>,
     inner: Box<dyn MultipartUpload>,
-    parts: PartLayout,
-    filling: Vec<Bytes>,
-    filled: usize,
+    layout: PartLayout,
+    /// The chunks of the next part.
+    buffer: Vec<Bytes>,
+    buffered_bytes: usize,
     started_parts: u64,
     sent_bytes: u64,
     acknowledged_bytes: u64,
@@ -68,16 +69,16 @@ pub struct Upload {
 }
 
 impl Upload {
-    pub async fn begin(bucket: &Bucket, key: &Path, parts: PartLayout) -> Result<Self, StoreError> {
+    pub async fn begin(bucket: &Bucket, key: &Path, layout: PartLayout) -> Result<Self, StoreError> {
         let (inner, open) = bucket.start_upload(key).await.map_err(|error| StoreError::of(key, error))?;
         Ok(Self {
             open,
             key: key.clone(),
             bucket: bucket.clone(),
             inner,
-            parts,
-            filling: Vec::new(),
-            filled: 0,
+            layout,
+            buffer: Vec::new(),
+            buffered_bytes: 0,
             started_parts: 0,
             sent_bytes: 0,
             acknowledged_bytes: 0,
@@ -91,13 +92,13 @@ impl Upload {
     }
 
     /// The number of bytes that the store has acknowledged.
-    pub fn acknowledged(&self) -> u64 {
+    pub fn acknowledged_bytes(&self) -> u64 {
         self.acknowledged_bytes
     }
 
     /// The maximum number of bytes for the next [`Self::push`].
     pub fn part_space(&self) -> usize {
-        self.parts.size - self.filled
+        self.layout.size - self.buffered_bytes
     }
 
     /// Adds at most [`Self::part_space`] bytes; waits while the parts in flight use the memory budget.
@@ -106,24 +107,24 @@ impl Upload {
     /// [`UploadError`] of this part or an earlier one.
     pub async fn push(&mut self, chunk: Bytes) -> Result<(), UploadError> {
         assert!(chunk.len() <= self.part_space(), "a chunk must fit into the current part");
-        self.filled += chunk.len();
-        self.filling.push(chunk);
-        if self.filled == self.parts.size {
+        self.buffered_bytes += chunk.len();
+        self.buffer.push(chunk);
+        if self.buffered_bytes == self.layout.size {
             self.send_part()?;
-            self.wait_for_parts(self.parts.in_flight).await?;
+            self.wait_for_parts(self.layout.in_flight).await?;
         }
         Ok(())
     }
 
     fn send_part(&mut self) -> Result<(), UploadError> {
         if self.started_parts == MAX_PARTS {
-            return Err(UploadError::TooLong { part: self.parts.size });
+            return Err(UploadError::TooLong { part_bytes: self.layout.size });
         }
         self.started_parts += 1;
-        let size = self.filled as u64;
+        let size = self.buffered_bytes as u64;
         self.sent_bytes += size;
-        self.filled = 0;
-        let payload: PutPayload = std::mem::take(&mut self.filling).into_iter().collect();
+        self.buffered_bytes = 0;
+        let payload: PutPayload = std::mem::take(&mut self.buffer).into_iter().collect();
         let part = self.inner.put_part(payload);
         self.in_flight_parts.spawn(async move { part.await.map(|()| size) });
         Ok(())
@@ -142,7 +143,7 @@ impl Upload {
 
     /// Sends the last part and waits until the store has acknowledged all parts. The object is not visible yet.
     pub async fn flush(&mut self) -> Result<(), UploadError> {
-        if self.filled > 0 {
+        if self.buffered_bytes > 0 {
             self.send_part()?;
         }
         Ok(self.wait_for_parts(0).await?)

@@ -28,7 +28,7 @@ impl Price {
     pub const PATTERN: &'static str = "^[0-9]{1,9}\\.[0-9]{2,6} [A-Z]{3}$";
 }
 
-/// A text that is not a price.
+/// The error for a text that is not a price.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("must be an amount with 2 to 6 decimals and a currency, such as 9.50 EUR")]
 pub struct InvalidPrice;

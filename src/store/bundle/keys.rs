@@ -1,7 +1,8 @@
 //! The keys that are trusted to sign release manifests, and the succession of key sets on a host.
 //!
 //! Invariants: a key set is not empty, and one of its keys has signed the manifest that contains it, so that a host never
-//! trusts only keys that have signed nothing. A host's sequence only increases, so that an older release restores no key.
+//! trusts only keys with which nobody can sign. A host's sequence only increases, so that an older release never restores
+//! a removed key.
 
 use std::fmt;
 use std::str::FromStr;
@@ -55,7 +56,7 @@ impl fmt::Display for TrustedKeys {
 
 /// An invalid list of keys.
 #[derive(Debug, thiserror::Error)]
-#[error("must be base64 of 32 bytes, up to {MAX_KEYS} separated by commas")]
+#[error("must be up to {MAX_KEYS} keys separated by commas, each the base64 of 32 bytes")]
 pub struct KeysError;
 
 impl FromStr for TrustedKeys {

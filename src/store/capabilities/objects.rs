@@ -14,7 +14,7 @@ use crate::bucket::{Bucket, Condition, StoreError};
 const REPEATS: usize = 8;
 
 /// Whether a conditional put was refused because of its condition.
-fn interpret_put(result: Result<(), StoreError>) -> Result<bool, StoreError> {
+fn was_refused_by_condition(result: Result<(), StoreError>) -> Result<bool, StoreError> {
     match result {
         Err(StoreError::Precondition { .. }) => Ok(true),
         Ok(()) => Ok(false),
@@ -26,7 +26,8 @@ pub(super) async fn probe_create_once(bucket: &Bucket) -> Outcome {
     let key = temporary_key("created.json");
     let probe = async {
         bucket.put_json_if(&key, &json!({"n": 1}), Condition::Absent).await?;
-        let was_refused = interpret_put(bucket.put_json_if(&key, &json!({"n": 2}), Condition::Absent).await)?;
+        let put = bucket.put_json_if(&key, &json!({"n": 2}), Condition::Absent).await;
+        let was_refused = was_refused_by_condition(put)?;
         Ok((!was_refused).then(|| "it replaced an existing object".to_owned()))
     };
     let outcome = probe.await;
@@ -43,8 +44,8 @@ pub(super) async fn probe_replace_read_version(bucket: &Bucket) -> Outcome {
         };
         let stale = read.version.clone();
         bucket.put_json_if(&key, &json!({"n": 2}), Condition::Unchanged(read.version)).await?;
-        let was_refused =
-            interpret_put(bucket.put_json_if(&key, &json!({"n": 3}), Condition::Unchanged(stale)).await)?;
+        let put = bucket.put_json_if(&key, &json!({"n": 3}), Condition::Unchanged(stale)).await;
+        let was_refused = was_refused_by_condition(put)?;
         Ok((!was_refused).then(|| "a stale version replaced a newer one".to_owned()))
     };
     let outcome = probe.await;

@@ -12,12 +12,12 @@ use svc_base::metrics::{STORE_CALLS, STORE_DURATION};
 const CALL: &str = "list";
 
 #[derive(Debug)]
-pub(super) struct CountLists {
+pub(super) struct ListCounter {
     pub(super) inner: HttpClient,
 }
 
 #[async_trait]
-impl HttpService for CountLists {
+impl HttpService for ListCounter {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         if !lists_keys(&request) {
             return self.inner.execute(request).await;

@@ -68,18 +68,18 @@ pub(super) async fn read_metadata_epoch(
 
 fn plausible_fence(slot: &SlotPrefix, pointer: &Pointer, known: Epoch) -> Result<Epoch, StoreError> {
     let Pointer { fence_epoch: fence, snapshot, .. } = pointer;
-    let named = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
-    if named > known.max_plausible() {
+    let snapshot_epoch = snapshot.as_ref().map_or(Epoch::NONE, |snapshot| snapshot.epoch);
+    if snapshot_epoch > known.max_plausible() {
         let why = format!(
-            "its snapshot's epoch {named} is far above {known}, the highest epoch that the platform knows"
+            "its snapshot's epoch {snapshot_epoch} is far above {known}, the highest epoch that the platform knows"
         );
         return Err(StoreError::Corrupt { key: slot.pointer().to_string(), why });
     }
     if *fence > known.max_plausible() {
         tracing::warn!(key = %slot.pointer(), %fence, %known, "the fence is far above every epoch that the platform knows; it is ignored");
-        return Ok(named);
+        return Ok(snapshot_epoch);
     }
-    Ok(named.max(*fence))
+    Ok(snapshot_epoch.max(*fence))
 }
 
 #[cfg(test)]
