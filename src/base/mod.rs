@@ -1,4 +1,5 @@
-//! Code that the other packages share: clock, configuration, files, telemetry, metrics, fail points, and the applet framework.
+//! Code that the other packages share: clock, configuration, files, telemetry, metrics, fail points, and the applet
+//! framework.
 
 pub mod accounts;
 pub mod applet;

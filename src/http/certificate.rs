@@ -1,4 +1,5 @@
-//! A server certificate that can be replaced without a restart, and the responses to its TLS-ALPN-01 validations (RFC 8737).
+//! A server certificate that can be replaced without a restart, and the responses to its TLS-ALPN-01 validations (RFC
+//! 8737).
 
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};

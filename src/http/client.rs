@@ -1,5 +1,5 @@
-//! Builds all HTTP clients: they have timeouts, our resolver, and rustls with ring; they follow no redirects and ignore the
-//! environment's proxy settings.
+//! Builds all HTTP clients: they have timeouts, our resolver, and rustls with ring; they follow no redirects and
+//! ignore the environment's proxy settings.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;

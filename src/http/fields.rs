@@ -320,7 +320,8 @@ impl Fields {
         self
     }
 
-    /// Returns the parsed value, or a problem with all errors. `parsed` may be `None` only if an error has been recorded.
+    /// Returns the parsed value, or a problem with all errors. `parsed` may be `None` only if an error has been
+    /// recorded.
     pub fn finish<T>(self, parsed: Option<T>) -> Result<T, Problem> {
         let errors = self.all_errors();
         match parsed {

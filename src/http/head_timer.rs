@@ -1,7 +1,8 @@
 //! Separate timeouts for the head of a request and for an idle connection.
 //!
-//! hyper has one timer for both. It starts when hyper begins to wait for a head. Here the first byte of a head shortens the
-//! deadline: [`HeadStream`] records when that byte is read, and the sleeps of [`HeadTimer`] check this time.
+//! hyper has one timer for both. It starts when hyper begins to wait for a head. Here the first byte of a head
+//! shortens the deadline: [`HeadStream`] records when that byte is read, and the sleeps of [`HeadTimer`] check this
+//! time.
 
 use std::io;
 use std::pin::Pin;

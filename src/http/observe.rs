@@ -1,6 +1,7 @@
 //! Middleware of all listeners: request id, log span, log line and metrics.
 //!
-//! Invariant: no credential in a path is logged, or is part of a metric: the token in the path of an app's page is removed.
+//! Invariant: no credential in a path is logged, or is part of a metric: the token in the path of an app's page is
+//! removed.
 
 use std::borrow::Cow;
 use std::time::Instant;
@@ -33,8 +34,8 @@ impl Listener {
         self.into()
     }
 
-    /// Whether to log all requests at level info. The control API has few; other listeners log only server errors at that
-    /// level.
+    /// Whether to log all requests at level info. The control API has few; other listeners log only server errors at
+    /// that level.
     fn should_log_all_requests(self) -> bool {
         self == Self::Api
     }

@@ -33,12 +33,12 @@ const FORWARD_TIMEOUT: Duration = Duration::from_secs(8);
 /// Maximum bytes in each direction: a handshake with one small certificate.
 const MAX_FORWARDED_BYTES: u64 = 64 << 10;
 const MAX_FORWARDED_CONNECTIONS: usize = 256;
-/// A machine that keeps its connections open must not use up the connections of other machines. A CA validates from only a
-/// few networks.
+/// A machine that keeps its connections open must not use up the connections of other machines. A CA validates from
+/// only a few networks.
 const MAX_CONNECTIONS_PER_NAME: usize = 16;
 const PERMIT_TIMEOUT: Duration = Duration::from_secs(3);
-/// Burst per name and client network, so that other networks cannot use up the CA's allowance. A CA repeats the validation
-/// for each attempt of the machine.
+/// Burst per name and client network, so that other networks cannot use up the CA's allowance. A CA repeats the
+/// validation for each attempt of the machine.
 const VALIDATION_BURST: u32 = 20;
 const VALIDATION_INTERVAL: Duration = Duration::from_secs(3);
 

@@ -1,8 +1,8 @@
 //! The platform's proof: a short-lived EdDSA JWT (RFC 7519, RFC 8037) in `x-svc-proof` with the user, the route and the
 //! machine of a forwarded request.
 //!
-//! The platform signs it; the host verifies it with the keys from provisioning and heartbeats. The algorithm is fixed: a
-//! different `alg` in the header is refused.
+//! The platform signs it; the host verifies it with the keys from provisioning and heartbeats. The algorithm is
+//! fixed: a different `alg` in the header is refused.
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;

@@ -1,4 +1,5 @@
-//! TLS with rustls and ring: the process-wide crypto provider, self-signed certificates, and verification by pinned key.
+//! TLS with rustls and ring: the process-wide crypto provider, self-signed certificates, and verification by pinned
+//! key.
 
 use std::fmt;
 use std::io;
@@ -150,7 +151,8 @@ pub fn pinned_client_config(pin: SpkiPin, check: ChainCheck) -> anyhow::Result<C
     Ok(config)
 }
 
-/// Compares the server's key with the pin, and verifies the handshake's signature so that a copied certificate is refused.
+/// Compares the server's key with the pin, and verifies the handshake's signature so that a copied certificate is
+/// refused.
 #[derive(Debug)]
 struct PinVerifier {
     pin: SpkiPin,

@@ -38,7 +38,8 @@ pub enum StoreError {
         #[source]
         source: Box<Error>,
     },
-    /// Signatures contain the time, and a store tolerates only a few minutes of skew. Transient: the clock may be corrected.
+    /// Signatures contain the time, and a store tolerates only a few minutes of skew. Transient: the clock may be
+    /// corrected.
     #[error(
         "the object store refused {key} because of this machine's clock, which is wrong by several minutes; see `timedatectl status`"
     )]
@@ -103,7 +104,8 @@ impl StoreError {
     }
 }
 
-/// Whether an error message means that a snapshot pointer is unreadable or unsound. Hosts report errors only as messages.
+/// Whether an error message means that a snapshot pointer is unreadable or unsound. Hosts report errors only as
+/// messages.
 pub fn is_unusable_pointer(error: &str) -> bool {
     let is_unreadable = error.match_indices(CORRUPT).any(|(at, _)| {
         let key = error[..at].rsplit(char::is_whitespace).next().unwrap_or_default();
@@ -179,8 +181,8 @@ impl Bucket {
         Self { call_timeout: Some(timeout), ..self }
     }
 
-    /// Records the metrics of one call, and runs it with the call timeout. Callers box the future, because it is large and
-    /// part of most of the platform's futures.
+    /// Records the metrics of one call, and runs it with the call timeout. Callers box the future, because it is
+    /// large and part of most of the platform's futures.
     async fn call<T>(
         &self,
         name: &'static str,
@@ -213,7 +215,8 @@ impl Bucket {
         }
     }
 
-    /// Aborts an upload of another process, so that the store drops its parts. Succeeds if the upload has already ended.
+    /// Aborts an upload of another process, so that the store drops its parts. Succeeds if the upload has already
+    /// ended.
     pub async fn abort_upload(&self, open: &OpenUpload) -> Result<(), StoreError> {
         let Some(store) = &self.multipart else { return Ok(()) };
         let key = Path::from(open.key.as_str());
@@ -259,8 +262,8 @@ impl Bucket {
         }
     }
 
-    /// Whether a key that could not be read is absent. S3 returns 403 instead of 404 if the credentials may list only a part
-    /// of the bucket, so the key is looked up in a listing of that part. `false` if the listing fails.
+    /// Whether a key that could not be read is absent. S3 returns 403 instead of 404 if the credentials may list only
+    /// a part of the bucket, so the key is looked up in a listing of that part. `false` if the listing fails.
     async fn is_absent(&self, key: &Path) -> bool {
         let Some((folder, name)) = key.as_ref().rsplit_once('/') else { return false };
         let mut before = name.to_owned();
@@ -337,8 +340,8 @@ impl Bucket {
         self.put(key, to_json(key, value)?).await
     }
 
-    /// Writes conditionally. `Precondition` may be caused by our own write whose response was lost, so the caller must read
-    /// the object back.
+    /// Writes conditionally. `Precondition` may be caused by our own write whose response was lost, so the caller
+    /// must read the object back.
     pub async fn put_json_if(
         &self,
         key: &Path,

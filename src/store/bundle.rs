@@ -184,8 +184,8 @@ impl VerifiedManifest {
     }
 }
 
-/// Verifies that a manifest is signed by a trusted key, is for the expected version, has not expired, and is also signed
-/// by a key of its own key set, if it has one.
+/// Verifies that a manifest is signed by a trusted key, is for the expected version, has not expired, and is also
+/// signed by a key of its own key set, if it has one.
 pub fn verify(
     signed: &SignedManifest,
     keys: &TrustedKeys,

@@ -1,7 +1,7 @@
 //! Probes what an object store can do. Each capability says what fails without it.
 //!
-//! The probes write only temporary objects below [`RUN_PREFIX`] and delete them again. Hosts' sessions are not probed here,
-//! because only the platform requests them.
+//! The probes write only temporary objects below [`RUN_PREFIX`] and delete them again. Hosts' sessions are not probed
+//! here, because only the platform requests them.
 
 mod objects;
 mod raw_requests;

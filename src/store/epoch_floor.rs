@@ -10,13 +10,14 @@ use super::pointer::Pointer;
 use super::{pointer_io, snapshots};
 use svc_machine::epoch::Epoch;
 
-/// Timeout for all requests together. A listing of 10,000 snapshots has about twenty pages. Operators' clients have a longer
-/// timeout.
+/// Timeout for all requests together. A listing of 10,000 snapshots has about twenty pages. Operators' clients have a
+/// longer timeout.
 const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Reads the highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys. A host
-/// can write all three, so values far above `known`, the highest epoch in the database, are implausible. Implausible
-/// epochs of metadata and keys are ignored, and so is an implausible fence, because the platform's fence replaces it.
+/// Reads the highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys.
+/// A host can write all three, so values far above `known`, the highest epoch in the database, are implausible.
+/// Implausible epochs of metadata and keys are ignored, and so is an implausible fence, because the platform's fence
+/// replaces it.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if the pointer is unreadable, so that its fence is unknown, or if its snapshot's epoch is

@@ -169,8 +169,8 @@ pub(super) fn time_in(key: &str) -> Option<Timestamp> {
     format!("{date}T{}Z", time.replace('-', ":")).parse().ok()
 }
 
-/// Whether the time and epoch of a record match its key. In a key that does not have the form of [`snapshot_key`], only an
-/// epoch at the end is compared.
+/// Whether the time and epoch of a record match its key. In a key that does not have the form of [`snapshot_key`],
+/// only an epoch at the end is compared.
 pub(super) fn matches_record(key: &str, taken_at: Timestamp, epoch: Epoch) -> bool {
     if parse_time_and_epoch(key).is_some() {
         return snapshot_key(taken_at, epoch) == key;

@@ -47,8 +47,8 @@ pub enum MetaError {
     Store(#[from] StoreError),
 }
 
-/// Writes the metadata unless a host with a higher epoch, or another host with the same epoch, has written it. As with the
-/// pointer, a write whose response was lost is resolved by reading the object back.
+/// Writes the metadata unless a host with a higher epoch, or another host with the same epoch, has written it. As
+/// with the pointer, a write whose response was lost is resolved by reading the object back.
 ///
 /// # Errors
 /// [`MetaError`]; `Fenced` if a machine with a higher epoch, or another machine with the same epoch, has written it.

@@ -17,9 +17,9 @@ const MAX_NAMES: usize = 2000;
 /// Maximum number of records to read, beginning with the newest.
 const MAX_RECORDS: usize = 8;
 
-/// Finds the newest complete snapshot of this machine and epoch after the pointer's snapshot. Snapshots of other machines
-/// are ignored, because a replaced machine's credentials can still add some. Lists the keys after the pointer's; usually
-/// there are none.
+/// Finds the newest complete snapshot of this machine and epoch after the pointer's snapshot. Snapshots of other
+/// machines are ignored, because a replaced machine's credentials can still add some. Lists the keys after the
+/// pointer's; usually there are none.
 ///
 /// # Errors
 /// [`StoreError`]: it is unknown whether there is such a snapshot.

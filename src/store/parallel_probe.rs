@@ -70,8 +70,8 @@ impl ProbeFindings {
     }
 }
 
-/// Runs several rounds of concurrent writers on temporary objects. On a slow store, runs only the rounds that end within
-/// `timeout`.
+/// Runs several rounds of concurrent writers on temporary objects. On a slow store, runs only the rounds that end
+/// within `timeout`.
 ///
 /// # Errors
 /// [`StoreError`]; `Unavailable` if the store does not finish one round within `timeout`.

@@ -1,8 +1,9 @@
 //! `system/db/latest`: the pointer, and its changes by a fence or a new snapshot. All functions are pure; `pointer_io`
 //! reads and writes the pointer.
 //!
-//! Invariants: `seq` and `fenceEpoch` only increase, except that an implausible fence is replaced; a machine below the fence,
-//! or another machine with the fence's epoch, never moves the pointer; nothing depends on the clocks of hosts.
+//! Invariants: `seq` and `fenceEpoch` only increase, except that an implausible fence is replaced; a machine below
+//! the fence, or another machine with the fence's epoch, never moves the pointer; nothing depends on the clocks of
+//! hosts.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -18,8 +19,8 @@ pub const MAX_SEQ: u64 = 1 << 53;
 /// restored from an earlier time must still be repaired.
 pub const MAX_SEQ_AHEAD: u64 = 1_000_000;
 
-/// The pointer to the latest verified snapshot of a slot. `snapshot: null` is a tombstone: a fence without a snapshot, or,
-/// with `emptiedAt`, an operator's decision to restore no earlier snapshot.
+/// The pointer to the latest verified snapshot of a slot. `snapshot: null` is a tombstone: a fence without a
+/// snapshot, or, with `emptiedAt`, an operator's decision to restore no earlier snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Pointer {
@@ -138,8 +139,8 @@ impl Pointer {
     }
 }
 
-/// Returns the pointer with this fence; `None` if it already has this fence. The platform's signed fence also replaces a
-/// fence that is far above it: no machine ever had such an epoch, so a host must have written it.
+/// Returns the pointer with this fence; `None` if it already has this fence. The platform's signed fence also
+/// replaces a fence that is far above it: no machine ever had such an epoch, so a host must have written it.
 ///
 /// # Errors
 /// [`Fenced`] if there is already a fence for a higher epoch, or for another machine with the same epoch.
@@ -166,9 +167,9 @@ pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>
     }))
 }
 
-/// Returns the pointer moved to `snapshot` by the machine that took it; `None` if it already names that snapshot. This is
-/// not an error even if the machine has been fenced since: the response to its write may have been lost. Moving the pointer
-/// fences all earlier machines.
+/// Returns the pointer moved to `snapshot` by the machine that took it; `None` if it already names that snapshot.
+/// This is not an error even if the machine has been fenced since: the response to its write may have been lost.
+/// Moving the pointer fences all earlier machines.
 ///
 /// # Errors
 /// [`Fenced`] if the fence is above the snapshot's epoch, or at that epoch for another machine.
@@ -190,9 +191,9 @@ pub fn advance(current: Option<&Pointer>, snapshot: &SnapshotRef) -> Result<Opti
     }))
 }
 
-/// Merges different values with the same `seq` in the log and in `latest`: an older release wrote `latest` without claiming
-/// that `seq`. The writes were concurrent, so the higher fence is kept, and the snapshot with the higher epoch or,
-/// if the epochs are equal, the later one.
+/// Merges different values with the same `seq` in the log and in `latest`: an older release wrote `latest` without
+/// claiming that `seq`. The writes were concurrent, so the higher fence is kept, and the snapshot with the higher
+/// epoch or, if the epochs are equal, the later one.
 pub fn merge(claimed: &Pointer, latest: &Pointer) -> Pointer {
     let order = |pointer: &Pointer| pointer.snapshot.as_ref().map(|named| (named.epoch, named.taken_at));
     let snapshot = if order(latest) > order(claimed) { &latest.snapshot } else { &claimed.snapshot };
@@ -356,8 +357,8 @@ pub(crate) mod tests {
     }
 
     proptest! {
-        /// For any order of fences and snapshots, neither `seq` nor the fence decreases, no two machines have the same epoch,
-        /// and the snapshot is only ever replaced by another one.
+        /// For any order of fences and snapshots, neither `seq` nor the fence decreases, no two machines have the
+        /// same epoch, and the snapshot is only ever replaced by another one.
         #[test]
         fn pointer_never_moves_back(
             steps in prop::collection::vec((any::<bool>(), 1u32..6, 1u8..4, 0u32..1000), 0..60),

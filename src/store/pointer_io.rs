@@ -1,12 +1,12 @@
 //! Reads and writes the pointer. A write claims the next `seq` in the log, then updates `system/db/latest`.
 //!
-//! Each `seq` is claimed by creating the object `system/db/pointer-log/<seq>.json`, which contains the whole pointer and
-//! must not already exist. `latest` is written after it. So two writers never both succeed, even on a store whose `If-Match`
-//! is not atomic: it is enough that the store creates an object at most once. The highest entry is
+//! Each `seq` is claimed by creating the object `system/db/pointer-log/<seq>.json`, which contains the whole pointer
+//! and must not already exist. `latest` is written after it. So two writers never both succeed, even on a store whose
+//! `If-Match` is not atomic: it is enough that the store creates an object at most once. The highest entry is
 //! authoritative; the next writer repairs a stale `latest`.
 //!
-//! Invariant: a `seq` is claimed only if `latest` has the previous one, so that a crash leaves at most one entry ahead of
-//! `latest`. Entries are never deleted.
+//! Invariant: a `seq` is claimed only if `latest` has the previous one, so that a crash leaves at most one entry
+//! ahead of `latest`. Entries are never deleted.
 
 use std::time::Duration;
 
@@ -144,8 +144,8 @@ pub async fn advance(
     write(bucket, slot, |current| pointer::advance(current, snapshot.snapshot_ref())).await
 }
 
-/// The retries of a write. One transient failure is tolerated, because the write may have succeeded: the next attempt reads
-/// the current pointer. After a second failure, the first one is reported.
+/// The retries of a write. One transient failure is tolerated, because the write may have succeeded: the next attempt
+/// reads the current pointer. After a second failure, the first one is reported.
 #[derive(Default)]
 struct RetryState {
     retries: u32,
@@ -172,8 +172,8 @@ impl RetryState {
     }
 }
 
-/// Each attempt reads the pointer and takes one step: it updates `latest` from the log, or claims the next `seq`. If the
-/// response to our own claim was lost, the next attempt finds nothing to do.
+/// Each attempt reads the pointer and takes one step: it updates `latest` from the log, or claims the next `seq`. If
+/// the response to our own claim was lost, the next attempt finds nothing to do.
 async fn write(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -217,8 +217,8 @@ async fn claim(bucket: &Bucket, slot: &SlotPrefix, next: &Pointer) -> Result<(),
     bucket.put_json_if(&slot.pointer_entry(next.seq), next, Condition::Absent).await
 }
 
-/// Writes the newest log entry to `latest`. The condition only keeps a later writer's value from being overwritten; if the
-/// store does not honour it, the next attempt finds a stale `latest` and writes it again.
+/// Writes the newest log entry to `latest`. The condition only keeps a later writer's value from being overwritten;
+/// if the store does not honour it, the next attempt finds a stale `latest` and writes it again.
 async fn publish(
     bucket: &Bucket,
     slot: &SlotPrefix,

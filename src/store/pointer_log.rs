@@ -1,8 +1,8 @@
 //! Finds the newest entry of the pointer's log at a bounded cost.
 //!
-//! Any session of the slot can add any number of objects to the log, so it is never listed without a limit. If a listing
-//! does not end within a few names, single keys are probed: entries are consecutive except for a few gaps, which come from
-//! old releases and rebuilt pointers.
+//! Any session of the slot can add any number of objects to the log, so it is never listed without a limit. If a
+//! listing does not end within a few names, single keys are probed: entries are consecutive except for a few gaps,
+//! which come from old releases and rebuilt pointers.
 //!
 //! A result that is too low is safe: a `seq` with an existing entry cannot be claimed.
 
@@ -17,8 +17,8 @@ use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 const MAX_LISTED: usize = 64;
 /// Maximum listings, for a log with gaps.
 const MAX_LISTINGS: u32 = 8;
-/// Maximum names that a rebuild skips above the `seq` that it would claim: a hundred pages of a listing, or the entries of
-/// more than ten years of hourly backups.
+/// Maximum names that a rebuild skips above the `seq` that it would claim: a hundred pages of a listing, or the
+/// entries of more than ten years of hourly backups.
 const MAX_SKIPPED: usize = 100_000;
 
 /// The `seq` of an existing entry, and its object.
@@ -53,9 +53,9 @@ pub(super) async fn find_newest_entry(
     Ok(newest)
 }
 
-/// Finds the lowest free `seq`, starting at `seq`, such that a reader of a pointer with this `seq` finds no higher entry.
-/// Also returns the last entry that was skipped. Any session of the slot can add unreadable entries at any distance, and a
-/// pointer below one of them would be unreadable as well.
+/// Finds the lowest free `seq`, starting at `seq`, such that a reader of a pointer with this `seq` finds no higher
+/// entry. Also returns the last entry that was skipped. Any session of the slot can add unreadable entries at any
+/// distance, and a pointer below one of them would be unreadable as well.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if there are too many entries to skip, or no `seq` remains.

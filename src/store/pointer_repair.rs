@@ -139,8 +139,8 @@ pub async fn inspect(
     Ok(Inspection { found, snapshots: keys.len(), unchecked, next, condition })
 }
 
-/// Plans the pointer to write, with a `seq` above which a reader finds no entry. It respects the fence of the last skipped
-/// entry, if that entry is readable.
+/// Plans the pointer to write, with a `seq` above which a reader finds no entry. It respects the fence of the last
+/// skipped entry, if that entry is readable.
 async fn plan_rebuild(
     bucket: &Bucket,
     slot: &SlotPrefix,

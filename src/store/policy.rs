@@ -1,8 +1,8 @@
 //! IAM session policies for machines. They allow reading, writing and listing the machine's own slot, but not deleting
 //! objects nor, if the store can enforce it, overwriting snapshots.
 //!
-//! An outage session stays valid after the platform has given the slot to another machine. It can write only snapshots of
-//! one epoch whose names begin with the date of a day of the session, and cannot move the pointer.
+//! An outage session stays valid after the platform has given the slot to another machine. It can write only
+//! snapshots of one epoch whose names begin with the date of a day of the session, and cannot move the pointer.
 
 use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
@@ -89,9 +89,9 @@ fn common_prefix(days: &[String]) -> String {
     first.chars().zip(last.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a).collect()
 }
 
-/// The policy of an outage session. It allows writing snapshots of one epoch whose names begin with the date of a day of the
-/// session, and reading the pointer, its log and side records. It does not allow reading dumps of other epochs or moving
-/// the pointer.
+/// The policy of an outage session. It allows writing snapshots of one epoch whose names begin with the date of a day
+/// of the session, and reading the pointer, its log and side records. It does not allow reading dumps of other epochs
+/// or moving the pointer.
 ///
 /// If many days or long names would exceed the maximum policy length, it allows the common prefix of the days.
 pub fn outage_policy(

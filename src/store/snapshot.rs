@@ -267,8 +267,8 @@ async fn check_complete(
     Ok(named)
 }
 
-/// Loads the record of the snapshot with this key, whether or not the pointer names it, and checks that its object exists
-/// with the recorded size.
+/// Loads the record of the snapshot with this key, whether or not the pointer names it, and checks that its object
+/// exists with the recorded size.
 ///
 /// # Errors
 /// [`SnapshotUnusable`]; never `Absent`.

@@ -142,8 +142,8 @@ impl SkippedLog {
     }
 }
 
-/// Lists the newest keys of a window in descending order. A store lists keys only in ascending order, so the listing starts
-/// at an earlier and earlier time until enough keys are found.
+/// Lists the newest keys of a window in descending order. A store lists keys only in ascending order, so the listing
+/// starts at an earlier and earlier time until enough keys are found.
 async fn list_newest_keys(
     bucket: &Bucket,
     slot: &SlotPrefix,

@@ -1,7 +1,7 @@
 //! AssumeRole of the Security Token Service: temporary credentials that are limited by a session policy.
 //!
-//! Uses the query protocol of AWS's STS, which MinIO and others support at the store's endpoint. The caller provides the
-//! policy.
+//! Uses the query protocol of AWS's STS, which MinIO and others support at the store's endpoint. The caller provides
+//! the policy.
 
 use std::time::Duration;
 

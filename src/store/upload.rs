@@ -1,4 +1,5 @@
-//! Multipart upload of a stream of unknown length: equal parts, bounded memory, and no visible object before completion.
+//! Multipart upload of a stream of unknown length: equal parts, bounded memory, and no visible object before
+//! completion.
 //!
 //! [`Upload`] owns the parts; its caller must complete or abort it.
 

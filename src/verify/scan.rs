@@ -1,4 +1,5 @@
-//! Pure functions that scan built files, without running them, for the files that they refer to and for placeholder hosts.
+//! Pure functions that scan built files, without running them, for the files that they refer to and for placeholder
+//! hosts.
 
 use std::collections::HashSet;
 
@@ -10,8 +11,8 @@ const MAX_NAME_BYTES: usize = 300;
 /// Maximum length of a host name. The search for its start and end stops there.
 const MAX_HOST_BYTES: usize = 253;
 
-/// Finds the distinct quoted names of scripts and styles in HTML or JavaScript, at most `max` of them. Takes time linear
-/// in the length of the text, which a hostile host may have crafted.
+/// Finds the distinct quoted names of scripts and styles in HTML or JavaScript, at most `max` of them. Takes time
+/// linear in the length of the text, which a hostile host may have crafted.
 pub fn find_script_and_style_names(text: &str, max: usize) -> Vec<&str> {
     let mut seen = HashSet::new();
     let parts = ['"', '\'', '`'].into_iter().flat_map(|quote| text.split(quote));

@@ -106,8 +106,8 @@ pub struct ProvisionQuote {
     /// Whether the provision would add a customer, whose cost and consent an operator must confirm.
     #[serde(default)]
     pub adds_customer: bool,
-    /// Whether an operator must confirm `monthlyCost`: the provision would add a customer, or replace a customer's machine
-    /// with one of another server type. Older platforms omit it.
+    /// Whether an operator must confirm `monthlyCost`: the provision would add a customer, or replace a customer's
+    /// machine with one of another server type. Older platforms omit it.
     #[serde(default)]
     pub needs_cost_confirmation: bool,
     /// With value-added tax, in the most expensive of the possible locations: the value for `confirmedMonthlyCost`.

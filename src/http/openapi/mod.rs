@@ -1,7 +1,7 @@
 //! Generates OpenAPI 3.1 documents from the description beside each route's handler.
 //!
-//! Defines the types of these descriptions and converts them; contains no routes. Problems that a description implies (a
-//! body can be too large, a credential can be missing) are derived, so that a route declares only the others.
+//! Defines the types of these descriptions and converts them; contains no routes. Problems that a description implies
+//! (a body can be too large, a credential can be missing) are derived, so that a route declares only the others.
 
 use std::collections::BTreeMap;
 

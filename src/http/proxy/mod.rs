@@ -1,9 +1,9 @@
 //! The reverse proxy of the router and the gateway: one [`Proxy`] per upstream, HTTP/1.1 with keep-alive, tunnelled
 //! upgrades, and streamed bodies that are never buffered whole.
 //!
-//! A request and its upstream connection run in one task, without switching threads: the task drives the connection while it
-//! waits for the response's head, and while the body is read. Authorization and additional headers are up to the caller.
-//! Invariant: no hop-by-hop header is forwarded in either direction.
+//! A request and its upstream connection run in one task, without switching threads: the task drives the connection
+//! while it waits for the response's head, and while the body is read. Authorization and additional headers are up to
+//! the caller. Invariant: no hop-by-hop header is forwarded in either direction.
 
 mod body;
 mod headers;

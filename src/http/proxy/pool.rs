@@ -1,6 +1,7 @@
 //! The connection pool of one upstream: opens, counts, keeps and closes connections.
 //!
-//! An idle connection is not driven; it is polled once before it is reused, which shows whether the upstream has closed it.
+//! An idle connection is not driven; it is polled once before it is reused, which shows whether the upstream has
+//! closed it.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -24,8 +25,8 @@ pub(super) struct UpstreamConnection {
 }
 
 impl UpstreamConnection {
-    /// Polls the connection once, and returns whether it can take another request. Later events on the connection wake no
-    /// task.
+    /// Polls the connection once, and returns whether it can take another request. Later events on the connection
+    /// wake no task.
     fn is_reusable(&mut self) -> bool {
         let mut cx = Context::from_waker(Waker::noop());
         Pin::new(&mut self.connection).poll(&mut cx).is_pending() && self.sender.is_ready()
@@ -104,7 +105,8 @@ impl Pool {
         if self.closed.is_cancelled() {
             return;
         }
-        // The oldest connection is evicted, regardless of its shard, so that an inactive shard does not occupy the pool.
+        // The oldest connection is evicted, regardless of its shard, so that an inactive shard does not occupy the
+        // pool.
         let is_full = idle.connections.len() >= self.limits.max_idle_connections;
         let oldest = (is_full && !idle.connections.is_empty()).then(|| idle.connections.remove(0));
         idle.connections.push(IdleConnection { upstream, since: Instant::now(), shard: shards::current() });

@@ -9,7 +9,8 @@ use hyper::body::{Frame, SizeHint};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// A request extension: the request's upgraded connection or response ends at `deadline`, or when `revoked` is cancelled.
+/// A request extension: the request's upgraded connection or response ends at `deadline`, or when `revoked` is
+/// cancelled.
 #[derive(Debug, Clone)]
 pub struct TimeLimit {
     pub revoked: Arc<CancellationToken>,

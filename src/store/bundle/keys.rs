@@ -1,8 +1,8 @@
 //! The keys that are trusted to sign release manifests, and the succession of key sets on a host.
 //!
-//! Invariants: a key set is not empty, and one of its keys has signed the manifest that contains it, so that a host never
-//! trusts only keys with which nobody can sign. A host's sequence only increases, so that an older release never restores
-//! a removed key.
+//! Invariants: a key set is not empty, and one of its keys has signed the manifest that contains it, so that a host
+//! never trusts only keys with which nobody can sign. A host's sequence only increases, so that an older release
+//! never restores a removed key.
 
 use std::fmt;
 use std::str::FromStr;
@@ -256,7 +256,8 @@ mod tests {
     }
 
     proptest! {
-        /// For any offered sets in any order, the sequence never decreases, and an older set never restores a removed key.
+        /// For any offered sets in any order, the sequence never decreases, and an older set never restores a removed
+        /// key.
         #[test]
         fn sequence_never_decreases(offers in proptest::collection::vec((1u32..2000, 1u8..5), 1..20)) {
             let mut trusted = set(0, &[1]);
