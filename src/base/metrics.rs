@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 pub use self::families::*;
 
-/// The media type of [`Scrape::text`].
+/// The media type of [`MetricsHandle::text`].
 pub const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Buckets for requests and calls, in seconds.
@@ -117,7 +117,7 @@ impl<const N: usize> Durations<N> {
 }
 
 /// Interns a string from a small fixed set, such as the route templates, as a label value.
-pub fn label(text: &str) -> &'static str {
+pub fn intern_label(text: &str) -> &'static str {
     static INTERNED: RwLock<BTreeSet<&'static str>> = RwLock::new(BTreeSet::new());
     if let Some(interned) = INTERNED.read().unwrap_or_else(PoisonError::into_inner).get(text) {
         return interned;
@@ -129,27 +129,27 @@ pub fn label(text: &str) -> &'static str {
 
 /// The metrics of this process. Values recorded before [`install`] are lost.
 #[derive(Clone)]
-pub struct Scrape(PrometheusHandle);
+pub struct MetricsHandle(PrometheusHandle);
 
 /// Starts recording, for the lifetime of the process.
 ///
 /// # Errors
 /// If a recorder is installed already.
-pub fn install() -> anyhow::Result<Scrape> {
+pub fn install() -> anyhow::Result<MetricsHandle> {
     let long_durations = [OPERATION_DURATION.0.name, OPERATION_STEP_DURATION.0.name];
     let mut builder = PrometheusBuilder::new().set_buckets(&CALL_BUCKETS)?;
     for name in long_durations {
         builder = builder.set_buckets_for_metric(Matcher::Full(name.to_owned()), &OPERATION_BUCKETS)?;
     }
     let recorder = builder.build_recorder();
-    let scrape = Scrape(recorder.handle());
+    let handle = MetricsHandle(recorder.handle());
     metrics::set_global_recorder(recorder)?;
     STARTED_AT.set_to_now([]);
     BUILD.set([env!("CARGO_PKG_VERSION"), crate::applet::build().commit], 1.0);
-    Ok(scrape)
+    Ok(handle)
 }
 
-impl Scrape {
+impl MetricsHandle {
     /// All series in Prometheus' text format 0.0.4.
     pub fn text(&self) -> String {
         measure_process();

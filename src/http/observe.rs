@@ -13,7 +13,7 @@ use http::{HeaderValue, Method};
 use tracing::Instrument;
 
 use super::request_id;
-use svc_base::metrics::{HTTP_DURATION, HTTP_REQUESTS, label};
+use svc_base::metrics::{HTTP_DURATION, HTTP_REQUESTS, intern_label};
 
 /// The listener, for logs and metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
@@ -98,7 +98,7 @@ fn status_class(status: u16) -> &'static str {
 /// The route's template; for a proxied request, the section of the site.
 fn route_label(listener: Listener, request: &Request) -> &'static str {
     if let Some(matched) = request.extensions().get::<MatchedPath>() {
-        return label(matched.as_str());
+        return intern_label(matched.as_str());
     }
     let path = request.uri().path();
     let is_below = |prefix: &str| path.starts_with(prefix);

@@ -16,7 +16,7 @@ use super::{certificates, ended_machines, fleet};
 use svc_base::metrics::{
     ALARMS, BACKUP_AGE, FLEET_READ_AT, MACHINES, MACHINES_BY_CERTIFICATE, MACHINES_BY_HEALTH,
     MACHINES_NEEDING_ATTENTION, OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE, OPERATIONS_UNKNOWN,
-    POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, SLOTS_WITHOUT_BACKUP, label,
+    POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, SLOTS_WITHOUT_BACKUP, intern_label,
 };
 use svc_http::problem::format_chain;
 use svc_machine::operation::OperationKind;
@@ -65,10 +65,10 @@ async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTru
     }
     ended_machines::add_to(&mut summary, &db::ended_machines::list_needing_attention(&session).await?);
     for (status, count) in &summary.totals.by_status {
-        MACHINES.set([label(status)], *count as f64);
+        MACHINES.set([intern_label(status)], *count as f64);
     }
     for (health, count) in &summary.totals.by_health {
-        MACHINES_BY_HEALTH.set([label(health)], *count as f64);
+        MACHINES_BY_HEALTH.set([intern_label(health)], *count as f64);
     }
     MACHINES_NEEDING_ATTENTION.set([], summary.attention_total as f64);
     BACKUP_AGE.set(["max"], seconds_or_nan(summary.backups.max_age_seconds));

@@ -26,7 +26,7 @@ use svc_base::untrusted_text::truncate_printable;
 pub enum StoreError {
     #[error("{key} does not exist in the object store")]
     NotFound { key: String },
-    /// A conditional write found another version than expected.
+    /// A conditional write found a version other than the expected one.
     #[error("{key} was changed by another writer")]
     Precondition { key: String },
     /// `why` may quote untrusted text: `StoreError::corrupt` bounds it.
@@ -65,7 +65,8 @@ impl StoreError {
         Self::Corrupt { key: key.to_string(), why: truncate_printable(&why.to_string()) }
     }
 
-    pub fn of(key: &Path, error: Error) -> Self {
+    /// Converts an error of the underlying store to the class that callers act on.
+    pub fn classify(key: &Path, error: Error) -> Self {
         let key = key.to_string();
         if is_withdrawn(&error) {
             return Self::Withdrawn { key };
@@ -221,7 +222,7 @@ impl Bucket {
         let Some(store) = &self.multipart else { return Ok(()) };
         let key = Path::from(open.key.as_str());
         record_call("give_up", async {
-            store.abort_upload(open).await.map_err(|error| StoreError::of(&key, error))
+            store.abort_upload(open).await.map_err(|error| StoreError::classify(&key, error))
         })
         .await
     }
@@ -238,7 +239,7 @@ impl Bucket {
     ) -> Result<T, StoreError> {
         tokio::time::timeout(timeout, work).await.unwrap_or_else(|_| {
             let why = format!("no response within {} s", timeout.as_secs());
-            Err(StoreError::of(key, Error::Generic { store: "bucket", source: why.into() }))
+            Err(StoreError::classify(key, Error::Generic { store: "bucket", source: why.into() }))
         })
     }
 
@@ -254,7 +255,7 @@ impl Bucket {
     }
 
     async fn head_once(&self, key: &Path) -> Result<Option<ObjectMeta>, StoreError> {
-        match self.inner.head(key).await.map_err(|error| StoreError::of(key, error)) {
+        match self.inner.head(key).await.map_err(|error| StoreError::classify(key, error)) {
             Ok(meta) => Ok(Some(meta)),
             Err(error) if error.is_not_found() => Ok(None),
             Err(StoreError::Denied { .. }) if self.is_absent(key).await => Ok(None),
@@ -296,7 +297,7 @@ impl Bucket {
             Ok(got) => got,
             Err(Error::NotFound { .. }) => return Ok(None),
             Err(error) => {
-                let error = StoreError::of(key, error);
+                let error = StoreError::classify(key, error);
                 let is_absent = matches!(error, StoreError::Denied { .. }) && self.is_absent(key).await;
                 return if is_absent { Ok(None) } else { Err(error) };
             }
@@ -307,7 +308,7 @@ impl Bucket {
         }
         let version =
             Version(UpdateVersion { e_tag: got.meta.e_tag.clone(), version: got.meta.version.clone() });
-        let value = got.bytes().await.map_err(|error| StoreError::of(key, error))?;
+        let value = got.bytes().await.map_err(|error| StoreError::classify(key, error))?;
         Ok(Some(Versioned { value, version }))
     }
 
@@ -331,7 +332,7 @@ impl Bucket {
         self.call(
             "put",
             key,
-            Box::pin(async { put.await.map(|_| ()).map_err(|error| StoreError::of(key, error)) }),
+            Box::pin(async { put.await.map(|_| ()).map_err(|error| StoreError::classify(key, error)) }),
         )
         .await
     }
@@ -364,7 +365,7 @@ impl Bucket {
         };
         let options = PutOptions { mode, ..PutOptions::default() };
         let put = self.inner.put_opts(key, body.into().into(), options);
-        let put = async { put.await.map(|_| ()).map_err(|error| StoreError::of(key, error)) };
+        let put = async { put.await.map(|_| ()).map_err(|error| StoreError::classify(key, error)) };
         self.call("put_if", key, Box::pin(put)).await
     }
 }

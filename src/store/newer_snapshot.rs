@@ -34,7 +34,7 @@ pub async fn find(
     let mut listing = bucket.raw().list_with_offset(Some(&prefix), &after).take(MAX_NAMES);
     let mut newer = VecDeque::with_capacity(MAX_RECORDS + 1);
     while let Some(object) = listing.next().await {
-        let object = object.map_err(|error| StoreError::of(&prefix, error))?;
+        let object = object.map_err(|error| StoreError::classify(&prefix, error))?;
         let Some(name) = object.location.filename().filter(|name| name.ends_with(".dump")) else { continue };
         let key = format!("system/db/snapshots/{name}");
         if key::epoch_of(&key) == Some(epoch) {

@@ -13,7 +13,7 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
 pub const FORMAT: u32 = 1;
-/// Upper bound of `seq`: every JSON parser represents smaller integers exactly.
+/// Upper bound on `seq`: every JSON parser represents smaller integers exactly.
 pub const MAX_SEQ: u64 = 1 << 53;
 /// Maximum distance of a log entry from `latest`. The protocol leaves at most one entry ahead, but a `latest` that was
 /// restored from an earlier time must still be repaired.

@@ -78,13 +78,13 @@ pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRe
         check_format(&slot.pointer(), &latest.value)?;
     }
     let from = latest.as_ref().map_or(0, |latest| latest.value.seq);
-    let top = find_newest_entry(bucket, slot, from).await?;
+    let newest = find_newest_entry(bucket, slot, from).await?;
     let Some(latest) = latest else {
-        let Some((seq, _)) = top else { return Ok(None) };
+        let Some((seq, _)) = newest else { return Ok(None) };
         return Ok(Some(PointerRead { value: read_entry(bucket, slot, seq).await?, latest: None }));
     };
     let seq = latest.value.seq;
-    let (value, matches_log) = match top {
+    let (value, matches_log) = match newest {
         None => (latest.value, true),
         // The log entry has the same ETag, so the values are equal.
         Some((at, meta))

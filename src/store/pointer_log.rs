@@ -43,11 +43,11 @@ pub(super) async fn find_newest_entry(
             None => head_entry(bucket, slot, start).await?,
         };
         let Some(known) = known else { return Ok(None) };
-        let top = find_last_consecutive(bucket, slot, known, limit).await?;
-        if newest.as_ref().is_some_and(|(seq, _)| *seq == top.0) {
-            return Ok(Some(top));
+        let last = find_last_consecutive(bucket, slot, known, limit).await?;
+        if newest.as_ref().is_some_and(|(seq, _)| *seq == last.0) {
+            return Ok(Some(last));
         }
-        newest = Some(top);
+        newest = Some(last);
     }
     tracing::warn!(log = %slot.pointer_log(), "the pointer's log has many gaps; a newer entry may exist");
     Ok(newest)
@@ -70,7 +70,7 @@ pub(super) async fn find_clear_seq(
     let before = slot.pointer_entry(seq.saturating_sub(1));
     let mut listing = bucket.raw().list_with_offset(Some(&log), &before);
     let mut names = 0;
-    while let Some(meta) = listing.try_next().await.map_err(|error| StoreError::of(&log, error))? {
+    while let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(&log, error))? {
         names += 1;
         if names > MAX_SKIPPED {
             return Err(corrupt("it has too many entries above the pointer for a rebuild"));
@@ -98,7 +98,7 @@ async fn list_entries(
     };
     let mut newest: Option<LogEntry> = None;
     for _ in 0..MAX_LISTED {
-        let Some(meta) = listing.try_next().await.map_err(|error| StoreError::of(&log, error))? else {
+        let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(&log, error))? else {
             return Ok((newest, true));
         };
         let seq = key::entry_seq(&meta.location).filter(|seq| (start..=limit).contains(seq));

@@ -192,7 +192,7 @@ async fn list_last_keys(
     };
     let mut keys = VecDeque::with_capacity(count + 1);
     while let Some(object) = listing.next().await {
-        let location = object.map_err(|error| StoreError::of(&prefix, error))?.location;
+        let location = object.map_err(|error| StoreError::classify(&prefix, error))?.location;
         if end.is_some_and(|end| name_in(&prefix, &location).is_some_and(|name| name >= end)) {
             break;
         }
@@ -222,7 +222,7 @@ pub async fn list_keys(bucket: &Bucket, slot: &SlotPrefix) -> Result<Vec<String>
     let mut listing = bucket.raw().list(Some(&prefix));
     let mut keys = Vec::new();
     while let Some(object) = listing.next().await {
-        let object = object.map_err(|error| StoreError::of(&prefix, error))?;
+        let object = object.map_err(|error| StoreError::classify(&prefix, error))?;
         keys.extend(key_of(slot, &prefix, &object.location));
     }
     Ok(keys)

@@ -56,7 +56,7 @@ pub enum UploadError {
 pub struct Upload {
     key: Path,
     bucket: Bucket,
-    open: Option<OpenUpload>,
+    open_upload: Option<OpenUpload>,
     inner: Box<dyn MultipartUpload>,
     layout: PartLayout,
     /// The chunks of the next part.
@@ -71,9 +71,10 @@ pub struct Upload {
 
 impl Upload {
     pub async fn begin(bucket: &Bucket, key: &Path, layout: PartLayout) -> Result<Self, StoreError> {
-        let (inner, open) = bucket.start_upload(key).await.map_err(|error| StoreError::of(key, error))?;
+        let (inner, open_upload) =
+            bucket.start_upload(key).await.map_err(|error| StoreError::classify(key, error))?;
         Ok(Self {
-            open,
+            open_upload,
             key: key.clone(),
             bucket: bucket.clone(),
             inner,
@@ -89,7 +90,7 @@ impl Upload {
 
     /// The handle with which another process can abort the upload, if the store supports ids.
     pub fn open_upload(&self) -> Option<&OpenUpload> {
-        self.open.as_ref()
+        self.open_upload.as_ref()
     }
 
     /// The number of bytes that the store has acknowledged.
@@ -137,7 +138,7 @@ impl Upload {
             let Some(joined) = self.in_flight_parts.join_next().await else { break };
             // Propagate a panic of the store's client.
             let result = joined.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
-            self.acknowledged_bytes += result.map_err(|error| StoreError::of(&self.key, error))?;
+            self.acknowledged_bytes += result.map_err(|error| StoreError::classify(&self.key, error))?;
         }
         Ok(())
     }
@@ -154,7 +155,7 @@ impl Upload {
     /// upload may still be open, and the caller must abort it.
     pub async fn complete(&mut self) -> Result<ObjectMeta, UploadError> {
         self.flush().await?;
-        let completed = self.inner.complete().await.map_err(|error| StoreError::of(&self.key, error));
+        let completed = self.inner.complete().await.map_err(|error| StoreError::classify(&self.key, error));
         let stored = self.bucket.head(&self.key).await;
         match (completed, stored) {
             (_, Ok(Some(meta))) if meta.size == self.sent_bytes => Ok(meta),

@@ -149,9 +149,9 @@ pub async fn large_upload_is_stored_as_sent(fixture: &StoreFixture) -> Result<Su
         fixture.bucket.head(&key).await?.is_none(),
         "the object is visible before the upload is completed"
     );
-    ensure!(upload.complete().await?.size == content.len() as u64, "the object has another size");
+    ensure!(upload.complete().await?.size == content.len() as u64, "the object has a different size");
     let read = fixture.bucket.get(&key, u64::MAX).await?.context("the object was not stored")?.value;
-    ensure!(read == content, "the object has other content");
+    ensure!(read == content, "the object has different content");
     ensure!(fixture.server.uploads(BUCKET).is_empty(), "the upload is still open");
     Ok(Support::Yes)
 }
@@ -254,7 +254,7 @@ pub async fn list_of_many_keys_is_complete_and_sorted(fixture: &StoreFixture) ->
     fixture.bucket.put(&Path::from("user_1/primary/system/db/pointer-log-other"), &b"{}"[..]).await?;
     let listed: Vec<Path> =
         fixture.bucket.raw().list(Some(&folder)).map_ok(|object| object.location).try_collect().await?;
-    ensure!(listed == keys, "{} keys, or in another order", listed.len());
+    ensure!(listed == keys, "{} keys, or in a different order", listed.len());
     let after: Vec<Path> = fixture
         .bucket
         .raw()

@@ -63,7 +63,7 @@ pub(super) async fn probe_current_reads(bucket: &Bucket) -> Outcome {
                 return Ok(Some("it returned an older version, or none".to_owned()));
             }
         }
-        bucket.raw().delete(&key).await.map_err(|error| StoreError::of(&key, error))?;
+        bucket.raw().delete(&key).await.map_err(|error| StoreError::classify(&key, error))?;
         Ok(bucket.head(&key).await?.map(|_| "it returned a deleted object".to_owned()))
     };
     let outcome = probe.await;
@@ -77,7 +77,7 @@ pub(super) async fn probe_current_lists(bucket: &Bucket) -> Outcome {
     let list = async || {
         let found: Result<Vec<_>, _> =
             bucket.raw().list(Some(&folder)).map_ok(|object| object.location).try_collect().await;
-        found.map_err(|error| StoreError::of(&folder, error))
+        found.map_err(|error| StoreError::classify(&folder, error))
     };
     let probe = async {
         for (n, key) in keys.iter().enumerate() {
@@ -87,7 +87,7 @@ pub(super) async fn probe_current_lists(bucket: &Bucket) -> Outcome {
             }
         }
         for (n, key) in keys.iter().enumerate() {
-            bucket.raw().delete(key).await.map_err(|error| StoreError::of(key, error))?;
+            bucket.raw().delete(key).await.map_err(|error| StoreError::classify(key, error))?;
             if list().await? != keys[n + 1..] {
                 return Ok(Some("a deleted object was listed".to_owned()));
             }
@@ -108,8 +108,8 @@ pub(super) async fn probe_ranges(bucket: &Bucket) -> Outcome {
         let range = Some(GetRange::Bounded(RANGE));
         let got =
             bucket.raw().get_opts(&key, GetOptions { range, if_match: version, ..GetOptions::default() });
-        let got = got.await.map_err(|error| StoreError::of(&key, error))?;
-        got.bytes().await.map_err(|error| StoreError::of(&key, error))
+        let got = got.await.map_err(|error| StoreError::classify(&key, error))?;
+        got.bytes().await.map_err(|error| StoreError::classify(&key, error))
     };
     let probe = async {
         bucket.put(&key, &b"0123456789"[..]).await?;

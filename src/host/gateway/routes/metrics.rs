@@ -18,8 +18,8 @@ use crate::records::page::{self, Verdict};
 use crate::snapshots::check_log::{Check, CheckKind, Status};
 use crate::system::layout::Layout;
 use svc_base::metrics::{
-    APPS, BACKUP_OK, CHANGE_LISTENERS, MEDIA_TYPE, POOL_CONNECTIONS, RECORDS_STUCK, SNAPSHOT_CHECK_AT,
-    SNAPSHOT_CHECK_OK, SNAPSHOT_TAKEN_AT, Scrape, UNWRITTEN_RECORD_BYTES,
+    APPS, BACKUP_OK, CHANGE_LISTENERS, MEDIA_TYPE, MetricsHandle, POOL_CONNECTIONS, RECORDS_STUCK,
+    SNAPSHOT_CHECK_AT, SNAPSHOT_CHECK_OK, SNAPSHOT_TAKEN_AT, UNWRITTEN_RECORD_BYTES,
 };
 use svc_http::problem::Problem;
 use svc_store::key;
@@ -30,7 +30,7 @@ pub async fn render_metrics(
     State(changes): State<Arc<ChangeFeed>>,
     State(kernel): State<Arc<Kernel>>,
     State(layout): State<Layout>,
-    Extension(scrape): Extension<Scrape>,
+    Extension(metrics): Extension<MetricsHandle>,
 ) -> Response {
     let apps = registry.snapshot();
     APPS.set([], apps.apps.len() as f64);
@@ -48,7 +48,7 @@ pub async fn render_metrics(
     let rendered = tokio::task::spawn_blocking(move || {
         measure_backups(&layout.logs());
         measure_checks(&layout);
-        scrape.text()
+        metrics.text()
     });
     match rendered.await {
         Ok(text) => ([(header::CONTENT_TYPE, MEDIA_TYPE)], text).into_response(),
