@@ -112,7 +112,8 @@ async fn accept(
 ) {
     let connections = TaskTracker::new();
     let permits = Arc::new(Semaphore::new(limits.max_connections));
-    let addresses = AddressLimiter::new(limits.max_connections_per_address, limits.trusted_proxies.clone());
+    let address_limiter =
+        AddressLimiter::new(limits.max_connections_per_address, limits.trusted_proxies.clone());
     let acceptor = tls.map(TlsAcceptor::from);
     let (shards, passthrough) = threads.map(|threads| (threads.shards, threads.passthrough)).unzip();
     let passthrough = passthrough.flatten();
@@ -135,7 +136,7 @@ async fn accept(
                 }
             },
         };
-        let Some(address_permit) = addresses.admit(peer.ip()) else {
+        let Some(address_permit) = address_limiter.admit(peer.ip()) else {
             tracing::debug!(%peer, "connection refused: too many connections from its address");
             continue;
         };

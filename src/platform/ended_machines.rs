@@ -26,10 +26,10 @@ fn attention_entry(row: &EndedMachineRow) -> MachineNeedingAttention {
     let ended = if row.is_deleted { EndReason::Deleted } else { EndReason::Replaced };
     MachineNeedingAttention {
         machine_id: row.machine.into(),
-        idp_user_id: Text::stored(&row.user),
-        slot: Text::stored(&row.slot),
-        handle: Text::stored(&row.handle),
-        status: Text::stored(&row.status),
+        idp_user_id: Text::from_stored(&row.user),
+        slot: Text::from_stored(&row.slot),
+        handle: Text::from_stored(&row.handle),
+        status: Text::from_stored(&row.status),
         reasons,
         ended: Some(ended.into()),
         operation_id: row.waiting_operation.map(Into::into),

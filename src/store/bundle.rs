@@ -94,7 +94,7 @@ pub enum ManifestError {
     NoKeys,
     #[error("each line of the signature file must be a key id and a signature")]
     MalformedSignature,
-    #[error("it is signed by none of the keys that are trusted here (signed with {})", .ids.join(", "))]
+    #[error("it is not signed by a key that is trusted here (signed with {})", .ids.join(", "))]
     UnknownKey { ids: Vec<String> },
     #[error("the signature of the key {id} does not match this manifest")]
     InvalidSignature { id: String },

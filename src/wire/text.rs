@@ -41,7 +41,7 @@ pub trait TextForm {
 
 impl<T> Text<T> {
     /// A text as it is stored, possibly by a newer release.
-    pub fn stored(text: impl Into<String>) -> Self {
+    pub fn from_stored(text: impl Into<String>) -> Self {
         Self { text: text.into(), value: PhantomData }
     }
 
@@ -73,7 +73,7 @@ pub fn unknown() -> String {
 /// [`UNKNOWN`], which only a reader uses.
 impl<T> Default for Text<T> {
     fn default() -> Self {
-        Self::stored(UNKNOWN)
+        Self::from_stored(UNKNOWN)
     }
 }
 

@@ -26,15 +26,15 @@ const MAX_ATTEMPTS: u32 = 12;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BrokenRule {
     /// A host that does not check the fence.
-    Fence,
+    FenceCheck,
     /// A host that publishes its snapshot before the side record is written.
-    Order,
+    WriteOrder,
     /// A host that treats an error as a success.
-    Success,
+    ErrorReporting,
     /// A platform that lowers the fence to its machine's epoch.
-    Lowering,
+    MonotonicFence,
     /// A platform that overwrites the pointer with a tombstone.
-    Tombstone,
+    SnapshotKept,
 }
 
 pub fn slot() -> SlotPrefix {
@@ -88,7 +88,7 @@ pub async fn run_platform(
     let _ = external.fenced.subscribe().wait_for(|fenced| *fenced + 1 >= epoch).await;
     for _ in 0..MAX_ATTEMPTS {
         let end = match broken_rule {
-            Some(BrokenRule::Lowering | BrokenRule::Tombstone) => {
+            Some(BrokenRule::MonotonicFence | BrokenRule::SnapshotKept) => {
                 faulty_fence(&bucket, epoch, broken_rule).await
             }
             _ => pointer_io::fence(&bucket, &slot(), &Fence::unsigned(Epoch(epoch), machine(epoch))).await,
@@ -125,7 +125,7 @@ pub async fn run_host(
         let Ok(pointer) = pointer_io::read(&bucket, &slot()).await else { continue };
         let is_fenced =
             pointer.is_some_and(|pointer| pointer.value.admit(own_epoch, machine(epoch)).is_err());
-        if is_fenced && broken_rule != Some(BrokenRule::Fence) {
+        if is_fenced && broken_rule != Some(BrokenRule::FenceCheck) {
             return;
         }
         let object = slot().snapshot(&side.key).unwrap();
@@ -133,7 +133,9 @@ pub async fn run_host(
             continue;
         }
         let end = match broken_rule {
-            Some(BrokenRule::Fence | BrokenRule::Order) => faulty_advance(&bucket, &side, broken_rule).await,
+            Some(BrokenRule::FenceCheck | BrokenRule::WriteOrder) => {
+                faulty_advance(&bucket, &side, broken_rule).await
+            }
             _ => match snapshot::write_side_record(&bucket, &slot(), &side, None).await {
                 Ok(recorded) => pointer_io::advance(&bucket, &slot(), &recorded).await,
                 Err(error) => Err(error.into()),
@@ -142,7 +144,7 @@ pub async fn run_host(
         match end {
             Ok(()) => history(&mut |history| history.record_success(&side.key)),
             Err(PointerError::Fenced(_)) => return,
-            Err(_) if broken_rule == Some(BrokenRule::Success) => {
+            Err(_) if broken_rule == Some(BrokenRule::ErrorReporting) => {
                 history(&mut |history| history.record_success(&side.key));
             }
             Err(_) => {}
@@ -193,11 +195,11 @@ async fn faulty_fence(
     let current = pointer_io::read(bucket, &slot()).await?;
     let old = current.as_ref().map(|current| current.value.clone());
     let fence_epoch = match broken_rule {
-        Some(BrokenRule::Lowering) => Epoch(epoch),
+        Some(BrokenRule::MonotonicFence) => Epoch(epoch),
         _ => old.as_ref().map_or(Epoch(epoch), |old| old.fence_epoch.max(Epoch(epoch))),
     };
     let snapshot = old.as_ref().and_then(|old| old.snapshot.clone());
-    let snapshot = snapshot.filter(|_| broken_rule != Some(BrokenRule::Tombstone));
+    let snapshot = snapshot.filter(|_| broken_rule != Some(BrokenRule::SnapshotKept));
     let next = Pointer {
         version: FORMAT,
         fence_epoch,
@@ -233,11 +235,11 @@ async fn faulty_advance(
         snapshot: Some(side.snapshot_ref()),
         emptied_at: None,
     };
-    if broken_rule == Some(BrokenRule::Fence) {
+    if broken_rule == Some(BrokenRule::FenceCheck) {
         snapshot::write_side_record(bucket, &slot(), side, None).await?;
     }
     write(bucket, current, &next).await?;
-    if broken_rule == Some(BrokenRule::Order) {
+    if broken_rule == Some(BrokenRule::WriteOrder) {
         snapshot::write_side_record(bucket, &slot(), side, None).await?;
     }
     Ok(())

@@ -368,12 +368,12 @@ fn store_that_ignores_conditions_is_detected() {
 #[test]
 fn every_faulty_writer_is_detected() {
     for (broken_rule, violation) in [
-        (BrokenRule::Fence, Violation::StaleSnapshot),
-        (BrokenRule::Order, Violation::IncompleteSnapshot),
-        (BrokenRule::Order, Violation::DamagedRead),
-        (BrokenRule::Success, Violation::FalseSuccess),
-        (BrokenRule::Lowering, Violation::FenceLowered),
-        (BrokenRule::Tombstone, Violation::SnapshotDropped),
+        (BrokenRule::FenceCheck, Violation::StaleSnapshot),
+        (BrokenRule::WriteOrder, Violation::IncompleteSnapshot),
+        (BrokenRule::WriteOrder, Violation::DamagedRead),
+        (BrokenRule::ErrorReporting, Violation::FalseSuccess),
+        (BrokenRule::MonotonicFence, Violation::FenceLowered),
+        (BrokenRule::SnapshotKept, Violation::SnapshotDropped),
     ] {
         let seeds = find_violating_seed(&Scenario::broken_rule(broken_rule), violation, 500);
         println!("{broken_rule:?} is detected as {violation:?} by seed {seeds:?}");

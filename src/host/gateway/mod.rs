@@ -124,7 +124,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
         first_retry: config.acme_retry,
     };
     let keeper = CertificateKeeper::start(keeper, identity).or_exit(Exit::Config)?;
-    let tls = keeper.switch().server_config().or_exit(Exit::Internal)?;
+    let tls = keeper.resolver().server_config().or_exit(Exit::Internal)?;
     let listener = TcpListener::bind(config.listen).await;
     let public =
         listener.with_context(|| format!("listen on {}", config.listen)).or_exit(Exit::Unavailable)?;

@@ -47,7 +47,7 @@ pub struct CertificateRequest<'a> {
     pub settings: &'a AcmeSettings,
     pub name: &'a str,
     pub key_pem: &'a str,
-    pub switch: &'a Arc<CertificateResolver>,
+    pub resolver: &'a Arc<CertificateResolver>,
 }
 
 impl CertificateRequest<'_> {
@@ -101,7 +101,7 @@ impl CertificateRequest<'_> {
                 bail!("the authority does not offer validation by tls-alpn-01");
             };
             let digest = challenge.key_authorization().digest();
-            guards.push(self.switch.respond_to_validation(self.name, digest.as_ref())?);
+            guards.push(self.resolver.respond_to_validation(self.name, digest.as_ref())?);
             challenge.set_ready().await.context("the authority refused to start the validation")?;
         }
         Ok(guards)
