@@ -1,4 +1,5 @@
-//! A strict parser of Prometheus' text format 0.0.4: anything that a scraper would refuse is an error.
+//! A parser of Prometheus' text format 0.0.4 that refuses what a scraper would refuse: malformed lines, undeclared or
+//! duplicate series, duplicate labels, and inconsistent histograms. It does not support escapes in label values.
 
 use std::collections::{BTreeMap, BTreeSet};
 

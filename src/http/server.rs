@@ -29,7 +29,7 @@ use super::shards::Shards;
 
 /// Limits of one listener.
 #[derive(Debug, Clone)]
-pub struct Limits {
+pub struct ListenerLimits {
     pub max_connections: usize,
     /// Per IPv4 address or IPv6 /64. Clients on this machine have no limit.
     pub max_connections_per_address: usize,
@@ -46,7 +46,7 @@ pub struct Limits {
     pub drain_timeout: Duration,
 }
 
-impl Default for Limits {
+impl Default for ListenerLimits {
     fn default() -> Self {
         let max_connections = max_connections();
         Self {
@@ -77,7 +77,7 @@ pub async fn serve(
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
     router: Router,
-    limits: Limits,
+    limits: ListenerLimits,
     stop: CancellationToken,
 ) {
     accept(listener, tls, router, limits, stop, None).await;
@@ -89,7 +89,7 @@ pub async fn serve_on(
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
     router: Router,
-    limits: Limits,
+    limits: ListenerLimits,
     stop: CancellationToken,
 ) {
     accept(listener, tls, router, limits, stop, Some(threads)).await;
@@ -106,7 +106,7 @@ async fn accept(
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
     router: Router,
-    limits: Limits,
+    limits: ListenerLimits,
     stop: CancellationToken,
     threads: Option<RouterThreads>,
 ) {
@@ -226,7 +226,7 @@ fn serve_connection<S>(
     stream: S,
     router: Router,
     extensions: ConnectionExtensions,
-    limits: &Limits,
+    limits: &ListenerLimits,
     stop: CancellationToken,
 ) -> impl Future<Output = ()> + use<S>
 where
@@ -292,7 +292,7 @@ mod tests {
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
     const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n";
 
-    async fn start_server(limits: Limits) -> SocketAddr {
+    async fn start_server(limits: ListenerLimits) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = local_addr(&listener).unwrap();
         let router = Router::new().route("/", get(async || "ok"));
@@ -317,7 +317,7 @@ mod tests {
 
     #[tokio::test]
     async fn slow_head_times_out_and_idle_connection_is_kept() {
-        let limits = Limits { head_timeout: Duration::from_millis(100), ..Limits::default() };
+        let limits = ListenerLimits { head_timeout: Duration::from_millis(100), ..ListenerLimits::default() };
         let address = start_server(limits).await;
         let mut idle = TcpStream::connect(address).await.unwrap();
         let mut reused = TcpStream::connect(address).await.unwrap();
@@ -343,7 +343,7 @@ mod tests {
 
     #[tokio::test]
     async fn head_above_limit_is_refused() {
-        let address = start_server(Limits::default()).await;
+        let address = start_server(ListenerLimits::default()).await;
         for (bytes, status) in [(20_000, "200"), (40_000, "431")] {
             let mut stream = TcpStream::connect(address).await.unwrap();
             let head = format!("GET / HTTP/1.1\r\nhost: h\r\nx-long: {}\r\n\r\n", "x".repeat(bytes));

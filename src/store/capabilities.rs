@@ -25,7 +25,7 @@ use svc_base::chain::format_chain;
 pub enum Need {
     /// Without it, data can be lost: the store must not be used.
     Required,
-    /// It protects against something that another guard prevents too, or makes work faster.
+    /// It is a second safeguard, or makes work faster.
     Recommended,
     /// svc does not use it; it is reported because other tools may use it on the bucket.
     Unused,

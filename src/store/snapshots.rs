@@ -53,7 +53,7 @@ impl ListedSnapshot {
 }
 
 /// A page of side records in descending order of their keys, and so of their times.
-pub struct Page {
+pub struct SnapshotPage {
     pub records: Vec<ListedSnapshot>,
     /// The key after which the next page begins; `None` on the last page.
     pub next: Option<String>,
@@ -77,7 +77,7 @@ pub async fn list_page(
     bucket: &Bucket,
     slot: &SlotPrefix,
     window: PageWindow<'_>,
-) -> Result<Page, StoreError> {
+) -> Result<SnapshotPage, StoreError> {
     let limit = window.limit;
     let mut keys = list_newest_keys(bucket, slot, &window, limit + 1).await?;
     let has_more = keys.len() > limit;
@@ -93,7 +93,7 @@ pub async fn list_page(
         }
     }
     skipped_log.write_log();
-    Ok(Page { records, next })
+    Ok(SnapshotPage { records, next })
 }
 
 /// Reads the record of one snapshot; `None` if it is missing, unreadable, or does not match its key.

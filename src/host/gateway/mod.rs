@@ -48,7 +48,7 @@ use super::system::layout::{BRIDGE_SOCKET, Layout};
 use super::system::{release, systemd, unix_socket};
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::metrics;
-use svc_http::server::{self, Limits};
+use svc_http::server::{self, ListenerLimits};
 
 #[derive(Parser)]
 #[command(
@@ -184,8 +184,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
         closing_dispatcher.close().await;
     });
     // The platform's router processes are the clients, and may all share one address.
-    let limits = Limits::default();
-    let limits = Limits { max_connections_per_address: limits.max_connections / 4 * 3, ..limits };
+    let limits = ListenerLimits::default();
+    let limits = ListenerLimits { max_connections_per_address: limits.max_connections / 4 * 3, ..limits };
     server::serve(public, Some(Arc::new(tls)), routes, limits, stop).await;
     // All requests have been handled; the remaining work has no client.
     supervisor_task.abort();
