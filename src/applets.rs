@@ -14,7 +14,7 @@ pub static APPLETS: &[Applet] = &[
     },
     Applet {
         name: "svc-restore",
-        about: "the gate: restores the latest snapshot before the gateway starts",
+        about: "restores the latest snapshot before the gateway starts",
         command: host::snapshots::restore::command,
         run: host::snapshots::restore::run,
     },

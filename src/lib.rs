@@ -1,13 +1,13 @@
 //! svc: one VPS for each paying user, kept alive, reachable, backed up and replaceable.
 //!
-//! `ARCHITECTURE.md` has the code map. Each folder beside this file is a separate package, so that the compiler enforces
-//! which package may import which. This library re-exports them for the program, the tests and the benches.
+//! `ARCHITECTURE.md` has the code map. Each folder beside this file is a separate package, so that the compiler
+//! enforces which package may import which. This library re-exports them for the program, the tests and the benches.
 
 pub mod applets;
 
 pub use svc_base::{
     accounts, applet, beneath, chain, clock, config, diagnosis, failpoint, fsx, log_line, manual, metrics,
-    partial, quantity, telemetry, untrusted_text, variable, vars,
+    partial_file, quantity, telemetry, untrusted_text, variable, vars,
 };
 pub use svc_ctl as ctl;
 pub use svc_host as host;

@@ -1,4 +1,5 @@
-//! A strict parser of Prometheus' text format 0.0.4: anything that a scraper would refuse is an error.
+//! A parser of Prometheus' text format 0.0.4 that refuses what a scraper would refuse: malformed lines, undeclared or
+//! duplicate series, duplicate labels, and inconsistent histograms. It does not support escapes in label values.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,7 +24,7 @@ impl Exposition {
     /// # Errors
     ///
     /// Names the malformed line.
-    pub fn read(text: &str) -> Result<Self> {
+    pub fn parse(text: &str) -> Result<Self> {
         let mut found = Self::default();
         ensure!(text.ends_with('\n'), "the last line has no line end");
         for line in text.lines().filter(|line| !line.is_empty()) {
@@ -80,18 +81,18 @@ impl Exposition {
             let bound = bound.trim_end_matches("\"}").replace("+Inf", "inf").parse()?;
             buckets.entry(rest.trim_end_matches([',', '{']).to_owned()).or_default().push((bound, *value));
         }
-        for (of, mut steps) in buckets {
+        for (series, mut steps) in buckets {
             steps.sort_by(|a, b| a.0.total_cmp(&b.0));
-            ensure!(steps.is_sorted_by(|a, b| a.1 <= b.1), "{of}: the buckets are not cumulative");
-            ensure!(steps.last().is_some_and(|last| last.0.is_infinite()), "{of}: no +Inf bucket");
-            let mut count = of.replacen("_bucket", "_count", 1);
+            ensure!(steps.is_sorted_by(|a, b| a.1 <= b.1), "{series}: the buckets are not cumulative");
+            ensure!(steps.last().is_some_and(|last| last.0.is_infinite()), "{series}: no +Inf bucket");
+            let mut count = series.replacen("_bucket", "_count", 1);
             if count.contains('{') {
                 count.push('}');
             }
-            let count = self.get(&count).with_context(|| format!("{of}: no {count}"))?;
+            let count = self.get(&count).with_context(|| format!("{series}: no {count}"))?;
             ensure!(
                 steps.last().is_some_and(|last| last.1 == count),
-                "{of}: the last bucket differs from the count"
+                "{series}: the last bucket differs from the count"
             );
         }
         Ok(())
@@ -117,7 +118,7 @@ fn check_labels(text: &str) -> Result<()> {
 #[test]
 fn malformed_exposition_is_refused() {
     let good = "# HELP a_total An a.\n# TYPE a_total counter\na_total{b=\"c\"} 1\n";
-    assert_eq!(Exposition::read(good).unwrap().get("a_total{b=\"c\"}"), Some(1.0));
+    assert_eq!(Exposition::parse(good).unwrap().get("a_total{b=\"c\"}"), Some(1.0));
     for bad in [
         "a_total 1\n",
         "# TYPE a_total counter\na_total 1\n",
@@ -128,6 +129,6 @@ fn malformed_exposition_is_refused() {
         "# HELP h An h.\n# TYPE h histogram\nh_bucket{le=\"1\"} 2\nh_bucket{le=\"+Inf\"} 1\nh_sum 1\nh_count 1\n",
         "# HELP h An h.\n# TYPE h histogram\nh_bucket{le=\"1\"} 1\nh_bucket{le=\"+Inf\"} 1\nh_sum 1\nh_count 2\n",
     ] {
-        assert!(Exposition::read(bad).is_err(), "{bad}");
+        assert!(Exposition::parse(bad).is_err(), "{bad}");
     }
 }

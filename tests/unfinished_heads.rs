@@ -15,10 +15,10 @@ const CONNECTIONS: usize = 1000;
 /// Slightly below the maximum size of a head.
 const HEAD_BYTES: usize = 31 * 1024;
 /// The memory per connection that `http::server` assumes for the connection limit.
-const MAX_BYTES_EACH: u64 = 128 * 1024;
+const MAX_BYTES_PER_CONNECTION: u64 = 128 * 1024;
 
 /// Measures the memory per connection while all heads are incomplete.
-fn measure_bytes_each(pid: u32, address: SocketAddr, identity: &Identity) -> Result<u64> {
+fn measure_bytes_per_connection(pid: u32, address: SocketAddr, identity: &Identity) -> Result<u64> {
     let config = Arc::new(pinned_client_config(identity.pin()?, ChainCheck::PinOnly)?);
     // One-time allocations of the first connections do not count.
     drop(OpenConnections::open(address, &config, 20)?);
@@ -27,14 +27,18 @@ fn measure_bytes_each(pid: u32, address: SocketAddr, identity: &Identity) -> Res
     connections.send_unfinished_heads(HEAD_BYTES)?;
     let after = wait_for_settled_memory(pid)?;
     connections.ensure_open()?;
-    let each = after.saturating_sub(before) / CONNECTIONS as u64;
-    println!("{CONNECTIONS} unfinished heads: {} MiB, {} KiB each", (after - before) >> 20, each >> 10);
-    Ok(each)
+    let increase = after.saturating_sub(before);
+    let per_connection = increase / CONNECTIONS as u64;
+    println!("{CONNECTIONS} unfinished heads: {} MiB, {} KiB each", increase >> 20, per_connection >> 10);
+    Ok(per_connection)
 }
 
-fn assert_within_bounds(each: u64) {
-    assert!(each >= HEAD_BYTES as u64 / 2, "the server has not read the heads: {each} bytes each");
-    assert!(each <= MAX_BYTES_EACH, "{each} bytes each");
+fn assert_within_bounds(bytes: u64) {
+    assert!(
+        bytes >= HEAD_BYTES as u64 / 2,
+        "the server has not read the heads: {bytes} bytes per connection"
+    );
+    assert!(bytes <= MAX_BYTES_PER_CONNECTION, "{bytes} bytes per connection");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -44,7 +48,7 @@ async fn gateway_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
     let identity = Identity::read(&file("cert.pem"), &file("key.pem"))?;
     let (pid, address) = (host.pid(), host.address.parse()?);
     assert_within_bounds(
-        tokio::task::spawn_blocking(move || measure_bytes_each(pid, address, &identity)).await??,
+        tokio::task::spawn_blocking(move || measure_bytes_per_connection(pid, address, &identity)).await??,
     );
     Ok(())
 }
@@ -63,7 +67,7 @@ async fn router_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
     let (_, authority) = platform.router.split_once("://").unwrap_or(("", &platform.router));
     let (pid, address) = (platform.pid(), authority.parse()?);
     assert_within_bounds(
-        tokio::task::spawn_blocking(move || measure_bytes_each(pid, address, &identity)).await??,
+        tokio::task::spawn_blocking(move || measure_bytes_per_connection(pid, address, &identity)).await??,
     );
     Ok(())
 }

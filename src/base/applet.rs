@@ -73,9 +73,9 @@ exit_codes! {
         "A required service is unreachable, or an operation that the command waited for failed.";
     Internal = 70, "A bug in svc.";
     TryAgain = 75,
-        "Try again later. Or an operation that the command waited for needs an operator's decision.";
+        "Try again later; or an operation that the command waited for needs an operator's decision.";
     Permission = 77, "Permission denied. On a host also: this machine has been replaced.";
-    Config = 78, "The configuration is invalid. All mistakes are reported at once.";
+    Config = 78, "The configuration is invalid. All errors are reported at once.";
 }
 
 impl Exit {

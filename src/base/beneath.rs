@@ -32,7 +32,7 @@ impl Folder {
     /// trusts.
     ///
     /// # Errors
-    /// Errors of the file system; `NotADirectory` if the last component is a link.
+    /// File system errors; `NotADirectory` if the last component is a link.
     pub fn open(path: &Path) -> io::Result<Self> {
         let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         Self::new(open(path, flags, Mode::empty())?)
@@ -41,9 +41,9 @@ impl Folder {
     /// Opens a directory below this one. Its files are checked against its own owner.
     ///
     /// # Errors
-    /// `NotFound`; `NotADirectory`; `InvalidInput` if a component is a link; other errors of the file system.
-    pub fn folder(&self, below: &Path) -> io::Result<Self> {
-        Self::new(self.resolve(below, OFlag::O_DIRECTORY)?)
+    /// `NotFound`; `NotADirectory`; `InvalidInput` if a component is a link; other file system errors.
+    pub fn open_folder(&self, path: &Path) -> io::Result<Self> {
+        Self::new(self.resolve(path, OFlag::O_DIRECTORY)?)
     }
 
     /// Opens a regular file below this directory for reading.
@@ -52,10 +52,10 @@ impl Folder {
     /// is not opened, even if this process could read it.
     ///
     /// # Errors
-    /// `NotFound`; `InvalidInput` if it is not a regular file or a component is a link; `PermissionDenied`; other errors
-    /// of the file system.
-    pub fn file(&self, below: &Path) -> io::Result<File> {
-        let file = File::from(self.resolve(below, OFlag::O_NONBLOCK | OFlag::O_NOCTTY)?);
+    /// `NotFound`; `InvalidInput` if it is not a regular file or a component is a link; `PermissionDenied`; other file
+    /// system errors.
+    pub fn open_file(&self, path: &Path) -> io::Result<File> {
+        let file = File::from(self.resolve(path, OFlag::O_NONBLOCK | OFlag::O_NOCTTY)?);
         let meta = file.metadata()?;
         if !meta.is_file() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
@@ -73,8 +73,8 @@ impl Folder {
     ///
     /// # Errors
     /// `InvalidInput` if the name is a link or not a regular file; `PermissionDenied` if the file belongs to another
-    /// user or has several hard links; other errors of the file system.
-    pub fn append(&self, name: &OsStr) -> io::Result<File> {
+    /// user or has several hard links; other file system errors.
+    pub fn open_for_append(&self, name: &OsStr) -> io::Result<File> {
         let flags = OFlag::O_RDWR | OFlag::O_APPEND | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
         let file = match open_in(self.fd.as_fd(), name, flags) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => self.create(name, flags),
@@ -114,11 +114,11 @@ impl Folder {
     /// Reads a whole file of at most `max` bytes.
     ///
     /// # Errors
-    /// Same as [`Self::file`]; `FileTooLarge`.
-    pub fn read(&self, below: &Path, max: u64) -> io::Result<Vec<u8>> {
+    /// Those of [`Self::open_file`]; `FileTooLarge`.
+    pub fn read(&self, path: &Path, max: u64) -> io::Result<Vec<u8>> {
         let mut content = Vec::new();
         // The size from the metadata is not enough: another process may be appending.
-        self.file(below)?.take(max.saturating_add(1)).read_to_end(&mut content)?;
+        self.open_file(path)?.take(max.saturating_add(1)).read_to_end(&mut content)?;
         if content.len() as u64 > max {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("larger than {max} bytes")));
         }
@@ -128,8 +128,8 @@ impl Folder {
     /// The names in this directory, in order.
     ///
     /// # Errors
-    /// Errors of the file system.
-    pub fn names(&self) -> io::Result<Vec<OsString>> {
+    /// File system errors.
+    pub fn entry_names(&self) -> io::Result<Vec<OsString>> {
         let mut entries = Dir::from_fd(self.fd.try_clone()?)?;
         let mut names = Vec::new();
         for entry in entries.iter() {
@@ -148,8 +148,8 @@ impl Folder {
         Ok(Self { fd, owner })
     }
 
-    fn resolve(&self, below: &Path, flags: OFlag) -> io::Result<OwnedFd> {
-        let mut names = below.components().map(|part| match part {
+    fn resolve(&self, path: &Path, flags: OFlag) -> io::Result<OwnedFd> {
+        let mut names = path.components().map(|part| match part {
             Component::Normal(name) => Ok(name),
             _ => Err(not_below()),
         });
@@ -208,40 +208,40 @@ mod tests {
     }
 
     #[test]
-    fn open_refuses_links_in_every_component() {
+    fn open_file_refuses_links_in_every_component() {
         let (dir, folder) = home();
         let home = dir.path().join("home");
         symlink("/", home.join("root")).unwrap();
         symlink("app/dist", home.join("inside")).unwrap();
         symlink(dir.path().join("secret"), home.join("app/secret")).unwrap();
         for path in ["root/etc/passwd", "inside/page", "app/secret", "inside"] {
-            let refusal = folder.file(Path::new(path)).expect_err("must be refused");
+            let refusal = folder.open_file(Path::new(path)).expect_err("must be refused");
             assert_eq!(refusal.to_string(), LINK_REFUSED, "{path}");
         }
-        assert_eq!(kind(folder.folder(Path::new("inside"))), io::ErrorKind::InvalidInput);
+        assert_eq!(kind(folder.open_folder(Path::new("inside"))), io::ErrorKind::InvalidInput);
         assert_eq!(folder.read(Path::new("app/dist/page"), 4).unwrap(), b"page");
         assert!(Folder::open(&home.join("inside")).is_err(), "a link to the directory itself is refused");
     }
 
     #[test]
-    fn file_refuses_paths_outside_directory() {
+    fn open_file_refuses_paths_outside_directory() {
         let (_dir, folder) = home();
         for path in ["../secret", "app/../../secret", "/etc/passwd"] {
-            assert!(folder.file(Path::new(path)).is_err(), "{path}");
+            assert!(folder.open_file(Path::new(path)).is_err(), "{path}");
         }
-        let app = folder.folder(Path::new("app")).unwrap();
-        assert!(app.file(Path::new("../app/dist/page")).is_err());
+        let app = folder.open_folder(Path::new("app")).unwrap();
+        assert!(app.open_file(Path::new("../app/dist/page")).is_err());
         assert_eq!(app.read(Path::new("dist/page"), 9).unwrap(), b"page");
     }
 
     #[test]
-    fn file_refuses_fifos_and_directories() {
+    fn open_file_refuses_fifos_and_directories() {
         let (dir, folder) = home();
         mkfifo(&dir.path().join("home/fifo"), Mode::S_IRWXU).unwrap();
-        assert_eq!(kind(folder.file(Path::new("fifo"))), io::ErrorKind::InvalidInput);
-        assert_eq!(kind(folder.file(Path::new("app"))), io::ErrorKind::InvalidInput);
+        assert_eq!(kind(folder.open_file(Path::new("fifo"))), io::ErrorKind::InvalidInput);
+        assert_eq!(kind(folder.open_file(Path::new("app"))), io::ErrorKind::InvalidInput);
         let _socket = std::os::unix::net::UnixListener::bind(dir.path().join("home/socket")).unwrap();
-        assert!(folder.file(Path::new("socket")).is_err());
+        assert!(folder.open_file(Path::new("socket")).is_err());
     }
 
     #[test]
@@ -251,17 +251,17 @@ mod tests {
     }
 
     #[test]
-    fn names_are_sorted() {
+    fn entry_names_are_sorted() {
         let (dir, folder) = home();
         fs::write(dir.path().join("home/.hidden"), "").unwrap();
         for _ in 0..2 {
-            assert_eq!(folder.names().unwrap(), [".hidden", "app"]);
+            assert_eq!(folder.entry_names().unwrap(), [".hidden", "app"]);
         }
     }
 
     /// Needs root, to give a file to another user.
     #[test]
-    fn file_refuses_hard_link_to_foreign_secret() {
+    fn open_file_refuses_hard_link_to_foreign_secret() {
         let (dir, folder) = home();
         let (secret, link) = (dir.path().join("secret"), dir.path().join("home/link"));
         fs::set_permissions(&secret, fs::Permissions::from_mode(0o600)).unwrap();
@@ -270,8 +270,8 @@ mod tests {
             eprintln!("skipped: only root can give a file to another user");
             return;
         }
-        assert_eq!(kind(folder.file(Path::new("link"))), io::ErrorKind::PermissionDenied);
+        assert_eq!(kind(folder.open_file(Path::new("link"))), io::ErrorKind::PermissionDenied);
         fs::set_permissions(&secret, fs::Permissions::from_mode(0o644)).unwrap();
-        assert!(folder.file(Path::new("link")).is_ok(), "a file that everyone can read is opened");
+        assert!(folder.open_file(Path::new("link")).is_ok(), "a file that everyone can read is opened");
     }
 }

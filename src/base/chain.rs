@@ -5,7 +5,7 @@ use std::error::Error;
 use tokio_postgres::error::DbError;
 
 /// Formats an error and its causes. PostgreSQL's messages about values quote rows, so for these only the SQLSTATE and
-/// the constraint are printed. Its details are never printed.
+/// the constraint are printed. The `DETAIL` of a message is never printed.
 pub fn format_chain(error: &(dyn Error + 'static)) -> String {
     let mut text = format_cause(error);
     let mut cause = error.source();
@@ -31,7 +31,7 @@ fn format_db_error(error: &DbError) -> String {
         return format!("{}: {} (SQLSTATE {code})", error.severity(), error.message());
     }
     match error.constraint() {
-        Some(constraint) => format!("SQLSTATE {code} by {constraint}"),
+        Some(constraint) => format!("SQLSTATE {code} (constraint {constraint})"),
         None => format!("SQLSTATE {code}"),
     }
 }

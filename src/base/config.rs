@@ -27,9 +27,9 @@ pub struct ConfigError {
     pub mistakes: Vec<String>,
 }
 
-/// The platform's settings file: the given one, or the one named by `PLATFORM_ENV_FILE`.
-pub fn platform_env_file(given: Option<PathBuf>) -> Option<PathBuf> {
-    given.or_else(|| vars::PLATFORM_ENV_FILE.from_process().map(PathBuf::from))
+/// The platform's env file: the one that `option` names, or the one that `PLATFORM_ENV_FILE` names.
+pub fn platform_env_file(option: Option<PathBuf>) -> Option<PathBuf> {
+    option.or_else(|| vars::PLATFORM_ENV_FILE.from_process().map(PathBuf::from))
 }
 
 /// Variables of the process environment and of env files, with the errors found so far.
@@ -143,7 +143,7 @@ impl Env {
         self.vars.get(variable.name).map(PathBuf::from)
     }
 
-    /// Records a mistake if a variable is not set.
+    /// Records an error if a variable is not set.
     pub fn require(&mut self, variable: &Variable) {
         if !self.is_set(variable) {
             self.add_mistake(variable, "is required and not set");
@@ -313,7 +313,7 @@ mod tests {
     const FLAG: Variable = variable("FLAG", Preset::Value("false"));
 
     #[test]
-    fn finish_reports_all_mistakes_without_values() {
+    fn finish_reports_all_errors_without_values() {
         let mut env = Env::from_pairs([("PORT", "hunter2"), ("FLAG", "perhaps")]);
         let port = env.required::<u16>(&PORT);
         let absent = env.required::<u16>(&ABSENT);

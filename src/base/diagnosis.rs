@@ -1,7 +1,7 @@
-//! Findings of the checks of a running installation, each with a next step.
+//! Findings about a running installation, each with a next step.
 //!
-//! Every check has a timeout, and a check that could not run is reported under its name, so a report has findings of
-//! every check even if a service does not respond. No finding contains a secret.
+//! Every check has a timeout, and a check that could not run is reported under its name, so a report covers every
+//! check even if a service does not respond. No finding contains a secret.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -97,23 +97,23 @@ impl Findings {
 /// A check that has not run yet.
 pub struct Check<'a> {
     name: &'static str,
-    deadline: Duration,
+    timeout: Duration,
     work: Pin<Box<dyn Future<Output = Findings> + Send + 'a>>,
 }
 
 impl<'a> Check<'a> {
     pub fn new(
         name: &'static str,
-        deadline: Duration,
+        timeout: Duration,
         work: impl Future<Output = Findings> + Send + 'a,
     ) -> Self {
-        Self { name, deadline, work: Box::pin(work) }
+        Self { name, timeout, work: Box::pin(work) }
     }
 
     async fn run(self) -> Findings {
-        let Self { name, deadline, work } = self;
-        tokio::time::timeout(deadline, work).await.unwrap_or_else(|_| {
-            let what = format!("no response within {} s", deadline.as_secs());
+        let Self { name, timeout, work } = self;
+        tokio::time::timeout(timeout, work).await.unwrap_or_else(|_| {
+            let what = format!("no response within {} s", timeout.as_secs());
             Findings::new(name).problem(what, "find out why the check hangs, then run this command again")
         })
     }
@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn check_timeout_is_problem_and_blocks_no_other() {
+    async fn run_checks_reports_hung_check_as_problem() {
         let slow = Check::new("slow", Duration::from_secs(3), std::future::pending());
         let quick = Check::new("quick", Duration::from_secs(3), async { Findings::new("quick").ok("well") });
         let found = run_checks(vec![slow, quick]).await;

@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn error_names_path() {
+    fn write_error_names_path() {
         let error = write_atomic(Path::new("/proc/none/x"), b"", 0o600).unwrap_err();
         assert!(error.to_string().contains("/proc/none"), "{error}");
     }

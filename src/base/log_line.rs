@@ -105,7 +105,7 @@ mod tests {
         }
     }
 
-    fn written(time_format: TimeFormat, colour: bool) -> String {
+    fn render_line(time_format: TimeFormat, colour: bool) -> String {
         let buffer = Buffer::default();
         let output = buffer.clone();
         let layer = tracing_subscriber::fmt::layer()
@@ -124,21 +124,21 @@ mod tests {
 
     #[test]
     fn line_has_time_level_applet_message_and_request() {
-        let line = written(TimeFormat::Short, false);
+        let line = render_line(TimeFormat::Short, false);
         let (time, rest) = line.split_at(12);
         assert!(time.bytes().filter(|&b| b == b':').count() == 2 && time.as_bytes()[8] == b'.', "{line}");
         assert_eq!(
             rest,
             "  WARN svc-x a step failed attempts=2 | svc_request_id=0123456789ab kind=\"resize\"\n"
         );
-        let line = written(TimeFormat::Full, false);
+        let line = render_line(TimeFormat::Full, false);
         let time = line.split(' ').next().unwrap();
         assert!(time.len() == 24 && time.parse::<Timestamp>().is_ok(), "{line}");
     }
 
     #[test]
     fn colour_is_used_only_for_terminals() {
-        assert!(!written(TimeFormat::Full, false).contains('\x1b'));
-        assert!(written(TimeFormat::Short, true).contains("\x1b[33m WARN\x1b[0m"));
+        assert!(!render_line(TimeFormat::Full, false).contains('\x1b'));
+        assert!(render_line(TimeFormat::Short, true).contains("\x1b[33m WARN\x1b[0m"));
     }
 }

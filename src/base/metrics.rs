@@ -16,13 +16,13 @@ use tokio_util::sync::CancellationToken;
 
 pub use self::families::*;
 
-/// The media type of [`Scrape::text`].
+/// The media type of [`MetricsHandle::text`].
 pub const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Buckets for requests and calls, in seconds.
 const CALL_BUCKETS: [f64; 12] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0];
 /// Buckets for operations and their steps, in seconds.
-const WORK_BUCKETS: [f64; 11] = [0.1, 0.5, 1.0, 5.0, 15.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 7200.0];
+const OPERATION_BUCKETS: [f64; 11] = [0.1, 0.5, 1.0, 5.0, 15.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 7200.0];
 /// Interval at which recorded durations are sorted into their buckets if there are no scrapes.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -117,7 +117,7 @@ impl<const N: usize> Durations<N> {
 }
 
 /// Interns a string from a small fixed set, such as the route templates, as a label value.
-pub fn label(text: &str) -> &'static str {
+pub fn intern_label(text: &str) -> &'static str {
     static INTERNED: RwLock<BTreeSet<&'static str>> = RwLock::new(BTreeSet::new());
     if let Some(interned) = INTERNED.read().unwrap_or_else(PoisonError::into_inner).get(text) {
         return interned;
@@ -129,27 +129,27 @@ pub fn label(text: &str) -> &'static str {
 
 /// The metrics of this process. Values recorded before [`install`] are lost.
 #[derive(Clone)]
-pub struct Scrape(PrometheusHandle);
+pub struct MetricsHandle(PrometheusHandle);
 
 /// Starts recording, for the lifetime of the process.
 ///
 /// # Errors
 /// If a recorder is installed already.
-pub fn install() -> anyhow::Result<Scrape> {
+pub fn install() -> anyhow::Result<MetricsHandle> {
     let long_durations = [OPERATION_DURATION.0.name, OPERATION_STEP_DURATION.0.name];
     let mut builder = PrometheusBuilder::new().set_buckets(&CALL_BUCKETS)?;
     for name in long_durations {
-        builder = builder.set_buckets_for_metric(Matcher::Full(name.to_owned()), &WORK_BUCKETS)?;
+        builder = builder.set_buckets_for_metric(Matcher::Full(name.to_owned()), &OPERATION_BUCKETS)?;
     }
     let recorder = builder.build_recorder();
-    let scrape = Scrape(recorder.handle());
+    let handle = MetricsHandle(recorder.handle());
     metrics::set_global_recorder(recorder)?;
-    STARTED.set_to_now([]);
+    STARTED_AT.set_to_now([]);
     BUILD.set([env!("CARGO_PKG_VERSION"), crate::applet::build().commit], 1.0);
-    Ok(scrape)
+    Ok(handle)
 }
 
-impl Scrape {
+impl MetricsHandle {
     /// All series in Prometheus' text format 0.0.4.
     pub fn text(&self) -> String {
         measure_process();
@@ -177,7 +177,7 @@ fn measure_process() {
         .and_then(|text| text.split_whitespace().nth(1)?.parse::<f64>().ok());
     let page_size = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok().flatten();
     if let (Some(pages), Some(page_size)) = (pages, page_size) {
-        RESIDENT.set([], pages * page_size as f64);
+        RESIDENT_MEMORY.set([], pages * page_size as f64);
     }
     if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
         // One descriptor is that of this listing.

@@ -1,4 +1,5 @@
-//! Code that the other packages share: clock, configuration, files, telemetry, metrics, fail points, and the applet framework.
+//! Code that the other packages share: clock, configuration, files, telemetry, metrics, fail points, and the applet
+//! framework.
 
 pub mod accounts;
 pub mod applet;
@@ -12,7 +13,7 @@ pub mod fsx;
 pub mod log_line;
 pub mod manual;
 pub mod metrics;
-pub mod partial;
+pub mod partial_file;
 pub mod quantity;
 pub mod telemetry;
 pub mod untrusted_text;

@@ -6,7 +6,7 @@ crate::variables! {
         RUST_LOG: "filter" = "info";
         /// Disables colours on a terminal.
         NO_COLOR: "any text" = unset;
-        /// For tests only: the places where the process stops, fails or waits. A build without the feature
+        /// For tests only: fail points at which the process is killed, fails or waits. A build without the feature
         /// `failpoints` ignores the variable.
         FAILPOINTS: "list of fail points" = unset;
     }

@@ -173,7 +173,7 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<PublishedBundle>, PublishError>
     let mut listing = bucket.raw().list(Some(&root));
     let (mut archives, mut digests) = (BTreeMap::new(), Vec::new());
     while let Some(object) = listing.next().await {
-        let object = object.map_err(|error| StoreError::of(&root, error))?;
+        let object = object.map_err(|error| StoreError::classify(&root, error))?;
         let key = object.location.to_string();
         let Some((_, rest)) = key.split_once('/') else { continue };
         match rest.split_once('/') {
@@ -321,7 +321,7 @@ async fn read_through(
         size += n as u64;
         if let Some(sink) = sink.as_deref_mut() {
             let put = sink.put(Bytes::copy_from_slice(&chunk[..n])).await;
-            put.map_err(|error| StoreError::of(&Path::from(BUNDLE_FILE), error))?;
+            put.map_err(|error| StoreError::classify(&Path::from(BUNDLE_FILE), error))?;
         }
     }
 }
@@ -402,7 +402,7 @@ mod tests {
         let beside = dir.path().join(format!("{BUNDLE_FILE}.json"));
         std::fs::write(&beside, manifest(&"0".repeat(64))).unwrap();
         let refused = publish(&bucket, dir.path(), &version).await.unwrap_err();
-        assert!(matches!(refused, PublishError::Companion { why: ManifestError::OtherDigest { .. }, .. }));
+        assert!(matches!(refused, PublishError::Companion { why: ManifestError::WrongDigest { .. }, .. }));
         std::fs::write(&beside, manifest(&sha256)).unwrap();
         let published = publish(&bucket, dir.path(), &version).await.unwrap();
         assert!(published.to_string().contains("hosts cannot update"), "{published}");

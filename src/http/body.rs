@@ -1,4 +1,4 @@
-//! Reads the bodies of requests and responses, within limits of size and time.
+//! Reads the bodies of requests and responses, within size and time limits.
 
 use std::time::Duration;
 
@@ -63,7 +63,8 @@ impl BodyLimits {
     }
 }
 
-/// Whether a request declares a body of more than `max_bytes`. A body without a declared length is limited while it is read.
+/// Whether a request declares a body of more than `max_bytes`. A body without a declared length is limited while it
+/// is read.
 pub fn declares_more_than(headers: &HeaderMap, max_bytes: usize) -> bool {
     let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
     let length: Option<u64> = length.and_then(|text| text.parse().ok());

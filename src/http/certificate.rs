@@ -1,4 +1,5 @@
-//! A server certificate that can be replaced without a restart, and the responses to its TLS-ALPN-01 validations (RFC 8737).
+//! A server certificate that can be replaced without a restart, and the responses to its TLS-ALPN-01 validations (RFC
+//! 8737).
 
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -34,9 +35,9 @@ pub enum ChainError {
     #[error(
         "is for another key: request the certificate with this machine's key (`svc-gateway certificate-request` prints the CSR)"
     )]
-    OtherKey,
+    WrongKey,
     #[error("is not for the name {0}")]
-    OtherName(String),
+    WrongName(String),
     #[error("expired at {0}")]
     Expired(Timestamp),
     #[error("is not valid before {0}")]
@@ -53,8 +54,10 @@ pub struct Chain {
 }
 
 impl Chain {
+    /// Parses a chain in PEM form. Does not check its key, names or validity.
+    ///
     /// # Errors
-    /// See [`ChainError`]. The key, name and time are not checked.
+    /// See [`ChainError`].
     pub fn from_pem(pem: &[u8]) -> Result<Self, ChainError> {
         if pem.len() > MAX_CHAIN_BYTES {
             return Err(ChainError::TooLarge);
@@ -79,12 +82,14 @@ impl Chain {
         self.not_after
     }
 
+    /// Checks that a server with this key may present the chain for this name now.
+    ///
     /// # Errors
-    /// The reason why a server with this key must not present the chain for this name.
+    /// Those of [`ChainError`] about the key, the name or the validity.
     pub fn check(&self, pin: SpkiPin, name: &str, now: Timestamp) -> Result<(), ChainError> {
         self.check_key(pin)?;
         if !self.is_valid_for(name) {
-            return Err(ChainError::OtherName(name.to_owned()));
+            return Err(ChainError::WrongName(name.to_owned()));
         }
         if now >= self.not_after {
             return Err(ChainError::Expired(self.not_after));
@@ -95,10 +100,12 @@ impl Chain {
         Ok(())
     }
 
+    /// Checks that the chain is for this key.
+    ///
     /// # Errors
-    /// If the chain is for another key.
+    /// [`ChainError::WrongKey`].
     pub fn check_key(&self, pin: SpkiPin) -> Result<(), ChainError> {
-        if self.pin == pin { Ok(()) } else { Err(ChainError::OtherKey) }
+        if self.pin == pin { Ok(()) } else { Err(ChainError::WrongKey) }
     }
 
     fn is_valid_for(&self, name: &str) -> bool {
@@ -120,7 +127,7 @@ impl Chain {
 
 /// The certificate that a server presents, and the response to a validation in progress. The certificate's key never
 /// changes.
-pub struct CertificateSwitch {
+pub struct CertificateResolver {
     key: Arc<dyn SigningKey>,
     current: RwLock<Arc<CertifiedKey>>,
     challenge: RwLock<Option<Challenge>>,
@@ -131,7 +138,7 @@ struct Challenge {
     certificate: Arc<CertifiedKey>,
 }
 
-impl CertificateSwitch {
+impl CertificateResolver {
     /// # Errors
     /// If the certificate or the key cannot be parsed, or they do not match.
     pub fn new(identity: &Identity) -> anyhow::Result<Arc<Self>> {
@@ -187,7 +194,7 @@ impl CertificateSwitch {
 }
 
 /// Stops the responses to a validation when dropped.
-pub struct ChallengeGuard(Arc<CertificateSwitch>);
+pub struct ChallengeGuard(Arc<CertificateResolver>);
 
 impl Drop for ChallengeGuard {
     fn drop(&mut self) {
@@ -195,13 +202,13 @@ impl Drop for ChallengeGuard {
     }
 }
 
-impl fmt::Debug for CertificateSwitch {
+impl fmt::Debug for CertificateResolver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("CertificateSwitch")
+        f.write_str("CertificateResolver")
     }
 }
 
-impl ResolvesServerCert for CertificateSwitch {
+impl ResolvesServerCert for CertificateResolver {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         let is_validation =
             hello.alpn().is_some_and(|mut offered| offered.any(|protocol| protocol == ACME_ALPN));

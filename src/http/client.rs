@@ -1,5 +1,5 @@
-//! Builds all HTTP clients: with deadlines, our resolver, and rustls with ring, but without redirects or a proxy from the
-//! environment.
+//! Builds all HTTP clients: they have timeouts, our resolver, and rustls with ring; they follow no redirects and
+//! ignore the environment's proxy settings.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -9,7 +9,7 @@ use rustls::ClientConfig;
 
 use super::{resolve, tls};
 
-/// Time limits of a client's calls.
+/// Timeouts of a client's calls.
 #[derive(Debug, Clone, Copy)]
 pub struct Deadlines {
     pub connect: Duration,

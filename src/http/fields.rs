@@ -164,17 +164,17 @@ impl Fields {
     /// Text from a host: truncated and made printable instead of refused.
     pub fn reported_text(&mut self, name: &str) -> Option<String> {
         let value = self.take_value(name)?;
-        self.bound_text(name, &value)
+        self.truncate_text(name, &value)
     }
 
     /// Like [`Self::reported_text`], for a required, non-empty field.
     pub fn required_reported_text(&mut self, name: &str) -> Option<String> {
         let value = self.required_value(name)?;
-        let text = self.bound_text(name, &value)?;
+        let text = self.truncate_text(name, &value)?;
         self.check_length(name, text, untrusted_text::MAX_CHARS)
     }
 
-    fn bound_text(&mut self, name: &str, value: &Value) -> Option<String> {
+    fn truncate_text(&mut self, name: &str, value: &Value) -> Option<String> {
         let text = value.as_str().map(untrusted_text::truncate_printable);
         if text.is_none() {
             self.add_error(name, "must be a string");
@@ -320,7 +320,8 @@ impl Fields {
         self
     }
 
-    /// Returns the parsed value, or a problem with all errors. `parsed` may be `None` only if an error has been recorded.
+    /// Returns the parsed value, or a problem with all errors. `parsed` may be `None` only if an error has been
+    /// recorded.
     pub fn finish<T>(self, parsed: Option<T>) -> Result<T, Problem> {
         let errors = self.all_errors();
         match parsed {

@@ -45,8 +45,8 @@ enum Content {
 }
 
 impl StaticFile {
-    /// A regular file that is open for reading. `name` determines its media type.
-    pub fn open(file: File, meta: &Metadata, name: &Path) -> Self {
+    /// Serves a regular file that is open for reading. `name` determines the media type.
+    pub fn from_file(file: File, meta: &Metadata, name: &Path) -> Self {
         let tag = format!("\"{:x}-{:x}-{:x}-{:x}\"", meta.ino(), meta.mtime(), meta.mtime_nsec(), meta.len());
         Self {
             content: Content::Open { file: Arc::new(file), bytes: meta.len() },
@@ -88,7 +88,7 @@ impl StaticFile {
         is_text && self.size() >= MIN_GZIP_BYTES
     }
 
-    /// Compresses the file in memory, with another entity tag; `None` if the result is not smaller. Blocks.
+    /// Compresses the file in memory, with its own entity tag; `None` if the result is not smaller. Blocks.
     ///
     /// # Errors
     /// If the file cannot be read.

@@ -1,7 +1,8 @@
 //! Separate timeouts for the head of a request and for an idle connection.
 //!
-//! hyper has one timer for both. It starts when hyper begins to wait for a head. Here the first byte of a head shortens the
-//! deadline: [`HeadStream`] records when that byte is read, and the sleeps of [`HeadTimer`] check this time.
+//! hyper has one timer for both. It starts when hyper begins to wait for a head. Here the first byte of a head
+//! shortens the deadline: [`HeadStream`] records when that byte is read, and the sleeps of [`HeadTimer`] check this
+//! time.
 
 use std::io;
 use std::pin::Pin;
@@ -47,10 +48,10 @@ pub struct HeadStream<S> {
 }
 
 impl<S> HeadStream<S> {
-    /// Wraps a stream and creates the timer for its heads; `head` is the timeout from a head's first byte to its last.
-    pub fn new(stream: S, head: Duration) -> (Self, HeadTimer) {
+    /// Wraps a stream and creates the timer for its heads; `head_timeout` runs from a head's first byte to its last.
+    pub fn new(stream: S, head_timeout: Duration) -> (Self, HeadTimer) {
         let first_byte = Arc::new(FirstByte { opened: Instant::now(), elapsed_ms: AtomicU64::new(0) });
-        (Self { stream, first_byte: first_byte.clone() }, HeadTimer { first_byte, head })
+        (Self { stream, first_byte: first_byte.clone() }, HeadTimer { first_byte, head_timeout })
     }
 }
 
@@ -99,7 +100,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for HeadStream<S> {
 #[derive(Debug, Clone)]
 pub struct HeadTimer {
     first_byte: Arc<FirstByte>,
-    head: Duration,
+    head_timeout: Duration,
 }
 
 impl HeadTimer {
@@ -107,7 +108,12 @@ impl HeadTimer {
         // All bytes so far belong to earlier requests.
         self.first_byte.reset();
         let sleep = Box::pin(tokio::time::sleep_until(idle_deadline));
-        HeadSleep { sleep, first_byte: self.first_byte.clone(), head: self.head, has_head_begun: false }
+        HeadSleep {
+            sleep,
+            first_byte: self.first_byte.clone(),
+            head_timeout: self.head_timeout,
+            has_head_begun: false,
+        }
     }
 }
 
@@ -136,7 +142,7 @@ impl rt::Timer for HeadTimer {
 struct HeadSleep {
     sleep: Pin<Box<Sleep>>,
     first_byte: Arc<FirstByte>,
-    head: Duration,
+    head_timeout: Duration,
     /// Whether the deadline is the head's instead of the idle connection's.
     has_head_begun: bool,
 }
@@ -158,7 +164,7 @@ impl Future for HeadSleep {
             && let Some(first) = self.first_byte.get()
         {
             self.has_head_begun = true;
-            let deadline = (first + self.head).min(self.sleep.deadline());
+            let deadline = (first + self.head_timeout).min(self.sleep.deadline());
             self.sleep.as_mut().reset(deadline);
         }
         self.sleep.as_mut().poll(cx)

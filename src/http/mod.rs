@@ -1,6 +1,6 @@
 //! HTTP code shared by host and platform: problems, the server loop, clients, TLS and pins, proofs.
 
-pub mod addresses;
+pub mod address_limit;
 pub mod body;
 pub mod certificate;
 pub mod client;
@@ -16,7 +16,7 @@ pub mod path_params;
 pub mod problem;
 pub mod proof;
 pub mod proxy;
-pub mod rate;
+pub mod rate_limit;
 pub mod request_id;
 pub mod resolve;
 pub mod server;

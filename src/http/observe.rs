@@ -1,6 +1,7 @@
 //! Middleware of all listeners: request id, log span, log line and metrics.
 //!
-//! Invariant: no credential in a path is logged, or is part of a metric: the token in the path of an app's page is removed.
+//! Invariant: no credential in a path is logged, or is part of a metric: the token in the path of an app's page is
+//! removed.
 
 use std::borrow::Cow;
 use std::time::Instant;
@@ -12,7 +13,7 @@ use http::{HeaderValue, Method};
 use tracing::Instrument;
 
 use super::request_id;
-use svc_base::metrics::{HTTP_DURATION, HTTP_REQUESTS, label};
+use svc_base::metrics::{HTTP_DURATION, HTTP_REQUESTS, intern_label};
 
 /// The listener, for logs and metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
@@ -33,7 +34,8 @@ impl Listener {
         self.into()
     }
 
-    /// Whether to log all requests at level info. The control API has few; other listeners log only server errors there.
+    /// Whether to log all requests at level info. The control API has few; other listeners log only server errors at
+    /// that level.
     fn should_log_all_requests(self) -> bool {
         self == Self::Api
     }
@@ -96,7 +98,7 @@ fn status_class(status: u16) -> &'static str {
 /// The route's template; for a proxied request, the section of the site.
 fn route_label(listener: Listener, request: &Request) -> &'static str {
     if let Some(matched) = request.extensions().get::<MatchedPath>() {
-        return label(matched.as_str());
+        return intern_label(matched.as_str());
     }
     let path = request.uri().path();
     let is_below = |prefix: &str| path.starts_with(prefix);

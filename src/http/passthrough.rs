@@ -13,9 +13,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 
-use super::addresses;
+use super::address_limit;
 use super::certificate::ACME_ALPN;
-use super::rate::RateLimit;
+use super::rate_limit::RateLimit;
 
 /// Maximum size of a validation's ClientHello. A larger one is not a CA's.
 const MAX_HELLO_BYTES: usize = 8 << 10;
@@ -33,12 +33,12 @@ const FORWARD_TIMEOUT: Duration = Duration::from_secs(8);
 /// Maximum bytes in each direction: a handshake with one small certificate.
 const MAX_FORWARDED_BYTES: u64 = 64 << 10;
 const MAX_FORWARDED_CONNECTIONS: usize = 256;
-/// A machine that keeps its connections open must not use up the connections of other machines. A CA validates from only a
-/// few networks.
+/// A machine that keeps its connections open must not use up the connections of other machines. A CA validates from
+/// only a few networks.
 const MAX_CONNECTIONS_PER_NAME: usize = 16;
 const PERMIT_TIMEOUT: Duration = Duration::from_secs(3);
-/// Burst per name and client network, so that other networks cannot use up the CA's allowance. A CA repeats the validation
-/// for each attempt of the machine.
+/// Burst per name and client network, so that other networks cannot use up the CA's allowance. A CA repeats the
+/// validation for each attempt of the machine.
 const VALIDATION_BURST: u32 = 20;
 const VALIDATION_INTERVAL: Duration = Duration::from_secs(3);
 
@@ -56,7 +56,7 @@ type FindMachine = dyn Fn(&str) -> Option<SocketAddr> + Send + Sync;
 pub struct Passthrough {
     find: Box<FindMachine>,
     connections: Semaphore,
-    open: Mutex<HashMap<String, usize>>,
+    counts_by_name: Mutex<HashMap<String, usize>>,
     rate: RateLimit<(IpAddr, String)>,
 }
 
@@ -66,7 +66,7 @@ impl Passthrough {
         Self {
             find: Box::new(find),
             connections: Semaphore::new(MAX_FORWARDED_CONNECTIONS),
-            open: Mutex::default(),
+            counts_by_name: Mutex::default(),
             rate: RateLimit::every(VALIDATION_INTERVAL, VALIDATION_BURST),
         }
     }
@@ -78,15 +78,16 @@ impl Passthrough {
         Some(Validation { name, machine })
     }
 
-    /// Forwards bytes in both directions until the machine closes, within limits of time, size and number.
+    /// Forwards bytes in both directions until the machine closes the connection, within the limits on time, bytes and
+    /// connections.
     pub async fn forward(&self, mut client: TcpStream, Validation { name, machine }: Validation) {
         let Ok(peer) = client.peer_addr() else { return };
         // Anyone can cause these refusals, so they are not logged as warnings.
-        if self.rate.check(&(addresses::client_network(peer.ip()), name.clone())).is_err() {
+        if self.rate.check(&(address_limit::client_network(peer.ip()), name.clone())).is_err() {
             tracing::debug!(%name, %peer, "validation refused: too many validations of this machine");
             return;
         }
-        let Some(_name_permit) = NamePermit::acquire(&self.open, &name) else {
+        let Some(_name_permit) = NamePermit::acquire(&self.counts_by_name, &name) else {
             tracing::debug!(%name, %peer, "validation refused: too many concurrent validations of this machine");
             return;
         };
@@ -117,7 +118,7 @@ impl Passthrough {
             let _ = tokio::io::copy(&mut host_reader, &mut client_writer).await;
             let _ = client_writer.shutdown().await;
         };
-        // A client that stays silent must not hold its permit once the machine has closed.
+        // A client that stays silent must not hold its permit once the machine has closed the connection.
         let until_closed = async {
             tokio::pin!(to_client);
             tokio::select! {
@@ -132,27 +133,27 @@ impl Passthrough {
     }
 }
 
-/// One of the connections for a name, until it is dropped.
+/// Counts one connection for a name until it is dropped.
 struct NamePermit<'a> {
-    open: &'a Mutex<HashMap<String, usize>>,
+    counts_by_name: &'a Mutex<HashMap<String, usize>>,
     name: String,
 }
 
 impl<'a> NamePermit<'a> {
-    fn acquire(open: &'a Mutex<HashMap<String, usize>>, name: &str) -> Option<Self> {
-        let mut counts = open.lock().unwrap_or_else(PoisonError::into_inner);
+    fn acquire(counts_by_name: &'a Mutex<HashMap<String, usize>>, name: &str) -> Option<Self> {
+        let mut counts = counts_by_name.lock().unwrap_or_else(PoisonError::into_inner);
         let count = counts.entry(name.to_owned()).or_default();
         if *count >= MAX_CONNECTIONS_PER_NAME {
             return None;
         }
         *count += 1;
-        Some(Self { open, name: name.to_owned() })
+        Some(Self { counts_by_name, name: name.to_owned() })
     }
 }
 
 impl Drop for NamePermit<'_> {
     fn drop(&mut self) {
-        let mut counts = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut counts = self.counts_by_name.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(count) = counts.get_mut(&self.name) {
             *count -= 1;
             if *count == 0 {
@@ -215,13 +216,13 @@ mod tests {
 
     #[test]
     fn name_permit_limits_each_name_separately() {
-        let open = Mutex::default();
+        let counts = Mutex::default();
         let held: Vec<_> =
-            (0..MAX_CONNECTIONS_PER_NAME).map(|_| NamePermit::acquire(&open, "a").unwrap()).collect();
-        assert!(NamePermit::acquire(&open, "a").is_none());
-        assert!(NamePermit::acquire(&open, "b").is_some());
+            (0..MAX_CONNECTIONS_PER_NAME).map(|_| NamePermit::acquire(&counts, "a").unwrap()).collect();
+        assert!(NamePermit::acquire(&counts, "a").is_none());
+        assert!(NamePermit::acquire(&counts, "b").is_some());
         drop(held);
-        assert!(open.lock().unwrap().is_empty());
-        assert!(NamePermit::acquire(&open, "a").is_some());
+        assert!(counts.lock().unwrap().is_empty());
+        assert!(NamePermit::acquire(&counts, "a").is_some());
     }
 }

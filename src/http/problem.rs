@@ -35,8 +35,8 @@ codes! {
     InvalidRequest BAD_REQUEST "invalid_request" "Invalid request"
         "Correct the fields that `errors` lists."
     Unauthorized UNAUTHORIZED "unauthorized" "Authentication required"
-        "Check `PLATFORM_SECRET`, or whether the operator's token has expired; a browser or program signs \
-         in again."
+        "Check `PLATFORM_SECRET`, or whether the operator's token has expired; a browser or program must \
+         sign in again."
     Forbidden FORBIDDEN "forbidden" "Permission denied"
         "Use a credential that has the permission; `missingScopes` lists the scopes that the operator lacks."
     RegistrationRejected UNAUTHORIZED "registration_rejected" "Registration rejected"
@@ -45,7 +45,7 @@ codes! {
     Superseded FORBIDDEN "superseded" "This machine has been replaced"
         "Nothing: the machine was replaced and stops automatically."
     SubscriptionRequired PAYMENT_REQUIRED "subscription_required" "The slot has no active subscription"
-        "`svcctl slot set`, for exactly this slot."
+        "Run `svcctl slot set` for this slot."
     ServerTypeNotAllowed FORBIDDEN "server_type_not_allowed" "The slot's plan does not include this server type"
         "Choose a type that the slot's plan includes, or change the plan."
     MachineNotFound NOT_FOUND "machine_not_found" "Machine not found"
@@ -74,7 +74,7 @@ codes! {
     DiskWouldShrink CONFLICT "disk_would_shrink" "The disk would shrink"
         "Choose a type whose disk is at least as large as the server's current one."
     DiskTooSmall CONFLICT "disk_too_small" "The snapshot does not fit the server's disk"
-        "Use `--server-type` with a larger disk."
+        "Choose a `--server-type` with a larger disk."
     SnapshotUnusable CONFLICT "snapshot_unusable" "There is no usable snapshot"
         "There is no complete, verified snapshot, or none with that key. See [No usable \
          snapshot](#no-usable-snapshot)."
@@ -83,7 +83,7 @@ codes! {
          created."
     ConfirmationRequired PRECONDITION_REQUIRED "confirmation_required" "A new customer must be confirmed"
         "Send `confirmedMonthlyCost` and `confirmedOptIn`; `svcctl provision` asks for both."
-    PriceChanged CONFLICT "price_changed" "The monthly cost is not the confirmed one"
+    PriceChanged CONFLICT "price_changed" "The monthly cost differs from the confirmed one"
         "`monthlyCost` is the current cost: confirm it, then send the request again. Nothing was created."
     Conflict CONFLICT "conflict" "Conflict with the stored state"
         "Check the stored state, then send the request again; if `retryable` is set, send it again \

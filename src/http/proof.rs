@@ -1,8 +1,8 @@
 //! The platform's proof: a short-lived EdDSA JWT (RFC 7519, RFC 8037) in `x-svc-proof` with the user, the route and the
 //! machine of a forwarded request.
 //!
-//! The platform signs it; the host verifies it with the keys from provisioning and heartbeats. The algorithm is fixed: a
-//! different `alg` in the header is refused.
+//! The platform signs it; the host verifies it with the keys from provisioning and heartbeats. The algorithm is
+//! fixed: a different `alg` in the header is refused.
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
@@ -21,7 +21,7 @@ pub const MAX_LIFETIME_SECONDS: i64 = 60;
 /// Tolerated skew of the host's clock.
 pub const LEEWAY_SECONDS: i64 = 30;
 
-/// The route by which the platform forwarded a request.
+/// The route through which the platform forwarded a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Route {
@@ -76,7 +76,7 @@ pub enum ProofError {
     #[error("the proof's key is unknown")]
     UnknownKey,
     #[error("the proof's signature is invalid")]
-    BadSignature,
+    InvalidSignature,
     #[error("the proof is expired or not yet valid")]
     OutsideValidity,
     #[error("the proof is for another machine")]
@@ -154,7 +154,7 @@ impl ProofKeys {
         let signature = B64.decode(signature).map_err(|_| ProofError::Malformed)?;
         UnparsedPublicKey::new(&ED25519, key)
             .verify(signed.as_bytes(), &signature)
-            .map_err(|_| ProofError::BadSignature)?;
+            .map_err(|_| ProofError::InvalidSignature)?;
         B64.decode(body).map_err(|_| ProofError::Malformed)
     }
 
@@ -225,7 +225,7 @@ mod tests {
         let keys = ProofKeys { keys: vec![real.public_key()] };
         assert_eq!(
             keys.verify(&other.sign(&claims(machine, now)), machine, now),
-            Err(ProofError::BadSignature)
+            Err(ProofError::InvalidSignature)
         );
         let unknown = signer("k2").sign(&claims(machine, now));
         assert_eq!(keys.verify(&unknown, machine, now), Err(ProofError::UnknownKey));
@@ -234,7 +234,7 @@ mod tests {
         let forged = B64
             .encode(serde_json::to_vec(&claims(machine, now + jiff::SignedDuration::from_secs(9))).unwrap());
         let swapped = format!("{}.{forged}.{}", parts[0], parts[2]);
-        assert_eq!(keys.verify(&swapped, machine, now), Err(ProofError::BadSignature));
+        assert_eq!(keys.verify(&swapped, machine, now), Err(ProofError::InvalidSignature));
         let none = format!("{}.{}.", B64.encode(br#"{"alg":"none","typ":"JWT","kid":"k1"}"#), parts[1]);
         assert_eq!(keys.verify(&none, machine, now), Err(ProofError::Malformed));
         assert_eq!(keys.verify("a.b", machine, now), Err(ProofError::Malformed));

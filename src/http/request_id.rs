@@ -33,8 +33,8 @@ pub async fn run_with_id<T>(id: String, work: impl Future<Output = T>) -> T {
     scope(id, work).instrument(span).await
 }
 
-/// Generates an id; ids sort by time. An id must be unique but may be predictable: it contains random bytes of the process
-/// and a counter, so that requests need no system randomness.
+/// Generates an id; ids sort by time. An id must be unique but may be predictable: it contains random bytes of the
+/// process and a counter, so that requests need no system randomness.
 pub fn generate() -> String {
     static PROCESS: LazyLock<[u8; 6]> = LazyLock::new(|| {
         let random = *uuid::Uuid::new_v4().as_bytes();

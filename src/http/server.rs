@@ -20,7 +20,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::addresses::AddressLimiter;
+use super::address_limit::AddressLimiter;
 use super::certificate::ACME_ALPN;
 use super::head_timer::HeadStream;
 use super::networks::Networks;
@@ -29,40 +29,40 @@ use super::shards::Shards;
 
 /// Limits of one listener.
 #[derive(Debug, Clone)]
-pub struct Limits {
-    pub connections: usize,
-    /// Maximum connections per IPv4 address or IPv6 /64. Clients on this machine have no limit.
-    pub connections_per_address: usize,
+pub struct ListenerLimits {
+    pub max_connections: usize,
+    /// Per IPv4 address or IPv6 /64. Clients on this machine have no limit.
+    pub max_connections_per_address: usize,
     /// Load balancers, which are exempt from the limit per address.
     pub trusted_proxies: Networks,
     /// Timeout for the TLS handshake.
-    pub handshake: Duration,
+    pub handshake_timeout: Duration,
     /// Timeout from the first byte of a request's head to its last.
-    pub head: Duration,
-    pub head_bytes: usize,
+    pub head_timeout: Duration,
+    pub max_head_bytes: usize,
     /// Timeout for an idle connection.
-    pub idle: Duration,
+    pub idle_timeout: Duration,
     /// Timeout for the requests in flight after the server is stopped.
-    pub drain: Duration,
+    pub drain_timeout: Duration,
 }
 
-impl Default for Limits {
+impl Default for ListenerLimits {
     fn default() -> Self {
-        let connections = max_connections();
+        let max_connections = max_connections();
         Self {
-            connections,
-            connections_per_address: connections / 4,
+            max_connections,
+            max_connections_per_address: max_connections / 4,
             trusted_proxies: Networks::default(),
-            handshake: Duration::from_secs(10),
-            head: Duration::from_secs(10),
-            head_bytes: 32 * 1024,
-            idle: Duration::from_secs(30),
-            drain: Duration::from_secs(20),
+            handshake_timeout: Duration::from_secs(10),
+            head_timeout: Duration::from_secs(10),
+            max_head_bytes: 32 * 1024,
+            idle_timeout: Duration::from_secs(30),
+            drain_timeout: Duration::from_secs(20),
         }
     }
 }
 
-/// Limits the memory for unfinished heads to an eighth of the machine's, but always allows 512 connections.
+/// Bounds the memory for unfinished heads to an eighth of the machine's memory, but always allows 512 connections.
 /// `tests/unfinished_heads.rs` measures the memory per connection.
 fn max_connections() -> usize {
     const BYTES_PER_CONNECTION: u64 = 128 * 1024;
@@ -77,7 +77,7 @@ pub async fn serve(
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
     router: Router,
-    limits: Limits,
+    limits: ListenerLimits,
     stop: CancellationToken,
 ) {
     accept(listener, tls, router, limits, stop, None).await;
@@ -89,7 +89,7 @@ pub async fn serve_on(
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
     router: Router,
-    limits: Limits,
+    limits: ListenerLimits,
     stop: CancellationToken,
 ) {
     accept(listener, tls, router, limits, stop, Some(threads)).await;
@@ -106,13 +106,14 @@ async fn accept(
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
     router: Router,
-    limits: Limits,
+    limits: ListenerLimits,
     stop: CancellationToken,
     threads: Option<RouterThreads>,
 ) {
     let connections = TaskTracker::new();
-    let permits = Arc::new(Semaphore::new(limits.connections));
-    let addresses = AddressLimiter::new(limits.connections_per_address, limits.trusted_proxies.clone());
+    let permits = Arc::new(Semaphore::new(limits.max_connections));
+    let address_limiter =
+        AddressLimiter::new(limits.max_connections_per_address, limits.trusted_proxies.clone());
     let acceptor = tls.map(TlsAcceptor::from);
     let (shards, passthrough) = threads.map(|threads| (threads.shards, threads.passthrough)).unzip();
     let passthrough = passthrough.flatten();
@@ -135,7 +136,7 @@ async fn accept(
                 }
             },
         };
-        let Some(address_permit) = addresses.admit(peer.ip()) else {
+        let Some(address_permit) = address_limiter.admit(peer.ip()) else {
             tracing::debug!(%peer, "connection refused: too many connections from its address");
             continue;
         };
@@ -151,7 +152,7 @@ async fn accept(
             match acceptor {
                 None => serve_connection(stream, router, extensions, &limits, stop).await,
                 Some(acceptor) => {
-                    let handshake = tokio::time::timeout(limits.handshake, async {
+                    let handshake = tokio::time::timeout(limits.handshake_timeout, async {
                         if let Some(passthrough) = passthrough
                             && let Some(validation) = passthrough.find_validation(&stream).await
                         {
@@ -170,7 +171,7 @@ async fn accept(
                     };
                     // A validation ends after the handshake (RFC 8737, section 3).
                     if stream.get_ref().1.alpn_protocol() == Some(ACME_ALPN) {
-                        let _ = tokio::time::timeout(limits.handshake, stream.shutdown()).await;
+                        let _ = tokio::time::timeout(limits.handshake_timeout, stream.shutdown()).await;
                         return;
                     }
                     serve_connection(stream, router, extensions, &limits, stop).await;
@@ -192,7 +193,7 @@ async fn accept(
     }
     drop(listener);
     connections.close();
-    if tokio::time::timeout(limits.drain, connections.wait()).await.is_err() {
+    if tokio::time::timeout(limits.drain_timeout, connections.wait()).await.is_err() {
         tracing::warn!("some requests did not end within the drain timeout");
     }
 }
@@ -225,15 +226,15 @@ fn serve_connection<S>(
     stream: S,
     router: Router,
     extensions: ConnectionExtensions,
-    limits: &Limits,
+    limits: &ListenerLimits,
     stop: CancellationToken,
 ) -> impl Future<Output = ()> + use<S>
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let (stream, timer) = HeadStream::new(stream, limits.head);
+    let (stream, timer) = HeadStream::new(stream, limits.head_timeout);
     let mut builder = http1::Builder::new();
-    builder.timer(timer).header_read_timeout(limits.idle).max_header_size(limits.head_bytes);
+    builder.timer(timer).header_read_timeout(limits.idle_timeout).max_header_size(limits.max_head_bytes);
     let router = TowerToHyperService::new(router);
     // Extensions are inserted here, because a router layer costs every request two allocations.
     let service = service_fn(move |request: Request<Incoming>| {
@@ -291,7 +292,7 @@ mod tests {
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
     const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n";
 
-    async fn start_server(limits: Limits) -> SocketAddr {
+    async fn start_server(limits: ListenerLimits) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = local_addr(&listener).unwrap();
         let router = Router::new().route("/", get(async || "ok"));
@@ -316,7 +317,7 @@ mod tests {
 
     #[tokio::test]
     async fn slow_head_times_out_and_idle_connection_is_kept() {
-        let limits = Limits { head: Duration::from_millis(100), ..Limits::default() };
+        let limits = ListenerLimits { head_timeout: Duration::from_millis(100), ..ListenerLimits::default() };
         let address = start_server(limits).await;
         let mut idle = TcpStream::connect(address).await.unwrap();
         let mut reused = TcpStream::connect(address).await.unwrap();
@@ -342,7 +343,7 @@ mod tests {
 
     #[tokio::test]
     async fn head_above_limit_is_refused() {
-        let address = start_server(Limits::default()).await;
+        let address = start_server(ListenerLimits::default()).await;
         for (bytes, status) in [(20_000, "200"), (40_000, "431")] {
             let mut stream = TcpStream::connect(address).await.unwrap();
             let head = format!("GET / HTTP/1.1\r\nhost: h\r\nx-long: {}\r\n\r\n", "x".repeat(bytes));

@@ -1,7 +1,7 @@
 //! Threads that serve connections, each with its own runtime: all work for a connection stays on one thread.
 //!
-//! A proxy's work is short and involves two sockets, client and upstream; a work-stealing runtime would wake another thread
-//! for every request. Invariant: everything spawned on a shard, including sockets and timers, is driven there.
+//! A proxy's work is short and involves two sockets, client and upstream; a work-stealing runtime would wake another
+//! thread for every request. Invariant: everything spawned on a shard, including sockets and timers, is driven there.
 
 use std::cell::Cell;
 use std::io;

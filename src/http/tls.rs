@@ -1,4 +1,5 @@
-//! TLS with rustls and ring: the process's provider, self-signed certificates, and verification by pinned key.
+//! TLS with rustls and ring: the process-wide crypto provider, self-signed certificates, and verification by pinned
+//! key.
 
 use std::fmt;
 use std::io;
@@ -106,10 +107,10 @@ impl ChainVerifier {
         Ok(Self(WebPkiServerVerifier::builder_with_provider(roots, provider()).build()?))
     }
 
-    /// Verifies a chain for a name, leaf first, at the current time.
+    /// Verifies a chain (leaf first) for a server name at the current time.
     ///
     /// # Errors
-    /// The reason why a client with these roots refuses the chain.
+    /// The reason why a client with these roots would refuse the chain.
     pub fn verify(&self, chain: &[CertificateDer<'_>], name: &ServerName<'_>) -> Result<(), rustls::Error> {
         let empty_chain = rustls::Error::InvalidCertificate(rustls::CertificateError::BadEncoding);
         let (leaf, intermediates) = chain.split_first().ok_or(empty_chain)?;
@@ -121,7 +122,7 @@ impl ChainVerifier {
 #[derive(Debug, Clone)]
 pub enum ChainCheck {
     PinOnly,
-    /// Checks the chain from this time on; before, the pin is enough.
+    /// Checks the chain from this time on; until then, the pin is enough.
     PinAndChain {
         verifier: ChainVerifier,
         from: UnixTime,
@@ -150,7 +151,8 @@ pub fn pinned_client_config(pin: SpkiPin, check: ChainCheck) -> anyhow::Result<C
     Ok(config)
 }
 
-/// Compares the server's key with the pin, and verifies the handshake's signature so that a copied certificate is refused.
+/// Compares the server's key with the pin, and verifies the handshake's signature so that a copied certificate is
+/// refused.
 #[derive(Debug)]
 struct PinVerifier {
     pin: SpkiPin,

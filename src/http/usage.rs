@@ -52,7 +52,7 @@ pub struct UsageQuery {
 }
 
 impl UsageQuery {
-    /// Parses the parameters; mistakes are recorded in `query`.
+    /// Parses the parameters; errors are recorded in `query`.
     pub fn read(query: &mut Fields) -> Self {
         let user_id = query.optional_text("userId", MAX_SENDER_CHARS);
         let (start, end) = (parse_date(query, "startDate"), parse_date(query, "endDate"));

@@ -52,7 +52,7 @@ pub fn summarize(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> 
 }
 
 fn listed_handles<'a>(handles: impl Iterator<Item = &'a &'a str>) -> Vec<Text<Handle>> {
-    handles.take(MAX_HANDLES).map(|handle| Text::stored(*handle)).collect()
+    handles.take(MAX_HANDLES).map(|handle| Text::from_stored(*handle)).collect()
 }
 
 /// The keys that get an entry. They are limited to [`MAX_LISTED_KEYS`] because each entry scans every row.

@@ -79,7 +79,7 @@ pub fn summarize(rows: &[FleetRow], trust: &HostTrust) -> Option<Certificates> {
         rows.iter().filter(move |row| is_expected(row) && state_of(row, trust) == state)
     };
     let handles = |state: CertificateState| -> Vec<Text<Handle>> {
-        of_state(state).take(MAX_HANDLES).map(|row| Text::stored(&row.handle)).collect()
+        of_state(state).take(MAX_HANDLES).map(|row| Text::from_stored(&row.handle)).collect()
     };
     let count = |state: CertificateState| of_state(state).count() as u64;
     let is_exempt = |row: &&FleetRow| trust.chain.as_ref().is_some_and(|rule| rule.is_exempt(row.machine));

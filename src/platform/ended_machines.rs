@@ -2,7 +2,7 @@
 
 use super::db::ended_machines::EndedMachineRow;
 use super::fleet::{FleetSummary, MAX_LISTED};
-use svc_wire::fleet::{Ended, MachineNeedingAttention};
+use svc_wire::fleet::{EndReason, MachineNeedingAttention};
 use svc_wire::text::Text;
 
 /// Puts the former machines before the active ones in the attention list, because each of them holds unsaved data, waits
@@ -23,13 +23,13 @@ fn attention_entry(row: &EndedMachineRow) -> MachineNeedingAttention {
     .filter(|(applies, _)| *applies)
     .map(|(_, reason)| reason.to_owned())
     .collect();
-    let ended = if row.is_deleted { Ended::Deleted } else { Ended::Replaced };
+    let ended = if row.is_deleted { EndReason::Deleted } else { EndReason::Replaced };
     MachineNeedingAttention {
         machine_id: row.machine.into(),
-        idp_user_id: Text::stored(&row.user),
-        slot: Text::stored(&row.slot),
-        handle: Text::stored(&row.handle),
-        status: Text::stored(&row.status),
+        idp_user_id: Text::from_stored(&row.user),
+        slot: Text::from_stored(&row.slot),
+        handle: Text::from_stored(&row.handle),
+        status: Text::from_stored(&row.status),
         reasons,
         ended: Some(ended.into()),
         operation_id: row.waiting_operation.map(Into::into),
@@ -81,9 +81,9 @@ mod tests {
         assert_eq!(summary.attention_total, 3);
         let [replaced, deleted, last] = &summary.attention[..] else { panic!("{}", summary.attention.len()) };
         assert_eq!(replaced.reasons, ["unsaved_changes"]);
-        assert!(replaced.ended.as_ref().is_some_and(|ended| ended.is(Ended::Replaced)));
+        assert!(replaced.ended.as_ref().is_some_and(|ended| ended.is(EndReason::Replaced)));
         assert_eq!(deleted.reasons, ["operation_waiting", "removal_abandoned"]);
-        assert!(deleted.ended.as_ref().is_some_and(|ended| ended.is(Ended::Deleted)));
+        assert!(deleted.ended.as_ref().is_some_and(|ended| ended.is(EndReason::Deleted)));
         assert!(deleted.operation_id.is_some());
         assert_eq!(last.machine_id, active);
     }

@@ -99,10 +99,10 @@ pub fn summarize(rows: &[FleetRow], token_rotation: Duration, trust: &HostTrust)
         if !reasons.is_empty() {
             attention.push(MachineNeedingAttention {
                 machine_id: row.machine.into(),
-                idp_user_id: Text::stored(&row.user),
-                slot: Text::stored(&row.slot),
-                handle: Text::stored(&row.handle),
-                status: Text::stored(&row.status),
+                idp_user_id: Text::from_stored(&row.user),
+                slot: Text::from_stored(&row.slot),
+                handle: Text::from_stored(&row.handle),
+                status: Text::from_stored(&row.status),
                 reasons,
                 ended: None,
                 operation_id: row.waiting_operation.map(Into::into),

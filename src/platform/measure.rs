@@ -14,9 +14,9 @@ use super::host_trust::HostTrust;
 use super::operations::supported_steps;
 use super::{certificates, ended_machines, fleet};
 use svc_base::metrics::{
-    ALARMS, BACKUP_AGE, BACKUP_NEVER, FLEET_READ, MACHINES, MACHINES_BY_CERTIFICATE, MACHINES_BY_HEALTH,
+    ALARMS, BACKUP_AGE, FLEET_READ_AT, MACHINES, MACHINES_BY_CERTIFICATE, MACHINES_BY_HEALTH,
     MACHINES_NEEDING_ATTENTION, OPERATIONS_IN_PROGRESS, OPERATIONS_OVERDUE, OPERATIONS_UNKNOWN,
-    POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, label,
+    POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, SLOTS_WITHOUT_BACKUP, intern_label,
 };
 use svc_http::problem::format_chain;
 use svc_machine::operation::OperationKind;
@@ -39,7 +39,7 @@ pub async fn collect(platform: &Platform) {
     )
     .await
     {
-        Ok(Ok(())) => FLEET_READ.set_to_now([]),
+        Ok(Ok(())) => FLEET_READ_AT.set_to_now([]),
         Ok(Err(error)) => tracing::warn!(error = %format_chain(&error), "cannot measure the fleet"),
         Err(_) => tracing::warn!("measuring the fleet timed out"),
     }
@@ -65,15 +65,15 @@ async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTru
     }
     ended_machines::add_to(&mut summary, &db::ended_machines::list_needing_attention(&session).await?);
     for (status, count) in &summary.totals.by_status {
-        MACHINES.set([label(status)], *count as f64);
+        MACHINES.set([intern_label(status)], *count as f64);
     }
     for (health, count) in &summary.totals.by_health {
-        MACHINES_BY_HEALTH.set([label(health)], *count as f64);
+        MACHINES_BY_HEALTH.set([intern_label(health)], *count as f64);
     }
     MACHINES_NEEDING_ATTENTION.set([], summary.attention_total as f64);
     BACKUP_AGE.set(["max"], seconds_or_nan(summary.backups.max_age_seconds));
     BACKUP_AGE.set(["p50"], seconds_or_nan(summary.backups.p50_age_seconds));
-    BACKUP_NEVER.set([], summary.backups.never as f64);
+    SLOTS_WITHOUT_BACKUP.set([], summary.backups.never as f64);
     let in_progress = db::operations::count_running_by_kind(&session).await?;
     for kind in OperationKind::ALL {
         let found = in_progress.iter().find(|(name, _)| name == kind.as_str());

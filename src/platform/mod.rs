@@ -81,7 +81,7 @@ use svc_base::config::{Env, platform_env_file};
 use svc_base::metrics;
 use svc_base::telemetry;
 use svc_http::client::{self, Deadlines};
-use svc_http::server::{self, Limits, RouterThreads};
+use svc_http::server::{self, ListenerLimits, RouterThreads};
 use svc_http::shards::Shards;
 use svc_http::tls::Identity;
 use svc_provider::hetzner::Hetzner;
@@ -227,12 +227,12 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let control =
         api::routes(platform.clone()).layer(Extension(scrape)).layer(Extension(OpenApi(&openapi::JSON)));
     let trusted_proxies = platform.config.rates.trusted_proxies.clone();
-    let limits = Limits { trusted_proxies, ..Limits::default() };
+    let limits = ListenerLimits { trusted_proxies, ..ListenerLimits::default() };
     tasks.spawn(server::serve(api.listener, api.tls, control, limits, stop.clone()));
     let RouterService { routes, passthrough } = router::start_router(routes).or_exit(Exit::Internal)?;
     println!("listening router {}", public.url);
     let trusted_proxies = platform.config.routing.trusted_proxies.clone();
-    let limits = Limits { trusted_proxies, ..Limits::default() };
+    let limits = ListenerLimits { trusted_proxies, ..ListenerLimits::default() };
     let threads = RouterThreads { shards: Shards::start().or_exit(Exit::Internal)?, passthrough };
     tasks.spawn(server::serve_on(threads, public.listener, public.tls, routes, limits, stop.clone()));
     // Fails without systemd, which does not matter.

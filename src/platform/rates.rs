@@ -12,10 +12,10 @@ use crate::operators::Operator;
 use crate::tokens;
 use crate::vars;
 use svc_base::config::Env;
-use svc_http::addresses::client_network;
+use svc_http::address_limit::client_network;
 use svc_http::networks::Networks;
 use svc_http::problem::{Code, Problem};
-use svc_http::rate::RateLimit;
+use svc_http::rate_limit::RateLimit;
 use svc_machine::id::MachineId;
 
 const HOST_BURST_SECONDS: u32 = 20;

@@ -26,7 +26,7 @@ use svc_base::untrusted_text::truncate_printable;
 pub enum StoreError {
     #[error("{key} does not exist in the object store")]
     NotFound { key: String },
-    /// A conditional write found another version than expected.
+    /// A conditional write found a version other than the expected one.
     #[error("{key} was changed by another writer")]
     Precondition { key: String },
     /// `why` may quote untrusted text: `StoreError::corrupt` bounds it.
@@ -38,7 +38,8 @@ pub enum StoreError {
         #[source]
         source: Box<Error>,
     },
-    /// Signatures contain the time, and a store tolerates only a few minutes of skew. Transient: the clock may be corrected.
+    /// Signatures contain the time, and a store tolerates only a few minutes of skew. Transient: the clock may be
+    /// corrected.
     #[error(
         "the object store refused {key} because of this machine's clock, which is wrong by several minutes; see `timedatectl status`"
     )]
@@ -64,7 +65,8 @@ impl StoreError {
         Self::Corrupt { key: key.to_string(), why: truncate_printable(&why.to_string()) }
     }
 
-    pub fn of(key: &Path, error: Error) -> Self {
+    /// Converts an error of the underlying store to the class that callers act on.
+    pub fn classify(key: &Path, error: Error) -> Self {
         let key = key.to_string();
         if is_withdrawn(&error) {
             return Self::Withdrawn { key };
@@ -103,7 +105,8 @@ impl StoreError {
     }
 }
 
-/// Whether an error message means that a snapshot pointer is unreadable or unsound. Hosts report errors only as messages.
+/// Whether an error message means that a snapshot pointer is unreadable or unsound. Hosts report errors only as
+/// messages.
 pub fn is_unusable_pointer(error: &str) -> bool {
     let is_unreadable = error.match_indices(CORRUPT).any(|(at, _)| {
         let key = error[..at].rsplit(char::is_whitespace).next().unwrap_or_default();
@@ -179,8 +182,8 @@ impl Bucket {
         Self { call_timeout: Some(timeout), ..self }
     }
 
-    /// Records the metrics of one call, and runs it with the call timeout. Callers box the future, because it is large and
-    /// part of most of the platform's futures.
+    /// Records the metrics of one call, and runs it with the call timeout. Callers box the future, because it is
+    /// large and part of most of the platform's futures.
     async fn call<T>(
         &self,
         name: &'static str,
@@ -213,12 +216,13 @@ impl Bucket {
         }
     }
 
-    /// Aborts an upload of another process, so that the store drops its parts. Succeeds if the upload has already ended.
+    /// Aborts an upload of another process, so that the store drops its parts. Succeeds if the upload has already
+    /// ended.
     pub async fn abort_upload(&self, open: &OpenUpload) -> Result<(), StoreError> {
         let Some(store) = &self.multipart else { return Ok(()) };
         let key = Path::from(open.key.as_str());
         record_call("give_up", async {
-            store.abort_upload(open).await.map_err(|error| StoreError::of(&key, error))
+            store.abort_upload(open).await.map_err(|error| StoreError::classify(&key, error))
         })
         .await
     }
@@ -235,7 +239,7 @@ impl Bucket {
     ) -> Result<T, StoreError> {
         tokio::time::timeout(timeout, work).await.unwrap_or_else(|_| {
             let why = format!("no response within {} s", timeout.as_secs());
-            Err(StoreError::of(key, Error::Generic { store: "bucket", source: why.into() }))
+            Err(StoreError::classify(key, Error::Generic { store: "bucket", source: why.into() }))
         })
     }
 
@@ -251,7 +255,7 @@ impl Bucket {
     }
 
     async fn head_once(&self, key: &Path) -> Result<Option<ObjectMeta>, StoreError> {
-        match self.inner.head(key).await.map_err(|error| StoreError::of(key, error)) {
+        match self.inner.head(key).await.map_err(|error| StoreError::classify(key, error)) {
             Ok(meta) => Ok(Some(meta)),
             Err(error) if error.is_not_found() => Ok(None),
             Err(StoreError::Denied { .. }) if self.is_absent(key).await => Ok(None),
@@ -259,8 +263,8 @@ impl Bucket {
         }
     }
 
-    /// Whether a key that could not be read is absent. S3 returns 403 instead of 404 if the credentials may list only a part
-    /// of the bucket, so the key is looked up in a listing of that part. `false` if the listing fails.
+    /// Whether a key that could not be read is absent. S3 returns 403 instead of 404 if the credentials may list only
+    /// a part of the bucket, so the key is looked up in a listing of that part. `false` if the listing fails.
     async fn is_absent(&self, key: &Path) -> bool {
         let Some((folder, name)) = key.as_ref().rsplit_once('/') else { return false };
         let mut before = name.to_owned();
@@ -293,7 +297,7 @@ impl Bucket {
             Ok(got) => got,
             Err(Error::NotFound { .. }) => return Ok(None),
             Err(error) => {
-                let error = StoreError::of(key, error);
+                let error = StoreError::classify(key, error);
                 let is_absent = matches!(error, StoreError::Denied { .. }) && self.is_absent(key).await;
                 return if is_absent { Ok(None) } else { Err(error) };
             }
@@ -304,7 +308,7 @@ impl Bucket {
         }
         let version =
             Version(UpdateVersion { e_tag: got.meta.e_tag.clone(), version: got.meta.version.clone() });
-        let value = got.bytes().await.map_err(|error| StoreError::of(key, error))?;
+        let value = got.bytes().await.map_err(|error| StoreError::classify(key, error))?;
         Ok(Some(Versioned { value, version }))
     }
 
@@ -328,7 +332,7 @@ impl Bucket {
         self.call(
             "put",
             key,
-            Box::pin(async { put.await.map(|_| ()).map_err(|error| StoreError::of(key, error)) }),
+            Box::pin(async { put.await.map(|_| ()).map_err(|error| StoreError::classify(key, error)) }),
         )
         .await
     }
@@ -337,8 +341,8 @@ impl Bucket {
         self.put(key, to_json(key, value)?).await
     }
 
-    /// Writes conditionally. `Precondition` may be caused by our own write whose response was lost, so the caller must read
-    /// the object back.
+    /// Writes conditionally. `Precondition` may be caused by our own write whose response was lost, so the caller
+    /// must read the object back.
     pub async fn put_json_if(
         &self,
         key: &Path,
@@ -361,7 +365,7 @@ impl Bucket {
         };
         let options = PutOptions { mode, ..PutOptions::default() };
         let put = self.inner.put_opts(key, body.into().into(), options);
-        let put = async { put.await.map(|_| ()).map_err(|error| StoreError::of(key, error)) };
+        let put = async { put.await.map(|_| ()).map_err(|error| StoreError::classify(key, error)) };
         self.call("put_if", key, Box::pin(put)).await
     }
 }

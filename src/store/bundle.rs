@@ -94,24 +94,24 @@ pub enum ManifestError {
     NoKeys,
     #[error("each line of the signature file must be a key id and a signature")]
     MalformedSignature,
-    #[error("it is signed by none of the keys that are trusted here (signed with {})", .ids.join(", "))]
+    #[error("it is not signed by a key that is trusted here (signed with {})", .ids.join(", "))]
     UnknownKey { ids: Vec<String> },
     #[error("the signature of the key {id} does not match this manifest")]
-    WrongSignature { id: String },
+    InvalidSignature { id: String },
     #[error("the manifest is not readable: {why}")]
     Malformed { why: String },
     #[error("the manifest has format {found}, but this program supports only {FORMAT}")]
-    OtherFormat { found: u32 },
+    WrongFormat { found: u32 },
     #[error("the manifest is for version {found}, not for {expected}")]
-    OtherVersion { expected: ImageVersion, found: ImageVersion },
+    WrongVersion { expected: ImageVersion, found: ImageVersion },
     #[error("the manifest expired at {}", svc_base::clock::rfc3339_ms(*.at))]
     Expired { at: Timestamp },
     #[error(transparent)]
     KeySet(#[from] KeySetError),
     #[error("the archive has the SHA-256 {found}, but the manifest states {expected}")]
-    OtherDigest { expected: String, found: String },
+    WrongDigest { expected: String, found: String },
     #[error("the archive has {found} bytes, but the manifest states {expected}")]
-    OtherSize { expected: u64, found: u64 },
+    WrongSize { expected: u64, found: u64 },
 }
 
 impl Manifest {
@@ -124,7 +124,7 @@ impl Manifest {
         let malformed = |why: serde_json::Error| ManifestError::Malformed { why: why.to_string() };
         let format: Format = serde_json::from_slice(text).map_err(malformed)?;
         if format.version != FORMAT {
-            return Err(ManifestError::OtherFormat { found: format.version });
+            return Err(ManifestError::WrongFormat { found: format.version });
         }
         let manifest: Self = serde_json::from_slice(text).map_err(malformed)?;
         match parse_digest(&manifest.sha256) {
@@ -141,24 +141,24 @@ impl Manifest {
     /// Checks that the manifest is for this version.
     ///
     /// # Errors
-    /// [`ManifestError::OtherVersion`].
+    /// [`ManifestError::WrongVersion`].
     pub fn check_version(&self, expected: &ImageVersion) -> Result<(), ManifestError> {
         if self.image_version == *expected {
             return Ok(());
         }
-        Err(ManifestError::OtherVersion { expected: expected.clone(), found: self.image_version.clone() })
+        Err(ManifestError::WrongVersion { expected: expected.clone(), found: self.image_version.clone() })
     }
 
     /// Checks that the manifest is for this archive.
     ///
     /// # Errors
-    /// [`ManifestError::OtherSize`], [`ManifestError::OtherDigest`].
+    /// [`ManifestError::WrongSize`], [`ManifestError::WrongDigest`].
     pub fn check_archive(&self, sha256: &str, size_bytes: u64) -> Result<(), ManifestError> {
         if self.size_bytes != size_bytes {
-            return Err(ManifestError::OtherSize { expected: self.size_bytes, found: size_bytes });
+            return Err(ManifestError::WrongSize { expected: self.size_bytes, found: size_bytes });
         }
         if self.sha256 != sha256 {
-            return Err(ManifestError::OtherDigest {
+            return Err(ManifestError::WrongDigest {
                 expected: self.sha256.clone(),
                 found: sha256.to_owned(),
             });
@@ -184,8 +184,8 @@ impl VerifiedManifest {
     }
 }
 
-/// Verifies that a manifest is signed by a trusted key, is for the expected version, has not expired, and is also signed
-/// by a key of its own key set, if it has one.
+/// Verifies that a manifest is signed by a trusted key, is for the expected version, has not expired, and is also
+/// signed by a key of its own key set, if it has one.
 pub fn verify(
     signed: &SignedManifest,
     keys: &TrustedKeys,
@@ -210,7 +210,7 @@ pub enum BundleUnusable {
     #[error(transparent)]
     Manifest(#[from] ManifestError),
     #[error("its manifest is for another archive")]
-    OtherArchive,
+    WrongArchive,
     #[error(transparent)]
     Store(#[from] StoreError),
 }
@@ -227,7 +227,7 @@ pub async fn verify_published(
 ) -> Result<VerifiedManifest, BundleUnusable> {
     let signed = read_signed_manifest(bucket, version).await?.ok_or(BundleUnusable::Unsigned)?;
     let verified = verify(&signed, keys, version, Timestamp::now())?;
-    if verified.manifest().sha256 == sha256 { Ok(verified) } else { Err(BundleUnusable::OtherArchive) }
+    if verified.manifest().sha256 == sha256 { Ok(verified) } else { Err(BundleUnusable::WrongArchive) }
 }
 
 /// Parses the lines of a signature file, each a key id and a signature.

@@ -1,11 +1,11 @@
 //! Probes what an object store can do. Each capability says what fails without it.
 //!
-//! The probes write only temporary objects below [`RUN_PREFIX`] and delete them again. Hosts' sessions are not probed here,
-//! because only the platform requests them.
+//! The probes write only temporary objects below [`RUN_PREFIX`] and delete them again. Hosts' sessions are not probed
+//! here, because only the platform requests them.
 
 mod objects;
+mod raw_requests;
 mod uploads;
-mod wire;
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use object_store::path::Path;
 
 use super::bucket::{Bucket, StoreError};
 use super::config::StoreConfig;
-use super::parallel_probe::{self, Exactness, RUN_PREFIX};
+use super::parallel_probe::{self, Atomicity, RUN_PREFIX};
 use super::protection::{self, Setting};
 use svc_base::chain::format_chain;
 
@@ -25,7 +25,7 @@ use svc_base::chain::format_chain;
 pub enum Need {
     /// Without it, data can be lost: the store must not be used.
     Required,
-    /// It protects against something that another guard prevents too, or makes work faster.
+    /// It is a second safeguard, or makes work faster.
     Recommended,
     /// svc does not use it; it is reported because other tools may use it on the bucket.
     Unused,
@@ -51,9 +51,9 @@ impl Capability {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Support {
     Yes,
-    /// With the behaviour of the store instead.
+    /// The store's actual behaviour.
     No(String),
-    /// With the reason why the probe was inconclusive.
+    /// Why the probe was inconclusive.
     Unknown(String),
 }
 
@@ -158,7 +158,7 @@ pub async fn probe_conditions(bucket: &Bucket) -> Result<[ProbeResult; 2], Store
 }
 
 /// Probes everything except conditional puts and the bucket's settings, concurrently.
-pub async fn probe_further(config: &StoreConfig, bucket: &Bucket) -> Vec<ProbeResult> {
+pub async fn probe_other_capabilities(config: &StoreConfig, bucket: &Bucket) -> Vec<ProbeResult> {
     let s3 = match config {
         StoreConfig::S3(s3) => Some(s3),
         StoreConfig::Directory(_) => None,
@@ -169,8 +169,8 @@ pub async fn probe_further(config: &StoreConfig, bucket: &Bucket) -> Vec<ProbeRe
         (RANGES, determine_support(objects::probe_ranges(bucket)).boxed()),
         (UPLOADS, determine_support(uploads::probe_visibility(bucket)).boxed()),
         (UPLOAD_ONCE, determine_support(uploads::probe_upload_once(bucket)).boxed()),
-        (CHECKSUMS, wire::probe_checksums(s3).boxed()),
-        (SIGNATURES, wire::probe_signatures(s3).boxed()),
+        (CHECKSUMS, raw_requests::probe_checksums(s3).boxed()),
+        (SIGNATURES, raw_requests::probe_signatures(s3).boxed()),
     ];
     let probes = probes.into_iter();
     let probes = probes.map(async |(capability, support)| ProbeResult::new(capability, support.await));
@@ -191,7 +191,7 @@ pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<ProbeResu
         ),
     ];
     let (create, replace) = match parallel_probe::run_rounds(&bucket, races.rounds, races.timeout).await {
-        Ok(findings) => (exactness_support(findings.create), exactness_support(findings.replace)),
+        Ok(findings) => (atomicity_support(findings.create), atomicity_support(findings.replace)),
         Err(error) => {
             let why = Support::Unknown(format_chain(&error));
             (why.clone(), why)
@@ -199,7 +199,7 @@ pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<ProbeResu
     };
     found.push(ProbeResult::new(CREATE_ONCE_IN_PARALLEL, create));
     found.push(ProbeResult::new(REPLACE_IN_PARALLEL, replace));
-    found.extend(probe_further(config, &bucket).await);
+    found.extend(probe_other_capabilities(config, &bucket).await);
     if let StoreConfig::S3(s3) = config {
         let versioning = match protection::read(s3).await.map(|read| read.versioning) {
             Ok(Setting::On | Setting::Off) => Support::Yes,
@@ -207,23 +207,23 @@ pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<ProbeResu
             Err(error) => Support::Unknown(format_chain(&error)),
         };
         found.push(ProbeResult::new(VERSIONING, versioning));
-        found.push(ProbeResult::new(CONDITIONAL_COPY, wire::probe_conditional_copy(s3).await));
+        found.push(ProbeResult::new(CONDITIONAL_COPY, raw_requests::probe_conditional_copy(s3).await));
     }
     found
 }
 
-fn exactness_support(exactness: Exactness) -> Support {
-    match exactness {
-        Exactness::Exact => Support::Yes,
-        Exactness::Inexact { .. } => Support::No("several writers succeeded".to_owned()),
+fn atomicity_support(atomicity: Atomicity) -> Support {
+    match atomicity {
+        Atomicity::Atomic => Support::Yes,
+        Atomicity::Violated { .. } => Support::No("several writers succeeded".to_owned()),
     }
 }
 
-/// `None` if the store has the capability; otherwise, the behaviour of the store instead.
+/// `None` if the store has the capability; otherwise, the store's actual behaviour.
 type Outcome = Result<Option<String>, StoreError>;
 
-fn to_support(instead: Option<String>) -> Support {
-    instead.map_or(Support::Yes, Support::No)
+fn to_support(deviation: Option<String>) -> Support {
+    deviation.map_or(Support::Yes, Support::No)
 }
 
 async fn determine_support(probe: impl Future<Output = Outcome>) -> Support {
@@ -257,11 +257,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn probes_find_every_capability_of_an_exact_store() {
+    async fn probes_find_every_capability_of_a_conforming_store() {
         let store = Arc::new(InMemory::new());
         let bucket = Bucket::new(store.clone());
         let mut found = probe_conditions(&bucket).await.unwrap().to_vec();
-        found.extend(probe_further(&directory(), &bucket).await);
+        found.extend(probe_other_capabilities(&directory(), &bucket).await);
         for ProbeResult { capability, support } in found {
             match support {
                 // A store in memory has no requests, and completes every upload.

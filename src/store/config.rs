@@ -11,10 +11,10 @@ use object_store::{BackoffConfig, ObjectStore, RetryConfig, StaticCredentialProv
 use secrecy::{ExposeSecret, SecretString};
 
 use super::bucket::Bucket;
-use super::count_lists::CountLists;
 use super::credentials::{CredentialSource, SourceAdapter};
+use super::list_counter::ListCounter;
 use super::local::LocalStore;
-use super::resign::Resigning;
+use super::re_signer::ReSigner;
 use super::write_once::WriteOnce;
 use crate::vars;
 use svc_base::config::Env;
@@ -111,11 +111,11 @@ impl S3Config {
             None => (Arc::new(StaticCredentialProvider::new(self.credential())), client),
             Some(source) => {
                 let region = self.region.clone();
-                let resigning = Resigning { inner: client, source: Arc::clone(&source), region };
-                (Arc::new(SourceAdapter(source)), HttpClient::new(resigning))
+                let re_signer = ReSigner { inner: client, source: Arc::clone(&source), region };
+                (Arc::new(SourceAdapter(source)), HttpClient::new(re_signer))
             }
         };
-        let client = HttpClient::new(CountLists { inner: HttpClient::new(WriteOnce { inner: client }) });
+        let client = HttpClient::new(ListCounter { inner: HttpClient::new(WriteOnce { inner: client }) });
         let mut builder = AmazonS3Builder::new()
             .with_bucket_name(&self.bucket)
             .with_region(&self.region)

@@ -12,13 +12,13 @@ pub const BUNDLE_FILE: &str = "svc-host-bundle.tar.gz";
 /// Number of digits in the name of a pointer-log entry, enough for the highest `seq`.
 const SEQ_DIGITS: usize = 16;
 
-/// Part of the keys of snapshots and their side records.
+/// The part that the keys of all snapshots and side records contain.
 pub const SNAPSHOTS: &str = "/system/db/snapshots/";
 
-/// The end of a pointer's key.
+/// The suffix of a pointer's key.
 pub const LATEST: &str = "/system/db/latest";
 
-/// Part of the keys of the pointer's log.
+/// The part that the keys of all entries of the pointer's log contain.
 pub const POINTER_LOG: &str = "/system/db/pointer-log/";
 
 /// The prefix of a slot's keys.
@@ -169,8 +169,8 @@ pub(super) fn time_in(key: &str) -> Option<Timestamp> {
     format!("{date}T{}Z", time.replace('-', ":")).parse().ok()
 }
 
-/// Whether the time and epoch of a record match its key. In a key that does not have the form of [`snapshot_key`], only an
-/// epoch at the end is compared.
+/// Whether the time and epoch of a record match its key. In a key that does not have the form of [`snapshot_key`],
+/// only an epoch at the end is compared.
 pub(super) fn matches_record(key: &str, taken_at: Timestamp, epoch: Epoch) -> bool {
     if parse_time_and_epoch(key).is_some() {
         return snapshot_key(taken_at, epoch) == key;

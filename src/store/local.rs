@@ -1,6 +1,6 @@
 //! A directory as a bucket, for development: `OBJECT_STORE_URL=file:///dir`.
 //!
-//! A file system has no conditional replace, so every put and copy takes a lock of the store, which also excludes other
+//! A file system has no conditional replace, so every put and copy takes the store's lock, which also excludes other
 //! processes, and a replace compares the ETag while holding the lock. Uploads in parts take no lock.
 
 use std::fmt;
@@ -62,7 +62,7 @@ impl ObjectStore for LocalStore {
         if let PutMode::Update(expected) = &options.mode {
             let changed = |why: &str| Error::Precondition { path: location.to_string(), source: why.into() };
             match self.inner.head(location).await {
-                Ok(now) if now.e_tag == expected.e_tag => options.mode = PutMode::Overwrite,
+                Ok(current) if current.e_tag == expected.e_tag => options.mode = PutMode::Overwrite,
                 Ok(_) => return Err(changed("the object has another version")),
                 Err(Error::NotFound { .. }) => return Err(changed("the object was deleted")),
                 Err(error) => return Err(error),

@@ -47,8 +47,8 @@ pub enum MetaError {
     Store(#[from] StoreError),
 }
 
-/// Writes the metadata unless a host with a higher epoch, or another host with the same epoch, has written it. As with the
-/// pointer, a write whose response was lost is resolved by reading the object back.
+/// Writes the metadata unless a host with a higher epoch, or another host with the same epoch, has written it. As
+/// with the pointer, a write whose response was lost is resolved by reading the object back.
 ///
 /// # Errors
 /// [`MetaError`]; `Fenced` if a machine with a higher epoch, or another machine with the same epoch, has written it.
@@ -56,8 +56,8 @@ pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result
     let key = slot.vps_meta();
     let mut ambiguous_error = None;
     for _ in 0..MAX_ATTEMPTS {
-        let now = match bucket.get_json::<VpsMeta>(&key).await {
-            Ok(now) => now,
+        let current = match bucket.get_json::<VpsMeta>(&key).await {
+            Ok(current) => current,
             Err(StoreError::Corrupt { .. }) => {
                 // The object contains nothing but metadata, so an unreadable one is overwritten.
                 let raw = bucket.get(&key, u64::MAX).await?;
@@ -69,17 +69,17 @@ pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result
             }
             Err(error) => return Err(ambiguous_error.unwrap_or(error).into()),
         };
-        let condition = match now {
+        let condition = match current {
             None => Condition::Absent,
-            Some(now) if now.value == *meta => return Ok(()),
-            Some(now) if now.value.epoch > meta.epoch => {
-                return Err(Fenced { fence: now.value.epoch, holder: None, mine: meta.epoch }.into());
+            Some(read) if read.value == *meta => return Ok(()),
+            Some(read) if read.value.epoch > meta.epoch => {
+                return Err(Fenced { fence: read.value.epoch, holder: None, mine: meta.epoch }.into());
             }
-            Some(now) if now.value.epoch == meta.epoch && now.value.machine_id != meta.machine_id => {
-                let holder = Some(now.value.machine_id);
-                return Err(Fenced { fence: now.value.epoch, holder, mine: meta.epoch }.into());
+            Some(read) if read.value.epoch == meta.epoch && read.value.machine_id != meta.machine_id => {
+                let holder = Some(read.value.machine_id);
+                return Err(Fenced { fence: read.value.epoch, holder, mine: meta.epoch }.into());
             }
-            Some(now) => Condition::Unchanged(now.version),
+            Some(read) => Condition::Unchanged(read.version),
         };
         match bucket.put_json_if(&key, meta, condition).await {
             Ok(()) => return Ok(()),

@@ -1,5 +1,5 @@
 //! Finds a machine's complete snapshot that is newer than the pointer's: the host stored it while the platform was
-//! unreachable, or holds it back.
+//! unreachable, or holds it back because the database has shrunk.
 
 use std::collections::VecDeque;
 
@@ -17,9 +17,9 @@ const MAX_NAMES: usize = 2000;
 /// Maximum number of records to read, beginning with the newest.
 const MAX_RECORDS: usize = 8;
 
-/// Finds the newest complete snapshot of this machine and epoch after the pointer's snapshot. Snapshots of other machines
-/// are ignored, because a replaced machine's credentials can still add some. Lists the keys after the pointer's; usually
-/// there are none.
+/// Finds the newest complete snapshot of this machine and epoch after the pointer's snapshot. Snapshots of other
+/// machines are ignored, because a replaced machine's credentials can still add some. Lists the keys after the
+/// pointer's; usually there are none.
 ///
 /// # Errors
 /// [`StoreError`]: it is unknown whether there is such a snapshot.
@@ -34,7 +34,7 @@ pub async fn find(
     let mut listing = bucket.raw().list_with_offset(Some(&prefix), &after).take(MAX_NAMES);
     let mut newer = VecDeque::with_capacity(MAX_RECORDS + 1);
     while let Some(object) = listing.next().await {
-        let object = object.map_err(|error| StoreError::of(&prefix, error))?;
+        let object = object.map_err(|error| StoreError::classify(&prefix, error))?;
         let Some(name) = object.location.filename().filter(|name| name.ends_with(".dump")) else { continue };
         let key = format!("system/db/snapshots/{name}");
         if key::epoch_of(&key) == Some(epoch) {

@@ -21,18 +21,18 @@ const ROUNDS: usize = 8;
 
 /// Whether one kind of conditional write has exactly one winner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Exactness {
-    Exact,
+pub enum Atomicity {
+    Atomic,
     /// The number of writers that succeeded in one round.
-    Inexact {
+    Violated {
         winners: usize,
     },
 }
 
-impl Exactness {
+impl Atomicity {
     fn with_round(self, winners: usize) -> Self {
         match self {
-            Self::Exact if winners > 1 => Self::Inexact { winners },
+            Self::Atomic if winners > 1 => Self::Violated { winners },
             earlier => earlier,
         }
     }
@@ -40,19 +40,19 @@ impl Exactness {
 
 /// The result of the rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Findings {
+pub struct ProbeFindings {
     /// `If-None-Match: *`, which the pointer's log requires.
-    pub create: Exactness,
+    pub create: Atomicity,
     /// `If-Match`.
-    pub replace: Exactness,
+    pub replace: Atomicity,
     /// The number of rounds of each kind.
     pub rounds: usize,
 }
 
-impl Findings {
+impl ProbeFindings {
     /// The reason why the store must not be used, if any.
     pub fn refusal(&self) -> Option<String> {
-        let Exactness::Inexact { winners } = self.create else { return None };
+        let Atomicity::Violated { winners } = self.create else { return None };
         Some(format!(
             "the object store allowed {winners} of {WRITERS} concurrent writers to create the same object (If-None-Match): \
              two hosts could both move the snapshot pointer; use a store that honours this condition"
@@ -61,7 +61,7 @@ impl Findings {
 
     /// The warning about a usable store, if any.
     pub fn warning(&self) -> Option<String> {
-        let Exactness::Inexact { winners } = self.replace else { return None };
+        let Atomicity::Violated { winners } = self.replace else { return None };
         Some(format!(
             "the object store allowed {winners} of {WRITERS} concurrent writers to replace the same version of an object \
              (If-Match); the snapshot pointer is safe, because its log only creates objects, but releases without that log \
@@ -70,13 +70,13 @@ impl Findings {
     }
 }
 
-/// Runs several rounds of concurrent writers on temporary objects. On a slow store, runs only the rounds that end before
-/// the deadline.
+/// Runs several rounds of concurrent writers on temporary objects. On a slow store, runs only the rounds that end
+/// within `timeout`.
 ///
 /// # Errors
-/// [`StoreError`]; `Unavailable` if the store does not finish one round within `deadline`.
-pub async fn run(bucket: &Bucket, deadline: Duration) -> Result<Findings, StoreError> {
-    run_rounds(bucket, ROUNDS, deadline).await
+/// [`StoreError`]; `Unavailable` if the store does not finish one round within `timeout`.
+pub async fn run(bucket: &Bucket, timeout: Duration) -> Result<ProbeFindings, StoreError> {
+    run_rounds(bucket, ROUNDS, timeout).await
 }
 
 /// Like [`run`], with at most `max_rounds` rounds.
@@ -86,20 +86,20 @@ pub async fn run(bucket: &Bucket, deadline: Duration) -> Result<Findings, StoreE
 pub async fn run_rounds(
     bucket: &Bucket,
     max_rounds: usize,
-    deadline: Duration,
-) -> Result<Findings, StoreError> {
-    let end = Instant::now() + deadline;
-    let mut findings = Findings { create: Exactness::Exact, replace: Exactness::Exact, rounds: 0 };
+    timeout: Duration,
+) -> Result<ProbeFindings, StoreError> {
+    let deadline = Instant::now() + timeout;
+    let mut findings = ProbeFindings { create: Atomicity::Atomic, replace: Atomicity::Atomic, rounds: 0 };
     while findings.rounds < max_rounds {
         let key = Path::from(format!("{}/{}.json", *RUN_PREFIX, uuid::Uuid::new_v4()));
-        let remaining = end.saturating_duration_since(Instant::now());
+        let remaining = deadline.saturating_duration_since(Instant::now());
         let round = bucket.run_with_timeout(&key, remaining, run_round(bucket, &key)).await;
         // Best effort: a failed deletion leaves a few bytes in the store.
         if let Err(error) = bucket.raw().delete(&key).await {
             tracing::debug!(%key, %error, "cannot delete the probe's object");
         }
         let (created, replaced) = match round {
-            Err(_) if findings.rounds > 0 && Instant::now() >= end => break,
+            Err(_) if findings.rounds > 0 && Instant::now() >= deadline => break,
             round => round?,
         };
         findings.create = findings.create.with_round(created);
@@ -151,7 +151,7 @@ mod tests {
     const DEADLINE: Duration = Duration::from_secs(10);
 
     #[tokio::test]
-    async fn probe_accepts_an_exact_store_and_cleans_up() {
+    async fn probe_accepts_an_atomic_store_and_cleans_up() {
         let store = Arc::new(InMemory::new());
         let found = run(&Bucket::new(store.clone()), DEADLINE).await.unwrap();
         assert_eq!((found.refusal(), found.warning()), (None, None));
@@ -174,7 +174,7 @@ mod tests {
         let store = Bucket::new(Arc::new(LenientStore::new(IgnoredCondition::Create)));
         let found = run(&store, DEADLINE).await.unwrap();
         assert!(found.refusal().unwrap().contains("If-None-Match"));
-        assert_eq!(found.replace, Exactness::Exact);
+        assert_eq!(found.replace, Atomicity::Atomic);
     }
 
     #[tokio::test]

@@ -1,7 +1,9 @@
-//! `system/db/latest`: the pointer, and its changes by a fence or a new snapshot. Pure.
+//! `system/db/latest`: the pointer, and its changes by a fence or a new snapshot. All functions are pure; `pointer_io`
+//! reads and writes the pointer.
 //!
-//! Invariants: `seq` and `fenceEpoch` only increase, except that an implausible fence is replaced; a machine below the fence,
-//! or another machine with the fence's epoch, never moves the pointer; nothing depends on the clocks of hosts.
+//! Invariants: `seq` and `fenceEpoch` only increase, except that an implausible fence is replaced; a machine below
+//! the fence, or another machine with the fence's epoch, never moves the pointer; nothing depends on the clocks of
+//! hosts.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -11,14 +13,14 @@ use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
 pub const FORMAT: u32 = 1;
-/// Upper bound of `seq`: every JSON parser represents smaller integers exactly.
+/// Upper bound on `seq`: every JSON parser represents smaller integers exactly.
 pub const MAX_SEQ: u64 = 1 << 53;
 /// Maximum distance of a log entry from `latest`. The protocol leaves at most one entry ahead, but a `latest` that was
 /// restored from an earlier time must still be repaired.
 pub const MAX_SEQ_AHEAD: u64 = 1_000_000;
 
-/// The pointer to the latest verified snapshot of a slot. `snapshot: null` is a tombstone: a fence without a snapshot, or,
-/// with `emptiedAt`, an operator's decision to restore no earlier snapshot.
+/// The pointer to the latest verified snapshot of a slot. `snapshot: null` is a tombstone: a fence without a
+/// snapshot, or, with `emptiedAt`, an operator's decision to restore no earlier snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Pointer {
@@ -102,7 +104,7 @@ impl Fenced {
         }
         let by = holder.map(|machine| format!(" by machine {machine}")).unwrap_or_default();
         format!(
-            "the slot is fenced at epoch {fence}{by}; this machine's epoch {mine} may no longer move the pointer"
+            "the slot is fenced at epoch {fence}{by}; this machine, with epoch {mine}, may no longer move the pointer"
         )
     }
 }
@@ -137,20 +139,20 @@ impl Pointer {
     }
 }
 
-/// Returns the pointer with this fence; `None` if it already has this fence. The platform's signed fence also replaces a
-/// fence that is far above it: no machine ever had such an epoch, so a host must have written it.
+/// Returns the pointer with this fence; `None` if it already has this fence. The platform's signed fence also
+/// replaces a fence that is far above it: no machine ever had such an epoch, so a host must have written it.
 ///
 /// # Errors
 /// [`Fenced`] if there is already a fence for a higher epoch, or for another machine with the same epoch.
 pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>, Fenced> {
     let Fence { epoch, machine, proof } = fence;
-    let mut known = None;
-    let is_implausible = |now: &Pointer| proof.is_some() && now.fence_epoch > epoch.max_plausible();
-    if let Some(now) = current.filter(|now| !is_implausible(now)) {
-        now.admit(*epoch, *machine)?;
-        known = now.proof_of(*epoch, *machine);
-        let is_same_fence = now.fence_epoch == *epoch && now.fence_machine_id == Some(*machine);
-        if is_same_fence && (proof.is_none() || *proof == known) {
+    let mut known_proof = None;
+    let is_implausible = |pointer: &Pointer| proof.is_some() && pointer.fence_epoch > epoch.max_plausible();
+    if let Some(pointer) = current.filter(|pointer| !is_implausible(pointer)) {
+        pointer.admit(*epoch, *machine)?;
+        known_proof = pointer.proof_of(*epoch, *machine);
+        let is_same_fence = pointer.fence_epoch == *epoch && pointer.fence_machine_id == Some(*machine);
+        if is_same_fence && (proof.is_none() || *proof == known_proof) {
             return Ok(None);
         }
     }
@@ -158,40 +160,40 @@ pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>
         version: FORMAT,
         fence_epoch: *epoch,
         fence_machine_id: Some(*machine),
-        fence_proof: proof.clone().or(known),
-        seq: current.map_or(0, |now| now.seq) + 1,
-        snapshot: current.and_then(|now| now.snapshot.clone()),
-        emptied_at: current.and_then(|now| now.emptied_at),
+        fence_proof: proof.clone().or(known_proof),
+        seq: current.map_or(0, |pointer| pointer.seq) + 1,
+        snapshot: current.and_then(|pointer| pointer.snapshot.clone()),
+        emptied_at: current.and_then(|pointer| pointer.emptied_at),
     }))
 }
 
-/// Returns the pointer moved to `snapshot` by the machine that took it; `None` if it already names that snapshot. This is
-/// not an error even if the machine has been fenced since: the response to its write may have been lost. Moving the pointer
-/// fences all earlier machines.
+/// Returns the pointer moved to `snapshot` by the machine that took it; `None` if it already names that snapshot.
+/// This is not an error even if the machine has been fenced since: the response to its write may have been lost.
+/// Moving the pointer fences all earlier machines.
 ///
 /// # Errors
 /// [`Fenced`] if the fence is above the snapshot's epoch, or at that epoch for another machine.
 pub fn advance(current: Option<&Pointer>, snapshot: &SnapshotRef) -> Result<Option<Pointer>, Fenced> {
-    if let Some(now) = current {
-        if now.snapshot.as_ref().is_some_and(|current| current.key == snapshot.key) {
+    if let Some(pointer) = current {
+        if pointer.snapshot.as_ref().is_some_and(|latest| latest.key == snapshot.key) {
             return Ok(None);
         }
-        now.admit(snapshot.epoch, snapshot.machine_id)?;
+        pointer.admit(snapshot.epoch, snapshot.machine_id)?;
     }
     Ok(Some(Pointer {
         version: FORMAT,
         fence_epoch: snapshot.epoch,
         fence_machine_id: Some(snapshot.machine_id),
-        fence_proof: current.and_then(|now| now.proof_of(snapshot.epoch, snapshot.machine_id)),
-        seq: current.map_or(0, |now| now.seq) + 1,
+        fence_proof: current.and_then(|pointer| pointer.proof_of(snapshot.epoch, snapshot.machine_id)),
+        seq: current.map_or(0, |pointer| pointer.seq) + 1,
         snapshot: Some(snapshot.clone()),
         emptied_at: None,
     }))
 }
 
-/// Merges different values with the same `seq` in the log and in `latest`: an older release wrote `latest` without claiming
-/// that `seq`. The writes were concurrent, so the higher fence is kept, and the snapshot with the higher epoch or,
-/// if the epochs are equal, the later one.
+/// Merges different values with the same `seq` in the log and in `latest`: an older release wrote `latest` without
+/// claiming that `seq`. The writes were concurrent, so the higher fence is kept, and the snapshot with the higher
+/// epoch or, if the epochs are equal, the later one.
 pub fn merge(claimed: &Pointer, latest: &Pointer) -> Pointer {
     let order = |pointer: &Pointer| pointer.snapshot.as_ref().map(|named| (named.epoch, named.taken_at));
     let snapshot = if order(latest) > order(claimed) { &latest.snapshot } else { &claimed.snapshot };
@@ -355,22 +357,22 @@ pub(crate) mod tests {
     }
 
     proptest! {
-        /// For any order of fences and snapshots, neither `seq` nor the fence decreases, no two machines have the same epoch,
-        /// and the snapshot is only ever replaced by another one.
+        /// For any order of fences and snapshots, neither `seq` nor the fence decreases, no two machines have the
+        /// same epoch, and the snapshot is only ever replaced by another one.
         #[test]
         fn pointer_never_moves_back(
             steps in prop::collection::vec((any::<bool>(), 1u32..6, 1u8..4, 0u32..1000), 0..60),
         ) {
-            let mut now: Option<Pointer> = None;
+            let mut current: Option<Pointer> = None;
             for (is_fence, epoch, by, n) in steps {
                 let (epoch, by) = (Epoch(epoch), machine(by));
                 let next = match is_fence {
-                    true => fence(now.as_ref(), &Fence::unsigned(epoch, by)),
-                    false => advance(now.as_ref(), &snapshot_by(n, epoch, by)),
+                    true => fence(current.as_ref(), &Fence::unsigned(epoch, by)),
+                    false => advance(current.as_ref(), &snapshot_by(n, epoch, by)),
                 };
                 let Ok(Some(next)) = next else { continue };
                 prop_assert_eq!(next.fence_holder(), Some(by));
-                if let Some(old) = &now {
+                if let Some(old) = &current {
                     prop_assert!(next.seq == old.seq + 1);
                     prop_assert!(next.fence_epoch >= old.fence_epoch);
                     prop_assert!(old.snapshot.is_none() || next.snapshot.is_some());
@@ -382,7 +384,7 @@ pub(crate) mod tests {
                         prop_assert!(next.epoch >= old.epoch, "an earlier machine's snapshot replaced a later one");
                     }
                 }
-                now = Some(next);
+                current = Some(next);
             }
         }
     }

@@ -1,12 +1,12 @@
 //! Reads and writes the pointer. A write claims the next `seq` in the log, then updates `system/db/latest`.
 //!
-//! Each `seq` is claimed by creating the object `system/db/pointer-log/<seq>.json`, which contains the whole pointer and
-//! must not already exist. `latest` is written after it. So two writers never both succeed, even on a store that does not
-//! honour `If-Match` exactly: it is enough that the store creates an object at most once. The highest entry is
+//! Each `seq` is claimed by creating the object `system/db/pointer-log/<seq>.json`, which contains the whole pointer
+//! and must not already exist. `latest` is written after it. So two writers never both succeed, even on a store whose
+//! `If-Match` is not atomic: it is enough that the store creates an object at most once. The highest entry is
 //! authoritative; the next writer repairs a stale `latest`.
 //!
-//! Invariant: a `seq` is claimed only if `latest` has the previous one, so that a crash leaves at most one entry ahead of
-//! `latest`. Entries are never deleted.
+//! Invariant: a `seq` is claimed only if `latest` has the previous one, so that a crash leaves at most one entry
+//! ahead of `latest`. Entries are never deleted.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use super::bucket::{Bucket, Condition, StoreError, Version};
 use super::key::SlotPrefix;
 use super::pointer::{self, Fence, Fenced, Pointer};
 use super::pointer_log::find_newest_entry;
-use super::recorded::RecordedSnapshot;
+use super::recorded_snapshot::RecordedSnapshot;
 use svc_machine::epoch::MAX_EPOCH;
 
 /// Maximum attempts of a write if other writers interfere.
@@ -78,13 +78,13 @@ pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRe
         check_format(&slot.pointer(), &latest.value)?;
     }
     let from = latest.as_ref().map_or(0, |latest| latest.value.seq);
-    let top = find_newest_entry(bucket, slot, from).await?;
+    let newest = find_newest_entry(bucket, slot, from).await?;
     let Some(latest) = latest else {
-        let Some((seq, _)) = top else { return Ok(None) };
+        let Some((seq, _)) = newest else { return Ok(None) };
         return Ok(Some(PointerRead { value: read_entry(bucket, slot, seq).await?, latest: None }));
     };
     let seq = latest.value.seq;
-    let (value, matches_log) = match top {
+    let (value, matches_log) = match newest {
         None => (latest.value, true),
         // The log entry has the same ETag, so the values are equal.
         Some((at, meta))
@@ -129,7 +129,7 @@ fn check_format(key: &object_store::path::Path, pointer: &Pointer) -> Result<(),
 
 /// Writes the fence. Succeeds if it is already written.
 pub async fn fence(bucket: &Bucket, slot: &SlotPrefix, fence: &Fence) -> Result<(), PointerError> {
-    write(bucket, slot, |now| pointer::fence(now, fence)).await
+    write(bucket, slot, |current| pointer::fence(current, fence)).await
 }
 
 /// Moves the pointer to a snapshot, on behalf of the machine that took it.
@@ -141,11 +141,11 @@ pub async fn advance(
     slot: &SlotPrefix,
     snapshot: &RecordedSnapshot,
 ) -> Result<(), PointerError> {
-    write(bucket, slot, |now| pointer::advance(now, snapshot.snapshot_ref())).await
+    write(bucket, slot, |current| pointer::advance(current, snapshot.snapshot_ref())).await
 }
 
-/// The retries of a write. One transient failure is tolerated, because the write may have succeeded: the next attempt reads
-/// the current pointer. After a second failure, the first one is reported.
+/// The retries of a write. One transient failure is tolerated, because the write may have succeeded: the next attempt
+/// reads the current pointer. After a second failure, the first one is reported.
 #[derive(Default)]
 struct RetryState {
     retries: u32,
@@ -172,8 +172,8 @@ impl RetryState {
     }
 }
 
-/// Each attempt reads the pointer and takes one step: it updates `latest` from the log, or claims the next `seq`. If the
-/// response to our own claim was lost, the next attempt finds nothing to do.
+/// Each attempt reads the pointer and takes one step: it updates `latest` from the log, or claims the next `seq`. If
+/// the response to our own claim was lost, the next attempt finds nothing to do.
 async fn write(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -181,15 +181,15 @@ async fn write(
 ) -> Result<(), PointerError> {
     let (mut retry_state, mut is_claimed) = (RetryState::default(), false);
     for _ in 0..MAX_ATTEMPTS {
-        let now = read(bucket, slot).await.map_err(|error| retry_state.report(error))?;
-        let stepped = match now.as_ref().filter(|now| now.is_ahead_of_latest()) {
-            Some(now) => publish(bucket, slot, &now.value, now.condition()).await,
+        let current = read(bucket, slot).await.map_err(|error| retry_state.report(error))?;
+        let stepped = match current.as_ref().filter(|current| current.is_ahead_of_latest()) {
+            Some(ahead) => publish(bucket, slot, &ahead.value, ahead.condition()).await,
             None if is_claimed => return Ok(()),
             None => {
-                let Some(next) = plan_next(now.as_ref(), &plan)? else { return Ok(()) };
+                let Some(next) = plan_next(current.as_ref(), &plan)? else { return Ok(()) };
                 let claimed = claim(bucket, slot, &next).await;
                 is_claimed = claimed.is_ok();
-                let condition = now.as_ref().map_or(Condition::Absent, PointerRead::condition);
+                let condition = current.as_ref().map_or(Condition::Absent, PointerRead::condition);
                 match claimed {
                     Ok(()) => publish(bucket, slot, &next, condition).await,
                     refused => refused,
@@ -205,20 +205,20 @@ async fn write(
 
 /// Plans the pointer to write. A merged value is in no log entry yet, so it is written even if `plan` changes nothing.
 fn plan_next(
-    now: Option<&PointerRead>,
+    current: Option<&PointerRead>,
     plan: impl Fn(Option<&Pointer>) -> Result<Option<Pointer>, Fenced>,
 ) -> Result<Option<Pointer>, Fenced> {
-    let planned = plan(now.map(|now| &now.value))?;
-    let merged = now.filter(|now| !now.is_published());
-    Ok(planned.or_else(|| merged.map(|now| Pointer { seq: now.value.seq + 1, ..now.value.clone() })))
+    let planned = plan(current.map(|current| &current.value))?;
+    let merged = current.filter(|current| !current.is_published());
+    Ok(planned.or_else(|| merged.map(|read| Pointer { seq: read.value.seq + 1, ..read.value.clone() })))
 }
 
 async fn claim(bucket: &Bucket, slot: &SlotPrefix, next: &Pointer) -> Result<(), StoreError> {
     bucket.put_json_if(&slot.pointer_entry(next.seq), next, Condition::Absent).await
 }
 
-/// Writes the newest log entry to `latest`. The condition only keeps a later writer's value from being overwritten; if the
-/// store does not honour it, the next attempt finds a stale `latest` and writes it again.
+/// Writes the newest log entry to `latest`. The condition only keeps a later writer's value from being overwritten;
+/// if the store does not honour it, the next attempt finds a stale `latest` and writes it again.
 async fn publish(
     bucket: &Bucket,
     slot: &SlotPrefix,

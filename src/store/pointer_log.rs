@@ -1,8 +1,8 @@
 //! Finds the newest entry of the pointer's log at a bounded cost.
 //!
-//! Any session of the slot can add any number of objects to the log, so it is never listed without a limit. If a listing
-//! does not end within a few names, single keys are probed: entries are consecutive except for a few gaps, which come from
-//! old releases and rebuilt pointers.
+//! Any session of the slot can add any number of objects to the log, so it is never listed without a limit. If a
+//! listing does not end within a few names, single keys are probed: entries are consecutive except for a few gaps,
+//! which come from old releases and rebuilt pointers.
 //!
 //! A result that is too low is safe: a `seq` with an existing entry cannot be claimed.
 
@@ -17,8 +17,8 @@ use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 const MAX_LISTED: usize = 64;
 /// Maximum listings, for a log with gaps.
 const MAX_LISTINGS: u32 = 8;
-/// Maximum names that a rebuild skips above the `seq` that it would claim: a hundred pages of a listing, or the entries of
-/// more than ten years of hourly backups.
+/// Maximum names that a rebuild skips above the `seq` that it would claim: a hundred pages of a listing, or the
+/// entries of more than ten years of hourly backups.
 const MAX_SKIPPED: usize = 100_000;
 
 /// The `seq` of an existing entry, and its object.
@@ -43,19 +43,19 @@ pub(super) async fn find_newest_entry(
             None => head_entry(bucket, slot, start).await?,
         };
         let Some(known) = known else { return Ok(None) };
-        let top = find_last_consecutive(bucket, slot, known, limit).await?;
-        if newest.as_ref().is_some_and(|(seq, _)| *seq == top.0) {
-            return Ok(Some(top));
+        let last = find_last_consecutive(bucket, slot, known, limit).await?;
+        if newest.as_ref().is_some_and(|(seq, _)| *seq == last.0) {
+            return Ok(Some(last));
         }
-        newest = Some(top);
+        newest = Some(last);
     }
     tracing::warn!(log = %slot.pointer_log(), "the pointer's log has many gaps; a newer entry may exist");
     Ok(newest)
 }
 
-/// Finds the lowest free `seq`, starting at `seq`, such that a reader of a pointer with this `seq` finds no higher entry.
-/// Also returns the last entry that was skipped. Any session of the slot can add unreadable entries at any distance, and a
-/// pointer below one of them would be unreadable as well.
+/// Finds the lowest free `seq`, starting at `seq`, such that a reader of a pointer with this `seq` finds no higher
+/// entry. Also returns the last entry that was skipped. Any session of the slot can add unreadable entries at any
+/// distance, and a pointer below one of them would be unreadable as well.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if there are too many entries to skip, or no `seq` remains.
@@ -70,7 +70,7 @@ pub(super) async fn find_clear_seq(
     let before = slot.pointer_entry(seq.saturating_sub(1));
     let mut listing = bucket.raw().list_with_offset(Some(&log), &before);
     let mut names = 0;
-    while let Some(meta) = listing.try_next().await.map_err(|error| StoreError::of(&log, error))? {
+    while let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(&log, error))? {
         names += 1;
         if names > MAX_SKIPPED {
             return Err(corrupt("it has too many entries above the pointer for a rebuild"));
@@ -98,7 +98,7 @@ async fn list_entries(
     };
     let mut newest: Option<LogEntry> = None;
     for _ in 0..MAX_LISTED {
-        let Some(meta) = listing.try_next().await.map_err(|error| StoreError::of(&log, error))? else {
+        let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(&log, error))? else {
             return Ok((newest, true));
         };
         let seq = key::entry_seq(&meta.location).filter(|seq| (start..=limit).contains(seq));
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn newest_entry_finds_the_last_from_any_start() {
+    async fn find_newest_entry_returns_last_from_any_start() {
         let log = Log::with_entries(7..=3000).await;
         for from in [0, 1, 7, 8, 2000, 2937, 2999, 3000] {
             assert_eq!(log.find_newest(from).await, Some(3000), "{from}");
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn newest_entry_finds_the_last_beyond_gaps() {
+    async fn find_newest_entry_returns_last_beyond_gaps() {
         let log = Log::with_entries((1..=500).chain(900..=1200).chain([1202, 1300])).await;
         for from in [0, 1, 400, 500, 501, 1200, 1300] {
             assert_eq!(log.find_newest(from).await, Some(1300), "{from}");
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn newest_entry_ignores_implausible_entries() {
+    async fn find_newest_entry_ignores_implausible_entries() {
         let log = Log::with_entries([5, 6, 7 + MAX_SEQ_AHEAD]).await;
         assert_eq!(log.find_newest(6).await, Some(6));
         assert_eq!(log.find_newest(7).await, Some(7 + MAX_SEQ_AHEAD));
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn newest_entry_skips_other_names_at_low_cost() {
+    async fn find_newest_entry_skips_other_names_at_low_cost() {
         let log = Log::with_entries(1..=10).await;
         let folder = log.slot.pointer_log();
         for n in 0..2000 {

@@ -11,14 +11,14 @@ use super::bucket::{Bucket, Condition, StoreError};
 use super::key::{self, SlotPrefix, SnapshotKey};
 use super::pointer::{FORMAT, Fence, MAX_SEQ_AHEAD, Pointer, SnapshotRef};
 use super::snapshot::{self, SideRecord, SnapshotUnusable};
-use super::{epochs, pointer_io, pointer_log, snapshots};
+use super::{epoch_floor, pointer_io, pointer_log, snapshots};
 use svc_base::clock;
 use svc_machine::epoch::Epoch;
 
 /// Maximum bytes of an unreadable pointer to return.
-const MAX_KEPT_BYTES: u64 = 8 << 10;
+const MAX_RETURNED_BYTES: u64 = 8 << 10;
 /// Maximum number of snapshots to check until a complete one is found.
-const MAX_CHECKED: usize = 64;
+const MAX_CHECKED_SNAPSHOTS: usize = 64;
 
 /// The slot's current machine, as the platform records it, with the signed fence written before its creation.
 pub type CurrentFence = Fence;
@@ -129,9 +129,10 @@ pub async fn inspect(
     };
     let emptied_at = matches!(target, RebuildTarget::Nothing).then(clock::now_ms);
     let next = if candidate.is_some() || emptied_at.is_some() || keys.is_empty() {
-        let top = read_top_entry(bucket, slot).await?;
-        let meta = epochs::read_metadata_epoch(bucket, slot, bound).await?;
-        let known = KnownState { found: &found, keys: &keys, top, meta, holder: holder.as_ref(), bound };
+        let newest_entry = read_newest_entry(bucket, slot).await?;
+        let meta = epoch_floor::read_metadata_epoch(bucket, slot, bound).await?;
+        let known =
+            KnownState { found: &found, keys: &keys, newest_entry, meta, holder: holder.as_ref(), bound };
         plan_rebuild(bucket, slot, known, (candidate.map(|side| side.snapshot_ref()), emptied_at)).await?
     } else {
         None
@@ -139,8 +140,8 @@ pub async fn inspect(
     Ok(Inspection { found, snapshots: keys.len(), unchecked, next, condition })
 }
 
-/// Plans the pointer to write, with a `seq` above which a reader finds no entry. It respects the fence of the last skipped
-/// entry, if that entry is readable.
+/// Plans the pointer to write, with a `seq` above which a reader finds no entry. It respects the fence of the last
+/// skipped entry, if that entry is readable.
 async fn plan_rebuild(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -154,8 +155,8 @@ async fn plan_rebuild(
         error => error.into(),
     })?;
     let Some(skipped) = skipped else { return Ok(Some(next)) };
-    let top = (skipped, try_read_entry(bucket, slot, skipped).await?.or_else(|| known.top.1.clone()));
-    let next = KnownState { top, ..known }.plan(snapshot, emptied_at);
+    let value = try_read_entry(bucket, slot, skipped).await?.or_else(|| known.newest_entry.1.clone());
+    let next = KnownState { newest_entry: (skipped, value), ..known }.plan(snapshot, emptied_at);
     Ok(next.map(|next| Pointer { seq, ..next }))
 }
 
@@ -241,10 +242,14 @@ async fn describe_unreadable(
     let Some(meta) = bucket.head(&key).await? else {
         return Ok((PointerState::Absent { why }, Condition::Absent));
     };
-    let kept = meta.size.min(MAX_KEPT_BYTES);
-    let start = match kept {
+    let length = meta.size.min(MAX_RETURNED_BYTES);
+    let start = match length {
         0 => Bytes::new(),
-        _ => bucket.raw().get_range(&key, 0..kept).await.map_err(|error| StoreError::of(&key, error))?,
+        _ => bucket
+            .raw()
+            .get_range(&key, 0..length)
+            .await
+            .map_err(|error| StoreError::classify(&key, error))?,
     };
     let condition = Condition::unchanged(&meta);
     Ok((PointerState::Unreadable { why, size_bytes: meta.size, start }, condition))
@@ -269,7 +274,7 @@ async fn find_newest_complete(
 ) -> Result<(Option<SideRecord>, usize), StoreError> {
     let mut ordered: Vec<_> = keys.iter().map(|key| (key::epoch_of(key), key::taken_at(key), key)).collect();
     ordered.sort_unstable_by(|a, b| b.cmp(a));
-    for (epoch, _, key) in ordered.into_iter().take(MAX_CHECKED) {
+    for (epoch, _, key) in ordered.into_iter().take(MAX_CHECKED_SNAPSHOTS) {
         match snapshot::load(bucket, slot, key).await {
             Ok(side) if Some(side.epoch) == epoch => return Ok((Some(side), 0)),
             Ok(_) => tracing::warn!(key, "skipped a snapshot without an epoch in its key"),
@@ -278,11 +283,11 @@ async fn find_newest_complete(
             Err(SnapshotUnusable::Store(error)) => return Err(error),
         }
     }
-    Ok((None, keys.len().saturating_sub(MAX_CHECKED)))
+    Ok((None, keys.len().saturating_sub(MAX_CHECKED_SNAPSHOTS)))
 }
 
-/// Reads the `seq` and value of the last log entry. If the entry is unreadable, the value is that of `latest`.
-async fn read_top_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Pointer>), StoreError> {
+/// Reads the `seq` and value of the newest log entry. If the entry is unreadable, the value is that of `latest`.
+async fn read_newest_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Pointer>), StoreError> {
     let Some((seq, _)) = pointer_log::find_newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
     let value = match try_read_entry(bucket, slot, seq).await? {
         // The entry was not written by the protocol: `latest` still has the fence.
@@ -312,7 +317,7 @@ async fn try_read_entry(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<
 struct KnownState<'a> {
     found: &'a PointerState,
     keys: &'a [String],
-    top: (u64, Option<Pointer>),
+    newest_entry: (u64, Option<Pointer>),
     meta: Epoch,
     holder: Option<&'a CurrentFence>,
     /// The highest plausible epoch.
@@ -322,29 +327,27 @@ struct KnownState<'a> {
 impl KnownState<'_> {
     /// Plans the next pointer; `None` if the slot was never fenced, so that there is nothing to write.
     fn plan(&self, snapshot: Option<SnapshotRef>, emptied_at: Option<Timestamp>) -> Option<Pointer> {
-        let pointers = || self.found.pointer().into_iter().chain(&self.top.1);
+        let pointers = || self.found.pointer().into_iter().chain(&self.newest_entry.1);
         let fences = pointers().map(|pointer| pointer.fence_epoch).filter(|fence| *fence <= self.bound);
-        let written = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
-        let others = [epochs::highest_in_keys(self.keys, self.bound), self.meta, written];
-        let held = self.holder.map(|holder| holder.epoch);
-        let fence_epoch = fences.chain(others).chain(held).max().filter(|epoch| *epoch > Epoch::NONE)?;
-        let by_platform = self.holder.filter(|holder| holder.epoch == fence_epoch);
-        let by_pointer = || {
+        let snapshot_epoch = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
+        let others = [epoch_floor::highest_in_keys(self.keys, self.bound), self.meta, snapshot_epoch];
+        let recorded = self.holder.map(|holder| holder.epoch);
+        let fence_epoch = fences.chain(others).chain(recorded).max().filter(|epoch| *epoch > Epoch::NONE)?;
+        let platform_fence = self.holder.filter(|holder| holder.epoch == fence_epoch);
+        let pointer_holder = || {
             pointers().filter(|pointer| pointer.fence_epoch == fence_epoch).find_map(Pointer::fence_holder)
         };
-        let by_snapshot = || {
-            let named = snapshot.as_ref().filter(|named| named.epoch == fence_epoch);
-            named.map(|named| named.machine_id)
-        };
+        let snapshot_holder =
+            || snapshot.as_ref().filter(|named| named.epoch == fence_epoch).map(|named| named.machine_id);
         let fence_machine_id =
-            by_platform.map(|holder| holder.machine).or_else(by_pointer).or_else(by_snapshot);
-        let of_pointer = || {
-            let same = pointers().filter(|pointer| {
+            platform_fence.map(|fence| fence.machine).or_else(pointer_holder).or_else(snapshot_holder);
+        let pointer_proof = || {
+            let same_fence = pointers().filter(|pointer| {
                 pointer.fence_epoch == fence_epoch && pointer.fence_holder() == fence_machine_id
             });
-            same.filter_map(|pointer| pointer.fence_proof.clone()).next()
+            same_fence.filter_map(|pointer| pointer.fence_proof.clone()).next()
         };
-        let fence_proof = by_platform.and_then(|holder| holder.proof.clone()).or_else(of_pointer);
+        let fence_proof = platform_fence.and_then(|fence| fence.proof.clone()).or_else(pointer_proof);
         Some(Pointer {
             version: FORMAT,
             fence_epoch,
@@ -359,7 +362,7 @@ impl KnownState<'_> {
     /// The last `seq`, or a higher one. Without a pointer it is estimated: one move per snapshot and per fence.
     fn last_seq(&self, fence: Epoch) -> u64 {
         let estimate = self.keys.len() as u64 + u64::from(fence.0);
-        let seen = [self.found.pointer().map_or(estimate, |pointer| pointer.seq), self.top.0];
+        let seen = [self.found.pointer().map_or(estimate, |pointer| pointer.seq), self.newest_entry.0];
         let plausible = seen.into_iter().filter(|seq| *seq <= estimate.saturating_add(MAX_SEQ_AHEAD));
         plausible.max().unwrap_or(estimate)
     }
@@ -480,14 +483,17 @@ mod tests {
     async fn inspect_counts_unchecked_snapshots() {
         let (bucket, key) = slot_with_backup().await;
         let forged = |n: usize| format!("2026-11-24T04-00-00.{n:03}Z-1.dump");
-        for n in 0..MAX_CHECKED {
+        for n in 0..MAX_CHECKED_SNAPSHOTS {
             bucket
                 .put_json(&slot().snapshots().join(format!("{}.json", forged(n))), &Value::Null)
                 .await
                 .unwrap();
         }
         let inspection = inspect_target(&bucket, RebuildTarget::Newest).await;
-        assert_eq!((inspection.next, inspection.snapshots, inspection.unchecked), (None, MAX_CHECKED + 1, 1));
+        assert_eq!(
+            (inspection.next, inspection.snapshots, inspection.unchecked),
+            (None, MAX_CHECKED_SNAPSHOTS + 1, 1)
+        );
         let named: SnapshotKey = key.parse().unwrap();
         assert!(inspect_target(&bucket, RebuildTarget::Snapshot(&named)).await.next.is_some());
     }

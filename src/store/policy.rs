@@ -1,8 +1,8 @@
 //! IAM session policies for machines. They allow reading, writing and listing the machine's own slot, but not deleting
 //! objects nor, if the store can enforce it, overwriting snapshots.
 //!
-//! An outage session stays valid after the platform has given the slot to another machine. It can write only snapshots of
-//! one epoch, with names that begin with one of its days, and cannot move the pointer.
+//! An outage session stays valid after the platform has given the slot to another machine. It can write only
+//! snapshots of one epoch whose names begin with the date of a day of the session, and cannot move the pointer.
 
 use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
@@ -64,7 +64,7 @@ pub struct SessionWindow {
 
 impl SessionWindow {
     /// The name prefixes of all UTC days in the window.
-    fn days(self) -> Vec<String> {
+    fn day_prefixes(self) -> Vec<String> {
         let from = self.from.saturating_sub(MAX_CLOCK_SKEW).unwrap_or(Timestamp::MIN);
         let until = self.until.saturating_add(MAX_CLOCK_SKEW).unwrap_or(Timestamp::MAX);
         let last = day_prefix(until);
@@ -89,9 +89,9 @@ fn common_prefix(days: &[String]) -> String {
     first.chars().zip(last.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a).collect()
 }
 
-/// The policy of an outage session. It allows writing snapshots of one epoch, with names that begin with one of the session's
-/// days, and reading the pointer, its log and side records. It does not allow reading dumps of other epochs or moving the
-/// pointer.
+/// The policy of an outage session. It allows writing snapshots of one epoch whose names begin with the date of a day
+/// of the session, and reading the pointer, its log and side records. It does not allow reading dumps of other epochs
+/// or moving the pointer.
 ///
 /// If many days or long names would exceed the maximum policy length, it allows the common prefix of the days.
 pub fn outage_policy(
@@ -102,24 +102,24 @@ pub fn outage_policy(
     writes: SnapshotWrites,
 ) -> String {
     let (bucket, db) = (format!("arn:{partition}:s3:::{bucket}"), format!("{}/system/db", slot.root()));
-    let days = window.days();
-    let exact = render_outage_policy(&bucket, &db, epoch, &days, writes);
+    let prefixes = window.day_prefixes();
+    let exact = render_outage_policy(&bucket, &db, epoch, &prefixes, writes);
     if exact.len() <= MAX_POLICY_CHARS {
         return exact;
     }
-    render_outage_policy(&bucket, &db, epoch, &[common_prefix(&days)], writes)
+    render_outage_policy(&bucket, &db, epoch, &[common_prefix(&prefixes)], writes)
 }
 
 fn render_outage_policy(
     bucket: &str,
     db: &str,
     epoch: Epoch,
-    names: &[String],
+    prefixes: &[String],
     writes: SnapshotWrites,
 ) -> String {
     // The name of a side record ends in `.dump.json`.
     let own: Vec<String> =
-        names.iter().map(|name| format!("{bucket}/{db}/snapshots/{name}*-{epoch}.dump*")).collect();
+        prefixes.iter().map(|prefix| format!("{bucket}/{db}/snapshots/{prefix}*-{epoch}.dump*")).collect();
     let mut statements = vec![
         json!({
             "Effect": "Allow",

@@ -12,7 +12,7 @@ use super::bucket::{Bucket, Condition, StoreError};
 use super::key::{self, SlotPrefix};
 use super::pointer::SnapshotRef;
 use super::pointer_io;
-use super::recorded::RecordedSnapshot;
+use super::recorded_snapshot::RecordedSnapshot;
 use super::role_facts::RoleFacts;
 use super::{bounded_list, bundle};
 use svc_base::clock;
@@ -248,7 +248,8 @@ async fn has_snapshots(bucket: &Bucket, slot: &SlotPrefix) -> Result<bool, Store
     let prefix = slot.snapshots();
     let records =
         bucket.raw().list(Some(&prefix)).try_filter(|meta| ready(key::is_side_record(&meta.location)));
-    let first = async { pin!(records).try_next().await.map_err(|error| StoreError::of(&prefix, error)) };
+    let first =
+        async { pin!(records).try_next().await.map_err(|error| StoreError::classify(&prefix, error)) };
     Ok(bucket.run_with_call_timeout(&prefix, first).await?.is_some())
 }
 
@@ -267,8 +268,8 @@ async fn check_complete(
     Ok(named)
 }
 
-/// Loads the record of the snapshot with this key, whether or not the pointer names it, and checks that its object exists
-/// with the recorded size.
+/// Loads the record of the snapshot with this key, whether or not the pointer names it, and checks that its object
+/// exists with the recorded size.
 ///
 /// # Errors
 /// [`SnapshotUnusable`]; never `Absent`.
@@ -292,7 +293,7 @@ pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideR
         return Err(damaged("its side record has another format or key".to_owned()));
     }
     if !key::matches_record(key, record.taken_at, record.epoch) {
-        return Err(damaged("its side record has another time or epoch than its key".to_owned()));
+        return Err(damaged("the time or epoch in its side record differs from its key's".to_owned()));
     }
     // Downloads of the dump use the digest as a file name.
     if bundle::parse_digest(&record.sha256).as_deref() != Some(&*record.sha256) {

@@ -25,9 +25,9 @@ const SUFFIX: &str = ".json";
 const HOURS_PER_SNAPSHOT: i64 = 1;
 const EXTRA_HOURS: i64 = 2;
 /// If a page is not full, its time range grows by this factor.
-const REACH_FACTOR: i32 = 8;
+const RANGE_GROWTH_FACTOR: i32 = 8;
 /// Maximum time range; beyond it, all keys are listed.
-const MAX_REACH: SignedDuration = SignedDuration::from_hours(10 * 366 * 24);
+const MAX_TIME_RANGE: SignedDuration = SignedDuration::from_hours(10 * 366 * 24);
 
 /// The part of a side record that a list shows. The rest is discarded; it may be large, because a host writes it.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -53,7 +53,7 @@ impl ListedSnapshot {
 }
 
 /// A page of side records in descending order of their keys, and so of their times.
-pub struct Page {
+pub struct SnapshotPage {
     pub records: Vec<ListedSnapshot>,
     /// The key after which the next page begins; `None` on the last page.
     pub next: Option<String>,
@@ -77,7 +77,7 @@ pub async fn list_page(
     bucket: &Bucket,
     slot: &SlotPrefix,
     window: PageWindow<'_>,
-) -> Result<Page, StoreError> {
+) -> Result<SnapshotPage, StoreError> {
     let limit = window.limit;
     let mut keys = list_newest_keys(bucket, slot, &window, limit + 1).await?;
     let has_more = keys.len() > limit;
@@ -93,7 +93,7 @@ pub async fn list_page(
         }
     }
     skipped_log.write_log();
-    Ok(Page { records, next })
+    Ok(SnapshotPage { records, next })
 }
 
 /// Reads the record of one snapshot; `None` if it is missing, unreadable, or does not match its key.
@@ -142,8 +142,8 @@ impl SkippedLog {
     }
 }
 
-/// Lists the newest keys of a window in descending order. A store lists keys only in ascending order, so the listing starts
-/// at an earlier and earlier time until enough keys are found.
+/// Lists the newest keys of a window in descending order. A store lists keys only in ascending order, so the listing
+/// starts at an earlier and earlier time until enough keys are found.
 async fn list_newest_keys(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -151,8 +151,8 @@ async fn list_newest_keys(
     count: usize,
 ) -> Result<Vec<String>, StoreError> {
     let hours = HOURS_PER_SNAPSHOT * i64::try_from(count).unwrap_or(i64::MAX / 2) + EXTRA_HOURS;
-    let first_reach = SignedDuration::from_hours(hours);
-    let mut reach = first_reach;
+    let initial_range = SignedDuration::from_hours(hours);
+    let mut range = initial_range;
     let before = window.before.map(|key| (key, key::time_in(key)));
     let mut from = before.and_then(|(_, at)| at).unwrap_or_else(Timestamp::now);
     // If the cursor contains no time, all keys are listed.
@@ -161,8 +161,8 @@ async fn list_newest_keys(
     let mut end = window.before.and_then(|key| key.rsplit('/').next()).map(str::to_owned);
     let mut found = Vec::new();
     loop {
-        let start = Some(reach).filter(|reach| *reach < MAX_REACH && !has_no_time);
-        let start = start.and_then(|reach| from.checked_sub(reach).ok()).map(key::snapshot_name_at);
+        let start = Some(range).filter(|range| *range < MAX_TIME_RANGE && !has_no_time);
+        let start = start.and_then(|range| from.checked_sub(range).ok()).map(key::snapshot_name_at);
         let missing = count - found.len();
         found.extend(list_last_keys(bucket, slot, start.as_deref(), end.as_deref(), missing).await?);
         if found.len() >= count || start.is_none() {
@@ -171,8 +171,8 @@ async fn list_newest_keys(
         end = end.into_iter().chain(start).min();
         let older = latest.take().filter(|_| found.is_empty());
         match older.filter(|latest| Some(key::snapshot_name_at(*latest)) < end) {
-            Some(latest) => (from, reach) = (latest, first_reach),
-            None => reach *= REACH_FACTOR,
+            Some(latest) => (from, range) = (latest, initial_range),
+            None => range *= RANGE_GROWTH_FACTOR,
         }
     }
 }
@@ -192,7 +192,7 @@ async fn list_last_keys(
     };
     let mut keys = VecDeque::with_capacity(count + 1);
     while let Some(object) = listing.next().await {
-        let location = object.map_err(|error| StoreError::of(&prefix, error))?.location;
+        let location = object.map_err(|error| StoreError::classify(&prefix, error))?.location;
         if end.is_some_and(|end| name_in(&prefix, &location).is_some_and(|name| name >= end)) {
             break;
         }
@@ -222,7 +222,7 @@ pub async fn list_keys(bucket: &Bucket, slot: &SlotPrefix) -> Result<Vec<String>
     let mut listing = bucket.raw().list(Some(&prefix));
     let mut keys = Vec::new();
     while let Some(object) = listing.next().await {
-        let object = object.map_err(|error| StoreError::of(&prefix, error))?;
+        let object = object.map_err(|error| StoreError::classify(&prefix, error))?;
         keys.extend(key_of(slot, &prefix, &object.location));
     }
     Ok(keys)

@@ -1,7 +1,7 @@
 //! AssumeRole of the Security Token Service: temporary credentials that are limited by a session policy.
 //!
-//! Uses the query protocol of AWS's STS, which MinIO and others support at the store's endpoint. The caller provides the
-//! policy.
+//! Uses the query protocol of AWS's STS, which MinIO and others support at the store's endpoint. The caller provides
+//! the policy.
 
 use std::time::Duration;
 
@@ -18,8 +18,8 @@ use svc_http::client::{self, Deadlines};
 
 const VERSION: &str = "2011-06-15";
 const MAX_ATTEMPTS: u32 = 3;
-/// Deadline of one call including retries. It is shorter than a host's timeout for the platform.
-const DEADLINE: Duration = Duration::from_secs(8);
+/// Timeout of one call including retries. It is shorter than a host's timeout for the platform.
+const CALL_TIMEOUT: Duration = Duration::from_secs(8);
 const TIMEOUTS: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
     total: Some(Duration::from_secs(5)),
@@ -102,8 +102,10 @@ impl Sts {
                 }
             }
         };
-        let result = tokio::time::timeout(DEADLINE, attempts).await;
-        result.unwrap_or_else(|_| Err(StsError::NoResponse("no response in time".to_owned())))
+        let result = tokio::time::timeout(CALL_TIMEOUT, attempts).await;
+        result.unwrap_or_else(|_| {
+            Err(StsError::NoResponse(format!("timed out after {} s", CALL_TIMEOUT.as_secs())))
+        })
     }
 
     async fn try_assume(&self, form: &str) -> Result<TemporaryCredentials, StsError> {

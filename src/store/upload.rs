@@ -1,4 +1,5 @@
-//! Multipart upload of a stream of unknown length: equal parts, bounded memory, and no visible object before completion.
+//! Multipart upload of a stream of unknown length: equal parts, bounded memory, and no visible object before
+//! completion.
 //!
 //! [`Upload`] owns the parts; its caller must complete or abort it.
 
@@ -44,8 +45,8 @@ impl PartLayout {
 pub enum UploadError {
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("the stream is longer than {MAX_PARTS} parts of {part} bytes")]
-    TooLong { part: usize },
+    #[error("the stream is longer than {MAX_PARTS} parts of {part_bytes} bytes")]
+    TooLong { part_bytes: usize },
     #[error("{key} has {found} bytes in the object store instead of {sent}")]
     WrongSize { key: String, sent: u64, found: u64 },
 }
@@ -55,11 +56,12 @@ pub enum UploadError {
 pub struct Upload {
     key: Path,
     bucket: Bucket,
-    open: Option<OpenUpload>,
+    open_upload: Option<OpenUpload>,
     inner: Box<dyn MultipartUpload>,
-    parts: PartLayout,
-    filling: Vec<Bytes>,
-    filled: usize,
+    layout: PartLayout,
+    /// The chunks of the next part.
+    buffer: Vec<Bytes>,
+    buffered_bytes: usize,
     started_parts: u64,
     sent_bytes: u64,
     acknowledged_bytes: u64,
@@ -68,16 +70,17 @@ pub struct Upload {
 }
 
 impl Upload {
-    pub async fn begin(bucket: &Bucket, key: &Path, parts: PartLayout) -> Result<Self, StoreError> {
-        let (inner, open) = bucket.start_upload(key).await.map_err(|error| StoreError::of(key, error))?;
+    pub async fn begin(bucket: &Bucket, key: &Path, layout: PartLayout) -> Result<Self, StoreError> {
+        let (inner, open_upload) =
+            bucket.start_upload(key).await.map_err(|error| StoreError::classify(key, error))?;
         Ok(Self {
-            open,
+            open_upload,
             key: key.clone(),
             bucket: bucket.clone(),
             inner,
-            parts,
-            filling: Vec::new(),
-            filled: 0,
+            layout,
+            buffer: Vec::new(),
+            buffered_bytes: 0,
             started_parts: 0,
             sent_bytes: 0,
             acknowledged_bytes: 0,
@@ -87,17 +90,17 @@ impl Upload {
 
     /// The handle with which another process can abort the upload, if the store supports ids.
     pub fn open_upload(&self) -> Option<&OpenUpload> {
-        self.open.as_ref()
+        self.open_upload.as_ref()
     }
 
     /// The number of bytes that the store has acknowledged.
-    pub fn acknowledged(&self) -> u64 {
+    pub fn acknowledged_bytes(&self) -> u64 {
         self.acknowledged_bytes
     }
 
     /// The maximum number of bytes for the next [`Self::push`].
     pub fn part_space(&self) -> usize {
-        self.parts.size - self.filled
+        self.layout.size - self.buffered_bytes
     }
 
     /// Adds at most [`Self::part_space`] bytes; waits while the parts in flight use the memory budget.
@@ -106,24 +109,24 @@ impl Upload {
     /// [`UploadError`] of this part or an earlier one.
     pub async fn push(&mut self, chunk: Bytes) -> Result<(), UploadError> {
         assert!(chunk.len() <= self.part_space(), "a chunk must fit into the current part");
-        self.filled += chunk.len();
-        self.filling.push(chunk);
-        if self.filled == self.parts.size {
+        self.buffered_bytes += chunk.len();
+        self.buffer.push(chunk);
+        if self.buffered_bytes == self.layout.size {
             self.send_part()?;
-            self.wait_for_parts(self.parts.in_flight).await?;
+            self.wait_for_parts(self.layout.in_flight).await?;
         }
         Ok(())
     }
 
     fn send_part(&mut self) -> Result<(), UploadError> {
         if self.started_parts == MAX_PARTS {
-            return Err(UploadError::TooLong { part: self.parts.size });
+            return Err(UploadError::TooLong { part_bytes: self.layout.size });
         }
         self.started_parts += 1;
-        let size = self.filled as u64;
+        let size = self.buffered_bytes as u64;
         self.sent_bytes += size;
-        self.filled = 0;
-        let payload: PutPayload = std::mem::take(&mut self.filling).into_iter().collect();
+        self.buffered_bytes = 0;
+        let payload: PutPayload = std::mem::take(&mut self.buffer).into_iter().collect();
         let part = self.inner.put_part(payload);
         self.in_flight_parts.spawn(async move { part.await.map(|()| size) });
         Ok(())
@@ -135,14 +138,14 @@ impl Upload {
             let Some(joined) = self.in_flight_parts.join_next().await else { break };
             // Propagate a panic of the store's client.
             let result = joined.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
-            self.acknowledged_bytes += result.map_err(|error| StoreError::of(&self.key, error))?;
+            self.acknowledged_bytes += result.map_err(|error| StoreError::classify(&self.key, error))?;
         }
         Ok(())
     }
 
     /// Sends the last part and waits until the store has acknowledged all parts. The object is not visible yet.
     pub async fn flush(&mut self) -> Result<(), UploadError> {
-        if self.filled > 0 {
+        if self.buffered_bytes > 0 {
             self.send_part()?;
         }
         Ok(self.wait_for_parts(0).await?)
@@ -152,7 +155,7 @@ impl Upload {
     /// upload may still be open, and the caller must abort it.
     pub async fn complete(&mut self) -> Result<ObjectMeta, UploadError> {
         self.flush().await?;
-        let completed = self.inner.complete().await.map_err(|error| StoreError::of(&self.key, error));
+        let completed = self.inner.complete().await.map_err(|error| StoreError::classify(&self.key, error));
         let stored = self.bucket.head(&self.key).await;
         match (completed, stored) {
             (_, Ok(Some(meta))) if meta.size == self.sent_bytes => Ok(meta),

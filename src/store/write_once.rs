@@ -1,7 +1,7 @@
 //! An HTTP layer below object_store: completes the upload of a snapshot only if no object with its key exists.
 //!
-//! object_store completes uploads unconditionally. The added header is not part of the signature; S3 does not require it to
-//! be.
+//! object_store completes uploads unconditionally. The added header is not part of the signature; S3 does not require
+//! it to be.
 
 use async_trait::async_trait;
 use http::header::{HeaderValue, IF_NONE_MATCH};

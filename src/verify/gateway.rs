@@ -9,7 +9,7 @@ use super::host_client::HostClient;
 use super::responses::{AppList, Readiness, SchemaList};
 use svc_base::diagnosis::Findings;
 
-const JOURNAL_HINT: &str = "journalctl -u svc-gateway -n 50 on the host";
+const JOURNAL_HINT: &str = "run `journalctl -u svc-gateway -n 50` on the host";
 /// Maximum problems that one check reports.
 const MAX_PROBLEMS: usize = 20;
 
@@ -109,7 +109,7 @@ pub async fn check_icons(host: &HostClient) -> Findings {
             }
         }
     }
-    findings.or_ok(format!("{} icons and the fallback of a missing one, all stable", paths.len() - 1))
+    findings.or_ok(format!("{} icons and the fallback for a missing one, all stable", paths.len() - 1))
 }
 
 async fn check_icon(host: &HostClient, path: &str) -> Result<(), String> {

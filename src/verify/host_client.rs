@@ -1,5 +1,5 @@
 //! A client of a host: through the gateway's trusted socket, through the router with the owner's session, or directly
-//! with proofs of the platform.
+//! with the platform's proofs.
 
 use std::path::Path;
 use std::time::Duration;

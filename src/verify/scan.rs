@@ -1,4 +1,5 @@
-//! Pure functions that scan built files, without running them, for the files that they refer to and for placeholder hosts.
+//! Pure functions that scan built files, without running them, for the files that they refer to and for placeholder
+//! hosts.
 
 use std::collections::HashSet;
 
@@ -10,8 +11,8 @@ const MAX_NAME_BYTES: usize = 300;
 /// Maximum length of a host name. The search for its start and end stops there.
 const MAX_HOST_BYTES: usize = 253;
 
-/// Finds the distinct quoted names of scripts and styles in HTML or JavaScript, at most `max` of them. Takes time linear
-/// in the length of the text, which a hostile host may have crafted.
+/// Finds the distinct quoted names of scripts and styles in HTML or JavaScript, at most `max` of them. Takes time
+/// linear in the length of the text, which a hostile host may have crafted.
 pub fn find_script_and_style_names(text: &str, max: usize) -> Vec<&str> {
     let mut seen = HashSet::new();
     let parts = ['"', '\'', '`'].into_iter().flat_map(|quote| text.split(quote));
@@ -45,7 +46,7 @@ fn hosts_in_keys(text: &str) -> impl Iterator<Item = String> {
         let encoded = rest.split(|c| !is_base64(c)).next().unwrap_or_default();
         let encoded = encoded.replace('-', "+").replace('_', "/");
         let text = String::from_utf8(STANDARD_NO_PAD.decode(encoded).ok()?).ok()?;
-        text.strip_suffix('$').filter(|host| host.chars().all(is_host)).map(str::to_owned)
+        text.strip_suffix('$').filter(|host| host.chars().all(is_host_char)).map(str::to_owned)
     })
 }
 
@@ -58,13 +59,13 @@ fn find_placeholder_in_text(text: &str) -> Option<&str> {
         let word_follows_slashes = text[..at].ends_with("//") || before == Some('@');
         let is_quoted = matches!(before, Some('"' | '\'' | '`'));
         let window = text.floor_char_boundary(at.saturating_sub(MAX_HOST_BYTES));
-        let host_start = text[window..at].rfind(|c: char| !is_host(c));
+        let host_start = text[window..at].rfind(|c: char| !is_host_char(c));
         let host_start = host_start.map_or(window, |end| text.ceil_char_boundary(window + end + 1));
         // A label before the word, as in `clerk.placeholder.dev`, belongs to the host.
-        let start = if before.is_some_and(is_host) { host_start } else { at };
+        let start = if before.is_some_and(is_host_char) { host_start } else { at };
         let host_follows_slashes = text[..start].ends_with("//");
         let limit = text.floor_char_boundary(at + MAX_HOST_BYTES);
-        let end = text[at..limit].find(|c: char| !is_host(c)).map_or(limit, |length| at + length);
+        let end = text[at..limit].find(|c: char| !is_host_char(c)).map_or(limit, |length| at + length);
         let host = text[start..end].trim_end_matches('.');
         let dots = host.matches('.').count();
         let is_in_url = word_follows_slashes || host_follows_slashes;
@@ -75,7 +76,7 @@ fn find_placeholder_in_text(text: &str) -> Option<&str> {
     None
 }
 
-fn is_host(c: char) -> bool {
+fn is_host_char(c: char) -> bool {
     c.is_ascii_alphanumeric() || c == '.' || c == '-'
 }
 

@@ -15,7 +15,7 @@ const MAX_TOTAL_BYTES: usize = 96 << 20;
 const MAX_NAMES_PER_FILE: usize = 2000;
 /// Maximum distinct URLs that the files refer to, including those that are not files.
 const MAX_REFERENCES: usize = 4000;
-/// Every call of the legacy route contains this, no matter how its URL is built.
+/// Every call to the legacy route contains this, no matter how its URL is built.
 const LEGACY_API_PATH: &str = "api/canvas";
 /// The page's `meta` that declares where canvas gestures may begin.
 const GESTURES_META: &str = "svc-canvas-gestures";
@@ -32,7 +32,7 @@ struct ShellFile {
 
 pub async fn check_shell(host: &HostClient, timeout: Duration) -> Vec<Finding> {
     let findings = Findings::new("shell");
-    let next = "systemctl status svc-shell; journalctl -u svc-shell -n 50 on the host";
+    let next = "run `systemctl status svc-shell` and `journalctl -u svc-shell -n 50` on the host";
     let loaded = match tokio::time::timeout(timeout, load_shell(host)).await {
         Ok(loaded) => loaded,
         Err(_) => Err(format!("not read within {} s", timeout.as_secs())),
@@ -48,18 +48,18 @@ pub async fn check_shell(host: &HostClient, timeout: Duration) -> Vec<Finding> {
         }
     };
     let bytes: usize = files.iter().map(|file| file.text.len()).sum();
-    let read = format!("its page and {} files, {} KiB", files.len() - 1, bytes >> 10);
+    let summary = format!("its page and {} files, {} KiB", files.len() - 1, bytes >> 10);
     // The scan of megabytes of text must not block other tasks of this thread.
     let checks = tokio::task::spawn_blocking(move || {
         [check_placeholder(&files), check_legacy_calls(&files), check_gestures(&files)]
     });
     match checks.await {
         Ok(checks) => {
-            let mut list = findings.ok(read).into_list();
+            let mut list = findings.ok(summary).into_list();
             list.extend(checks.into_iter().flat_map(Findings::into_list));
             list
         }
-        Err(error) => findings.problem(format!("{read}: not checked: {error}"), next).into_list(),
+        Err(error) => findings.problem(format!("{summary}: not checked: {error}"), next).into_list(),
     }
 }
 
@@ -129,9 +129,9 @@ fn queue_files(
     queue: &mut VecDeque<(Url, bool)>,
 ) -> Result<(), String> {
     for name in names {
-        let relative = name.starts_with('.') || name.starts_with('/') || name.contains("://");
+        let uses_referrer = name.starts_with('.') || name.starts_with('/') || name.contains("://");
         // Vite names lazily loaded chunks relative to the site's root, without a leading slash.
-        let from = if relative { referrer } else { base };
+        let from = if uses_referrer { referrer } else { base };
         if let Ok(url) = from.join(name)
             && url.origin() == base.origin()
             && !seen.contains(&url)

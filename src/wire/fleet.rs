@@ -14,7 +14,7 @@ use svc_machine::state::Status;
 
 words!(
     /// How a machine left its slot.
-    Ended { Deleted = "deleted", Replaced = "replaced" }
+    EndReason { Deleted = "deleted", Replaced = "replaced" }
 );
 
 /// The fleet: totals, the machines that need attention, overdue operations, alarms, and the running rollout.
@@ -122,8 +122,8 @@ pub struct MachineNeedingAttention {
     pub reasons: Vec<String>,
     /// How the machine left its slot; absent while it holds the slot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(with = "Text<Ended>")]
-    pub ended: Option<Text<Ended>>,
+    #[schemars(with = "Text<EndReason>")]
+    pub ended: Option<Text<EndReason>>,
     /// The operation that waits for a decision.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub operation_id: Option<Text<OperationId>>,

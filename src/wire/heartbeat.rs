@@ -15,15 +15,15 @@ use svc_machine::name::ImageVersion;
 
 /// Maximum number of proof keys that a host acknowledges.
 pub const MAX_PROOF_KIDS: usize = 16;
-/// Maximum number of keys that a host trusts for releases.
+/// Maximum number of release-signing keys that a host trusts.
 pub const MAX_TRUSTED_KEYS: usize = 16;
 /// Maximum number of items that need attention.
 pub const MAX_ATTENTION_ITEMS: usize = 16;
 /// Maximum characters of an item's code, which consists of lower-case letters and underscores.
 pub const MAX_ATTENTION_CODE_CHARS: usize = 40;
 
-/// A host's report. Optional fields may be `null` or absent. The platform keeps the last backup, update, checks and
-/// trusted keys of an earlier report if they are.
+/// A host's report. Optional fields may be `null` or absent. If the last backup, the last update, the checks or the
+/// trusted keys are, the platform keeps those of the previous report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -82,7 +82,7 @@ pub struct ComponentHealth {
     pub code: Option<Text<ComponentStatus>>,
 }
 
-/// The keys whose signatures on releases a host accepts.
+/// The release-signing keys that a host trusts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct TrustedKeyIds {

@@ -11,7 +11,7 @@ words!(
     Scope {
         /// Machines, operations, rollouts and the audit, without owner data.
         Read = "read",
-        /// Changes of machines, and their snapshots.
+        /// Changes to machines, and their snapshots.
         Operate = "operate",
         /// Subscriptions, and usage by owners.
         Billing = "billing",
@@ -67,7 +67,7 @@ pub struct TokenIssue {
     pub token_id: Text<OperatorTokenId>,
 }
 
-/// The operator and the new token. `Debug` would print the token.
+/// The operator and the new token. Has no `Debug`, which would print the token.
 #[derive(Clone, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct IssuedToken {

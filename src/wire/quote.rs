@@ -28,7 +28,7 @@ impl Price {
     pub const PATTERN: &'static str = "^[0-9]{1,9}\\.[0-9]{2,6} [A-Z]{3}$";
 }
 
-/// A text that is not a price.
+/// The error for a text that is not a price.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("must be an amount with 2 to 6 decimals and a currency, such as 9.50 EUR")]
 pub struct InvalidPrice;
@@ -106,8 +106,8 @@ pub struct ProvisionQuote {
     /// Whether the provision would add a customer, whose cost and consent an operator must confirm.
     #[serde(default)]
     pub adds_customer: bool,
-    /// Whether an operator must confirm `monthlyCost`: the provision would add a customer, or replace a customer's machine
-    /// with one of another server type. Older platforms omit it.
+    /// Whether an operator must confirm `monthlyCost`: the provision would add a customer, or replace a customer's
+    /// machine with one of another server type. Older platforms omit it.
     #[serde(default)]
     pub needs_cost_confirmation: bool,
     /// With value-added tax, in the most expensive of the possible locations: the value for `confirmedMonthlyCost`.

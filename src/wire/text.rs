@@ -17,7 +17,7 @@ use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, OperatorName,
 use svc_machine::plan::Plan;
 use svc_machine::state::{FailureCause, Status};
 
-/// A string that is written from a `T` and described as one.
+/// A string that writers create from a `T`, and that the API description describes as a `T`.
 ///
 /// A reader accepts any string, because a writer of a newer release may use other words.
 #[derive(PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -31,7 +31,7 @@ pub struct Text<T> {
 /// A time: RFC 3339, UTC, with milliseconds.
 pub type Time = Text<Timestamp>;
 
-/// A type with one form as a string.
+/// A type with exactly one string form.
 pub trait TextForm {
     fn to_text(&self) -> String;
 
@@ -41,7 +41,7 @@ pub trait TextForm {
 
 impl<T> Text<T> {
     /// A text as it is stored, possibly by a newer release.
-    pub fn stored(text: impl Into<String>) -> Self {
+    pub fn from_stored(text: impl Into<String>) -> Self {
         Self { text: text.into(), value: PhantomData }
     }
 
@@ -73,7 +73,7 @@ pub fn unknown() -> String {
 /// [`UNKNOWN`], which only a reader uses.
 impl<T> Default for Text<T> {
     fn default() -> Self {
-        Self::stored(UNKNOWN)
+        Self::from_stored(UNKNOWN)
     }
 }
 

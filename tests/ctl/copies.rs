@@ -8,7 +8,7 @@ use std::time::Duration;
 use http::StatusCode;
 use kit::provider::Power;
 use serde_json::{Value, json};
-use svc::http::server::{Limits, serve};
+use svc::http::server::{ListenerLimits, serve};
 use svc::http::tls;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -108,7 +108,7 @@ impl Operator {
         let stop = CancellationToken::new();
         let router = axum::Router::new().fallback(move || async move { status });
         let tls = Some(Arc::new(identity.server_config().unwrap()));
-        tokio::spawn(serve(listener, tls, router, Limits::default(), stop.clone()));
+        tokio::spawn(serve(listener, tls, router, ListenerLimits::default(), stop.clone()));
         (guest, FakeHost(stop))
     }
 

@@ -12,7 +12,7 @@ pub fn scrape(host: &Host) -> Result<Exposition> {
     let (head, body) = response.split_once("\r\n\r\n").unwrap_or_default();
     anyhow::ensure!(head.starts_with("HTTP/1.0 200") || head.starts_with("HTTP/1.1 200"), "{response}");
     anyhow::ensure!(head.to_lowercase().contains("content-type: text/plain; version=0.0.4"), "{head}");
-    Exposition::read(body)
+    Exposition::parse(body)
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -9,7 +9,7 @@ use http::StatusCode;
 use reqwest::Method;
 use serde_json::{Value, json};
 use svc::http::proof::{Claims, ProofKeys};
-use svc::http::server::{Limits, serve};
+use svc::http::server::{ListenerLimits, serve};
 use svc::http::tls;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -142,6 +142,6 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Hos
     let listener = TcpListener::bind((server.ipv4, stack.provider.https_port())).await.unwrap();
     let stop = CancellationToken::new();
     let tls = Some(Arc::new(identity.server_config().unwrap()));
-    tokio::spawn(serve(listener, tls, router, Limits::default(), stop.clone()));
+    tokio::spawn(serve(listener, tls, router, ListenerLimits::default(), stop.clone()));
     Host { proofs, guest, keys, script, stop }
 }

@@ -10,7 +10,7 @@ async fn scrape(stack: &Stack, process: &Process) -> Exposition {
     let response = stack.get(process, "/metrics").await;
     assert_eq!(response.status, 200, "{response:?}");
     assert_eq!(response.headers["content-type"], "text/plain; version=0.0.4; charset=utf-8");
-    Exposition::read(&response.text).unwrap_or_else(|error| panic!("{error:#}\n{}", response.text))
+    Exposition::parse(&response.text).unwrap_or_else(|error| panic!("{error:#}\n{}", response.text))
 }
 
 fn assert_grew(before: &Exposition, after: &Exposition, series: &str, by: f64) {
@@ -88,7 +88,7 @@ async fn metrics_require_operator_and_survive_unreadable_tables() {
         .unwrap();
     let without: ApiResponse = stack.get(&process, "/metrics").await;
     assert_eq!(without.status, 200);
-    let without = Exposition::read(&without.text).unwrap();
+    let without = Exposition::parse(&without.text).unwrap();
     assert_eq!(
         without.get("svc_fleet_read_timestamp_seconds"),
         read_at,

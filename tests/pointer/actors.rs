@@ -13,7 +13,7 @@ use svc::store::bucket::Condition;
 use svc::store::key::{SlotPrefix, snapshot_key};
 use svc::store::pointer::{FORMAT, Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError, PointerRead};
-use svc::store::recorded::RecordedSnapshot;
+use svc::store::recorded_snapshot::RecordedSnapshot;
 use svc::store::snapshot::{self, SideRecord, SnapshotUnusable};
 use tokio::sync::watch;
 
@@ -26,15 +26,15 @@ const MAX_ATTEMPTS: u32 = 12;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BrokenRule {
     /// A host that does not check the fence.
-    Fence,
+    FenceCheck,
     /// A host that publishes its snapshot before the side record is written.
-    Order,
+    WriteOrder,
     /// A host that treats an error as a success.
-    Success,
+    ErrorReporting,
     /// A platform that lowers the fence to its machine's epoch.
-    Lowering,
+    MonotonicFence,
     /// A platform that overwrites the pointer with a tombstone.
-    Tombstone,
+    SnapshotKept,
 }
 
 pub fn slot() -> SlotPrefix {
@@ -88,7 +88,7 @@ pub async fn run_platform(
     let _ = external.fenced.subscribe().wait_for(|fenced| *fenced + 1 >= epoch).await;
     for _ in 0..MAX_ATTEMPTS {
         let end = match broken_rule {
-            Some(BrokenRule::Lowering | BrokenRule::Tombstone) => {
+            Some(BrokenRule::MonotonicFence | BrokenRule::SnapshotKept) => {
                 faulty_fence(&bucket, epoch, broken_rule).await
             }
             _ => pointer_io::fence(&bucket, &slot(), &Fence::unsigned(Epoch(epoch), machine(epoch))).await,
@@ -96,9 +96,9 @@ pub async fn run_platform(
         match end {
             Ok(()) => {
                 external.fenced.send_if_modified(|fenced| {
-                    let later = epoch > *fenced;
+                    let is_later = epoch > *fenced;
                     *fenced = epoch.max(*fenced);
-                    later
+                    is_later
                 });
                 return;
             }
@@ -123,8 +123,9 @@ pub async fn run_host(
         let at = Timestamp::UNIX_EPOCH + SignedDuration::from_secs(i64::from(seconds));
         let side = side_record(own_epoch, at);
         let Ok(pointer) = pointer_io::read(&bucket, &slot()).await else { continue };
-        let fenced = pointer.is_some_and(|pointer| pointer.value.admit(own_epoch, machine(epoch)).is_err());
-        if fenced && broken_rule != Some(BrokenRule::Fence) {
+        let is_fenced =
+            pointer.is_some_and(|pointer| pointer.value.admit(own_epoch, machine(epoch)).is_err());
+        if is_fenced && broken_rule != Some(BrokenRule::FenceCheck) {
             return;
         }
         let object = slot().snapshot(&side.key).unwrap();
@@ -132,7 +133,9 @@ pub async fn run_host(
             continue;
         }
         let end = match broken_rule {
-            Some(BrokenRule::Fence | BrokenRule::Order) => faulty_advance(&bucket, &side, broken_rule).await,
+            Some(BrokenRule::FenceCheck | BrokenRule::WriteOrder) => {
+                faulty_advance(&bucket, &side, broken_rule).await
+            }
             _ => match snapshot::write_side_record(&bucket, &slot(), &side, None).await {
                 Ok(recorded) => pointer_io::advance(&bucket, &slot(), &recorded).await,
                 Err(error) => Err(error.into()),
@@ -141,7 +144,7 @@ pub async fn run_host(
         match end {
             Ok(()) => history(&mut |history| history.record_success(&side.key)),
             Err(PointerError::Fenced(_)) => return,
-            Err(_) if broken_rule == Some(BrokenRule::Success) => {
+            Err(_) if broken_rule == Some(BrokenRule::ErrorReporting) => {
                 history(&mut |history| history.record_success(&side.key));
             }
             Err(_) => {}
@@ -168,15 +171,15 @@ pub async fn run_advance(
 /// be usable.
 pub async fn run_reader(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History)), reads: u32) {
     for _ in 0..reads {
-        let (mut seq, mut named) = (0, false);
-        history(&mut |history| (seq, named) = (history.seq(), history.names_snapshot()));
+        let (mut seq, mut names_snapshot) = (0, false);
+        history(&mut |history| (seq, names_snapshot) = (history.seq(), history.names_snapshot()));
         if let Ok(read) = pointer_io::read(&bucket, &slot()).await
             && read.map_or(0, |read| read.value.seq) < seq
         {
             history(&mut History::record_stale_read);
         }
         match snapshot::find_latest(&bucket, &slot()).await {
-            Err(SnapshotUnusable::Damaged { .. } | SnapshotUnusable::Absent) if named => {
+            Err(SnapshotUnusable::Damaged { .. } | SnapshotUnusable::Absent) if names_snapshot => {
                 history(&mut History::record_damaged_read);
             }
             _ => {}
@@ -189,14 +192,14 @@ async fn faulty_fence(
     epoch: u32,
     broken_rule: Option<BrokenRule>,
 ) -> Result<(), PointerError> {
-    let now = pointer_io::read(bucket, &slot()).await?;
-    let old = now.as_ref().map(|now| now.value.clone());
+    let current = pointer_io::read(bucket, &slot()).await?;
+    let old = current.as_ref().map(|current| current.value.clone());
     let fence_epoch = match broken_rule {
-        Some(BrokenRule::Lowering) => Epoch(epoch),
+        Some(BrokenRule::MonotonicFence) => Epoch(epoch),
         _ => old.as_ref().map_or(Epoch(epoch), |old| old.fence_epoch.max(Epoch(epoch))),
     };
     let snapshot = old.as_ref().and_then(|old| old.snapshot.clone());
-    let snapshot = snapshot.filter(|_| broken_rule != Some(BrokenRule::Tombstone));
+    let snapshot = snapshot.filter(|_| broken_rule != Some(BrokenRule::SnapshotKept));
     let next = Pointer {
         version: FORMAT,
         fence_epoch,
@@ -206,13 +209,13 @@ async fn faulty_fence(
         snapshot,
         emptied_at: None,
     };
-    write(bucket, now, &next).await
+    write(bucket, current, &next).await
 }
 
 /// Writes in the same order as the product: the log entry, then `latest`.
-async fn write(bucket: &Bucket, now: Option<PointerRead>, next: &Pointer) -> Result<(), PointerError> {
+async fn write(bucket: &Bucket, current: Option<PointerRead>, next: &Pointer) -> Result<(), PointerError> {
     bucket.put_json_if(&slot().pointer_entry(next.seq), next, Condition::Absent).await?;
-    let condition = now.map_or(Condition::Absent, |now| now.condition());
+    let condition = current.map_or(Condition::Absent, |current| current.condition());
     Ok(bucket.put_json_if(&slot().pointer(), next, condition).await?)
 }
 
@@ -221,8 +224,8 @@ async fn faulty_advance(
     side: &SideRecord,
     broken_rule: Option<BrokenRule>,
 ) -> Result<(), PointerError> {
-    let now = pointer_io::read(bucket, &slot()).await?;
-    let old = now.as_ref().map(|now| &now.value);
+    let current = pointer_io::read(bucket, &slot()).await?;
+    let old = current.as_ref().map(|current| &current.value);
     let next = Pointer {
         version: FORMAT,
         fence_epoch: old.map_or(side.epoch, |old| old.fence_epoch.max(side.epoch)),
@@ -232,11 +235,11 @@ async fn faulty_advance(
         snapshot: Some(side.snapshot_ref()),
         emptied_at: None,
     };
-    if broken_rule == Some(BrokenRule::Fence) {
+    if broken_rule == Some(BrokenRule::FenceCheck) {
         snapshot::write_side_record(bucket, &slot(), side, None).await?;
     }
-    write(bucket, now, &next).await?;
-    if broken_rule == Some(BrokenRule::Order) {
+    write(bucket, current, &next).await?;
+    if broken_rule == Some(BrokenRule::WriteOrder) {
         snapshot::write_side_record(bucket, &slot(), side, None).await?;
     }
     Ok(())

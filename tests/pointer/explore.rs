@@ -7,7 +7,7 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use kit::long::Figures;
 use svc::machine::epoch::Epoch;
-use svc::store::recorded::RecordedSnapshot;
+use svc::store::recorded_snapshot::RecordedSnapshot;
 use svc::store::{Bucket, snapshot};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -131,7 +131,7 @@ async fn store_recorded(server: &Server, roles: &[Role]) -> HashMap<usize, Recor
 impl ScenarioRun {
     async fn execute(scenario: Scenario, choices: &mut dyn Choices) -> RunResult {
         let (server, turns) = Server::new(slot(), scenario.conditions);
-        let bad = scenario.faults + scenario.crashes;
+        let fault_budget = scenario.faults + scenario.crashes;
         let recorded = store_recorded(&server, &scenario.roles).await;
         let mut run = Self {
             recorded,
@@ -150,19 +150,19 @@ impl ScenarioRun {
             while let Ok(turn) = run.turns.try_recv() {
                 run.waiting.push(turn);
             }
-            run.waiting.retain(|turn| !turn.go.is_closed());
+            run.waiting.retain(|turn| !turn.reply.is_closed());
             run.waiting.sort_by_key(|turn| turn.actor);
-            let open = run.possible_events();
-            if open.is_empty() {
+            let events = run.possible_events();
+            if events.is_empty() {
                 break;
             }
-            let next = open[choices.pick(open.len())];
+            let next = events[choices.pick(events.len())];
             log.push(run.describe(next));
             run.apply(next).await;
         }
         run.actors.iter().for_each(JoinHandle::abort);
         let history = run.server.history.lock().unwrap();
-        let faults = bad - run.scenario.faults - run.scenario.crashes;
+        let faults = fault_budget - run.scenario.faults - run.scenario.crashes;
         RunResult { violations: history.violations.clone(), writes: history.writes, faults, log }
     }
 
@@ -187,27 +187,28 @@ impl ScenarioRun {
 
     /// The possible events, successful calls first.
     fn possible_events(&self) -> Vec<Event> {
-        let good = (0..self.waiting.len()).map(|waiting| Event::Call { waiting, outcome: CallOutcome::Done });
-        let mut open: Vec<Event> =
-            good.flat_map(|next| std::iter::repeat_n(next, self.scenario.success_weight)).collect();
-        open.extend((0..self.server.late_count()).map(|late| Event::ApplyLate { late }));
+        let successes =
+            (0..self.waiting.len()).map(|waiting| Event::Call { waiting, outcome: CallOutcome::Done });
+        let mut events: Vec<Event> =
+            successes.flat_map(|event| std::iter::repeat_n(event, self.scenario.success_weight)).collect();
+        events.extend((0..self.server.late_count()).map(|late| Event::ApplyLate { late }));
         for (waiting, turn) in self.waiting.iter().enumerate() {
             let outcomes: &[CallOutcome] = match turn.call {
-                Call::Get => &CallOutcome::OF_GET,
-                Call::List => &CallOutcome::OF_LIST,
-                Call::Put => &CallOutcome::OF_PUT,
+                Call::Get => &CallOutcome::GET_FAULTS,
+                Call::List => &CallOutcome::LIST_FAULTS,
+                Call::Put => &CallOutcome::PUT_FAULTS,
             };
             if self.scenario.faults > 0 {
-                open.extend(outcomes.iter().map(|&outcome| Event::Call { waiting, outcome }));
+                events.extend(outcomes.iter().map(|&outcome| Event::Call { waiting, outcome }));
             }
             if self.scenario.crashes > 0 {
-                open.push(Event::Crash { waiting, outcome: CallOutcome::Lost });
+                events.push(Event::Crash { waiting, outcome: CallOutcome::Lost });
                 if turn.call == Call::Put {
-                    open.push(Event::Crash { waiting, outcome: CallOutcome::NoResponse });
+                    events.push(Event::Crash { waiting, outcome: CallOutcome::NoResponse });
                 }
             }
         }
-        open
+        events
     }
 
     fn describe(&self, next: Event) -> String {
@@ -225,13 +226,13 @@ impl ScenarioRun {
             Event::Call { waiting, outcome } => {
                 self.scenario.faults -= u32::from(outcome != CallOutcome::Done);
                 // The waiting actor may have ended in the meantime.
-                let _ = self.waiting.remove(waiting).go.send(outcome);
+                let _ = self.waiting.remove(waiting).reply.send(outcome);
             }
             Event::Crash { waiting, outcome } => {
                 self.scenario.crashes -= 1;
                 let turn = self.waiting.remove(waiting);
                 let actor = turn.actor;
-                let _ = turn.go.send(outcome);
+                let _ = turn.reply.send(outcome);
                 // The call completes before its caller is aborted.
                 tokio::task::yield_now().await;
                 self.actors[actor].abort();
@@ -247,13 +248,18 @@ fn find_violating_seed(scenario: &Scenario, violation: Violation, max_seeds: u64
     (0..max_seeds).find(|&seed| run_scenario(scenario, &mut Seeded(seed)).violations.contains(&violation))
 }
 
-fn assert_holds(scenario: &Scenario, seeds: std::ops::Range<u64>) -> Figures {
+fn assert_invariants_hold(scenario: &Scenario, seeds: std::ops::Range<u64>) -> Figures {
     let (mut writes, mut faults) = (0, 0);
     for seed in seeds.clone() {
-        let shown = run_scenario(scenario, &mut Seeded(seed));
-        assert!(shown.violations.is_empty(), "seed {seed}: {:?}\n{}", shown.violations, shown.log.join("\n"));
-        writes += u64::from(shown.writes);
-        faults += u64::from(shown.faults);
+        let result = run_scenario(scenario, &mut Seeded(seed));
+        assert!(
+            result.violations.is_empty(),
+            "seed {seed}: {:?}\n{}",
+            result.violations,
+            result.log.join("\n")
+        );
+        writes += u64::from(result.writes);
+        faults += u64::from(result.faults);
     }
     let runs = seeds.end - seeds.start;
     println!("{runs} runs, {writes} writes of the pointer");
@@ -263,27 +269,28 @@ fn assert_holds(scenario: &Scenario, seeds: std::ops::Range<u64>) -> Figures {
 
 #[test]
 fn pointer_invariants_hold_under_random_orders_and_faults() {
-    assert_holds(&Scenario::full(), 0..2000);
+    assert_invariants_hold(&Scenario::full(), 0..2000);
 }
 
 #[test]
 fn pointer_invariants_hold_when_if_match_never_fails() {
-    assert_holds(&Scenario { conditions: Conditions::CreateOnly, ..Scenario::full() }, 0..2000);
+    assert_invariants_hold(&Scenario { conditions: Conditions::CreateOnly, ..Scenario::full() }, 0..2000);
 }
 
 #[test]
 #[ignore = "a long campaign: cargo xtask test --long"]
 fn pointer_invariants_hold_under_many_more_orders() -> anyhow::Result<()> {
-    assert_holds(&Scenario::full(), 3000..50_000).record()?;
-    assert_holds(&Scenario { conditions: Conditions::CreateOnly, ..Scenario::full() }, 3000..50_000).record()
+    assert_invariants_hold(&Scenario::full(), 3000..50_000).record()?;
+    assert_invariants_hold(&Scenario { conditions: Conditions::CreateOnly, ..Scenario::full() }, 3000..50_000)
+        .record()
 }
 
 /// Runs every order of the scenario's calls, with every allowed fault at every position.
-fn assert_holds_in_every_order(scenario: &Scenario) -> u64 {
+fn assert_invariants_hold_in_every_order(scenario: &Scenario) -> u64 {
     let (mut choices, mut runs) = (Exhaustive::default(), 0_u64);
     loop {
-        let shown = run_scenario(scenario, &mut choices);
-        assert!(shown.violations.is_empty(), "{:?}\n{}", shown.violations, shown.log.join("\n"));
+        let result = run_scenario(scenario, &mut choices);
+        assert!(result.violations.is_empty(), "{:?}\n{}", result.violations, result.log.join("\n"));
         runs += 1;
         if !choices.next_run() {
             println!("{runs} orders");
@@ -301,7 +308,7 @@ fn replacement(conditions: Conditions) -> Scenario {
 #[test]
 fn pointer_invariants_hold_in_random_replacement_orders() {
     for conditions in [Conditions::Honoured, Conditions::CreateOnly] {
-        assert_holds_without_faults(&replacement(conditions), 0..1000);
+        assert_invariants_hold_without_faults(&replacement(conditions), 0..1000);
     }
 }
 
@@ -309,15 +316,20 @@ fn pointer_invariants_hold_in_random_replacement_orders() {
 #[ignore = "a long campaign: cargo xtask test --long"]
 fn pointer_invariants_hold_in_every_replacement_order() {
     for conditions in [Conditions::Honoured, Conditions::CreateOnly] {
-        assert!(assert_holds_in_every_order(&replacement(conditions)) > 500);
+        assert!(assert_invariants_hold_in_every_order(&replacement(conditions)) > 500);
     }
 }
 
-fn assert_holds_without_faults(scenario: &Scenario, seeds: std::ops::Range<u64>) {
+fn assert_invariants_hold_without_faults(scenario: &Scenario, seeds: std::ops::Range<u64>) {
     for seed in seeds {
-        let shown = run_scenario(scenario, &mut Seeded(seed));
-        assert!(shown.violations.is_empty(), "seed {seed}: {:?}\n{}", shown.violations, shown.log.join("\n"));
-        assert!(shown.writes > 0, "seed {seed}: no actor has written the pointer");
+        let result = run_scenario(scenario, &mut Seeded(seed));
+        assert!(
+            result.violations.is_empty(),
+            "seed {seed}: {:?}\n{}",
+            result.violations,
+            result.log.join("\n")
+        );
+        assert!(result.writes > 0, "seed {seed}: no actor has written the pointer");
     }
 }
 
@@ -336,12 +348,12 @@ fn pointer_invariants_hold_with_one_fault_and_one_crash() {
             success_weight: 4,
         };
         for seed in 0..1500 {
-            let shown = run_scenario(&scenario, &mut Seeded(seed));
+            let result = run_scenario(&scenario, &mut Seeded(seed));
             assert!(
-                shown.violations.is_empty(),
+                result.violations.is_empty(),
                 "seed {seed}: {:?}\n{}",
-                shown.violations,
-                shown.log.join("\n")
+                result.violations,
+                result.log.join("\n")
             );
         }
     }
@@ -356,12 +368,12 @@ fn store_that_ignores_conditions_is_detected() {
 #[test]
 fn every_faulty_writer_is_detected() {
     for (broken_rule, violation) in [
-        (BrokenRule::Fence, Violation::FencedOff),
-        (BrokenRule::Order, Violation::Unverified),
-        (BrokenRule::Order, Violation::DamagedRead),
-        (BrokenRule::Success, Violation::FalseSuccess),
-        (BrokenRule::Lowering, Violation::FenceLowered),
-        (BrokenRule::Tombstone, Violation::SnapshotDropped),
+        (BrokenRule::FenceCheck, Violation::StaleSnapshot),
+        (BrokenRule::WriteOrder, Violation::IncompleteSnapshot),
+        (BrokenRule::WriteOrder, Violation::DamagedRead),
+        (BrokenRule::ErrorReporting, Violation::FalseSuccess),
+        (BrokenRule::MonotonicFence, Violation::FenceLowered),
+        (BrokenRule::SnapshotKept, Violation::SnapshotDropped),
     ] {
         let seeds = find_violating_seed(&Scenario::broken_rule(broken_rule), violation, 500);
         println!("{broken_rule:?} is detected as {violation:?} by seed {seeds:?}");

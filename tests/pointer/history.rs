@@ -11,10 +11,10 @@ pub enum Violation {
     LostUpdate,
     /// The fence was lowered.
     FenceLowered,
-    /// The pointer names a snapshot of a fenced-off machine, or an older one than before.
-    FencedOff,
+    /// The pointer was moved to a snapshot of a fenced-off machine, or to an older one than before.
+    StaleSnapshot,
     /// The pointer names a snapshot whose object or side record does not match.
-    Unverified,
+    IncompleteSnapshot,
     /// The pointer named a snapshot, but no longer names one.
     SnapshotDropped,
     /// A host saw success, but the pointer never named its snapshot.
@@ -22,15 +22,16 @@ pub enum Violation {
     /// A snapshot was published, but a reader found no usable one.
     DamagedRead,
     /// `latest` contains a value that no log entry claims.
-    Unclaimed,
+    UnclaimedLatest,
     /// A read that started after a claim did not see it.
     StaleRead,
 }
 
 #[derive(Debug, Default)]
 pub struct History {
-    now: Option<Pointer>,
-    named: HashSet<String>,
+    current: Option<Pointer>,
+    /// The keys of all snapshots that the pointer has named.
+    named_keys: HashSet<String>,
     claimed: HashMap<u64, Pointer>,
     pub violations: Vec<Violation>,
     pub writes: u32,
@@ -39,53 +40,53 @@ pub struct History {
 impl History {
     /// The last claimed `seq`.
     pub fn seq(&self) -> u64 {
-        self.now.as_ref().map_or(0, |now| now.seq)
+        self.current.as_ref().map_or(0, |pointer| pointer.seq)
     }
 
     pub fn names_snapshot(&self) -> bool {
-        self.now.as_ref().is_some_and(|now| now.snapshot.is_some())
+        self.current.as_ref().is_some_and(|pointer| pointer.snapshot.is_some())
     }
 
     /// Records a write of `latest`.
     pub fn record_publication(&mut self, new: &Pointer) {
         if self.claimed.get(&new.seq) != Some(new) {
-            self.violations.push(Violation::Unclaimed);
+            self.violations.push(Violation::UnclaimedLatest);
         }
     }
 
     /// Records a successful claim; `is_complete` says whether the object and side record of its snapshot exist.
     pub fn record_claim(&mut self, new: Pointer, is_complete: bool) {
         self.writes += 1;
-        let old_fence = self.now.as_ref().map(|old| old.fence_epoch);
-        let old_seq = self.now.as_ref().map_or(0, |old| old.seq);
+        let old_fence = self.current.as_ref().map(|old| old.fence_epoch);
+        let old_seq = self.current.as_ref().map_or(0, |old| old.seq);
         if new.seq != old_seq + 1 {
             self.violations.push(Violation::LostUpdate);
         }
         if old_fence.is_some_and(|fence| new.fence_epoch < fence) {
             self.violations.push(Violation::FenceLowered);
         }
-        let before = self.now.as_ref().and_then(|old| old.snapshot.as_ref());
+        let before = self.current.as_ref().and_then(|old| old.snapshot.as_ref());
         match (before, &new.snapshot) {
             (Some(_), None) => self.violations.push(Violation::SnapshotDropped),
             (before, Some(named)) if before.is_none_or(|before| before.key != named.key) => {
                 let older = before
                     .is_some_and(|before| (named.epoch, named.taken_at) < (before.epoch, before.taken_at));
                 if old_fence.is_some_and(|fence| named.epoch < fence) || older {
-                    self.violations.push(Violation::FencedOff);
+                    self.violations.push(Violation::StaleSnapshot);
                 }
                 if !is_complete {
-                    self.violations.push(Violation::Unverified);
+                    self.violations.push(Violation::IncompleteSnapshot);
                 }
-                self.named.insert(named.key.clone());
+                self.named_keys.insert(named.key.clone());
             }
             _ => {}
         }
         self.claimed.insert(new.seq, new.clone());
-        self.now = Some(new);
+        self.current = Some(new);
     }
 
     pub fn record_success(&mut self, key: &str) {
-        if !self.named.contains(key) {
+        if !self.named_keys.contains(key) {
             self.violations.push(Violation::FalseSuccess);
         }
     }

@@ -1,6 +1,6 @@
 //! The pointer protocol under every order of events. The old host, new hosts and platforms write one pointer; calls are
-//! lost, late, duplicated and stale; writers crash. The tests run in one process on a schedule, and as races against a
-//! real server.
+//! lost, delayed or duplicated, reads are stale, and writers crash. The tests run in one process on a schedule, and as
+//! races against a real server.
 
 pub mod actors;
 mod explore;

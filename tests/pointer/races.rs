@@ -13,7 +13,7 @@ use svc::store::config::StoreConfig;
 use svc::store::key::SlotPrefix;
 use svc::store::pointer::{Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError};
-use svc::store::recorded::RecordedSnapshot;
+use svc::store::recorded_snapshot::RecordedSnapshot;
 use svc::store::{Bucket, parallel_probe, snapshot};
 
 use super::actors::{machine, side_record};
@@ -31,7 +31,7 @@ fn open_bucket(pairs: &StoreSettings) -> Result<Bucket> {
 /// Stores a backup of the machine of `epoch`, up to its last step.
 async fn prepare_backup(bucket: &Bucket, slot: &SlotPrefix, epoch: u32, at: i64) -> Result<RecordedSnapshot> {
     let side = side_record(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
-    bucket.put(&slot.snapshot(&side.key).context("a snapshot's key")?, &b"dump"[..]).await?;
+    bucket.put(&slot.snapshot(&side.key).context("the key is not a snapshot's")?, &b"dump"[..]).await?;
     Ok(snapshot::write_side_record(bucket, slot, &side, None).await?)
 }
 
@@ -43,19 +43,19 @@ async fn observe_pointers(
 ) -> Vec<Pointer> {
     let mut seen: Vec<Pointer> = Vec::new();
     while !stop.is_cancelled() {
-        if let Ok(Some(now)) = pointer_io::read(&bucket, &slot).await
-            && seen.last() != Some(&now.value)
+        if let Ok(Some(read)) = pointer_io::read(&bucket, &slot).await
+            && seen.last() != Some(&read.value)
         {
-            seen.push(now.value);
+            seen.push(read.value);
         }
     }
     seen
 }
 
 /// Runs the old machine, the platform and the new machine concurrently, and returns the number of successful writes.
-async fn race(bucket: &Bucket, slot: &SlotPrefix, draw: &mut Seeded) -> Result<u64> {
+async fn race(bucket: &Bucket, slot: &SlotPrefix, choices: &mut Seeded) -> Result<u64> {
     // Staggers the starts by about the duration of a call; otherwise the same writer would always win.
-    let mut delay = || Duration::from_millis(draw.pick(40) as u64);
+    let mut delay = || Duration::from_millis(choices.pick(40) as u64);
 
     pointer_io::fence(bucket, slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
     let mut writers = tokio::task::JoinSet::new();
@@ -161,8 +161,8 @@ async fn run_races(settings: &StoreSettings, count: usize) -> Result<()> {
                 "race {n}: {seen:?}"
             );
         }
-        let end = pointer_io::read(&bucket, &slot).await?.context("a pointer")?.value;
-        let named = end.snapshot.as_ref().context("a snapshot")?;
+        let end = pointer_io::read(&bucket, &slot).await?.context("the slot has no pointer")?.value;
+        let named = end.snapshot.as_ref().context("the pointer names no snapshot")?;
         assert_eq!((end.fence_epoch, named.epoch), (Epoch(2), Epoch(2)), "race {n}: {end:?}");
         assert_eq!(end.seq, writes, "race {n}: a successful writer did not write exactly once: {end:?}");
         assert_eq!(snapshot::find_latest(&bucket, &slot).await?.key, named.key);

@@ -15,7 +15,7 @@ impl Choices for Seeded {
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        usize::try_from((z ^ (z >> 31)) % count as u64).expect("a number below a usize")
+        usize::try_from((z ^ (z >> 31)) % count as u64).expect("a remainder below a usize fits into a usize")
     }
 }
 

@@ -23,7 +23,8 @@ use super::history::History;
 pub struct Turn {
     pub actor: usize,
     pub call: Call,
-    pub go: oneshot::Sender<CallOutcome>,
+    /// Ends the call with this outcome.
+    pub reply: oneshot::Sender<CallOutcome>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,9 +51,9 @@ pub enum CallOutcome {
 }
 
 impl CallOutcome {
-    pub const OF_GET: [Self; 2] = [Self::Lost, Self::Stale];
-    pub const OF_LIST: [Self; 1] = [Self::Lost];
-    pub const OF_PUT: [Self; 4] = [Self::Lost, Self::NoResponse, Self::RefusedRetry, Self::Late];
+    pub const GET_FAULTS: [Self; 2] = [Self::Lost, Self::Stale];
+    pub const LIST_FAULTS: [Self; 1] = [Self::Lost];
+    pub const PUT_FAULTS: [Self; 4] = [Self::Lost, Self::NoResponse, Self::RefusedRetry, Self::Late];
 }
 
 /// The write conditions that the server enforces.
@@ -72,8 +73,9 @@ type LatePut = (Path, PutPayload, PutOptions);
 #[derive(Debug)]
 pub struct Server {
     inner: InMemory,
-    before: Mutex<InMemory>,
-    late: Mutex<Vec<LatePut>>,
+    /// The state before the last write of `latest`.
+    previous: Mutex<InMemory>,
+    late_puts: Mutex<Vec<LatePut>>,
     turns: mpsc::UnboundedSender<Turn>,
     slot: SlotPrefix,
     conditions: Conditions,
@@ -83,18 +85,18 @@ pub struct Server {
 impl Server {
     pub fn new(slot: SlotPrefix, conditions: Conditions) -> (Arc<Self>, mpsc::UnboundedReceiver<Turn>) {
         let (turns, waiting) = mpsc::unbounded_channel();
-        let (inner, before) = (InMemory::new(), Mutex::new(InMemory::new()));
-        let (late, history) = (Mutex::default(), Mutex::default());
-        (Arc::new(Self { inner, before, late, turns, slot, conditions, history }), waiting)
+        let (inner, previous) = (InMemory::new(), Mutex::new(InMemory::new()));
+        let (late_puts, history) = (Mutex::default(), Mutex::default());
+        (Arc::new(Self { inner, previous, late_puts, turns, slot, conditions, history }), waiting)
     }
 
     pub fn late_count(&self) -> usize {
-        self.late.lock().unwrap().len()
+        self.late_puts.lock().unwrap().len()
     }
 
     /// Applies a late write; its result is discarded.
     pub async fn apply_late(&self, index: usize) {
-        let (at, payload, options) = self.late.lock().unwrap().remove(index);
+        let (at, payload, options) = self.late_puts.lock().unwrap().remove(index);
         let _ = self.apply(&at, payload, options).await;
     }
 
@@ -111,13 +113,13 @@ impl Server {
         if !is_enforced {
             options.mode = PutMode::Overwrite;
         }
-        let before = self.inner.fork();
+        let previous = self.inner.fork();
         let bytes: bytes::Bytes = payload.clone().into();
         let put = self.inner.put_opts(at, payload, options).await?;
         let pointer =
             || serde_json::from_slice::<Pointer>(&bytes).expect("only a pointer is written to this key");
         if *at == self.slot.pointer() {
-            *self.before.lock().unwrap() = before;
+            *self.previous.lock().unwrap() = previous;
             self.history.lock().unwrap().record_publication(&pointer());
         } else if at.prefix_matches(&self.slot.pointer_log()) {
             let is_complete = self.is_complete(&pointer()).await;
@@ -128,8 +130,8 @@ impl Server {
 
     async fn is_complete(&self, pointer: &Pointer) -> bool {
         let Some(named) = &pointer.snapshot else { return true };
-        let object = self.slot.snapshot(&named.key).expect("the key of a snapshot");
-        let side = self.slot.side_record(&named.key).expect("the key of a snapshot");
+        let object = self.slot.snapshot(&named.key).expect("the pointer's key is a snapshot's");
+        let side = self.slot.side_record(&named.key).expect("the pointer's key is a snapshot's");
         let Ok(meta) = self.inner.head(&object).await else { return false };
         let Ok(side) = self.inner.get(&side).await else { return false };
         let side: serde_json::Value = serde_json::from_slice(&side.bytes().await.unwrap()).unwrap();
@@ -146,8 +148,8 @@ pub struct ScheduledStore {
 
 impl ScheduledStore {
     async fn take_turn(&self, call: Call) -> CallOutcome {
-        let (go, outcome) = oneshot::channel();
-        let sent = self.server.turns.send(Turn { actor: self.actor, call, go });
+        let (reply, outcome) = oneshot::channel();
+        let sent = self.server.turns.send(Turn { actor: self.actor, call, reply });
         match sent {
             Ok(()) => outcome.await.unwrap_or(CallOutcome::Lost),
             Err(_) => CallOutcome::Lost,
@@ -187,7 +189,7 @@ impl ObjectStore for ScheduledStore {
                 })
             }
             CallOutcome::Late => {
-                self.server.late.lock().unwrap().push((at.clone(), payload, options));
+                self.server.late_puts.lock().unwrap().push((at.clone(), payload, options));
                 Err(lost_error())
             }
         }
@@ -202,8 +204,8 @@ impl ObjectStore for ScheduledStore {
             CallOutcome::Lost => Err(lost_error()),
             // Only `latest` is ever overwritten.
             CallOutcome::Stale if *at == self.server.slot.pointer() => {
-                let before = self.server.before.lock().unwrap().fork();
-                before.get_opts(at, options).await
+                let previous = self.server.previous.lock().unwrap().fork();
+                previous.get_opts(at, options).await
             }
             _ => self.server.inner.get_opts(at, options).await,
         }

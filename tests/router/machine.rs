@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 use futures_util::{SinkExt, StreamExt};
 use http::{HeaderMap, StatusCode};
 use hyper_util::rt::TokioIo;
-use svc::http::server::{Limits, serve};
+use svc::http::server::{ListenerLimits, serve};
 use svc::http::tls::{Identity, SpkiPin, generate_self_signed};
 use svc::machine::id::MachineId;
 use tokio::net::TcpListener;
@@ -47,7 +47,7 @@ impl TestMachine {
         let requests = Arc::<Mutex<Vec<ReceivedRequest>>>::default();
         let app = axum::Router::new().fallback(respond).with_state(Arc::clone(&requests));
         let tls = Some(Arc::new(identity.server_config()?));
-        let limits = Limits { drain: std::time::Duration::ZERO, ..Limits::default() };
+        let limits = ListenerLimits { drain_timeout: std::time::Duration::ZERO, ..ListenerLimits::default() };
         tokio::spawn(serve(listener, tls, app, limits, stop.clone()));
         Ok(Self { id, addr, pin, requests, stop })
     }

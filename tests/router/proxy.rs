@@ -185,7 +185,7 @@ async fn truncated_body_fails_and_closes_its_connection() -> Result<()> {
 async fn timeouts_and_limits_are_enforced() -> Result<()> {
     let upstream = Upstream::start(|_, _| Behavior::Silent).await?;
     let limits =
-        ProxyLimits { response_head: Duration::from_millis(50), connections: 1, ..ProxyLimits::default() };
+        ProxyLimits { head_timeout: Duration::from_millis(50), max_connections: 1, ..ProxyLimits::default() };
     let proxy = Arc::new(upstream.proxy_with(limits));
     let (one, two) = tokio::join!(proxy.forward(request(Method::GET)), proxy.forward(request(Method::GET)));
     assert!(matches!(one, Err(ProxyError::HeadTimeout)), "{one:?}");
@@ -198,7 +198,7 @@ async fn timeouts_and_limits_are_enforced() -> Result<()> {
 #[tokio::test]
 async fn idle_connection_is_closed_after_its_timeout() -> Result<()> {
     let upstream = Upstream::start(|_, _| Behavior::Respond).await?;
-    let limits = ProxyLimits { idle: Duration::from_millis(40), ..ProxyLimits::default() };
+    let limits = ProxyLimits { idle_timeout: Duration::from_millis(40), ..ProxyLimits::default() };
     let proxy = upstream.proxy_with(limits);
     exchange(&proxy, Method::GET).await?;
     tokio::time::sleep(Duration::from_millis(200)).await;

@@ -12,7 +12,7 @@ use reqwest::RequestBuilder;
 use serde_json::Value;
 use svc::config::Env;
 use svc::http::proof::{Claims, ProofKeys, Signer};
-use svc::http::server::{Limits, RouterThreads, serve_on};
+use svc::http::server::{ListenerLimits, RouterThreads, serve_on};
 use svc::http::shards::Shards;
 use svc::platform::config::RouterConfig;
 use svc::platform::host_trust::HostTrust;
@@ -160,7 +160,7 @@ impl World {
         let RouterService { routes, passthrough } = start_router(context)?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let addr = listener.local_addr()?;
-        let limits = Limits { drain: Duration::ZERO, ..Limits::default() };
+        let limits = ListenerLimits { drain_timeout: Duration::ZERO, ..ListenerLimits::default() };
         let threads = RouterThreads { shards: Shards::start()?, passthrough };
         tokio::spawn(serve_on(threads, listener, None, routes, limits, stop.clone()));
         let client = reqwest::Client::builder()

@@ -46,7 +46,10 @@ async fn store_backup(
     at: i64,
 ) -> Result<snapshot::SideRecord> {
     let side = side_record(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
-    fixture.bucket.put(&slot.snapshot(&side.key).context("a snapshot's key")?, &b"dump"[..]).await?;
+    fixture
+        .bucket
+        .put(&slot.snapshot(&side.key).context("the key is not a snapshot's")?, &b"dump"[..])
+        .await?;
     Ok(side)
 }
 
@@ -60,8 +63,8 @@ async fn advance(
 }
 
 pub async fn conditional_puts_have_one_winner(fixture: &StoreFixture) -> Result<Support> {
-    let one = capabilities::probe_conditions(&fixture.bucket).await?;
-    if let Some(deviation) = one.into_iter().find(|probed| probed.support != Support::Yes) {
+    let results = capabilities::probe_conditions(&fixture.bucket).await?;
+    if let Some(deviation) = results.into_iter().find(|result| result.support != Support::Yes) {
         return Ok(deviation.support);
     }
     let found = parallel_probe::run(&fixture.bucket, Duration::from_secs(60)).await?;
@@ -76,16 +79,18 @@ pub async fn pointer_follows_backups_and_fences(fixture: &StoreFixture) -> Resul
     pointer_io::fence(&fixture.bucket, &slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
     let first = store_backup(fixture, &slot, 1, 1).await?;
     advance(fixture, &slot, &first).await?;
-    ensure!(snapshot::find_latest(&fixture.bucket, &slot).await?.key == first.key, "not the first snapshot");
+    let latest = snapshot::find_latest(&fixture.bucket, &slot).await?;
+    ensure!(latest.key == first.key, "the latest snapshot is not the first");
 
     pointer_io::fence(&fixture.bucket, &slot, &Fence::unsigned(Epoch(2), machine(2))).await?;
     let late = store_backup(fixture, &slot, 1, 2).await?;
     let refused = advance(fixture, &slot, &late).await;
     ensure!(matches!(refused, Err(PointerError::Fenced(_))), "a replaced machine moved the pointer");
-    ensure!(snapshot::find_latest(&fixture.bucket, &slot).await?.key == first.key, "the pointer has moved");
+    let latest = snapshot::find_latest(&fixture.bucket, &slot).await?;
+    ensure!(latest.key == first.key, "the pointer has moved");
     let second = store_backup(fixture, &slot, 2, 3).await?;
     advance(fixture, &slot, &second).await?;
-    let end = pointer_io::read(&fixture.bucket, &slot).await?.context("no pointer")?.value;
+    let end = pointer_io::read(&fixture.bucket, &slot).await?.context("the slot has no pointer")?.value;
     ensure!((end.seq, end.fence_epoch) == (4, Epoch(2)), "{end:?}");
     Ok(Support::Yes)
 }
@@ -98,14 +103,16 @@ pub async fn pointer_moves_once_when_responses_are_lost(fixture: &StoreFixture) 
         fixture.server.add_fault(Rule::new(Fault::LostReply).method("PUT").key("pointer-log/").times(1));
     advance(fixture, &slot, &side).await?;
     ensure!(lost.hits() == 1, "the fault did not occur");
-    let end = pointer_io::read(&fixture.bucket, &slot).await?.context("no pointer")?.value;
+    let end = pointer_io::read(&fixture.bucket, &slot).await?.context("the slot has no pointer")?.value;
     ensure!(end.snapshot.is_some_and(|named| named.key == side.key), "the pointer names another snapshot");
     let entries = fixture.server.objects(BUCKET, &pointer_log(&slot));
     ensure!(entries.len() as u64 == end.seq, "{} entries for seq {}", entries.len(), end.seq);
     Ok(Support::Yes)
 }
 
-pub async fn missing_pointer_beside_snapshots_is_damage(fixture: &StoreFixture) -> Result<Support> {
+pub async fn missing_pointer_with_snapshots_is_reported_as_damaged(
+    fixture: &StoreFixture,
+) -> Result<Support> {
     let slot = slot_of("user_1")?;
     pointer_io::fence(&fixture.bucket, &slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
     let side = store_backup(fixture, &slot, 1, 1).await?;
@@ -142,9 +149,9 @@ pub async fn large_upload_is_stored_as_sent(fixture: &StoreFixture) -> Result<Su
         fixture.bucket.head(&key).await?.is_none(),
         "the object is visible before the upload is completed"
     );
-    ensure!(upload.complete().await?.size == content.len() as u64, "the object has another size");
-    let read = fixture.bucket.get(&key, u64::MAX).await?.context("not stored")?.value;
-    ensure!(read == content, "the object has other content");
+    ensure!(upload.complete().await?.size == content.len() as u64, "the object has a different size");
+    let read = fixture.bucket.get(&key, u64::MAX).await?.context("the object was not stored")?.value;
+    ensure!(read == content, "the object has different content");
     ensure!(fixture.server.uploads(BUCKET).is_empty(), "the upload is still open");
     Ok(Support::Yes)
 }
@@ -161,11 +168,11 @@ pub async fn aborted_upload_leaves_nothing(fixture: &StoreFixture) -> Result<Sup
 pub async fn upload_of_killed_process_can_be_aborted(fixture: &StoreFixture) -> Result<Support> {
     let key = Path::from("user_1/killed.dump");
     let mut upload = start_upload(fixture, &key, content(6 * MIB)).await?;
-    let open = upload.open_upload().cloned().context("an upload of S3 has an id")?;
+    let open = upload.open_upload().cloned().context("the upload has no id")?;
     ensure!(fixture.server.uploads(BUCKET) == [key.as_ref()], "{:?}", fixture.server.uploads(BUCKET));
     fixture.bucket.abort_upload(&open).await?;
     ensure!(fixture.server.uploads(BUCKET).is_empty(), "the upload is still open");
-    fixture.bucket.abort_upload(&open).await.context("the second abort")?;
+    fixture.bucket.abort_upload(&open).await.context("the second abort failed")?;
     ensure!(upload.complete().await.is_err(), "an aborted upload was completed");
     ensure!(fixture.bucket.head(&key).await?.is_none(), "an object remains");
     Ok(Support::Yes)
@@ -173,9 +180,10 @@ pub async fn upload_of_killed_process_can_be_aborted(fixture: &StoreFixture) -> 
 
 /// Returns the result of the product's probe for a capability.
 async fn probe_capability(fixture: &StoreFixture, capability: Capability) -> Result<Support> {
-    let found = capabilities::probe_further(&StoreConfig::S3(fixture.s3.clone()), &fixture.bucket).await;
+    let found =
+        capabilities::probe_other_capabilities(&StoreConfig::S3(fixture.s3.clone()), &fixture.bucket).await;
     let probed = found.into_iter().find(|probed| probed.capability == capability);
-    Ok(probed.context("not probed")?.support)
+    Ok(probed.context("the capability was not probed")?.support)
 }
 
 pub async fn upload_creates_a_snapshot_only_once(fixture: &StoreFixture) -> Result<Support> {
@@ -246,7 +254,7 @@ pub async fn list_of_many_keys_is_complete_and_sorted(fixture: &StoreFixture) ->
     fixture.bucket.put(&Path::from("user_1/primary/system/db/pointer-log-other"), &b"{}"[..]).await?;
     let listed: Vec<Path> =
         fixture.bucket.raw().list(Some(&folder)).map_ok(|object| object.location).try_collect().await?;
-    ensure!(listed == keys, "{} keys, or in another order", listed.len());
+    ensure!(listed == keys, "{} keys, or in a different order", listed.len());
     let after: Vec<Path> = fixture
         .bucket
         .raw()

@@ -10,7 +10,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use http::{HeaderMap, StatusCode, Uri, header};
-use svc::http::server::{self, Limits};
+use svc::http::server::{self, ListenerLimits};
 use svc::http::tls;
 use tokio_util::sync::CancellationToken;
 
@@ -106,6 +106,12 @@ pub async fn gateway_with_routes(machine: &Machine, app: Router) -> Result<Socke
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
     let addr = listener.local_addr()?;
     let config = Arc::new(identity.server_config()?);
-    tokio::spawn(server::serve(listener, Some(config), app, Limits::default(), CancellationToken::new()));
+    tokio::spawn(server::serve(
+        listener,
+        Some(config),
+        app,
+        ListenerLimits::default(),
+        CancellationToken::new(),
+    ));
     Ok(addr)
 }

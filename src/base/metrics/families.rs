@@ -98,9 +98,9 @@ families! {
          missing (none that the host's roots verify for its name). Only with `HOST_DOMAIN`.";
     BACKUP_AGE: Gauges<1> = "svc_backup_age_seconds", ["over"], on Platform,
         "Age of the last verified snapshot over all slots with data: maximum and median.";
-    BACKUP_NEVER: Gauges<0> = "svc_backups_never", [], on Platform,
+    SLOTS_WITHOUT_BACKUP: Gauges<0> = "svc_backups_never", [], on Platform,
         "Slots with data and without a verified snapshot.";
-    FLEET_READ: Gauges<0> = "svc_fleet_read_timestamp_seconds", [], on Platform,
+    FLEET_READ_AT: Gauges<0> = "svc_fleet_read_timestamp_seconds", [], on Platform,
         "Unix time when the figures of the whole installation were last read from the database.";
     PROVIDER_CALLS: Counters<2> = "svc_provider_calls_total", ["call", "outcome"], on Platform,
         "Calls to the cloud provider, by call and outcome.";
@@ -136,31 +136,31 @@ families! {
         "Proofs and tokens of requests, by outcome: verified or refused.";
     APPS: Gauges<0> = "svc_gateway_apps", [], on Host,
         "Apps that the gateway serves.";
-    LISTENERS: Gauges<0> = "svc_gateway_change_listeners", [], on Host,
+    CHANGE_LISTENERS: Gauges<0> = "svc_gateway_change_listeners", [], on Host,
         "Open event streams of changes (SSE).";
     RECORDS_STUCK: Gauges<0> = "svc_records_stuck", [], on Host,
         "1 while records cannot be written to the disk.";
-    RECORDS_WAITING: Gauges<0> = "svc_records_waiting_bytes", [], on Host,
+    UNWRITTEN_RECORD_BYTES: Gauges<0> = "svc_records_waiting_bytes", [], on Host,
         "Bytes of accepted records that are not written yet.";
     CERTIFICATE_EXPIRY: Gauges<0> = "svc_certificate_expiry_timestamp_seconds", [], on Host,
         "Unix time at which the presented certificate expires.";
     CERTIFICATE_TRUSTED: Gauges<0> = "svc_certificate_trusted", [], on Host,
         "1 if this machine's roots verify the presented certificate for its name, else 0.";
-    SNAPSHOT_TAKEN: Gauges<0> = "svc_backup_last_success_timestamp_seconds", [], on Host,
+    SNAPSHOT_TAKEN_AT: Gauges<0> = "svc_backup_last_success_timestamp_seconds", [], on Host,
         "Unix time of the last verified snapshot of this machine.";
     BACKUP_OK: Gauges<0> = "svc_backup_last_run_success", [], on Host,
         "1 if the last backup of this machine succeeded, 0 if it failed.";
-    CHECK_OK: Gauges<1> = "svc_snapshot_check_last_success", ["check"], on Host,
+    SNAPSHOT_CHECK_OK: Gauges<1> = "svc_snapshot_check_last_success", ["check"], on Host,
         "1 if the last check of snapshots succeeded, 0 if it failed. verify: reads stored snapshots \
          again. drill: restores the latest one.";
-    CHECK_AT: Gauges<1> = "svc_snapshot_check_last_timestamp_seconds", ["check"], on Host,
+    SNAPSHOT_CHECK_AT: Gauges<1> = "svc_snapshot_check_last_timestamp_seconds", ["check"], on Host,
         "Unix time of the end of the last check of snapshots, by check.";
     BUILD: Gauges<2> = "svc_build_info", ["version", "commit"], on Everywhere,
         "Always 1; the labels name the running version and commit.";
-    RESIDENT: Gauges<0> = "process_resident_memory_bytes", [], on Everywhere,
+    RESIDENT_MEMORY: Gauges<0> = "process_resident_memory_bytes", [], on Everywhere,
         "Resident memory of this process.";
     OPEN_FDS: Gauges<0> = "process_open_fds", [], on Everywhere,
         "Open file descriptors of this process.";
-    STARTED: Gauges<0> = "process_start_time_seconds", [], on Everywhere,
+    STARTED_AT: Gauges<0> = "process_start_time_seconds", [], on Everywhere,
         "Unix time when this process started.";
 }

@@ -12,7 +12,7 @@ use crate::api::{ApiClient, CallError};
 use crate::progress::Progress;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx::FileError;
-use svc_base::partial::PartialFile;
+use svc_base::partial_file::PartialFile;
 use svc_base::quantity::format_bytes;
 use svc_store::key::SnapshotCursor;
 use svc_wire::backup::{Backup, BackupPage};

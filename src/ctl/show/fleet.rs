@@ -13,7 +13,7 @@ use crate::args;
 use svc_base::diagnosis::Findings;
 use svc_base::quantity::pluralize;
 use svc_wire::alarm::Alarm;
-use svc_wire::fleet::{BackupAges, Ended, Exercises, Fleet, MachineNeedingAttention, OverdueOperation};
+use svc_wire::fleet::{BackupAges, EndReason, Exercises, Fleet, MachineNeedingAttention, OverdueOperation};
 use svc_wire::rollout::RolloutSummary;
 
 /// The alarm's name and figures: `servers_missing (limit 4, live 6, missing 5)`.
@@ -95,7 +95,7 @@ fn attention_state(machine: &MachineNeedingAttention) -> &str {
 /// named by id.
 fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
     let name = if machine.ended.is_some() { machine.machine_id.as_str() } else { machine.handle.as_str() };
-    let is_deleted = machine.ended.as_ref().is_some_and(|ended| ended.is(Ended::Deleted));
+    let is_deleted = machine.ended.as_ref().is_some_and(|ended| ended.is(EndReason::Deleted));
     let is_held_back = machine.reasons.iter().any(|reason| reason == "snapshot_held");
     let advice = match machine.reasons.first().map(String::as_str) {
         // The backup fails because its snapshot is held.

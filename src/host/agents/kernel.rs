@@ -26,7 +26,7 @@ use crate::records::writer::{Records, Writer};
 use crate::system::layout::Layout;
 use svc_base::chain::format_chain;
 use svc_http::problem::{Code, Problem};
-use svc_http::rate::RateLimit;
+use svc_http::rate_limit::RateLimit;
 
 /// Interval of writing `usage.jsonl`.
 const USAGE_WRITE_INTERVAL: Duration = Duration::from_secs(300);

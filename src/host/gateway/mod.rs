@@ -48,7 +48,7 @@ use super::system::layout::{BRIDGE_SOCKET, Layout};
 use super::system::{release, systemd, unix_socket};
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::metrics;
-use svc_http::server::{self, Limits};
+use svc_http::server::{self, ListenerLimits};
 
 #[derive(Parser)]
 #[command(
@@ -124,7 +124,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
         first_retry: config.acme_retry,
     };
     let keeper = CertificateKeeper::start(keeper, identity).or_exit(Exit::Config)?;
-    let tls = keeper.switch().server_config().or_exit(Exit::Internal)?;
+    let tls = keeper.resolver().server_config().or_exit(Exit::Internal)?;
     let listener = TcpListener::bind(config.listen).await;
     let public =
         listener.with_context(|| format!("listen on {}", config.listen)).or_exit(Exit::Unavailable)?;
@@ -184,8 +184,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
         closing_dispatcher.close().await;
     });
     // The platform's router processes are the clients, and may all share one address.
-    let limits = Limits::default();
-    let limits = Limits { connections_per_address: limits.connections / 4 * 3, ..limits };
+    let limits = ListenerLimits::default();
+    let limits = ListenerLimits { max_connections_per_address: limits.max_connections / 4 * 3, ..limits };
     server::serve(public, Some(Arc::new(tls)), routes, limits, stop).await;
     // All requests have been handled; the remaining work has no client.
     supervisor_task.abort();

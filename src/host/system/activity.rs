@@ -33,7 +33,7 @@ pub fn note(layout: &Layout, text: &str) {
 fn append(layout: &Layout, text: &str) -> io::Result<()> {
     let logs = layout.logs();
     let below = logs.strip_prefix(layout.root()).unwrap_or(Path::new(""));
-    let mut file = Folder::open(layout.root())?.folder(below)?.append(OsStr::new(FILE))?;
+    let mut file = Folder::open(layout.root())?.open_folder(below)?.open_for_append(OsStr::new(FILE))?;
     let length = file.metadata()?.size();
     let mut last = [b'\n'];
     if length > 0 {

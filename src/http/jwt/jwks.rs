@@ -41,15 +41,15 @@ pub(super) struct Jwks {
 
 #[derive(Default)]
 struct LastFetch {
-    any: Option<Instant>,
-    /// The last fetch because of an unknown `kid`.
-    for_unknown: Option<Instant>,
+    started_at: Option<Instant>,
+    /// When the last fetch because of an unknown `kid` started.
+    for_unknown_kid_at: Option<Instant>,
 }
 
 #[derive(Default)]
 struct KnownKeys {
     keys: Arc<Keys>,
-    fetched: Option<Instant>,
+    fetched_at: Option<Instant>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -84,21 +84,23 @@ impl Jwks {
             |interval, since: Option<Instant>| since.is_none_or(|since: Instant| since.elapsed() >= interval);
         let is_due = match (&key, freshness) {
             (Some(_), Freshness::Fresh) => false,
-            (_, Freshness::NeverFetched) => has_elapsed(MIN_FETCH_INTERVAL_WITHOUT_KEYS, last_fetch.any),
-            (Some(_), Freshness::Stale) => has_elapsed(MIN_FETCH_INTERVAL, last_fetch.any),
+            (_, Freshness::NeverFetched) => {
+                has_elapsed(MIN_FETCH_INTERVAL_WITHOUT_KEYS, last_fetch.started_at)
+            }
+            (Some(_), Freshness::Stale) => has_elapsed(MIN_FETCH_INTERVAL, last_fetch.started_at),
             (None, Freshness::Stale | Freshness::Fresh) => {
-                has_elapsed(MIN_FETCH_INTERVAL, last_fetch.for_unknown)
+                has_elapsed(MIN_FETCH_INTERVAL, last_fetch.for_unknown_kid_at)
             }
         };
         if is_due {
             let now = Some(Instant::now());
-            last_fetch.any = now;
+            last_fetch.started_at = now;
             if key.is_none() && freshness != Freshness::NeverFetched {
-                last_fetch.for_unknown = now;
+                last_fetch.for_unknown_kid_at = now;
             }
             match self.fetch().await {
                 Ok(keys) => {
-                    let known = KnownKeys { keys: Arc::new(keys), fetched: Some(Instant::now()) };
+                    let known = KnownKeys { keys: Arc::new(keys), fetched_at: Some(Instant::now()) };
                     *self.known.write().unwrap_or_else(PoisonError::into_inner) = known;
                 }
                 Err(error) => {
@@ -120,7 +122,7 @@ impl Jwks {
 
     fn lookup(&self, kid: &str) -> (Option<Arc<VerifyingKey>>, Freshness) {
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
-        let freshness = match known.fetched {
+        let freshness = match known.fetched_at {
             None => Freshness::NeverFetched,
             Some(at) if at.elapsed() >= MAX_KEY_AGE => Freshness::Stale,
             Some(_) => Freshness::Fresh,
@@ -207,20 +209,20 @@ mod tests {
     #[test]
     fn parse_keeps_only_keys_that_verify_our_algorithms() {
         let ed = json!({"kty": "OKP", "crv": "Ed25519", "x": "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"});
-        let with = |name: &str, more: Value| {
+        let key_with = |name: &str, members: Value| {
             let mut key = ed.clone();
             key["kid"] = name.into();
-            for (member, value) in more.as_object().unwrap() {
+            for (member, value) in members.as_object().unwrap() {
                 key[member] = value.clone();
             }
             key
         };
         let set = json!({"keys": [
-            with("plain", json!({})),
-            with("full", json!({"alg": "EdDSA", "use": "sig", "key_ops": ["verify"]})),
-            with("encrypts", json!({"use": "enc"})),
-            with("signs", json!({"key_ops": ["sign"]})),
-            with("other-alg", json!({"alg": "ES256"})),
+            key_with("plain", json!({})),
+            key_with("full", json!({"alg": "EdDSA", "use": "sig", "key_ops": ["verify"]})),
+            key_with("encrypts", json!({"use": "enc"})),
+            key_with("signs", json!({"key_ops": ["sign"]})),
+            key_with("other-alg", json!({"alg": "ES256"})),
             ed,
             {"kty": "oct", "kid": "secret", "k": "AAAA"},
             {"kty": "EC", "crv": "P-384", "kid": "p384", "x": "AA", "y": "AA"},

@@ -1,7 +1,7 @@
 //! Generates OpenAPI 3.1 documents from the description beside each route's handler.
 //!
-//! Defines the types of these descriptions and converts them; contains no routes. Problems that a description implies (a
-//! body can be too large, a credential can be missing) are derived, so that a route declares only the others.
+//! Defines the types of these descriptions and converts them; contains no routes. Problems that a description implies
+//! (a body can be too large, a credential can be missing) are derived, so that a route declares only the others.
 
 use std::collections::BTreeMap;
 
@@ -20,13 +20,13 @@ use super::problem::Code;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Credential {
     pub name: &'static str,
-    pub scheme: Scheme,
+    pub scheme: CredentialScheme,
     pub about: &'static str,
 }
 
 /// The location of a credential in a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Scheme {
+pub enum CredentialScheme {
     /// `Authorization: Bearer` (RFC 6750).
     Bearer,
     /// Like `Bearer`, for callers with scopes: a caller without the route's scope is refused as forbidden.
@@ -109,7 +109,7 @@ impl Operation {
             if !self.problems.contains(&Code::RegistrationRejected) {
                 codes.push(Code::Unauthorized);
             }
-            if self.credentials.iter().any(|credential| credential.scheme == Scheme::ScopedBearer) {
+            if self.credentials.iter().any(|credential| credential.scheme == CredentialScheme::ScopedBearer) {
                 codes.extend([Code::Forbidden, Code::RateLimited]);
             }
         }
@@ -160,13 +160,13 @@ impl Operation {
 impl Credential {
     fn document(&self) -> Value {
         match self.scheme {
-            Scheme::Bearer | Scheme::ScopedBearer => {
+            CredentialScheme::Bearer | CredentialScheme::ScopedBearer => {
                 json!({ "type": "http", "scheme": "bearer", "description": self.about })
             }
-            Scheme::Header(name) => {
+            CredentialScheme::Header(name) => {
                 json!({ "type": "apiKey", "in": "header", "name": name, "description": self.about })
             }
-            Scheme::Cookie(name) => {
+            CredentialScheme::Cookie(name) => {
                 json!({ "type": "apiKey", "in": "cookie", "name": name, "description": self.about })
             }
         }
@@ -277,7 +277,7 @@ mod tests {
     use super::*;
 
     const OPERATOR: Credential =
-        Credential { name: "operator", scheme: Scheme::Bearer, about: "PLATFORM_SECRET" };
+        Credential { name: "operator", scheme: CredentialScheme::Bearer, about: "PLATFORM_SECRET" };
 
     fn rename_thing_operation() -> Operation {
         Operation {

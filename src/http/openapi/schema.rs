@@ -49,13 +49,8 @@ pub fn text_up_to(max_chars: usize) -> Value {
     json!({ "type": "string", "minLength": 1, "maxLength": max_chars, "pattern": "^[^\\u0000]*$" })
 }
 
-/// Non-empty text, which the reader makes printable and truncates if necessary.
-pub fn some_text() -> Value {
-    json!({ "type": "string", "minLength": 1 })
-}
-
 /// Any text without NUL, which PostgreSQL cannot store.
-pub fn any_text() -> Value {
+pub fn nul_free_text() -> Value {
     json!({ "type": "string", "pattern": "^[^\\u0000]*$" })
 }
 

@@ -81,7 +81,8 @@ impl Drop for RequestBody {
     }
 }
 
-/// A response's body. Read to its end, it returns the connection to the pool; dropped earlier, it closes the connection.
+/// A response's body. Read to its end, it returns the connection to the pool; dropped earlier, it closes the
+/// connection.
 pub(super) struct ResponseBody {
     body: Incoming,
     /// `None` if a separate task drives the connection, or the connection has ended.

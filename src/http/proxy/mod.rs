@@ -1,9 +1,9 @@
 //! The reverse proxy of the router and the gateway: one [`Proxy`] per upstream, HTTP/1.1 with keep-alive, tunnelled
 //! upgrades, and streamed bodies that are never buffered whole.
 //!
-//! A request and its upstream connection run in one task, without switching threads: the task drives the connection while it
-//! waits for the response's head, and while the body is read. Authorization and additional headers are up to the caller.
-//! Invariant: no hop-by-hop header is forwarded in either direction.
+//! A request and its upstream connection run in one task, without switching threads: the task drives the connection
+//! while it waits for the response's head, and while the body is read. Authorization and additional headers are up to
+//! the caller. Invariant: no hop-by-hop header is forwarded in either direction.
 
 mod body;
 mod headers;
@@ -42,24 +42,23 @@ pub trait Dial: Send + Sync + 'static {
 #[derive(Debug, Clone, Copy)]
 pub struct ProxyLimits {
     /// Maximum open connections, including upgraded ones.
-    pub connections: usize,
-    /// Maximum idle connections.
-    pub idle_connections: usize,
-    /// Timeout for an idle connection; shorter than the upstream's, so that the upstream seldom closes one.
-    pub idle: Duration,
-    pub connect: Duration,
+    pub max_connections: usize,
+    pub max_idle_connections: usize,
+    /// Shorter than the upstream's timeout, so that the upstream seldom closes a connection.
+    pub idle_timeout: Duration,
+    pub connect_timeout: Duration,
     /// Timeout for the response's head. It is extended while the request's body is being sent.
-    pub response_head: Duration,
+    pub head_timeout: Duration,
 }
 
 impl Default for ProxyLimits {
     fn default() -> Self {
         Self {
-            connections: 4096,
-            idle_connections: 128,
-            idle: Duration::from_secs(20),
-            connect: Duration::from_secs(5),
-            response_head: Duration::from_secs(300),
+            max_connections: 4096,
+            max_idle_connections: 128,
+            idle_timeout: Duration::from_secs(20),
+            connect_timeout: Duration::from_secs(5),
+            head_timeout: Duration::from_secs(300),
         }
     }
 }
@@ -270,7 +269,7 @@ impl<'a> Exchange<'a> {
         mut upstream: Option<&mut Box<UpstreamConnection>>,
     ) -> Result<Response<Incoming>, (ProxyError, Option<Request<RequestBody>>)> {
         let mut sent = pin!(sent);
-        let mut deadline = pin!(tokio::time::sleep(self.pool.limits.response_head));
+        let mut deadline = pin!(tokio::time::sleep(self.pool.limits.head_timeout));
         let mut closed = pin!(self.pool.closed.cancelled());
         let mut sent_frames = 0;
         poll_fn(|cx| {
@@ -290,12 +289,12 @@ impl<'a> Exchange<'a> {
                 return Poll::Ready(Err((ProxyError::Closed, None)));
             }
             while deadline.as_mut().poll(cx).is_ready() {
-                let now = self.upload.as_ref().map_or(0, |upload| upload.sent_frames());
-                if now == sent_frames {
+                let frames = self.upload.as_ref().map_or(0, |upload| upload.sent_frames());
+                if frames == sent_frames {
                     return Poll::Ready(Err((ProxyError::HeadTimeout, None)));
                 }
-                sent_frames = now;
-                deadline.as_mut().reset(tokio::time::Instant::now() + self.pool.limits.response_head);
+                sent_frames = frames;
+                deadline.as_mut().reset(tokio::time::Instant::now() + self.pool.limits.head_timeout);
             }
             Poll::Pending
         })

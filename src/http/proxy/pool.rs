@@ -1,6 +1,7 @@
 //! The connection pool of one upstream: opens, counts, keeps and closes connections.
 //!
-//! An idle connection is not driven; it is polled once before it is reused, which shows whether the upstream has closed it.
+//! An idle connection is not driven; it is polled once before it is reused, which shows whether the upstream has
+//! closed it.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -24,8 +25,8 @@ pub(super) struct UpstreamConnection {
 }
 
 impl UpstreamConnection {
-    /// Polls the connection once, and returns whether it can take another request. Later events on the connection wake no
-    /// task.
+    /// Polls the connection once, and returns whether it can take another request. Later events on the connection
+    /// wake no task.
     fn is_reusable(&mut self) -> bool {
         let mut cx = Context::from_waker(Waker::noop());
         Pin::new(&mut self.connection).poll(&mut cx).is_pending() && self.sender.is_ready()
@@ -58,7 +59,7 @@ impl Pool {
     pub(super) fn new(dial: Box<dyn Dial>, limits: ProxyLimits) -> Self {
         Self {
             dial,
-            permits: Arc::new(Semaphore::new(limits.connections)),
+            permits: Arc::new(Semaphore::new(limits.max_connections)),
             limits,
             idle: Mutex::default(),
             closed: CancellationToken::new(),
@@ -87,7 +88,7 @@ impl Pool {
         let permit = Arc::clone(&self.permits).try_acquire_owned().map_err(|_| ProxyError::Full)?;
         let connected = tokio::select! {
             () = self.closed.cancelled() => return Err(ProxyError::Closed),
-            connected = tokio::time::timeout(self.limits.connect, self.dial.dial()) => connected,
+            connected = tokio::time::timeout(self.limits.connect_timeout, self.dial.dial()) => connected,
         };
         let io = connected.map_err(|_| ProxyError::ConnectTimeout)?.map_err(ProxyError::Connect)?;
         let (sender, connection) = http1::handshake(TokioIo::new(io)).await.map_err(ProxyError::Exchange)?;
@@ -104,12 +105,13 @@ impl Pool {
         if self.closed.is_cancelled() {
             return;
         }
-        // The oldest connection is evicted, regardless of its shard, so that an inactive shard does not occupy the pool.
-        let is_full = idle.connections.len() >= self.limits.idle_connections;
+        // The oldest connection is evicted, regardless of its shard, so that an inactive shard does not occupy the
+        // pool.
+        let is_full = idle.connections.len() >= self.limits.max_idle_connections;
         let oldest = (is_full && !idle.connections.is_empty()).then(|| idle.connections.remove(0));
         idle.connections.push(IdleConnection { upstream, since: Instant::now(), shard: shards::current() });
         if !std::mem::replace(&mut idle.has_reaper, true) {
-            tokio::spawn(reap(Arc::downgrade(self), self.limits.idle));
+            tokio::spawn(reap(Arc::downgrade(self), self.limits.idle_timeout));
         }
         drop(idle);
         drop(oldest);

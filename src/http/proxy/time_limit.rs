@@ -9,31 +9,32 @@ use hyper::body::{Frame, SizeHint};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// A request extension: the request's upgraded connection or response ends at this time, or when the token is cancelled.
+/// A request extension: the request's upgraded connection or response ends at `deadline`, or when `revoked` is
+/// cancelled.
 #[derive(Debug, Clone)]
 pub struct TimeLimit {
-    pub closed: Arc<CancellationToken>,
-    pub at: Instant,
+    pub revoked: Arc<CancellationToken>,
+    pub deadline: Instant,
 }
 
 impl TimeLimit {
     pub(super) async fn wait(self) {
         // The limit is reached in both cases.
-        let _ = tokio::time::timeout_at(self.at, self.closed.cancelled()).await;
+        let _ = tokio::time::timeout_at(self.deadline, self.revoked.cancelled()).await;
     }
 
     /// Wraps a body so that it ends with an error at the limit: the reader must not treat it as complete.
-    pub fn bound(self, body: Body) -> Body {
-        Body::new(Bounded { body, limit_reached: Box::pin(self.wait()) })
+    pub fn limit_body(self, body: Body) -> Body {
+        Body::new(TimeLimitedBody { body, limit_reached: Box::pin(self.wait()) })
     }
 }
 
-struct Bounded {
+struct TimeLimitedBody {
     body: Body,
     limit_reached: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
-impl HttpBody for Bounded {
+impl HttpBody for TimeLimitedBody {
     type Data = Bytes;
     type Error = axum::Error;
 

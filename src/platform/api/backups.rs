@@ -22,7 +22,7 @@ use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::id::MachineId;
 use svc_store::bucket::StoreError;
 use svc_store::key::{SlotPrefix, SnapshotCursor};
-use svc_store::snapshots::{ListedSnapshot, Page, PageWindow};
+use svc_store::snapshots::{ListedSnapshot, PageWindow, SnapshotPage};
 use svc_store::{pointer_io, snapshots};
 use svc_wire::backup::{Backup, BackupPage};
 
@@ -65,7 +65,7 @@ pub async fn handle(
                 Some(latest) => snapshots::read_record(&platform.bucket, &slot, &latest.key).await?,
                 None => None,
             };
-            Page { records: record.into_iter().collect(), next: None }
+            SnapshotPage { records: record.into_iter().collect(), next: None }
         } else {
             let taken_at = latest.as_ref().map(|latest| latest.taken_at);
             let window =

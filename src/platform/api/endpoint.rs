@@ -9,8 +9,8 @@ use axum::routing::MethodRouter;
 use axum::{Extension, Router};
 use serde_json::Value;
 use svc_http::openapi::{
-    Content, Credential, DocumentedResponse, Operation, Parameter, ParameterLocation, Scheme, any_text,
-    text_matching, uuid,
+    Content, Credential, CredentialScheme, DocumentedResponse, Operation, Parameter, ParameterLocation,
+    nul_free_text, text_matching, uuid,
 };
 use svc_wire::operator::Scope;
 
@@ -35,7 +35,7 @@ fn with_access(endpoint: &Endpoint) -> MethodRouter<Arc<Platform>> {
 
 pub const OPERATOR: Credential = Credential {
     name: "operator",
-    scheme: Scheme::ScopedBearer,
+    scheme: CredentialScheme::ScopedBearer,
     about: "The token of a named operator (svco_…) with one of the listed scopes, or PLATFORM_SECRET, which has all scopes",
 };
 
@@ -49,12 +49,12 @@ pub const READ_OR_ADMIN: &[Scope] = &[Scope::Read, Scope::Admin];
 
 pub const HOST: Credential = Credential {
     name: "host",
-    scheme: Scheme::Bearer,
+    scheme: CredentialScheme::Bearer,
     about: "The UPGRADE_TOKEN of a machine, while it holds its slot",
 };
 pub const REGISTRATION: Credential = Credential {
     name: "registration",
-    scheme: Scheme::Bearer,
+    scheme: CredentialScheme::Bearer,
     about: "The single-use registration token of a machine",
 };
 
@@ -69,13 +69,13 @@ pub const IDEMPOTENCY_KEY: Parameter = Parameter {
 pub const PREFER: Parameter = Parameter {
     name: "Prefer",
     location: ParameterLocation::Header,
-    schema: any_text,
+    schema: nul_free_text,
     about: "wait=N: respond when the operation has ended, or after N seconds, at most 60 (RFC 7240).",
 };
 pub const CURSOR: Parameter = Parameter {
     name: "cursor",
     location: ParameterLocation::Query,
-    schema: any_text,
+    schema: nul_free_text,
     about: "The nextCursor of the previous page.",
 };
 

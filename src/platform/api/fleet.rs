@@ -61,7 +61,7 @@ fn overdue_resource(overdue: &OverdueOperation) -> wire::OverdueOperation {
     wire::OverdueOperation {
         operation_id: operation.id.into(),
         machine_id: operation.machine.into(),
-        handle: Text::stored(&overdue.handle),
+        handle: Text::from_stored(&overdue.handle),
         kind: operation.kind.clone(),
         step: operation.step.clone(),
         attempts: operation.attempts.unsigned_abs().into(),

@@ -12,18 +12,18 @@ use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, METRICS, OPERATOR};
 use crate::context::Platform;
 use crate::measure;
-use svc_base::metrics::{MEDIA_TYPE, Scrape};
+use svc_base::metrics::{MEDIA_TYPE, MetricsHandle};
 use svc_http::openapi::{Content, DocumentedResponse, Operation};
 use svc_http::problem::{Code, Problem};
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Extension(scrape): Extension<Scrape>,
+    Extension(metrics): Extension<MetricsHandle>,
     request: Request,
 ) -> Result<Response, Problem> {
     ApiCall::read(request).await?.authenticate_operator(&platform).await?;
     measure::collect(&platform).await;
-    Ok(([(header::CONTENT_TYPE, MEDIA_TYPE)], scrape.text()).into_response())
+    Ok(([(header::CONTENT_TYPE, MEDIA_TYPE)], metrics.text()).into_response())
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {

@@ -16,7 +16,7 @@ use svc_machine::epoch::Epoch;
 use svc_machine::name::{IdpUserId, ServerType, Slot};
 use svc_store::key::SlotPrefix;
 use svc_store::snapshot::{SideRecord, SnapshotUnusable};
-use svc_store::{StoreError, epochs, pointer_io};
+use svc_store::{StoreError, epoch_floor, pointer_io};
 
 /// Whether a slot without any snapshot may start with an empty database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,7 +85,7 @@ fn needed_bytes(database_bytes: u64) -> u64 {
 /// `snapshot_unusable`, `store_unavailable`.
 pub async fn find_epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> Result<Epoch, Problem> {
     let known = db::machines::find_highest_epoch(&platform.db.session().await?, user, slot).await?;
-    match epochs::read_floor(&platform.bucket, &SlotPrefix::new(user, slot), known).await {
+    match epoch_floor::read_floor(&platform.bucket, &SlotPrefix::new(user, slot), known).await {
         Ok(floor) => Ok(floor),
         Err(StoreError::Corrupt { key, why }) => {
             Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, why }))

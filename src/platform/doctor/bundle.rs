@@ -56,7 +56,7 @@ async fn check_manifest(
             "hosts do not update to it automatically: build it with --signing-key, and publish it under a new version",
         ),
         Err(BundleUnusable::Store(error)) => findings.problem(format_chain(&error), SEE_STORE_CHECK),
-        Err(why @ (BundleUnusable::Manifest(_) | BundleUnusable::OtherArchive)) => findings.problem(
+        Err(why @ (BundleUnusable::Manifest(_) | BundleUnusable::WrongArchive)) => findings.problem(
             format!("hosts cannot update to {version}: {why}"),
             "build it again, signed with a key from BUNDLE_PUBLIC_KEYS, and publish it under a new version",
         ),

@@ -62,11 +62,11 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Err(error) => findings
             .warning(format!("parallel writers were not tested: {}", format_chain(&error)), CHECK_STORE),
     };
-    let further = capabilities::probe_further(&config.store, &bucket).await;
-    let findings = further.iter().fold(findings, report);
+    let other_results = capabilities::probe_other_capabilities(&config.store, &bucket).await;
+    let findings = other_results.iter().fold(findings, report);
     match count_remaining_objects(&bucket).await {
         Ok(0) => findings
-            .or_ok("supports all that svc relies on: reads, lists, uploads, and exact conditional puts"),
+            .or_ok("supports all that svc relies on: reads, lists, uploads, and atomic conditional puts"),
         Ok(count) => findings.warning(
             format!("{count} temporary objects of this check could not be deleted"),
             format!(

@@ -35,7 +35,7 @@ impl From<&OperationRow> for Operation {
             operation_id: row.id.into(),
             machine_id: row.machine.into(),
             kind: row.kind.clone(),
-            state: waiting.unwrap_or_else(|| Text::stored(&row.state)),
+            state: waiting.unwrap_or_else(|| Text::from_stored(&row.state)),
             question: question.and_then(|question| Question::deserialize(question).ok()),
             step: row.step.clone(),
             attempts: row.attempts.unsigned_abs().into(),

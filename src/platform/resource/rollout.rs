@@ -58,14 +58,14 @@ impl From<RolloutMachineRow> for RolloutMachine {
     fn from(row: RolloutMachineRow) -> Self {
         Self {
             machine_id: row.machine.into(),
-            handle: Text::stored(row.handle),
-            slot: Text::stored(row.slot),
+            handle: Text::from_stored(row.handle),
+            slot: Text::from_stored(row.slot),
             batch: row.batch.unsigned_abs().into(),
             state: row.state.into(),
             error: row.error,
             asked_at: row.asked_at.map(Into::into),
             ended_at: row.ended_at.map(Into::into),
-            image_version: Text::stored(row.image_version),
+            image_version: Text::from_stored(row.image_version),
         }
     }
 }

@@ -297,7 +297,7 @@ mod tests {
     fn pause_reason_names_first_findings_and_counts_others() {
         let found = |check: &str| RolloutFinding {
             machine_id: MachineId::new().into(),
-            handle: svc_wire::text::Text::stored("ada"),
+            handle: svc_wire::text::Text::from_stored("ada"),
             check: check.to_owned(),
             what: "failing".to_owned(),
             next: None,

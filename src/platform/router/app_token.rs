@@ -113,7 +113,7 @@ mod tests {
         let late = now + SignedDuration::from_secs(APP_TOKEN_SECONDS + LEEWAY_SECONDS + 1);
         assert_eq!(verify(&keys, &minted.token, late), Err(ProofError::OutsideValidity));
         let forged = mint(&other, &user, machine, "notes", 0, now);
-        assert_eq!(verify(&keys, &forged.token, now), Err(ProofError::BadSignature));
+        assert_eq!(verify(&keys, &forged.token, now), Err(ProofError::InvalidSignature));
     }
 
     #[test]

@@ -7,8 +7,9 @@ use super::builtin::{BuiltinAction, BuiltinRoute};
 use super::{account, sign_in};
 use crate::public_host::PublicHost;
 use svc_http::openapi::{
-    Content, Credential, DocumentedResponse, Operation, Parameter, ParameterLocation, Scheme, any_text,
-    array, boolean, count, object, one_of, request_object, schema_ref, text, text_matching, uuid,
+    Content, Credential, CredentialScheme, DocumentedResponse, Operation, Parameter, ParameterLocation,
+    array, boolean, count, nul_free_text, object, one_of, request_object, schema_ref, text, text_matching,
+    uuid,
 };
 use svc_http::problem::Code;
 use svc_machine::name::Slot;
@@ -16,12 +17,15 @@ use svc_machine::state::Status;
 
 const SESSION: Credential = Credential {
     name: "session",
-    scheme: Scheme::Cookie("svc_session"),
+    scheme: CredentialScheme::Cookie("svc_session"),
     about: "A browser's session (svc_code_session on CODE_HOST; with the prefix __Host- over HTTPS), or the identity \
             provider's cookie __session.",
 };
-const USER: Credential =
-    Credential { name: "user", scheme: Scheme::Bearer, about: "The identity provider's session JWT" };
+const USER: Credential = Credential {
+    name: "user",
+    scheme: CredentialScheme::Bearer,
+    about: "The identity provider's session JWT",
+};
 const USER_CREDENTIALS: &[Credential] = &[SESSION, USER];
 
 pub static LIST_SLOTS: BuiltinRoute = BuiltinRoute {
@@ -83,7 +87,7 @@ pub static CHOOSE_ACCOUNT: BuiltinRoute = BuiltinRoute {
         body: Some(|| {
             request_object(
                 &[("account", one_of(&account::AccountChoice::NAMES))],
-                &[("returnTo", any_text())],
+                &[("returnTo", nul_free_text())],
             )
         }),
         responses: &[DocumentedResponse {
@@ -153,13 +157,13 @@ pub static ISSUE_CODE: BuiltinRoute = BuiltinRoute {
             Parameter {
                 name: "state",
                 location: ParameterLocation::RequiredQuery,
-                schema: any_text,
+                schema: nul_free_text,
                 about: "The nonce that the browser holds on CODE_HOST.",
             },
             Parameter {
                 name: "return_to",
                 location: ParameterLocation::Query,
-                schema: any_text,
+                schema: nul_free_text,
                 about: "The final path on CODE_HOST; URLs of other hosts are ignored.",
             },
         ],
@@ -181,7 +185,7 @@ pub static REDEEM_CODE: BuiltinRoute = BuiltinRoute {
         parameters: &[Parameter {
             name: "code",
             location: ParameterLocation::RequiredQuery,
-            schema: any_text,
+            schema: nul_free_text,
             about: "The single-use code.",
         }],
         body: None,

@@ -14,9 +14,9 @@ use jiff::Timestamp;
 use super::cookie::{self, RouterCookie};
 use super::serve::RequestContext;
 use super::session::{Session, SessionError, Sessions, TokenHash, sha256};
-use svc_http::addresses::client_network;
+use svc_http::address_limit::client_network;
 use svc_http::jwt::{JwtError, LEEWAY_SECONDS, Subject, Verifier};
-use svc_http::rate::RateLimit;
+use svc_http::rate_limit::RateLimit;
 use svc_machine::name::{IdpUserId, Slot};
 
 /// How long an accepted token is cached. Then it is verified again with the current keys.

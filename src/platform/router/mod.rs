@@ -50,7 +50,7 @@ use session::Sessions;
 use sign_outs::SignOuts;
 use svc_http::observe::{self, Listener};
 use svc_http::passthrough::Passthrough;
-use svc_http::rate::RateLimit;
+use svc_http::rate_limit::RateLimit;
 use svc_http::{client, jwt};
 use svc_machine::name::IdpUserId;
 use watch::Watcher;

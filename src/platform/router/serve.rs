@@ -301,7 +301,7 @@ impl RouterState {
             return response;
         }
         match self.stream_limit(caller, now) {
-            Some(until) => response.map(|body| until.bound(body)),
+            Some(limit) => response.map(|body| limit.limit_body(body)),
             None => response,
         }
     }
@@ -319,7 +319,7 @@ impl RouterState {
             }
             Caller::App(claims) => (&claims.sub, claims.exp + LEEWAY_SECONDS),
         };
-        let closed = self.sign_outs.register_stream(user);
+        let revoked = self.sign_outs.register_stream(user);
         let is_valid = match caller {
             Caller::Owner(Identity::Session(session) | Identity::Disputed(session, _), _) => {
                 self.sessions.is_open(session)
@@ -327,10 +327,10 @@ impl RouterState {
             Caller::Owner(_, generation) => generation >= self.sign_outs.required_generation(user),
             Caller::App(claims) => claims.generation >= self.sign_outs.required_generation(user),
         };
-        let closed = if is_valid { closed } else { cancelled_token() };
+        let revoked = if is_valid { revoked } else { cancelled_token() };
         let remaining =
             |end: i64| Duration::from_secs(u64::try_from(end - now.as_second()).unwrap_or_default());
-        Some(TimeLimit { closed, at: tokio::time::Instant::now() + remaining(expires_at) })
+        Some(TimeLimit { revoked, deadline: tokio::time::Instant::now() + remaining(expires_at) })
     }
 
     /// Redirects to the legacy fallback, if one is configured, or reports why there is no machine.

@@ -23,7 +23,7 @@ use crate::public_host::PublicHost;
 use crate::route_freshness::{RouteFreshness, RoutesState};
 use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_base::metrics::SESSIONS_OPENED;
-use svc_http::rate::RateLimit;
+use svc_http::rate_limit::RateLimit;
 use svc_machine::name::{IdpUserId, Slot};
 
 const CODE_LIFETIME_SECONDS: i32 = 60;

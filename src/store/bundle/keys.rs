@@ -1,7 +1,8 @@
 //! The keys that are trusted to sign release manifests, and the succession of key sets on a host.
 //!
-//! Invariants: a key set is not empty, and one of its keys has signed the manifest that contains it, so that a host never
-//! trusts only keys that have signed nothing. A host's sequence only increases, so that an older release restores no key.
+//! Invariants: a key set is not empty, and one of its keys has signed the manifest that contains it, so that a host
+//! never trusts only keys with which nobody can sign. A host's sequence only increases, so that an older release
+//! never restores a removed key.
 
 use std::fmt;
 use std::str::FromStr;
@@ -55,7 +56,7 @@ impl fmt::Display for TrustedKeys {
 
 /// An invalid list of keys.
 #[derive(Debug, thiserror::Error)]
-#[error("must be base64 of 32 bytes, up to {MAX_KEYS} separated by commas")]
+#[error("must be up to {MAX_KEYS} keys separated by commas, each the base64 of 32 bytes")]
 pub struct KeysError;
 
 impl FromStr for TrustedKeys {
@@ -103,7 +104,7 @@ impl TrustedKeys {
                 Some(key) => {
                     UnparsedPublicKey::new(&ED25519, key.0)
                         .verify(&signed, &bytes)
-                        .map_err(|_| ManifestError::WrongSignature { id })?;
+                        .map_err(|_| ManifestError::InvalidSignature { id })?;
                     valid += 1;
                 }
                 None => unknown_ids.push(id),
@@ -172,7 +173,7 @@ impl KeySet {
     /// Checks that one of the set's keys has signed the manifest that contains the set.
     ///
     /// # Errors
-    /// [`KeySetError::Unproven`], and [`ManifestError::WrongSignature`] if a signature by one of them is invalid.
+    /// [`KeySetError::Unproven`], and [`ManifestError::InvalidSignature`] if a signature by one of them is invalid.
     pub(super) fn check_signed_by_own_key(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
         self.keys.check(&signed.manifest, &signed.signature).map_err(|error| match error {
             ManifestError::UnknownKey { .. } => KeySetError::Unproven { ids: self.keys.ids() }.into(),
@@ -255,7 +256,8 @@ mod tests {
     }
 
     proptest! {
-        /// For any offered sets in any order, the sequence never decreases, and an older set never restores a removed key.
+        /// For any offered sets in any order, the sequence never decreases, and an older set never restores a removed
+        /// key.
         #[test]
         fn sequence_never_decreases(offers in proptest::collection::vec((1u32..2000, 1u8..5), 1..20)) {
             let mut trusted = set(0, &[1]);

@@ -50,7 +50,7 @@ fn verify_refuses_each_defect_with_its_own_error() {
     assert_eq!(expect_refusal(MANIFEST, SIGNATURE, &TrustedKeys::default()), ManifestError::NoKeys);
     let ids = vec!["9a7121682c555618".to_owned()];
     assert_eq!(expect_refusal(MANIFEST, OTHER_SIGNATURE, &trusted), ManifestError::UnknownKey { ids });
-    let wrong = ManifestError::WrongSignature { id: "614c4b637b092e93".to_owned() };
+    let wrong = ManifestError::InvalidSignature { id: "614c4b637b092e93".to_owned() };
     assert_eq!(
         expect_refusal(&MANIFEST.replace("\"sizeBytes\":0", "\"sizeBytes\":1"), SIGNATURE, &trusted),
         wrong
@@ -58,7 +58,7 @@ fn verify_refuses_each_defect_with_its_own_error() {
     // A valid signature does not make up for an invalid one by another trusted key.
     let swapped = format!("{SIGNATURE}{}", OTHER_SIGNATURE.replace("ZnjW", "znjW"));
     let error = expect_refusal(MANIFEST, &swapped, &keys(&format!("{KEY},{OTHER_KEY}")));
-    assert_eq!(error, ManifestError::WrongSignature { id: "9a7121682c555618".to_owned() });
+    assert_eq!(error, ManifestError::InvalidSignature { id: "9a7121682c555618".to_owned() });
     for malformed in ["", "\n", "614c4b637b092e93", "614c4b637b092e93 AAAA\n", &SIGNATURE.to_uppercase()] {
         assert_eq!(
             expect_refusal(MANIFEST, malformed, &trusted),
@@ -71,12 +71,12 @@ fn verify_refuses_each_defect_with_its_own_error() {
     check_at(MANIFEST, SIGNATURE, &trusted, "2027-11-20T23:59:59Z").unwrap();
     let signed = SignedManifest { manifest: MANIFEST.into(), signature: SIGNATURE.into() };
     let other = verify(&signed, &trusted, &"2".parse().unwrap(), Timestamp::UNIX_EPOCH).unwrap_err();
-    assert!(matches!(other, ManifestError::OtherVersion { .. }), "{other}");
+    assert!(matches!(other, ManifestError::WrongVersion { .. }), "{other}");
     let manifest = Manifest::parse(MANIFEST.as_bytes()).unwrap();
-    assert!(matches!(manifest.check_archive(&"0".repeat(64), 0), Err(ManifestError::OtherDigest { .. })));
-    assert!(matches!(manifest.check_archive(&manifest.sha256, 1), Err(ManifestError::OtherSize { .. })));
+    assert!(matches!(manifest.check_archive(&"0".repeat(64), 0), Err(ManifestError::WrongDigest { .. })));
+    assert!(matches!(manifest.check_archive(&manifest.sha256, 1), Err(ManifestError::WrongSize { .. })));
     let newer = MANIFEST.replace("\"version\":1", "\"version\":2");
-    assert_eq!(Manifest::parse(newer.as_bytes()), Err(ManifestError::OtherFormat { found: 2 }));
+    assert_eq!(Manifest::parse(newer.as_bytes()), Err(ManifestError::WrongFormat { found: 2 }));
     let upper = MANIFEST.replace("e3b0", "E3B0");
     assert!(matches!(Manifest::parse(upper.as_bytes()), Err(ManifestError::Malformed { .. })));
 }
@@ -96,7 +96,7 @@ proptest! {
         manifest[at / 8] ^= 1 << (at % 8);
         let signed = SignedManifest { manifest, signature: SIGNATURE.into() };
         let end = verify(&signed, &keys(KEY), &"2026.11.21-1".parse().unwrap(), Timestamp::UNIX_EPOCH);
-        prop_assert_eq!(end.unwrap_err(), ManifestError::WrongSignature { id: "614c4b637b092e93".to_owned() });
+        prop_assert_eq!(end.unwrap_err(), ManifestError::InvalidSignature { id: "614c4b637b092e93".to_owned() });
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::bucket::{Bucket, Condition, StoreError};
 const REPEATS: usize = 8;
 
 /// Whether a conditional put was refused because of its condition.
-fn interpret_put(result: Result<(), StoreError>) -> Result<bool, StoreError> {
+fn was_refused_by_condition(result: Result<(), StoreError>) -> Result<bool, StoreError> {
     match result {
         Err(StoreError::Precondition { .. }) => Ok(true),
         Ok(()) => Ok(false),
@@ -26,7 +26,8 @@ pub(super) async fn probe_create_once(bucket: &Bucket) -> Outcome {
     let key = temporary_key("created.json");
     let probe = async {
         bucket.put_json_if(&key, &json!({"n": 1}), Condition::Absent).await?;
-        let was_refused = interpret_put(bucket.put_json_if(&key, &json!({"n": 2}), Condition::Absent).await)?;
+        let put = bucket.put_json_if(&key, &json!({"n": 2}), Condition::Absent).await;
+        let was_refused = was_refused_by_condition(put)?;
         Ok((!was_refused).then(|| "it replaced an existing object".to_owned()))
     };
     let outcome = probe.await;
@@ -43,8 +44,8 @@ pub(super) async fn probe_replace_read_version(bucket: &Bucket) -> Outcome {
         };
         let stale = read.version.clone();
         bucket.put_json_if(&key, &json!({"n": 2}), Condition::Unchanged(read.version)).await?;
-        let was_refused =
-            interpret_put(bucket.put_json_if(&key, &json!({"n": 3}), Condition::Unchanged(stale)).await)?;
+        let put = bucket.put_json_if(&key, &json!({"n": 3}), Condition::Unchanged(stale)).await;
+        let was_refused = was_refused_by_condition(put)?;
         Ok((!was_refused).then(|| "a stale version replaced a newer one".to_owned()))
     };
     let outcome = probe.await;
@@ -62,7 +63,7 @@ pub(super) async fn probe_current_reads(bucket: &Bucket) -> Outcome {
                 return Ok(Some("it returned an older version, or none".to_owned()));
             }
         }
-        bucket.raw().delete(&key).await.map_err(|error| StoreError::of(&key, error))?;
+        bucket.raw().delete(&key).await.map_err(|error| StoreError::classify(&key, error))?;
         Ok(bucket.head(&key).await?.map(|_| "it returned a deleted object".to_owned()))
     };
     let outcome = probe.await;
@@ -76,7 +77,7 @@ pub(super) async fn probe_current_lists(bucket: &Bucket) -> Outcome {
     let list = async || {
         let found: Result<Vec<_>, _> =
             bucket.raw().list(Some(&folder)).map_ok(|object| object.location).try_collect().await;
-        found.map_err(|error| StoreError::of(&folder, error))
+        found.map_err(|error| StoreError::classify(&folder, error))
     };
     let probe = async {
         for (n, key) in keys.iter().enumerate() {
@@ -86,7 +87,7 @@ pub(super) async fn probe_current_lists(bucket: &Bucket) -> Outcome {
             }
         }
         for (n, key) in keys.iter().enumerate() {
-            bucket.raw().delete(key).await.map_err(|error| StoreError::of(key, error))?;
+            bucket.raw().delete(key).await.map_err(|error| StoreError::classify(key, error))?;
             if list().await? != keys[n + 1..] {
                 return Ok(Some("a deleted object was listed".to_owned()));
             }
@@ -107,8 +108,8 @@ pub(super) async fn probe_ranges(bucket: &Bucket) -> Outcome {
         let range = Some(GetRange::Bounded(RANGE));
         let got =
             bucket.raw().get_opts(&key, GetOptions { range, if_match: version, ..GetOptions::default() });
-        let got = got.await.map_err(|error| StoreError::of(&key, error))?;
-        got.bytes().await.map_err(|error| StoreError::of(&key, error))
+        let got = got.await.map_err(|error| StoreError::classify(&key, error))?;
+        got.bytes().await.map_err(|error| StoreError::classify(&key, error))
     };
     let probe = async {
         bucket.put(&key, &b"0123456789"[..]).await?;

@@ -62,7 +62,7 @@ pub(super) async fn probe_upload_once(bucket: &Bucket) -> Outcome {
         bucket.put(&key, &b"first"[..]).await?;
         let mut second = start_upload(bucket, &key, b"the second").await?;
         let completed = second.complete().await;
-        let instead = match completed {
+        let deviation = match completed {
             Err(UploadError::Store(StoreError::Precondition { .. })) => None,
             Ok(_) => Some("it replaced an existing object".to_owned()),
             Err(error) => {
@@ -70,10 +70,10 @@ pub(super) async fn probe_upload_once(bucket: &Bucket) -> Outcome {
                 return Err(to_store_error(&key, error));
             }
         };
-        if instead.is_none() {
+        if deviation.is_none() {
             second.abort().await;
         }
-        Ok(instead)
+        Ok(deviation)
     };
     let outcome = probe.await;
     delete(bucket, &key).await;

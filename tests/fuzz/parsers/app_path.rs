@@ -70,7 +70,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 
 fn read(path: &Path) -> Option<Vec<u8>> {
     let mut content = Vec::new();
-    APP.1.file(path).ok()?.take(100).read_to_end(&mut content).ok()?;
+    APP.1.open_file(path).ok()?.take(100).read_to_end(&mut content).ok()?;
     Some(content)
 }
 

@@ -27,12 +27,12 @@ pub struct AppFolder {
 /// # Errors
 /// The apps folder cannot be read.
 pub fn scan(home: &Path) -> io::Result<Vec<AppFolder>> {
-    let apps = match Folder::open(home).and_then(|home| home.folder(Path::new(APPS_DIR))) {
+    let apps = match Folder::open(home).and_then(|home| home.open_folder(Path::new(APPS_DIR))) {
         Ok(apps) => apps,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error),
     };
-    let names = apps.names()?;
+    let names = apps.entry_names()?;
     let mut folders: Vec<AppFolder> =
         names.iter().filter_map(|name| read_app_folder(&apps, name.to_str()?)).collect();
     reject_shared_schemas(&mut folders);

@@ -46,7 +46,7 @@ fn read_icon(home: &Path, icon: &Path) -> Option<StaticFile> {
         return None;
     }
     // Resolved from the icon's folder, whose owner determines which files may be read.
-    let app = Folder::open(home).ok()?.folder(icon.parent()?).ok()?;
+    let app = Folder::open(home).ok()?.open_folder(icon.parent()?).ok()?;
     let content = app.read(Path::new(icon.file_name()?), MAX_ICON_BYTES).ok()?;
     Some(StaticFile::in_memory(content, kind))
 }

@@ -115,9 +115,9 @@ async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> R
     let policy = content_security_policy(&manifest.connect);
     let files = files.clone();
     let opened = tokio::task::spawn_blocking(move || {
-        let folder = Folder::open(&files.home)?.folder(&output)?;
+        let folder = Folder::open(&files.home)?.open_folder(&output)?;
         let (file, meta, name) = open_page(&folder, &path)?;
-        let plain = StaticFile::open(file, &meta, &name);
+        let plain = StaticFile::from_file(file, &meta, &name);
         let gzip = files.gzip_cache.get_or_compress(&plain);
         Ok::<_, io::Error>(PageTarget::File(Box::new(AppFile { plain, gzip }), policy))
     });
@@ -154,7 +154,7 @@ fn open_page(output: &Folder, path: &Path) -> io::Result<(File, Metadata, PathBu
     ];
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for name in candidates.into_iter().flatten() {
-        match output.file(&name).and_then(|file| Ok((file.metadata()?, file))) {
+        match output.open_file(&name).and_then(|file| Ok((file.metadata()?, file))) {
             Ok((meta, file)) => return Ok((file, meta, name)),
             Err(error) => last = error,
         }

@@ -1,37 +1,37 @@
 //! The credentials that a route can accept, as the OpenAPI document describes them.
 
 use super::Principal;
-use svc_http::openapi::{Credential, Scheme};
+use svc_http::openapi::{Credential, CredentialScheme};
 
 pub const OWNER: Credential = Credential {
     name: "owner",
-    scheme: Scheme::Bearer,
+    scheme: CredentialScheme::Bearer,
     about: "A JWT of the configured issuer for this machine's owner. Through the platform's router a browser's \
             session works as well: the router replaces it with its own proof, x-svc-proof.",
 };
 pub const OWNERS_PROCESS: Credential = Credential {
     name: "ownersProcess",
-    scheme: Scheme::Bearer,
+    scheme: CredentialScheme::Bearer,
     about: "No token: a process of the owner's user, such as a terminal, on the machine's unix socket.",
 };
 pub const AGENT: Credential = Credential {
     name: "agent",
-    scheme: Scheme::Bearer,
+    scheme: CredentialScheme::Bearer,
     about: "The token of a running agent (SVC_BRIDGE_TOKEN), on the agents' unix socket (SVC_BRIDGE_SOCKET).",
 };
 pub const APP: Credential = Credential {
     name: "app",
-    scheme: Scheme::Bearer,
+    scheme: CredentialScheme::Bearer,
     about: "An app's token, through the platform's router, which replaces it with a proof.",
 };
 pub const ADMIN: Credential = Credential {
     name: "admin",
-    scheme: Scheme::Bearer,
+    scheme: CredentialScheme::Bearer,
     about: "The machine's ADMIN_TOKEN, together with a proof.",
 };
 pub const PLATFORM: Credential = Credential {
     name: "platform",
-    scheme: Scheme::Header("x-svc-proof"),
+    scheme: CredentialScheme::Header("x-svc-proof"),
     about: "A proof of the platform for this request: route internal with method, path and a single-use id.",
 };
 

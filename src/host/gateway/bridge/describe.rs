@@ -8,8 +8,8 @@ use super::request::{ACTIONS, ActionShape, MAX_OPERATIONS};
 use crate::gateway::auth::CALLERS;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use svc_http::openapi::{
-    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, any_text, array, boolean, count,
-    nullable, object, one_of, schema_ref, text, text_matching,
+    Content, DocumentedResponse, Operation, Parameter, ParameterLocation, array, boolean, count,
+    nul_free_text, nullable, object, one_of, schema_ref, text, text_matching,
 };
 use svc_http::problem::Code;
 
@@ -70,7 +70,7 @@ pub static CHANGES: Endpoint = Endpoint {
             Parameter {
                 name: "app",
                 location: ParameterLocation::Query,
-                schema: any_text,
+                schema: nul_free_text,
                 about: "Limits the stream to this app; an app always gets only its own changes.",
             },
             Parameter {

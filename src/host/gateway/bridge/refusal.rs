@@ -9,7 +9,7 @@ use tokio_postgres::error::{DbError, SqlState};
 use super::filter::escape_segment;
 use super::plan::Plan;
 use crate::gateway::database::PoolError;
-use svc_base::metrics::{BRIDGE_SQLSTATES, label};
+use svc_base::metrics::{BRIDGE_SQLSTATES, intern_label};
 use svc_http::problem::{Code, FieldError, Problem};
 
 /// Delay before a client should retry, in seconds.
@@ -116,7 +116,7 @@ pub fn from_database_error(error: &tokio_postgres::Error, context: ErrorContext)
         // The statement that failed first is reported instead.
         return Problem::new(Code::Conflict, "An operation before this one failed.");
     }
-    BRIDGE_SQLSTATES.add_one([label(code.code().get(..2).unwrap_or_default())]);
+    BRIDGE_SQLSTATES.add_one([intern_label(code.code().get(..2).unwrap_or_default())]);
     tracing::info!(sqlstate = code.code(), constraint = db_error.constraint(), "rejected by the database");
     match code.code() {
         "23505" => conflict(db_error, "Another row has the same value in a unique column."),

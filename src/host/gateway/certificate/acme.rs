@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use crate::system::layout::Layout;
 use svc_base::fsx;
 use svc_http::body::read_response;
-use svc_http::certificate::{CertificateSwitch, ChallengeGuard, create_signing_request};
+use svc_http::certificate::{CertificateResolver, ChallengeGuard, create_signing_request};
 use svc_http::client::{self, Deadlines};
 use svc_wire::heartbeat::{AcmeSettings, ExternalAccount};
 
@@ -47,7 +47,7 @@ pub struct CertificateRequest<'a> {
     pub settings: &'a AcmeSettings,
     pub name: &'a str,
     pub key_pem: &'a str,
-    pub switch: &'a Arc<CertificateSwitch>,
+    pub resolver: &'a Arc<CertificateResolver>,
 }
 
 impl CertificateRequest<'_> {
@@ -101,7 +101,7 @@ impl CertificateRequest<'_> {
                 bail!("the authority does not offer validation by tls-alpn-01");
             };
             let digest = challenge.key_authorization().digest();
-            guards.push(self.switch.respond_to_validation(self.name, digest.as_ref())?);
+            guards.push(self.resolver.respond_to_validation(self.name, digest.as_ref())?);
             challenge.set_ready().await.context("the authority refused to start the validation")?;
         }
         Ok(guards)

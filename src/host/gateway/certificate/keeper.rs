@@ -21,7 +21,7 @@ use svc_base::chain;
 use svc_base::fsx;
 use svc_base::metrics::{CERTIFICATE_EXPIRY, CERTIFICATE_TRUSTED};
 use svc_base::untrusted_text;
-use svc_http::certificate::{CertificateSwitch, Chain, ChainError, MAX_CHAIN_BYTES};
+use svc_http::certificate::{CertificateResolver, Chain, ChainError, MAX_CHAIN_BYTES};
 use svc_http::tls::{ChainVerifier, Identity, SpkiPin};
 use svc_http::vars::SSL_CERT_FILE;
 use svc_machine::id::MachineId;
@@ -47,7 +47,7 @@ pub struct CertificateKeeper {
     config: KeeperConfig,
     identity: Identity,
     pin: SpkiPin,
-    switch: Arc<CertificateSwitch>,
+    resolver: Arc<CertificateResolver>,
     verifier: ChainVerifier,
     presented: Presented,
     /// The content of the operator's file and the host name that were checked last.
@@ -94,7 +94,7 @@ impl CertificateKeeper {
     /// # Errors
     /// The machine's self-signed certificate or the trusted roots cannot be read.
     pub fn start(config: KeeperConfig, identity: Identity) -> anyhow::Result<Self> {
-        let switch = CertificateSwitch::new(&identity)?;
+        let resolver = CertificateResolver::new(&identity)?;
         let self_signed =
             Chain::from_pem(identity.cert_pem.as_bytes()).context("parse the self-signed certificate")?;
         let pin = identity.pin()?;
@@ -102,7 +102,7 @@ impl CertificateKeeper {
             Attempts { settings: None, delays: schedule::retry_delays(config.first_retry), retry_at: None };
         let mut keeper = Self {
             pin,
-            switch,
+            resolver,
             verifier: ChainVerifier::new(SSL_CERT_FILE.from_process().map(PathBuf::from))?,
             presented: Presented {
                 source: CertificateSource::SelfSigned,
@@ -123,8 +123,8 @@ impl CertificateKeeper {
         Ok(keeper)
     }
 
-    pub fn switch(&self) -> &Arc<CertificateSwitch> {
-        &self.switch
+    pub fn resolver(&self) -> &Arc<CertificateResolver> {
+        &self.resolver
     }
 
     /// Runs until `stop`.
@@ -203,7 +203,7 @@ impl CertificateKeeper {
     }
 
     fn present(&mut self, source: CertificateSource, chain: Chain) {
-        self.switch.present(chain.clone());
+        self.resolver.present(chain.clone());
         self.presented = Presented { source, chain, directory: None };
         self.last_verification = None;
     }
@@ -330,7 +330,7 @@ impl CertificateKeeper {
         let layout = &self.config.layout;
         let key_pem = &self.identity.key_pem;
         let pem =
-            CertificateRequest { layout, settings, name, key_pem, switch: &self.switch }.issue().await?;
+            CertificateRequest { layout, settings, name, key_pem, resolver: &self.resolver }.issue().await?;
         let chain = Chain::from_pem(pem.as_bytes());
         let chain = chain.and_then(|chain| match chain.check(self.pin, name, Timestamp::now()) {
             // If the chain is not yet valid, this machine's clock is behind.

@@ -18,8 +18,8 @@ use crate::records::page::{self, Verdict};
 use crate::snapshots::check_log::{Check, CheckKind, Status};
 use crate::system::layout::Layout;
 use svc_base::metrics::{
-    APPS, BACKUP_OK, CHECK_AT, CHECK_OK, LISTENERS, MEDIA_TYPE, POOL_CONNECTIONS, RECORDS_STUCK,
-    RECORDS_WAITING, SNAPSHOT_TAKEN, Scrape,
+    APPS, BACKUP_OK, CHANGE_LISTENERS, MEDIA_TYPE, MetricsHandle, POOL_CONNECTIONS, RECORDS_STUCK,
+    SNAPSHOT_CHECK_AT, SNAPSHOT_CHECK_OK, SNAPSHOT_TAKEN_AT, UNWRITTEN_RECORD_BYTES,
 };
 use svc_http::problem::Problem;
 use svc_store::key;
@@ -30,11 +30,11 @@ pub async fn render_metrics(
     State(changes): State<Arc<ChangeFeed>>,
     State(kernel): State<Arc<Kernel>>,
     State(layout): State<Layout>,
-    Extension(scrape): Extension<Scrape>,
+    Extension(metrics): Extension<MetricsHandle>,
 ) -> Response {
     let apps = registry.snapshot();
     APPS.set([], apps.apps.len() as f64);
-    LISTENERS.set([], changes.open_streams() as f64);
+    CHANGE_LISTENERS.set([], changes.open_streams() as f64);
     let (open, busy) = apps.apps.values().fold((0, 0), |(open, busy), app| {
         let (pool_open, pool_busy) = app.pool.connection_counts();
         (open + pool_open, busy + pool_busy)
@@ -43,12 +43,12 @@ pub async fn render_metrics(
     POOL_CONNECTIONS.set(["idle"], (open - busy) as f64);
     let records = kernel.records();
     RECORDS_STUCK.set([], f64::from(u8::from(records.is_stuck())));
-    RECORDS_WAITING.set([], records.waiting_bytes() as f64);
+    UNWRITTEN_RECORD_BYTES.set([], records.waiting_bytes() as f64);
     // Reads records and /proc, which blocks.
     let rendered = tokio::task::spawn_blocking(move || {
         measure_backups(&layout.logs());
         measure_checks(&layout);
-        scrape.text()
+        metrics.text()
     });
     match rendered.await {
         Ok(text) => ([(header::CONTENT_TYPE, MEDIA_TYPE)], text).into_response(),
@@ -72,7 +72,7 @@ fn measure_backups(logs: &Path) {
     }
     let taken = |run: &Run| -> Option<Timestamp> { key::taken_at(run.key.as_deref()?) };
     if let Some(taken) = runs.iter().find(|run| has_succeeded(run)).and_then(taken) {
-        SNAPSHOT_TAKEN.set([], taken.as_second() as f64);
+        SNAPSHOT_TAKEN_AT.set([], taken.as_second() as f64);
     }
 }
 
@@ -80,8 +80,8 @@ fn measure_backups(logs: &Path) {
 fn measure_checks(layout: &Layout) {
     for &kind in CheckKind::ALL {
         if let Ok(Some(check)) = Check::last(layout, kind) {
-            CHECK_OK.set([kind.as_str()], f64::from(u8::from(check.status == Status::Success)));
-            CHECK_AT.set([kind.as_str()], check.timestamp.as_second() as f64);
+            SNAPSHOT_CHECK_OK.set([kind.as_str()], f64::from(u8::from(check.status == Status::Success)));
+            SNAPSHOT_CHECK_AT.set([kind.as_str()], check.timestamp.as_second() as f64);
         }
     }
 }

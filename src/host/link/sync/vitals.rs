@@ -144,7 +144,7 @@ pub fn read_last_backup(config: &SyncConfig) -> Option<LastBackup> {
     let record: BackupRecord = serde_json::from_slice(&text).ok()?;
     Some(LastBackup {
         taken_at: record.key.as_deref().and_then(key::taken_at).map(Into::into),
-        status: Text::stored(record.status),
+        status: Text::from_stored(record.status),
         began_at: record.timestamp.map(Into::into),
         key: record.key,
         size_bytes: record.size_bytes,

@@ -33,7 +33,7 @@ use svc_store::StoreError;
 use svc_store::key;
 use svc_store::pointer::{Fenced, SnapshotRef};
 use svc_store::pointer_io::{self, PointerError};
-use svc_store::recorded::RecordedSnapshot;
+use svc_store::recorded_snapshot::RecordedSnapshot;
 use svc_store::snapshot::{self as stored, DatabaseIdentity, SideRecord};
 use svc_store::upload::{PartLayout, Upload, UploadError};
 

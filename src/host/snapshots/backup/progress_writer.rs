@@ -84,7 +84,7 @@ impl Sink for TrackedUpload<'_> {
     async fn push(&mut self, chunk: Bytes) -> Result<(), DumpError> {
         let dumped = chunk.len() as u64;
         self.upload.push(chunk).await?;
-        let uploaded = self.upload.acknowledged();
+        let uploaded = self.upload.acknowledged_bytes();
         self.tracker.update(Urgency::Throttled, |progress| {
             progress.dumped_bytes += dumped;
             progress.uploaded_bytes = uploaded;
@@ -94,7 +94,7 @@ impl Sink for TrackedUpload<'_> {
 
     async fn flush(&mut self) -> Result<(), DumpError> {
         self.upload.flush().await?;
-        let uploaded = self.upload.acknowledged();
+        let uploaded = self.upload.acknowledged_bytes();
         self.tracker.update(Urgency::Immediate, |progress| progress.uploaded_bytes = uploaded);
         Ok(())
     }

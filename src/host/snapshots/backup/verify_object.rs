@@ -90,7 +90,7 @@ impl ReadState {
     ) -> Result<(), RereadError> {
         let missing = || RereadError::Missing { key: side.key.clone() };
         let key = slot.snapshot(&side.key).ok_or_else(missing)?;
-        let failed = |error| match StoreError::of(&key, error) {
+        let failed = |error| match StoreError::classify(&key, error) {
             StoreError::NotFound { .. } => missing(),
             error => RereadError::Store(error),
         };

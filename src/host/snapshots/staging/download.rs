@@ -13,7 +13,7 @@ use crate::system::store;
 use svc_base::applet::Exit;
 use svc_base::failpoint::{self, Injected};
 use svc_base::fsx::FileError;
-use svc_base::partial::PartialFile;
+use svc_base::partial_file::PartialFile;
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
@@ -154,7 +154,7 @@ async fn resume_download(
     partial: &mut PartialFile,
 ) -> Result<(), DownloadError> {
     let key = context.slot.snapshot(&snapshot.key).expect("the key was validated before");
-    let failed = |error| DownloadError::Store(StoreError::of(&key, error));
+    let failed = |error| DownloadError::Store(StoreError::classify(&key, error));
     let range = (partial.length() > 0).then_some(GetRange::Offset(partial.length()));
     let options = GetOptions { range, ..GetOptions::default() };
     let response = context.bucket.raw().get_opts(&key, options).await.map_err(failed)?;

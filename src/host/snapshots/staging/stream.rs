@@ -116,7 +116,7 @@ impl Transfer {
         child: &mut Child,
     ) -> Result<(), Interrupted> {
         let key = context.slot.snapshot(&snapshot.key).expect("the key was validated before");
-        let failed = |error| DownloadError::Store(StoreError::of(&key, error));
+        let failed = |error| DownloadError::Store(StoreError::classify(&key, error));
         let wrong_size = |found| DownloadError::WrongSize {
             key: snapshot.key.clone(),
             expected: snapshot.size_bytes,

@@ -251,7 +251,7 @@ mod tests {
     }
 
     fn sample_time() -> Time {
-        Time::stored("2026-11-21T11:05:00.000Z")
+        Time::from_stored("2026-11-21T11:05:00.000Z")
     }
 
     /// A heartbeat with every field.

@@ -1,5 +1,5 @@
-//! An HTTP layer below object_store: if the store refuses a request because its credentials have expired, signs it with new
-//! credentials and retries it once.
+//! An HTTP layer below object_store: if the store refuses a request because its credentials have expired, signs it
+//! with new credentials and retries it once.
 //!
 //! A host compares the expiry with its own clock; this layer helps if that clock is wrong.
 
@@ -27,14 +27,14 @@ const EXPIRED: [&str; 4] = [
 ];
 
 #[derive(Debug)]
-pub(super) struct Resigning {
+pub(super) struct ReSigner {
     pub(super) inner: HttpClient,
     pub(super) source: Arc<dyn CredentialSource>,
     pub(super) region: String,
 }
 
 #[async_trait]
-impl HttpService for Resigning {
+impl HttpService for ReSigner {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let request = self.sign_with_current(request).await;
         let retry = request.clone();
@@ -72,7 +72,7 @@ impl HttpService for Resigning {
     }
 }
 
-impl Resigning {
+impl ReSigner {
     /// Signs a retry by object_store with the current credentials: object_store signs a request once and retries it
     /// unchanged.
     async fn sign_with_current(&self, request: HttpRequest) -> HttpRequest {

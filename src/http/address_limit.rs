@@ -79,34 +79,34 @@ mod tests {
 
     #[test]
     fn admit_limits_each_address_and_releases_on_drop() {
-        let addresses = AddressLimiter::new(2, Networks::default());
-        let first = addresses.admit(address("192.0.2.1")).unwrap();
-        let _second = addresses.admit(address("::ffff:192.0.2.1")).unwrap();
-        assert!(addresses.admit(address("192.0.2.1")).is_none());
-        assert!(addresses.admit(address("192.0.2.2")).is_some());
+        let limiter = AddressLimiter::new(2, Networks::default());
+        let first = limiter.admit(address("192.0.2.1")).unwrap();
+        let _second = limiter.admit(address("::ffff:192.0.2.1")).unwrap();
+        assert!(limiter.admit(address("192.0.2.1")).is_none());
+        assert!(limiter.admit(address("192.0.2.2")).is_some());
         drop(first);
-        assert!(addresses.admit(address("192.0.2.1")).is_some());
+        assert!(limiter.admit(address("192.0.2.1")).is_some());
     }
 
     #[test]
     fn admit_exempts_proxies_and_loopback() {
-        let addresses = AddressLimiter::new(1, "192.0.2.0/24,2001:db8::/32".parse().unwrap());
+        let limiter = AddressLimiter::new(1, "192.0.2.0/24,2001:db8::/32".parse().unwrap());
         for exempt in ["192.0.2.1", "::ffff:192.0.2.1", "2001:db8::1", "127.0.0.1", "::1"] {
-            let permits: Vec<_> = (0..5).map(|_| addresses.admit(address(exempt)).unwrap()).collect();
-            assert!(addresses.counts().is_empty(), "{exempt} is not counted");
+            let permits: Vec<_> = (0..5).map(|_| limiter.admit(address(exempt)).unwrap()).collect();
+            assert!(limiter.counts().is_empty(), "{exempt} is not counted");
             drop(permits);
         }
-        let _other = addresses.admit(address("198.51.100.1")).unwrap();
-        assert!(addresses.admit(address("198.51.100.1")).is_none());
+        let _other = limiter.admit(address("198.51.100.1")).unwrap();
+        assert!(limiter.admit(address("198.51.100.1")).is_none());
     }
 
     #[test]
     fn admit_counts_an_ipv6_network_as_one_address() {
-        let addresses = AddressLimiter::new(1, Networks::default());
-        let first = addresses.admit(address("2001:db8::1")).unwrap();
-        assert!(addresses.admit(address("2001:db8::2:3")).is_none());
-        assert!(addresses.admit(address("2001:db8:0:1::1")).is_some());
+        let limiter = AddressLimiter::new(1, Networks::default());
+        let first = limiter.admit(address("2001:db8::1")).unwrap();
+        assert!(limiter.admit(address("2001:db8::2:3")).is_none());
+        assert!(limiter.admit(address("2001:db8:0:1::1")).is_some());
         drop(first);
-        assert!(addresses.counts().is_empty(), "closed connections have no entry");
+        assert!(limiter.counts().is_empty(), "closed connections have no entry");
     }
 }

@@ -1,5 +1,5 @@
-//! An HTTP layer below object_store: counts each request that lists keys. A listing of many keys needs several requests, and
-//! the store bills each.
+//! An HTTP layer below object_store: counts each request that lists keys. A listing of many keys needs several
+//! requests, and the store bills each.
 
 use std::time::Instant;
 
@@ -12,12 +12,12 @@ use svc_base::metrics::{STORE_CALLS, STORE_DURATION};
 const CALL: &str = "list";
 
 #[derive(Debug)]
-pub(super) struct CountLists {
+pub(super) struct ListCounter {
     pub(super) inner: HttpClient,
 }
 
 #[async_trait]
-impl HttpService for CountLists {
+impl HttpService for ListCounter {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         if !lists_keys(&request) {
             return self.inner.execute(request).await;

@@ -10,13 +10,14 @@ use super::pointer::Pointer;
 use super::{pointer_io, snapshots};
 use svc_machine::epoch::Epoch;
 
-/// Timeout for all requests together. A listing of 10,000 snapshots has about twenty pages. Operators' clients have a longer
-/// timeout.
+/// Timeout for all requests together. A listing of 10,000 snapshots has about twenty pages. Operators' clients have a
+/// longer timeout.
 const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Reads the highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys. A host
-/// can write all three, so values far above `known`, the highest epoch in the database, are implausible. Implausible
-/// epochs of metadata and keys are ignored, and so is an implausible fence, because the platform's fence replaces it.
+/// Reads the highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys.
+/// A host can write all three, so values far above `known`, the highest epoch in the database, are implausible.
+/// Implausible epochs of metadata and keys are ignored, and so is an implausible fence, because the platform's fence
+/// replaces it.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if the pointer is unreadable, so that its fence is unknown, or if its snapshot's epoch is
@@ -68,18 +69,18 @@ pub(super) async fn read_metadata_epoch(
 
 fn plausible_fence(slot: &SlotPrefix, pointer: &Pointer, known: Epoch) -> Result<Epoch, StoreError> {
     let Pointer { fence_epoch: fence, snapshot, .. } = pointer;
-    let named = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
-    if named > known.max_plausible() {
+    let snapshot_epoch = snapshot.as_ref().map_or(Epoch::NONE, |snapshot| snapshot.epoch);
+    if snapshot_epoch > known.max_plausible() {
         let why = format!(
-            "its snapshot's epoch {named} is far above {known}, the highest epoch that the platform knows"
+            "its snapshot's epoch {snapshot_epoch} is far above {known}, the highest epoch that the platform knows"
         );
         return Err(StoreError::Corrupt { key: slot.pointer().to_string(), why });
     }
     if *fence > known.max_plausible() {
         tracing::warn!(key = %slot.pointer(), %fence, %known, "the fence is far above every epoch that the platform knows; it is ignored");
-        return Ok(named);
+        return Ok(snapshot_epoch);
     }
-    Ok(named.max(*fence))
+    Ok(snapshot_epoch.max(*fence))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Measures how exactly a store enforces conditions with several concurrent writers: the winners are counted.
+//! Counts how many of several concurrent conditional writers each store allows to win.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -20,14 +20,14 @@ type Winners = BTreeMap<usize, usize>;
 /// Starts all writers within `spread`; returns the number of winners.
 async fn race(fixture: &StoreFixture, key: &Path, condition: &Condition, spread: Duration) -> Result<usize> {
     let writers = (0..WRITERS).map(|writer| async move {
-        let share = u32::try_from(writer).unwrap_or_default() * spread / WRITERS as u32;
-        tokio::time::sleep(share).await;
+        let delay = u32::try_from(writer).unwrap_or_default() * spread / WRITERS as u32;
+        tokio::time::sleep(delay).await;
         let value = json!({"writer": writer, "nonce": uuid::Uuid::new_v4()});
         fixture.bucket.put_json_if(key, &value, condition.clone()).await
     });
     let mut winners = 0;
-    for end in join_all(writers).await {
-        match end {
+    for result in join_all(writers).await {
+        match result {
             Ok(()) => winners += 1,
             Err(StoreError::Precondition { .. }) => {}
             Err(error) => return Err(error.into()),
@@ -36,9 +36,9 @@ async fn race(fixture: &StoreFixture, key: &Path, condition: &Condition, spread:
     Ok(winners)
 }
 
-/// Every round has at least one winner, and exactly one if the store is exact. All stores must enforce `If-None-Match`
-/// exactly, and all but SeaweedFS `If-Match`.
-async fn measure(kind: StoreKind, rounds: usize) -> Result<()> {
+/// Checks that every round has at least one winner, and exactly one if the conditional write is atomic. `If-None-Match`
+/// must be atomic on all stores, and `If-Match` on all but SeaweedFS.
+async fn check_winners(kind: StoreKind, rounds: usize) -> Result<()> {
     let Some(fixture) = StoreFixture::start(kind).await? else { return Ok(()) };
     let (mut created, mut replaced) = (Winners::new(), Winners::new());
     let start = Instant::now();
@@ -64,19 +64,19 @@ async fn measure(kind: StoreKind, rounds: usize) -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn races_on_each_store_are_counted() -> Result<()> {
+async fn conditional_writes_have_one_winner_on_each_store() -> Result<()> {
     for kind in StoreKind::ALL {
-        measure(kind, 4).await?;
+        check_winners(kind, 4).await?;
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "a long campaign: cargo xtask test --long"]
-async fn races_on_each_store_are_counted_in_hundreds() -> Result<()> {
+async fn conditional_writes_have_one_winner_in_hundreds_of_races() -> Result<()> {
     for kind in StoreKind::ALL {
         // SeaweedFS 4.48 took about a second for puts that collide on a condition.
-        measure(kind, if kind == StoreKind::Seaweedfs { 120 } else { 400 }).await?;
+        check_winners(kind, if kind == StoreKind::Seaweedfs { 120 } else { 400 }).await?;
     }
     Ok(())
 }

@@ -30,11 +30,11 @@ async fn put_temporary(
 fn require_refusal(
     response: Result<StoreResponse, RequestError>,
     refusals: &[StatusCode],
-    instead: &str,
+    deviation: &str,
 ) -> Support {
     match response {
         Ok(response) if refusals.contains(&response.status) => Support::Yes,
-        Ok(response) if response.status.is_success() => Support::No(instead.to_owned()),
+        Ok(response) if response.status.is_success() => Support::No(deviation.to_owned()),
         Ok(response) => Support::Unknown(format!("it returned {}", response.status)),
         Err(error) => Support::Unknown(format_chain(&error)),
     }
