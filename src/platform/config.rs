@@ -26,7 +26,7 @@ use svc_base::config::{ConfigError, Env};
 use svc_base::variable::Variable;
 use svc_store::config::StoreConfig;
 
-pub use self::connections::Connections;
+pub use self::connections::ConnectionLimits;
 pub use self::provisioning::{MAX_FALLBACK_LOCATIONS, ProviderConfig, Provisioning};
 pub use self::router::{HostAndPort, RouterConfig};
 
@@ -47,7 +47,7 @@ pub struct PlatformConfig {
     pub provider: ProviderConfig,
     pub store: StoreConfig,
     pub host_credentials: HostCredentials,
-    pub connections: Connections,
+    pub connections: ConnectionLimits,
     pub rates: RateConfig,
     pub timing: Timing,
 }
@@ -114,11 +114,11 @@ pub struct Timing {
     pub lease: Duration,
     /// Interval between passes of the reconciler.
     pub reconcile: Duration,
-    /// Timeout of a host's shutdown; then its power is cut.
+    /// Timeout for a host's shutdown, after which its power is cut.
     pub resize_shutdown: Duration,
-    /// Timeout of the change of the server type after the shutdown; then the change is abandoned.
+    /// Timeout for changing the server type after the shutdown. When it expires, the change is abandoned.
     pub resize_change: Duration,
-    /// Timeout of switching on a resized server; the same timeout applies to its first healthy heartbeat.
+    /// Timeout for switching on a resized server; the same timeout applies to its first healthy heartbeat.
     pub resize_health: Duration,
     /// Time without progress after which an operation fails.
     pub operation_deadline: Duration,
@@ -201,7 +201,7 @@ impl PlatformConfig {
         let provider = provisioning::read_provider(env);
         let store = StoreConfig::read(env);
         let host_credentials = HostCredentials::read(env, store.as_ref());
-        let connections = Connections::read(env);
+        let connections = ConnectionLimits::read(env);
         let rates = RateConfig::read(env);
         let timing = Timing {
             registration_ttl: read_seconds(env, &vars::REGISTRATION_TTL_SECONDS),

@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use super::config::KeyTiming;
 use super::db::keys::{APP, Acknowledged, KeyDistribution, PROOF, UnacknowledgedHosts};
 use super::db::{self, Db};
-use super::keys::{self, KeyError, LOCK, Seal, SigningSet};
+use super::keys::{self, KeyError, SIGNING_KEYS_LOCK, Seal, SigningSet};
 use super::signed_lifetimes::MAX_SIGNED_LIFETIME;
 use svc_http::problem::format_chain;
 
@@ -109,7 +109,7 @@ async fn rotate_if_due(
         return Ok(());
     }
     let tx = db::begin(&mut session).await?;
-    db::lock(&tx, LOCK).await?;
+    db::lock(&tx, SIGNING_KEYS_LOCK).await?;
     let distribution = db::keys::list_distribution(&tx, purpose).await?;
     let Some(newest) = distribution.last().map(|key| key.kid.clone()) else { return Ok(()) };
     let unacknowledged = match purpose {
@@ -126,7 +126,7 @@ async fn rotate_if_due(
             let key = keys::generate(&tx, seal, purpose).await?;
             tracing::info!(kid = key.kid, "created a signing key");
         }
-        RotationStep::Acknowledged(by_all) => db::keys::acknowledge(&tx, &newest, by_all).await?,
+        RotationStep::Acknowledged(by_all) => db::keys::record_acknowledged(&tx, &newest, by_all).await?,
         RotationStep::Retirement => {
             let retired = db::keys::retire_all_but(&tx, purpose, &newest).await?;
             tracing::info!(kid = newest, retired, "retired older signing keys");

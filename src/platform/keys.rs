@@ -19,7 +19,7 @@ use svc_http::proof::{ProofKeys, Signer};
 const MAX_RETIRED: i64 = 8;
 
 /// Advisory lock held while the set of signing keys changes.
-pub const LOCK: &str = "signing keys";
+pub const SIGNING_KEYS_LOCK: &str = "signing keys";
 
 /// One process's current view of the signing keys.
 pub struct SigningSet {
@@ -111,8 +111,7 @@ impl Seal {
         }
     }
 
-    /// Replaces the seal of a secret that only the previous key opens with a seal of the current key; `None` for any other
-    /// secret.
+    /// Reseals, with the current key, a secret that only the previous key opens; `None` for any other secret.
     pub fn reseal(&self, kid: &str, sealed: &[u8]) -> Result<Option<Vec<u8>>, KeyError> {
         match self.find_opening_key(kid, sealed) {
             OpeningKey::Previous => Ok(Some(self.seal(kid, &self.open(kid, sealed)?)?)),
@@ -196,7 +195,7 @@ async fn load_or_create(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::k
         return Ok(stored);
     }
     let tx = db::begin(&mut session).await?;
-    db::lock(&tx, LOCK).await?;
+    db::lock(&tx, SIGNING_KEYS_LOCK).await?;
     let mut stored = db::keys::list_active(&tx, purpose).await?;
     if stored.is_empty() {
         stored.push(generate(&tx, seal, purpose).await?);
@@ -205,7 +204,7 @@ async fn load_or_create(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::k
     Ok(stored)
 }
 
-/// Creates another key. The transaction must hold [`LOCK`].
+/// Creates another key. The transaction must hold [`SIGNING_KEYS_LOCK`].
 pub async fn generate(
     tx: &deadpool_postgres::Transaction<'_>,
     seal: &Seal,

@@ -79,7 +79,7 @@ async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTru
         let found = in_progress.iter().find(|(name, _)| name == kind.as_str());
         OPERATIONS_IN_PROGRESS.set([kind.as_str()], found.map_or(0.0, |(_, count)| *count as f64));
     }
-    let (_, overdue) = db::operations::list_overdue(&session, OVERDUE_AGE, 1).await?;
+    let (_, overdue) = db::operations::list_long_running(&session, OVERDUE_AGE, 1).await?;
     OPERATIONS_OVERDUE.set([], overdue as f64);
     let alarms = db::alarms::list_active(&session).await?;
     for alarm in Alarm::ALL {

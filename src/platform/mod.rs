@@ -91,9 +91,9 @@ use svc_wire::text::Text;
 /// Time for running steps to finish after the stop signal; the next process resumes unfinished steps.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// Timeout of the store probe, so that an unreachable store does not delay the startup.
+/// Timeout for the store probe, so that an unreachable store does not delay the startup.
 const STORE_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Timeout of one read or write of an object, including retries: shorter than the timeout of an operator's client.
+/// Timeout for one read or write of an object, including retries: shorter than the timeout of an operator's client.
 const STORE_CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The control plane: provisions, recovers and deletes machines, and routes their owners to them.

@@ -246,7 +246,7 @@ async fn abandon_operation(
     match kind {
         OperationKind::Provision | OperationKind::Recover => {
             let context = EventContext {
-                failed_at: Some((&operation.step, "the operator abandoned the operation")),
+                failure: Some((&operation.step, "the operator abandoned the operation")),
                 ..EventContext::default()
             };
             let event = Event::OperationAbandoned;

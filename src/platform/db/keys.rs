@@ -145,7 +145,7 @@ pub async fn count_unacknowledged(
 }
 
 /// Records whether every relevant host has acknowledged this key.
-pub async fn acknowledge(
+pub async fn record_acknowledged(
     client: &impl GenericClient,
     kid: &str,
     by_all: Acknowledged,

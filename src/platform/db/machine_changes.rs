@@ -110,7 +110,8 @@ pub enum SlotPlace {
     },
 }
 
-/// Writes the next state if status, epoch and hold of the slot have not changed since the row was read.
+/// Writes the next state if the machine's status, its epoch, and whether it holds its slot have not changed since the
+/// row was read.
 ///
 /// # Errors
 /// [`DbError`]; `Contended` if the machine has changed.
@@ -172,7 +173,7 @@ pub async fn record_create_refused(tx: &Transaction<'_>, id: MachineId) -> Resul
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Removes a machine that never served from its slot, in favour of the machine that is reinstated.
+/// Takes a machine that has never served out of its slot, in favour of the machine that is reinstated.
 pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET retired_at = now(), replaced_by = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &to.0]).await.map(drop)

@@ -14,7 +14,7 @@ use svc_base::config;
 use svc_base::diagnosis::{Finding, Findings};
 use svc_http::tls::Identity;
 
-/// The user as whom the package's unit runs.
+/// The user that the package's unit runs as.
 const USER: &str = "svc-platform";
 const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
 

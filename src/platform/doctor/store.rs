@@ -66,7 +66,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = further.iter().fold(findings, report);
     match count_remaining_objects(&bucket).await {
         Ok(0) => findings
-            .or_ok("supports all that svc relies on: reads, lists, uploads, and exact conditional puts"),
+            .or_ok("supports all that svc relies on: reads, lists, uploads, and atomic conditional puts"),
         Ok(count) => findings.warning(
             format!("{count} temporary objects of this check could not be deleted"),
             format!(

@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn need_counts_all_but_names_only_first_five() {
+    fn display_counts_all_and_names_first_five() {
         let mut need = KeyNeed::default();
         assert!(need.is_empty());
         need.silent.add("quiet");

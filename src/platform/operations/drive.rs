@@ -19,9 +19,10 @@ use crate::db::{self, DbError};
 use svc_http::problem::format_chain;
 use svc_http::request_id;
 
-/// Maximum operations of the general lane that one process drives at a time.
+/// Maximum number of operations of the general lane that one process drives at a time.
 const MAX_DRIVEN: usize = 16;
-/// Maximum operations at steps that call hosts: each costs only a task, and a silent host blocks it for seconds.
+/// Maximum number of operations at steps that call hosts: each costs only a task, and a silent host blocks it for
+/// seconds.
 const MAX_CALLING_HOSTS: usize = 64;
 /// Maximum backoff of an operation whose outcome cannot be stored.
 const MAX_UNSTORED_BACKOFF: Duration = Duration::from_secs(30);
@@ -116,7 +117,7 @@ async fn drive_with_request_id(platform: &Platform, operation: OperationRow, own
     request_id::scope(id, drive(platform, operation, owner)).instrument(span).await;
 }
 
-/// Runs the steps of one operation while they are due and in this lane.
+/// Runs the steps of one operation while they are due and in the lane of the first one.
 async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
     let lane = lane_of(&operation);
     let mut needs_other_lane = false;

@@ -88,8 +88,8 @@ impl LeasedOperation<'_> {
         if self.platform.provider.get(ServerId(server)).await?.is_none() {
             return Ok(false);
         }
-        let failed_at = (self.operation.step.as_str(), "the provider has the machine's server after all");
-        apply_event(self.platform, machine.id, &Event::ServerFound, failed_at).await?;
+        let failure = (self.operation.step.as_str(), "the provider has the machine's server after all");
+        apply_event(self.platform, machine.id, &Event::ServerFound, failure).await?;
         db::servers::record_seen(&self.platform.db.session().await?, &[server]).await?;
         Ok(true)
     }
@@ -194,8 +194,7 @@ impl LeasedOperation<'_> {
             return Err(StepError::Lost);
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
-        let context =
-            EventContext { failed_at: Some((&self.operation.step, note)), ..EventContext::default() };
+        let context = EventContext { failure: Some((&self.operation.step, note)), ..EventContext::default() };
         match lifecycle::apply(&tx, &self.platform.mint, &row, event, context).await {
             // The machine has left its slot: the event no longer applies.
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
@@ -244,12 +243,12 @@ async fn apply_event(
     platform: &Platform,
     machine: MachineId,
     event: &Event,
-    failed_at: (&str, &str),
+    failure: (&str, &str),
 ) -> Result<(), DbError> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, machine).await? else { return Ok(()) };
-    let context = EventContext { failed_at: Some(failed_at), ..EventContext::default() };
+    let context = EventContext { failure: Some(failure), ..EventContext::default() };
     match lifecycle::apply(&tx, &platform.mint, &row, event, context).await {
         Ok(_) => db::commit(tx).await,
         Err(LifecycleError::Db(error)) => Err(error),

@@ -121,5 +121,5 @@ async fn find_server(
 }
 
 fn server_missing() -> StepOutcome {
-    StepOutcome::Fail { code: "server_gone", note: "the provider has no server of this machine" }
+    StepOutcome::Fail { code: "server_gone", note: "the provider has no server for this machine" }
 }

@@ -1,7 +1,7 @@
 //! The reconciler: handles expired registrations and previews, hanging operations, missing and leftover servers, and
 //! rows whose retention has ended.
 //!
-//! The reconciler takes no input and can run at any time, in any number of processes: by a timer, or earlier when
+//! The reconciler takes no input and can run at any time, in any number of processes: on a timer, or earlier when
 //! notified.
 
 use std::fmt::Display;
@@ -142,8 +142,8 @@ async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyh
 async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
-    let (deadline, limit) = (timing.operation_deadline, timing.operation_limit);
-    let found = db::operations::list_stalled(&session, deadline, limit, &supported_steps()).await?;
+    let (progress_timeout, max_age) = (timing.operation_deadline, timing.operation_limit);
+    let found = db::operations::list_stalled(&session, progress_timeout, max_age, &supported_steps()).await?;
     drop(session);
     let mut failures = Failures::default();
     for operation in found {
@@ -169,7 +169,7 @@ async fn end_stalled_operation(platform: &Platform, operation: &OperationRow) ->
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, operation.machine).await? else { return Ok(()) };
     let context = EventContext {
-        failed_at: Some((&operation.step, "the operation did not end in time")),
+        failure: Some((&operation.step, "the operation did not end in time")),
         ..EventContext::default()
     };
     match lifecycle::apply(&tx, &platform.mint, &row, &Event::OperationHung, context).await {
@@ -212,9 +212,9 @@ fn listing_interval(servers: u64) -> Duration {
     Duration::from_secs(further_calls * SECONDS_PER_CALL)
 }
 
-/// Orders the deletion of servers that are no longer kept, unless the database may have lost machines. Only the pass that took the
-/// inventory may do this: another process's inventory may still be running, and the stored list may come from a
-/// restored copy.
+/// Orders the deletion of servers that are no longer kept, unless the database may have lost machines. Only the pass that
+/// took the inventory may do this: another process's inventory may still be running, and the stored list may come from
+/// a restored copy.
 async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use deadpool_postgres::Object;
 
 use crate::context::Platform;
-use crate::db::retention::{Expiring, ExpiringTable};
+use crate::db::retention::{ExpiringTable, RetentionRule};
 use crate::db::{self, DbError};
 use crate::signed_lifetimes::SIGN_OUT_TTL;
 use svc_base::chain::format_chain;
@@ -34,16 +34,16 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     let retention = platform.config.timing.retention;
     let mut first_error = None;
     for expiring in [
-        Expiring::new(ExpiringTable::Sessions, SESSION_GRACE),
-        Expiring::new(ExpiringTable::SessionCodes, SESSION_GRACE),
-        Expiring::new(ExpiringTable::SignOuts, SIGN_OUT_TTL),
-        Expiring::new(ExpiringTable::IdempotencyKeys, IDEMPOTENCY_KEY_RETENTION),
-        Expiring::new(ExpiringTable::Operations, retention.operations),
-        Expiring::new(ExpiringTable::Rollouts, retention.operations),
-        Expiring::new(ExpiringTable::Audit, retention.audit),
+        RetentionRule::new(ExpiringTable::Sessions, SESSION_GRACE),
+        RetentionRule::new(ExpiringTable::SessionCodes, SESSION_GRACE),
+        RetentionRule::new(ExpiringTable::SignOuts, SIGN_OUT_TTL),
+        RetentionRule::new(ExpiringTable::IdempotencyKeys, IDEMPOTENCY_KEY_RETENTION),
+        RetentionRule::new(ExpiringTable::Operations, retention.operations),
+        RetentionRule::new(ExpiringTable::Rollouts, retention.operations),
+        RetentionRule::new(ExpiringTable::Audit, retention.audit),
         // Operators are kept as long as the audit names them, so that a name in the audit never refers to two
         // operators.
-        Expiring::new(ExpiringTable::Operators, retention.audit),
+        RetentionRule::new(ExpiringTable::Operators, retention.audit),
     ] {
         if let Err(error) = prune_table(&session, &expiring).await {
             tracing::warn!(table = expiring.table, error = %format_chain(&error), "cannot delete expired rows");
@@ -53,7 +53,7 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     first_error.map_or(Ok(()), |error| Err(error.into()))
 }
 
-async fn prune_table(session: &Object, expiring: &Expiring) -> Result<(), DbError> {
+async fn prune_table(session: &Object, expiring: &RetentionRule) -> Result<(), DbError> {
     for _ in 0..MAX_BATCHES {
         let deleted = db::retention::delete_batch(session, expiring).await?;
         RETENTION_DELETED.add([expiring.table], deleted);

@@ -18,7 +18,7 @@ use super::{OperationKind, Step, StepPoint};
 use crate::alarms;
 use crate::context::Platform;
 use crate::db::operation_log::RETRY;
-use crate::db::operations::{Advance, OperationRow};
+use crate::db::operations::{OperationRow, OperationUpdate};
 use crate::db::{self, DbError, machine_changes, machine_server, operation_metrics};
 use svc_base::clock::rfc3339_ms;
 use svc_http::problem::format_chain;
@@ -187,7 +187,7 @@ async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError)
         let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
         let why = format!("{error}; retrying within {} s", max_backoff(attempts).as_secs_f64().ceil());
         // While the operation waits for the account, it has no deadline.
-        return wait_for(leased, to, db::operations::WAITS_FOR_ACCOUNT, &why).await;
+        return wait_for(leased, to, db::operations::PROVIDER_ACCOUNT_BLOCKED, &why).await;
     }
     // A step may take a long time: a single late failure is not a reason to give up.
     if creates_machine(leased.kind)
@@ -306,7 +306,7 @@ async fn advance_operation(
     let mut session = leased.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     lock_machine_for_record(leased, &tx, &record).await?;
-    let advance = Advance {
+    let advance = OperationUpdate {
         state: "running",
         step: to.step.as_str(),
         facts: to.facts,
@@ -406,7 +406,7 @@ async fn end_operation(
     let mut session = leased.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     lock_machine_for_record(leased, &tx, &record).await?;
-    let advance = Advance {
+    let advance = OperationUpdate {
         state: "succeeded",
         step: step.as_str(),
         facts: &leased.operation.facts,

@@ -251,7 +251,7 @@ async fn store_result(
     if !verification.passed && is_open {
         rollouts::set_state(&tx, rollout.id, RolloutState::Paused, Some(&why)).await?;
         let detail = json!({"rolloutId": rollout.id, "imageVersion": rollout.image_version, "finding": why});
-        alarms::raise_while(&tx, Alarm::RolloutHalted, 1, &detail).await?;
+        alarms::raise_or_clear(&tx, Alarm::RolloutHalted, 1, &detail).await?;
         let after = json!({"state": RolloutState::Paused.as_str(), "why": why});
         let entry = audit::AuditEntry {
             actor: "platform",
