@@ -122,8 +122,8 @@ impl Process {
             installation: database.installation,
             keys: database.keys.clone(),
             routes: freshness,
-            nudge: Notify::new(),
-            reconcile: Notify::new(),
+            runner_wake: Notify::new(),
+            reconciler_wake: Notify::new(),
             server_checks: ServerChecks::new(config.timing.server_check),
             rates: ApiRates::new(&config.rates),
             quotes: QuoteCache::default(),
@@ -154,8 +154,8 @@ impl Process {
     }
 
     pub fn nudge(&self) {
-        self.platform.nudge.notify_one();
-        self.platform.reconcile.notify_one();
+        self.platform.runner_wake.notify_one();
+        self.platform.reconciler_wake.notify_one();
     }
 
     /// Sends a request to the API. Returns `None` if the process dies before it responds.

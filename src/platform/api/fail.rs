@@ -35,7 +35,7 @@ pub async fn handle(
     let reason = fields.finish(reason)?;
     let reply = fail(&platform, id, &reason, &mutation).await?;
     // The cancelled operation may have left resources behind.
-    platform.reconcile.notify_one();
+    platform.reconciler_wake.notify_one();
     Ok(reply.into_response())
 }
 

@@ -34,7 +34,7 @@ pub async fn handle(
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
     call.ensure_no_body()?;
     let reply = undelete(&platform, id, &mutation).await?;
-    platform.nudge.notify_one();
+    platform.runner_wake.notify_one();
     mutation::respond(&platform, &call, reply).await
 }
 

@@ -111,6 +111,6 @@ impl ExpiringTable {
 }
 
 /// Deletes at most one batch of rows and returns the number of deleted rows.
-pub async fn delete_batch(client: &impl GenericClient, expiring: &RetentionRule) -> Result<u64, DbError> {
-    execute(client, expiring.statement, &[&expiring.keep.as_secs_f64(), &expiring.batch_rows]).await
+pub async fn delete_batch(client: &impl GenericClient, rule: &RetentionRule) -> Result<u64, DbError> {
+    execute(client, rule.statement, &[&rule.keep.as_secs_f64(), &rule.batch_rows]).await
 }

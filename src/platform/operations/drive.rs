@@ -41,7 +41,7 @@ pub async fn run(platform: Arc<Platform>) {
         let poll = platform.config.timing.poll;
         tokio::select! {
             () = platform.stop.cancelled() => {}
-            () = platform.nudge.notified() => {}
+            () = platform.runner_wake.notified() => {}
             () = tokio::time::sleep(wait.map_or(poll, |wait| wait.clamp(MIN_WAIT.min(poll), poll))) => {}
             Some(ended) = drivers.general.join_next() => log_panic(ended),
             Some(ended) = drivers.calling.join_next() => log_panic(ended),
@@ -133,7 +133,7 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
             Ok(_) => break true,
             Err(StepError::Lost) => {
                 // The operation's server may still exist at the provider.
-                platform.reconcile.notify_one();
+                platform.reconciler_wake.notify_one();
                 break true;
             }
             Err(error) => {
@@ -154,6 +154,6 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
         tracing::warn!(operation = %operation.id, error = %format_chain(&error), "cannot release a lease");
     }
     if needs_other_lane {
-        platform.nudge.notify_one();
+        platform.runner_wake.notify_one();
     }
 }

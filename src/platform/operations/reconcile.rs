@@ -35,7 +35,7 @@ pub async fn run(platform: Arc<Platform>) {
         tokio::select! {
             () = platform.stop.cancelled() => return,
             () = tokio::time::sleep(interval) => {}
-            () = platform.reconcile.notified() => min_interval = MIN_PASS_INTERVAL,
+            () = platform.reconciler_wake.notified() => min_interval = MIN_PASS_INTERVAL,
         }
         // Each pass has its own request id.
         request_id::run_with_new_id(run_pass(&platform, min_interval)).await;
@@ -231,7 +231,7 @@ async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
     }
     db::commit(tx).await?;
     if !found.is_empty() {
-        platform.nudge.notify_one();
+        platform.runner_wake.notify_one();
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! The steps of `resize`: shut down, power off, change the type, power on, wait for a healthy host.
 //!
-//! After every failure before the server is on again, the operation continues with the step that switches it on, and
-//! the server's type then decides the outcome. The invariant: nothing here creates or deletes a server, and every step
+//! If a step fails before the server is on again, the operation continues with the step that switches it on, and the
+//! server's type then decides the outcome. The invariant: nothing here creates or deletes a server, and every step
 //! can restart after a kill, because it reads the server's state before it orders anything.
 
 use std::time::Duration;

@@ -13,7 +13,7 @@ use svc_base::metrics::RETENTION_DELETED;
 
 /// Interval between passes across all processes.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(60);
-/// Maximum batches per table and pass: 1,200,000 rows an hour (6,000 rollouts, whose batches are smaller), above the
+/// Maximum number of batches per table and pass: 1,200,000 rows an hour (6,000 rollouts, whose batches are smaller), above the
 /// insert rate of any table.
 const MAX_BATCHES: u32 = 20;
 
@@ -33,7 +33,7 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     }
     let retention = platform.config.timing.retention;
     let mut first_error = None;
-    for expiring in [
+    for rule in [
         RetentionRule::new(ExpiringTable::Sessions, SESSION_GRACE),
         RetentionRule::new(ExpiringTable::SessionCodes, SESSION_GRACE),
         RetentionRule::new(ExpiringTable::SignOuts, SIGN_OUT_TTL),
@@ -45,19 +45,19 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
         // operators.
         RetentionRule::new(ExpiringTable::Operators, retention.audit),
     ] {
-        if let Err(error) = prune_table(&session, &expiring).await {
-            tracing::warn!(table = expiring.table, error = %format_chain(&error), "cannot delete expired rows");
+        if let Err(error) = prune_table(&session, &rule).await {
+            tracing::warn!(table = rule.table, error = %format_chain(&error), "cannot delete expired rows");
             first_error = first_error.or(Some(error));
         }
     }
     first_error.map_or(Ok(()), |error| Err(error.into()))
 }
 
-async fn prune_table(session: &Object, expiring: &RetentionRule) -> Result<(), DbError> {
+async fn prune_table(session: &Object, rule: &RetentionRule) -> Result<(), DbError> {
     for _ in 0..MAX_BATCHES {
-        let deleted = db::retention::delete_batch(session, expiring).await?;
-        RETENTION_DELETED.add([expiring.table], deleted);
-        if deleted < expiring.batch_rows.unsigned_abs() {
+        let deleted = db::retention::delete_batch(session, rule).await?;
+        RETENTION_DELETED.add([rule.table], deleted);
+        if deleted < rule.batch_rows.unsigned_abs() {
             break;
         }
     }

@@ -29,7 +29,7 @@ use svc_provider::{ErrorKind, ProviderError};
 
 /// A new machine fails after a step has been retried for this long. A recovery can then be requested again.
 const CREATION_TIMEOUT: Duration = Duration::from_secs(3600);
-/// Minimum consecutive failures of a step before a new machine fails.
+/// Minimum number of consecutive failures of a step before a new machine fails.
 const MIN_CONSECUTIVE_FAILURES: i32 = 5;
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
 
@@ -238,7 +238,7 @@ fn as_account_error(error: &StepError) -> Option<&ProviderError> {
     source.downcast_ref::<ProviderError>().filter(|error| error.kind() == ErrorKind::Account)
 }
 
-/// Doubles from half a second to a minute.
+/// Returns the maximum delay before the next attempt, which doubles from half a second to a minute.
 fn max_backoff(attempts: i32) -> Duration {
     let exponent = u32::try_from(attempts.clamp(1, 10)).unwrap_or(10) - 1;
     (Duration::from_millis(500) * 2u32.pow(exponent)).min(MAX_BACKOFF)
@@ -306,7 +306,7 @@ async fn advance_operation(
     let mut session = leased.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     lock_machine_for_record(leased, &tx, &record).await?;
-    let advance = OperationUpdate {
+    let update = OperationUpdate {
         state: "running",
         step: to.step.as_str(),
         facts: to.facts,
@@ -315,7 +315,7 @@ async fn advance_operation(
         due_in: to.due_in,
         lease,
     };
-    if !db::operations::advance(&tx, id, leased.owner, &advance).await? {
+    if !db::operations::advance(&tx, id, leased.owner, &update).await? {
         return Err(StepError::Lost);
     }
     match line {
@@ -378,7 +378,8 @@ async fn write_record(
     }
 }
 
-/// Audits the loss of a server's data that an operator accepted, and since when the data is lost.
+/// Writes an audit entry for the loss of a server's data that an operator accepted, with the time since which data is
+/// lost.
 async fn audit_loss(
     leased: &LeasedOperation<'_>,
     tx: &Transaction<'_>,
@@ -406,7 +407,7 @@ async fn end_operation(
     let mut session = leased.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     lock_machine_for_record(leased, &tx, &record).await?;
-    let advance = OperationUpdate {
+    let update = OperationUpdate {
         state: "succeeded",
         step: step.as_str(),
         facts: &leased.operation.facts,
@@ -415,7 +416,7 @@ async fn end_operation(
         due_in: Duration::ZERO,
         lease: None,
     };
-    if !db::operations::advance(&tx, id, leased.owner, &advance).await? {
+    if !db::operations::advance(&tx, id, leased.owner, &update).await? {
         return Err(StepError::Lost);
     }
     db::operations::log(&tx, id, step.as_str(), "done", note).await?;
@@ -423,7 +424,7 @@ async fn end_operation(
     write_record(leased, &tx, record).await?;
     db::commit(tx).await?;
     // The reconciler handles follow-up work immediately, such as a server whose retention has ended.
-    leased.platform.reconcile.notify_one();
+    leased.platform.reconciler_wake.notify_one();
     operation_metrics::record_end(leased.kind.as_str(), "succeeded", leased.operation.created_at);
     tracing::info!("an operation succeeded");
     Ok(())

@@ -118,7 +118,7 @@ impl Watcher {
         )?;
         let acknowledged = acknowledged.iter().map(|row| Ok((MachineId(row.try_get(0)?), row.try_get(1)?)));
         // The acknowledged keys are applied before the machines' rows, which may be newer.
-        self.directory.acknowledge(acknowledged.collect::<Result<_, tokio_postgres::Error>>()?);
+        self.directory.update_acknowledged_keys(acknowledged.collect::<Result<_, tokio_postgres::Error>>()?);
         let current_digest: (i64, i64) = (current_digest.try_get(0)?, current_digest.try_get(1)?);
         if *last_digest == Some(current_digest) {
             self.directory.confirm(started_at);
