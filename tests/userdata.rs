@@ -244,7 +244,7 @@ async fn secrets_are_only_in_files_of_mode_0600() {
 
 /// The platform's package must not import the host's declarations, so the names are compared here.
 #[tokio::test]
-async fn variables_are_those_that_hosts_declare() {
+async fn user_data_sets_only_variables_that_hosts_declare() {
     let declared: BTreeSet<&str> = [svc::host::system::vars::SECTIONS, svc::store::vars::SECTIONS]
         .into_iter()
         .flatten()

@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn names_round_trip_and_only_fuse_advice_names_release() {
+    fn names_round_trip_and_only_fuse_advice_mentions_release() {
         for alarm in Alarm::ALL {
             assert_eq!(alarm.as_str().parse(), Ok(alarm));
             let names_release = alarm.advice().contains(&format!("svcctl alarm release {}", alarm.as_str()));

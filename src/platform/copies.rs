@@ -57,14 +57,14 @@ pub async fn load_copies(
     timing: &Timing,
 ) -> Result<Copies, DbError> {
     let (user, slot) = (&machine.user, &machine.slot);
-    let machines = db::machines::list_newest_of_slot(client, user, slot).await?;
+    let machines = db::machines::list_newest_in_slot(client, user, slot).await?;
     let reported = machines.iter().filter_map(reported_snapshot).max_by_key(|newest| newest.taken_at);
     let registered = machines.iter().filter(|machine| machine.registered_at.is_some());
     let last = registered.max_by_key(|machine| machine.epoch);
     let holder = last.map(|machine| (machine.id, machine.epoch));
     let unrestored = last.and_then(|machine| machine.unrestored_snapshot.clone());
     Ok(Copies {
-        kept: db::kept_servers::list_of_slot(client, user, slot, &timing.server_retention()).await?,
+        kept: db::kept_servers::list_in_slot(client, user, slot, &timing.server_retention()).await?,
         now: db::servers::now(client).await?,
         live: machines.into_iter().find(|machine| {
             // A machine whose server no longer exists holds no data.

@@ -26,7 +26,7 @@ const POWERED_OFF_LONG_SECONDS: f64 = 3600.0;
 /// the first heartbeat after the rotation is due.
 const TOKEN_OVERDUE_SECONDS: f64 = 7.0 * 86_400.0;
 /// Maximum number of machines listed as needing attention; the total counts all.
-pub const MAX_LISTED: usize = 1000;
+pub const MAX_LISTED_MACHINES: usize = 1000;
 
 /// A machine's health, as reported by its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,7 +76,7 @@ fn is_ok(part: Option<&str>) -> bool {
 pub struct FleetSummary {
     pub totals: Totals,
     pub backups: BackupAges,
-    /// At most [`MAX_LISTED`] machines.
+    /// At most [`MAX_LISTED_MACHINES`] machines.
     pub attention: Vec<MachineNeedingAttention>,
     /// Number of machines that need attention, listed or not.
     pub attention_total: u64,
@@ -110,7 +110,7 @@ pub fn summarize(rows: &[FleetRow], token_rotation: Duration, trust: &HostTrust)
         }
     }
     let attention_total = attention.len() as u64;
-    attention.truncate(MAX_LISTED);
+    attention.truncate(MAX_LISTED_MACHINES);
     let totals = Totals { machines: rows.len() as u64, by_status, by_image_version, by_health };
     FleetSummary { totals, backups: summarize_backups(rows), attention, attention_total }
 }
@@ -156,7 +156,7 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
         (row.powered_off_age.is_some_and(|age| age > POWERED_OFF_LONG_SECONDS), "powered_off"),
         (is_running && is_silent, "heartbeat_silent"),
         // The machine is unreachable, although it may be healthy.
-        (certificate == Some(certificates::MISSING), certificates::MISSING),
+        (certificate == Some(certificates::CERTIFICATE_MISSING), certificates::CERTIFICATE_MISSING),
         (failing(row.database.as_deref()), "database_failing"),
         (failing(row.gateway.as_deref()), "gateway_failing"),
         (failing(row.code.as_deref()), "code_failing"),
@@ -177,7 +177,8 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
             reasons.push(reason.to_owned());
         }
     }
-    reasons.extend(certificate.filter(|reason| *reason != certificates::MISSING).map(str::to_owned));
+    reasons
+        .extend(certificate.filter(|reason| *reason != certificates::CERTIFICATE_MISSING).map(str::to_owned));
     // The host's own reasons count only while its report is recent.
     if is_reporting {
         reasons.extend(row.attention.iter().cloned());
@@ -243,7 +244,7 @@ pub mod tests {
     }
 
     #[test]
-    fn each_cause_gives_its_reason() {
+    fn each_problem_has_its_attention_reason() {
         assert_eq!(reasons_of(|_| ()), Vec::<String>::new());
         let one = |reason: &str| vec![reason.to_owned()];
         assert_eq!(reasons_of(|row| row.heartbeat_age = Some(121.0)), one("heartbeat_silent"));
@@ -314,7 +315,7 @@ pub mod tests {
     }
 
     #[test]
-    fn totals_count_all_machines_and_ages_only_those_with_data() {
+    fn totals_count_all_machines_but_ages_only_those_with_data() {
         let mut rows = vec![healthy_row(), healthy_row(), healthy_row(), healthy_row()];
         rows[1].backup_age = Some(100.0);
         rows[2].backup_age = None;

@@ -17,7 +17,7 @@ use svc_http::vars::SSL_CERT_FILE;
 use svc_machine::id::MachineId;
 
 /// Maximum number of machines in `CUSTOMER_VPS_TLS_VERIFY_EXCEPT`.
-const MAX_EXEMPT: usize = 1000;
+const MAX_EXEMPT_MACHINES: usize = 1000;
 
 /// Settings for the verification of hosts.
 #[derive(Debug, Clone)]
@@ -117,9 +117,9 @@ fn parse_exempt_machines(env: &mut Env) -> Option<HashSet<MachineId>> {
     let text = env.text(variable).unwrap_or_default();
     let ids = text.split(',').map(str::trim).filter(|id| !id.is_empty());
     match ids.map(str::parse).collect::<Result<HashSet<MachineId>, _>>() {
-        Ok(ids) if ids.len() <= MAX_EXEMPT => Some(ids),
+        Ok(ids) if ids.len() <= MAX_EXEMPT_MACHINES => Some(ids),
         Ok(_) => {
-            env.add_mistake(variable, format!("must list at most {MAX_EXEMPT} machines"));
+            env.add_mistake(variable, format!("must list at most {MAX_EXEMPT_MACHINES} machines"));
             None
         }
         Err(_) => {

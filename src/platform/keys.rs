@@ -16,7 +16,7 @@ use super::platform_key::PlatformKeys;
 use svc_http::proof::{ProofKeys, Signer};
 
 /// Maximum number of retired keys that still sign for hosts without a newer key.
-const MAX_RETIRED: i64 = 8;
+const MAX_RETIRED_KEYS: i64 = 8;
 
 /// Advisory lock held while the set of signing keys changes.
 pub const SIGNING_KEYS_LOCK: &str = "signing keys";
@@ -154,12 +154,12 @@ fn open_with(key: &LessSafeKey, kid: &str, sealed: &[u8]) -> Option<Vec<u8>> {
 /// Loads the keys from the database, and creates the first key of each purpose. An app key signs once it is `overlap`
 /// old.
 pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet, KeyError> {
-    let proof = open_all(load_or_create(db, seal, db::keys::PROOF).await?, seal)?;
-    let app = load_or_create(db, seal, db::keys::APP).await?;
+    let proof = open_all(load_or_create(db, seal, db::keys::PROOF_PURPOSE).await?, seal)?;
+    let app = load_or_create(db, seal, db::keys::APP_PURPOSE).await?;
     let app_index = app.iter().rposition(|key| key.age >= overlap).unwrap_or(0);
     let app = open_all(app, seal)?;
     let session = db.session().await?;
-    let retired = db::keys::list_retired(&session, db::keys::PROOF, MAX_RETIRED).await?;
+    let retired = db::keys::list_retired(&session, db::keys::PROOF_PURPOSE, MAX_RETIRED_KEYS).await?;
     drop(session);
     let none = || KeyError::Damaged { kid: "(none)".to_owned() };
     let app_signer = app.get(app_index).cloned().ok_or_else(none)?;
@@ -182,7 +182,7 @@ pub async fn ensure_keys_can_be_opened(
     client: &impl deadpool_postgres::GenericClient,
     seal: &Seal,
 ) -> Result<(), KeyError> {
-    for purpose in [db::keys::PROOF, db::keys::APP] {
+    for purpose in [db::keys::PROOF_PURPOSE, db::keys::APP_PURPOSE] {
         open_all(db::keys::list_active(client, purpose).await?, seal)?;
     }
     Ok(())
@@ -233,7 +233,7 @@ fn public_keys(signers: &[Arc<Signer>]) -> ProofKeys {
 }
 
 /// Whether two views contain the same keys and sign with the same keys.
-pub fn is_same(one: &SigningSet, other: &SigningSet) -> bool {
+pub fn has_same_keys(one: &SigningSet, other: &SigningSet) -> bool {
     one.public == other.public
         && one.app.public == other.app.public
         && one.retired.first().map(|signer| signer.kid()) == other.retired.first().map(|signer| signer.kid())

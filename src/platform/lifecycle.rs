@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use deadpool_postgres::Transaction;
 
-use super::db::machine_changes::{self, NewMachine, NextState, SlotPlace};
+use super::db::machine_changes::{self, NewMachine, NextState, SlotTransition};
 use super::db::machine_row::{Failure, MachineRow};
 use super::db::{self, DbError};
 use super::tokens::{Generation, Purpose, TokenMint};
@@ -128,7 +128,9 @@ async fn write_state(
         failure: None,
         server_type: &before.server_type,
         resize_to: None,
-        place: slot_change.raised_epoch.map_or(SlotPlace::Unchanged, |epoch| SlotPlace::Reinstated { epoch }),
+        slot_transition: slot_change
+            .raised_epoch
+            .map_or(SlotTransition::Unchanged, |epoch| SlotTransition::Reinstated { epoch }),
     };
     let failure;
     match next {
@@ -149,11 +151,11 @@ async fn write_state(
         }
         State::Retired { .. } => {
             written.failure = before.failure.as_ref();
-            written.place = SlotPlace::Retired { by: slot_change.successor };
+            written.slot_transition = SlotTransition::Retired { by: slot_change.successor };
         }
         State::Deleted { .. } => {
             written.failure = before.failure.as_ref();
-            written.place = SlotPlace::Deleted;
+            written.slot_transition = SlotTransition::Deleted;
         }
     }
     machine_changes::compare_and_set(tx, before, &written).await

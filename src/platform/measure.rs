@@ -63,7 +63,10 @@ async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTru
         MACHINES_BY_CERTIFICATE.set(["expiring"], certificates.expiring as f64);
         MACHINES_BY_CERTIFICATE.set(["missing"], certificates.missing as f64);
     }
-    ended_machines::add_to(&mut summary, &db::ended_machines::list_needing_attention(&session).await?);
+    ended_machines::add_to_attention(
+        &mut summary,
+        &db::ended_machines::list_needing_attention(&session).await?,
+    );
     for (status, count) in &summary.totals.by_status {
         MACHINES.set([label(status)], *count as f64);
     }

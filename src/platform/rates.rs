@@ -171,7 +171,7 @@ mod tests {
     }
 
     /// Exhausts the limit of `CLIENT` with guesses.
-    fn exhaust(rates: &ApiRates) {
+    fn exhaust_address_limit(rates: &ApiRates) {
         let refused = (0..20).filter(|number| rates.admit_check(CLIENT, &format!("guess {number}")).is_err());
         assert!(refused.count() >= 9);
     }
@@ -181,7 +181,7 @@ mod tests {
         let rates = rates("10.0.0.0/8");
         rates.admit_check(CLIENT, "accepted").unwrap();
         rates.record_accepted("accepted");
-        exhaust(&rates);
+        exhaust_address_limit(&rates);
         rates.admit_check(CLIENT, "accepted").unwrap();
         assert!(rates.admit_check(CLIENT, "other").is_err());
     }

@@ -241,7 +241,7 @@ async fn forged_session_cookies_cost_no_query() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn credential_guesses_of_an_address_are_rate_limited() -> Result<()> {
+async fn credential_guesses_from_an_address_are_rate_limited() -> Result<()> {
     let router = TestRouter::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
     let mut refused = Vec::new();
     for number in 0..300 {

@@ -34,7 +34,10 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let session = platform.report_db.session().await?;
     let rows = db::fleet::list_active_machines(&session).await?;
     let mut summary = fleet::summarize(&rows, platform.config.timing.tokens.rotate, &platform.config.trust);
-    ended_machines::add_to(&mut summary, &db::ended_machines::list_needing_attention(&session).await?);
+    ended_machines::add_to_attention(
+        &mut summary,
+        &db::ended_machines::list_needing_attention(&session).await?,
+    );
     let hosts = &platform.config.hosts;
     let open = rollouts::find_open(&session).await?;
     let (overdue, total) =

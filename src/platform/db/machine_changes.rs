@@ -52,7 +52,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbErro
                registration_token_hash, upgrade_token_hash, preview_expires_at, restore_snapshot, fallback_locations) \
                VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, \
                now() + make_interval(secs => $16), $17, $18)";
-    let epoch = stored_epoch(new.epoch)?;
+    let epoch = to_stored_epoch(new.epoch)?;
     let fallback_locations: Vec<&str> = new.fallback_locations.iter().map(Location::as_str).collect();
     let preview_ttl = new.preview_ttl.map(|time| time.as_secs_f64());
     execute(
@@ -83,7 +83,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbErro
     .map(drop)
 }
 
-fn stored_epoch(epoch: Epoch) -> Result<i32, DbError> {
+fn to_stored_epoch(epoch: Epoch) -> Result<i32, DbError> {
     i32::try_from(epoch.0).map_err(|_| DbError::Unreadable { what: "epoch", why: epoch.to_string() })
 }
 
@@ -93,12 +93,12 @@ pub struct NextState<'a> {
     pub failure: Option<&'a Failure>,
     pub server_type: &'a ServerType,
     pub resize_to: Option<&'a ServerType>,
-    pub place: SlotPlace,
+    pub slot_transition: SlotTransition,
 }
 
 /// How a state change affects which machine holds the slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SlotPlace {
+pub enum SlotTransition {
     Unchanged,
     Retired {
         by: MachineId,
@@ -130,13 +130,13 @@ pub async fn compare_and_set(
                epoch = coalesce($13, epoch) WHERE machine_id = $1 AND status = $2 AND epoch = $3 \
                AND (deleted_at IS NULL AND retired_at IS NULL) = $4";
     let epoch = sql_epoch(was.epoch);
-    let by = match next.place {
-        SlotPlace::Retired { by } => Some(by.0),
-        SlotPlace::Unchanged | SlotPlace::Deleted | SlotPlace::Reinstated { .. } => None,
+    let by = match next.slot_transition {
+        SlotTransition::Retired { by } => Some(by.0),
+        SlotTransition::Unchanged | SlotTransition::Deleted | SlotTransition::Reinstated { .. } => None,
     };
-    let raised = match next.place {
-        SlotPlace::Reinstated { epoch } => Some(stored_epoch(epoch)?),
-        SlotPlace::Unchanged | SlotPlace::Deleted | SlotPlace::Retired { .. } => None,
+    let raised = match next.slot_transition {
+        SlotTransition::Reinstated { epoch } => Some(to_stored_epoch(epoch)?),
+        SlotTransition::Unchanged | SlotTransition::Deleted | SlotTransition::Retired { .. } => None,
     };
     let changed = execute(
         tx,
@@ -153,7 +153,7 @@ pub async fn compare_and_set(
             &next.server_type.as_str(),
             &next.resize_to.map(ServerType::as_str),
             &by,
-            &(next.place == SlotPlace::Deleted),
+            &(next.slot_transition == SlotTransition::Deleted),
             &raised,
         ],
     )
@@ -182,7 +182,7 @@ pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> R
 /// Raises a machine's epoch to at least the one in the store.
 pub async fn raise_epoch(tx: &Transaction<'_>, id: MachineId, epoch: Epoch) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET epoch = greatest(epoch, $2) WHERE machine_id = $1";
-    execute(tx, sql, &[&id.0, &stored_epoch(epoch)?]).await.map(drop)
+    execute(tx, sql, &[&id.0, &to_stored_epoch(epoch)?]).await.map(drop)
 }
 
 /// Records the key of a snapshot that is newer than the one from which the machine is restored.

@@ -123,7 +123,7 @@ pub async fn load_newest_backup_time(
 }
 
 /// The newest machines of a slot, newest first.
-pub async fn list_newest_of_slot(
+pub async fn list_newest_in_slot(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,

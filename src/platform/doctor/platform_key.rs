@@ -134,7 +134,7 @@ async fn read_usage(
         KeyNeed::find(client, &ids.current, &mint, &Seal::from_keys(&config.keys), silence, ttl).await?;
     let (is_previous_used, processes) = match &ids.previous {
         Some(previous) => (
-            platform_keys::is_known(client, previous).await?,
+            platform_keys::has_been_used(client, previous).await?,
             platform_keys::count_with_key(client, previous, ttl).await?,
         ),
         None => (false, (0, 0)),

@@ -57,7 +57,7 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
         }
     }
     let session = platform.db.session().await?;
-    let keys = db::keys::list_public_keys(&session, db::keys::PROOF).await?;
+    let keys = db::keys::list_public_keys(&session, db::keys::PROOF_PURPOSE).await?;
     drop(session);
     let order = build_order(platform, &machine, &keys).await?;
     leased.record_create_sent().await?;

@@ -20,15 +20,15 @@ use svc_http::problem::format_chain;
 use svc_http::request_id;
 
 /// Maximum number of operations of the general lane that one process drives at a time.
-const MAX_DRIVEN: usize = 16;
+const MAX_DRIVEN_OPERATIONS: usize = 16;
 /// Maximum number of operations at steps that call hosts: each costs only a task, and a silent host blocks it for
 /// seconds.
-const MAX_CALLING_HOSTS: usize = 64;
+const MAX_HOST_CALL_OPERATIONS: usize = 64;
 /// Maximum backoff of an operation whose outcome cannot be stored.
 const MAX_UNSTORED_BACKOFF: Duration = Duration::from_secs(30);
 /// Minimum time between two rounds of claims: an operation that is due, but locked by another transaction, causes no busy
 /// loop.
-const MIN_WAIT: Duration = Duration::from_millis(20);
+const MIN_CLAIM_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Drives operations until `stop`, then waits for running steps.
 pub async fn run(platform: Arc<Platform>) {
@@ -42,7 +42,7 @@ pub async fn run(platform: Arc<Platform>) {
         tokio::select! {
             () = platform.stop.cancelled() => {}
             () = platform.runner_wake.notified() => {}
-            () = tokio::time::sleep(wait.map_or(poll, |wait| wait.clamp(MIN_WAIT.min(poll), poll))) => {}
+            () = tokio::time::sleep(wait.map_or(poll, |wait| wait.clamp(MIN_CLAIM_INTERVAL.min(poll), poll))) => {}
             Some(ended) = drivers.general.join_next() => log_panic(ended),
             Some(ended) = drivers.calling.join_next() => log_panic(ended),
         }
@@ -84,7 +84,7 @@ impl Drivers {
 
     /// The steps of the lanes with capacity.
     fn claimable(&self) -> Option<SupportedSteps<'static>> {
-        match (self.general.len() < MAX_DRIVEN, self.calling.len() < MAX_CALLING_HOSTS) {
+        match (self.general.len() < MAX_DRIVEN_OPERATIONS, self.calling.len() < MAX_HOST_CALL_OPERATIONS) {
             (true, true) => Some(supported_steps()),
             (true, false) => Some(supported_steps_in(Lane::General)),
             (false, true) => Some(supported_steps_in(Lane::HostCalls)),

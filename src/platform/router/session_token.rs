@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_genuine_accepts_only_issued_tokens_of_host() {
+    fn is_genuine_accepts_only_tokens_issued_for_host() {
         let signer = |kid| Signer::from_pkcs8(kid, &Signer::generate().unwrap()).unwrap();
         let (own, other) = (signer("app-1"), signer("app-1"));
         let keys = ProofKeys { keys: vec![own.public_key()] };
