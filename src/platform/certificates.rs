@@ -32,7 +32,7 @@ impl CertificateState {
         let matches_name =
             |reported: &ReportedCertificate| name.is_none() || reported.host_name.as_deref() == name;
         match certificate {
-            // After a change of the domain, the name changes immediately, but the certificate only later.
+            // After a change to the domain, the name changes immediately, but the certificate changes only later.
             Some(reported) if reported.is_trusted && reported.expires_in > 0.0 && matches_name(reported) => {
                 let threshold = EXPIRING_WITHIN_SECONDS.min(reported.lifetime * EXPIRING_FRACTION);
                 if reported.expires_in < threshold { Self::Expiring } else { Self::Trusted }

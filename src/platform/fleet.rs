@@ -138,7 +138,7 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     let failing = |part: Option<&str>| is_reporting && part == Some("failing");
     let since_backup = row.backup_age.unwrap_or(row.age);
     let waiting = row.waiting_operation.is_some();
-    // A problem of the provider's account blocks many machines: it has an alarm of its own, and is not a reason here.
+    // A problem with the provider's account blocks many machines: it has an alarm of its own, and is not a reason here.
     let is_stuck = !waiting
         && !row.is_operation_waiting_for_account
         && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK_SECONDS)

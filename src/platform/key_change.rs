@@ -73,7 +73,7 @@ pub fn current_process_keys(ids: KeyIds, timing: &Timing) -> ProcessKeys {
 
 /// How long a process counts as running after its row was last renewed.
 pub fn row_ttl(timing: &Timing) -> Duration {
-    timing.lease * LEASES_UNTIL_ENDED
+    timing.lease_ttl * LEASES_UNTIL_ENDED
 }
 
 /// Interval between renewals of a process's row, and between passes of the change.
@@ -107,7 +107,7 @@ pub async fn run_key_change(platform: Arc<Platform>, seal: Seal) {
             () = tokio::time::sleep(period) => {}
         }
         if let Err(error) = run_pass(&platform, &seal).await {
-            tracing::warn!(error = %format_chain(&error), "a pass of the change of PLATFORM_KEY failed; retrying");
+            tracing::warn!(error = %format_chain(&error), "a pass of the key change failed; retrying");
         }
     }
 }

@@ -32,7 +32,7 @@ pub enum LifecycleError {
     #[error(transparent)]
     Db(#[from] DbError),
     /// The transition needs data that the caller did not provide.
-    #[error("the change of state requires {0}")]
+    #[error("the state change requires {0}")]
     Missing(&'static str),
 }
 

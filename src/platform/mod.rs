@@ -208,7 +208,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         routes: freshness,
         runner_wake: Notify::new(),
         reconciler_wake: Notify::new(),
-        server_checks: ServerChecks::new(config.timing.server_check),
+        server_checks: ServerChecks::new(config.timing.server_check_interval),
         rates: ApiRates::new(&config.rates),
         quotes: QuoteCache::default(),
         stop: stop.clone(),
@@ -260,7 +260,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Records this process as running if it may run with its platform keys beside the other processes.
+/// Records this process as running if it may run with its platform keys alongside the other processes.
 async fn admit(
     db: &Db,
     bucket: &Bucket,
@@ -291,7 +291,7 @@ fn check_mark(result: Result<(), MarkError>) -> Result<bool, Failure> {
     match result {
         Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),
         Err(error) => {
-            tracing::warn!(error = %svc_base::chain::format_chain(&error), "cannot check whether PLATFORM_KEY is the current one");
+            tracing::warn!(error = %svc_base::chain::format_chain(&error), "cannot check whether PLATFORM_KEY is the current key");
             Ok(false)
         }
         Ok(()) => Ok(true),

@@ -116,7 +116,7 @@ impl ApiRates {
         accepted.insert(tokens::hash(token), now + ACCEPTED_TOKEN_TTL);
     }
 
-    /// Counts a request of a verified operator.
+    /// Counts a request from a verified operator.
     ///
     /// # Errors
     /// `rate_limited`.
@@ -127,7 +127,7 @@ impl ApiRates {
             .map_err(|wait| rate_limited(&format!("Operator {actor} sends too many requests."), wait))
     }
 
-    /// Counts a request of a verified host.
+    /// Counts a request from a verified host.
     ///
     /// # Errors
     /// `rate_limited`.

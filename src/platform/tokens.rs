@@ -70,7 +70,7 @@ impl TokenMint {
         token(&self.key, machine, purpose, generation)
     }
 
-    /// Makes the first token of a machine with the key with which it was issued, which the stored hash shows, so that
+    /// Makes the first token of a machine. The stored hash shows which key issued it; the same key is used, so that
     /// user-data is rendered identically during a change of the platform key.
     pub fn first_token(&self, machine: MachineId, purpose: Purpose, stored_hash: &[u8]) -> SecretString {
         let first = Generation::FIRST;

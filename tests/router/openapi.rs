@@ -91,7 +91,7 @@ impl Side for RouterSetup {
             refused("an unknown session", call().header("cookie", unknown)),
             refused("the other host's session", call().header("cookie", elsewhere)),
             refused(
-                "an invalid token beside a session",
+                "an invalid token together with a session",
                 call().header("cookie", &self.session).bearer_auth("x"),
             ),
             forbidden("an app token", call().bearer_auth(&self.app_token)),

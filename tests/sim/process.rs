@@ -84,9 +84,9 @@ pub fn config(database: &str) -> PlatformConfig {
         ("DELETE_GRACE_SECONDS", "0"),
     ]);
     let mut config = PlatformConfig::read(env).unwrap_or_else(|mistakes| panic!("{mistakes}"));
-    config.timing.poll = Duration::from_millis(150);
-    config.timing.lease = Duration::from_millis(800);
-    config.timing.reconcile = Duration::from_millis(400);
+    config.timing.poll_interval = Duration::from_millis(150);
+    config.timing.lease_ttl = Duration::from_millis(800);
+    config.timing.reconcile_interval = Duration::from_millis(400);
     config.timing.server_silence = Duration::from_millis(400);
     config.timing.last_backup_deadline = Duration::from_millis(300);
     config
@@ -124,7 +124,7 @@ impl Process {
             routes: freshness,
             runner_wake: Notify::new(),
             reconciler_wake: Notify::new(),
-            server_checks: ServerChecks::new(config.timing.server_check),
+            server_checks: ServerChecks::new(config.timing.server_check_interval),
             rates: ApiRates::new(&config.rates),
             quotes: QuoteCache::default(),
             stop,

@@ -37,7 +37,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         }
         Err(error) => (
             findings.warning(
-                format!("cannot check whether PLATFORM_KEY is the current one: {}", format_chain(&error)),
+                format!("cannot check whether PLATFORM_KEY is the current key: {}", format_chain(&error)),
                 "see the check `store`",
             ),
             None,
@@ -63,7 +63,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
     if let Some(error) = &usage.unopened {
         return findings.problem(
             error.to_string(),
-            "correct the wrong one of the two keys; svc-platform will not start",
+            "PLATFORM_KEY or PLATFORM_KEY_PREVIOUS is wrong: correct it; svc-platform will not start",
         );
     }
     let findings = match &ids.previous {

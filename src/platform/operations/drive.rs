@@ -38,7 +38,7 @@ pub async fn run(platform: Arc<Platform>) {
             tracing::warn!(error = %format_chain(&error), "cannot claim operations");
             None
         });
-        let poll = platform.config.timing.poll;
+        let poll = platform.config.timing.poll_interval;
         tokio::select! {
             () = platform.stop.cancelled() => {}
             () = platform.runner_wake.notified() => {}
@@ -67,7 +67,7 @@ impl Drivers {
             // the previous owner.
             let owner = Uuid::now_v7();
             let session = platform.db.session().await?;
-            let lease = platform.config.timing.lease;
+            let lease = platform.config.timing.lease_ttl;
             let Some(operation) = db::operations::claim(&session, owner, lease, &supported).await? else {
                 return db::operations::time_until_due(&session, &supported).await;
             };

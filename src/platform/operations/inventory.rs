@@ -115,7 +115,9 @@ async fn fail_vanished(
     for machine in missing {
         let missing_for = db::servers::record_missing(&session, machine).await?;
         let is_silent = machine.silent_for >= platform.config.timing.server_silence;
-        if is_silent && missing_for >= platform.config.timing.reconcile.min(CONFIRM_INTERVAL).mul_f64(0.9) {
+        if is_silent
+            && missing_for >= platform.config.timing.reconcile_interval.min(CONFIRM_INTERVAL).mul_f64(0.9)
+        {
             lost.push(machine);
         }
     }

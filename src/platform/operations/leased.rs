@@ -124,7 +124,7 @@ impl LeasedOperation<'_> {
     async fn write_under_lease(&self, write: LeasedWrite) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
-        let lease = self.platform.config.timing.lease;
+        let lease = self.platform.config.timing.lease_ttl;
         // Lock order everywhere: machines before their operations.
         db::machines::lock(&tx, self.operation.machine).await?;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
@@ -189,7 +189,7 @@ impl LeasedOperation<'_> {
         let tx = db::begin(&mut session).await?;
         let machine = self.operation.machine;
         let row = db::machines::lock(&tx, machine).await?.ok_or(StepError::Lost)?;
-        let lease = self.platform.config.timing.lease;
+        let lease = self.platform.config.timing.lease_ttl;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
             return Err(StepError::Lost);
         }
@@ -200,7 +200,7 @@ impl LeasedOperation<'_> {
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
             Err(LifecycleError::Db(error)) => return Err(error.into()),
         }
-        // If the change of the machine has ended the operation as failed, this has no effect. Operations that the
+        // If the change to the machine has ended the operation as failed, this has no effect. Operations that the
         // change created keep running.
         db::operations::end(&tx, self.operation.id, "succeeded", None).await?;
         Ok(db::commit(tx).await?)
@@ -210,7 +210,7 @@ impl LeasedOperation<'_> {
     pub async fn end_as_failed(&self, code: &str, note: &str) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
-        let lease = self.platform.config.timing.lease;
+        let lease = self.platform.config.timing.lease_ttl;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
             return Err(StepError::Lost);
         }

@@ -28,7 +28,7 @@ const MIN_PASS_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs periodically until `stop`.
 pub async fn run(platform: Arc<Platform>) {
-    let interval = platform.config.timing.reconcile;
+    let interval = platform.config.timing.reconcile_interval;
     loop {
         // The servers are not listed again if another process listed them within this time.
         let mut min_interval = interval.mul_f64(0.9);

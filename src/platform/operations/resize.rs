@@ -202,7 +202,7 @@ struct ResizeState {
 async fn load_server(leased: &LeasedOperation<'_>) -> Result<Result<ResizeState, StepOutcome>, StepError> {
     let machine = leased.machine().await?;
     let (Some(id), Some(to)) = (machine.provider_server_id, machine.resize_to.clone()) else {
-        // The machine is no longer being resized: the change of its state also ended this operation.
+        // The machine is no longer being resized: its state change also ended this operation.
         return Err(StepError::Lost);
     };
     let age = leased.step_age().await?;

@@ -27,7 +27,7 @@ const IDEMPOTENCY_KEY_RETENTION: Duration = Duration::from_secs(7 * 86_400);
 /// The first failure. The other tables are pruned nevertheless, and the next pass continues.
 pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let pause = PRUNE_INTERVAL.min(platform.config.timing.reconcile * 2).mul_f64(0.9);
+    let pause = PRUNE_INTERVAL.min(platform.config.timing.reconcile_interval * 2).mul_f64(0.9);
     if !db::tasks::claim_turn(&session, "retention", pause).await? {
         return Ok(());
     }

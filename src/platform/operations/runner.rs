@@ -120,7 +120,7 @@ async fn start_step(
     let kind: OperationKind =
         operation.kind.parse().map_err(|why| DbError::Unreadable { what: "operation", why })?;
     let leased = LeasedOperation { platform, operation: &operation, kind, owner };
-    let lease = Some(platform.config.timing.lease);
+    let lease = Some(platform.config.timing.lease_ttl);
     let facts = &operation.facts;
     let to = NextStep { step, facts, attempts: 0, due_in: Duration::ZERO };
     store_step(&leased, to, lease, Some(("begun", None)), StepRecord::Nothing).await?;
@@ -134,7 +134,7 @@ async fn finish_step(
     record: StepRecord,
 ) -> Result<Option<OperationRow>, StepError> {
     let operation = leased.operation;
-    let lease = Some(leased.platform.config.timing.lease);
+    let lease = Some(leased.platform.config.timing.lease_ttl);
     let Some(next) = leased.kind.next_step(step) else {
         end_operation(leased, step, note, record).await?;
         return Ok(None);
@@ -172,7 +172,7 @@ async fn resolve_failed_resize(
 async fn abandon_resize(leased: &LeasedOperation<'_>, why: &str) -> Result<OperationRow, StepError> {
     let operation = leased.operation;
     tracing::warn!(operation = %operation.id, step = operation.step, why, "abandoning a resize");
-    let lease = Some(leased.platform.config.timing.lease);
+    let lease = Some(leased.platform.config.timing.lease_ttl);
     let to = NextStep { step: Step::PowerOn, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
     store_step(leased, to, lease, Some(("given_up", Some(why))), StepRecord::Nothing).await?;
     Ok(OperationRow { step: Step::PowerOn.as_str().to_owned(), attempts: 0, ..operation.clone() })
@@ -432,7 +432,7 @@ async fn end_operation(
 
 /// Renews the lease while the step runs. Returns when the lease is lost.
 async fn renew_lease_until_lost(leased: &LeasedOperation<'_>) {
-    let lease = leased.platform.config.timing.lease;
+    let lease = leased.platform.config.timing.lease_ttl;
     let mut unrenewed_for = Duration::ZERO;
     loop {
         let pause = lease / 4;

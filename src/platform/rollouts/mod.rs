@@ -36,7 +36,7 @@ const TOTAL_TIMEOUT_FACTOR: u32 = 6;
 
 /// Advances rollouts until `stop`.
 pub async fn run(platform: Arc<Platform>) {
-    let pause = platform.config.timing.poll.max(MIN_POLL_INTERVAL);
+    let pause = platform.config.timing.poll_interval.max(MIN_POLL_INTERVAL);
     loop {
         tokio::select! {
             () = platform.stop.cancelled() => return,
