@@ -137,14 +137,15 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     let is_reporting = matches!(Health::classify(row), Health::Healthy | Health::Unhealthy);
     let failing = |part: Option<&str>| is_reporting && part == Some("failing");
     let since_backup = row.backup_age.unwrap_or(row.age);
-    let waiting = row.waiting_operation.is_some();
+    let is_waiting = row.waiting_operation.is_some();
     // A problem with the provider's account blocks many machines: it has an alarm of its own, and is not a reason here.
-    let is_stuck = !waiting
+    let is_stuck = !is_waiting
         && !row.is_operation_waiting_for_account
         && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK_SECONDS)
             || row.operation_attempts >= STUCK_ATTEMPTS);
-    let backup_fails = row.backup_status.as_deref() == Some("error");
-    let is_pointer_unusable = backup_fails && row.backup_error.as_deref().is_some_and(is_unusable_pointer);
+    let is_backup_failing = row.backup_status.as_deref() == Some("error");
+    let is_pointer_unusable =
+        is_backup_failing && row.backup_error.as_deref().is_some_and(is_unusable_pointer);
     let certificate = certificates::attention_reason(row, trust);
     let mut reasons = Vec::new();
     if row.status == "failed" {
@@ -152,7 +153,7 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     }
     let is_silent = row.heartbeat_age.unwrap_or(row.age) > SILENT_SECONDS;
     for (applies, reason) in [
-        (waiting, "operation_waiting"),
+        (is_waiting, "operation_waiting"),
         (row.powered_off_age.is_some_and(|age| age > POWERED_OFF_LONG_SECONDS), "powered_off"),
         (is_running && is_silent, "heartbeat_silent"),
         // The machine is unreachable, although it may be healthy.
@@ -167,10 +168,10 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
         (row.is_snapshot_damaged, "snapshot_damaged"),
         (row.has_drill_failed, "drill_failed"),
         (is_pointer_unusable, "pointer_unusable"),
-        (backup_fails && !is_pointer_unusable, "backup_failing"),
+        (is_backup_failing && !is_pointer_unusable, "backup_failing"),
         (is_running && since_backup > BACKUP_OVERDUE_SECONDS, "backup_overdue"),
         (is_stuck, "operation_stuck"),
-        (is_booting(row) && !waiting && row.age > BOOT_SLOW_SECONDS, "boot_slow"),
+        (is_booting(row) && !is_waiting && row.age > BOOT_SLOW_SECONDS, "boot_slow"),
         (is_running && is_token_overdue(row, token_rotation), "token_not_rotated"),
     ] {
         if applies {

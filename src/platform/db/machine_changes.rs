@@ -117,7 +117,7 @@ pub enum SlotTransition {
 /// [`DbError`]; `Contended` if the machine has changed.
 pub async fn compare_and_set(
     tx: &Transaction<'_>,
-    was: &MachineRow,
+    before: &MachineRow,
     next: &NextState<'_>,
 ) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET status = $5, failure_cause = $6, failure_stage = $7, \
@@ -129,12 +129,12 @@ pub async fn compare_and_set(
                removal_abandoned_at = CASE WHEN $13 IS NULL THEN removal_abandoned_at END, \
                epoch = coalesce($13, epoch) WHERE machine_id = $1 AND status = $2 AND epoch = $3 \
                AND (deleted_at IS NULL AND retired_at IS NULL) = $4";
-    let epoch = sql_epoch(was.epoch);
-    let by = match next.slot_transition {
+    let epoch = sql_epoch(before.epoch);
+    let replaced_by = match next.slot_transition {
         SlotTransition::Retired { by } => Some(by.0),
         SlotTransition::Unchanged | SlotTransition::Deleted | SlotTransition::Reinstated { .. } => None,
     };
-    let raised = match next.slot_transition {
+    let raised_epoch = match next.slot_transition {
         SlotTransition::Reinstated { epoch } => Some(to_stored_epoch(epoch)?),
         SlotTransition::Unchanged | SlotTransition::Deleted | SlotTransition::Retired { .. } => None,
     };
@@ -142,19 +142,19 @@ pub async fn compare_and_set(
         tx,
         sql,
         &[
-            &was.id.0,
-            &was.status.as_str(),
+            &before.id.0,
+            &before.status.as_str(),
             &epoch,
-            &was.is_active(),
+            &before.is_active(),
             &next.status.as_str(),
             &next.failure.map(|failure| failure.cause.as_str()),
             &next.failure.and_then(|failure| failure.stage.as_deref()),
             &next.failure.and_then(|failure| failure.message.as_deref()),
             &next.server_type.as_str(),
             &next.resize_to.map(ServerType::as_str),
-            &by,
+            &replaced_by,
             &(next.slot_transition == SlotTransition::Deleted),
-            &raised,
+            &raised_epoch,
         ],
     )
     .await?;

@@ -18,6 +18,7 @@ use crate::db::operations::OperationRow;
 use crate::db::{self, DbError};
 use crate::lifecycle::{self, EventContext, LifecycleError};
 use svc_base::metrics::{RECONCILER_RUNS, RECONCILER_SUCCESS};
+use svc_base::quantity::pluralize;
 use svc_http::problem::format_chain;
 use svc_http::request_id;
 use svc_machine::event::Event;
@@ -78,16 +79,16 @@ fn report(part: &'static str, outcome: anyhow::Result<()>) {
 pub(super) struct Failures(usize);
 
 impl Failures {
-    pub fn record(&mut self, about: impl Display, outcome: anyhow::Result<()>) {
+    pub fn record(&mut self, item: impl Display, outcome: anyhow::Result<()>) {
         if let Err(error) = outcome {
             self.0 += 1;
-            tracing::error!(%about, error = %format_chain(error.as_ref()), "the reconciler skipped an item");
+            tracing::error!(%item, error = %format_chain(error.as_ref()), "the reconciler skipped an item");
         }
     }
 
     /// Returns an error if any item failed.
     pub fn into_result(self) -> anyhow::Result<()> {
-        anyhow::ensure!(self.0 == 0, "{} items failed", self.0);
+        anyhow::ensure!(self.0 == 0, "{} failed", pluralize(self.0 as u64, "item"));
         Ok(())
     }
 }
