@@ -218,7 +218,10 @@ pub fn document(text: &str) -> Value {
 
 fn file<'a>(document: &'a Value, path: &str) -> &'a Value {
     let files = document["write_files"].as_array().unwrap();
-    files.iter().find(|file| file["path"] == path).unwrap_or_else(|| panic!("no {path}"))
+    files
+        .iter()
+        .find(|file| file["path"] == path)
+        .unwrap_or_else(|| panic!("the user-data has no file {path}"))
 }
 
 #[tokio::test]

@@ -86,7 +86,7 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
                     db::slots::set_release_for_machine(&tx, *machine, &rollout.image_version).await?;
                 }
                 ended.push(*state);
-                tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "a rollout's machine ended");
+                tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "the update of a rollout's machine ended");
             }
             RolloutEffect::RequestUpdate { machine } => {
                 rollouts::request_update(&tx, rollout.id, *machine).await?;

@@ -265,7 +265,7 @@ async fn store_result(
         audit::write(&tx, &entry).await?;
     }
     db::commit(tx).await?;
-    tracing::info!(rollout = %rollout.id, passed = verification.passed, "release of a rollout verified");
+    tracing::info!(rollout = %rollout.id, passed = verification.passed, "the verification of a release ended");
     Ok(())
 }
 
