@@ -387,7 +387,7 @@ pub async fn advance(
     client: &impl GenericClient,
     id: OperationId,
     owner: Uuid,
-    to: &OperationUpdate<'_>,
+    update: &OperationUpdate<'_>,
 ) -> Result<bool, DbError> {
     let sql = "UPDATE operations SET state = $3, step = $4, \
                progress_at = CASE WHEN facts = $5 THEN progress_at ELSE clock_timestamp() END, facts = $5, attempts = $6, error_code = $7, \
@@ -397,16 +397,16 @@ pub async fn advance(
                ended_at = CASE WHEN $3 = 'running' THEN NULL ELSE clock_timestamp() END \
                WHERE operation_id = $1 AND lease_owner = $2 AND lease_until > clock_timestamp() \
                AND state = 'running'";
-    let lease = to.lease.map(|lease| lease.as_secs_f64());
+    let lease = update.lease.map(|lease| lease.as_secs_f64());
     let params: super::Params<'_> = &[
         &id.0,
         &owner,
-        &to.state,
-        &to.step,
-        &to.facts,
-        &to.attempts,
-        &to.error_code,
-        &to.due_in.as_secs_f64(),
+        &update.state,
+        &update.step,
+        &update.facts,
+        &update.attempts,
+        &update.error_code,
+        &update.due_in.as_secs_f64(),
         &lease,
     ];
     Ok(execute(client, sql, params).await? == 1)

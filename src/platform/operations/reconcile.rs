@@ -1,4 +1,4 @@
-//! The reconciler: handles expired registrations and previews, hanging operations, missing and leftover servers, and
+//! The reconciler: handles expired registrations and previews, stalled operations, missing and leftover servers, and
 //! rows whose retention has ended.
 //!
 //! The reconciler takes no input and can run at any time, in any number of processes: on a timer, or earlier when
@@ -148,7 +148,7 @@ async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     drop(session);
     let mut failures = Failures::default();
     for operation in found {
-        tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "an operation hangs");
+        tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "ending a stalled operation");
         failures.record(operation.id, end_stalled_operation(platform, &operation).await);
     }
     failures.into_result()
