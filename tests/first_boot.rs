@@ -13,7 +13,7 @@ use std::process::{Command, ExitStatus};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use crate::userdata::{Parts, document};
+use crate::userdata::{UserDataInput, document};
 
 const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
 /// Units are active once started, unless a file overrides the status.
@@ -70,7 +70,7 @@ impl Machine {
         let internal = start_platform(bundle_response, Arc::clone(&requests));
         let public = (bundle_response == BundleResponse::FromPublicAddress)
             .then(|| start_platform(bundle_response, Arc::clone(&requests)));
-        let parts = Parts {
+        let parts = UserDataInput {
             bundle: format!(
                 "{}/system-bundles/v1/svc-host-bundle.tar.gz",
                 public.as_ref().unwrap_or(&internal)
@@ -78,7 +78,7 @@ impl Machine {
             bundle_sha256: bundle().sha256.clone(),
             platform: internal,
             public,
-            ..Parts::usual()
+            ..UserDataInput::usual()
         };
         for file in document(&parts.render().await)["write_files"].as_array().unwrap() {
             let path = dir.path().join(file["path"].as_str().unwrap().trim_start_matches('/'));

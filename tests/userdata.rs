@@ -25,7 +25,7 @@ use svc::wire::machine::MachineKind;
 
 /// The variable input of a user-data document.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Parts {
+pub struct UserDataInput {
     pub user: String,
     pub handle: String,
     pub slot: String,
@@ -44,7 +44,7 @@ pub struct Parts {
     pub egress: String,
 }
 
-impl Parts {
+impl UserDataInput {
     pub fn usual() -> Self {
         Self {
             user: "user_story".into(),
@@ -90,14 +90,18 @@ impl Parts {
         self.try_render().await.unwrap()
     }
 
-    /// Fails if the platform refuses a part.
+    /// Like [`Self::render`], but returns an error if the platform rejects an input.
     pub async fn try_render(&self) -> Result<String> {
         let hosts = HostSettings {
             public_url: self.public.as_ref().unwrap_or(&self.platform).parse()?,
             internal_url: self.platform.parse()?,
             bundle_url: BundleUrl::Exact(self.bundle.parse()?),
             https_port: 443,
-            domain: Some(format!("{}.example", vec!["d".repeat(51); 4].join(".")).parse().expect("a domain")),
+            domain: Some(
+                format!("{}.example", vec!["d".repeat(51); 4].join("."))
+                    .parse()
+                    .expect("the domain is valid"),
+            ),
             acme: Some(AcmeSettings {
                 directory_url: format!("https://acme.example/{}", "d".repeat(200)),
                 contact: Some(format!("mailto:{}@example.com", "o".repeat(200))),
@@ -214,19 +218,22 @@ pub fn document(text: &str) -> Value {
 
 fn file<'a>(document: &'a Value, path: &str) -> &'a Value {
     let files = document["write_files"].as_array().unwrap();
-    files.iter().find(|file| file["path"] == path).unwrap_or_else(|| panic!("no {path}"))
+    files
+        .iter()
+        .find(|file| file["path"] == path)
+        .unwrap_or_else(|| panic!("the user-data has no file {path}"))
 }
 
 #[tokio::test]
 async fn user_data_with_maximum_lengths_fits() {
-    let text = Parts::with_maximum_lengths().render().await;
-    println!("{} bytes, usually {}", text.len(), Parts::usual().render().await.len());
+    let text = UserDataInput::with_maximum_lengths().render().await;
+    println!("{} bytes, usually {}", text.len(), UserDataInput::usual().render().await.len());
     assert!(text.len() < userdata::MAX_BYTES, "{}", text.len());
 }
 
 #[tokio::test]
 async fn secrets_are_only_in_files_of_mode_0600() {
-    let document = document(&Parts::usual().render().await);
+    let document = document(&UserDataInput::usual().render().await);
     for (name, secret) in [("host", "svcu_"), ("boot", "svcr_"), ("r2", &"s".repeat(128))] {
         let file = file(&document, &format!("/opt/svc/env/{name}.env"));
         assert!(file["content"].as_str().unwrap().contains(secret), "{name}");
@@ -240,7 +247,7 @@ async fn secrets_are_only_in_files_of_mode_0600() {
 
 /// The platform's package must not import the host's declarations, so the names are compared here.
 #[tokio::test]
-async fn variables_are_those_that_hosts_declare() {
+async fn user_data_sets_only_variables_that_hosts_declare() {
     let declared: BTreeSet<&str> = [svc::host::system::vars::SECTIONS, svc::store::vars::SECTIONS]
         .into_iter()
         .flatten()
@@ -248,7 +255,7 @@ async fn variables_are_those_that_hosts_declare() {
         .map(|variable| variable.name)
         .collect();
     let script = include_str!("../cloud-init/first-boot.sh");
-    let document = document(&Parts::usual().render().await);
+    let document = document(&UserDataInput::usual().render().await);
     let mut count = 0;
     for name in ["host", "r2", "boot", "update"] {
         let env = file(&document, &format!("/opt/svc/env/{name}.env"))["content"].as_str().unwrap();
@@ -264,7 +271,7 @@ async fn variables_are_those_that_hosts_declare() {
 
 #[tokio::test]
 async fn hosts_get_their_own_store_endpoint() {
-    let document = document(&Parts::usual().render().await);
+    let document = document(&UserDataInput::usual().render().await);
     let env = file(&document, "/opt/svc/env/r2.env")["content"].as_str().unwrap();
     assert!(env.contains("OBJECT_STORE_ENDPOINT=\"https://store.example/\"\n"), "{env}");
 }
@@ -273,7 +280,7 @@ async fn hosts_get_their_own_store_endpoint() {
 /// files exist, the script removes that record.
 #[tokio::test]
 async fn files_are_rewritten_until_the_script_confirms_them() {
-    let document = document(&Parts::usual().render().await);
+    let document = document(&UserDataInput::usual().render().await);
     let files = document["write_files"].as_array().unwrap();
     assert_eq!(files.last().unwrap()["path"], "/opt/svc/first-boot.sh", "the script is the last file");
     let root = tempfile::tempdir().unwrap();
@@ -303,7 +310,7 @@ async fn files_are_rewritten_until_the_script_confirms_them() {
 /// Checks the delivered script, which has no comments, with `sh -n`, and its source with shellcheck.
 #[tokio::test]
 async fn first_boot_script_is_posix_shell() {
-    let document = document(&Parts::usual().render().await);
+    let document = document(&UserDataInput::usual().render().await);
     let script = file(&document, "/opt/svc/first-boot.sh")["content"].as_str().unwrap();
     assert!(script.starts_with("#!/bin/sh\nset -eu\n"), "{script}");
     let read = Command::new("sh").args(["-n", "-c", script]).output().unwrap();
@@ -320,14 +327,14 @@ fn check_with_cloud_init(text: &str) -> Result<(), String> {
     std::fs::write(&file, text).unwrap();
     let mut schema = checkers::cloud_init_schema().unwrap();
     let printed = schema.arg("--config-file").arg(&file).output().unwrap();
-    let words = [printed.stdout, printed.stderr].concat();
-    let words = String::from_utf8_lossy(&words).into_owned();
-    if printed.status.success() && words.starts_with("Valid cloud-config") { Ok(()) } else { Err(words) }
+    let output = [printed.stdout, printed.stderr].concat();
+    let output = String::from_utf8_lossy(&output).into_owned();
+    if printed.status.success() && output.starts_with("Valid cloud-config") { Ok(()) } else { Err(output) }
 }
 
 #[tokio::test]
 async fn cloud_init_accepts_user_data() {
-    for parts in [Parts::usual(), Parts::with_maximum_lengths()] {
+    for parts in [UserDataInput::usual(), UserDataInput::with_maximum_lengths()] {
         check_with_cloud_init(&parts.render().await).unwrap();
     }
     let wrong =
@@ -350,7 +357,7 @@ async fn nft_accepts_the_firewall_rules() {
         "10.0.0.0/8,10.1.0.0/16,203.0.113.7,203.0.113.6,2001:db8::1,2001:db8::/64".to_owned(),
         max_egress(),
     ] {
-        let rendered = Parts { egress: egress.clone(), ..Parts::usual() }.render().await;
+        let rendered = UserDataInput { egress: egress.clone(), ..UserDataInput::usual() }.render().await;
         let document = document(&rendered);
         let rules = file(&document, "/etc/nftables.conf")["content"].as_str().unwrap();
         let dir = tempfile::tempdir().unwrap();
@@ -372,8 +379,8 @@ async fn nft_accepts_the_firewall_rules() {
 /// Runs the commands of docs/operating/network.md, "Admit only the platform to :443", with a file in place of
 /// `/etc/nftables.conf`.
 fn run_documented_commands(dir: &std::path::Path, admit: &str) -> Result<(bool, String)> {
-    let readme = include_str!("../docs/operating/network.md");
-    let section = readme.split("## Admit only the platform to :443").nth(1).unwrap();
+    let page = include_str!("../docs/operating/network.md");
+    let section = page.split("## Admit only the platform to :443").nth(1).unwrap();
     let block = section.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
     let (_, commands) = block.split_once('\n').unwrap();
     let commands = commands.replace("/etc/", &format!("{}/", dir.display()));
@@ -388,7 +395,7 @@ async fn documented_commands_change_admitted_networks() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let conf = dir.path().join("nftables.conf");
     for egress in ["", "203.0.113.0/24", "203.0.113.0/24,2001:db8::/32"] {
-        let parts = Parts { egress: egress.to_owned(), ..Parts::usual() };
+        let parts = UserDataInput { egress: egress.to_owned(), ..UserDataInput::usual() };
         let document = document(&parts.render().await);
         let rules_file = file(&document, "/etc/nftables.conf")["content"].as_str().unwrap();
         std::fs::write(&conf, rules_file)?;

@@ -37,7 +37,7 @@ pub enum Alarm {
     ProviderCapacity,
     /// Operations that only a newer release supports are waiting for it.
     UnknownOperations,
-    /// The store has a later holder of a slot than the database.
+    /// The store names a later holder of a slot than the database does.
     DatabaseBehindStore,
     /// A slot's fence is signed, but no current platform key verifies it.
     UnverifiedFence,
@@ -103,7 +103,8 @@ impl Alarm {
         match self {
             Self::ServersMissing => {
                 "check the project and the token at the provider; the alarm ends when the servers are listed again. If they are \
-                 really lost: `svcctl alarm release servers_missing` lets their machines fail for an hour"
+                 really lost, `svcctl alarm release servers_missing` allows the platform to mark their machines as failed \
+                 for one hour"
             }
             Self::UnknownServers => {
                 "if the platform's database was restored from an older copy, find out whose these servers are. Until they \
@@ -212,8 +213,8 @@ pub enum Fuse {
     Tripped,
 }
 
-/// Decides whether a reconciler pass may destroy `remaining` resources. A tripped fuse stays tripped until none remain,
-/// so that the last few are not destroyed when the number falls below the limit.
+/// Decides whether a reconciler pass may destroy `remaining` resources, and raises or clears the alarm. A tripped fuse
+/// stays tripped until none remain, so that the last few are not destroyed when the number falls below the limit.
 pub async fn check_fuse(
     client: &impl GenericClient,
     alarm: Alarm,
@@ -232,8 +233,8 @@ pub async fn check_fuse(
     Ok(if row.is_released { Fuse::Intact } else { Fuse::Tripped })
 }
 
-/// Keeps an alarm raised while its cause persists.
-pub async fn raise_while(
+/// Raises an alarm while its cause persists; clears it if `remaining` is zero.
+pub async fn raise_or_clear(
     client: &impl GenericClient,
     alarm: Alarm,
     remaining: usize,
@@ -331,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn names_round_trip_and_only_fuse_advice_names_release() {
+    fn names_round_trip_and_only_fuse_advice_mentions_release() {
         for alarm in Alarm::ALL {
             assert_eq!(alarm.as_str().parse(), Ok(alarm));
             let names_release = alarm.advice().contains(&format!("svcctl alarm release {}", alarm.as_str()));

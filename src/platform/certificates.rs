@@ -32,7 +32,7 @@ impl CertificateState {
         let matches_name =
             |reported: &ReportedCertificate| name.is_none() || reported.host_name.as_deref() == name;
         match certificate {
-            // After a change of the domain, the name changes immediately, but the certificate only later.
+            // After a change to the domain, the name changes immediately, but the certificate changes only later.
             Some(reported) if reported.is_trusted && reported.expires_in > 0.0 && matches_name(reported) => {
                 let threshold = EXPIRING_WITHIN_SECONDS.min(reported.lifetime * EXPIRING_FRACTION);
                 if reported.expires_in < threshold { Self::Expiring } else { Self::Trusted }
@@ -42,7 +42,7 @@ impl CertificateState {
     }
 }
 
-fn state_of(row: &FleetRow, trust: &HostTrust) -> CertificateState {
+fn certificate_state(row: &FleetRow, trust: &HostTrust) -> CertificateState {
     let name = trust.domain.as_ref().map(|domain| domain.host_name(row.machine));
     CertificateState::classify(row.certificate.as_ref(), name.as_deref())
 }
@@ -54,20 +54,20 @@ fn is_expected(row: &FleetRow) -> bool {
 }
 
 /// Attention reason for a machine that is unreachable because it has no trusted certificate.
-pub const MISSING: &str = "certificate_missing";
+pub const CERTIFICATE_MISSING: &str = "certificate_missing";
 
 /// Why a machine's certificate needs an operator's attention.
 pub fn attention_reason(row: &FleetRow, trust: &HostTrust) -> Option<&'static str> {
     if !is_expected(row) {
         return None;
     }
-    match state_of(row, trust) {
+    match certificate_state(row, trust) {
         CertificateState::Trusted => None,
         CertificateState::Expiring => Some("certificate_expiring"),
         CertificateState::Missing => {
             let rule = trust.chain.as_ref().filter(|rule| !rule.is_exempt(row.machine))?;
             let is_unreachable = row.registered_age.is_some_and(|age| age > rule.grace().as_secs_f64());
-            Some(if is_unreachable { MISSING } else { "certificate_pending" })
+            Some(if is_unreachable { CERTIFICATE_MISSING } else { "certificate_pending" })
         }
     }
 }
@@ -76,7 +76,7 @@ pub fn attention_reason(row: &FleetRow, trust: &HostTrust) -> Option<&'static st
 pub fn summarize(rows: &[FleetRow], trust: &HostTrust) -> Option<Certificates> {
     trust.domain.as_ref()?;
     let of_state = |state: CertificateState| {
-        rows.iter().filter(move |row| is_expected(row) && state_of(row, trust) == state)
+        rows.iter().filter(move |row| is_expected(row) && certificate_state(row, trust) == state)
     };
     let handles = |state: CertificateState| -> Vec<Text<Handle>> {
         of_state(state).take(MAX_HANDLES).map(|row| Text::from_stored(&row.handle)).collect()

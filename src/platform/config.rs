@@ -26,7 +26,7 @@ use svc_base::config::{ConfigError, Env};
 use svc_base::variable::Variable;
 use svc_store::config::StoreConfig;
 
-pub use self::connections::Connections;
+pub use self::connections::ConnectionLimits;
 pub use self::provisioning::{MAX_FALLBACK_LOCATIONS, ProviderConfig, Provisioning};
 pub use self::router::{HostAndPort, RouterConfig};
 
@@ -47,7 +47,7 @@ pub struct PlatformConfig {
     pub provider: ProviderConfig,
     pub store: StoreConfig,
     pub host_credentials: HostCredentials,
-    pub connections: Connections,
+    pub connections: ConnectionLimits,
     pub rates: RateConfig,
     pub timing: Timing,
 }
@@ -109,16 +109,16 @@ pub struct Timing {
     /// Maximum difference between this process's clock and the database's.
     pub max_clock_skew: Duration,
     /// Interval at which the runner polls for due operations.
-    pub poll: Duration,
+    pub poll_interval: Duration,
     /// Duration of a lease: a process that does not renew it within this time loses its step.
-    pub lease: Duration,
+    pub lease_ttl: Duration,
     /// Interval between passes of the reconciler.
-    pub reconcile: Duration,
-    /// Timeout of a host's shutdown; then its power is cut.
+    pub reconcile_interval: Duration,
+    /// Timeout for a host's shutdown, after which its power is cut.
     pub resize_shutdown: Duration,
-    /// Timeout of the change of the server type after the shutdown; then the change is abandoned.
+    /// Timeout for changing the server type after the shutdown. When it expires, the change is abandoned.
     pub resize_change: Duration,
-    /// Timeout of switching on a resized server; the same timeout applies to its first healthy heartbeat.
+    /// Timeout for switching on a resized server; the same timeout applies to its first healthy heartbeat.
     pub resize_health: Duration,
     /// Time without progress after which an operation fails.
     pub operation_deadline: Duration,
@@ -127,7 +127,7 @@ pub struct Timing {
     /// Minimum time without a heartbeat before a host's server can count as gone.
     pub server_silence: Duration,
     /// Minimum time between provider lookups of one machine's server that heartbeats trigger.
-    pub server_check: Duration,
+    pub server_check_interval: Duration,
     /// Grace period before a server that has this installation's label but no known machine is deleted.
     pub orphan_grace: Duration,
     /// How long a host may report no progress after an update request.
@@ -201,7 +201,7 @@ impl PlatformConfig {
         let provider = provisioning::read_provider(env);
         let store = StoreConfig::read(env);
         let host_credentials = HostCredentials::read(env, store.as_ref());
-        let connections = Connections::read(env);
+        let connections = ConnectionLimits::read(env);
         let rates = RateConfig::read(env);
         let timing = Timing {
             registration_ttl: read_seconds(env, &vars::REGISTRATION_TTL_SECONDS),
@@ -212,15 +212,15 @@ impl PlatformConfig {
             predecessor_keep: read_seconds(env, &vars::PREDECESSOR_KEEP_SECONDS),
             delete_grace: read_seconds(env, &vars::DELETE_GRACE_SECONDS),
             max_clock_skew: Duration::from_millis(env.or_default(&vars::MAX_CLOCK_SKEW_MS)),
-            poll: Duration::from_millis(env.or_default::<u64>(&vars::PLATFORM_POLL_MS).max(10)),
-            lease: read_seconds(env, &vars::PLATFORM_LEASE_SECONDS).max(Duration::from_secs(1)),
-            reconcile: read_seconds(env, &vars::RECONCILE_SECONDS).max(Duration::from_secs(1)),
+            poll_interval: Duration::from_millis(env.or_default::<u64>(&vars::PLATFORM_POLL_MS).max(10)),
+            lease_ttl: read_seconds(env, &vars::PLATFORM_LEASE_SECONDS).max(Duration::from_secs(1)),
+            reconcile_interval: read_seconds(env, &vars::RECONCILE_SECONDS).max(Duration::from_secs(1)),
             resize_shutdown: read_seconds(env, &vars::RESIZE_SHUTDOWN_SECONDS),
             resize_change: read_seconds(env, &vars::RESIZE_CHANGE_SECONDS),
             resize_health: read_seconds(env, &vars::RESIZE_HEALTH_SECONDS),
             operation_deadline: read_seconds(env, &vars::OPERATION_DEADLINE_SECONDS),
             operation_limit: read_seconds(env, &vars::OPERATION_LIMIT_SECONDS),
-            server_check: read_seconds(env, &vars::SERVER_CHECK_SECONDS),
+            server_check_interval: read_seconds(env, &vars::SERVER_CHECK_SECONDS),
             server_silence: read_seconds(env, &vars::SERVER_GONE_SILENCE_SECONDS),
             orphan_grace: read_seconds(env, &vars::ORPHAN_GRACE_SECONDS),
             rollout_silence: read_seconds(env, &vars::ROLLOUT_SILENCE_SECONDS),

@@ -43,9 +43,9 @@ pub struct Platform {
     /// Tracks the age of the routes of this process's router.
     pub routes: Arc<RouteFreshness>,
     /// Wakes this process's runner before its next poll.
-    pub nudge: Notify,
+    pub runner_wake: Notify,
     /// Wakes this process's reconciler before its next pass.
-    pub reconcile: Notify,
+    pub reconciler_wake: Notify,
     /// Limits provider lookups that heartbeats trigger in this process.
     pub server_checks: ServerChecks,
     /// Rate limits of the control API in this process.

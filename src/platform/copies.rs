@@ -57,14 +57,14 @@ pub async fn load_copies(
     timing: &Timing,
 ) -> Result<Copies, DbError> {
     let (user, slot) = (&machine.user, &machine.slot);
-    let machines = db::machines::list_newest_of_slot(client, user, slot).await?;
+    let machines = db::machines::list_newest_in_slot(client, user, slot).await?;
     let reported = machines.iter().filter_map(reported_snapshot).max_by_key(|newest| newest.taken_at);
     let registered = machines.iter().filter(|machine| machine.registered_at.is_some());
     let last = registered.max_by_key(|machine| machine.epoch);
     let holder = last.map(|machine| (machine.id, machine.epoch));
     let unrestored = last.and_then(|machine| machine.unrestored_snapshot.clone());
     Ok(Copies {
-        kept: db::kept_servers::list_of_slot(client, user, slot, &timing.server_retention()).await?,
+        kept: db::kept_servers::list_in_slot(client, user, slot, &timing.server_retention()).await?,
         now: db::servers::now(client).await?,
         live: machines.into_iter().find(|machine| {
             // A machine whose server no longer exists holds no data.
@@ -88,15 +88,15 @@ impl Copies {
     pub async fn with_snapshot(&self, bucket: &Bucket) -> wire::Copies {
         let slot = SlotPrefix::new(&self.user, &self.slot);
         let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
-        let named = tokio::time::timeout_at(deadline, snapshot::find_latest(bucket, &slot)).await;
+        let found = tokio::time::timeout_at(deadline, snapshot::find_latest(bucket, &slot)).await;
         let mut newer = None;
-        let (newest, problem) = match named {
-            Ok(Ok(named)) => {
+        let (newest, problem) = match found {
+            Ok(Ok(latest)) => {
                 if let Some(holder) = self.holder {
-                    newer = find_newer(bucket, &slot, holder, &named, deadline).await;
+                    newer = find_newer(bucket, &slot, holder, &latest, deadline).await;
                 }
-                let (taken_at, machine) = (named.taken_at, named.machine_id);
-                (Some(NewestSnapshot { taken_at, machine, key: Some(named.key) }), None)
+                let (taken_at, machine) = (latest.taken_at, latest.machine_id);
+                (Some(NewestSnapshot { taken_at, machine, key: Some(latest.key) }), None)
             }
             Ok(Err(SnapshotUnusable::Absent)) => (None, self.reported.as_ref().map(missing_snapshot_problem)),
             Ok(Err(SnapshotUnusable::Damaged { key, why })) => {
@@ -149,10 +149,10 @@ async fn find_newer(
     bucket: &Bucket,
     slot: &SlotPrefix,
     holder: (MachineId, Epoch),
-    named: &SnapshotRef,
+    latest: &SnapshotRef,
     deadline: tokio::time::Instant,
 ) -> Option<SideRecord> {
-    let found = tokio::time::timeout_at(deadline, newer_snapshot::find(bucket, slot, holder, named)).await;
+    let found = tokio::time::timeout_at(deadline, newer_snapshot::find(bucket, slot, holder, latest)).await;
     match found {
         Ok(Ok(newer)) => newer,
         Ok(Err(error)) => {
@@ -166,15 +166,16 @@ async fn find_newer(
     }
 }
 
-/// Finds a complete snapshot that is newer than the named one: an operator is warned about it before a recovery.
+/// Finds a complete snapshot that is newer than `latest`, which the pointer names: an operator is warned about it before
+/// a recovery.
 pub async fn find_newer_for_machine(
     bucket: &Bucket,
     machine: &MachineRow,
-    named: &SnapshotRef,
+    latest: &SnapshotRef,
 ) -> Option<SideRecord> {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
-    find_newer(bucket, &slot, (machine.id, machine.epoch), named, deadline).await
+    find_newer(bucket, &slot, (machine.id, machine.epoch), latest, deadline).await
 }
 
 fn missing_snapshot_problem(reported: &NewestSnapshot) -> String {

@@ -1,16 +1,16 @@
 //! Adds former machines that need an operator to the attention list of the fleet view.
 
 use super::db::ended_machines::EndedMachineRow;
-use super::fleet::{FleetSummary, MAX_LISTED};
+use super::fleet::{FleetSummary, MAX_LISTED_MACHINES};
 use svc_wire::fleet::{EndReason, MachineNeedingAttention};
 use svc_wire::text::Text;
 
 /// Puts the former machines before the active ones in the attention list, because each of them holds unsaved data, waits
 /// for a decision, or has an abandoned removal.
-pub fn add_to(summary: &mut FleetSummary, ended: &[EndedMachineRow]) {
+pub fn add_to_attention(summary: &mut FleetSummary, ended: &[EndedMachineRow]) {
     summary.attention_total += ended.len() as u64;
     summary.attention.splice(0..0, ended.iter().map(attention_entry));
-    summary.attention.truncate(MAX_LISTED);
+    summary.attention.truncate(MAX_LISTED_MACHINES);
 }
 
 fn attention_entry(row: &EndedMachineRow) -> MachineNeedingAttention {
@@ -77,7 +77,7 @@ mod tests {
             waiting_operation: Some(OperationId::new()),
             ..row()
         };
-        add_to(&mut summary, &[row(), waiting]);
+        add_to_attention(&mut summary, &[row(), waiting]);
         assert_eq!(summary.attention_total, 3);
         let [replaced, deleted, last] = &summary.attention[..] else { panic!("{}", summary.attention.len()) };
         assert_eq!(replaced.reasons, ["unsaved_changes"]);
@@ -91,7 +91,10 @@ mod tests {
     #[test]
     fn attention_list_is_bounded_but_total_counts_all() {
         let mut summary = summary();
-        add_to(&mut summary, &vec![row(); MAX_LISTED]);
-        assert_eq!((summary.attention.len(), summary.attention_total), (MAX_LISTED, MAX_LISTED as u64 + 1));
+        add_to_attention(&mut summary, &vec![row(); MAX_LISTED_MACHINES]);
+        assert_eq!(
+            (summary.attention.len(), summary.attention_total),
+            (MAX_LISTED_MACHINES, MAX_LISTED_MACHINES as u64 + 1)
+        );
     }
 }

@@ -26,7 +26,7 @@ const POWERED_OFF_LONG_SECONDS: f64 = 3600.0;
 /// the first heartbeat after the rotation is due.
 const TOKEN_OVERDUE_SECONDS: f64 = 7.0 * 86_400.0;
 /// Maximum number of machines listed as needing attention; the total counts all.
-pub const MAX_LISTED: usize = 1000;
+pub const MAX_LISTED_MACHINES: usize = 1000;
 
 /// A machine's health, as reported by its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,7 +76,7 @@ fn is_ok(part: Option<&str>) -> bool {
 pub struct FleetSummary {
     pub totals: Totals,
     pub backups: BackupAges,
-    /// At most [`MAX_LISTED`] machines.
+    /// At most [`MAX_LISTED_MACHINES`] machines.
     pub attention: Vec<MachineNeedingAttention>,
     /// Number of machines that need attention, listed or not.
     pub attention_total: u64,
@@ -110,7 +110,7 @@ pub fn summarize(rows: &[FleetRow], token_rotation: Duration, trust: &HostTrust)
         }
     }
     let attention_total = attention.len() as u64;
-    attention.truncate(MAX_LISTED);
+    attention.truncate(MAX_LISTED_MACHINES);
     let totals = Totals { machines: rows.len() as u64, by_status, by_image_version, by_health };
     FleetSummary { totals, backups: summarize_backups(rows), attention, attention_total }
 }
@@ -137,14 +137,15 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     let is_reporting = matches!(Health::classify(row), Health::Healthy | Health::Unhealthy);
     let failing = |part: Option<&str>| is_reporting && part == Some("failing");
     let since_backup = row.backup_age.unwrap_or(row.age);
-    let waiting = row.waiting_operation.is_some();
-    // A problem of the provider's account blocks many machines: it has an alarm of its own, and is not a reason here.
-    let is_stuck = !waiting
+    let is_waiting = row.waiting_operation.is_some();
+    // A problem with the provider's account blocks many machines: it has an alarm of its own, and is not a reason here.
+    let is_stuck = !is_waiting
         && !row.is_operation_waiting_for_account
         && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK_SECONDS)
             || row.operation_attempts >= STUCK_ATTEMPTS);
-    let backup_fails = row.backup_status.as_deref() == Some("error");
-    let is_pointer_unusable = backup_fails && row.backup_error.as_deref().is_some_and(is_unusable_pointer);
+    let is_backup_failing = row.backup_status.as_deref() == Some("error");
+    let is_pointer_unusable =
+        is_backup_failing && row.backup_error.as_deref().is_some_and(is_unusable_pointer);
     let certificate = certificates::attention_reason(row, trust);
     let mut reasons = Vec::new();
     if row.status == "failed" {
@@ -152,11 +153,11 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     }
     let is_silent = row.heartbeat_age.unwrap_or(row.age) > SILENT_SECONDS;
     for (applies, reason) in [
-        (waiting, "operation_waiting"),
+        (is_waiting, "operation_waiting"),
         (row.powered_off_age.is_some_and(|age| age > POWERED_OFF_LONG_SECONDS), "powered_off"),
         (is_running && is_silent, "heartbeat_silent"),
         // The machine is unreachable, although it may be healthy.
-        (certificate == Some(certificates::MISSING), certificates::MISSING),
+        (certificate == Some(certificates::CERTIFICATE_MISSING), certificates::CERTIFICATE_MISSING),
         (failing(row.database.as_deref()), "database_failing"),
         (failing(row.gateway.as_deref()), "gateway_failing"),
         (failing(row.code.as_deref()), "code_failing"),
@@ -167,17 +168,18 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
         (row.is_snapshot_damaged, "snapshot_damaged"),
         (row.has_drill_failed, "drill_failed"),
         (is_pointer_unusable, "pointer_unusable"),
-        (backup_fails && !is_pointer_unusable, "backup_failing"),
+        (is_backup_failing && !is_pointer_unusable, "backup_failing"),
         (is_running && since_backup > BACKUP_OVERDUE_SECONDS, "backup_overdue"),
         (is_stuck, "operation_stuck"),
-        (is_booting(row) && !waiting && row.age > BOOT_SLOW_SECONDS, "boot_slow"),
+        (is_booting(row) && !is_waiting && row.age > BOOT_SLOW_SECONDS, "boot_slow"),
         (is_running && is_token_overdue(row, token_rotation), "token_not_rotated"),
     ] {
         if applies {
             reasons.push(reason.to_owned());
         }
     }
-    reasons.extend(certificate.filter(|reason| *reason != certificates::MISSING).map(str::to_owned));
+    reasons
+        .extend(certificate.filter(|reason| *reason != certificates::CERTIFICATE_MISSING).map(str::to_owned));
     // The host's own reasons count only while its report is recent.
     if is_reporting {
         reasons.extend(row.attention.iter().cloned());
@@ -243,7 +245,7 @@ pub mod tests {
     }
 
     #[test]
-    fn each_cause_gives_its_reason() {
+    fn each_problem_has_its_attention_reason() {
         assert_eq!(reasons_of(|_| ()), Vec::<String>::new());
         let one = |reason: &str| vec![reason.to_owned()];
         assert_eq!(reasons_of(|row| row.heartbeat_age = Some(121.0)), one("heartbeat_silent"));
@@ -314,7 +316,7 @@ pub mod tests {
     }
 
     #[test]
-    fn totals_count_all_machines_and_ages_only_those_with_data() {
+    fn totals_count_all_machines_but_ages_only_those_with_data() {
         let mut rows = vec![healthy_row(), healthy_row(), healthy_row(), healthy_row()];
         rows[1].backup_age = Some(100.0);
         rows[2].backup_age = None;

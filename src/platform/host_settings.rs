@@ -180,7 +180,10 @@ fn read_bundle_public_keys(env: &mut Env) -> Option<String> {
     if keys.iter().all(|key| B64.decode(key).is_ok_and(|raw| raw.len() == 32)) {
         return Some(keys.join(","));
     }
-    env.add_mistake(&vars::BUNDLE_PUBLIC_KEYS, "must be base64 of 32 bytes; separate several keys by commas");
+    env.add_mistake(
+        &vars::BUNDLE_PUBLIC_KEYS,
+        "must be base64 of 32 bytes; separate several keys with commas",
+    );
     None
 }
 

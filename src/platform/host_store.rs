@@ -161,7 +161,7 @@ impl SessionIssuer {
         let slot = SlotPrefix::new(&machine.user, &machine.slot);
         let policy = self.outage_policy(bucket, &slot, machine.epoch);
         let name = format!("svc-outage-{}", machine.id);
-        let session = self.assume(&name, &policy, self.outage_ttl);
+        let session = self.request_session(&name, &policy, self.outage_ttl);
         match tokio::time::timeout(OUTAGE_TIMEOUT, session).await {
             Ok(Ok(session)) => Some(session),
             Ok(Err(error)) => {
@@ -176,7 +176,7 @@ impl SessionIssuer {
     }
 
     /// Requests a session. If the role does not grant the lifetime `ttl`, falls back to the one that every role grants.
-    async fn assume(
+    async fn request_session(
         &self,
         session: &str,
         policy: &str,
@@ -240,7 +240,7 @@ impl HostStore {
 
     /// The slot for which [`Self::try_session`] requests a session; no user has it.
     pub fn probe_slot() -> SlotPrefix {
-        SlotPrefix::new(&"svc-doctor".parse().expect("a user's id"), &Slot::primary())
+        SlotPrefix::new(&"svc-doctor".parse().expect("the user's id is valid"), &Slot::primary())
     }
 
     /// Requests a working session for an unused slot; `None` if hosts get no sessions.
@@ -274,7 +274,7 @@ impl HostStore {
         if let (StoreConfig::S3(s3), Some(issuer)) = (&self.store, &self.sts) {
             let policy = policy::slot_policy(&issuer.partition, &s3.bucket, &prefix, issuer.writes);
             let name = format!("svc-{}", machine.id);
-            let working = issuer.assume(&name, &policy, WORKING_SESSION_TTL);
+            let working = issuer.request_session(&name, &policy, WORKING_SESSION_TTL);
             let outage_session = async {
                 match grant {
                     SessionGrant::Working => None,

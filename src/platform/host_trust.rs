@@ -1,5 +1,5 @@
 //! How the router and the platform verify a host's TLS certificate: always against the pinned key and, with
-//! `CUSTOMER_VPS_TLS_VERIFY`, also by its chain and the host's name.
+//! `CUSTOMER_VPS_TLS_VERIFY`, also its chain and host name.
 
 use std::collections::HashSet;
 use std::net::Ipv4Addr;
@@ -17,7 +17,7 @@ use svc_http::vars::SSL_CERT_FILE;
 use svc_machine::id::MachineId;
 
 /// Maximum number of machines in `CUSTOMER_VPS_TLS_VERIFY_EXCEPT`.
-const MAX_EXEMPT: usize = 1000;
+const MAX_EXEMPT_MACHINES: usize = 1000;
 
 /// Settings for the verification of hosts.
 #[derive(Debug, Clone)]
@@ -60,7 +60,7 @@ impl HostTrust {
         let exempt = parse_exempt_machines(env);
         // An invalid domain has already been reported.
         if is_on && !env.is_set(&vars::HOST_DOMAIN) {
-            let why = "requires HOST_DOMAIN: the certificate is verified for the host's name";
+            let why = "requires HOST_DOMAIN: the certificate is verified against the host's name";
             env.add_mistake(&vars::CUSTOMER_VPS_TLS_VERIFY, why);
         }
         let exempt = exempt?;
@@ -117,9 +117,9 @@ fn parse_exempt_machines(env: &mut Env) -> Option<HashSet<MachineId>> {
     let text = env.text(variable).unwrap_or_default();
     let ids = text.split(',').map(str::trim).filter(|id| !id.is_empty());
     match ids.map(str::parse).collect::<Result<HashSet<MachineId>, _>>() {
-        Ok(ids) if ids.len() <= MAX_EXEMPT => Some(ids),
+        Ok(ids) if ids.len() <= MAX_EXEMPT_MACHINES => Some(ids),
         Ok(_) => {
-            env.add_mistake(variable, format!("must list at most {MAX_EXEMPT} machines"));
+            env.add_mistake(variable, format!("must list at most {MAX_EXEMPT_MACHINES} machines"));
             None
         }
         Err(_) => {
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn read_refuses_exempt_machines_that_are_no_ids() {
+    fn read_rejects_invalid_exempt_machine_ids() {
         let mistakes = read(&[("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", "ada")]).unwrap_err();
         assert!(mistakes[0].contains("machine ids"), "{mistakes:?}");
     }

@@ -20,7 +20,7 @@ use super::config::Timing;
 use super::context::Platform;
 use super::db::platform_keys::{self, ProcessKeys};
 use super::db::{self, Db, DbError};
-use super::keys::{KeyError, LOCK, Seal};
+use super::keys::{KeyError, SIGNING_KEYS_LOCK, Seal};
 use super::platform_key::KeyIds;
 use svc_base::failpoint::{self, Injected};
 use svc_http::problem::format_chain;
@@ -37,7 +37,7 @@ pub const FAILPOINTS: &[&str] = &[
 ];
 
 /// Advisory lock that prevents processes from starting while a change ends.
-const KEYS_LOCK: &str = "platform keys";
+const PLATFORM_KEYS_LOCK: &str = "platform keys";
 /// A process whose row has not been renewed for this many leases counts as ended.
 const LEASES_UNTIL_ENDED: u32 = 4;
 const MAX_INTERVAL: Duration = Duration::from_secs(5);
@@ -58,7 +58,7 @@ pub enum KeyChangeError {
         #[source]
         source: StoreError,
     },
-    #[error("too many concurrent changes of the fence of slot {0}")]
+    #[error("too many concurrent changes to the fence of slot {0}")]
     Contended(String),
     #[error(transparent)]
     Mark(#[from] mark::MarkError),
@@ -73,7 +73,7 @@ pub fn current_process_keys(ids: KeyIds, timing: &Timing) -> ProcessKeys {
 
 /// How long a process counts as running after its row was last renewed.
 pub fn row_ttl(timing: &Timing) -> Duration {
-    timing.lease * LEASES_UNTIL_ENDED
+    timing.lease_ttl * LEASES_UNTIL_ENDED
 }
 
 /// Interval between renewals of a process's row, and between passes of the change.
@@ -107,7 +107,7 @@ pub async fn run_key_change(platform: Arc<Platform>, seal: Seal) {
             () = tokio::time::sleep(period) => {}
         }
         if let Err(error) = run_pass(&platform, &seal).await {
-            tracing::warn!(error = %format_chain(&error), "a pass of the change of PLATFORM_KEY failed; retrying");
+            tracing::warn!(error = %format_chain(&error), "a pass of the key change failed; retrying");
         }
     }
 }
@@ -138,7 +138,7 @@ async fn reseal_keys(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeEr
     }
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    db::lock(&tx, LOCK).await?;
+    db::lock(&tx, SIGNING_KEYS_LOCK).await?;
     let sealed = list_sealed_with_previous(&tx, seal).await?;
     for key in &sealed {
         if let Some(resealed) = seal.reseal(&key.kid, &key.sealed)? {
@@ -177,7 +177,7 @@ async fn finish_change(platform: &Platform, seal: &Seal) -> Result<(), KeyChange
     mark::write(&platform.bucket, &own.ids).await?;
     let tx = db::begin(&mut session).await?;
     // No process can start until the transaction ends.
-    db::lock(&tx, KEYS_LOCK).await?;
+    db::lock(&tx, PLATFORM_KEYS_LOCK).await?;
     let need = need::KeyNeed::find(&tx, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
     if !need.is_empty() || !own.is_settled(&tx).await? {
         return Ok(());

@@ -15,9 +15,9 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::config::KeyTiming;
-use super::db::keys::{APP, Acknowledged, KeyDistribution, PROOF, UnacknowledgedHosts};
+use super::db::keys::{APP_PURPOSE, Acknowledged, KeyDistribution, PROOF_PURPOSE, UnacknowledgedHosts};
 use super::db::{self, Db};
-use super::keys::{self, KeyError, LOCK, Seal, SigningSet};
+use super::keys::{self, KeyError, SIGNING_KEYS_LOCK, Seal, SigningSet};
 use super::signed_lifetimes::MAX_SIGNED_LIFETIME;
 use svc_http::problem::format_chain;
 
@@ -40,13 +40,13 @@ pub async fn run(
             () = stop.cancelled() => return,
             () = tokio::time::sleep(pause) => {}
         }
-        for purpose in [PROOF, APP] {
+        for purpose in [PROOF_PURPOSE, APP_PURPOSE] {
             if let Err(error) = rotate_if_due(&db, &seal, timing, purpose).await {
                 tracing::warn!(purpose, error = %format_chain(&error), "cannot rotate the signing keys");
             }
         }
         match keys::load(&db, &seal, timing.overlap).await {
-            Ok(fresh) if !keys::is_same(&fresh, &view.borrow()) => {
+            Ok(fresh) if !keys::has_same_keys(&fresh, &view.borrow()) => {
                 view.send_replace(Arc::new(fresh));
             }
             Ok(_) => {}
@@ -109,15 +109,15 @@ async fn rotate_if_due(
         return Ok(());
     }
     let tx = db::begin(&mut session).await?;
-    db::lock(&tx, LOCK).await?;
+    db::lock(&tx, SIGNING_KEYS_LOCK).await?;
     let distribution = db::keys::list_distribution(&tx, purpose).await?;
     let Some(newest) = distribution.last().map(|key| key.kid.clone()) else { return Ok(()) };
     let unacknowledged = match purpose {
-        PROOF => db::keys::count_unacknowledged(&tx, &newest, timing.max_silence).await?,
+        PROOF_PURPOSE => db::keys::count_unacknowledged(&tx, &newest, timing.max_silence).await?,
         _ => UnacknowledgedHosts::default(),
     };
     let due = match purpose {
-        PROOF => next_proof_step(&distribution, unacknowledged.reporting, timing),
+        PROOF_PURPOSE => next_proof_step(&distribution, unacknowledged.reporting, timing),
         _ => next_app_step(&distribution, timing),
     };
     match due {
@@ -126,7 +126,7 @@ async fn rotate_if_due(
             let key = keys::generate(&tx, seal, purpose).await?;
             tracing::info!(kid = key.kid, "created a signing key");
         }
-        RotationStep::Acknowledged(by_all) => db::keys::acknowledge(&tx, &newest, by_all).await?,
+        RotationStep::Acknowledged(by_all) => db::keys::record_acknowledged(&tx, &newest, by_all).await?,
         RotationStep::Retirement => {
             let retired = db::keys::retire_all_but(&tx, purpose, &newest).await?;
             tracing::info!(kid = newest, retired, "retired older signing keys");

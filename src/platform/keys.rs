@@ -16,10 +16,10 @@ use super::platform_key::PlatformKeys;
 use svc_http::proof::{ProofKeys, Signer};
 
 /// Maximum number of retired keys that still sign for hosts without a newer key.
-const MAX_RETIRED: i64 = 8;
+const MAX_RETIRED_KEYS: i64 = 8;
 
 /// Advisory lock held while the set of signing keys changes.
-pub const LOCK: &str = "signing keys";
+pub const SIGNING_KEYS_LOCK: &str = "signing keys";
 
 /// One process's current view of the signing keys.
 pub struct SigningSet {
@@ -111,8 +111,7 @@ impl Seal {
         }
     }
 
-    /// Replaces the seal of a secret that only the previous key opens with a seal of the current key; `None` for any other
-    /// secret.
+    /// Reseals, with the current key, a secret that only the previous key opens; `None` for any other secret.
     pub fn reseal(&self, kid: &str, sealed: &[u8]) -> Result<Option<Vec<u8>>, KeyError> {
         match self.find_opening_key(kid, sealed) {
             OpeningKey::Previous => Ok(Some(self.seal(kid, &self.open(kid, sealed)?)?)),
@@ -155,12 +154,12 @@ fn open_with(key: &LessSafeKey, kid: &str, sealed: &[u8]) -> Option<Vec<u8>> {
 /// Loads the keys from the database, and creates the first key of each purpose. An app key signs once it is `overlap`
 /// old.
 pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet, KeyError> {
-    let proof = open_all(load_or_create(db, seal, db::keys::PROOF).await?, seal)?;
-    let app = load_or_create(db, seal, db::keys::APP).await?;
+    let proof = open_all(load_or_create(db, seal, db::keys::PROOF_PURPOSE).await?, seal)?;
+    let app = load_or_create(db, seal, db::keys::APP_PURPOSE).await?;
     let app_index = app.iter().rposition(|key| key.age >= overlap).unwrap_or(0);
     let app = open_all(app, seal)?;
     let session = db.session().await?;
-    let retired = db::keys::list_retired(&session, db::keys::PROOF, MAX_RETIRED).await?;
+    let retired = db::keys::list_retired(&session, db::keys::PROOF_PURPOSE, MAX_RETIRED_KEYS).await?;
     drop(session);
     let none = || KeyError::Damaged { kid: "(none)".to_owned() };
     let app_signer = app.get(app_index).cloned().ok_or_else(none)?;
@@ -183,7 +182,7 @@ pub async fn ensure_keys_can_be_opened(
     client: &impl deadpool_postgres::GenericClient,
     seal: &Seal,
 ) -> Result<(), KeyError> {
-    for purpose in [db::keys::PROOF, db::keys::APP] {
+    for purpose in [db::keys::PROOF_PURPOSE, db::keys::APP_PURPOSE] {
         open_all(db::keys::list_active(client, purpose).await?, seal)?;
     }
     Ok(())
@@ -196,7 +195,7 @@ async fn load_or_create(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::k
         return Ok(stored);
     }
     let tx = db::begin(&mut session).await?;
-    db::lock(&tx, LOCK).await?;
+    db::lock(&tx, SIGNING_KEYS_LOCK).await?;
     let mut stored = db::keys::list_active(&tx, purpose).await?;
     if stored.is_empty() {
         stored.push(generate(&tx, seal, purpose).await?);
@@ -205,7 +204,7 @@ async fn load_or_create(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::k
     Ok(stored)
 }
 
-/// Creates another key. The transaction must hold [`LOCK`].
+/// Creates another key. The transaction must hold [`SIGNING_KEYS_LOCK`].
 pub async fn generate(
     tx: &deadpool_postgres::Transaction<'_>,
     seal: &Seal,
@@ -234,7 +233,7 @@ fn public_keys(signers: &[Arc<Signer>]) -> ProofKeys {
 }
 
 /// Whether two views contain the same keys and sign with the same keys.
-pub fn is_same(one: &SigningSet, other: &SigningSet) -> bool {
+pub fn has_same_keys(one: &SigningSet, other: &SigningSet) -> bool {
     one.public == other.public
         && one.app.public == other.app.public
         && one.retired.first().map(|signer| signer.kid()) == other.retired.first().map(|signer| signer.kid())

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use deadpool_postgres::Transaction;
 
-use super::db::machine_changes::{self, NewMachine, NextState, SlotPlace};
+use super::db::machine_changes::{self, NewMachine, NextState, SlotTransition};
 use super::db::machine_row::{Failure, MachineRow};
 use super::db::{self, DbError};
 use super::tokens::{Generation, Purpose, TokenMint};
@@ -32,7 +32,7 @@ pub enum LifecycleError {
     #[error(transparent)]
     Db(#[from] DbError),
     /// The transition needs data that the caller did not provide.
-    #[error("the change of state requires {0}")]
+    #[error("the state change requires {0}")]
     Missing(&'static str),
 }
 
@@ -57,8 +57,8 @@ pub struct MachineRequest {
 /// Data of an event that the transition itself does not read.
 #[derive(Default, Clone)]
 pub struct EventContext<'a> {
-    /// Stage and message of a failure.
-    pub failed_at: Option<(&'a str, &'a str)>,
+    /// Stage and message of the failure.
+    pub failure: Option<(&'a str, &'a str)>,
     /// The machine that replaces this one, if the event replaces it.
     pub successor: Option<&'a MachineRequest>,
     /// The operator's options for the created operation.
@@ -128,7 +128,9 @@ async fn write_state(
         failure: None,
         server_type: &before.server_type,
         resize_to: None,
-        place: slot_change.raised_epoch.map_or(SlotPlace::Unchanged, |epoch| SlotPlace::Reinstated { epoch }),
+        slot_transition: slot_change
+            .raised_epoch
+            .map_or(SlotTransition::Unchanged, |epoch| SlotTransition::Reinstated { epoch }),
     };
     let failure;
     match next {
@@ -149,11 +151,11 @@ async fn write_state(
         }
         State::Retired { .. } => {
             written.failure = before.failure.as_ref();
-            written.place = SlotPlace::Retired { by: slot_change.successor };
+            written.slot_transition = SlotTransition::Retired { by: slot_change.successor };
         }
         State::Deleted { .. } => {
             written.failure = before.failure.as_ref();
-            written.place = SlotPlace::Deleted;
+            written.slot_transition = SlotTransition::Deleted;
         }
     }
     machine_changes::compare_and_set(tx, before, &written).await
@@ -171,7 +173,7 @@ fn has_already_left(before: &MachineRow, next: &State) -> bool {
 fn to_failure(state: &State, context: &EventContext<'_>) -> Option<Failure> {
     let State::Failed { cause } = state else { return None };
     let (stage, message) =
-        context.failed_at.map(|(stage, message)| (stage.to_owned(), message.to_owned())).unzip();
+        context.failure.map(|(stage, message)| (stage.to_owned(), message.to_owned())).unzip();
     Some(Failure { cause: *cause, stage, message })
 }
 
@@ -234,10 +236,10 @@ async fn reinstate_predecessor(
     let highest = db::machines::find_highest_epoch(tx, &before.user, &before.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: last.server_power() };
     // If the reinstated machine has a failure of its own, it keeps that stage and message.
-    let failed_at =
+    let failure =
         last.failure.as_ref().and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let reason = "the machine that was meant to replace this one did not register";
-    let context = EventContext { failed_at: failed_at.or(Some(("reinstate", reason))), ..context.clone() };
+    let context = EventContext { failure: failure.or(Some(("reinstate", reason))), ..context.clone() };
     Box::pin(apply(tx, mint, &last, &event, context)).await?;
     audit(tx, "reinstate", &last).await?;
     tracing::warn!(machine = %before.id, reinstated = %last.id, "returned a slot to its last machine");

@@ -63,7 +63,10 @@ async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTru
         MACHINES_BY_CERTIFICATE.set(["expiring"], certificates.expiring as f64);
         MACHINES_BY_CERTIFICATE.set(["missing"], certificates.missing as f64);
     }
-    ended_machines::add_to(&mut summary, &db::ended_machines::list_needing_attention(&session).await?);
+    ended_machines::add_to_attention(
+        &mut summary,
+        &db::ended_machines::list_needing_attention(&session).await?,
+    );
     for (status, count) in &summary.totals.by_status {
         MACHINES.set([intern_label(status)], *count as f64);
     }
@@ -79,7 +82,7 @@ async fn measure_installation(db: &Db, token_rotation: Duration, trust: &HostTru
         let found = in_progress.iter().find(|(name, _)| name == kind.as_str());
         OPERATIONS_IN_PROGRESS.set([kind.as_str()], found.map_or(0.0, |(_, count)| *count as f64));
     }
-    let (_, overdue) = db::operations::list_overdue(&session, OVERDUE_AGE, 1).await?;
+    let (_, overdue) = db::operations::list_long_running(&session, OVERDUE_AGE, 1).await?;
     OPERATIONS_OVERDUE.set([], overdue as f64);
     let alarms = db::alarms::list_active(&session).await?;
     for alarm in Alarm::ALL {

@@ -91,9 +91,9 @@ use svc_wire::text::Text;
 /// Time for running steps to finish after the stop signal; the next process resumes unfinished steps.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// Timeout of the store probe, so that an unreachable store does not delay the startup.
+/// Timeout for the store probe, so that an unreachable store does not delay the startup.
 const STORE_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Timeout of one read or write of an object, including retries: shorter than the timeout of an operator's client.
+/// Timeout for one read or write of an object, including retries: shorter than the timeout of an operator's client.
 const STORE_CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The control plane: provisions, recovers and deletes machines, and routes their owners to them.
@@ -206,9 +206,9 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         clock,
         keys,
         routes: freshness,
-        nudge: Notify::new(),
-        reconcile: Notify::new(),
-        server_checks: ServerChecks::new(config.timing.server_check),
+        runner_wake: Notify::new(),
+        reconciler_wake: Notify::new(),
+        server_checks: ServerChecks::new(config.timing.server_check_interval),
         rates: ApiRates::new(&config.rates),
         quotes: QuoteCache::default(),
         stop: stop.clone(),
@@ -260,7 +260,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Records this process as running if it may run with its platform keys beside the other processes.
+/// Records this process as running if it may run with its platform keys alongside the other processes.
 async fn admit(
     db: &Db,
     bucket: &Bucket,
@@ -291,7 +291,7 @@ fn check_mark(result: Result<(), MarkError>) -> Result<bool, Failure> {
     match result {
         Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),
         Err(error) => {
-            tracing::warn!(error = %svc_base::chain::format_chain(&error), "cannot check whether PLATFORM_KEY is the current one");
+            tracing::warn!(error = %svc_base::chain::format_chain(&error), "cannot check whether PLATFORM_KEY is the current key");
             Ok(false)
         }
         Ok(()) => Ok(true),

@@ -26,7 +26,7 @@ impl Scopes {
     }
 
     /// The scopes in the form that the API returns.
-    pub fn texts(&self) -> Vec<Text<Scope>> {
+    pub fn to_wire(&self) -> Vec<Text<Scope>> {
         self.0.iter().map(Into::into).collect()
     }
 

@@ -1,7 +1,7 @@
 //! Compares this process's clock with the database's: leases and deadlines use the database's clock; tokens, proofs
 //! and the provider's rate limit use this process's clock.
 //!
-//! Does not correct any clock. The result is logged, exported as a metric, and part of the readiness check.
+//! This module corrects no clock. The result is logged, exported as a metric, and part of the readiness check.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};

@@ -1,5 +1,5 @@
 //! Caches the provider data that price quotes read, in this process. A client can request any number of quotes, but they
-//! share the provider's rate limit with operations and with all other processes. A provision does not use the cache.
+//! share the provider's rate limit with operations and with all other processes. Provisioning does not use the cache.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -47,7 +47,7 @@ impl QuoteCache {
         self.prices.get(server_type, read).await
     }
 
-    /// Caches prices that a provision has read, so that the next quote shows them if they have changed.
+    /// Caches prices that provisioning has read, so that the next quote shows them if they have changed.
     pub fn record_prices(&self, server_type: &ServerType, prices: &ServerPrices) {
         self.prices.record(server_type, prices);
     }

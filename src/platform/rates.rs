@@ -26,11 +26,11 @@ const CREDENTIALS_BURST: u32 = 20;
 const BURST_SECONDS: u32 = 10;
 /// Average interval between reported refusals of host tokens: short enough to keep the alarm raised, and long enough for
 /// few log lines.
-const REFUSED_INTERVAL: Duration = Duration::from_secs(5);
-const REFUSED_BURST: u32 = 20;
-const ACCEPTED_TTL: Duration = Duration::from_secs(600);
+const REFUSAL_REPORT_INTERVAL: Duration = Duration::from_secs(5);
+const REFUSAL_REPORT_BURST: u32 = 20;
+const ACCEPTED_TOKEN_TTL: Duration = Duration::from_secs(600);
 /// Maximum number of remembered tokens. If all are recent, they are forgotten, and each counts once more.
-const MAX_ACCEPTED: usize = 32_768;
+const MAX_ACCEPTED_TOKENS: usize = 32_768;
 
 /// Settings of [`ApiRates`].
 #[derive(Debug, Clone)]
@@ -80,7 +80,7 @@ impl ApiRates {
             credentials,
             operators: RateLimit::new(config.operator_rate, BURST_SECONDS),
             addresses: RateLimit::new(config.check_rate, BURST_SECONDS),
-            refused_hosts: RateLimit::every(REFUSED_INTERVAL, REFUSED_BURST),
+            refused_hosts: RateLimit::every(REFUSAL_REPORT_INTERVAL, REFUSAL_REPORT_BURST),
             trusted_proxies: config.trusted_proxies.clone(),
             accepted: Mutex::default(),
         }
@@ -107,16 +107,16 @@ impl ApiRates {
     pub fn record_accepted(&self, token: &str) {
         let mut accepted = self.lock_accepted();
         let now = Instant::now();
-        if accepted.len() >= MAX_ACCEPTED {
+        if accepted.len() >= MAX_ACCEPTED_TOKENS {
             accepted.retain(|_, until| *until > now);
-            if accepted.len() >= MAX_ACCEPTED {
+            if accepted.len() >= MAX_ACCEPTED_TOKENS {
                 accepted.clear();
             }
         }
-        accepted.insert(tokens::hash(token), now + ACCEPTED_TTL);
+        accepted.insert(tokens::hash(token), now + ACCEPTED_TOKEN_TTL);
     }
 
-    /// Counts a request of a verified operator.
+    /// Counts a request from a verified operator.
     ///
     /// # Errors
     /// `rate_limited`.
@@ -127,7 +127,7 @@ impl ApiRates {
             .map_err(|wait| rate_limited(&format!("Operator {actor} sends too many requests."), wait))
     }
 
-    /// Counts a request of a verified host.
+    /// Counts a request from a verified host.
     ///
     /// # Errors
     /// `rate_limited`.
@@ -144,8 +144,8 @@ impl ApiRates {
         self.credentials.check(&machine).map_err(|wait| rate_limited(cause, wait))
     }
 
-    /// Whether another refusal of a host token may be reported.
-    pub fn admit_refused_host(&self) -> bool {
+    /// Counts a report of a refused host token, and returns whether it may be sent.
+    pub fn admit_refusal_report(&self) -> bool {
         self.refused_hosts.check(&()).is_ok()
     }
 
@@ -171,7 +171,7 @@ mod tests {
     }
 
     /// Exhausts the limit of `CLIENT` with guesses.
-    fn exhaust(rates: &ApiRates) {
+    fn exhaust_address_limit(rates: &ApiRates) {
         let refused = (0..20).filter(|number| rates.admit_check(CLIENT, &format!("guess {number}")).is_err());
         assert!(refused.count() >= 9);
     }
@@ -181,7 +181,7 @@ mod tests {
         let rates = rates("10.0.0.0/8");
         rates.admit_check(CLIENT, "accepted").unwrap();
         rates.record_accepted("accepted");
-        exhaust(&rates);
+        exhaust_address_limit(&rates);
         rates.admit_check(CLIENT, "accepted").unwrap();
         assert!(rates.admit_check(CLIENT, "other").is_err());
     }
@@ -210,9 +210,9 @@ mod tests {
     #[test]
     fn number_of_accepted_tokens_is_bounded() {
         let rates = rates("10.0.0.0/8");
-        for number in 0..2 * MAX_ACCEPTED {
+        for number in 0..2 * MAX_ACCEPTED_TOKENS {
             rates.record_accepted(&number.to_string());
         }
-        assert!(rates.lock_accepted().len() <= MAX_ACCEPTED);
+        assert!(rates.lock_accepted().len() <= MAX_ACCEPTED_TOKENS);
     }
 }

@@ -121,7 +121,7 @@ impl UpgradeToken {
             }
             TokenStatus::Current => {
                 let is_due = self.requested_at.is_some() || self.is_old(timing.rotate, now);
-                let is_due = is_due || !self.is_of_current_key(machine, mint);
+                let is_due = is_due || !self.is_made_with_current_key(machine, mint);
                 is_due.then(|| TokenOffer::Next(self.generation.next()))
             }
         }
@@ -132,13 +132,13 @@ impl UpgradeToken {
     }
 
     /// Whether the stored token was made with the current platform key.
-    pub fn is_of_current_key(&self, machine: MachineId, mint: &TokenMint) -> bool {
-        is_made_by_current_key(mint, machine, self.generation, &self.hash)
+    pub fn is_made_with_current_key(&self, machine: MachineId, mint: &TokenMint) -> bool {
+        is_token_made_with_current_key(mint, machine, self.generation, &self.hash)
     }
 }
 
 /// Whether the token with this hash was made with the current platform key.
-pub fn is_made_by_current_key(
+pub fn is_token_made_with_current_key(
     mint: &TokenMint,
     machine: MachineId,
     generation: Generation,
@@ -200,7 +200,7 @@ mod tests {
         ]
     }
 
-    struct World {
+    struct RotationModel {
         machine: MachineId,
         now: Timestamp,
         keys: (u8, Option<u8>),
@@ -220,7 +220,7 @@ mod tests {
         TokenMint::new(&vec![keys.0; 32].into()).with_previous(previous.as_ref())
     }
 
-    impl World {
+    impl RotationModel {
         fn new() -> Self {
             let (machine, now, keys) = (MachineId::new(), Timestamp::UNIX_EPOCH, (1, None));
             let file = mint(keys).token(machine, Purpose::Upgrade, Generation::FIRST);
@@ -301,7 +301,8 @@ mod tests {
                 }
                 Event::BeginKeyChange => {}
                 Event::DropKey => {
-                    let is_needed = !self.row.is_of_current_key(self.machine, &mint((self.keys.0, None)));
+                    let is_needed =
+                        !self.row.is_made_with_current_key(self.machine, &mint((self.keys.0, None)));
                     if !is_needed && !self.is_mixed {
                         (self.keys.1, self.copy) = (None, None);
                     }
@@ -324,16 +325,16 @@ mod tests {
         fn any_history_keeps_host_accepted_and_refuses_copies(
             events in proptest::collection::vec(event(), 0..60),
         ) {
-            let mut world = World::new();
+            let mut model = RotationModel::new();
             for event in events {
-                world.apply(&event);
-                assert_ne!(world.check_token(&world.file), TokenStatus::Refused, "the host is locked out");
+                model.apply(&event);
+                assert_ne!(model.check_token(&model.file), TokenStatus::Refused, "the host is locked out");
             }
-            world.settle();
-            let own = parse_claim(world.file.expose_secret(), Purpose::Upgrade).unwrap().generation;
-            for copied in &world.copied {
+            model.settle();
+            let own = parse_claim(model.file.expose_secret(), Purpose::Upgrade).unwrap().generation;
+            for copied in &model.copied {
                 if parse_claim(copied.expose_secret(), Purpose::Upgrade).unwrap().generation < own {
-                    prop_assert_eq!(world.check_token(copied), TokenStatus::Refused, "a copied token still works");
+                    prop_assert_eq!(model.check_token(copied), TokenStatus::Refused, "a copied token still works");
                 }
             }
         }
@@ -341,31 +342,31 @@ mod tests {
 
     #[test]
     fn requested_token_replaces_previous_one() {
-        let mut world = World::new();
-        let first = world.file.clone();
-        world.send_heartbeat(Loss::Nothing);
-        assert_eq!(world.row.generation, Generation(1), "nothing is due");
-        world.apply(&Event::Request);
-        world.send_heartbeat(Loss::Response);
-        world.send_heartbeat(Loss::Nothing);
-        assert_eq!(world.check_token(&first), TokenStatus::Current, "no heartbeat with the new token yet");
-        world.send_heartbeat(Loss::Nothing);
-        assert_eq!((world.row.generation, world.row.requested_at), (Generation(2), None));
-        assert_eq!(world.check_token(&first), TokenStatus::Previous);
-        world.apply(&Event::Wait(100));
-        assert_eq!(world.check_token(&first), TokenStatus::Refused);
-        world.apply(&Event::Wait(900));
-        world.send_heartbeat(Loss::Nothing);
-        world.send_heartbeat(Loss::Nothing);
-        assert_eq!(world.row.generation, Generation(3), "an old token rotates automatically");
+        let mut model = RotationModel::new();
+        let first = model.file.clone();
+        model.send_heartbeat(Loss::Nothing);
+        assert_eq!(model.row.generation, Generation(1), "nothing is due");
+        model.apply(&Event::Request);
+        model.send_heartbeat(Loss::Response);
+        model.send_heartbeat(Loss::Nothing);
+        assert_eq!(model.check_token(&first), TokenStatus::Current, "no heartbeat with the new token yet");
+        model.send_heartbeat(Loss::Nothing);
+        assert_eq!((model.row.generation, model.row.requested_at), (Generation(2), None));
+        assert_eq!(model.check_token(&first), TokenStatus::Previous);
+        model.apply(&Event::Wait(100));
+        assert_eq!(model.check_token(&first), TokenStatus::Refused);
+        model.apply(&Event::Wait(900));
+        model.send_heartbeat(Loss::Nothing);
+        model.send_heartbeat(Loss::Nothing);
+        assert_eq!(model.row.generation, Generation(3), "an old token rotates automatically");
     }
 
     #[test]
     fn forged_generation_is_refused() {
-        let world = World::new();
-        let forged = mint((9, None)).token(world.machine, Purpose::Upgrade, Generation(5));
-        assert_eq!(world.check_token(&forged), TokenStatus::Refused);
-        let real = mint(world.keys).token(world.machine, Purpose::Upgrade, Generation(5));
-        assert_eq!(world.check_token(&real), TokenStatus::Later(Generation(5)), "the database is older");
+        let model = RotationModel::new();
+        let forged = mint((9, None)).token(model.machine, Purpose::Upgrade, Generation(5));
+        assert_eq!(model.check_token(&forged), TokenStatus::Refused);
+        let real = mint(model.keys).token(model.machine, Purpose::Upgrade, Generation(5));
+        assert_eq!(model.check_token(&real), TokenStatus::Later(Generation(5)), "the database is older");
     }
 }

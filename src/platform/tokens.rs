@@ -70,7 +70,7 @@ impl TokenMint {
         token(&self.key, machine, purpose, generation)
     }
 
-    /// Makes the first token of a machine with the key with which it was issued, which the stored hash shows, so that
+    /// Makes the first token of a machine. The stored hash shows which key issued it; the same key is used, so that
     /// user-data is rendered identically during a change of the platform key.
     pub fn first_token(&self, machine: MachineId, purpose: Purpose, stored_hash: &[u8]) -> SecretString {
         let first = Generation::FIRST;
@@ -120,7 +120,7 @@ impl TokenMint {
     }
 
     /// Whether the current key signed the fence.
-    pub fn is_fence_of_current_key(
+    pub fn is_fence_signed_with_current_key(
         &self,
         slot: &SlotPrefix,
         epoch: Epoch,
@@ -280,9 +280,9 @@ mod tests {
         let proof = mint(1).fence_proof(&slot, Epoch(2), machine);
         assert!(both.has_signed_fence(&slot, Epoch(2), machine, &proof));
         assert!(!mint(2).has_signed_fence(&slot, Epoch(2), machine, &proof));
-        assert!(!both.is_fence_of_current_key(&slot, Epoch(2), machine, &proof));
-        let now = both.fence_proof(&slot, Epoch(2), machine);
-        assert!(both.is_fence_of_current_key(&slot, Epoch(2), machine, &now));
+        assert!(!both.is_fence_signed_with_current_key(&slot, Epoch(2), machine, &proof));
+        let current = both.fence_proof(&slot, Epoch(2), machine);
+        assert!(both.is_fence_signed_with_current_key(&slot, Epoch(2), machine, &current));
         let id = OperatorTokenId::new();
         let given = mint(1).operator_token(id);
         let again = both.stored_operator_token(id, &hash(given.expose_secret())).unwrap();

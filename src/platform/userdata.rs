@@ -50,7 +50,7 @@ pub enum RenderError {
     #[error(
         "the value of {name} contains a line break or another control character, which {path} cannot store"
     )]
-    NotALine { path: &'static str, name: String },
+    ControlCharacter { path: &'static str, name: String },
 }
 
 pub fn render(
@@ -68,7 +68,7 @@ pub fn render(
     ];
     for (path, content) in &secret {
         if let Some(name) = find_multi_line_variable(content) {
-            return Err(RenderError::NotALine { path, name });
+            return Err(RenderError::ControlCharacter { path, name });
         }
     }
     // cloud-init writes the files before the users exist; `first-boot.sh` sets their owners.

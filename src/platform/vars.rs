@@ -124,8 +124,8 @@ svc_base::variables! {
         SVC_POSTGRES_IMAGE: "name of an image" = derived "`docker.io/library/postgres:16`";
         /// Whether provisioning requires a subscription.
         BILLING_ENFORCEMENT: "flag" = "true";
-        /// Whether confirmations are required: a provision that adds a customer must confirm the monthly cost and the
-        /// customer's consent (`confirmedMonthlyCost`, `confirmedOptIn`), and a provision that replaces a failed machine
+        /// Whether confirmations are required: a request that provisions a new customer must confirm the monthly cost and
+        /// the customer's consent (`confirmedMonthlyCost`, `confirmedOptIn`), and a request that replaces a failed machine
         /// with a machine of another server type must confirm the cost. `svcctl provision` always sends them.
         PROVISION_CONFIRMATION: "flag" = "false";
         /// Name of this environment, such as `production`. `svcctl provision` shows it before it changes anything.
@@ -136,7 +136,7 @@ svc_base::variables! {
         PREVIEW_TTL_HOURS: "hours" = "72";
         /// URL to which requests are redirected if the user has no running machine; only for legacy deployments.
         LEGACY_FALLBACK_URL: "URL" = unset;
-        /// Timeout of a host's registration, counted from the creation of its server.
+        /// Timeout for a host's registration, counted from the creation of its server.
         REGISTRATION_TTL_SECONDS: "seconds" = "1800";
     }
 
@@ -148,8 +148,8 @@ svc_base::variables! {
         /// Name of the project to which the token belongs. The provider's API does not report it.
         /// `svcctl provision` shows it.
         PROVIDER_PROJECT: "text of at most 64 characters" = unset;
-        /// Maximum number of servers in the project. The provider's API does not report it. A provision that would
-        /// exceed it is refused. Because the server of a replaced machine is kept for some time, one replacement per
+        /// Maximum number of servers in the project. The provider's API does not report it. A request whose machine
+        /// would exceed it is refused. Because the server of a replaced machine is kept for some time, one replacement per
         /// slot may exceed it.
         PROVIDER_SERVER_LIMIT: "number, at least 1" = unset;
         /// Server type of a machine if the request does not name one.
@@ -193,7 +193,7 @@ svc_base::variables! {
         /// How long a final backup may take in total before the operation waits for an operator, regardless of
         /// progress.
         LAST_BACKUP_LIMIT_SECONDS: "seconds" = "43200";
-        /// How long after the shutdown timeout switching off a replaced server is retried before the replacement
+        /// How long switching off a replaced server is retried after the shutdown timeout. Then the replacement
         /// continues.
         POWER_OFF_RETRY_SECONDS: "seconds" = "120";
         /// How long a replaced server is kept after its successor's first healthy heartbeat. With 0, it is deleted
@@ -212,11 +212,12 @@ svc_base::variables! {
         OPERATION_DEADLINE_SECONDS: "seconds" = "7200";
         /// Maximum duration of an operation, and of a boot that makes progress.
         OPERATION_LIMIT_SECONDS: "seconds" = "86400";
-        /// Timeout of a host's shutdown; then its power is cut.
+        /// Timeout for a host's shutdown, after which its power is cut.
         RESIZE_SHUTDOWN_SECONDS: "seconds" = "90";
-        /// Timeout of power-off and change of the server type after the shutdown; then the change is abandoned.
+        /// Timeout for cutting the power and changing the server type after the shutdown. When it expires, the change
+        /// is abandoned.
         RESIZE_CHANGE_SECONDS: "seconds" = "600";
-        /// Timeout of switching on the server; the same timeout applies to the host's first healthy heartbeat.
+        /// Timeout for switching on the server; the same timeout applies to the host's first healthy heartbeat.
         RESIZE_HEALTH_SECONDS: "seconds" = "600";
         /// How long a host may report nothing about a requested update. If it reports that the update is in progress,
         /// the limit is six times as long. Time during which the rollout is paused does not count.
@@ -262,7 +263,7 @@ svc_base::variables! {
     }
 
     "platform.router", in "process environment or the platform's env file", by ["svc-platform"] {
-        // A change of a machine must take effect within one second.
+        // A change to a machine must take effect within one second.
         /// Interval at which routes are refreshed.
         PLATFORM_ROUTES_POLL_MS: "milliseconds, 10 to 500" = "500";
         // Stale routes are safe, because a connection requires the TLS key that the machine registered.
@@ -278,7 +279,7 @@ svc_base::variables! {
         /// set, which means that a proxy is in front of the router. `0` means no limit.
         ROUTER_ADDRESS_CHECKS_PER_SECOND: "number" = "100";
         /// Addresses of the load balancers in front of the router. Because all clients share these addresses, the
-        /// router's limit of connections per address does not apply to them, but its limit of all connections does.
+        /// router's limit on connections per address does not apply to them, but its limit on all connections does.
         ROUTER_TRUSTED_PROXIES: "addresses and CIDRs, separated by commas" = unset;
     }
 }

@@ -446,7 +446,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     own.expect("fleet", "problem", "does not accept this secret");
     let wrong = fleet.check_platform(&[("PLATFORM_KEY", ""), ("APP_HOST", "")], &[]).await;
     ["PLATFORM_KEY", "APP_HOST"].iter().for_each(|name| wrong.expect("configuration", "problem", name));
-    wrong.expect("database", "skipped", "the configuration is wrong");
+    wrong.expect("database", "skipped", "the configuration is invalid");
 
     // The settings can also come from a file, which must not be world-readable.
     let file = fleet.stack.dir.join("platform.env");

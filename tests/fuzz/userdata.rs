@@ -14,7 +14,7 @@ use svc::config::parse_env_file;
 use svc::platform::userdata::MAX_BYTES;
 
 use super::Target;
-use crate::userdata::{Parts, document};
+use crate::userdata::{UserDataInput, document};
 
 pub fn user_data() -> Target {
     Target { name: "user-data", valid: parts().boxed(), check_any, check_valid, cases: 60 }
@@ -29,7 +29,7 @@ fn parts() -> impl Strategy<Value = Vec<u8>> {
     (names, path, text(), text(), text(), 1..4_usize).prop_map(
         |(names, path, token, issuer, digest, keys)| {
             let (user, handle, slot, version) = names;
-            let parts = Parts {
+            let parts = UserDataInput {
                 user,
                 handle,
                 slot,
@@ -39,7 +39,7 @@ fn parts() -> impl Strategy<Value = Vec<u8>> {
                 issuer,
                 bundle_sha256: digest,
                 proof_keys: keys,
-                ..Parts::usual()
+                ..UserDataInput::usual()
             };
             serde_json::to_vec(&parts).expect("plain fields are JSON")
         },
@@ -49,7 +49,7 @@ fn parts() -> impl Strategy<Value = Vec<u8>> {
 /// Either the input is refused, or cloud-init parses the intended document: the files of every machine, and nothing
 /// that a value injected.
 fn check_any(bytes: &[u8]) -> Result<(), String> {
-    let Ok(parts) = serde_json::from_slice::<Parts>(bytes) else { return Ok(()) };
+    let Ok(parts) = serde_json::from_slice::<UserDataInput>(bytes) else { return Ok(()) };
     if parts.proof_keys > 1000 || parts.bundle_keys > 1000 {
         return Ok(());
     }
@@ -60,7 +60,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 }
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
-    let parts: Parts = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let parts: UserDataInput = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let is_line = |text: &String| !text.chars().any(char::is_control);
     let lines = [&parts.session_token, &parts.issuer, &parts.bundle_sha256].into_iter().all(is_line);
     match (lines, render(&parts)) {
@@ -71,12 +71,12 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
 }
 
 /// Rendering completes immediately, because static credentials need no request.
-fn render(parts: &Parts) -> Result<String, String> {
+fn render(parts: &UserDataInput) -> Result<String, String> {
     let rendered = parts.try_render().now_or_never().ok_or("rendering did not complete immediately")?;
     rendered.map_err(|error| format!("{error:#}"))
 }
 
-fn check_document(parts: &Parts, text: &str) -> Result<(), String> {
+fn check_document(parts: &UserDataInput, text: &str) -> Result<(), String> {
     if text.len() > MAX_BYTES {
         return Err(format!("{} bytes", text.len()));
     }
@@ -85,7 +85,7 @@ fn check_document(parts: &Parts, text: &str) -> Result<(), String> {
     if read != json!({ "read": ours }) {
         return Err(format!("cloud-init reads {read}"));
     }
-    let usual = document(&render(&Parts::usual())?);
+    let usual = document(&render(&UserDataInput::usual())?);
     for key in ["bootcmd", "runcmd"] {
         if ours[key] != usual[key] {
             return Err(format!("{key} is {}", ours[key]));

@@ -262,7 +262,7 @@ async fn shown_time_and_deletion_follow_the_same_rule() {
     let user: IdpUserId = "user_1".parse().unwrap();
     for (n, case) in cases.iter().enumerate() {
         let slot: Slot = format!("s{n}").parse().unwrap();
-        let shown = kept_servers::list_of_slot(&session, &user, &slot, &retention).await.unwrap();
+        let shown = kept_servers::list_in_slot(&session, &user, &slot, &retention).await.unwrap();
         let subject = shown.iter().find(|row| subjects.get(&row.machine.0) == Some(&n));
         let until = subject.map(|row| match row.until {
             None => RetentionEnd::Never,

@@ -4,17 +4,21 @@ use anyhow::Result;
 use http::StatusCode;
 use kit::idp::{Alg, Flaw, MintOptions, OldKeys};
 
-use super::world::{APP, World, send};
+use super::test_router::{APP_HOST, TestRouter, send};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn valid_token_is_accepted_in_header_or_cookie() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
     for alg in Alg::ALL {
-        let token = world.idp.mint("user_1", &MintOptions { alg, ..MintOptions::default() });
-        assert_eq!(send(world.get(APP, "/").bearer_auth(&token)).await.status, StatusCode::OK, "{alg:?}");
+        let token = router.idp.mint("user_1", &MintOptions { alg, ..MintOptions::default() });
+        assert_eq!(
+            send(router.get(APP_HOST, "/").bearer_auth(&token)).await.status,
+            StatusCode::OK,
+            "{alg:?}"
+        );
         let cookie = format!("a=b; __session={token}");
         assert_eq!(
-            send(world.get(APP, "/").header("cookie", cookie)).await.status,
+            send(router.get(APP_HOST, "/").header("cookie", cookie)).await.status,
             StatusCode::OK,
             "{alg:?}"
         );
@@ -23,22 +27,26 @@ async fn valid_token_is_accepted_in_header_or_cookie() -> Result<()> {
     let leeway = MintOptions { ttl: -20, nbf: -60, ..MintOptions::default() };
     let several = MintOptions { aud: Some(serde_json::json!(["x", "svc-test"])), ..MintOptions::default() };
     for options in [azp, leeway, several] {
-        let token = world.idp.mint("user_1", &options);
-        assert_eq!(send(world.get(APP, "/").bearer_auth(token)).await.status, StatusCode::OK, "{options:?}");
+        let token = router.idp.mint("user_1", &options);
+        assert_eq!(
+            send(router.get(APP_HOST, "/").bearer_auth(token)).await.status,
+            StatusCode::OK,
+            "{options:?}"
+        );
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_invalid_token_is_refused() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
     let before = machine.requests().len();
     let good = MintOptions::default;
     let mut bad = vec![
         MintOptions { ttl: -31, nbf: -90, ..good() },
         MintOptions { nbf: 40, ttl: 90, ..good() },
         MintOptions { iss: Some("https://evil.test".into()), ..good() },
-        MintOptions { iss: Some(format!("{}/", world.idp.issuer())), ..good() },
+        MintOptions { iss: Some(format!("{}/", router.idp.issuer())), ..good() },
         MintOptions { aud: None, ..good() },
         MintOptions { aud: Some("other".into()), ..good() },
         MintOptions { aud: Some("other".into()), azp: Some("svc-test".into()), ..good() },
@@ -56,16 +64,16 @@ async fn every_invalid_token_is_refused() -> Result<()> {
         bad.extend(Flaw::ALL.map(|flaw| MintOptions { alg, flaw: Some(flaw), ..good() }));
     }
     for options in bad {
-        let token = world.idp.mint("user_1", &options);
-        let by_header = send(world.get(APP, "/").bearer_auth(&token)).await;
+        let token = router.idp.mint("user_1", &options);
+        let by_header = send(router.get(APP_HOST, "/").bearer_auth(&token)).await;
         assert_eq!(by_header.status, StatusCode::UNAUTHORIZED, "{options:?}");
         assert_eq!(by_header.json()["code"], "unauthorized");
-        let by_cookie = send(world.get(APP, "/").header("cookie", format!("__session={token}"))).await;
+        let by_cookie = send(router.get(APP_HOST, "/").header("cookie", format!("__session={token}"))).await;
         assert_eq!(by_cookie.status, StatusCode::UNAUTHORIZED, "{options:?}");
     }
     for malformed in ["", "a", "a.b", "a.b.c", "....", &"x".repeat(9000)] {
         assert_eq!(
-            send(world.get(APP, "/").bearer_auth(malformed)).await.status,
+            send(router.get(APP_HOST, "/").bearer_auth(malformed)).await.status,
             StatusCode::UNAUTHORIZED,
             "{malformed}"
         );
@@ -76,66 +84,66 @@ async fn every_invalid_token_is_refused() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn invalid_bearer_does_not_fall_back_to_valid_cookie() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
-    let cookie = format!("__session={}", world.token("user_1"));
-    let response = send(world.get(APP, "/").header("cookie", cookie).bearer_auth("a.b.c")).await;
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let cookie = format!("__session={}", router.token("user_1"));
+    let response = send(router.get(APP_HOST, "/").header("cookie", cookie).bearer_auth("a.b.c")).await;
     assert_eq!(response.status, StatusCode::UNAUTHORIZED);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
-    let world = World::start().await?;
+    let router = TestRouter::start().await?;
     // A caller with a valid token but no machine gets 503.
     let accepted = StatusCode::SERVICE_UNAVAILABLE;
-    let (first, again) = (world.token("user_1"), world.token("user_1"));
+    let (first, again) = (router.token("user_1"), router.token("user_1"));
     assert_eq!(
-        send(world.get(APP, "/").bearer_auth(&first)).await.status,
+        send(router.get(APP_HOST, "/").bearer_auth(&first)).await.status,
         accepted,
         "signed with the first key"
     );
-    assert_eq!(world.idp.jwks_fetches(), 1);
-    world.idp.rotate(OldKeys::Withdrawn)?;
-    let rotated = world.token("user_1");
+    assert_eq!(router.idp.jwks_fetches(), 1);
+    router.idp.rotate(OldKeys::Withdrawn)?;
+    let rotated = router.token("user_1");
     assert_eq!(
-        send(world.get(APP, "/").bearer_auth(&rotated)).await.status,
+        send(router.get(APP_HOST, "/").bearer_auth(&rotated)).await.status,
         accepted,
         "signed with the new key"
     );
     assert_eq!(
-        send(world.get(APP, "/").bearer_auth(&again)).await.status,
+        send(router.get(APP_HOST, "/").bearer_auth(&again)).await.status,
         StatusCode::UNAUTHORIZED,
         "signed with the withdrawn key"
     );
     // Unknown key ids cause at most one fetch in 30 s, regardless of their number.
     for kid in ["a", "b", "c"] {
         let token =
-            world.idp.mint("user_1", &MintOptions { kid: Some(kid.into()), ..MintOptions::default() });
-        assert_eq!(send(world.get(APP, "/").bearer_auth(token)).await.status, StatusCode::UNAUTHORIZED);
+            router.idp.mint("user_1", &MintOptions { kid: Some(kid.into()), ..MintOptions::default() });
+        assert_eq!(send(router.get(APP_HOST, "/").bearer_auth(token)).await.status, StatusCode::UNAUTHORIZED);
     }
-    assert_eq!(world.idp.jwks_fetches(), 2);
-    world.idp.take_down();
+    assert_eq!(router.idp.jwks_fetches(), 2);
+    router.idp.take_down();
     for alg in Alg::ALL {
-        let token = world.idp.mint("user_2", &MintOptions { alg, ..MintOptions::default() });
-        assert_eq!(send(world.get(APP, "/").bearer_auth(token)).await.status, accepted, "{alg:?}");
+        let token = router.idp.mint("user_2", &MintOptions { alg, ..MintOptions::default() });
+        assert_eq!(send(router.get(APP_HOST, "/").bearer_auth(token)).await.status, accepted, "{alg:?}");
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn missing_keys_refuse_requests_only_temporarily() -> Result<()> {
-    let world = World::start().await?;
-    world.idp.set_jwks_status(503);
-    world.idp.rotate(OldKeys::Withdrawn)?;
-    let token = world.token("user_1");
-    let response = send(world.get(APP, "/").bearer_auth(&token)).await;
+async fn requests_succeed_once_provider_keys_are_available() -> Result<()> {
+    let router = TestRouter::start().await?;
+    router.idp.set_jwks_status(503);
+    router.idp.rotate(OldKeys::Withdrawn)?;
+    let token = router.token("user_1");
+    let response = send(router.get(APP_HOST, "/").bearer_auth(&token)).await;
     assert_eq!(
         (response.status, response.json()["code"].as_str()),
         (StatusCode::SERVICE_UNAVAILABLE, Some("unavailable"))
     );
-    world.idp.set_jwks_status(200);
+    router.idp.set_jwks_status(200);
     let started = std::time::Instant::now();
-    while send(world.get(APP, "/").bearer_auth(&token)).await.json()["machineStatus"].is_null() {
+    while send(router.get(APP_HOST, "/").bearer_auth(&token)).await.json()["machineStatus"].is_null() {
         assert!(started.elapsed().as_secs() < 10);
         tokio::time::sleep(std::time::Duration::from_millis(100)).await;
     }
@@ -144,40 +152,40 @@ async fn missing_keys_refuse_requests_only_temporarily() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn anonymous_request_is_redirected_or_gets_401() -> Result<()> {
-    let world = World::start().await?;
-    let client = send(world.get(APP, "/a")).await;
+    let router = TestRouter::start().await?;
+    let client = send(router.get(APP_HOST, "/a")).await;
     assert_eq!(
         (client.status, client.json()["code"].as_str()),
         (StatusCode::UNAUTHORIZED, Some("unauthorized"))
     );
-    let page = send(world.get(APP, "/a?b=c").header("accept", "text/html,*/*")).await;
+    let page = send(router.get(APP_HOST, "/a?b=c").header("accept", "text/html,*/*")).await;
     assert_eq!(page.status, StatusCode::FOUND);
     assert_eq!(page.location(), "https://idp.test/in?x=1&redirect_url=http%3A%2F%2Fapp.test%2Fa%3Fb%3Dc");
-    let post = send(world.post(APP, "/a").header("accept", "text/html")).await;
+    let post = send(router.post(APP_HOST, "/a").header("accept", "text/html")).await;
     assert_eq!(post.status, StatusCode::UNAUTHORIZED);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn unsafe_cross_origin_requests_are_refused() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
-    let cookie = format!("__session={}", world.token("user_1"));
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
+    let cookie = format!("__session={}", router.token("user_1"));
     let before = machine.requests().len();
     for origin in ["https://evil.test", "null", "https://code.test", "https://app.test.evil.test"] {
-        let post = world.post(APP, "/").header("cookie", &cookie).header("origin", origin);
+        let post = router.post(APP_HOST, "/").header("cookie", &cookie).header("origin", origin);
         let response = send(post).await;
         assert_eq!(
             (response.status, response.json()["code"].as_str()),
             (StatusCode::FORBIDDEN, Some("forbidden"))
         );
-        let socket = world.get(APP, "/ws").header("cookie", &cookie).header("origin", origin);
+        let socket = router.get(APP_HOST, "/ws").header("cookie", &cookie).header("origin", origin);
         let socket = socket.header("connection", "upgrade").header("upgrade", "websocket");
         assert_eq!(send(socket).await.status, StatusCode::FORBIDDEN, "{origin}");
     }
     assert_eq!(machine.requests().len(), before);
-    let own = world.post(APP, "/x").header("cookie", &cookie).header("origin", "https://app.test");
+    let own = router.post(APP_HOST, "/x").header("cookie", &cookie).header("origin", "https://app.test");
     assert_eq!(send(own).await.body, "POST /x");
-    let safe = world.get(APP, "/").header("cookie", &cookie).header("origin", "https://evil.test");
+    let safe = router.get(APP_HOST, "/").header("cookie", &cookie).header("origin", "https://evil.test");
     assert_eq!(send(safe).await.status, StatusCode::OK);
     Ok(())
 }
@@ -185,10 +193,10 @@ async fn unsafe_cross_origin_requests_are_refused() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn router_pages_have_strict_policy_and_hsts() -> Result<()> {
     for (scheme, hsts) in [("https", Some("max-age=31536000")), ("http", None)] {
-        let world = World::start_with(&[("ROUTER_PUBLIC_SCHEME", scheme)], None).await?;
-        let cookie = format!("__session={}", world.token("user_1"));
+        let router = TestRouter::start_with(&[("ROUTER_PUBLIC_SCHEME", scheme)], None).await?;
+        let cookie = format!("__session={}", router.token("user_1"));
         let response =
-            send(world.get(APP, "/").header("accept", "text/html").header("cookie", &cookie)).await;
+            send(router.get(APP_HOST, "/").header("accept", "text/html").header("cookie", &cookie)).await;
         assert_eq!(response.status, StatusCode::SERVICE_UNAVAILABLE);
         let header = |name: &str| response.headers.get(name).and_then(|value| value.to_str().ok());
         assert_eq!(header("strict-transport-security"), hsts, "{scheme}");
@@ -196,8 +204,9 @@ async fn router_pages_have_strict_policy_and_hsts() -> Result<()> {
         assert_eq!(header("cross-origin-opener-policy"), Some("same-origin"));
         assert!(header("permissions-policy").is_some_and(|policy| policy.contains("camera=()")));
         // If the router uses HTTPS, a page of the same host over plain HTTP has another origin.
-        let origin = format!("http://{APP}");
-        let response = send(world.post(APP, "/x").header("cookie", &cookie).header("origin", &origin)).await;
+        let origin = format!("http://{APP_HOST}");
+        let response =
+            send(router.post(APP_HOST, "/x").header("cookie", &cookie).header("origin", &origin)).await;
         let expected =
             if scheme == "https" { StatusCode::FORBIDDEN } else { StatusCode::SERVICE_UNAVAILABLE };
         assert_eq!(response.status, expected, "{scheme}");

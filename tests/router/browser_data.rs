@@ -5,19 +5,19 @@ use http::{HeaderMap, StatusCode};
 use reqwest::RequestBuilder;
 
 use super::machine::TestMachine;
-use super::world::{APP, CODE, RouterResponse, World, send};
+use super::test_router::{APP_HOST, CODE_HOST, RouterResponse, TestRouter, send};
 
 const CACHE_AND_STORAGE: &str = "\"cache\", \"storage\"";
 
 /// Starts a router behind a proxy that terminates TLS, for two users who each have a running machine.
-async fn start_with_two_users() -> Result<(World, TestMachine, TestMachine)> {
-    let world = World::start_with(&[("ROUTER_PUBLIC_SCHEME", "https")], None).await?;
+async fn start_with_two_users() -> Result<(TestRouter, TestMachine, TestMachine)> {
+    let router = TestRouter::start_with(&[("ROUTER_PUBLIC_SCHEME", "https")], None).await?;
     let (one, two) = (TestMachine::start().await?, TestMachine::start().await?);
     for (machine, user) in [(&one, "user_1"), (&two, "user_2")] {
-        world.add_machine(machine, user, "primary", "running").await?;
-        world.wait_for_status(user, StatusCode::OK).await;
+        router.add_machine(machine, user, "primary", "running").await?;
+        router.wait_for_status(user, StatusCode::OK).await;
     }
-    Ok((world, one, two))
+    Ok((router, one, two))
 }
 
 /// Adds the headers of a browser's same-origin request.
@@ -26,8 +26,8 @@ fn in_browser(request: RequestBuilder, cookie: &str) -> RequestBuilder {
 }
 
 /// A browser's navigation to a page.
-fn page(world: &World, host: &str, path: &str, cookie: &str) -> RequestBuilder {
-    let navigation = in_browser(world.get(host, path), cookie).header("sec-fetch-mode", "navigate");
+fn page(router: &TestRouter, host: &str, path: &str, cookie: &str) -> RequestBuilder {
+    let navigation = in_browser(router.get(host, path), cookie).header("sec-fetch-mode", "navigate");
     navigation.header("sec-fetch-dest", "document").header("accept", "text/html")
 }
 
@@ -43,27 +43,30 @@ fn last_user_cookie(response: &RouterResponse) -> Result<String> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn data_of_last_user_is_cleared_before_request_is_forwarded() -> Result<()> {
-    let (world, _one, two) = start_with_two_users().await?;
-    let provider = |user: &str| format!("__session={}", world.token(user));
+    let (router, _one, two) = start_with_two_users().await?;
+    let provider = |user: &str| format!("__session={}", router.token(user));
     let before = two.requests().len();
 
-    let first = send(page(&world, APP, "/a?b=1", &provider("user_1"))).await;
+    let first = send(page(&router, APP_HOST, "/a?b=1", &provider("user_1"))).await;
     assert_eq!((first.status, first.location()), (StatusCode::FOUND, "/a?b=1"), "{first:?}");
     assert_eq!(
         (clear_site_data(&first.headers), first.cookie("__Host-svc_session")),
         (Some(CACHE_AND_STORAGE), None)
     );
     let cookies = format!("{}; {}", provider("user_1"), last_user_cookie(&first)?);
-    let visit = send(page(&world, APP, "/a?b=1", &cookies)).await;
+    let visit = send(page(&router, APP_HOST, "/a?b=1", &cookies)).await;
     assert_eq!((visit.status, clear_site_data(&visit.headers)), (StatusCode::OK, None), "{visit:?}");
-    let session = format!("__Host-svc_session={}", visit.cookie("__Host-svc_session").context("a session")?);
-    let own = send(in_browser(world.get(APP, "/api/apps"), &format!("{session}; {cookies}"))).await;
+    let session = format!(
+        "__Host-svc_session={}",
+        visit.cookie("__Host-svc_session").context("the response sets no session cookie")?
+    );
+    let own = send(in_browser(router.get(APP_HOST, "/api/apps"), &format!("{session}; {cookies}"))).await;
     assert_eq!(own.status, StatusCode::OK);
 
     // Requests that a service worker or a page of user_1 sends with the cookies of user_2 are refused.
     let switched = format!("{}; {}", provider("user_2"), last_user_cookie(&first)?);
     for path in ["/api/apps", "/_svc/slots"] {
-        let refused = send(in_browser(world.get(APP, path), &switched)).await;
+        let refused = send(in_browser(router.get(APP_HOST, path), &switched)).await;
         assert_eq!(
             (refused.status, clear_site_data(&refused.headers)),
             (StatusCode::UNAUTHORIZED, Some(CACHE_AND_STORAGE)),
@@ -72,7 +75,7 @@ async fn data_of_last_user_is_cleared_before_request_is_forwarded() -> Result<()
     }
     // Scripts and frames can accept HTML, but cannot navigate the browser's window.
     for (mode, dest) in [("cors", "empty"), ("navigate", "iframe")] {
-        let fetched = in_browser(world.get(APP, "/"), &switched)
+        let fetched = in_browser(router.get(APP_HOST, "/"), &switched)
             .header("accept", "text/html")
             .header("sec-fetch-mode", mode)
             .header("sec-fetch-dest", dest);
@@ -80,32 +83,35 @@ async fn data_of_last_user_is_cleared_before_request_is_forwarded() -> Result<()
         assert_eq!(refused.status, StatusCode::UNAUTHORIZED, "{mode} {dest}");
         assert_eq!(refused.cookie("__Host-svc_last_user"), None, "{mode} {dest}");
     }
-    let token =
-        in_browser(world.post(APP, "/_svc/app-token"), &switched).json(&serde_json::json!({"app": "notes"}));
+    let token = in_browser(router.post(APP_HOST, "/_svc/app-token"), &switched)
+        .json(&serde_json::json!({"app": "notes"}));
     assert_eq!(send(token).await.status, StatusCode::UNAUTHORIZED);
-    let without_last_user = send(in_browser(world.get(APP, "/api/apps"), &provider("user_2"))).await;
+    let without_last_user = send(in_browser(router.get(APP_HOST, "/api/apps"), &provider("user_2"))).await;
     assert_eq!(without_last_user.status, StatusCode::UNAUTHORIZED, "a script may have deleted the cookie");
-    let again = send(page(&world, APP, "/", &switched)).await;
+    let again = send(page(&router, APP_HOST, "/", &switched)).await;
     assert_eq!((again.status, clear_site_data(&again.headers)), (StatusCode::FOUND, Some(CACHE_AND_STORAGE)));
     assert_eq!(two.requests().len(), before, "a request reached the machine of user_2");
     let cookies = format!("{}; {}", provider("user_2"), last_user_cookie(&again)?);
-    assert_eq!(send(page(&world, APP, "/", &cookies)).await.status, StatusCode::OK);
+    assert_eq!(send(page(&router, APP_HOST, "/", &cookies)).await.status, StatusCode::OK);
     assert_eq!(two.requests().len(), before + 1);
 
     // A client that is not a browser stores no data, so it is not refused.
-    assert_eq!(send(world.get(APP, "/").header("cookie", &switched)).await.status, StatusCode::OK);
+    assert_eq!(send(router.get(APP_HOST, "/").header("cookie", &switched)).await.status, StatusCode::OK);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sign_out_and_choice_of_another_account_clear_data() -> Result<()> {
-    let (world, _one, _two) = start_with_two_users().await?;
-    let first = send(page(&world, APP, "/", &format!("__session={}", world.token("user_1")))).await;
-    let cookies = format!("__session={}; {}", world.token("user_1"), last_user_cookie(&first)?);
-    let visit = send(page(&world, APP, "/", &cookies)).await;
-    let session = format!("__Host-svc_session={}", visit.cookie("__Host-svc_session").context("a session")?);
-    let both = format!("{session}; __session={}; {}", world.token("user_2"), last_user_cookie(&first)?);
-    let choice = in_browser(world.post(APP, "/_svc/account"), &both)
+    let (router, _one, _two) = start_with_two_users().await?;
+    let first = send(page(&router, APP_HOST, "/", &format!("__session={}", router.token("user_1")))).await;
+    let cookies = format!("__session={}; {}", router.token("user_1"), last_user_cookie(&first)?);
+    let visit = send(page(&router, APP_HOST, "/", &cookies)).await;
+    let session = format!(
+        "__Host-svc_session={}",
+        visit.cookie("__Host-svc_session").context("the response sets no session cookie")?
+    );
+    let both = format!("{session}; __session={}; {}", router.token("user_2"), last_user_cookie(&first)?);
+    let choice = in_browser(router.post(APP_HOST, "/_svc/account"), &both)
         .header("content-type", "application/x-www-form-urlencoded")
         .body("account=provider");
     let chosen = send(choice).await;
@@ -115,9 +121,9 @@ async fn sign_out_and_choice_of_another_account_clear_data() -> Result<()> {
     );
     assert_ne!(last_user_cookie(&chosen)?, last_user_cookie(&first)?);
 
-    let session = chosen.cookie("__Host-svc_session").context("the other session")?;
+    let session = chosen.cookie("__Host-svc_session").context("the response sets no session cookie")?;
     let session = format!("__Host-svc_session={session}; {}", last_user_cookie(&chosen)?);
-    let signed_out = send(in_browser(world.post(APP, "/_svc/sign-out"), &session)).await;
+    let signed_out = send(in_browser(router.post(APP_HOST, "/_svc/sign-out"), &session)).await;
     assert_eq!(
         (signed_out.status, clear_site_data(&signed_out.headers)),
         (StatusCode::NO_CONTENT, Some(CACHE_AND_STORAGE))
@@ -127,10 +133,11 @@ async fn sign_out_and_choice_of_another_account_clear_data() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_cannot_affect_later_users_of_the_origin() -> Result<()> {
-    let (world, _one, _two) = start_with_two_users().await?;
-    let first = send(page(&world, APP, "/page", &format!("__session={}", world.token("user_1")))).await;
-    let cookies = format!("__session={}; {}", world.token("user_1"), last_user_cookie(&first)?);
-    let visit = send(page(&world, APP, "/page", &cookies)).await;
+    let (router, _one, _two) = start_with_two_users().await?;
+    let first =
+        send(page(&router, APP_HOST, "/page", &format!("__session={}", router.token("user_1")))).await;
+    let cookies = format!("__session={}; {}", router.token("user_1"), last_user_cookie(&first)?);
+    let visit = send(page(&router, APP_HOST, "/page", &cookies)).await;
     assert_eq!((visit.status, visit.headers["x-own"].to_str()?), (StatusCode::OK, "kept"));
     for name in
         ["alt-svc", "clear-site-data", "nel", "report-to", "reporting-endpoints", "service-worker-allowed"]
@@ -141,10 +148,12 @@ async fn machine_cannot_affect_later_users_of_the_origin() -> Result<()> {
     assert_eq!(visit.headers["cache-control"], "private, no-cache");
     assert_eq!(visit.headers["vary"], "cookie");
 
-    let worker = in_browser(world.get(APP, "/worker.js"), &cookies).header("service-worker", "script");
+    let worker = in_browser(router.get(APP_HOST, "/worker.js"), &cookies).header("service-worker", "script");
     assert_eq!(send(worker).await.status, StatusCode::FORBIDDEN);
-    let editor =
-        world.get(CODE, "/worker.js").header("service-worker", "script").bearer_auth(world.token("user_1"));
+    let editor = router
+        .get(CODE_HOST, "/worker.js")
+        .header("service-worker", "script")
+        .bearer_auth(router.token("user_1"));
     assert_eq!(send(editor).await.status, StatusCode::OK, "the editor needs its service worker");
     Ok(())
 }

@@ -6,15 +6,15 @@ use svc::http::proof::Route;
 use svc::platform::keys::SigningSet;
 
 use super::machine::TestMachine;
-use super::world::{APP, CODE, World, app_keys, send, signer};
+use super::test_router::{APP_HOST, CODE_HOST, TestRouter, app_keys, send, signer};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn spoofed_identity_headers_do_not_reach_the_machine() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
     let response = send(
-        world
-            .get(APP, "/a/b?c=d")
-            .bearer_auth(world.token("user_1"))
+        router
+            .get(APP_HOST, "/a/b?c=d")
+            .bearer_auth(router.token("user_1"))
             .header("cookie", "svc_session=abc; theme=dark")
             .header("x-svc-proof", "forged")
             .header("X-Svc-Principal", "owner")
@@ -30,7 +30,7 @@ async fn spoofed_identity_headers_do_not_reach_the_machine() -> Result<()> {
     assert_eq!((response.status, &*response.body), (StatusCode::OK, "GET /a/b"));
     let received = machine.last_request();
     assert_eq!(received.uri, "/a/b?c=d");
-    let claims = world.verify_proof(&machine, &received.headers);
+    let claims = router.verify_proof(&machine, &received.headers);
     assert_eq!((claims.sub.as_str(), claims.route), ("user_1", Route::Shell));
     assert_eq!((claims.handle.as_str(), claims.slot.as_str()), ("user-1", "primary"));
     assert!(claims.exp - claims.iat <= 60);
@@ -51,21 +51,24 @@ async fn spoofed_identity_headers_do_not_reach_the_machine() -> Result<()> {
         ]
     );
     assert_eq!(received.headers["x-forwarded-for"], "127.0.0.1");
-    assert_eq!(received.headers["x-forwarded-host"], APP);
+    assert_eq!(received.headers["x-forwarded-host"], APP_HOST);
     assert_eq!(received.headers["x-request-id"], response.headers["x-request-id"]);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn connection_header_cannot_remove_the_proof() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
     for named in ["x-svc-proof", "close, X-Svc-Proof, x-forwarded-for", "upgrade, x-svc-proof"] {
-        let token = world.token("user_1");
-        let request =
-            world.get(APP, "/").bearer_auth(token).header("connection", named).header("x-svc-proof", "x");
+        let token = router.token("user_1");
+        let request = router
+            .get(APP_HOST, "/")
+            .bearer_auth(token)
+            .header("connection", named)
+            .header("x-svc-proof", "x");
         assert_eq!(send(request).await.status, StatusCode::OK, "{named}");
         let received = machine.last_request();
-        world.verify_proof(&machine, &received.headers);
+        router.verify_proof(&machine, &received.headers);
         assert!(
             received.headers.contains_key("x-forwarded-for") && !received.headers.contains_key("connection")
         );
@@ -75,10 +78,13 @@ async fn connection_header_cannot_remove_the_proof() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn code_host_uses_its_own_route() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
-    assert_eq!(send(world.get(CODE, "/").bearer_auth(world.token("user_1"))).await.status, StatusCode::OK);
-    assert_eq!(world.verify_proof(&machine, &machine.last_request().headers).route, Route::Code);
-    let response = send(world.get("other.test", "/").bearer_auth(world.token("user_1"))).await;
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
+    assert_eq!(
+        send(router.get(CODE_HOST, "/").bearer_auth(router.token("user_1"))).await.status,
+        StatusCode::OK
+    );
+    assert_eq!(router.verify_proof(&machine, &machine.last_request().headers).route, Route::Code);
+    let response = send(router.get("other.test", "/").bearer_auth(router.token("user_1"))).await;
     assert_eq!(
         (response.status, response.json()["code"].as_str()),
         (StatusCode::NOT_FOUND, Some("not_found"))
@@ -88,22 +94,22 @@ async fn code_host_uses_its_own_route() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reserved_cookies_and_hop_headers_are_stripped() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
-    let response = world.fetch("user_1", "/cookies").await;
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let response = router.fetch("user_1", "/cookies").await;
     let set: Vec<_> = response.headers.get_all("set-cookie").iter().collect();
     assert_eq!(set, ["theme=dark; Path=/"]);
     assert!(!response.headers.contains_key("x-hop"));
-    let response = world.fetch("user_1", "/missing").await;
+    let response = router.fetch("user_1", "/missing").await;
     assert_eq!((response.status, &*response.body), (StatusCode::NOT_FOUND, "the machine's own"));
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn internal_paths_are_never_forwarded() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
     let before = machine.requests().len();
     for path in ["/_svc/internal/backup", "/_svc/", "/_svc"] {
-        let response = send(world.post(APP, path).bearer_auth(world.token("user_1"))).await;
+        let response = send(router.post(APP_HOST, path).bearer_auth(router.token("user_1"))).await;
         assert_eq!(response.status, StatusCode::NOT_FOUND, "{path}");
     }
     assert_eq!(machine.requests().len(), before);
@@ -112,12 +118,12 @@ async fn internal_paths_are_never_forwarded() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_with_unregistered_key_gets_no_request() -> Result<()> {
-    let world = World::start().await?;
+    let router = TestRouter::start().await?;
     let mut machine = TestMachine::start().await?;
     machine.pin.0[0] ^= 1;
-    world.add_machine(&machine, "user_1", "primary", "running").await?;
-    world.wait_for_status("user_1", StatusCode::BAD_GATEWAY).await;
-    let response = world.fetch("user_1", "/").await;
+    router.add_machine(&machine, "user_1", "primary", "running").await?;
+    router.wait_for_status("user_1", StatusCode::BAD_GATEWAY).await;
+    let response = router.fetch("user_1", "/").await;
     assert_eq!(response.json()["code"], "upstream_unavailable");
     assert_eq!(machine.requests().len(), 0);
     Ok(())
@@ -125,14 +131,14 @@ async fn machine_with_unregistered_key_gets_no_request() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn unreachable_machine_is_reported_as_page_or_problem() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
     drop(machine);
     // The machine stops a moment after it is dropped.
-    world.wait_for_status("user_1", StatusCode::BAD_GATEWAY).await;
-    let response = world.fetch("user_1", "/").await;
+    router.wait_for_status("user_1", StatusCode::BAD_GATEWAY).await;
+    let response = router.fetch("user_1", "/").await;
     assert_eq!(response.status, StatusCode::BAD_GATEWAY);
     assert_eq!(response.headers["content-type"], "application/problem+json");
-    let page = world.get(APP, "/").bearer_auth(world.token("user_1")).header("accept", "text/html");
+    let page = router.get(APP_HOST, "/").bearer_auth(router.token("user_1")).header("accept", "text/html");
     let page = send(page).await;
     assert_eq!(
         (page.status, &page.headers["cache-control"]),
@@ -147,23 +153,23 @@ async fn unreachable_machine_is_reported_as_page_or_problem() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn new_proof_key_signs_after_machine_acknowledges_it() -> Result<()> {
-    let (mut world, machine) = World::with_machine("user_1").await?;
+    let (mut router, machine) = TestRouter::start_with_machine("user_1").await?;
     let (old, new) = (signer("old"), signer("new"));
-    world.keys.keys = vec![new.public_key()];
-    let public = world.keys.clone();
+    router.keys.keys = vec![new.public_key()];
+    let public = router.keys.clone();
     let app = app_keys().1;
-    world
+    router
         .signing
         .send_replace(SigningSet { current: old, next: Some(new), retired: Vec::new(), public, app }.into());
-    world.sql.batch_execute("UPDATE user_machines SET proof_kids = '{old,new}'").await?;
+    router.sql.batch_execute("UPDATE user_machines SET proof_kids = '{old,new}'").await?;
     let started = std::time::Instant::now();
     loop {
-        world.fetch("user_1", "/").await;
+        router.fetch("user_1", "/").await;
         let proof = machine.last_request().headers["x-svc-proof"].clone();
-        if world.keys.verify(proof.to_str()?, machine.id, jiff::Timestamp::now()).is_ok() {
+        if router.keys.verify(proof.to_str()?, machine.id, jiff::Timestamp::now()).is_ok() {
             return Ok(());
         }
-        assert!(started.elapsed() < super::world::ROUTE_UPDATE_TIMEOUT);
+        assert!(started.elapsed() < super::test_router::ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
 }

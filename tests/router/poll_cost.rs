@@ -6,7 +6,7 @@ use anyhow::Result;
 use http::StatusCode;
 use tokio_postgres::Client;
 
-use super::world::World;
+use super::test_router::TestRouter;
 
 const OLD_SESSIONS: i64 = 100_000;
 
@@ -20,19 +20,19 @@ async fn scan_counts(sql: &Client, table: &str) -> Result<(i64, i64)> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn poll_of_sessions_uses_index() -> Result<()> {
-    let world = World::start().await?;
+    let router = TestRouter::start().await?;
     let fill = format!(
         "INSERT INTO sessions (token_hash, host, idp_user_id, expires_at, changed_at) \
          SELECT decode(lpad(to_hex(n), 64, '0'), 'hex'), 'app', 'user_' || n % 1000, \
          now() + interval '1 hour', now() - interval '1 day' FROM generate_series(1, {OLD_SESSIONS}) AS n; \
          ANALYZE sessions"
     );
-    world.sql.batch_execute(&fill).await?;
-    let (read_before, indexed_before) = scan_counts(&world.sql, "sessions").await?;
+    router.sql.batch_execute(&fill).await?;
+    let (read_before, indexed_before) = scan_counts(&router.sql, "sessions").await?;
     // A backend publishes its statistics at most once a second.
     let started = Instant::now();
     loop {
-        let (read, indexed) = scan_counts(&world.sql, "sessions").await?;
+        let (read, indexed) = scan_counts(&router.sql, "sessions").await?;
         assert!(read - read_before < OLD_SESSIONS, "the poll reads the whole table");
         if indexed - indexed_before >= 4 {
             break;
@@ -45,7 +45,7 @@ async fn poll_of_sessions_uses_index() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn poll_does_not_read_former_machines() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
     let retired = 20_000;
     let fill = format!(
         "INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, restore_mode, \
@@ -54,27 +54,27 @@ async fn poll_does_not_read_former_machines() -> Result<()> {
          'failed', n + 1, 'empty', 'cpx22', 'nbg1', 'v1', 'x', 443, 'x', 'x', now() \
          FROM generate_series(1, {retired}) AS n; ANALYZE user_machines"
     );
-    world.sql.batch_execute(&fill).await?;
+    router.sql.batch_execute(&fill).await?;
     // Counting starts after a pause, because the prepared plan is replaced only after ANALYZE.
     tokio::time::sleep(Duration::from_millis(2500)).await;
-    let (before, _) = scan_counts(&world.sql, "user_machines").await?;
+    let (before, _) = scan_counts(&router.sql, "user_machines").await?;
     tokio::time::sleep(Duration::from_millis(3000)).await;
-    let (after, _) = scan_counts(&world.sql, "user_machines").await?;
+    let (after, _) = scan_counts(&router.sql, "user_machines").await?;
     assert!(after - before < retired, "{} rows read by sequential scans", after - before);
-    world.set_status(&machine, "failed").await?;
-    world.wait_for_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
+    router.set_status(&machine, "failed").await?;
+    router.wait_for_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn acknowledged_key_changes_no_route() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
     let change_seq = || async {
         let sql = "SELECT change_seq FROM user_machines WHERE idp_user_id = 'user_1'";
-        anyhow::Ok(world.sql.query_one(sql, &[]).await?.get::<_, i64>(0))
+        anyhow::Ok(router.sql.query_one(sql, &[]).await?.get::<_, i64>(0))
     };
     let before = change_seq().await?;
-    world.sql.batch_execute("UPDATE user_machines SET proof_kids = '{k1,k2}'").await?;
+    router.sql.batch_execute("UPDATE user_machines SET proof_kids = '{k1,k2}'").await?;
     assert_eq!(change_seq().await?, before, "every router would reload every route");
     Ok(())
 }

@@ -8,47 +8,47 @@ use http::StatusCode;
 use reqwest::RequestBuilder;
 
 use super::machine::TestMachine;
-use super::world::{APP, CODE, ROUTE_UPDATE_TIMEOUT, RouterResponse, World, send};
+use super::test_router::{APP_HOST, CODE_HOST, ROUTE_UPDATE_TIMEOUT, RouterResponse, TestRouter, send};
 
-async fn get_with_cookie(world: &World, host: &str, path: &str, cookie: &str) -> RouterResponse {
-    send(world.get(host, path).header("cookie", cookie)).await
+async fn get_with_cookie(router: &TestRouter, host: &str, path: &str, cookie: &str) -> RouterResponse {
+    send(router.get(host, path).header("cookie", cookie)).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn page_visit_opens_session_that_outlives_the_token() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
-    let cookie = format!("__session={}", world.token("user_1"));
-    let page = send(world.get(APP, "/").header("accept", "text/html").header("cookie", &cookie)).await;
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
+    let cookie = format!("__session={}", router.token("user_1"));
+    let page = send(router.get(APP_HOST, "/").header("accept", "text/html").header("cookie", &cookie)).await;
     let line = page.headers["set-cookie"].to_str()?;
     for part in ["svc_session=", "HttpOnly", "Secure", "SameSite=Lax", "Path=/", "Max-Age=43200"] {
         assert!(line.contains(part), "{line}");
     }
-    let other_client = send(world.get(APP, "/").header("cookie", &cookie)).await;
+    let other_client = send(router.get(APP_HOST, "/").header("cookie", &cookie)).await;
     assert_eq!(other_client.cookie("svc_session"), None, "a client that wants no page gets no session");
     let own = format!("svc_session={}", page.cookie("svc_session").unwrap());
-    assert_eq!(get_with_cookie(&world, APP, "/", &own).await.status, StatusCode::OK);
-    assert_eq!(world.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
+    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &own).await.status, StatusCode::OK);
+    assert_eq!(router.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
     // The database contains only a hash of the cookie.
-    let row = world.sql.query_one("SELECT token_hash FROM sessions", &[]).await?;
+    let row = router.sql.query_one("SELECT token_hash FROM sessions", &[]).await?;
     assert!(!String::from_utf8_lossy(row.get::<_, &[u8]>(0)).contains(&own[12..]));
     // The other host uses a different cookie.
     for wrong in [own.replace("svc_session", "svc_code_session"), own.clone()] {
-        assert_eq!(get_with_cookie(&world, CODE, "/", &wrong).await.status, StatusCode::UNAUTHORIZED);
+        assert_eq!(get_with_cookie(&router, CODE_HOST, "/", &wrong).await.status, StatusCode::UNAUTHORIZED);
     }
     for wrong in ["svc_session=", "svc_session=x", &format!("svc_session={}", "A".repeat(43))] {
-        assert_eq!(get_with_cookie(&world, APP, "/", wrong).await.status, StatusCode::UNAUTHORIZED);
+        assert_eq!(get_with_cookie(&router, APP_HOST, "/", wrong).await.status, StatusCode::UNAUTHORIZED);
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn revocation_by_another_process_is_enforced() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
-    let cookie = world.open_session(APP, "user_1").await;
-    assert_eq!(get_with_cookie(&world, APP, "/", &cookie).await.status, StatusCode::OK);
-    world.sql.batch_execute("UPDATE sessions SET revoked_at = now()").await?;
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let cookie = router.open_session(APP_HOST, "user_1").await;
+    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &cookie).await.status, StatusCode::OK);
+    router.sql.batch_execute("UPDATE sessions SET revoked_at = now()").await?;
     let started = Instant::now();
-    while get_with_cookie(&world, APP, "/", &cookie).await.status != StatusCode::UNAUTHORIZED {
+    while get_with_cookie(&router, APP_HOST, "/", &cookie).await.status != StatusCode::UNAUTHORIZED {
         assert!(started.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -57,18 +57,19 @@ async fn revocation_by_another_process_is_enforced() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sign_out_ends_all_sessions_of_the_user() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
-    let (one, two) = (world.open_session(APP, "user_1").await, world.open_session(CODE, "user_1").await);
-    let other = world.open_session(APP, "user_2").await;
-    let response = send(world.post(APP, "/_svc/sign-out").header("cookie", &one)).await;
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let (one, two) =
+        (router.open_session(APP_HOST, "user_1").await, router.open_session(CODE_HOST, "user_1").await);
+    let other = router.open_session(APP_HOST, "user_2").await;
+    let response = send(router.post(APP_HOST, "/_svc/sign-out").header("cookie", &one)).await;
     assert_eq!(
         (response.status, response.cookie("svc_session").as_deref()),
         (StatusCode::NO_CONTENT, Some(""))
     );
-    assert_eq!(get_with_cookie(&world, APP, "/", &one).await.status, StatusCode::UNAUTHORIZED);
-    assert_eq!(get_with_cookie(&world, CODE, "/", &two).await.status, StatusCode::UNAUTHORIZED);
+    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &one).await.status, StatusCode::UNAUTHORIZED);
+    assert_eq!(get_with_cookie(&router, CODE_HOST, "/", &two).await.status, StatusCode::UNAUTHORIZED);
     assert_eq!(
-        get_with_cookie(&world, APP, "/", &other).await.status,
+        get_with_cookie(&router, APP_HOST, "/", &other).await.status,
         StatusCode::SERVICE_UNAVAILABLE,
         "no machine"
     );
@@ -77,11 +78,11 @@ async fn sign_out_ends_all_sessions_of_the_user() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn expired_session_is_refused() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
-    let cookie = world.open_session(APP, "user_1").await;
-    world.sql.batch_execute("UPDATE sessions SET expires_at = now()").await?;
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let cookie = router.open_session(APP_HOST, "user_1").await;
+    router.sql.batch_execute("UPDATE sessions SET expires_at = now()").await?;
     let started = Instant::now();
-    while get_with_cookie(&world, APP, "/", &cookie).await.status != StatusCode::UNAUTHORIZED {
+    while get_with_cookie(&router, APP_HOST, "/", &cookie).await.status != StatusCode::UNAUTHORIZED {
         assert!(started.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -90,36 +91,40 @@ async fn expired_session_is_refused() -> Result<()> {
 
 /// The cookies of a browser with a session of `user_1` in which the provider has signed in `user_2`; and the session's
 /// cookie alone.
-async fn disputed_cookies(world: &World) -> (String, String) {
-    let session = world.open_session(APP, "user_1").await;
-    (format!("{session}; __session={}", world.token("user_2")), session)
+async fn disputed_cookies(router: &TestRouter) -> (String, String) {
+    let session = router.open_session(APP_HOST, "user_1").await;
+    (format!("{session}; __session={}", router.token("user_2")), session)
 }
 
-fn choose_account(world: &World, cookie: &str, form: &'static str) -> RequestBuilder {
-    let request = world.post(APP, "/_svc/account").header("cookie", cookie);
+fn choose_account(router: &TestRouter, cookie: &str, form: &'static str) -> RequestBuilder {
+    let request = router.post(APP_HOST, "/_svc/account").header("cookie", cookie);
     request.header("content-type", "application/x-www-form-urlencoded").body(form)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
-    let (both, session) = disputed_cookies(&world).await;
-    assert_eq!(get_with_cookie(&world, APP, "/", &both).await.status, StatusCode::OK);
-    assert_eq!(world.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
+    let (both, session) = disputed_cookies(&router).await;
+    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &both).await.status, StatusCode::OK);
+    assert_eq!(router.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
 
-    let page = |cookie: &str| world.get(APP, "/x?a=1").header("accept", "text/html").header("cookie", cookie);
+    let page =
+        |cookie: &str| router.get(APP_HOST, "/x?a=1").header("accept", "text/html").header("cookie", cookie);
     let before = machine.requests().len();
     let prompt = send(page(&both)).await;
     assert_eq!(prompt.status, StatusCode::CONFLICT);
     assert!(prompt.body.contains(r#"value="/x?a=1""#), "{}", prompt.body);
     assert_eq!(machine.requests().len(), before, "a request was forwarded before the decision");
 
-    let kept = send(choose_account(&world, &both, "account=session&returnTo=%2Fx")).await;
+    let kept = send(choose_account(&router, &both, "account=session&returnTo=%2Fx")).await;
     assert_eq!((kept.status, kept.location()), (StatusCode::SEE_OTHER, "/x"));
-    let kept = format!("{both}; svc_kept_account={}", kept.cookie("svc_kept_account").context("kept")?);
+    let kept = format!(
+        "{both}; svc_kept_account={}",
+        kept.cookie("svc_kept_account").context("the response does not record the kept account")?
+    );
     assert_eq!(send(page(&kept)).await.status, StatusCode::OK);
-    let decision = kept.rsplit("; ").next().context("the decision's cookie")?;
-    let third = format!("{session}; __session={}; {decision}", world.token("user_3"));
+    let decision = kept.rsplit("; ").next().context("the cookies do not include the decision")?;
+    let third = format!("{session}; __session={}; {decision}", router.token("user_3"));
     assert_eq!(
         send(page(&third)).await.status,
         StatusCode::CONFLICT,
@@ -130,122 +135,132 @@ async fn planted_provider_cookie_does_not_switch_account() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn user_can_switch_to_the_provider_account() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
-    let (both, old) = disputed_cookies(&world).await;
-    let foreign = choose_account(&world, &both, "account=provider").header("origin", "https://evil.test");
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
+    let (both, old) = disputed_cookies(&router).await;
+    let foreign = choose_account(&router, &both, "account=provider").header("origin", "https://evil.test");
     assert_eq!(send(foreign).await.status, StatusCode::FORBIDDEN);
-    assert_eq!(send(choose_account(&world, &both, "account=other")).await.status, StatusCode::BAD_REQUEST);
+    assert_eq!(send(choose_account(&router, &both, "account=other")).await.status, StatusCode::BAD_REQUEST);
 
     let redeem = |code: String| {
         let path = format!("/_svc/session?code={code}");
-        world.get(CODE, &path).header("cookie", "svc_code_state=nonce")
+        router.get(CODE_HOST, &path).header("cookie", "svc_code_state=nonce")
     };
     let issue_code = async || {
-        let request = world.get(APP, "/_svc/code-session?state=nonce").header("cookie", &old);
+        let request = router.get(APP_HOST, "/_svc/code-session?state=nonce").header("cookie", &old);
         let response = send(request).await;
-        response.location().split_once("code=").map(|(_, code)| code.to_owned()).context("a code")
+        response
+            .location()
+            .split_once("code=")
+            .map(|(_, code)| code.to_owned())
+            .context("the redirect has no code")
     };
     let redeemed = send(redeem(issue_code().await?)).await;
-    let editor = redeemed.cookie("svc_code_session").context("a session")?;
+    let editor = redeemed.cookie("svc_code_session").context("the response sets no session cookie")?;
     let editor = format!("svc_code_session={editor}");
-    assert_eq!(get_with_cookie(&world, CODE, "/", &editor).await.status, StatusCode::OK);
+    assert_eq!(get_with_cookie(&router, CODE_HOST, "/", &editor).await.status, StatusCode::OK);
     let unused = issue_code().await?;
 
-    let switched = send(choose_account(&world, &both, "account=provider&returnTo=https://evil.test")).await;
+    let switched = send(choose_account(&router, &both, "account=provider&returnTo=https://evil.test")).await;
     assert_eq!((switched.status, switched.location()), (StatusCode::SEE_OTHER, "/"));
-    let new = format!("svc_session={}", switched.cookie("svc_session").context("a session")?);
+    let new = format!(
+        "svc_session={}",
+        switched.cookie("svc_session").context("the response sets no session cookie")?
+    );
     let before = machine.requests().len();
     assert_eq!(
-        get_with_cookie(&world, APP, "/", &new).await.status,
+        get_with_cookie(&router, APP_HOST, "/", &new).await.status,
         StatusCode::SERVICE_UNAVAILABLE,
         "no machine"
     );
-    assert_eq!(get_with_cookie(&world, APP, "/", &old).await.status, StatusCode::UNAUTHORIZED, "ended");
+    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &old).await.status, StatusCode::UNAUTHORIZED, "ended");
     assert_eq!(
         send(redeem(unused)).await.status,
         StatusCode::UNAUTHORIZED,
         "the code of the ended session is invalid"
     );
     assert_eq!(machine.requests().len(), before);
-    let end = Instant::now() + Duration::from_secs(10);
-    while get_with_cookie(&world, CODE, "/", &editor).await.status != StatusCode::UNAUTHORIZED {
-        ensure!(Instant::now() < end, "the editor's session outlived its parent session");
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while get_with_cookie(&router, CODE_HOST, "/", &editor).await.status != StatusCode::UNAUTHORIZED {
+        ensure!(Instant::now() < deadline, "the editor's session outlived its parent session");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    let again = send(choose_account(&world, &new, "account=provider")).await;
+    let again = send(choose_account(&router, &new, "account=provider")).await;
     assert_eq!((again.status, again.cookie("svc_session")), (StatusCode::SEE_OTHER, None), "already decided");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn https_cookies_have_the_host_prefix() -> Result<()> {
-    let world = World::start_with(&[("ROUTER_PUBLIC_SCHEME", "https")], None).await?;
+    let router = TestRouter::start_with(&[("ROUTER_PUBLIC_SCHEME", "https")], None).await?;
     let machine = TestMachine::start().await?;
-    world.add_machine(&machine, "user_1", "primary", "running").await?;
-    world.wait_for_status("user_1", StatusCode::OK).await;
-    let provider = format!("__session={}", world.token("user_1"));
-    let page = send(world.get(APP, "/").header("accept", "text/html").header("cookie", provider)).await;
+    router.add_machine(&machine, "user_1", "primary", "running").await?;
+    router.wait_for_status("user_1", StatusCode::OK).await;
+    let provider = format!("__session={}", router.token("user_1"));
+    let page = send(router.get(APP_HOST, "/").header("accept", "text/html").header("cookie", provider)).await;
     assert_eq!(page.cookie("svc_session"), None);
-    let token = page.cookie("__Host-svc_session").context("a session")?;
-    let browser =
-        |cookie: String| world.get(APP, "/").header("sec-fetch-site", "same-origin").header("cookie", cookie);
+    let token = page.cookie("__Host-svc_session").context("the response sets no session cookie")?;
+    let browser = |cookie: String| {
+        router.get(APP_HOST, "/").header("sec-fetch-site", "same-origin").header("cookie", cookie)
+    };
     assert_eq!(send(browser(format!("__Host-svc_session={token}"))).await.status, StatusCode::OK);
     let planted = send(browser(format!("svc_session={token}"))).await;
     assert_eq!(planted.status, StatusCode::UNAUTHORIZED, "another host of the domain can set this cookie");
-    let other_client = get_with_cookie(&world, APP, "/", &format!("svc_session={token}")).await;
+    let other_client = get_with_cookie(&router, APP_HOST, "/", &format!("svc_session={token}")).await;
     assert_eq!(other_client.status, StatusCode::OK);
-    let response = send(world.get(CODE, "/").header("accept", "text/html")).await;
+    let response = send(router.get(CODE_HOST, "/").header("accept", "text/html")).await;
     assert!(response.cookie("__Host-svc_code_state").is_some(), "{response:?}");
     Ok(())
 }
 
 /// Number of lookups of sessions by their cookies. PostgreSQL reports it with a delay.
-async fn count_lookups(world: &World) -> Result<i64> {
+async fn count_lookups(router: &TestRouter) -> Result<i64> {
     let sql = "SELECT idx_scan FROM pg_stat_user_indexes WHERE indexrelname = 'sessions_pkey'";
-    Ok(world.sql.query_one(sql, &[]).await?.get(0))
+    Ok(router.sql.query_one(sql, &[]).await?.get(0))
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn forged_session_cookies_cost_no_query() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
-    let other = world.another_process().await?;
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let other = router.start_second_router().await?;
     for number in 0..200 {
         for forged in [format!("{number:A>43}"), format!("svcs_e30.e30.{number:A>86}")] {
-            let response = get_with_cookie(&world, APP, "/", &format!("svc_session={forged}")).await;
+            let response = get_with_cookie(&router, APP_HOST, "/", &format!("svc_session={forged}")).await;
             assert_eq!(response.status, StatusCode::UNAUTHORIZED);
         }
     }
-    // A session of another process is looked up once, so its lookup shows that the statistics have arrived.
+    // A session of another router is looked up once, so its lookup shows that the statistics have arrived.
     let started = Instant::now();
-    while count_lookups(&world).await? == 0 {
-        let genuine = other.open_session(APP, "user_1").await;
-        assert_eq!(get_with_cookie(&world, APP, "/", &genuine).await.status, StatusCode::OK);
+    while count_lookups(&router).await? == 0 {
+        let genuine = other.open_session(APP_HOST, "user_1").await;
+        assert_eq!(get_with_cookie(&router, APP_HOST, "/", &genuine).await.status, StatusCode::OK);
         assert!(started.elapsed() < Duration::from_secs(30), "the statistics have not arrived");
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
-    assert!(count_lookups(&world).await? < 50);
+    assert!(count_lookups(&router).await? < 50);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn credential_guesses_of_an_address_are_rate_limited() -> Result<()> {
-    let world = World::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
+async fn credential_guesses_from_an_address_are_rate_limited() -> Result<()> {
+    let router = TestRouter::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
     let mut refused = Vec::new();
     for number in 0..300 {
-        refused.push(send(world.get(APP, "/").bearer_auth(format!("a.b.{number}"))).await);
+        refused.push(send(router.get(APP_HOST, "/").bearer_auth(format!("a.b.{number}"))).await);
         if refused.iter().filter(|response| response.status == StatusCode::TOO_MANY_REQUESTS).count() == 3 {
             break;
         }
     }
-    let limited =
-        refused.iter().find(|response| response.status == StatusCode::TOO_MANY_REQUESTS).context("no 429")?;
+    let limited = refused
+        .iter()
+        .find(|response| response.status == StatusCode::TOO_MANY_REQUESTS)
+        .context("no request got 429")?;
     assert_eq!(limited.json()["code"], "rate_limited");
     assert!(limited.headers.contains_key("retry-after"), "{limited:?}");
     assert_eq!(refused[0].status, StatusCode::UNAUTHORIZED);
     // The rate limit covers codes as well.
     let mut guessed = Vec::new();
     for _ in 0..30 {
-        let code = world.get(CODE, "/_svc/session?code=x").header("cookie", "svc_code_state=s");
+        let code = router.get(CODE_HOST, "/_svc/session?code=x").header("cookie", "svc_code_state=s");
         guessed.push(send(code).await.status);
     }
     let admitted = guessed.iter().filter(|status| **status != StatusCode::TOO_MANY_REQUESTS).count();
@@ -255,28 +270,28 @@ async fn credential_guesses_of_an_address_are_rate_limited() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn user_rate_limit_does_not_affect_others() -> Result<()> {
-    let world = World::start_with(&[("ROUTER_USER_REQUESTS_PER_SECOND", "5")], None).await?;
+    let router = TestRouter::start_with(&[("ROUTER_USER_REQUESTS_PER_SECOND", "5")], None).await?;
     let machine = TestMachine::start().await?;
-    world.add_machine(&machine, "user_1", "primary", "running").await?;
-    let token = world.token("user_1");
+    router.add_machine(&machine, "user_1", "primary", "running").await?;
+    let token = router.token("user_1");
     let mut statuses = Vec::new();
     for _ in 0..40 {
-        statuses.push(send(world.get(APP, "/").bearer_auth(&token)).await.status);
+        statuses.push(send(router.get(APP_HOST, "/").bearer_auth(&token)).await.status);
     }
     assert!(statuses.contains(&StatusCode::TOO_MANY_REQUESTS), "{statuses:?}");
-    assert_eq!(world.fetch("user_2", "/").await.status, StatusCode::SERVICE_UNAVAILABLE, "no machine");
+    assert_eq!(router.fetch("user_2", "/").await.status, StatusCode::SERVICE_UNAVAILABLE, "no machine");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn opening_sessions_is_rate_limited_per_user() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
-    let cookie = format!("__session={}", world.token("user_1"));
-    let page = || world.get(APP, "/").header("accept", "text/html").header("cookie", cookie.clone());
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let cookie = format!("__session={}", router.token("user_1"));
+    let page = || router.get(APP_HOST, "/").header("accept", "text/html").header("cookie", cookie.clone());
     for _ in 0..100 {
         assert_eq!(send(page()).await.status, StatusCode::OK, "the provider's cookie is enough");
     }
-    let opened: i64 = world.sql.query_one("SELECT count(*) FROM sessions", &[]).await?.get(0);
+    let opened: i64 = router.sql.query_one("SELECT count(*) FROM sessions", &[]).await?.get(0);
     assert!((1..100).contains(&opened), "{opened}");
     Ok(())
 }
@@ -292,58 +307,58 @@ fn redirect_path<'a>(response: &'a RouterResponse, host: &str) -> &'a str {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn code_host_session_needs_single_use_bound_code() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
-    let app = world.open_session(APP, "user_1").await;
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
+    let app = router.open_session(APP_HOST, "user_1").await;
     let page = |host, path: &str, cookie: &str| {
-        world.get(host, path).header("accept", "text/html").header("cookie", cookie.to_owned())
+        router.get(host, path).header("accept", "text/html").header("cookie", cookie.to_owned())
     };
-    let start = send(page(CODE, "/?folder=/home", "")).await;
+    let start = send(page(CODE_HOST, "/?folder=/home", "")).await;
     let state = format!("svc_code_state={}", start.cookie("svc_code_state").unwrap());
-    let issued = send(page(APP, redirect_path(&start, APP), &app)).await;
-    let redeem_path = redirect_path(&issued, CODE);
+    let issued = send(page(APP_HOST, redirect_path(&start, APP_HOST), &app)).await;
+    let redeem_path = redirect_path(&issued, CODE_HOST);
     assert!(redeem_path.starts_with("/_svc/session?code="), "{redeem_path}");
 
-    let elsewhere = send(page(CODE, redeem_path, "svc_code_state=of-another-browser")).await;
+    let elsewhere = send(page(CODE_HOST, redeem_path, "svc_code_state=of-another-browser")).await;
     assert_eq!((elsewhere.status, elsewhere.cookie("svc_code_session")), (StatusCode::UNAUTHORIZED, None));
-    assert_eq!(send(page(CODE, redeem_path, "")).await.status, StatusCode::UNAUTHORIZED);
+    assert_eq!(send(page(CODE_HOST, redeem_path, "")).await.status, StatusCode::UNAUTHORIZED);
 
-    let redeemed = send(page(CODE, redeem_path, &state)).await;
+    let redeemed = send(page(CODE_HOST, redeem_path, &state)).await;
     assert_eq!((redeemed.status, redeemed.location()), (StatusCode::FOUND, "/?folder=/home"));
     let code = format!("svc_code_session={}", redeemed.cookie("svc_code_session").unwrap());
-    assert_eq!(get_with_cookie(&world, CODE, "/", &code).await.status, StatusCode::OK);
-    assert_eq!(world.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
-    let again = send(page(CODE, redeem_path, &state)).await;
+    assert_eq!(get_with_cookie(&router, CODE_HOST, "/", &code).await.status, StatusCode::OK);
+    assert_eq!(router.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
+    let again = send(page(CODE_HOST, redeem_path, &state)).await;
     assert_eq!(again.status, StatusCode::UNAUTHORIZED, "a code can be redeemed only once");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn handover_requires_sign_in_and_ignores_foreign_return_path() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
     let path = "/_svc/code-session?state=s&return_to=";
-    let anonymous = send(world.get(APP, path).header("accept", "text/html")).await;
+    let anonymous = send(router.get(APP_HOST, path).header("accept", "text/html")).await;
     assert!(anonymous.location().starts_with("https://idp.test/in"), "{anonymous:?}");
-    let app = world.open_session(APP, "user_1").await;
+    let app = router.open_session(APP_HOST, "user_1").await;
     for evil in ["https://evil.test", "//evil.test", "/%5cevil.test", ""] {
-        let issued = send(world.get(APP, &format!("{path}{evil}")).header("cookie", &app)).await;
-        let redeem_path = redirect_path(&issued, CODE);
-        let redeemed = send(world.get(CODE, redeem_path).header("cookie", "svc_code_state=s")).await;
+        let issued = send(router.get(APP_HOST, &format!("{path}{evil}")).header("cookie", &app)).await;
+        let redeem_path = redirect_path(&issued, CODE_HOST);
+        let redeemed = send(router.get(CODE_HOST, redeem_path).header("cookie", "svc_code_state=s")).await;
         assert_eq!(redeemed.location(), "/", "{evil}");
     }
-    let no_state = send(world.get(APP, "/_svc/code-session").header("cookie", &app)).await;
+    let no_state = send(router.get(APP_HOST, "/_svc/code-session").header("cookie", &app)).await;
     assert_eq!(no_state.status, StatusCode::BAD_REQUEST);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn user_can_choose_slot_of_browser_session() -> Result<()> {
-    let (world, primary) = World::with_machine("user_1").await?;
+    let (router, primary) = TestRouter::start_with_machine("user_1").await?;
     let studio = TestMachine::start().await?;
-    world.add_machine(&studio, "user_1", "studio", "running").await?;
-    let cookie = world.open_session(APP, "user_1").await;
+    router.add_machine(&studio, "user_1", "studio", "running").await?;
+    let cookie = router.open_session(APP_HOST, "user_1").await;
     let started = Instant::now();
     loop {
-        let slots = get_with_cookie(&world, APP, "/_svc/slots", &cookie).await.json();
+        let slots = get_with_cookie(&router, APP_HOST, "/_svc/slots", &cookie).await.json();
         if slots["slots"].as_array().is_some_and(|slots| slots.len() == 2) {
             assert_eq!(
                 (&slots["slots"][0]["slot"], &slots["slots"][0]["current"]),
@@ -359,30 +374,31 @@ async fn user_can_choose_slot_of_browser_session() -> Result<()> {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let choose = |body: &str| {
-        let request = world.post(APP, "/_svc/slots").header("cookie", &cookie);
+        let request = router.post(APP_HOST, "/_svc/slots").header("cookie", &cookie);
         request.header("content-type", "application/json").body(body.to_owned())
     };
     assert_eq!(send(choose(r#"{"slot":"studio"}"#)).await.status, StatusCode::OK);
     let before = primary.requests().len();
-    assert_eq!(get_with_cookie(&world, APP, "/", &cookie).await.status, StatusCode::OK);
+    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &cookie).await.status, StatusCode::OK);
     assert_eq!((studio.requests().len(), primary.requests().len()), (1, before));
-    assert_eq!(world.verify_proof(&studio, &studio.last_request().headers).slot.as_str(), "studio");
+    assert_eq!(router.verify_proof(&studio, &studio.last_request().headers).slot.as_str(), "studio");
     assert_eq!(send(choose(r#"{"slot":"of-another"}"#)).await.status, StatusCode::NOT_FOUND);
     assert_eq!(send(choose(r#"{"slot":"studio","x":1}"#)).await.status, StatusCode::BAD_REQUEST);
     // If the chosen machine is down, the router reports this and does not switch to another machine.
-    world.set_status(&studio, "recovering").await?;
+    router.set_status(&studio, "recovering").await?;
     let started = Instant::now();
-    while get_with_cookie(&world, APP, "/", &cookie).await.status == StatusCode::OK {
+    while get_with_cookie(&router, APP_HOST, "/", &cookie).await.status == StatusCode::OK {
         assert!(started.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert_eq!(primary.requests().len(), before);
-    let form = world.post(APP, "/_svc/slots").header("cookie", &cookie);
+    let form = router.post(APP_HOST, "/_svc/slots").header("cookie", &cookie);
     let form = form.header("content-type", "application/x-www-form-urlencoded").body("slot=primary");
     assert_eq!(send(form).await.status, StatusCode::SEE_OTHER);
-    assert_eq!(get_with_cookie(&world, APP, "/", &cookie).await.status, StatusCode::OK);
+    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &cookie).await.status, StatusCode::OK);
     let page =
-        send(world.get(APP, "/_svc/slots").header("cookie", &cookie).header("accept", "text/html")).await;
+        send(router.get(APP_HOST, "/_svc/slots").header("cookie", &cookie).header("accept", "text/html"))
+            .await;
     assert!(page.body.contains("value=\"studio\"") && page.body.contains("recovering"), "{}", page.body);
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The effect of a sign-out on streams, WebSockets and app tokens, in the same process and in other processes.
+//! The effect of a sign-out on streams, WebSockets and app tokens, at the same router and at others.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 use tokio_tungstenite::{WebSocketStream, client_async};
 
 use super::machine::TestMachine;
-use super::world::{APP, CODE, ROUTE_UPDATE_TIMEOUT, World, send};
+use super::test_router::{APP_HOST, CODE_HOST, ROUTE_UPDATE_TIMEOUT, TestRouter, send};
 
 /// Open connections of a user's browser: with its session, and with an app token.
 struct OpenConnections {
@@ -30,23 +30,25 @@ async fn await_start(mut stream: Response) -> Result<Response> {
 }
 
 impl OpenConnections {
-    async fn open(world: &World, session: &str) -> Result<Self> {
-        let stream = TcpStream::connect(world.addr).await?;
-        let mut request = format!("ws://{APP}/ws").into_client_request()?;
+    async fn open(router: &TestRouter, session: &str) -> Result<Self> {
+        let stream = TcpStream::connect(router.addr).await?;
+        let mut request = format!("ws://{APP_HOST}/ws").into_client_request()?;
         request.headers_mut().insert("cookie", session.parse()?);
-        request.headers_mut().insert("origin", format!("http://{APP}").parse()?);
+        request.headers_mut().insert("origin", format!("http://{APP_HOST}").parse()?);
         let (mut socket, _) = client_async(request, stream).await?;
         socket.send(Message::text("hello")).await?;
-        socket.next().await.context("open")??;
-        let request = world.post(APP, "/_svc/app-token").header("cookie", session);
+        socket.next().await.context("the WebSocket closed")??;
+        let request = router.post(APP_HOST, "/_svc/app-token").header("cookie", session);
         let minted = send(request.json(&json!({ "app": "notes" }))).await;
-        let token = minted.json()["token"].as_str().context("a token")?.to_owned();
-        let own = await_start(world.get(APP, "/endless").header("cookie", session).send().await?).await?;
-        let app_stream = await_start(world.get(APP, "/endless").bearer_auth(&token).send().await?).await?;
+        let token = minted.json()["token"].as_str().context("the response has no token")?.to_owned();
+        let own =
+            await_start(router.get(APP_HOST, "/endless").header("cookie", session).send().await?).await?;
+        let app_stream =
+            await_start(router.get(APP_HOST, "/endless").bearer_auth(&token).send().await?).await?;
         Ok(Self { socket, streams: [own, app_stream], token })
     }
 
-    async fn assert_closed_soon(&mut self, world: &World) -> Result<()> {
+    async fn assert_closed_soon(&mut self, router: &TestRouter) -> Result<()> {
         let started = Instant::now();
         let remaining = || ROUTE_UPDATE_TIMEOUT.saturating_sub(started.elapsed());
         let end = timeout(remaining(), self.socket.next()).await.context("the WebSocket is still open")?;
@@ -55,7 +57,7 @@ impl OpenConnections {
             // The stream is aborted, so that no client accepts it as complete.
             ensure!(timeout(remaining(), stream.chunk()).await.context("a stream is still open")?.is_err());
         }
-        let late = send(world.get(APP, "/").bearer_auth(&self.token)).await;
+        let late = send(router.get(APP_HOST, "/").bearer_auth(&self.token)).await;
         assert_eq!(late.status, StatusCode::UNAUTHORIZED, "the app token is still valid");
         Ok(())
     }
@@ -63,62 +65,67 @@ impl OpenConnections {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_close_when_their_session_ends() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
-    let session = world.open_session(APP, "user_1").await;
-    let mut opened = OpenConnections::open(&world, &session).await?;
-    let response = send(world.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let session = router.open_session(APP_HOST, "user_1").await;
+    let mut opened = OpenConnections::open(&router, &session).await?;
+    let response = send(router.post(APP_HOST, "/_svc/sign-out").header("cookie", &session)).await;
     assert_eq!(response.status, StatusCode::NO_CONTENT);
-    opened.assert_closed_soon(&world).await
+    opened.assert_closed_soon(&router).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sign_out_in_another_process_closes_only_older_streams() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
-    // Another process of the platform, with the same database.
-    let other = world.another_process().await?;
+async fn sign_out_at_second_router_closes_only_older_streams() -> Result<()> {
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let other = router.start_second_router().await?;
     for _ in 0..3 {
-        let session = world.open_session(APP, "user_1").await;
-        let mut opened = OpenConnections::open(&world, &session).await?;
-        let response = send(other.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
+        let session = router.open_session(APP_HOST, "user_1").await;
+        let mut opened = OpenConnections::open(&router, &session).await?;
+        let response = send(other.post(APP_HOST, "/_svc/sign-out").header("cookie", &session)).await;
         assert_eq!(response.status, StatusCode::NO_CONTENT);
-        opened.assert_closed_soon(&world).await?;
-        let late = send(other.get(APP, "/").bearer_auth(&opened.token)).await;
+        opened.assert_closed_soon(&router).await?;
+        let late = send(other.get(APP_HOST, "/").bearer_auth(&opened.token)).await;
         assert_eq!(late.status, StatusCode::UNAUTHORIZED);
     }
-    // A process that starts after the sign-out enforces it, too.
-    let session = world.open_session(APP, "user_1").await;
-    let opened = OpenConnections::open(&world, &session).await?;
-    send(other.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
-    let late = world.another_process().await?;
+    // A router that starts after the sign-out enforces it, too.
+    let session = router.open_session(APP_HOST, "user_1").await;
+    let opened = OpenConnections::open(&router, &session).await?;
+    send(other.post(APP_HOST, "/_svc/sign-out").header("cookie", &session)).await;
+    let late = router.start_second_router().await?;
     late.wait_for_status("user_1", StatusCode::OK).await;
-    assert_eq!(send(late.get(APP, "/").bearer_auth(&opened.token)).await.status, StatusCode::UNAUTHORIZED);
+    assert_eq!(
+        send(late.get(APP_HOST, "/").bearer_auth(&opened.token)).await.status,
+        StatusCode::UNAUTHORIZED
+    );
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sign_out_keeps_streams_of_other_users() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
     let another = TestMachine::start().await?;
-    world.add_machine(&another, "user_2", "primary", "running").await?;
-    world.wait_for_status("user_2", StatusCode::OK).await;
-    let (one, two) = (world.open_session(APP, "user_1").await, world.open_session(APP, "user_2").await);
-    let mut opened = OpenConnections::open(&world, &two).await?;
-    send(world.post(APP, "/_svc/sign-out").header("cookie", &one)).await;
+    router.add_machine(&another, "user_2", "primary", "running").await?;
+    router.wait_for_status("user_2", StatusCode::OK).await;
+    let (one, two) =
+        (router.open_session(APP_HOST, "user_1").await, router.open_session(APP_HOST, "user_2").await);
+    let mut opened = OpenConnections::open(&router, &two).await?;
+    send(router.post(APP_HOST, "/_svc/sign-out").header("cookie", &one)).await;
     tokio::time::sleep(Duration::from_millis(700)).await;
     opened.socket.send(Message::text("still here")).await?;
-    let echoed = timeout(Duration::from_secs(5), opened.socket.next()).await?.context("open")??;
+    let echoed =
+        timeout(Duration::from_secs(5), opened.socket.next()).await?.context("the WebSocket closed")??;
     assert_eq!(echoed, Message::text("still here"));
-    assert_eq!(send(world.get(APP, "/").bearer_auth(&opened.token)).await.status, StatusCode::OK);
+    assert_eq!(send(router.get(APP_HOST, "/").bearer_auth(&opened.token)).await.status, StatusCode::OK);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stream_ends_when_its_session_expires() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
-    let session = world.open_session(APP, "user_1").await;
-    world.sql.batch_execute("UPDATE sessions SET expires_at = now() + interval '3 seconds'").await?;
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let session = router.open_session(APP_HOST, "user_1").await;
+    router.sql.batch_execute("UPDATE sessions SET expires_at = now() + interval '3 seconds'").await?;
     tokio::time::sleep(Duration::from_millis(700)).await;
-    let mut stream = await_start(world.get(APP, "/endless").header("cookie", &session).send().await?).await?;
+    let mut stream =
+        await_start(router.get(APP_HOST, "/endless").header("cookie", &session).send().await?).await?;
     let end = timeout(Duration::from_secs(5), stream.chunk()).await.context("the stream is still open")?;
     ensure!(end.is_err());
     Ok(())
@@ -127,23 +134,23 @@ async fn stream_ends_when_its_session_expires() -> Result<()> {
 /// A code is valid for a minute, and could open a session of twelve hours.
 #[tokio::test(flavor = "multi_thread")]
 async fn code_issued_before_sign_out_is_refused() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
-    let session = world.open_session(APP, "user_1").await;
-    let issued = world.get(APP, "/_svc/code-session?state=nonce").header("cookie", &session);
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let session = router.open_session(APP_HOST, "user_1").await;
+    let issued = router.get(APP_HOST, "/_svc/code-session?state=nonce").header("cookie", &session);
     let issued = send(issued).await;
-    let (_, code) = issued.location().split_once("code=").context("a code")?;
-    send(world.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
+    let (_, code) = issued.location().split_once("code=").context("the redirect has no code")?;
+    send(router.post(APP_HOST, "/_svc/sign-out").header("cookie", &session)).await;
     let path = format!("/_svc/session?code={code}");
-    let late = send(world.get(CODE, &path).header("cookie", "svc_code_state=nonce")).await;
+    let late = send(router.get(CODE_HOST, &path).header("cookie", "svc_code_state=nonce")).await;
     assert_eq!(late.status, StatusCode::UNAUTHORIZED, "{late:?}");
     Ok(())
 }
 
-/// Two hours after a sign-out, its row has been deleted, and a process that started since then has never read it.
+/// Two hours after a sign-out, its row has been deleted, and a router that started since then has never read it.
 #[tokio::test(flavor = "multi_thread")]
 async fn old_sign_out_does_not_block_later_tokens() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
-    world
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    router
         .sql
         .batch_execute(
             "INSERT INTO sign_outs (idp_user_id, generation) VALUES ('user_1', 7); \
@@ -151,18 +158,18 @@ async fn old_sign_out_does_not_block_later_tokens() -> Result<()> {
              UPDATE sign_outs SET changed_at = now() - interval '90 minutes'",
         )
         .await?;
-    // The first process has read the row; the second one starts after the row's deletion.
-    let earlier = world.another_process().await?;
+    // The first router has read the row; the second one starts after the row's deletion.
+    let earlier = router.start_second_router().await?;
     earlier.wait_for_status("user_1", StatusCode::OK).await;
-    world.sql.batch_execute("DELETE FROM sign_outs").await?;
-    let later = world.another_process().await?;
+    router.sql.batch_execute("DELETE FROM sign_outs").await?;
+    let later = router.start_second_router().await?;
     later.wait_for_status("user_1", StatusCode::OK).await;
     for (issuer, verifier) in [(&later, &earlier), (&earlier, &later)] {
-        let session = issuer.open_session(APP, "user_1").await;
-        let minted = issuer.post(APP, "/_svc/app-token").header("cookie", &session);
+        let session = issuer.open_session(APP_HOST, "user_1").await;
+        let minted = issuer.post(APP_HOST, "/_svc/app-token").header("cookie", &session);
         let minted = send(minted.json(&json!({ "app": "notes" }))).await;
-        let token = minted.json()["token"].as_str().context("a token")?.to_owned();
-        assert_eq!(send(verifier.get(APP, "/").bearer_auth(&token)).await.status, StatusCode::OK);
+        let token = minted.json()["token"].as_str().context("the response has no token")?.to_owned();
+        assert_eq!(send(verifier.get(APP_HOST, "/").bearer_auth(&token)).await.status, StatusCode::OK);
     }
     Ok(())
 }

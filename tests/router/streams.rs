@@ -13,16 +13,16 @@ use tokio_tungstenite::tungstenite::Message;
 use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 use tokio_tungstenite::{WebSocketStream, client_async};
 
-use super::world::{APP, ROUTE_UPDATE_TIMEOUT, World, send};
+use super::test_router::{APP_HOST, ROUTE_UPDATE_TIMEOUT, TestRouter, send};
 
 const CHUNK_BYTES: usize = 64 * 1024;
 const CHUNKS: usize = 160;
 
-async fn open_websocket(world: &World, user: &str) -> Result<WebSocketStream<TcpStream>> {
-    let stream = TcpStream::connect(world.addr).await?;
-    let mut request = format!("ws://{APP}/ws").into_client_request()?;
-    request.headers_mut().insert("authorization", format!("Bearer {}", world.token(user)).parse()?);
-    request.headers_mut().insert("origin", format!("http://{APP}").parse()?);
+async fn open_websocket(router: &TestRouter, user: &str) -> Result<WebSocketStream<TcpStream>> {
+    let stream = TcpStream::connect(router.addr).await?;
+    let mut request = format!("ws://{APP_HOST}/ws").into_client_request()?;
+    request.headers_mut().insert("authorization", format!("Bearer {}", router.token(user)).parse()?);
+    request.headers_mut().insert("origin", format!("http://{APP_HOST}").parse()?);
     let (socket, response) = client_async(request, stream).await?;
     assert_eq!(response.status(), StatusCode::SWITCHING_PROTOCOLS);
     Ok(socket)
@@ -30,15 +30,16 @@ async fn open_websocket(world: &World, user: &str) -> Result<WebSocketStream<Tcp
 
 #[tokio::test(flavor = "multi_thread")]
 async fn websocket_forwards_messages_both_ways() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
-    let mut socket = open_websocket(&world, "user_1").await?;
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
+    let mut socket = open_websocket(&router, "user_1").await?;
     for message in [Message::text("hello"), Message::binary(vec![0; 300_000]), Message::text("")] {
         socket.send(message.clone()).await?;
-        let echoed = timeout(Duration::from_secs(10), socket.next()).await?.context("open")??;
+        let echoed =
+            timeout(Duration::from_secs(10), socket.next()).await?.context("the WebSocket closed")??;
         assert_eq!(echoed, message);
     }
     let received = machine.last_request();
-    world.verify_proof(&machine, &received.headers);
+    router.verify_proof(&machine, &received.headers);
     assert!(!received.headers.contains_key("authorization"));
     socket.close(None).await?;
     Ok(())
@@ -46,13 +47,13 @@ async fn websocket_forwards_messages_both_ways() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stopped_machine_loses_websockets_and_streams() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
-    let mut socket = open_websocket(&world, "user_1").await?;
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
+    let mut socket = open_websocket(&router, "user_1").await?;
     socket.send(Message::text("hello")).await?;
-    socket.next().await.context("open")??;
-    let mut endless = world.get(APP, "/endless").bearer_auth(world.token("user_1")).send().await?;
+    socket.next().await.context("the WebSocket closed")??;
+    let mut endless = router.get(APP_HOST, "/endless").bearer_auth(router.token("user_1")).send().await?;
     assert_eq!(endless.chunk().await?.as_deref(), Some(&b"begun\n"[..]));
-    world.set_status(&machine, "failed").await?;
+    router.set_status(&machine, "failed").await?;
     let started = Instant::now();
     let end = timeout(ROUTE_UPDATE_TIMEOUT, socket.next()).await?;
     assert!(!matches!(end, Some(Ok(_))), "{end:?}");
@@ -63,14 +64,14 @@ async fn stopped_machine_loses_websockets_and_streams() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn unrelated_change_keeps_websockets_open() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
-    let mut socket = open_websocket(&world, "user_1").await?;
-    world.sql.batch_execute("UPDATE user_machines SET proof_kids = '{k1}'").await?;
-    world.set_status(&machine, "running").await?;
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
+    let mut socket = open_websocket(&router, "user_1").await?;
+    router.sql.batch_execute("UPDATE user_machines SET proof_kids = '{k1}'").await?;
+    router.set_status(&machine, "running").await?;
     tokio::time::sleep(Duration::from_millis(700)).await;
     socket.send(Message::text("still here")).await?;
     assert_eq!(
-        timeout(Duration::from_secs(5), socket.next()).await?.context("open")??,
+        timeout(Duration::from_secs(5), socket.next()).await?.context("the WebSocket closed")??,
         Message::text("still here")
     );
     Ok(())
@@ -78,11 +79,15 @@ async fn unrelated_change_keeps_websockets_open() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn ten_mebibyte_bodies_pass_unchanged() -> Result<()> {
-    let (world, machine) = World::with_machine("user_1").await?;
-    let up = world.post(APP, "/count").bearer_auth(world.token("user_1")).body(vec![1; CHUNK_BYTES * CHUNKS]);
+    let (router, machine) = TestRouter::start_with_machine("user_1").await?;
+    let up =
+        router
+            .post(APP_HOST, "/count")
+            .bearer_auth(router.token("user_1"))
+            .body(vec![1; CHUNK_BYTES * CHUNKS]);
     assert_eq!(send(up).await.body, (CHUNK_BYTES * CHUNKS).to_string());
     assert_eq!(machine.last_request().headers["content-length"], (CHUNK_BYTES * CHUNKS).to_string());
-    let down = world.fetch("user_1", "/large").await;
+    let down = router.fetch("user_1", "/large").await;
     assert_eq!(down.body.len(), CHUNK_BYTES * CHUNKS);
     Ok(())
 }
@@ -90,12 +95,12 @@ async fn ten_mebibyte_bodies_pass_unchanged() -> Result<()> {
 /// Each chunk is sent only after the previous one has been echoed: neither direction waits for the end of a body.
 #[tokio::test(flavor = "multi_thread")]
 async fn bodies_are_streamed_in_both_directions() -> Result<()> {
-    let (world, _machine) = World::with_machine("user_1").await?;
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
     let (sender, receiver) = mpsc::channel::<Result<Bytes, std::io::Error>>(1);
     let chunks = futures_util::stream::unfold(receiver, |mut receiver| async move {
         receiver.recv().await.map(|chunk| (chunk, receiver))
     });
-    let request = world.post(APP, "/echo").bearer_auth(world.token("user_1"));
+    let request = router.post(APP_HOST, "/echo").bearer_auth(router.token("user_1"));
     let chunk = |index: usize| Bytes::from(vec![index as u8; CHUNK_BYTES]);
     sender.send(Ok(chunk(0))).await?;
     let mut response = request.body(reqwest::Body::wrap_stream(chunks)).send().await?;

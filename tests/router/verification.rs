@@ -10,7 +10,7 @@ use svc::http::tls::{Identity, generate_self_signed};
 use svc::machine::id::MachineId;
 
 use super::machine::TestMachine;
-use super::world::World;
+use super::test_router::TestRouter;
 
 const DOMAIN: &str = "hosts.example.test";
 const DAY: SignedDuration = SignedDuration::from_hours(24);
@@ -27,28 +27,28 @@ fn issue_identity(ca: &Ca, names: &[&str], lifetime: SignedDuration) -> Result<I
 
 /// Starts a router that verifies certificates and trusts this authority. For rows without a registration time, the grace
 /// period has ended.
-async fn start_verifying_router(roots: &Path, ca: &Ca, extra: &[(&str, &str)]) -> Result<World> {
+async fn start_verifying_router(roots: &Path, ca: &Ca, extra: &[(&str, &str)]) -> Result<TestRouter> {
     std::fs::write(roots, ca.root_pem())?;
     let roots = roots.display().to_string();
     let own = [("CUSTOMER_VPS_TLS_VERIFY", "true"), ("HOST_DOMAIN", DOMAIN), ("SSL_CERT_FILE", &*roots)];
-    World::start_with(&[&own[..], extra].concat(), None).await
+    TestRouter::start_with(&[&own[..], extra].concat(), None).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_is_dialed_by_name_with_chain_and_pin() -> Result<()> {
     let (ca, roots) = (Ca::new()?, tempfile::NamedTempFile::new()?);
-    let world = start_verifying_router(roots.path(), &ca, &[]).await?;
+    let router = start_verifying_router(roots.path(), &ca, &[]).await?;
     let id = MachineId::new();
     let machine = TestMachine::start_as(id, &issue_identity(&ca, &[&host_name(id)], DAY)?).await?;
-    world.add_machine(&machine, "user_1", "primary", "running").await?;
-    world.wait_for_status("user_1", StatusCode::OK).await;
+    router.add_machine(&machine, "user_1", "primary", "running").await?;
+    router.wait_for_status("user_1", StatusCode::OK).await;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn certificate_without_valid_chain_for_name_is_refused() -> Result<()> {
     let (ca, roots) = (Ca::new()?, tempfile::NamedTempFile::new()?);
-    let world = start_verifying_router(roots.path(), &ca, &[]).await?;
+    let router = start_verifying_router(roots.path(), &ca, &[]).await?;
     let ids: Vec<_> = (0..4).map(|_| MachineId::new()).collect();
     let other_name = host_name(MachineId::new());
     let wrong = [
@@ -60,9 +60,9 @@ async fn certificate_without_valid_chain_for_name_is_refused() -> Result<()> {
     for (id, (what, identity)) in ids.iter().zip(wrong) {
         let user = format!("user_{}", what.replace([' ', '-'], ""));
         let machine = TestMachine::start_as(*id, &identity).await?;
-        world.add_machine(&machine, &user, "primary", "running").await?;
-        world.wait_for_status(&user, StatusCode::BAD_GATEWAY).await;
-        assert_eq!(world.fetch(&user, "/").await.json()["code"], "upstream_unavailable", "{what}");
+        router.add_machine(&machine, &user, "primary", "running").await?;
+        router.wait_for_status(&user, StatusCode::BAD_GATEWAY).await;
+        assert_eq!(router.fetch(&user, "/").await.json()["code"], "upstream_unavailable", "{what}");
         assert!(machine.requests().is_empty(), "{what}");
     }
     Ok(())
@@ -71,12 +71,12 @@ async fn certificate_without_valid_chain_for_name_is_refused() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn valid_chain_with_another_pin_is_refused() -> Result<()> {
     let (ca, roots) = (Ca::new()?, tempfile::NamedTempFile::new()?);
-    let world = start_verifying_router(roots.path(), &ca, &[]).await?;
+    let router = start_verifying_router(roots.path(), &ca, &[]).await?;
     let id = MachineId::new();
     let mut machine = TestMachine::start_as(id, &issue_identity(&ca, &[&host_name(id)], DAY)?).await?;
     machine.pin.0[0] ^= 1;
-    world.add_machine(&machine, "user_1", "primary", "running").await?;
-    world.wait_for_status("user_1", StatusCode::BAD_GATEWAY).await;
+    router.add_machine(&machine, "user_1", "primary", "running").await?;
+    router.wait_for_status("user_1", StatusCode::BAD_GATEWAY).await;
     assert!(machine.requests().is_empty());
     Ok(())
 }
@@ -88,38 +88,38 @@ async fn new_or_exempt_machine_is_verified_only_by_pin() -> Result<()> {
         (TestMachine::start().await?, TestMachine::start().await?, TestMachine::start().await?);
     let id = exempt.id.to_string();
     let grace = ("CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS", "3");
-    let world =
+    let router =
         start_verifying_router(roots.path(), &ca, &[("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", &id), grace]).await?;
     for (machine, user) in [(&new, "user_new"), (&exempt, "user_exempt"), (&old, "user_old")] {
-        world.add_machine(machine, user, "primary", "recovering").await?;
+        router.add_machine(machine, user, "primary", "recovering").await?;
     }
     let registered =
         "UPDATE user_machines SET status = 'running', registered_at = now() - CASE WHEN machine_id = ";
     let registered = format!("{registered}'{}' THEN interval '0' ELSE interval '1 hour' END", new.id);
-    world.sql.batch_execute(&registered).await?;
-    world.wait_for_status("user_new", StatusCode::OK).await;
-    world.wait_for_status("user_exempt", StatusCode::OK).await;
-    world.wait_for_status("user_old", StatusCode::BAD_GATEWAY).await;
-    // The grace period ends without a change of the row. Open connections remain usable, so another process is used.
+    router.sql.batch_execute(&registered).await?;
+    router.wait_for_status("user_new", StatusCode::OK).await;
+    router.wait_for_status("user_exempt", StatusCode::OK).await;
+    router.wait_for_status("user_old", StatusCode::BAD_GATEWAY).await;
+    // The grace period ends without a change to the row. Open connections remain usable, so a second router is used.
     tokio::time::sleep(std::time::Duration::from_millis(3200)).await;
-    let later = world.another_process().await?;
+    let later = router.start_second_router().await?;
     later.wait_for_status("user_new", StatusCode::BAD_GATEWAY).await;
     later.wait_for_status("user_exempt", StatusCode::OK).await;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_with_chain_is_reachable_in_every_setting() -> Result<()> {
+async fn machine_with_chain_is_reachable_with_every_setting() -> Result<()> {
     let (ca, roots) = (Ca::new()?, tempfile::NamedTempFile::new()?);
     let id = MachineId::new();
     let machine = TestMachine::start_as(id, &issue_identity(&ca, &[&host_name(id)], DAY)?).await?;
     let on = start_verifying_router(roots.path(), &ca, &[]).await?;
     on.add_machine(&machine, "user_1", "primary", "running").await?;
-    let off = on.process_with(&[("HOST_DOMAIN", DOMAIN)]).await?;
-    let without_names = on.process_with(&[]).await?;
-    // While an installation changes its settings, processes with old and new settings run at the same time.
-    for world in [&off, &on, &without_names, &off] {
-        world.wait_for_status("user_1", StatusCode::OK).await;
+    let off = on.start_router_with(&[("HOST_DOMAIN", DOMAIN)]).await?;
+    let without_names = on.start_router_with(&[]).await?;
+    // While an installation changes its settings, routers with old and new settings run at the same time.
+    for router in [&off, &on, &without_names, &off] {
+        router.wait_for_status("user_1", StatusCode::OK).await;
     }
     Ok(())
 }

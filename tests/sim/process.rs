@@ -84,9 +84,9 @@ pub fn config(database: &str) -> PlatformConfig {
         ("DELETE_GRACE_SECONDS", "0"),
     ]);
     let mut config = PlatformConfig::read(env).unwrap_or_else(|mistakes| panic!("{mistakes}"));
-    config.timing.poll = Duration::from_millis(150);
-    config.timing.lease = Duration::from_millis(800);
-    config.timing.reconcile = Duration::from_millis(400);
+    config.timing.poll_interval = Duration::from_millis(150);
+    config.timing.lease_ttl = Duration::from_millis(800);
+    config.timing.reconcile_interval = Duration::from_millis(400);
     config.timing.server_silence = Duration::from_millis(400);
     config.timing.last_backup_deadline = Duration::from_millis(300);
     config
@@ -122,9 +122,9 @@ impl Process {
             installation: database.installation,
             keys: database.keys.clone(),
             routes: freshness,
-            nudge: Notify::new(),
-            reconcile: Notify::new(),
-            server_checks: ServerChecks::new(config.timing.server_check),
+            runner_wake: Notify::new(),
+            reconciler_wake: Notify::new(),
+            server_checks: ServerChecks::new(config.timing.server_check_interval),
             rates: ApiRates::new(&config.rates),
             quotes: QuoteCache::default(),
             stop,
@@ -154,8 +154,8 @@ impl Process {
     }
 
     pub fn nudge(&self) {
-        self.platform.nudge.notify_one();
-        self.platform.reconcile.notify_one();
+        self.platform.runner_wake.notify_one();
+        self.platform.reconciler_wake.notify_one();
     }
 
     /// Sends a request to the API. Returns `None` if the process dies before it responds.

@@ -157,7 +157,7 @@ fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
         .map(str::to_owned)
         .collect();
     if audiences.is_empty() {
-        env.add_mistake(&vars::IDP_AUDIENCE, "must name at least one audience; separate several by commas");
+        env.add_mistake(&vars::IDP_AUDIENCE, "must name at least one audience; separate several with commas");
         return None;
     }
     Some(TrustedIssuer { issuer: issuer?, audiences, jwks_url: jwks_url? })

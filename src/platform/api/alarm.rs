@@ -54,7 +54,7 @@ pub async fn handle(
         .await?;
     if let Outcome::Done(_) = outcome {
         tracing::warn!(alarm = alarm_kind.as_str(), "an operator released the alarm");
-        platform.reconcile.notify_one();
+        platform.reconciler_wake.notify_one();
     }
     Ok(outcome.into_reply().into_response())
 }

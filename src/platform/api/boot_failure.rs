@@ -45,7 +45,7 @@ pub async fn handle(
     let report = fields.finish(report)?;
     let BootFailureReport { stage, message } = &report;
 
-    let context = EventContext { failed_at: Some((stage, message)), ..EventContext::default() };
+    let context = EventContext { failure: Some((stage, message)), ..EventContext::default() };
     lifecycle::apply(&tx, &platform.mint, &machine, &Event::BootFailureReported, context)
         .await
         .map_err(|error| problems::lifecycle_problem(error, &machine))?;

@@ -47,7 +47,7 @@ pub async fn handle(
     };
     let options = query.finish(Some(options))?;
     let reply = delete(&platform, id, options, &mutation).await?;
-    platform.nudge.notify_one();
+    platform.runner_wake.notify_one();
     mutation::respond(&platform, &call, reply).await
 }
 

@@ -41,7 +41,7 @@ pub async fn handle(
     let loss = if fields.boolean("acceptLoss") == Some(true) { Loss::Accepted } else { Loss::Refused };
     let loss = fields.finish(Some(loss))?;
     let reply = discard(&platform, id, loss, &mutation).await?;
-    platform.reconcile.notify_one();
+    platform.reconciler_wake.notify_one();
     Ok(reply.into_response())
 }
 

@@ -35,7 +35,7 @@ pub async fn handle(
     let reason = fields.finish(reason)?;
     let reply = fail(&platform, id, &reason, &mutation).await?;
     // The cancelled operation may have left resources behind.
-    platform.reconcile.notify_one();
+    platform.reconciler_wake.notify_one();
     Ok(reply.into_response())
 }
 
@@ -50,7 +50,7 @@ async fn fail(
         ChangeStart::Replayed(reply) => return Ok(reply),
         ChangeStart::Started(change) => change,
     };
-    let context = EventContext { failed_at: Some((FAILURE_STAGE, reason)), ..EventContext::default() };
+    let context = EventContext { failure: Some((FAILURE_STAGE, reason)), ..EventContext::default() };
     let event = Event::FailRequested;
     let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, context).await;
     let effect = match changed.map_err(|error| problems::lifecycle_problem(error, &change.machine))? {

@@ -12,7 +12,7 @@ use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, OPERATOR, READ, documented_json};
 use crate::alarms;
 use crate::context::Platform;
-use crate::db::operations::OverdueOperation;
+use crate::db::operations::LongRunningOperation;
 use crate::db::{self, rollouts};
 use crate::{bundle_keys, certificates, ended_machines, exercises, fleet, resource};
 use axum::routing::get;
@@ -34,11 +34,14 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let session = platform.report_db.session().await?;
     let rows = db::fleet::list_active_machines(&session).await?;
     let mut summary = fleet::summarize(&rows, platform.config.timing.tokens.rotate, &platform.config.trust);
-    ended_machines::add_to(&mut summary, &db::ended_machines::list_needing_attention(&session).await?);
+    ended_machines::add_to_attention(
+        &mut summary,
+        &db::ended_machines::list_needing_attention(&session).await?,
+    );
     let hosts = &platform.config.hosts;
     let open = rollouts::find_open(&session).await?;
     let (overdue, total) =
-        db::operations::list_overdue(&session, MAX_OPERATION_AGE, MAX_LISTED_OPERATIONS).await?;
+        db::operations::list_long_running(&session, MAX_OPERATION_AGE, MAX_LISTED_OPERATIONS).await?;
     let fleet = Fleet {
         totals: summary.totals,
         backups: summary.backups,
@@ -56,7 +59,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     Ok(Json(fleet).into_response())
 }
 
-fn overdue_resource(overdue: &OverdueOperation) -> wire::OverdueOperation {
+fn overdue_resource(overdue: &LongRunningOperation) -> wire::OverdueOperation {
     let operation = &overdue.operation;
     wire::OverdueOperation {
         operation_id: operation.id.into(),

@@ -36,7 +36,7 @@ pub async fn resume_healthy_machine(platform: &Platform, machine: &MachineRow, e
 async fn try_resume(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyhow::Result<bool> {
     let Some(server) = machine.provider_server_id else { return Ok(false) };
     let Some(server) = platform.provider.get(ServerId(server)).await? else {
-        platform.reconcile.notify_one();
+        platform.reconciler_wake.notify_one();
         return Ok(false);
     };
     // The heartbeat was sent before the server was switched off.

@@ -85,7 +85,8 @@ pub async fn handle(
     heal::detect_power_on(&platform, machine, epoch).await;
     // Do not use this process's cache: another process may already sign with a key that the cache lacks.
     let session = platform.host_db.session().await?;
-    let keys = db::keys::list_public_keys_for_host(&session, db::keys::PROOF, &machine.proof_kids).await?;
+    let keys =
+        db::keys::list_public_keys_for_host(&session, db::keys::PROOF_PURPOSE, &machine.proof_kids).await?;
     let desired = if superseded { None } else { db::rollouts::find_desired_release(&session, id).await? };
     drop(session);
     let (desired_image_version, desired_request_id) = match desired {

@@ -152,8 +152,8 @@ async fn apply_decision(
         Ok(Effect::changed(reply, change))
     };
     let reply = mutation.run_for_user(platform, &machine.user, change).await?;
-    platform.nudge.notify_one();
-    platform.reconcile.notify_one();
+    platform.runner_wake.notify_one();
+    platform.reconciler_wake.notify_one();
     Ok(reply.into_response())
 }
 
@@ -246,7 +246,7 @@ async fn abandon_operation(
     match kind {
         OperationKind::Provision | OperationKind::Recover => {
             let context = EventContext {
-                failed_at: Some((&operation.step, "the operator abandoned the operation")),
+                failure: Some((&operation.step, "the operator abandoned the operation")),
                 ..EventContext::default()
             };
             let event = Event::OperationAbandoned;

@@ -161,7 +161,7 @@ async fn who_am_i(State(platform): State<Arc<Platform>>, request: Request) -> Re
             db::operators::get(&session, name).await?.map(|row| row.expires_at.into())
         }
     };
-    let (name, scopes) = (operator.actor().to_owned(), operator.scopes().texts());
+    let (name, scopes) = (operator.actor().to_owned(), operator.scopes().to_wire());
     Ok(Json(WhoAmI { name, scopes, expires_at }).into_response())
 }
 

@@ -55,7 +55,7 @@ pub async fn handle(
     let action = fields.required("action");
     let action = fields.finish(action)?;
     let reply = power(&platform, id, action, &mutation).await?;
-    platform.nudge.notify_one();
+    platform.runner_wake.notify_one();
     mutation::respond(&platform, &call, reply).await
 }
 

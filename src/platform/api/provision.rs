@@ -83,7 +83,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let request = parse_request(&platform, &call)?;
     let mutation = Mutation::from_call(&call, &operator)?;
     let reply = provision(&platform, &request, &mutation).await?;
-    platform.nudge.notify_one();
+    platform.runner_wake.notify_one();
     mutation::respond(&platform, &call, reply).await
 }
 
@@ -310,7 +310,7 @@ pub async fn check_admission(
     let existing = db::machines::find_in_slot(client, &request.user, &request.slot).await?;
     if existing.is_none()
         && let Some(deletion) =
-            db::slot_operations::find_pending_final_backup(client, &request.user, &request.slot).await?
+            db::slot_operations::find_deletion_awaiting_backup(client, &request.user, &request.slot).await?
     {
         return Err(deletion_pending(&deletion));
     }

@@ -60,7 +60,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let request = parse_request(&call)?;
     let mutation = Mutation::from_call(&call, &operator)?;
     let reply = recover(&platform, &request, &mutation).await?;
-    platform.nudge.notify_one();
+    platform.runner_wake.notify_one();
     mutation::respond(&platform, &call, reply).await
 }
 

@@ -17,7 +17,7 @@ pub async fn report_rejected_token(
     token: &str,
     claim: TokenClaim,
 ) {
-    if platform.mint.has_made(token, claim, Purpose::Upgrade) || !platform.rates.admit_refused_host() {
+    if platform.mint.has_made(token, claim, Purpose::Upgrade) || !platform.rates.admit_refusal_report() {
         return;
     }
     let (sent, known) = (claim.generation.0, machine.upgrade_token.generation.0);

@@ -41,7 +41,7 @@ pub async fn handle(
     let to = fields.required("serverType");
     let to = fields.finish(to)?;
     let reply = resize(&platform, id, &to, &mutation).await?;
-    platform.nudge.notify_one();
+    platform.runner_wake.notify_one();
     mutation::respond(&platform, &call, reply).await
 }
 
@@ -144,7 +144,7 @@ async fn ensure_disk_fits(
         platform.provider.get(ServerId(id)).await.map_err(|error| problems::provider_problem(&error))?;
     let Some(server) = server else {
         // The reconciler decides what a missing server means.
-        platform.reconcile.notify_one();
+        platform.reconciler_wake.notify_one();
         tracing::warn!(machine = %machine.id, server = id, "the provider has no server with this id");
         return Err(problems::provisioning_error());
     };

@@ -233,7 +233,7 @@ pub async fn ensure_no_unsaved_data(
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<(), Problem> {
-    let machines = db::machines::list_newest_of_slot(client, user, slot).await?;
+    let machines = db::machines::list_newest_in_slot(client, user, slot).await?;
     let mut served = machines.iter().filter(|machine| machine.registered_at.is_some());
     if let Some(last) = served.next()
         && may_hold_data(client, last).await?

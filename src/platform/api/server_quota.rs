@@ -122,7 +122,7 @@ pub async fn check_room_for_replacement(
 ) -> Result<u64, Problem> {
     let (used, shortage) = measure_room(platform, client, listed).await?;
     let Some(shortage) = shortage else { return Ok(used) };
-    let others = db::servers::list_others_of_slot(client, replaced).await?;
+    let others = db::servers::list_others_in_slot(client, replaced).await?;
     if others.is_empty() {
         return Ok(used);
     }

@@ -34,7 +34,7 @@ pub async fn handle(
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
     call.ensure_no_body()?;
     let reply = undelete(&platform, id, &mutation).await?;
-    platform.nudge.notify_one();
+    platform.runner_wake.notify_one();
     mutation::respond(&platform, &call, reply).await
 }
 
@@ -106,7 +106,7 @@ pub async fn reinstate(
     let failure = machine.failure.as_ref().filter(|failure| !failure.cause.is_healed_by_heartbeat());
     let earlier = failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let undone = ("reinstate", "its deletion was undone; its next healthy heartbeat returns it to service");
-    let context = EventContext { failed_at: earlier.or(Some(undone)), ..EventContext::default() };
+    let context = EventContext { failure: earlier.or(Some(undone)), ..EventContext::default() };
     let change = lifecycle::apply(tx, &platform.mint, machine, &event, context).await;
     match change.map_err(|error| problems::lifecycle_problem(error, machine))? {
         Change::Moved { created: Some(created) } => Ok(created),

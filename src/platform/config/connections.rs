@@ -5,7 +5,7 @@ use svc_base::config::Env;
 
 /// Maximum number of database connections of one process, by purpose.
 #[derive(Debug, Clone, Copy)]
-pub struct Connections {
+pub struct ConnectionLimits {
     /// For operators' changes, operations and the reconciler.
     pub control: usize,
     /// For requests from hosts.
@@ -16,7 +16,7 @@ pub struct Connections {
     pub router: usize,
 }
 
-impl Connections {
+impl ConnectionLimits {
     pub(super) fn read(env: &mut Env) -> Self {
         let mut limit = |variable| env.or_default::<usize>(variable).max(1);
         Self {

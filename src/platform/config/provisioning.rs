@@ -16,7 +16,7 @@ use svc_machine::name::{ImageVersion, Location, ServerType};
 pub struct Provisioning {
     pub enabled: Flag,
     pub billing_enforcement: Flag,
-    /// Whether a provision that adds a customer requires confirmation.
+    /// Whether provisioning a new customer's first machine requires confirmation.
     pub confirmation: Flag,
     /// The environment's name, shown to operators.
     pub environment: Option<String>,

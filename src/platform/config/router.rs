@@ -11,7 +11,7 @@ use svc_http::networks::Networks;
 
 use crate::public_host::PublicHost;
 
-/// Upper limit of the poll interval: a change of a machine must take effect within one second.
+/// Upper limit on the poll interval: a change to a machine must take effect within one second.
 const MAX_POLL_INTERVAL_MS: u64 = 500;
 
 #[derive(Debug, Clone)]
@@ -47,7 +47,8 @@ impl RouterConfig {
             }
             // Requests to the code host would be served as requests to the app host, which is matched first.
             (Some(app), Some(code)) if app.name == code.name && app.port.is_none() => {
-                let why = "has the name of APP_HOST, which matches every port: add a port to APP_HOST, too";
+                let why =
+                    "has the same name as APP_HOST, which matches every port: add a port to APP_HOST, too";
                 env.add_mistake(&vars::CODE_HOST, why);
             }
             _ => {}
@@ -110,7 +111,7 @@ fn read_audiences(env: &mut Env) -> Option<Vec<String>> {
     let all: Vec<String> =
         text.split(',').map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).collect();
     if all.is_empty() {
-        env.add_mistake(&vars::IDP_AUDIENCE, "must name at least one audience; separate several by commas");
+        env.add_mistake(&vars::IDP_AUDIENCE, "must name at least one audience; separate several with commas");
     }
     Some(all)
 }

@@ -109,15 +109,15 @@ pub async fn list_active(client: &impl GenericClient) -> Result<Vec<AlarmRow>, D
     Ok(query(client, &sql, &[]).await?.iter().map(parse).collect())
 }
 
-/// Allows work for `time` although the alarm is active; `None` if it is not active.
+/// Allows work for `duration` although the alarm is active; returns `None` if it is not active.
 pub async fn release(
     client: &impl GenericClient,
     alarm: &str,
-    time: Duration,
+    duration: Duration,
 ) -> Result<Option<AlarmRow>, DbError> {
     let sql = format!(
         "UPDATE fleet_alarms SET released_until = clock_timestamp() + make_interval(secs => $2) \
          WHERE alarm = $1 AND {ACTIVE} RETURNING {COLUMNS}"
     );
-    Ok(query_opt(client, &sql, &[&alarm, &time.as_secs_f64()]).await?.as_ref().map(parse))
+    Ok(query_opt(client, &sql, &[&alarm, &duration.as_secs_f64()]).await?.as_ref().map(parse))
 }

@@ -52,7 +52,7 @@ pub struct AuditRow {
     pub request_id: String,
 }
 
-/// Newest first.
+/// Lists the matching entries, newest first.
 pub async fn list(
     client: &impl GenericClient,
     filter: &AuditFilter,
@@ -85,7 +85,7 @@ pub async fn list(
     params.push(&limit);
     sql += &format!(" ORDER BY at DESC, audit_id DESC LIMIT ${}", params.len());
     let found = query(client, &sql, &params).await?;
-    let read = |row: &tokio_postgres::Row| AuditRow {
+    let parse = |row: &tokio_postgres::Row| AuditRow {
         id: AuditId(row.get(0)),
         at: row.get(1),
         actor: row.get(2),
@@ -95,5 +95,5 @@ pub async fn list(
         after: row.get(6),
         request_id: row.get(7),
     };
-    Ok(found.iter().map(read).collect())
+    Ok(found.iter().map(parse).collect())
 }

@@ -13,13 +13,14 @@ pub struct ExerciseRow {
     pub machine: MachineId,
 }
 
-const TEST_MACHINES: &str =
+/// All slots with their machines; a query must select the test slots by `s.is_test`.
+const SLOTS_JOIN_MACHINES: &str =
     "slots s JOIN user_machines m ON m.idp_user_id = s.idp_user_id AND m.slot = s.slot";
 
 /// The newest recovery of a test slot that succeeded.
 pub async fn find_recovery(client: &impl GenericClient) -> Result<Option<ExerciseRow>, DbError> {
     let sql = format!(
-        "SELECT o.ended_at, o.machine_id FROM {TEST_MACHINES} JOIN operations o ON o.machine_id = m.machine_id \
+        "SELECT o.ended_at, o.machine_id FROM {SLOTS_JOIN_MACHINES} JOIN operations o ON o.machine_id = m.machine_id \
          WHERE s.is_test AND o.kind = 'recover' AND o.state = 'succeeded' ORDER BY o.ended_at DESC LIMIT 1"
     );
     find(client, &sql).await
@@ -29,13 +30,13 @@ pub async fn find_recovery(client: &impl GenericClient) -> Result<Option<Exercis
 /// a release.
 pub async fn find_rollback(client: &impl GenericClient) -> Result<Option<ExerciseRow>, DbError> {
     let sql = format!(
-        "SELECT a.at, m.machine_id FROM {TEST_MACHINES} JOIN operator_audit a ON a.target = m.machine_id::text \
+        "SELECT a.at, m.machine_id FROM {SLOTS_JOIN_MACHINES} JOIN operator_audit a ON a.target = m.machine_id::text \
          WHERE s.is_test AND a.action = 'fail' \
          UNION ALL \
-         SELECT o.ended_at, o.machine_id FROM {TEST_MACHINES} JOIN operations o ON o.machine_id = m.machine_id \
+         SELECT o.ended_at, o.machine_id FROM {SLOTS_JOIN_MACHINES} JOIN operations o ON o.machine_id = m.machine_id \
          WHERE s.is_test AND o.kind = 'delete' AND o.state = 'succeeded' \
          UNION ALL \
-         SELECT r.ended_at, m.machine_id FROM {TEST_MACHINES} JOIN rollout_machines r ON r.machine_id = m.machine_id \
+         SELECT r.ended_at, m.machine_id FROM {SLOTS_JOIN_MACHINES} JOIN rollout_machines r ON r.machine_id = m.machine_id \
          WHERE s.is_test AND r.state = 'failed' AND r.error LIKE 'rolled_back%' ORDER BY 1 DESC LIMIT 1"
     );
     find(client, &sql).await

@@ -73,13 +73,13 @@ pub async fn list_removable(
          AND NOT EXISTS (SELECT 1 FROM operations o WHERE o.machine_id = m.machine_id AND o.state = 'running') \
          ORDER BY m.machine_id LIMIT 100"
     );
-    let (replaced, deleted, unregistered) = seconds(retention);
+    let (replaced, deleted, unregistered) = retention_seconds(retention);
     let params: Params<'_> = &[&replaced, &deleted, &unregistered];
     Ok(query(client, &sql, params).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
 /// The kept servers of a slot that may hold data, newest machine first.
-pub async fn list_of_slot(
+pub async fn list_in_slot(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
@@ -94,7 +94,7 @@ pub async fn list_of_slot(
          AND m.provider_server_id IS NOT NULL AND m.failure_cause IS DISTINCT FROM 'server_gone' \
          AND (m.registered_at IS NOT NULL OR m.unsaved_since IS NOT NULL) ORDER BY m.epoch DESC LIMIT 50"
     );
-    let (replaced, deleted, unregistered) = seconds(retention);
+    let (replaced, deleted, unregistered) = retention_seconds(retention);
     let params: Params<'_> = &[&replaced, &deleted, &unregistered, &user.as_str(), &slot.as_str()];
     let kept = |row: &Row| KeptServerRow {
         machine: MachineId(row.get("machine_id")),
@@ -109,7 +109,7 @@ pub async fn list_of_slot(
     Ok(query(client, &sql, params).await?.iter().map(kept).collect())
 }
 
-fn seconds(retention: &ServerRetention) -> (f64, f64, f64) {
+fn retention_seconds(retention: &ServerRetention) -> (f64, f64, f64) {
     let ServerRetention { replaced, deleted, unregistered } = retention;
     (replaced.as_secs_f64(), deleted.as_secs_f64(), unregistered.as_secs_f64())
 }

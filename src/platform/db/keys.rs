@@ -10,10 +10,10 @@ use super::{DbError, execute, query};
 use svc_http::proof::{ProofKey, ProofKeys};
 
 /// Purpose of keys that sign proofs.
-pub const PROOF: &str = "proof";
+pub const PROOF_PURPOSE: &str = "proof";
 
 /// Purpose of keys that sign app tokens.
-pub const APP: &str = "app";
+pub const APP_PURPOSE: &str = "app";
 
 pub struct StoredKey {
     pub kid: String,
@@ -145,7 +145,7 @@ pub async fn count_unacknowledged(
 }
 
 /// Records whether every relevant host has acknowledged this key.
-pub async fn acknowledge(
+pub async fn record_acknowledged(
     client: &impl GenericClient,
     kid: &str,
     by_all: Acknowledged,

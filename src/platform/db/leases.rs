@@ -9,7 +9,7 @@ use super::{DbError, execute, query_opt};
 use svc_machine::id::{MachineId, OperationId};
 
 /// Whether a process may still be running another operation of this machine, including one that has ended.
-pub async fn has_other_lease_of_machine(
+pub async fn has_other_lease_on_machine(
     client: &impl GenericClient,
     machine: MachineId,
     except: OperationId,

@@ -52,7 +52,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbErro
                registration_token_hash, upgrade_token_hash, preview_expires_at, restore_snapshot, fallback_locations) \
                VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, \
                now() + make_interval(secs => $16), $17, $18)";
-    let epoch = stored_epoch(new.epoch)?;
+    let epoch = to_stored_epoch(new.epoch)?;
     let fallback_locations: Vec<&str> = new.fallback_locations.iter().map(Location::as_str).collect();
     let preview_ttl = new.preview_ttl.map(|time| time.as_secs_f64());
     execute(
@@ -83,7 +83,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbErro
     .map(drop)
 }
 
-fn stored_epoch(epoch: Epoch) -> Result<i32, DbError> {
+fn to_stored_epoch(epoch: Epoch) -> Result<i32, DbError> {
     i32::try_from(epoch.0).map_err(|_| DbError::Unreadable { what: "epoch", why: epoch.to_string() })
 }
 
@@ -93,12 +93,12 @@ pub struct NextState<'a> {
     pub failure: Option<&'a Failure>,
     pub server_type: &'a ServerType,
     pub resize_to: Option<&'a ServerType>,
-    pub place: SlotPlace,
+    pub slot_transition: SlotTransition,
 }
 
 /// How a state change affects which machine holds the slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SlotPlace {
+pub enum SlotTransition {
     Unchanged,
     Retired {
         by: MachineId,
@@ -110,13 +110,14 @@ pub enum SlotPlace {
     },
 }
 
-/// Writes the next state if status, epoch and hold of the slot have not changed since the row was read.
+/// Writes the next state if the machine's status, its epoch, and whether it holds its slot have not changed since the
+/// row was read.
 ///
 /// # Errors
 /// [`DbError`]; `Contended` if the machine has changed.
 pub async fn compare_and_set(
     tx: &Transaction<'_>,
-    was: &MachineRow,
+    before: &MachineRow,
     next: &NextState<'_>,
 ) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET status = $5, failure_cause = $6, failure_stage = $7, \
@@ -128,32 +129,32 @@ pub async fn compare_and_set(
                removal_abandoned_at = CASE WHEN $13 IS NULL THEN removal_abandoned_at END, \
                epoch = coalesce($13, epoch) WHERE machine_id = $1 AND status = $2 AND epoch = $3 \
                AND (deleted_at IS NULL AND retired_at IS NULL) = $4";
-    let epoch = sql_epoch(was.epoch);
-    let by = match next.place {
-        SlotPlace::Retired { by } => Some(by.0),
-        SlotPlace::Unchanged | SlotPlace::Deleted | SlotPlace::Reinstated { .. } => None,
+    let epoch = sql_epoch(before.epoch);
+    let replaced_by = match next.slot_transition {
+        SlotTransition::Retired { by } => Some(by.0),
+        SlotTransition::Unchanged | SlotTransition::Deleted | SlotTransition::Reinstated { .. } => None,
     };
-    let raised = match next.place {
-        SlotPlace::Reinstated { epoch } => Some(stored_epoch(epoch)?),
-        SlotPlace::Unchanged | SlotPlace::Deleted | SlotPlace::Retired { .. } => None,
+    let raised_epoch = match next.slot_transition {
+        SlotTransition::Reinstated { epoch } => Some(to_stored_epoch(epoch)?),
+        SlotTransition::Unchanged | SlotTransition::Deleted | SlotTransition::Retired { .. } => None,
     };
     let changed = execute(
         tx,
         sql,
         &[
-            &was.id.0,
-            &was.status.as_str(),
+            &before.id.0,
+            &before.status.as_str(),
             &epoch,
-            &was.is_active(),
+            &before.is_active(),
             &next.status.as_str(),
             &next.failure.map(|failure| failure.cause.as_str()),
             &next.failure.and_then(|failure| failure.stage.as_deref()),
             &next.failure.and_then(|failure| failure.message.as_deref()),
             &next.server_type.as_str(),
             &next.resize_to.map(ServerType::as_str),
-            &by,
-            &(next.place == SlotPlace::Deleted),
-            &raised,
+            &replaced_by,
+            &(next.slot_transition == SlotTransition::Deleted),
+            &raised_epoch,
         ],
     )
     .await?;
@@ -172,7 +173,7 @@ pub async fn record_create_refused(tx: &Transaction<'_>, id: MachineId) -> Resul
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Removes a machine that never served from its slot, in favour of the machine that is reinstated.
+/// Takes a machine that has never served out of its slot, in favour of the machine that is reinstated.
 pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET retired_at = now(), replaced_by = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &to.0]).await.map(drop)
@@ -181,7 +182,7 @@ pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> R
 /// Raises a machine's epoch to at least the one in the store.
 pub async fn raise_epoch(tx: &Transaction<'_>, id: MachineId, epoch: Epoch) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET epoch = greatest(epoch, $2) WHERE machine_id = $1";
-    execute(tx, sql, &[&id.0, &stored_epoch(epoch)?]).await.map(drop)
+    execute(tx, sql, &[&id.0, &to_stored_epoch(epoch)?]).await.map(drop)
 }
 
 /// Records the key of a snapshot that is newer than the one from which the machine is restored.

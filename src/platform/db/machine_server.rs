@@ -59,17 +59,17 @@ pub async fn record_power_off_order(tx: &Transaction<'_>, id: MachineId) -> Resu
 
 /// [`record_power_on`], only if the machine still holds its slot: the timestamps of a replaced machine are kept.
 pub async fn record_power_on_in_slot(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
-    let sql = format!("{SWITCHED_ON} AND {ACTIVE}");
+    let sql = format!("{RECORD_POWER_ON} AND {ACTIVE}");
     execute(client, &sql, &[&id.0]).await.map(drop)
 }
 
-const SWITCHED_ON: &str = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL, \
+const RECORD_POWER_ON: &str = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL, \
      unsaved_since = NULL, final_backup_at = NULL, powered_off_at = NULL WHERE machine_id = $1";
 
 /// Records that the server of a reinstated machine is on. Clears the final backup, because the machine can make new
 /// changes that are in no snapshot.
 pub async fn record_power_on(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
-    execute(client, SWITCHED_ON, &[&id.0]).await.map(drop)
+    execute(client, RECORD_POWER_ON, &[&id.0]).await.map(drop)
 }
 
 /// Records that an operator switches off the server: the router sends it no requests until it is on again.

@@ -123,7 +123,7 @@ pub async fn load_newest_backup_time(
 }
 
 /// The newest machines of a slot, newest first.
-pub async fn list_newest_of_slot(
+pub async fn list_newest_in_slot(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
@@ -147,7 +147,7 @@ pub async fn has_registered_successor(
     client: &impl GenericClient,
     machine: &MachineRow,
 ) -> Result<bool, DbError> {
-    has_later(client, machine, "registered_at IS NOT NULL").await
+    has_later_machine(client, machine, "registered_at IS NOT NULL").await
 }
 
 /// Whether the machine had registered, was replaced, and has no proven successor yet.
@@ -157,15 +157,19 @@ pub async fn is_successor_unproven(
 ) -> Result<bool, DbError> {
     Ok(machine.retired_at.is_some()
         && machine.registered_at.is_some()
-        && !has_later(client, machine, "proven_at IS NOT NULL").await?)
+        && !has_later_machine(client, machine, "proven_at IS NOT NULL").await?)
 }
 
-async fn has_later(client: &impl GenericClient, than: &MachineRow, condition: &str) -> Result<bool, DbError> {
+async fn has_later_machine(
+    client: &impl GenericClient,
+    machine: &MachineRow,
+    condition: &str,
+) -> Result<bool, DbError> {
     let sql = format!(
         "SELECT 1 FROM user_machines WHERE idp_user_id = $1 AND slot = $2 AND epoch > $3 AND {condition} LIMIT 1"
     );
-    let epoch = sql_epoch(than.epoch);
-    Ok(query_opt(client, &sql, &[&than.user.as_str(), &than.slot.as_str(), &epoch]).await?.is_some())
+    let epoch = sql_epoch(machine.epoch);
+    Ok(query_opt(client, &sql, &[&machine.user.as_str(), &machine.slot.as_str(), &epoch]).await?.is_some())
 }
 
 /// Counts the active previews of a user.

@@ -203,7 +203,7 @@ pub async fn execute(client: &impl GenericClient, sql: &str, params: Params<'_>)
     with_timeout(client.execute(&statement, params)).await
 }
 
-/// Locks a subject until the transaction ends; other callers wait for the lock.
+/// Takes the advisory lock with the name `subject` until the transaction ends; other callers wait for it.
 pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
     query(tx, "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&subject]).await.map(drop)
 }

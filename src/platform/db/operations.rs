@@ -1,7 +1,7 @@
 //! `operations` and their log. An operation is created, claimed under a lease, advanced by the lease's holder, and ended.
 //!
-//! Invariant: [`advance`], [`suspend`] and [`renew`], with which a process works on an operation, also check the
-//! process's lease, by the database's clock.
+//! Invariant: [`advance`], [`suspend`] and [`renew`] take effect only while `owner` holds an unexpired lease, by the
+//! database's clock.
 
 use std::time::Duration;
 
@@ -172,13 +172,13 @@ pub async fn count_running_by_kind(client: &impl GenericClient) -> Result<Vec<(S
     Ok(query(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Running operations without progress for `deadline`, or created or last continued by an operator more than `limit`
-/// ago. Excludes operations that wait for an operator or for the provider's account, operations of a newer release, and
-/// deletions and server removals, which are retried until an operator abandons them.
+/// Running operations that made no progress for `progress_timeout`, or that were created, or last continued by an
+/// operator, more than `max_age` ago. Excludes operations that wait for an operator or for the provider's account,
+/// operations of a newer release, and deletions and server removals, which are retried until an operator abandons them.
 pub async fn list_stalled(
     client: &impl GenericClient,
-    deadline: Duration,
-    limit: Duration,
+    progress_timeout: Duration,
+    max_age: Duration,
     supported: &SupportedSteps<'_>,
 ) -> Result<Vec<OperationRow>, DbError> {
     let sql = format!(
@@ -190,17 +190,17 @@ pub async fn list_stalled(
                 <= clock_timestamp() - make_interval(secs => $2)) ORDER BY created_at LIMIT 100"
     );
     let params: super::Params<'_> = &[
-        &deadline.as_secs_f64(),
-        &limit.as_secs_f64(),
+        &progress_timeout.as_secs_f64(),
+        &max_age.as_secs_f64(),
         &supported.kinds,
         &supported.steps,
-        &WAITS_FOR_ACCOUNT,
+        &PROVIDER_ACCOUNT_BLOCKED,
     ];
     Ok(query(client, &sql, params).await?.iter().map(OperationRow::parse).collect())
 }
 
 /// A long-running operation and its machine's handle.
-pub struct OverdueOperation {
+pub struct LongRunningOperation {
     pub operation: OperationRow,
     pub handle: String,
     /// Age in seconds.
@@ -209,11 +209,11 @@ pub struct OverdueOperation {
 
 /// At most `limit` running operations created more than `age` ago, oldest first, and the total number of such
 /// operations.
-pub async fn list_overdue(
+pub async fn list_long_running(
     client: &impl GenericClient,
     age: Duration,
     limit: i64,
-) -> Result<(Vec<OverdueOperation>, i64), DbError> {
+) -> Result<(Vec<LongRunningOperation>, i64), DbError> {
     let columns: Vec<String> = COLUMNS.split(", ").map(|column| format!("o.{}", column.trim())).collect();
     let sql = format!(
         "SELECT {}, m.handle, extract(epoch FROM clock_timestamp() - o.created_at)::float8 AS age, \
@@ -224,12 +224,12 @@ pub async fn list_overdue(
     );
     let found = query(client, &sql, &[&age.as_secs_f64(), &limit]).await?;
     let total = found.first().map_or(0, |row| row.get("total"));
-    let overdue = |row: &Row| OverdueOperation {
+    let parse = |row: &Row| LongRunningOperation {
         operation: OperationRow::parse(row),
         handle: row.get("handle"),
         age: row.get("age"),
     };
-    Ok((found.iter().map(overdue).collect(), total))
+    Ok((found.iter().map(parse).collect(), total))
 }
 
 /// Suspends an operation until an operator decides. Returns whether `owner` still held its lease.
@@ -267,7 +267,7 @@ pub async fn find_last_failure_time(
     Ok(query_opt(client, sql, &[&machine.0, &code]).await?.and_then(|row| row.get(0)))
 }
 
-/// Adds a fact to the facts of the operation's step.
+/// Adds a fact to the current step.
 pub async fn add_fact(
     tx: &Transaction<'_>,
     id: OperationId,
@@ -320,7 +320,7 @@ pub async fn load_step_age(
 }
 
 /// Error code of a running operation that is blocked by the provider's account. Such an operation has no deadline.
-pub const WAITS_FOR_ACCOUNT: &str = "provider_account";
+pub const PROVIDER_ACCOUNT_BLOCKED: &str = "provider_account";
 
 /// The kinds and steps that this release can run. All other kinds and steps belong to a newer release.
 pub struct SupportedSteps<'a> {
@@ -371,7 +371,7 @@ pub async fn count_unsupported(
 }
 
 /// The columns that [`advance`] writes.
-pub struct Advance<'a> {
+pub struct OperationUpdate<'a> {
     pub state: &'a str,
     pub step: &'a str,
     pub facts: &'a Value,
@@ -387,7 +387,7 @@ pub async fn advance(
     client: &impl GenericClient,
     id: OperationId,
     owner: Uuid,
-    to: &Advance<'_>,
+    update: &OperationUpdate<'_>,
 ) -> Result<bool, DbError> {
     let sql = "UPDATE operations SET state = $3, step = $4, \
                progress_at = CASE WHEN facts = $5 THEN progress_at ELSE clock_timestamp() END, facts = $5, attempts = $6, error_code = $7, \
@@ -397,16 +397,16 @@ pub async fn advance(
                ended_at = CASE WHEN $3 = 'running' THEN NULL ELSE clock_timestamp() END \
                WHERE operation_id = $1 AND lease_owner = $2 AND lease_until > clock_timestamp() \
                AND state = 'running'";
-    let lease = to.lease.map(|lease| lease.as_secs_f64());
+    let lease = update.lease.map(|lease| lease.as_secs_f64());
     let params: super::Params<'_> = &[
         &id.0,
         &owner,
-        &to.state,
-        &to.step,
-        &to.facts,
-        &to.attempts,
-        &to.error_code,
-        &to.due_in.as_secs_f64(),
+        &update.state,
+        &update.step,
+        &update.facts,
+        &update.attempts,
+        &update.error_code,
+        &update.due_in.as_secs_f64(),
         &lease,
     ];
     Ok(execute(client, sql, params).await? == 1)

@@ -71,7 +71,7 @@ impl ProcessKeys {
         let previous = self.ids.previous.as_ref().map(KeyId::as_str);
         let params: Params<'_> =
             &[&self.process, &self.ids.current.as_str(), &previous, &self.ttl.as_secs_f64()];
-        Ok(query(client, sql, params).await?.iter().map(parse_other).collect())
+        Ok(query(client, sql, params).await?.iter().map(parse_other_process).collect())
     }
 
     /// Whether all running processes have had this process's key as their current key for at least `ttl`.
@@ -85,7 +85,7 @@ impl ProcessKeys {
     }
 }
 
-fn parse_other(row: &Row) -> OtherProcess {
+fn parse_other_process(row: &Row) -> OtherProcess {
     OtherProcess { process: row.get(0), current: row.get(1) }
 }
 
@@ -97,7 +97,11 @@ pub async fn list_with_other_key(
 ) -> Result<Vec<OtherProcess>, DbError> {
     let sql = "SELECT process_id, key_id FROM platform_processes WHERE key_id <> $1 \
                AND seen_at > clock_timestamp() - make_interval(secs => $2) ORDER BY process_id LIMIT 100";
-    Ok(query(client, sql, &[&key.as_str(), &ttl.as_secs_f64()]).await?.iter().map(parse_other).collect())
+    Ok(query(client, sql, &[&key.as_str(), &ttl.as_secs_f64()])
+        .await?
+        .iter()
+        .map(parse_other_process)
+        .collect())
 }
 
 /// Number of running processes, and number of those that have `key` as their current or previous key.
@@ -125,7 +129,7 @@ pub async fn has_any(client: &impl GenericClient) -> Result<bool, DbError> {
 }
 
 /// Whether any process has used this key.
-pub async fn is_known(client: &impl GenericClient, key: &KeyId) -> Result<bool, DbError> {
+pub async fn has_been_used(client: &impl GenericClient, key: &KeyId) -> Result<bool, DbError> {
     let sql = "SELECT EXISTS (SELECT 1 FROM platform_keys WHERE key_id = $1)";
     Ok(query_opt(client, sql, &[&key.as_str()]).await?.is_some_and(|row| row.get(0)))
 }

@@ -15,7 +15,7 @@ const ROLLOUT_BATCH_ROWS: i64 = 5;
 
 /// A table whose rows are deleted after a retention period.
 #[derive(Debug, Clone, Copy)]
-pub struct Expiring {
+pub struct RetentionRule {
     /// The table's name in metrics. Dependent rows of other tables are deleted with its rows.
     pub table: &'static str,
     /// Deletes at most `$2` rows that ended more than `$1` seconds ago.
@@ -26,7 +26,7 @@ pub struct Expiring {
     pub batch_rows: i64,
 }
 
-impl Expiring {
+impl RetentionRule {
     pub fn new(table: ExpiringTable, keep: Duration) -> Self {
         let (name, statement) = table.name_and_statement();
         let batch_rows = if table == ExpiringTable::Rollouts { ROLLOUT_BATCH_ROWS } else { BATCH_ROWS };
@@ -111,6 +111,6 @@ impl ExpiringTable {
 }
 
 /// Deletes at most one batch of rows and returns the number of deleted rows.
-pub async fn delete_batch(client: &impl GenericClient, expiring: &Expiring) -> Result<u64, DbError> {
-    execute(client, expiring.statement, &[&expiring.keep.as_secs_f64(), &expiring.batch_rows]).await
+pub async fn delete_batch(client: &impl GenericClient, rule: &RetentionRule) -> Result<u64, DbError> {
+    execute(client, rule.statement, &[&rule.keep.as_secs_f64(), &rule.batch_rows]).await
 }

@@ -208,7 +208,7 @@ pub async fn list_members(
             Ok(Member {
                 machine: MachineId(row.get(0)),
                 batch: row.get(1),
-                state: member_state(row.get(2))?,
+                state: parse_member_state(row.get(2))?,
                 is_running: row.get(3),
                 is_updated: row.get::<_, Option<bool>>(4).unwrap_or(false),
                 failure: row.get(5),
@@ -218,7 +218,7 @@ pub async fn list_members(
         .collect()
 }
 
-fn member_state(text: &str) -> Result<MemberState, DbError> {
+fn parse_member_state(text: &str) -> Result<MemberState, DbError> {
     text.parse().map_err(|_| DbError::Unreadable { what: "rollout machine's state", why: text.to_owned() })
 }
 
@@ -384,7 +384,7 @@ pub async fn count_machines(
         "SELECT rollout_id, state, count(*) FROM rollout_machines WHERE rollout_id = ANY ($1) GROUP BY 1, 2";
     let found = query(client, sql, &[&ids]).await?;
     let count = |row: &Row| {
-        Ok((RolloutId(row.get(0)), member_state(row.get(1))?, row.get::<_, i64>(2).unsigned_abs()))
+        Ok((RolloutId(row.get(0)), parse_member_state(row.get(1))?, row.get::<_, i64>(2).unsigned_abs()))
     };
     found.iter().map(count).collect()
 }
@@ -417,7 +417,7 @@ pub async fn list_machines(
             handle: row.get(1),
             slot: row.get(2),
             batch: row.get(3),
-            state: member_state(row.get(4))?,
+            state: parse_member_state(row.get(4))?,
             error: row.get(5),
             asked_at: row.get(6),
             ended_at: row.get(7),

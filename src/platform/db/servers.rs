@@ -63,7 +63,7 @@ pub async fn count_own(client: &impl GenericClient) -> Result<OwnServers, DbErro
 }
 
 /// The other machines of this machine's slot whose servers exist or were requested, oldest first.
-pub async fn list_others_of_slot(
+pub async fn list_others_in_slot(
     client: &impl GenericClient,
     machine: &MachineRow,
 ) -> Result<Vec<MachineId>, DbError> {

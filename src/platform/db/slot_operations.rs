@@ -33,8 +33,8 @@ pub async fn find_running_deletion(
     Ok(query_opt(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// The deletion, with a pending final backup, of a machine of this slot that has served.
-pub async fn find_pending_final_backup(
+/// The running deletion of a machine of this slot that has served, while its final backup is pending.
+pub async fn find_deletion_awaiting_backup(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,

@@ -26,7 +26,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Err(error) => return findings.problem(format_chain(&error), next),
     };
     let response_ms = start.elapsed().as_millis();
-    // Leases and deadlines use the database's clock, tokens this machine's. The round trip does not count as skew.
+    // Leases and deadlines use the database's clock; tokens use this machine's. The round trip does not count as skew.
     let skew_ms = Timestamp::now().as_millisecond() - now.as_millisecond();
     let tolerated_ms = (config.timing.max_clock_skew + start.elapsed()).as_millis();
     let findings = if u128::from(skew_ms.unsigned_abs()) > tolerated_ms {

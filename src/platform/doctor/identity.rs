@@ -5,6 +5,7 @@ use serde::Deserialize;
 use crate::config::PlatformConfig;
 use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
+use svc_base::quantity::pluralize;
 use svc_http::client::{self, Deadlines};
 
 #[derive(Deserialize)]
@@ -23,7 +24,8 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let next = "check IDP_JWKS_URL (by default <IDP_ISSUER>/.well-known/jwks.json); until it works, users cannot sign in";
     match fetch(url.clone()).await {
         Ok(set) if set.keys.iter().any(|key| key.kid.is_some()) => {
-            findings.ok(format!("{} has {} keys", url.host_str().unwrap_or_default(), set.keys.len()))
+            let keys = pluralize(set.keys.len() as u64, "key");
+            findings.ok(format!("{} has {keys}", url.host_str().unwrap_or_default()))
         }
         Ok(_) => findings.problem(format!("{url} has no key with an id"), next),
         Err(why) => findings.problem(format!("cannot fetch its keys: {why}"), next),

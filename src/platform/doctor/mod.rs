@@ -58,7 +58,7 @@ pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
                 "identity-provider",
                 "tls",
             ] {
-                let skipped = Findings::new(check).skipped("the configuration is wrong");
+                let skipped = Findings::new(check).skipped("the configuration is invalid");
                 findings.extend(skipped.into_list());
             }
             return DoctorReport { findings, api_access };

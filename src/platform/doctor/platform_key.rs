@@ -37,7 +37,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         }
         Err(error) => (
             findings.warning(
-                format!("cannot check whether PLATFORM_KEY is the current one: {}", format_chain(&error)),
+                format!("cannot check whether PLATFORM_KEY is the current key: {}", format_chain(&error)),
                 "see the check `store`",
             ),
             None,
@@ -63,7 +63,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
     if let Some(error) = &usage.unopened {
         return findings.problem(
             error.to_string(),
-            "correct the wrong one of the two keys; svc-platform will not start",
+            "PLATFORM_KEY or PLATFORM_KEY_PREVIOUS is wrong: correct it; svc-platform will not start",
         );
     }
     let findings = match &ids.previous {
@@ -105,7 +105,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
     };
     match usage.need.describe_silent() {
         Some(silent) => findings.warning(
-            format!("{silent} without a token of PLATFORM_KEY"),
+            format!("{silent} without a token made with PLATFORM_KEY"),
             "the key change does not wait for them: a token rotates at the next heartbeat; after a restore of the \
              database, recover them first",
         ),
@@ -134,7 +134,7 @@ async fn read_usage(
         KeyNeed::find(client, &ids.current, &mint, &Seal::from_keys(&config.keys), silence, ttl).await?;
     let (is_previous_used, processes) = match &ids.previous {
         Some(previous) => (
-            platform_keys::is_known(client, previous).await?,
+            platform_keys::has_been_used(client, previous).await?,
             platform_keys::count_with_key(client, previous, ttl).await?,
         ),
         None => (false, (0, 0)),

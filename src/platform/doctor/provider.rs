@@ -3,6 +3,7 @@
 use crate::config::PlatformConfig;
 use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
+use svc_base::quantity::pluralize;
 use svc_http::client::{self, Deadlines};
 use svc_provider::Provider;
 use svc_provider::hetzner::Hetzner;
@@ -41,7 +42,8 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     }
     match provider.find_by_label("svc-installation").await {
         Ok(servers) => {
-            findings.ok(format!("responds, offers {wanted}, and has {} servers of svc", servers.len()))
+            let servers = pluralize(servers.len() as u64, "svc server");
+            findings.ok(format!("responds, offers {wanted}, and has {servers}"))
         }
         Err(error) => findings.problem(format_chain(&error), next),
     }

@@ -14,8 +14,8 @@ use svc_base::config;
 use svc_base::diagnosis::{Finding, Findings};
 use svc_http::tls::Identity;
 
-/// The user as whom the package's unit runs.
-const USER: &str = "svc-platform";
+/// The user that the package's unit runs as.
+const SERVICE_USER: &str = "svc-platform";
 const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
 
 pub fn check_env_file(file: Option<&Path>) -> Vec<Finding> {
@@ -26,14 +26,14 @@ pub fn check_env_file(file: Option<&Path>) -> Vec<Finding> {
         Ok(meta) => meta,
         Err(error) => {
             let next = format!(
-                "run `install -o root -g {USER} -m 0640 /etc/svc/platform.env.example {path}`, and fill in the file; or \
+                "run `install -o root -g {SERVICE_USER} -m 0640 /etc/svc/platform.env.example {path}`, and fill in the file; or \
                  run this command as root"
             );
             return findings.problem(format!("{path}: {error}"), next).into_list();
         }
     };
     let mode = meta.permissions().mode() & 0o7777;
-    let next = format!("chown root:{USER} {path}; chmod 0640 {path}");
+    let next = format!("chown root:{SERVICE_USER} {path}; chmod 0640 {path}");
     let findings = if mode & 0o027 == 0 {
         findings
     } else {
@@ -41,9 +41,9 @@ pub fn check_env_file(file: Option<&Path>) -> Vec<Finding> {
         findings.problem(what, next.clone())
     };
     // A machine without this user does not run the package's unit.
-    let findings = match Accounts::load(Path::new("/")).credentials(USER) {
+    let findings = match Accounts::load(Path::new("/")).credentials(SERVICE_USER) {
         Some(user) if !user.can_read(&meta) => findings.problem(
-            format!("the user {USER} cannot read {path}: the service will not start (exit 78)"),
+            format!("the user {SERVICE_USER} cannot read {path}: the service will not start (exit 78)"),
             next,
         ),
         _ => findings,

@@ -143,5 +143,5 @@ impl SessionStores {
 
 /// A slot that no user has and that differs from the session's slot.
 fn other_slot() -> SlotPrefix {
-    SlotPrefix::new(&"svc-doctor-other".parse().expect("a user's id"), &Slot::primary())
+    SlotPrefix::new(&"svc-doctor-other".parse().expect("the user's id is valid"), &Slot::primary())
 }

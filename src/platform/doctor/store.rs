@@ -12,6 +12,7 @@ use crate::config::PlatformConfig;
 use crate::host_store::HostStore;
 use svc_base::chain::format_chain;
 use svc_base::diagnosis::Findings;
+use svc_base::quantity::pluralize;
 use svc_store::bucket::{Bucket, StoreError};
 use svc_store::capabilities::{self, Need, ProbeResult, Support};
 use svc_store::config::StoreConfig;
@@ -68,7 +69,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok(0) => findings
             .or_ok("supports all that svc relies on: reads, lists, uploads, and atomic conditional puts"),
         Ok(count) => findings.warning(
-            format!("{count} temporary objects of this check could not be deleted"),
+            format!("{} of this check could not be deleted", pluralize(count as u64, "temporary object")),
             format!(
                 "grant the access key the right to delete, then delete the objects below {PREFIX}/ manually"
             ),

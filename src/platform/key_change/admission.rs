@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use super::KEYS_LOCK;
+use super::PLATFORM_KEYS_LOCK;
 use super::need::KeyNeed;
 use crate::db::platform_keys::{self, ProcessKeys};
 use crate::db::{self, Db, DbError};
@@ -31,8 +31,8 @@ pub enum AdmissionError {
     Needed(KeyNeed),
     #[error(
         "a platform process with other keys is running ({processes}): each must have the PLATFORM_KEY of every other as \
-         PLATFORM_KEY or PLATFORM_KEY_PREVIOUS. Restart the processes that run with the new key as PLATFORM_KEY_PREVIOUS \
-         first; docs/operating/keys.md gives the order"
+         PLATFORM_KEY or PLATFORM_KEY_PREVIOUS. First restart the processes that run with the new key as \
+         PLATFORM_KEY_PREVIOUS; docs/operating/keys.md gives the order"
     )]
     Incompatible { processes: String },
 }
@@ -49,14 +49,14 @@ pub async fn admit(
     seal: &Seal,
     max_silence: Duration,
 ) -> Result<(), AdmissionError> {
-    let end = Instant::now() + own.ttl + MIN_RETRY_INTERVAL;
+    let deadline = Instant::now() + own.ttl + MIN_RETRY_INTERVAL;
     loop {
         let mut session = db.session().await?;
         let tx = db::begin(&mut session).await?;
-        db::lock(&tx, KEYS_LOCK).await?;
+        db::lock(&tx, PLATFORM_KEYS_LOCK).await?;
         let is_first = !platform_keys::has_any(&tx).await?;
         if own.ids.previous.is_none() {
-            refuse_needed(&tx, own, mint, seal, max_silence, is_first).await?;
+            refuse_if_other_key_needed(&tx, own, mint, seal, max_silence, is_first).await?;
         } else {
             // This check precedes the recording of the key's use, because a wrong key must not affect the key change.
             keys::ensure_keys_can_be_opened(&tx, seal).await?;
@@ -75,7 +75,7 @@ pub async fn admit(
         drop(session);
         let processes: Vec<String> = incompatible.iter().map(|other| other.process.to_string()).collect();
         let processes = processes.join(", ");
-        if Instant::now() >= end {
+        if Instant::now() >= deadline {
             return Err(AdmissionError::Incompatible { processes });
         }
         tracing::warn!(processes, "waiting for platform processes with other keys to end");
@@ -83,7 +83,7 @@ pub async fn admit(
     }
 }
 
-async fn refuse_needed(
+async fn refuse_if_other_key_needed(
     tx: &deadpool_postgres::Transaction<'_>,
     own: &ProcessKeys,
     mint: &TokenMint,

@@ -24,7 +24,7 @@ use svc_store::bucket::{Bucket, Condition, StoreError, Versioned};
 pub const MARK_PATH: &str = "system-platform/platform-key.json";
 
 const FORMAT: u32 = 1;
-/// Timeout of one check, and of one attempt to write.
+/// Timeout for one check, and for one attempt to write.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Delay before a retry while the store is unavailable.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
@@ -91,7 +91,7 @@ pub enum MarkError {
     UnknownKey(Box<UnknownKey>),
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("too many concurrent changes of the current platform key's mark")]
+    #[error("too many concurrent changes to the mark of the current platform key")]
     Contended,
 }
 

@@ -94,8 +94,12 @@ impl KeyNeed {
             let Some(last) = tokens.last() else { return Ok(()) };
             after = last.machine;
             for token in tokens {
-                if token_rotation::is_made_by_current_key(mint, token.machine, token.generation, &token.hash)
-                {
+                if token_rotation::is_token_made_with_current_key(
+                    mint,
+                    token.machine,
+                    token.generation,
+                    &token.hash,
+                ) {
                     continue;
                 }
                 let machines = if token.is_silent { &mut self.silent } else { &mut self.machines };
@@ -184,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn need_counts_all_but_names_only_first_five() {
+    fn display_counts_all_and_names_first_five() {
         let mut need = KeyNeed::default();
         assert!(need.is_empty());
         need.silent.add("quiet");

@@ -57,7 +57,7 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
         }
     }
     let session = platform.db.session().await?;
-    let keys = db::keys::list_public_keys(&session, db::keys::PROOF).await?;
+    let keys = db::keys::list_public_keys(&session, db::keys::PROOF_PURPOSE).await?;
     drop(session);
     let order = build_order(platform, &machine, &keys).await?;
     leased.record_create_sent().await?;
@@ -67,7 +67,7 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     match response {
         Ok(created) => {
             alarms::end_provider_limit(platform).await;
-            Ok(record_server("created", &created.server, &created.actions))
+            Ok(finish_with_server("created", &created.server, &created.actions))
         }
         Err(error) => handle_create_error(leased, &machine, error).await,
     }
@@ -127,10 +127,10 @@ async fn continue_in_next_location(
 }
 
 fn adopt(server: &Server) -> StepOutcome {
-    record_server("adopted", server, &[])
+    finish_with_server("adopted", server, &[])
 }
 
-fn record_server(note: &'static str, server: &Server, actions: &[ActionId]) -> StepOutcome {
+fn finish_with_server(note: &'static str, server: &Server, actions: &[ActionId]) -> StepOutcome {
     let actions = actions.iter().map(|action| action.0).collect();
     let record = StepRecord::CreateAccepted { server: server.id.0, address: server.public_ipv4, actions };
     StepOutcome::Done { note: Some(note.into()), record }

@@ -57,7 +57,7 @@ async fn is_discard_confirmed(leased: &LeasedOperation<'_>, machine: &MachineRow
 pub async fn delete_server(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let platform = leased.platform;
     let session = platform.db.session().await?;
-    if db::leases::has_other_lease_of_machine(&session, machine.id, leased.operation.id).await? {
+    if db::leases::has_other_lease_on_machine(&session, machine.id, leased.operation.id).await? {
         return Ok(false);
     }
     // Read again: the previous lease holder may have recorded a server.

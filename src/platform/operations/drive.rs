@@ -19,15 +19,16 @@ use crate::db::{self, DbError};
 use svc_http::problem::format_chain;
 use svc_http::request_id;
 
-/// Maximum operations of the general lane that one process drives at a time.
-const MAX_DRIVEN: usize = 16;
-/// Maximum operations at steps that call hosts: each costs only a task, and a silent host blocks it for seconds.
-const MAX_CALLING_HOSTS: usize = 64;
+/// Maximum number of operations of the general lane that one process drives at a time.
+const MAX_DRIVEN_OPERATIONS: usize = 16;
+/// Maximum number of operations at steps that call hosts: each costs only a task, and a silent host blocks it for
+/// seconds.
+const MAX_HOST_CALL_OPERATIONS: usize = 64;
 /// Maximum backoff of an operation whose outcome cannot be stored.
 const MAX_UNSTORED_BACKOFF: Duration = Duration::from_secs(30);
 /// Minimum time between two rounds of claims: an operation that is due, but locked by another transaction, causes no busy
 /// loop.
-const MIN_WAIT: Duration = Duration::from_millis(20);
+const MIN_CLAIM_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Drives operations until `stop`, then waits for running steps.
 pub async fn run(platform: Arc<Platform>) {
@@ -37,11 +38,11 @@ pub async fn run(platform: Arc<Platform>) {
             tracing::warn!(error = %format_chain(&error), "cannot claim operations");
             None
         });
-        let poll = platform.config.timing.poll;
+        let poll = platform.config.timing.poll_interval;
         tokio::select! {
             () = platform.stop.cancelled() => {}
-            () = platform.nudge.notified() => {}
-            () = tokio::time::sleep(wait.map_or(poll, |wait| wait.clamp(MIN_WAIT.min(poll), poll))) => {}
+            () = platform.runner_wake.notified() => {}
+            () = tokio::time::sleep(wait.map_or(poll, |wait| wait.clamp(MIN_CLAIM_INTERVAL.min(poll), poll))) => {}
             Some(ended) = drivers.general.join_next() => log_panic(ended),
             Some(ended) = drivers.calling.join_next() => log_panic(ended),
         }
@@ -66,7 +67,7 @@ impl Drivers {
             // the previous owner.
             let owner = Uuid::now_v7();
             let session = platform.db.session().await?;
-            let lease = platform.config.timing.lease;
+            let lease = platform.config.timing.lease_ttl;
             let Some(operation) = db::operations::claim(&session, owner, lease, &supported).await? else {
                 return db::operations::time_until_due(&session, &supported).await;
             };
@@ -83,7 +84,7 @@ impl Drivers {
 
     /// The steps of the lanes with capacity.
     fn claimable(&self) -> Option<SupportedSteps<'static>> {
-        match (self.general.len() < MAX_DRIVEN, self.calling.len() < MAX_CALLING_HOSTS) {
+        match (self.general.len() < MAX_DRIVEN_OPERATIONS, self.calling.len() < MAX_HOST_CALL_OPERATIONS) {
             (true, true) => Some(supported_steps()),
             (true, false) => Some(supported_steps_in(Lane::General)),
             (false, true) => Some(supported_steps_in(Lane::HostCalls)),
@@ -116,7 +117,7 @@ async fn drive_with_request_id(platform: &Platform, operation: OperationRow, own
     request_id::scope(id, drive(platform, operation, owner)).instrument(span).await;
 }
 
-/// Runs the steps of one operation while they are due and in this lane.
+/// Runs the steps of one operation while they are due and in the lane of the first one.
 async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
     let lane = lane_of(&operation);
     let mut needs_other_lane = false;
@@ -132,7 +133,7 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
             Ok(_) => break true,
             Err(StepError::Lost) => {
                 // The operation's server may still exist at the provider.
-                platform.reconcile.notify_one();
+                platform.reconciler_wake.notify_one();
                 break true;
             }
             Err(error) => {
@@ -153,6 +154,6 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
         tracing::warn!(operation = %operation.id, error = %format_chain(&error), "cannot release a lease");
     }
     if needs_other_lane {
-        platform.nudge.notify_one();
+        platform.runner_wake.notify_one();
     }
 }

@@ -31,11 +31,11 @@ use svc_provider::{Server, ServerId};
 const CONFIRM_INTERVAL: Duration = Duration::from_secs(10);
 /// Losses within this window are counted together.
 const LOSS_WINDOW: Duration = Duration::from_secs(3600);
-/// Maximum lookups by id per pass for unlisted servers that are only monitored.
+/// Maximum number of lookups by id per pass for unlisted servers that are only monitored.
 const MAX_MONITORED_LOOKUPS: usize = 20;
 /// After this many consecutive failed lookups, the remaining ones are skipped.
 const MAX_FAILED_LOOKUPS: usize = 3;
-/// Maximum unknown servers that the alarm names.
+/// Maximum number of unknown servers that the alarm names.
 const MAX_SHOWN_SERVERS: usize = 20;
 /// If the provider lists none of at least this many servers, it was probably called with another project's token.
 const MIN_SERVERS_TO_SUSPECT_TOKEN: usize = 4;
@@ -115,7 +115,9 @@ async fn fail_vanished(
     for machine in missing {
         let missing_for = db::servers::record_missing(&session, machine).await?;
         let is_silent = machine.silent_for >= platform.config.timing.server_silence;
-        if is_silent && missing_for >= platform.config.timing.reconcile.min(CONFIRM_INTERVAL).mul_f64(0.9) {
+        if is_silent
+            && missing_for >= platform.config.timing.reconcile_interval.min(CONFIRM_INTERVAL).mul_f64(0.9)
+        {
             lost.push(machine);
         }
     }
@@ -154,7 +156,7 @@ async fn confirm_missing<'a>(
     let (mut lost, mut known, mut consecutive_failures) = (Vec::new(), 0, 0);
     let total = missing.len();
     for machine in missing {
-        match look_up_lost(platform, machine).await {
+        match confirm_lost(platform, machine).await {
             Ok(is_lost) => {
                 (known, consecutive_failures) = (known + 1, 0);
                 lost.extend(is_lost.then_some(machine));
@@ -171,8 +173,8 @@ async fn confirm_missing<'a>(
     (lost, total - known)
 }
 
-/// Looks up a server by id. Returns whether the provider has lost it.
-async fn look_up_lost(platform: &Platform, machine: &ExpectedServer) -> anyhow::Result<bool> {
+/// Looks up a server by id, and records it as seen if it exists. Returns whether the provider has lost it.
+async fn confirm_lost(platform: &Platform, machine: &ExpectedServer) -> anyhow::Result<bool> {
     let exists = platform.provider.get(ServerId(machine.server)).await?.is_some();
     if exists {
         // The server is not listed because its label was removed.
@@ -207,7 +209,7 @@ async fn fail_machine(platform: &Platform, expected: &ExpectedServer) -> anyhow:
         return Ok(());
     }
     let context = EventContext {
-        failed_at: Some(("provider", "the provider no longer has the server")),
+        failure: Some(("provider", "the provider no longer has the server")),
         ..EventContext::default()
     };
     match lifecycle::apply(&tx, &platform.mint, &row, &Event::ServerGone, context).await {
@@ -279,7 +281,7 @@ async fn handle_orphans(
     let counted = db::unknown_servers::count(&session, grace).await?;
     let shown = describe(&session, &unknown[..unknown.len().min(MAX_SHOWN_SERVERS)]).await?;
     let detail = json!({"unknown": unknown.len(), "released": counted.released, "servers": shown});
-    alarms::raise_while(&session, Alarm::UnknownServers, unknown.len(), &detail).await?;
+    alarms::raise_or_clear(&session, Alarm::UnknownServers, unknown.len(), &detail).await?;
     let due = db::unknown_servers::list_due(&session, grace).await?;
     drop(session);
     for server in due {

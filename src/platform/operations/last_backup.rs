@@ -5,8 +5,8 @@
 //! that server. If a reachable host cannot make the snapshot, the operation waits for an operator's decision; an
 //! unreachable host is skipped after a bounded time.
 
+mod final_backup;
 mod progress;
-mod saved_copy;
 mod skip;
 
 use std::fmt;
@@ -22,8 +22,8 @@ use super::predecessor::{find_outgoing_machine, note_nothing_served};
 use super::step::{Question, StepError, StepOutcome, StepRecord, build_fence};
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, DbError};
+use final_backup::HostReport;
 use progress::LastBackupProgress;
-use saved_copy::HostReport;
 pub use skip::{NEWER_SNAPSHOT, SNAPSHOT_CHOSEN};
 use skip::{SkipReason, is_snapshot_chosen, skip_host};
 use svc_base::chain::format_chain;
@@ -152,7 +152,7 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         // An operator has decided: a held-back snapshot may have become the latest.
         if let Ok(report) = fetch_host_report(leased, &machine).await
             && let Some(taken_at) =
-                saved_copy::find_final_backup(leased, &machine, &progress, &report, now).await
+                final_backup::find_final_backup(leased, &machine, &progress, &report, now).await
         {
             return Ok(finish_with_backup(&machine, taken_at));
         }
@@ -244,7 +244,7 @@ async fn attempt_backup(
         return Ok(AttemptOutcome::Wait(POLL_INTERVAL));
     };
     let report = fetch_host_report(leased, machine).await?;
-    if let Some(taken_at) = saved_copy::find_final_backup(leased, machine, progress, &report, now).await {
+    if let Some(taken_at) = final_backup::find_final_backup(leased, machine, progress, &report, now).await {
         return Ok(AttemptOutcome::Saved { taken_at });
     }
     if let HostReport::Backups(host) = &report {
@@ -283,7 +283,7 @@ async fn replace_implausible_fence(leased: &LeasedOperation<'_>, machine: &Machi
     tracing::warn!(machine = %machine.id, %fence_epoch, "replaced a fence that no machine could have set");
 }
 
-/// Requests that the host stops its writers. Returns whether all of them have stopped.
+/// Requests that the host stop its writers. Returns whether all of them have stopped.
 async fn stop_writers(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
@@ -421,8 +421,8 @@ async fn continue_with_loss(leased: &LeasedOperation<'_>, machine: &MachineRow) 
     StepOutcome::Done { note: Some(note.into()), record }
 }
 
-/// Grows with the time waited, from [`POLL_INTERVAL`] to the limit. Jitter shortens it by up to a quarter, and so spreads
-/// the calls to hosts that became silent at the same time.
+/// Returns the delay before the next call, which grows with the time waited, from [`POLL_INTERVAL`] to the limit. Jitter
+/// shortens it by up to a quarter, and so spreads the calls to hosts that became silent at the same time.
 fn poll_interval(waited: SignedDuration, limit: Duration) -> Duration {
     let waited = Duration::try_from(waited).unwrap_or_default();
     let jitter = f64::from(Uuid::new_v4().as_bytes()[0]) / 255.0;

@@ -134,7 +134,7 @@ async fn evaluate_fence(
     Ok(if is_plausible { FenceClaim::Unverified(holder) } else { FenceClaim::Nothing })
 }
 
-/// How an operation continues if the store has a later holder.
+/// How an operation continues if the store names a later holder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum HolderDecision {
     /// The operation continues.

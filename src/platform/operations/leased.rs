@@ -88,8 +88,8 @@ impl LeasedOperation<'_> {
         if self.platform.provider.get(ServerId(server)).await?.is_none() {
             return Ok(false);
         }
-        let failed_at = (self.operation.step.as_str(), "the provider has the machine's server after all");
-        apply_event(self.platform, machine.id, &Event::ServerFound, failed_at).await?;
+        let failure = (self.operation.step.as_str(), "the provider has the machine's server after all");
+        apply_event(self.platform, machine.id, &Event::ServerFound, failure).await?;
         db::servers::record_seen(&self.platform.db.session().await?, &[server]).await?;
         Ok(true)
     }
@@ -124,7 +124,7 @@ impl LeasedOperation<'_> {
     async fn write_under_lease(&self, write: LeasedWrite) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
-        let lease = self.platform.config.timing.lease;
+        let lease = self.platform.config.timing.lease_ttl;
         // Lock order everywhere: machines before their operations.
         db::machines::lock(&tx, self.operation.machine).await?;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
@@ -189,19 +189,18 @@ impl LeasedOperation<'_> {
         let tx = db::begin(&mut session).await?;
         let machine = self.operation.machine;
         let row = db::machines::lock(&tx, machine).await?.ok_or(StepError::Lost)?;
-        let lease = self.platform.config.timing.lease;
+        let lease = self.platform.config.timing.lease_ttl;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
             return Err(StepError::Lost);
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
-        let context =
-            EventContext { failed_at: Some((&self.operation.step, note)), ..EventContext::default() };
+        let context = EventContext { failure: Some((&self.operation.step, note)), ..EventContext::default() };
         match lifecycle::apply(&tx, &self.platform.mint, &row, event, context).await {
             // The machine has left its slot: the event no longer applies.
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
             Err(LifecycleError::Db(error)) => return Err(error.into()),
         }
-        // If the change of the machine has ended the operation as failed, this has no effect. Operations that the
+        // If the change to the machine has ended the operation as failed, this has no effect. Operations that the
         // change created keep running.
         db::operations::end(&tx, self.operation.id, "succeeded", None).await?;
         Ok(db::commit(tx).await?)
@@ -211,7 +210,7 @@ impl LeasedOperation<'_> {
     pub async fn end_as_failed(&self, code: &str, note: &str) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
-        let lease = self.platform.config.timing.lease;
+        let lease = self.platform.config.timing.lease_ttl;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
             return Err(StepError::Lost);
         }
@@ -244,12 +243,12 @@ async fn apply_event(
     platform: &Platform,
     machine: MachineId,
     event: &Event,
-    failed_at: (&str, &str),
+    failure: (&str, &str),
 ) -> Result<(), DbError> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, machine).await? else { return Ok(()) };
-    let context = EventContext { failed_at: Some(failed_at), ..EventContext::default() };
+    let context = EventContext { failure: Some(failure), ..EventContext::default() };
     match lifecycle::apply(&tx, &platform.mint, &row, event, context).await {
         Ok(_) => db::commit(tx).await,
         Err(LifecycleError::Db(error)) => Err(error),

@@ -39,10 +39,10 @@ async fn may_shut_down_late(leased: &LeasedOperation<'_>, machine: &MachineRow) 
     let operations = db::operations::list_for_machine(&session, machine.id).await?;
     let began = leased.operation.created_at;
     Ok(operations.iter().any(|other| {
-        let shuts_down = matches!(other.kind.as_str(), "resize" | "power_off");
-        let ended_recently =
+        let is_shutdown = matches!(other.kind.as_str(), "resize" | "power_off");
+        let has_ended_recently =
             other.ended_at.is_some_and(|at| began.duration_since(at).unsigned_abs() < deadline);
-        shuts_down && other.state != "succeeded" && ended_recently
+        is_shutdown && other.state != "succeeded" && has_ended_recently
     }))
 }
 
@@ -121,5 +121,5 @@ async fn find_server(
 }
 
 fn server_missing() -> StepOutcome {
-    StepOutcome::Fail { code: "server_gone", note: "the provider has no server of this machine" }
+    StepOutcome::Fail { code: "server_gone", note: "the provider has no server for this machine" }
 }

@@ -1,7 +1,7 @@
-//! The reconciler: handles expired registrations and previews, hanging operations, missing and leftover servers, and
+//! The reconciler: handles expired registrations and previews, stalled operations, missing and leftover servers, and
 //! rows whose retention has ended.
 //!
-//! The reconciler takes no input and can run at any time, in any number of processes: by a timer, or earlier when
+//! The reconciler takes no input and can run at any time, in any number of processes: on a timer, or earlier when
 //! notified.
 
 use std::fmt::Display;
@@ -18,6 +18,7 @@ use crate::db::operations::OperationRow;
 use crate::db::{self, DbError};
 use crate::lifecycle::{self, EventContext, LifecycleError};
 use svc_base::metrics::{RECONCILER_RUNS, RECONCILER_SUCCESS};
+use svc_base::quantity::pluralize;
 use svc_http::problem::format_chain;
 use svc_http::request_id;
 use svc_machine::event::Event;
@@ -28,14 +29,14 @@ const MIN_PASS_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs periodically until `stop`.
 pub async fn run(platform: Arc<Platform>) {
-    let interval = platform.config.timing.reconcile;
+    let interval = platform.config.timing.reconcile_interval;
     loop {
         // The servers are not listed again if another process listed them within this time.
         let mut min_interval = interval.mul_f64(0.9);
         tokio::select! {
             () = platform.stop.cancelled() => return,
             () = tokio::time::sleep(interval) => {}
-            () = platform.reconcile.notified() => min_interval = MIN_PASS_INTERVAL,
+            () = platform.reconciler_wake.notified() => min_interval = MIN_PASS_INTERVAL,
         }
         // Each pass has its own request id.
         request_id::run_with_new_id(run_pass(&platform, min_interval)).await;
@@ -78,16 +79,16 @@ fn report(part: &'static str, outcome: anyhow::Result<()>) {
 pub(super) struct Failures(usize);
 
 impl Failures {
-    pub fn record(&mut self, about: impl Display, outcome: anyhow::Result<()>) {
+    pub fn record(&mut self, item: impl Display, outcome: anyhow::Result<()>) {
         if let Err(error) = outcome {
             self.0 += 1;
-            tracing::error!(%about, error = %format_chain(error.as_ref()), "the reconciler skipped an item");
+            tracing::error!(%item, error = %format_chain(error.as_ref()), "the reconciler skipped an item");
         }
     }
 
     /// Returns an error if any item failed.
     pub fn into_result(self) -> anyhow::Result<()> {
-        anyhow::ensure!(self.0 == 0, "{} items failed", self.0);
+        anyhow::ensure!(self.0 == 0, "{} failed", pluralize(self.0 as u64, "item"));
         Ok(())
     }
 }
@@ -142,12 +143,12 @@ async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyh
 async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
-    let (deadline, limit) = (timing.operation_deadline, timing.operation_limit);
-    let found = db::operations::list_stalled(&session, deadline, limit, &supported_steps()).await?;
+    let (progress_timeout, max_age) = (timing.operation_deadline, timing.operation_limit);
+    let found = db::operations::list_stalled(&session, progress_timeout, max_age, &supported_steps()).await?;
     drop(session);
     let mut failures = Failures::default();
     for operation in found {
-        tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "an operation hangs");
+        tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "ending a stalled operation");
         failures.record(operation.id, end_stalled_operation(platform, &operation).await);
     }
     failures.into_result()
@@ -169,7 +170,7 @@ async fn end_stalled_operation(platform: &Platform, operation: &OperationRow) ->
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, operation.machine).await? else { return Ok(()) };
     let context = EventContext {
-        failed_at: Some((&operation.step, "the operation did not end in time")),
+        failure: Some((&operation.step, "the operation did not end in time")),
         ..EventContext::default()
     };
     match lifecycle::apply(&tx, &platform.mint, &row, &Event::OperationHung, context).await {
@@ -212,9 +213,9 @@ fn listing_interval(servers: u64) -> Duration {
     Duration::from_secs(further_calls * SECONDS_PER_CALL)
 }
 
-/// Orders the deletion of servers that are no longer kept, unless the database may have lost machines. Only the pass that took the
-/// inventory may do this: another process's inventory may still be running, and the stored list may come from a
-/// restored copy.
+/// Orders the deletion of servers that are no longer kept, unless the database may have lost machines. Only the pass that
+/// took the inventory may do this: another process's inventory may still be running, and the stored list may come from
+/// a restored copy.
 async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
@@ -231,7 +232,7 @@ async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
     }
     db::commit(tx).await?;
     if !found.is_empty() {
-        platform.nudge.notify_one();
+        platform.runner_wake.notify_one();
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! The steps of `resize`: shut down, power off, change the type, power on, wait for a healthy host.
 //!
-//! After every failure before the server is on again, the operation continues with the step that switches it on, and
-//! the server's type then decides the outcome. The invariant: nothing here creates or deletes a server, and every step
+//! If a step fails before the server is on again, the operation continues with the step that switches it on, and the
+//! server's type then decides the outcome. The invariant: nothing here creates or deletes a server, and every step
 //! can restart after a kill, because it reads the server's state before it orders anything.
 
 use std::time::Duration;
@@ -202,7 +202,7 @@ struct ResizeState {
 async fn load_server(leased: &LeasedOperation<'_>) -> Result<Result<ResizeState, StepOutcome>, StepError> {
     let machine = leased.machine().await?;
     let (Some(id), Some(to)) = (machine.provider_server_id, machine.resize_to.clone()) else {
-        // The machine is no longer being resized: the change of its state also ended this operation.
+        // The machine is no longer being resized: its state change also ended this operation.
         return Err(StepError::Lost);
     };
     let age = leased.step_age().await?;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use deadpool_postgres::Object;
 
 use crate::context::Platform;
-use crate::db::retention::{Expiring, ExpiringTable};
+use crate::db::retention::{ExpiringTable, RetentionRule};
 use crate::db::{self, DbError};
 use crate::signed_lifetimes::SIGN_OUT_TTL;
 use svc_base::chain::format_chain;
@@ -13,7 +13,7 @@ use svc_base::metrics::RETENTION_DELETED;
 
 /// Interval between passes across all processes.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(60);
-/// Maximum batches per table and pass: 1,200,000 rows an hour (6,000 rollouts, whose batches are smaller), above the
+/// Maximum number of batches per table and pass: 1,200,000 rows an hour (6,000 rollouts, whose batches are smaller), above the
 /// insert rate of any table.
 const MAX_BATCHES: u32 = 20;
 
@@ -27,37 +27,37 @@ const IDEMPOTENCY_KEY_RETENTION: Duration = Duration::from_secs(7 * 86_400);
 /// The first failure. The other tables are pruned nevertheless, and the next pass continues.
 pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let pause = PRUNE_INTERVAL.min(platform.config.timing.reconcile * 2).mul_f64(0.9);
+    let pause = PRUNE_INTERVAL.min(platform.config.timing.reconcile_interval * 2).mul_f64(0.9);
     if !db::tasks::claim_turn(&session, "retention", pause).await? {
         return Ok(());
     }
     let retention = platform.config.timing.retention;
     let mut first_error = None;
-    for expiring in [
-        Expiring::new(ExpiringTable::Sessions, SESSION_GRACE),
-        Expiring::new(ExpiringTable::SessionCodes, SESSION_GRACE),
-        Expiring::new(ExpiringTable::SignOuts, SIGN_OUT_TTL),
-        Expiring::new(ExpiringTable::IdempotencyKeys, IDEMPOTENCY_KEY_RETENTION),
-        Expiring::new(ExpiringTable::Operations, retention.operations),
-        Expiring::new(ExpiringTable::Rollouts, retention.operations),
-        Expiring::new(ExpiringTable::Audit, retention.audit),
+    for rule in [
+        RetentionRule::new(ExpiringTable::Sessions, SESSION_GRACE),
+        RetentionRule::new(ExpiringTable::SessionCodes, SESSION_GRACE),
+        RetentionRule::new(ExpiringTable::SignOuts, SIGN_OUT_TTL),
+        RetentionRule::new(ExpiringTable::IdempotencyKeys, IDEMPOTENCY_KEY_RETENTION),
+        RetentionRule::new(ExpiringTable::Operations, retention.operations),
+        RetentionRule::new(ExpiringTable::Rollouts, retention.operations),
+        RetentionRule::new(ExpiringTable::Audit, retention.audit),
         // Operators are kept as long as the audit names them, so that a name in the audit never refers to two
         // operators.
-        Expiring::new(ExpiringTable::Operators, retention.audit),
+        RetentionRule::new(ExpiringTable::Operators, retention.audit),
     ] {
-        if let Err(error) = prune_table(&session, &expiring).await {
-            tracing::warn!(table = expiring.table, error = %format_chain(&error), "cannot delete expired rows");
+        if let Err(error) = prune_table(&session, &rule).await {
+            tracing::warn!(table = rule.table, error = %format_chain(&error), "cannot delete expired rows");
             first_error = first_error.or(Some(error));
         }
     }
     first_error.map_or(Ok(()), |error| Err(error.into()))
 }
 
-async fn prune_table(session: &Object, expiring: &Expiring) -> Result<(), DbError> {
+async fn prune_table(session: &Object, rule: &RetentionRule) -> Result<(), DbError> {
     for _ in 0..MAX_BATCHES {
-        let deleted = db::retention::delete_batch(session, expiring).await?;
-        RETENTION_DELETED.add([expiring.table], deleted);
-        if deleted < expiring.batch_rows.unsigned_abs() {
+        let deleted = db::retention::delete_batch(session, rule).await?;
+        RETENTION_DELETED.add([rule.table], deleted);
+        if deleted < rule.batch_rows.unsigned_abs() {
             break;
         }
     }

@@ -18,7 +18,7 @@ use super::{OperationKind, Step, StepPoint};
 use crate::alarms;
 use crate::context::Platform;
 use crate::db::operation_log::RETRY;
-use crate::db::operations::{Advance, OperationRow};
+use crate::db::operations::{OperationRow, OperationUpdate};
 use crate::db::{self, DbError, machine_changes, machine_server, operation_metrics};
 use svc_base::clock::rfc3339_ms;
 use svc_http::problem::format_chain;
@@ -29,7 +29,7 @@ use svc_provider::{ErrorKind, ProviderError};
 
 /// A new machine fails after a step has been retried for this long. A recovery can then be requested again.
 const CREATION_TIMEOUT: Duration = Duration::from_secs(3600);
-/// Minimum consecutive failures of a step before a new machine fails.
+/// Minimum number of consecutive failures of a step before a new machine fails.
 const MIN_CONSECUTIVE_FAILURES: i32 = 5;
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
 
@@ -120,7 +120,7 @@ async fn start_step(
     let kind: OperationKind =
         operation.kind.parse().map_err(|why| DbError::Unreadable { what: "operation", why })?;
     let leased = LeasedOperation { platform, operation: &operation, kind, owner };
-    let lease = Some(platform.config.timing.lease);
+    let lease = Some(platform.config.timing.lease_ttl);
     let facts = &operation.facts;
     let to = NextStep { step, facts, attempts: 0, due_in: Duration::ZERO };
     store_step(&leased, to, lease, Some(("begun", None)), StepRecord::Nothing).await?;
@@ -134,7 +134,7 @@ async fn finish_step(
     record: StepRecord,
 ) -> Result<Option<OperationRow>, StepError> {
     let operation = leased.operation;
-    let lease = Some(leased.platform.config.timing.lease);
+    let lease = Some(leased.platform.config.timing.lease_ttl);
     let Some(next) = leased.kind.next_step(step) else {
         end_operation(leased, step, note, record).await?;
         return Ok(None);
@@ -172,7 +172,7 @@ async fn resolve_failed_resize(
 async fn abandon_resize(leased: &LeasedOperation<'_>, why: &str) -> Result<OperationRow, StepError> {
     let operation = leased.operation;
     tracing::warn!(operation = %operation.id, step = operation.step, why, "abandoning a resize");
-    let lease = Some(leased.platform.config.timing.lease);
+    let lease = Some(leased.platform.config.timing.lease_ttl);
     let to = NextStep { step: Step::PowerOn, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
     store_step(leased, to, lease, Some(("given_up", Some(why))), StepRecord::Nothing).await?;
     Ok(OperationRow { step: Step::PowerOn.as_str().to_owned(), attempts: 0, ..operation.clone() })
@@ -187,7 +187,7 @@ async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError)
         let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
         let why = format!("{error}; retrying within {} s", max_backoff(attempts).as_secs_f64().ceil());
         // While the operation waits for the account, it has no deadline.
-        return wait_for(leased, to, db::operations::WAITS_FOR_ACCOUNT, &why).await;
+        return wait_for(leased, to, db::operations::PROVIDER_ACCOUNT_BLOCKED, &why).await;
     }
     // A step may take a long time: a single late failure is not a reason to give up.
     if creates_machine(leased.kind)
@@ -238,7 +238,7 @@ fn as_account_error(error: &StepError) -> Option<&ProviderError> {
     source.downcast_ref::<ProviderError>().filter(|error| error.kind() == ErrorKind::Account)
 }
 
-/// Doubles from half a second to a minute.
+/// Returns the maximum delay before the next attempt, which doubles from half a second to a minute.
 fn max_backoff(attempts: i32) -> Duration {
     let exponent = u32::try_from(attempts.clamp(1, 10)).unwrap_or(10) - 1;
     (Duration::from_millis(500) * 2u32.pow(exponent)).min(MAX_BACKOFF)
@@ -306,7 +306,7 @@ async fn advance_operation(
     let mut session = leased.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     lock_machine_for_record(leased, &tx, &record).await?;
-    let advance = Advance {
+    let update = OperationUpdate {
         state: "running",
         step: to.step.as_str(),
         facts: to.facts,
@@ -315,7 +315,7 @@ async fn advance_operation(
         due_in: to.due_in,
         lease,
     };
-    if !db::operations::advance(&tx, id, leased.owner, &advance).await? {
+    if !db::operations::advance(&tx, id, leased.owner, &update).await? {
         return Err(StepError::Lost);
     }
     match line {
@@ -378,7 +378,8 @@ async fn write_record(
     }
 }
 
-/// Audits the loss of a server's data that an operator accepted, and since when the data is lost.
+/// Writes an audit entry for the loss of a server's data that an operator accepted, with the time since which data is
+/// lost.
 async fn audit_loss(
     leased: &LeasedOperation<'_>,
     tx: &Transaction<'_>,
@@ -406,7 +407,7 @@ async fn end_operation(
     let mut session = leased.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     lock_machine_for_record(leased, &tx, &record).await?;
-    let advance = Advance {
+    let update = OperationUpdate {
         state: "succeeded",
         step: step.as_str(),
         facts: &leased.operation.facts,
@@ -415,7 +416,7 @@ async fn end_operation(
         due_in: Duration::ZERO,
         lease: None,
     };
-    if !db::operations::advance(&tx, id, leased.owner, &advance).await? {
+    if !db::operations::advance(&tx, id, leased.owner, &update).await? {
         return Err(StepError::Lost);
     }
     db::operations::log(&tx, id, step.as_str(), "done", note).await?;
@@ -423,7 +424,7 @@ async fn end_operation(
     write_record(leased, &tx, record).await?;
     db::commit(tx).await?;
     // The reconciler handles follow-up work immediately, such as a server whose retention has ended.
-    leased.platform.reconcile.notify_one();
+    leased.platform.reconciler_wake.notify_one();
     operation_metrics::record_end(leased.kind.as_str(), "succeeded", leased.operation.created_at);
     tracing::info!("an operation succeeded");
     Ok(())
@@ -431,7 +432,7 @@ async fn end_operation(
 
 /// Renews the lease while the step runs. Returns when the lease is lost.
 async fn renew_lease_until_lost(leased: &LeasedOperation<'_>) {
-    let lease = leased.platform.config.timing.lease;
+    let lease = leased.platform.config.timing.lease_ttl;
     let mut unrenewed_for = Duration::ZERO;
     loop {
         let pause = lease / 4;

@@ -95,7 +95,7 @@ pub enum StepRecord {
         machine: MachineId,
         since: Option<Timestamp>,
     },
-    /// The provider no longer has a server of this machine.
+    /// The provider no longer has a server for this machine.
     ServerGone {
         machine: MachineId,
     },

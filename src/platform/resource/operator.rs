@@ -12,7 +12,7 @@ impl From<&OperatorRow> for Operator {
         };
         Self {
             name: row.name.to_string(),
-            scopes: row.scopes.texts(),
+            scopes: row.scopes.to_wire(),
             state: state.into(),
             expires_at: row.expires_at.into(),
             last_used_at: row.last_used_at.map(Into::into),

@@ -36,7 +36,7 @@ const TOTAL_TIMEOUT_FACTOR: u32 = 6;
 
 /// Advances rollouts until `stop`.
 pub async fn run(platform: Arc<Platform>) {
-    let pause = platform.config.timing.poll.max(MIN_POLL_INTERVAL);
+    let pause = platform.config.timing.poll_interval.max(MIN_POLL_INTERVAL);
     loop {
         tokio::select! {
             () = platform.stop.cancelled() => return,
@@ -86,7 +86,7 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
                     db::slots::set_release_for_machine(&tx, *machine, &rollout.image_version).await?;
                 }
                 ended.push(*state);
-                tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "a rollout's machine ended");
+                tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "the update of a rollout's machine ended");
             }
             RolloutEffect::RequestUpdate { machine } => {
                 rollouts::request_update(&tx, rollout.id, *machine).await?;

@@ -31,7 +31,7 @@ use svc_wire::rollout::{RolloutFinding, RolloutState, RolloutVerification};
 
 /// Maximum number of machines that are verified.
 const MAX_MACHINES: usize = 5;
-const MAX_CONCURRENT: usize = 2;
+const MAX_CONCURRENT_MACHINES: usize = 2;
 /// Maximum number of findings that are stored.
 const MAX_FINDINGS: usize = 20;
 /// Attempts per machine: a host that was just updated may still be starting.
@@ -81,7 +81,8 @@ async fn verify_release(
         let (platform, rollout) = (Arc::clone(platform), rollout.clone());
         async move { verify_machine(&platform, &rollout, machine).await }
     });
-    let checked: Vec<_> = futures_util::stream::iter(checks).buffered(MAX_CONCURRENT).collect().await;
+    let checked: Vec<_> =
+        futures_util::stream::iter(checks).buffered(MAX_CONCURRENT_MACHINES).collect().await;
     let mut handles = Vec::new();
     let mut findings = Vec::new();
     for (machine, found) in rows.iter().zip(checked) {
@@ -251,7 +252,7 @@ async fn store_result(
     if !verification.passed && is_open {
         rollouts::set_state(&tx, rollout.id, RolloutState::Paused, Some(&why)).await?;
         let detail = json!({"rolloutId": rollout.id, "imageVersion": rollout.image_version, "finding": why});
-        alarms::raise_while(&tx, Alarm::RolloutHalted, 1, &detail).await?;
+        alarms::raise_or_clear(&tx, Alarm::RolloutHalted, 1, &detail).await?;
         let after = json!({"state": RolloutState::Paused.as_str(), "why": why});
         let entry = audit::AuditEntry {
             actor: "platform",
@@ -264,7 +265,7 @@ async fn store_result(
         audit::write(&tx, &entry).await?;
     }
     db::commit(tx).await?;
-    tracing::info!(rollout = %rollout.id, passed = verification.passed, "release of a rollout verified");
+    tracing::info!(rollout = %rollout.id, passed = verification.passed, "the verification of a release ended");
     Ok(())
 }
 

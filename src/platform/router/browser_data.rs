@@ -172,7 +172,7 @@ fn is_never_stored(headers: &HeaderMap) -> bool {
     lines.flat_map(|line| line.split(',')).any(|directive| directive.trim().eq_ignore_ascii_case("no-store"))
 }
 
-/// Whether the browser's window navigates to a page; `false` for requests of scripts and frames.
+/// Whether the browser's window navigates to a page; `false` for requests from scripts and frames.
 fn is_navigation(headers: &HeaderMap) -> bool {
     let has_value = |name: &HeaderName, expected: &[u8]| {
         headers.get(name).is_some_and(|value| value.as_bytes() == expected)

@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn get_returns_first_cookie_of_name() {
+    fn get_returns_first_cookie_with_name() {
         let mut headers = HeaderMap::new();
         headers.append(COOKIE, HeaderValue::from_static("a=1; svc_session=x=y; svc_session=z"));
         headers.append(COOKIE, HeaderValue::from_static("__session=\"2\""));

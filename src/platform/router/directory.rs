@@ -108,11 +108,11 @@ impl Directory {
     }
 
     /// Updates the keys that hosts have acknowledged, without changing the routes.
-    pub(super) fn acknowledge(&self, acknowledged: Vec<(MachineId, Vec<String>)>) {
+    pub(super) fn update_acknowledged_keys(&self, acknowledged: Vec<(MachineId, Vec<String>)>) {
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
         for (id, kids) in acknowledged {
             if let Some(machine) = table.machines.get(&id) {
-                machine.acknowledge(kids);
+                machine.update_acknowledged_keys(kids);
             }
         }
     }

@@ -101,7 +101,7 @@ fn new_traceparent(request_id: &str) -> HeaderValue {
     for part in ["00-", trace, "-", &trace[16..], "-01"] {
         text.push_str(part);
     }
-    HeaderValue::from_str(&text).expect("hexadecimal digits and dashes")
+    HeaderValue::from_str(&text).expect("a traceparent is hexadecimal digits and dashes")
 }
 
 #[cfg(test)]

@@ -33,7 +33,7 @@ pub(super) struct MachineRecord {
     /// Whether an operator has switched off the server. The machine then gets no requests.
     pub(super) is_powered_off: bool,
     pub(super) endpoint: Option<Endpoint>,
-    /// The acknowledged keys at the time of the read; [`Machine::acknowledge`] updates them.
+    /// The acknowledged keys at the time of the read; [`Machine::update_acknowledged_keys`] updates them.
     pub(super) proof_kids: Vec<String>,
     pub(super) created_at: Timestamp,
 }
@@ -81,7 +81,7 @@ impl Machine {
     }
 
     /// Updates the keys that the host has acknowledged; later proofs use them.
-    pub(super) fn acknowledge(&self, kids: Vec<String>) {
+    pub(super) fn update_acknowledged_keys(&self, kids: Vec<String>) {
         let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         if cache.kids != kids {
             *cache = ProofCache { kids, proofs: Vec::new() };

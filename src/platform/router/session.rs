@@ -32,8 +32,8 @@ const UNKNOWN_TTL: Duration = Duration::from_secs(5);
 const MAX_CACHED_SESSIONS: usize = 50_000;
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Maximum rate of new sessions and codes per user, with a burst of one minute.
-const OPENED_PER_SECOND: u32 = 1;
-const OPENED_BURST_SECONDS: u32 = 60;
+const OPEN_RATE_PER_SECOND: u32 = 1;
+const OPEN_BURST_SECONDS: u32 = 60;
 
 const COLUMNS: &str = "token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL";
 
@@ -91,12 +91,12 @@ pub(super) struct SessionOrigin {
     /// The parent session, with which the new session ends.
     pub(super) parent: Option<TokenHash>,
     /// Generation of the user's last known sign-out. A later sign-out prevents the session from being opened.
-    pub(super) sign_out: i64,
+    pub(super) sign_out_generation: i64,
 }
 
 impl SessionOrigin {
     /// For a session that is opened with the identity provider's token.
-    const PROVIDER: Self = Self { parent: None, sign_out: i64::MAX };
+    const PROVIDER: Self = Self { parent: None, sign_out_generation: i64::MAX };
 }
 
 /// The session that a single-use code can open.
@@ -113,7 +113,7 @@ impl Sessions {
         freshness: Arc<RouteFreshness>,
         keys: watch::Receiver<Arc<SigningSet>>,
     ) -> Self {
-        let open_rate = RateLimit::new(OPENED_PER_SECOND, OPENED_BURST_SECONDS);
+        let open_rate = RateLimit::new(OPEN_RATE_PER_SECOND, OPEN_BURST_SECONDS);
         Self { pool, freshness, keys, open_rate, cache: Mutex::default() }
     }
 
@@ -181,8 +181,15 @@ impl Sessions {
         let lifetime = SESSION_SECONDS as f64;
         let slot = slot.map(Slot::as_str);
         let parent = origin.parent.as_ref().map(TokenHash::as_slice);
-        let values: [&(dyn ToSql + Sync); 7] =
-            [&hash.as_slice(), &host.as_str(), &user.as_str(), &slot, &lifetime, &parent, &origin.sign_out];
+        let values: [&(dyn ToSql + Sync); 7] = [
+            &hash.as_slice(),
+            &host.as_str(),
+            &user.as_str(),
+            &slot,
+            &lifetime,
+            &parent,
+            &origin.sign_out_generation,
+        ];
         let row = self.query_row_serialized(user, &sql, &values).await?;
         let row = row.ok_or(SessionError::ParentEnded)?;
         let session = Arc::new(parse_session(&row)?.ok_or(SessionError::Unreadable)?);
@@ -276,7 +283,7 @@ impl Sessions {
                     .map(TryInto::try_into)
                     .transpose()
                     .map_err(|_| SessionError::Unreadable)?,
-                sign_out: row.try_get(4)?,
+                sign_out_generation: row.try_get(4)?,
             },
         }))
     }

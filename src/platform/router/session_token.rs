@@ -9,7 +9,7 @@ use super::session::{SessionError, random_token};
 use crate::public_host::PublicHost;
 use svc_http::proof::{ProofKeys, Signer};
 
-/// Distinguishes a session from a JWT of the identity provider. `svcctl` relies on this prefix, too.
+/// Distinguishes a session token from the identity provider's JWT. `svcctl` relies on this prefix, too.
 const PREFIX: &str = "svcs_";
 const ISSUER: &str = "svc-session";
 const MAX_TOKEN_BYTES: usize = 512;
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_genuine_accepts_only_issued_tokens_of_host() {
+    fn is_genuine_accepts_only_tokens_issued_for_host() {
         let signer = |kid| Signer::from_pkcs8(kid, &Signer::generate().unwrap()).unwrap();
         let (own, other) = (signer("app-1"), signer("app-1"));
         let keys = ProofKeys { keys: vec![own.public_key()] };

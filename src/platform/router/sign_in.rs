@@ -85,7 +85,10 @@ pub(super) async fn issue_code(
     let state = query.allow_unknown().finish(state)?;
     let return_to = return_to.filter(|path| is_local_path(path)).unwrap_or_else(|| "/".to_owned());
     let grant = CodeGrant {
-        origin: SessionOrigin { parent: identity.session().map(|session| session.hash), sign_out: 0 },
+        origin: SessionOrigin {
+            parent: identity.session().map(|session| session.hash),
+            sign_out_generation: 0,
+        },
         user: identity.user().clone(),
         slot: identity.slot().cloned(),
         return_to,

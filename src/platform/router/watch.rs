@@ -29,7 +29,7 @@ use svc_machine::id::MachineId;
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Limits the rate of polls when many notifications arrive.
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// After a longer gap between polls, some changes of sessions may have left the window that a poll reads.
+/// After a longer gap between polls, some changes to sessions may have left the window that a poll reads.
 const MAX_POLL_GAP: Duration = Duration::from_secs(5);
 
 const ACTIVE: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL";
@@ -118,7 +118,7 @@ impl Watcher {
         )?;
         let acknowledged = acknowledged.iter().map(|row| Ok((MachineId(row.try_get(0)?), row.try_get(1)?)));
         // The acknowledged keys are applied before the machines' rows, which may be newer.
-        self.directory.acknowledge(acknowledged.collect::<Result<_, tokio_postgres::Error>>()?);
+        self.directory.update_acknowledged_keys(acknowledged.collect::<Result<_, tokio_postgres::Error>>()?);
         let current_digest: (i64, i64) = (current_digest.try_get(0)?, current_digest.try_get(1)?);
         if *last_digest == Some(current_digest) {
             self.directory.confirm(started_at);

@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::saved_copy::SnapshotWindow;
+use super::final_backup::SnapshotWindow;
 use super::{AttemptOutcome, BackupFailure, MAX_POLL_INTERVAL, MAX_REQUESTS, poll_interval, signed_duration};
 use crate::operations::host_call::BackupProgress;
 use crate::operations::leased::LeasedOperation;

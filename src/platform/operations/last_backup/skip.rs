@@ -134,11 +134,11 @@ fn finish_without_backup(
     suffix: &str,
 ) -> StepOutcome {
     let (id, since, why) = (machine.id, saved.saved_until(), reason.note(leased.kind));
-    let accepts_loss = leased.operation.options.accept_loss;
+    let is_loss_accepted = leased.operation.options.accept_loss;
     let (note, record) = match reason {
         SkipReason::OutOfService => (why, StepRecord::Nothing),
         SkipReason::ServerGone => (format!("{why}; the newest copy is {saved}"), StepRecord::Nothing),
-        SkipReason::Unreachable | SkipReason::GivenUp if accepts_loss => (
+        SkipReason::Unreachable | SkipReason::GivenUp if is_loss_accepted => (
             format!(
                 "no final backup; the operator accepted the loss of data written since the newest copy, which is {saved}"
             ),

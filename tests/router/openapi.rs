@@ -1,4 +1,4 @@
-//! Compares the router's built-in routes with their descriptions: each route gets each kind of invalid call, and each
+//! Compares the router's built-in routes with their descriptions: each route gets each kind of invalid request, and each
 //! declared error code is provoked.
 
 use anyhow::Result;
@@ -10,7 +10,7 @@ use svc::http::openapi::Operation;
 use svc::platform::router::ROUTES;
 
 use super::machine::TestMachine;
-use super::world::{APP, CODE, World, send};
+use super::test_router::{APP_HOST, CODE_HOST, TestRouter, send};
 use crate::contract::{self, Contract, Reply, Side, WrongCredential, assert_refuses_wrong_calls, valid_call};
 
 /// The cookie of a browser that has started a sign-in on `CODE_HOST`.
@@ -21,7 +21,7 @@ const EXCUSED: [(&str, &str); 1] = [("*", "internal")];
 
 /// A router with a user who has a running machine, a session and an app token.
 struct RouterSetup {
-    world: World,
+    router: TestRouter,
     _machine: TestMachine,
     session: String,
     app_token: String,
@@ -29,15 +29,16 @@ struct RouterSetup {
 
 impl RouterSetup {
     async fn start() -> Result<Self> {
-        let (world, machine) = World::with_machine("user_1").await?;
-        let cookie = format!("__session={}", world.token("user_1"));
-        let page = world.get(APP, "/").header("accept", "text/html").header("cookie", cookie);
-        let session = send(page).await.cookie("svc_session").expect("a session");
-        let mint = world.post(APP, "/_svc/app-token").bearer_auth(world.token("user_1"));
+        let (router, machine) = TestRouter::start_with_machine("user_1").await?;
+        let cookie = format!("__session={}", router.token("user_1"));
+        let page = router.get(APP_HOST, "/").header("accept", "text/html").header("cookie", cookie);
+        let session =
+            send(page).await.cookie("svc_session").expect("the response should set a session cookie");
+        let mint = router.post(APP_HOST, "/_svc/app-token").bearer_auth(router.token("user_1"));
         let minted = send(mint.json(&json!({ "app": "notes" }))).await.json();
-        let app_token = minted["token"].as_str().expect("a token").to_owned();
+        let app_token = minted["token"].as_str().expect("the response should contain a token").to_owned();
         [&session, &app_token].into_iter().for_each(|secret| contract::platform().register_secret(secret));
-        Ok(Self { world, _machine: machine, session: format!("svc_session={session}"), app_token })
+        Ok(Self { router, _machine: machine, session: format!("svc_session={session}"), app_token })
     }
 
     async fn send(&self, request: RequestBuilder) -> Reply {
@@ -64,11 +65,11 @@ impl Side for RouterSetup {
         method: Method,
         path: &str,
     ) -> RequestBuilder {
-        self.world.request(method, host(operation), path)
+        self.router.request(method, host(operation), path)
     }
 
     fn authorized_request(&self, operation: &Operation, path: &str) -> RequestBuilder {
-        let cookie = if host(operation) == CODE { STATE_COOKIE } else { &self.session };
+        let cookie = if host(operation) == CODE_HOST { STATE_COOKIE } else { &self.session };
         self.request_without_credentials(operation, operation.method.clone(), path).header("cookie", cookie)
     }
 
@@ -76,7 +77,7 @@ impl Side for RouterSetup {
         let call = || self.request_without_credentials(operation, operation.method.clone(), operation.path);
         let refused = |what, request| WrongCredential { what, request, status: 401, code: "unauthorized" };
         let forbidden = |what, request| WrongCredential { what, request, status: 403, code: "forbidden" };
-        let minted = |options: MintOptions| self.world.idp.mint("user_1", &options);
+        let minted = |options: MintOptions| self.router.idp.mint("user_1", &options);
         let forged = minted(MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() });
         let expired = minted(MintOptions { ttl: -120, ..MintOptions::default() });
         let unknown = format!("svc_session={}", "A".repeat(43));
@@ -90,7 +91,7 @@ impl Side for RouterSetup {
             refused("an unknown session", call().header("cookie", unknown)),
             refused("the other host's session", call().header("cookie", elsewhere)),
             refused(
-                "an invalid token beside a session",
+                "an invalid token together with a session",
                 call().header("cookie", &self.session).bearer_auth("x"),
             ),
             forbidden("an app token", call().bearer_auth(&self.app_token)),
@@ -116,7 +117,7 @@ impl Side for RouterSetup {
 }
 
 fn host(operation: &Operation) -> &'static str {
-    if operation.id == "takeSession" { CODE } else { APP }
+    if operation.id == "takeSession" { CODE_HOST } else { APP_HOST }
 }
 
 fn operations() -> impl Iterator<Item = &'static Operation> {
@@ -140,8 +141,8 @@ async fn every_documented_error_code_is_provoked() -> Result<()> {
     provoke_database_outage().await?;
     provoke_rate_limit().await?;
     let all: Vec<&'static Operation> = operations().collect();
-    let unseen = contract::platform().list_unprovoked_codes(&all, &EXCUSED, &[]);
-    assert!(unseen.is_empty(), "{unseen:#?}");
+    let unprovoked = contract::platform().list_unprovoked_codes(&all, &EXCUSED, &[]);
+    assert!(unprovoked.is_empty(), "{unprovoked:#?}");
     Ok(())
 }
 
@@ -159,7 +160,7 @@ async fn valid_call_of_every_route_matches_its_description() -> Result<()> {
     let issued = setup.send(setup.authorized_request(operation("handOverSession"), &hand_over)).await;
     assert_eq!(issued.status, 302, "{issued:?}");
     let take =
-        issued.headers["location"].to_str()?.strip_prefix(&format!("http://{CODE}")).unwrap().to_owned();
+        issued.headers["location"].to_str()?.strip_prefix(&format!("http://{CODE_HOST}")).unwrap().to_owned();
     let redeemed = setup.send(setup.authorized_request(operation("takeSession"), &take)).await;
     assert_eq!(redeemed.status, 302, "{redeemed:?}");
     Ok(())
@@ -170,35 +171,38 @@ async fn provoke_state_errors(setup: &RouterSetup) {
     let choose = operation("chooseSlot");
     let slot = setup.authorized_request(choose, choose.path).json(&json!({ "slot": "of-another" }));
     setup.send(slot).await.assert_problem(404, "not_found");
-    let token = setup.world.token("user_1");
-    let by_token = setup.world.post(APP, choose.path).bearer_auth(token).json(&json!({ "slot": "primary" }));
+    let token = setup.router.token("user_1");
+    let by_token =
+        setup.router.post(APP_HOST, choose.path).bearer_auth(token).json(&json!({ "slot": "primary" }));
     setup.send(by_token).await.assert_problem(400, "invalid_request");
     let path = format!("{}?code=unknown", operation("takeSession").path);
     let take = setup.authorized_request(operation("takeSession"), &path);
     setup.send(take).await.assert_problem(401, "unauthorized");
     for path in ["/_svc", "/_svc/", "/_svc/internal/backup", "/_svc/slots/x", "/_svc/%ff"] {
-        setup.send(setup.world.get(APP, path)).await.assert_problem(404, "not_found");
+        setup.send(setup.router.get(APP_HOST, path)).await.assert_problem(404, "not_found");
     }
-    let elsewhere = setup.world.get("other.test", "/_svc/slots").send().await.unwrap();
+    let elsewhere = setup.router.get("other.test", "/_svc/slots").send().await.unwrap();
     assert_eq!(elsewhere.status(), StatusCode::NOT_FOUND, "an unknown host has no route");
 }
 
 async fn provoke_missing_machine(setup: &RouterSetup) -> Result<()> {
-    let mint =
-        setup.world.post(APP, operation("mintAppToken").path).bearer_auth(setup.world.token("user_none"));
+    let mint = setup
+        .router
+        .post(APP_HOST, operation("mintAppToken").path)
+        .bearer_auth(setup.router.token("user_none"));
     setup.send(mint.json(&json!({ "app": "notes" }))).await.assert_problem(503, "unavailable");
     Ok(())
 }
 
 async fn provoke_sign_out_errors(setup: &RouterSetup) {
     let path = operation("signOut").path;
-    let foreign = setup.world.post(APP, path).header("origin", "https://evil.test");
+    let foreign = setup.router.post(APP_HOST, path).header("origin", "https://evil.test");
     setup.send(foreign).await.assert_problem(403, "forbidden");
-    let large = setup.world.post(APP, path).body("x".repeat(65 * 1024));
+    let large = setup.router.post(APP_HOST, path).body("x".repeat(65 * 1024));
     setup.send(large).await.assert_problem(413, "request_too_large");
-    let large = setup.world.get(CODE, operation("takeSession").path).body("x".repeat(65 * 1024));
+    let large = setup.router.get(CODE_HOST, operation("takeSession").path).body("x".repeat(65 * 1024));
     setup.send(large).await.assert_problem(413, "request_too_large");
-    setup.send(setup.world.post(APP, path).bearer_auth("x")).await.assert_problem(401, "unauthorized");
+    setup.send(setup.router.post(APP_HOST, path).bearer_auth("x")).await.assert_problem(401, "unauthorized");
     assert_eq!(setup.send(setup.authorized_request(operation("signOut"), path)).await.status, 204);
     let list = setup.authorized_request(operation("listOwnSlots"), operation("listOwnSlots").path);
     setup.send(list).await.assert_problem(401, "unauthorized");
@@ -206,11 +210,11 @@ async fn provoke_sign_out_errors(setup: &RouterSetup) {
 
 /// Sends requests while the provider is down and its keys have never been fetched.
 async fn provoke_missing_provider_keys() -> Result<()> {
-    let world = World::start().await?;
-    let token = world.token("user_1");
-    world.idp.take_down();
-    for operation in operations().filter(|operation| host(operation) == APP) {
-        let call = world.request(operation.method.clone(), APP, operation.path).bearer_auth(&token);
+    let router = TestRouter::start().await?;
+    let token = router.token("user_1");
+    router.idp.take_down();
+    for operation in operations().filter(|operation| host(operation) == APP_HOST) {
+        let call = router.request(operation.method.clone(), APP_HOST, operation.path).bearer_auth(&token);
         let response = contract::platform().send(call).await?;
         response.assert_problem(503, "unavailable");
     }
@@ -219,15 +223,15 @@ async fn provoke_missing_provider_keys() -> Result<()> {
 
 /// Sends requests from an address that has exceeded the limit of verifications.
 async fn provoke_rate_limit() -> Result<()> {
-    let world = World::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
+    let router = TestRouter::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
     for operation in operations() {
         for number in 0..20 {
-            send(world.get(APP, "/").bearer_auth(format!("a.b.{number}-{}", operation.id))).await;
+            send(router.get(APP_HOST, "/").bearer_auth(format!("a.b.{number}-{}", operation.id))).await;
         }
         let call =
-            world.request(operation.method.clone(), host(operation), &format!("{}?code=c", operation.path));
+            router.request(operation.method.clone(), host(operation), &format!("{}?code=c", operation.path));
         let call = match host(operation) {
-            CODE => call.header("cookie", STATE_COOKIE),
+            CODE_HOST => call.header("cookie", STATE_COOKIE),
             _ => call.bearer_auth(format!("x.y.{}", operation.id)),
         };
         contract::platform().send(call).await?.assert_problem(429, "rate_limited");
@@ -238,10 +242,10 @@ async fn provoke_rate_limit() -> Result<()> {
 async fn provoke_database_outage() -> Result<()> {
     let database = kit::pg::prepared_server().await?;
     let proxy = kit::net::Proxy::start(([127, 0, 0, 1], database.port).into())?;
-    let world = World::start_with(&[], Some(proxy.addr())).await?;
-    world.wait_for_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
-    // The session was opened by another process, so this process would have to look it up in the database.
-    let unknown = world.another_process().await?.open_session(APP, "user_1").await;
+    let router = TestRouter::start_with(&[], Some(proxy.addr())).await?;
+    router.wait_for_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
+    // The session was opened by another router, so this router would have to look it up in the database.
+    let unknown = router.start_second_router().await?.open_session(APP_HOST, "user_1").await;
     proxy.refuse();
     proxy.cut();
     for operation in operations() {
@@ -251,8 +255,8 @@ async fn provoke_database_outage() -> Result<()> {
             _ => "",
         };
         let path = format!("{}{query}", operation.path);
-        let cookie = if host == CODE { STATE_COOKIE } else { &unknown };
-        let call = world.request(operation.method.clone(), host, &path).header("cookie", cookie);
+        let cookie = if host == CODE_HOST { STATE_COOKIE } else { &unknown };
+        let call = router.request(operation.method.clone(), host, &path).header("cookie", cookie);
         contract::platform().send(call).await?.assert_problem(503, "database_unavailable");
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! A router with its database and identity provider, and clients that use it.
+//! A router with its database and identity provider, and a client.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -28,13 +28,13 @@ use super::machine::TestMachine;
 
 use crate::contract::{self, Exchange};
 
-pub const APP: &str = "app.test";
-pub const CODE: &str = "code.test";
-/// The guaranteed time until the router applies a change.
+pub const APP_HOST: &str = "app.test";
+pub const CODE_HOST: &str = "code.test";
+/// Maximum time for the router to apply a change.
 pub const ROUTE_UPDATE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A running router process, with its identity provider and database.
-pub struct World {
+/// A running router, with its identity provider and database.
+pub struct TestRouter {
     pub idp: Arc<Idp>,
     pub database: Arc<TestDatabase>,
     pub sql: Client,
@@ -73,19 +73,22 @@ impl RouterResponse {
     }
 }
 
-impl World {
+impl TestRouter {
     pub async fn start() -> Result<Self> {
         Self::start_with(&[], None).await
     }
 
-    /// `database` is the address at which the router connects to the database, if not directly.
-    pub async fn start_with(settings: &[(&str, &str)], database: Option<SocketAddr>) -> Result<Self> {
+    /// If `database_proxy` is set, the router connects to the database through that address.
+    pub async fn start_with(settings: &[(&str, &str)], database_proxy: Option<SocketAddr>) -> Result<Self> {
         svc::http::tls::install_provider();
         let idp = Arc::new(Idp::start()?);
         let db = Arc::new(database_with_schema().await?);
         let mut pairs = idp.env();
-        let defaults =
-            [("APP_HOST", APP), ("CODE_HOST", CODE), ("IDP_SIGN_IN_URL", "https://idp.test/in?x=1")];
+        let defaults = [
+            ("APP_HOST", APP_HOST),
+            ("CODE_HOST", CODE_HOST),
+            ("IDP_SIGN_IN_URL", "https://idp.test/in?x=1"),
+        ];
         pairs.extend(
             defaults.iter().chain(settings).map(|(name, value)| ((*name).to_owned(), (*value).to_owned())),
         );
@@ -94,29 +97,29 @@ impl World {
         let (app_signer, app) = app_keys();
         let set = SigningSet { current: proof_signer, next: None, retired: Vec::new(), public, app };
         let (signing, _) = watch::channel(Arc::new(set));
-        let mut config: tokio_postgres::Config = match database {
+        let mut config: tokio_postgres::Config = match database_proxy {
             None => db.url().parse()?,
             Some(addr) => {
                 let mut url = url::Url::parse(&db.url())?;
-                url.set_ip_host(addr.ip()).ok().context("host")?;
-                url.set_port(Some(addr.port())).ok().context("port")?;
+                url.set_ip_host(addr.ip()).ok().context("cannot set the host of the database URL")?;
+                url.set_port(Some(addr.port())).ok().context("cannot set the port of the database URL")?;
                 url.as_str().parse()?
             }
         };
         config.connect_timeout(Duration::from_secs(2));
-        Self::start_process(idp, db, config, pairs, (signing, app_signer)).await
+        Self::start_instance(idp, db, config, pairs, (signing, app_signer)).await
     }
 
-    /// Starts another process of the same platform.
-    pub async fn another_process(&self) -> Result<Self> {
+    /// Starts a second router on the same database, in this process.
+    pub async fn start_second_router(&self) -> Result<Self> {
         self.start_with_pairs(self.settings.clone()).await
     }
 
-    /// Starts another process in which these settings replace all settings about hosts.
-    pub async fn process_with(&self, settings: &[(&str, &str)]) -> Result<Self> {
-        let is_about_hosts = |name: &str| name.starts_with("CUSTOMER_VPS_") || name == "HOST_DOMAIN";
+    /// Starts another router on the same database, in which these settings replace all settings for hosts.
+    pub async fn start_router_with(&self, settings: &[(&str, &str)]) -> Result<Self> {
+        let is_host_setting = |name: &str| name.starts_with("CUSTOMER_VPS_") || name == "HOST_DOMAIN";
         let mut pairs: Vec<_> =
-            self.settings.iter().filter(|(name, _)| !is_about_hosts(name)).cloned().collect();
+            self.settings.iter().filter(|(name, _)| !is_host_setting(name)).cloned().collect();
         pairs.extend(settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
         self.start_with_pairs(pairs).await
     }
@@ -125,10 +128,10 @@ impl World {
         let (idp, db) = (Arc::clone(&self.idp), Arc::clone(&self.database));
         let config = db.url().parse()?;
         let signing = (self.signing.clone(), Arc::clone(&self.app_signer));
-        Self::start_process(idp, db, config, settings, signing).await
+        Self::start_instance(idp, db, config, settings, signing).await
     }
 
-    async fn start_process(
+    async fn start_instance(
         idp: Arc<Idp>,
         db: Arc<TestDatabase>,
         database: tokio_postgres::Config,
@@ -172,13 +175,13 @@ impl World {
         Ok(Self { idp, database: db, sql, addr, keys, signing, app_signer, settings, client, stop })
     }
 
-    /// Starts a router, and a running machine of this user that the router has loaded.
-    pub async fn with_machine(user: &str) -> Result<(Self, TestMachine)> {
-        let world = Self::start().await?;
+    /// Starts a router and a running machine for `user`, and waits until the router routes to it.
+    pub async fn start_with_machine(user: &str) -> Result<(Self, TestMachine)> {
+        let router = Self::start().await?;
         let machine = TestMachine::start().await?;
-        world.add_machine(&machine, user, "primary", "running").await?;
-        world.wait_for_status(user, StatusCode::OK).await;
-        Ok((world, machine))
+        router.add_machine(&machine, user, "primary", "running").await?;
+        router.wait_for_status(user, StatusCode::OK).await;
+        Ok((router, machine))
     }
 
     /// Inserts the machine's row.
@@ -216,14 +219,14 @@ impl World {
 
     /// Sends a `GET` request with this user's token.
     pub async fn fetch(&self, user: &str, path: &str) -> RouterResponse {
-        send(self.get(APP, path).bearer_auth(self.token(user))).await
+        send(self.get(APP_HOST, path).bearer_auth(self.token(user))).await
     }
 
     /// Opens a session by loading a page with the provider's cookie. Returns the session's cookie as `name=value`.
     pub async fn open_session(&self, host: &str, user: &str) -> String {
         let cookie = format!("__session={}", self.token(user));
         let response = send(self.get(host, "/").header("accept", "text/html").header("cookie", cookie)).await;
-        let name = if host == APP { "svc_session" } else { "svc_code_session" };
+        let name = if host == APP_HOST { "svc_session" } else { "svc_code_session" };
         let value = response.cookie(name).unwrap_or_else(|| panic!("no session in {response:?}"));
         format!("{name}={value}")
     }
@@ -232,7 +235,7 @@ impl World {
     pub async fn wait_for_status(&self, user: &str, status: StatusCode) {
         let (started, token) = (Instant::now(), self.token(user));
         loop {
-            let response = send(self.get(APP, "/").bearer_auth(&token)).await;
+            let response = send(self.get(APP_HOST, "/").bearer_auth(&token)).await;
             if response.status == status {
                 return;
             }
@@ -250,7 +253,7 @@ impl World {
     }
 }
 
-impl Drop for World {
+impl Drop for TestRouter {
     fn drop(&mut self) {
         self.stop.cancel();
     }
@@ -281,14 +284,14 @@ pub fn insert_machine_sql(machine: &TestMachine, user: &str, slot: &str, status:
     )
 }
 
-/// Sends a request and reads the whole response. Checks responses of built-in routes against their descriptions.
+/// Sends a request and reads the whole response. Checks responses of built-in routes against the API contract.
 pub async fn send(request: RequestBuilder) -> RouterResponse {
     let (client, request) = request.build_split();
-    let request = request.expect("a valid request");
+    let request = request.expect("the request is valid");
     let (method, path) = (request.method().clone(), request.url().path().to_owned());
-    let response = client.execute(request).await.expect("a response");
+    let response = client.execute(request).await.expect("the router should respond");
     let (status, headers) = (response.status(), response.headers().clone());
-    let body = response.text().await.expect("a complete body");
+    let body = response.text().await.expect("the body should be complete");
     if path.starts_with("/_svc") {
         contract::platform().check(&Exchange {
             method: &method,

@@ -11,12 +11,13 @@ use super::progress::LastBackupProgress;
 use crate::db::machine_row::MachineRow;
 use crate::operations::host_call::{BackupOutcome, BackupProgress};
 use crate::operations::leased::LeasedOperation;
+use svc_base::chain::format_chain;
 use svc_store::key::{self, SlotPrefix};
 use svc_store::pointer::SnapshotRef;
 use svc_store::{pointer_io, snapshot};
 
-/// How far a host's clock may run ahead of the clock reading in its response to the request.
-const MAX_CLOCK_STEP: SignedDuration = SignedDuration::from_mins(2);
+/// How far a snapshot's time may be ahead of the host's clock, which is extrapolated from an earlier response.
+const MAX_HOST_CLOCK_DRIFT: SignedDuration = SignedDuration::from_mins(2);
 
 /// The host's report on its own backups.
 #[derive(Debug)]
@@ -37,13 +38,13 @@ pub struct SnapshotWindow {
 
 impl SnapshotWindow {
     fn contains(self, at: Timestamp) -> bool {
-        let latest = self.now.checked_add(MAX_CLOCK_STEP).unwrap_or(Timestamp::MAX);
+        let latest = self.now.checked_add(MAX_HOST_CLOCK_DRIFT).unwrap_or(Timestamp::MAX);
         (self.since..=latest).contains(&at)
     }
 }
 
-/// The time of the final backup, if the store and the machine agree on one. The store is read only if the host reports
-/// one, or does not report backups at all.
+/// The time of the final backup, if the store and the machine agree on one. The store is queried only if the host reports
+/// a recent backup, or does not report backups at all.
 pub async fn find_final_backup(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
@@ -52,22 +53,25 @@ pub async fn find_final_backup(
     now: Timestamp,
 ) -> Option<Timestamp> {
     let window = progress.snapshot_window(now)?;
-    if !may_have_saved(report, window) {
+    if !may_have_final_backup(report, window) {
         return None;
     }
     let (bucket, slot) = (&leased.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let pointer = pointer_io::read(bucket, &slot).await.ok()?.filter(pointer_io::PointerRead::has_latest)?;
     let named = pointer.value.snapshot?;
-    if !is_by_machine(machine, &named, window) || !is_claimed(report, &named) {
+    if !is_final_snapshot_of(machine, &named, window) || !is_reported(report, &named) {
         return None;
     }
     let side = snapshot::load(bucket, &slot, &named.key).await;
-    let is_whole =
+    let matches_side_record =
         side.as_ref().is_ok_and(|side| side.snapshot_ref() == SnapshotRef { etag: None, ..named.clone() });
-    if !is_whole {
-        tracing::warn!(machine = %machine.id, key = named.key, "the pointer does not match the snapshot that it names");
+    if let Err(error) = &side {
+        tracing::warn!(machine = %machine.id, key = named.key, error = %format_chain(error),
+            "the snapshot that the pointer names cannot be used");
+    } else if !matches_side_record {
+        tracing::warn!(machine = %machine.id, key = named.key, "the pointer does not match the snapshot's side record");
     }
-    is_whole.then_some(named.taken_at)
+    matches_side_record.then_some(named.taken_at)
 }
 
 fn reported_backup(report: &HostReport) -> Option<&BackupOutcome> {
@@ -76,18 +80,18 @@ fn reported_backup(report: &HostReport) -> Option<&BackupOutcome> {
 }
 
 /// Whether reading the store can find a final backup.
-fn may_have_saved(report: &HostReport, window: SnapshotWindow) -> bool {
+fn may_have_final_backup(report: &HostReport, window: SnapshotWindow) -> bool {
     let key = reported_backup(report).and_then(|last| last.key.as_deref());
     let is_recent = || key.and_then(key::taken_at).is_some_and(|at| window.contains(at));
     matches!(report, HostReport::Unsupported) || is_recent()
 }
 
-fn is_claimed(report: &HostReport, named: &SnapshotRef) -> bool {
+fn is_reported(report: &HostReport, named: &SnapshotRef) -> bool {
     let key = reported_backup(report).and_then(|last| last.key.as_ref());
     matches!(report, HostReport::Unsupported) || key == Some(&named.key)
 }
 
-fn is_by_machine(machine: &MachineRow, named: &SnapshotRef, window: SnapshotWindow) -> bool {
+fn is_final_snapshot_of(machine: &MachineRow, named: &SnapshotRef, window: SnapshotWindow) -> bool {
     named.machine_id == machine.id && named.epoch >= machine.epoch && window.contains(named.taken_at)
 }
 
@@ -119,19 +123,19 @@ mod tests {
     }
 
     #[test]
-    fn may_have_saved_requires_report_of_recent_backup() {
+    fn final_backup_requires_report_of_recent_snapshot() {
         let window = SnapshotWindow { since: time_of_day("03:00:00"), now: time_of_day("03:10:00") };
         let key = |time: &str| format!("system/db/snapshots/2026-01-02T{time}.000Z-1.dump");
         let (earlier, recent) = (key("02-00-00"), key("03-05-00"));
-        assert!(may_have_saved(&success(Some(&recent)), window));
-        assert!(may_have_saved(&HostReport::Unsupported, window));
+        assert!(may_have_final_backup(&success(Some(&recent)), window));
+        assert!(may_have_final_backup(&HostReport::Unsupported, window));
         for report in [
             success(Some(&earlier)),
             success(Some("x")),
             success(None),
             HostReport::Backups(BackupProgress::default()),
         ] {
-            assert!(!may_have_saved(&report, window), "{report:?}");
+            assert!(!may_have_final_backup(&report, window), "{report:?}");
         }
     }
 }
