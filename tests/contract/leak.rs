@@ -68,7 +68,7 @@ fn find_leak_detects_internals_and_secrets() {
     ] {
         assert!(find_leak(bad, &planted).is_some(), "{bad}");
     }
-    for good in ["The machine is running; this needs failed.", "version 1.2.3", "at 2026-01-02T03:04:05.678Z"]
+    for good in ["The machine is running, but must be failed.", "version 1.2.3", "at 2026-01-02T03:04:05.678Z"]
     {
         assert_eq!(find_leak(good, &planted), None);
     }
