@@ -139,8 +139,8 @@ pub enum Effect {
     /// Return the slot, under a new epoch, to the latest registered machine that still has a server, unless a later
     /// machine was deleted or has stored a snapshot. This machine then leaves the slot.
     ReinstatePredecessor,
-    /// If this machine has never registered, also delete the slot's last registered machine, if that machine still has a
-    /// server.
+    /// If this machine has never registered, also delete the slot's last registered machine, if that machine still has
+    /// a server.
     DeletePredecessor,
     /// Adopt this epoch, and start the operation that writes the fence, powers the server on and waits for the host.
     Reinstate { epoch: Epoch },

@@ -159,8 +159,8 @@ fn transition_ended(was: &State, event: &Event, refusal: Refusal) -> Result<Outc
     }
 }
 
-/// Returns the slot to the machine, in the machine's previous state. If its server may be off or a resize was cancelled, the
-/// machine first waits for its host's heartbeat.
+/// Returns the slot to the machine, in the machine's previous state. If its server may be off or a resize was
+/// cancelled, the machine first waits for its host's heartbeat.
 fn apply_reinstatement(
     was: &State,
     epoch: Epoch,

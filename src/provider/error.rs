@@ -1,6 +1,7 @@
 //! A failed call to the provider: an error kind, on which decisions are based, and the provider's own text for the log.
 //!
-//! The error's own message never contains the provider's text, which is in the error's source. Neither contains a token.
+//! The error's own message never contains the provider's text, which is in the error's source. Neither contains a
+//! token.
 
 use std::time::Duration;
 

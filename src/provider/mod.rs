@@ -15,7 +15,7 @@ pub use self::error::{Cause, ErrorKind, ProviderError};
 pub use self::price::{Amount, ServerPrices};
 pub use self::rate_budget::{BudgetGrant, ObservedBudget, RateBudget};
 pub use self::server::{
-    Action, ActionId, ActionStatus, DeleteOutcome, OrderedServer, Server, ServerId, ServerOrder,
+    Action, ActionId, ActionStatus, CreatedServer, DeleteOutcome, Server, ServerId, ServerOrder,
     ServerStatus, ServerTypeInfo,
 };
 use svc_machine::name::{Location, ServerType};
@@ -25,7 +25,7 @@ use svc_machine::name::{Location, ServerType};
 pub trait Provider: Send + Sync {
     /// Orders a server. After [`ErrorKind::Ambiguous`], the server may exist: look it up by name before ordering again.
     /// [`ErrorKind::Conflict`] means that a server of this name exists.
-    async fn create(&self, order: &ServerOrder) -> Result<OrderedServer, ProviderError>;
+    async fn create(&self, order: &ServerOrder) -> Result<CreatedServer, ProviderError>;
 
     /// Finds the server with exactly this name.
     async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError>;

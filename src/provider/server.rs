@@ -62,7 +62,7 @@ pub struct Server {
 
 /// An ordered server, with the actions that create and start it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OrderedServer {
+pub struct CreatedServer {
     pub server: Server,
     pub actions: Vec<ActionId>,
 }

@@ -12,7 +12,7 @@ use async_trait::async_trait;
 use secrecy::ExposeSecret;
 use svc::machine::name::{Location, ServerType};
 use svc::provider::{
-    Action, ActionId, ActionStatus, Amount, Cause, DeleteOutcome, ErrorKind, OrderedServer, Provider,
+    Action, ActionId, ActionStatus, Amount, Cause, CreatedServer, DeleteOutcome, ErrorKind, Provider,
     ProviderError, Server, ServerId, ServerOrder, ServerPrices, ServerStatus, ServerTypeInfo,
 };
 
@@ -163,8 +163,8 @@ impl Cloud {
         Ok(server)
     }
 
-    fn create(&self, order: &ServerOrder) -> Result<OrderedServer, ProviderError> {
-        Ok(OrderedServer { server: self.order(order)?, actions: Vec::new() })
+    fn create(&self, order: &ServerOrder) -> Result<CreatedServer, ProviderError> {
+        Ok(CreatedServer { server: self.order(order)?, actions: Vec::new() })
     }
 
     async fn call_read<T>(
@@ -294,7 +294,7 @@ pub struct SharedCloud(pub Arc<Cloud>);
 
 #[async_trait]
 impl Provider for SharedCloud {
-    async fn create(&self, order: &ServerOrder) -> Result<OrderedServer, ProviderError> {
+    async fn create(&self, order: &ServerOrder) -> Result<CreatedServer, ProviderError> {
         const CALL: &str = "create server";
         match self.0.fault_of(Call::Create) {
             Some(CloudFault::RateLimited) => {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use svc::machine::name::{Location, ServerType};
 use svc::provider::{
-    Action, ActionId, DeleteOutcome, OrderedServer, Provider, ProviderError, Server, ServerId, ServerOrder,
+    Action, ActionId, CreatedServer, DeleteOutcome, Provider, ProviderError, Server, ServerId, ServerOrder,
     ServerPrices, ServerTypeInfo,
 };
 
@@ -28,7 +28,7 @@ impl ProcessProvider {
 
 #[async_trait]
 impl Provider for ProcessProvider {
-    async fn create(&self, order: &ServerOrder) -> Result<OrderedServer, ProviderError> {
+    async fn create(&self, order: &ServerOrder) -> Result<CreatedServer, ProviderError> {
         self.call(self.provider.create(order)).await
     }
 

@@ -174,8 +174,8 @@ impl LifecycleModel {
         }
     }
 
-    /// Applies an operator's request to resume a machine under the conditions that the API checks: the server is on, and
-    /// the host has sent a heartbeat.
+    /// Applies an operator's request to resume a machine under the conditions that the API checks: the server is on,
+    /// and the host has sent a heartbeat.
     fn resume(&mut self, id: usize) {
         let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) else { return };
         if self.machines[id].registered {

@@ -66,7 +66,8 @@ impl Cloud {
         }
     }
 
-    /// Completes all pending create requests. The platform waits a minute before it assumes that a create request failed.
+    /// Completes all pending create requests. The platform waits a minute before it assumes that a create request
+    /// failed.
     pub fn complete_creates(&mut self) {
         for machine in std::mem::take(&mut self.in_flight) {
             self.create(machine);

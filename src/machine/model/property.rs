@@ -258,7 +258,8 @@ fn detects_slot_not_returned_to_older_machine() {
 
 #[test]
 fn detects_older_machine_over_newer_snapshot() {
-    // Random histories rarely reach this state: the second machine is lost after a backup, and the third does not start.
+    // Random histories rarely reach this state: the second machine is lost after a backup, and the third does not
+    // start.
     let loses_rows = |rules: Rules| {
         let mut model = LifecycleModel::new(rules, 1);
         let (recover, serve) = (Action::Recover { slot: 0 }, Action::Serve { slot: 0 });

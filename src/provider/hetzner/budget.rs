@@ -166,8 +166,8 @@ impl Budget {
 }
 
 /// Returns a lower bound on the refill rate, from the used calls and the time until all are refilled, counted from the
-/// start of the exchange. The provider rounds the remaining budget down, so up to one call fewer has been used. Its reset
-/// time counts from the response, and is rounded up to a second.
+/// start of the exchange. The provider rounds the remaining budget down, so up to one call fewer has been used. Its
+/// reset time counts from the response, and is rounded up to a second.
 fn min_refill_rate(used: u64, refill_time: Duration) -> Option<f64> {
     (used >= MIN_USED_CALLS && !refill_time.is_zero()).then(|| (used - 1) as f64 / refill_time.as_secs_f64())
 }
@@ -181,8 +181,8 @@ fn number(headers: &HeaderMap, name: &str) -> Option<u64> {
     headers.get(name)?.to_str().ok()?.trim().parse().ok()
 }
 
-/// Returns the time until `RateLimit-Reset`, a Unix time in seconds. The time counts from the response's `Date`, because
-/// the local clock may be wrong.
+/// Returns the time until `RateLimit-Reset`, a Unix time in seconds. The time counts from the response's `Date`,
+/// because the local clock may be wrong.
 fn reset_in(headers: &HeaderMap) -> Option<Duration> {
     let reset = UNIX_EPOCH.checked_add(Duration::from_secs(number(headers, "ratelimit-reset")?))?;
     let date = headers.get(DATE).and_then(|date| rfc2822::parse(date.to_str().ok()?).ok());

@@ -1,4 +1,5 @@
-//! The adapter for the Hetzner Cloud API v1 (<https://docs.hetzner.cloud>): maps the methods of [`Provider`] to requests.
+//! The adapter for the Hetzner Cloud API v1 (<https://docs.hetzner.cloud>): maps the methods of [`Provider`] to
+//! requests.
 //!
 //! The adapter owns the wire format, timeouts, retries and the rate budget. It stores no data of the provider.
 
@@ -24,7 +25,7 @@ use self::wire::{
     ServerCountResponse, ServerResponse, ServerTypesResponse, ServersResponse,
 };
 use super::{
-    Action, ActionId, Cause, DeleteOutcome, ErrorKind, OrderedServer, Provider, ProviderError, RateBudget,
+    Action, ActionId, Cause, CreatedServer, DeleteOutcome, ErrorKind, Provider, ProviderError, RateBudget,
     Server, ServerId, ServerOrder, ServerPrices, ServerTypeInfo,
 };
 use svc_machine::name::{Location, ServerType};
@@ -118,7 +119,7 @@ impl Hetzner {
 
 #[async_trait]
 impl Provider for Hetzner {
-    async fn create(&self, order: &ServerOrder) -> Result<OrderedServer, ProviderError> {
+    async fn create(&self, order: &ServerOrder) -> Result<CreatedServer, ProviderError> {
         let body = encode_json(&CreateServerRequest::new(order, order.user_data.expose_secret()));
         let response: CreateServerResponse = self
             .connection

@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use serde::{Deserialize, Serialize};
 
 use super::super::server::{
-    Action, ActionId, ActionStatus, OrderedServer, Server, ServerId, ServerOrder, ServerStatus,
+    Action, ActionId, ActionStatus, CreatedServer, Server, ServerId, ServerOrder, ServerStatus,
     ServerTypeInfo,
 };
 use svc_machine::name::ServerType;
@@ -72,7 +72,7 @@ pub(super) struct CreateServerResponse {
     next_actions: Vec<WireAction>,
 }
 
-impl From<CreateServerResponse> for OrderedServer {
+impl From<CreateServerResponse> for CreatedServer {
     fn from(created: CreateServerResponse) -> Self {
         let actions = created.action.into_iter().chain(created.next_actions);
         let actions = actions.map(|action| Action::from(action).id).collect();
