@@ -244,9 +244,9 @@ async fn reinstate_predecessor(
     Ok(())
 }
 
-/// Finds the last registered machine of the slot that has a server; `None` if that machine was deleted. Does not go
-/// back past a deleted machine or a machine that has stored a snapshot: an older machine would replace that snapshot
-/// with an older state.
+/// Finds the last registered machine of the slot that has a server; `None` if that machine was deleted. Does not go back
+/// past a deleted machine or a machine that has stored a snapshot: an older machine would replace that snapshot with an
+/// older state.
 async fn find_reinstatable(tx: &Transaction<'_>, before: &MachineRow) -> Result<Option<MachineRow>, DbError> {
     for unlocked in db::machines::list_registered_before(tx, before, MAX_PREDECESSORS).await? {
         let Some(machine) = db::machines::lock(tx, unlocked.id).await? else { continue };
