@@ -377,7 +377,7 @@ async fn rollout_refuses_bundles_that_hosts_would_refuse() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rollout_refuses_a_switched_off_machine() {
+async fn rollout_refuses_a_powered_off_machine() {
     let fleet = Fleet::start(1, &[]).await;
     let (stack, process, guest) = (&fleet.stack, &fleet.process, &fleet.guests[0]);
     let client = stack.database.connect().await.unwrap();
@@ -391,7 +391,7 @@ async fn rollout_refuses_a_switched_off_machine() {
     refused.assert_problem(409, "invalid_state");
     let detail = refused.body["detail"].as_str().unwrap();
     assert!(
-        detail.contains("is switched off") && detail.contains("`svcctl power on h-user-0 --wait`"),
+        detail.contains("is powered off") && detail.contains("`svcctl power on h-user-0 --wait`"),
         "{detail}"
     );
     start("h-user-9").await.assert_problem(404, "machine_not_found");
@@ -482,7 +482,7 @@ async fn verification_covers_only_machines_that_run_the_release() {
     assert_eq!(fleet.post_action(&rollout, "resume").await.status, 200);
     let paused = fleet.wait_for_state(&rollout, "paused").await;
     assert_eq!(paused["verification"]["handles"], json!(["h-user-1"]), "{paused}");
-    // The other machine is switched off, so no machine can be verified, and the verification fails.
+    // The other machine is powered off, so no machine can be verified, and the verification fails.
     let client = fleet.stack.database.connect().await.unwrap();
     let id: uuid::Uuid = fleet.guests[1].machine.parse().unwrap();
     client

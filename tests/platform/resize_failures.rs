@@ -1,4 +1,4 @@
-//! Failed resizes: the server is switched on again if possible, and the machine's record has the actual type.
+//! Failed resizes: the server is powered on again if possible, and the machine's record has the actual type.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
@@ -212,7 +212,7 @@ async fn fail_delete_and_recover_end_an_open_resize() {
     assert!(stack.provider.server_by_name(&new).is_some());
 }
 
-/// Starts a resize that is stuck after it has switched the server off.
+/// Starts a resize that is stuck after it has powered the server off.
 async fn start_stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest, String) {
     let mut settings = settings.to_vec();
     settings.push(("RESIZE_SHUTDOWN_SECONDS", "1"));
@@ -243,7 +243,7 @@ async fn wait_until_settled(stack: &Stack, process: &Process, guest: &Guest) -> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn resize_cancelled_by_fail_switches_server_on() {
+async fn resize_cancelled_by_fail_powers_server_on() {
     let (stack, process, guest, _) = start_stuck_resize(&[]).await;
     let path = format!("/vps/{}/fail", guest.machine);
     assert_eq!(stack.post(&process, &path, &json!({"reason": "stuck"})).await.status, 200);
@@ -257,7 +257,7 @@ async fn resize_cancelled_by_fail_switches_server_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn overdue_resize_switches_server_on() {
+async fn overdue_resize_powers_server_on() {
     let settings = [("RESIZE_CHANGE_SECONDS", "600"), ("OPERATION_LIMIT_SECONDS", "4")];
     let (stack, process, guest, operation) = start_stuck_resize(&settings).await;
     let path = format!("/vps/operations/{operation}");
@@ -272,7 +272,7 @@ async fn overdue_resize_switches_server_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn resize_cancelled_by_delete_and_undone_switches_server_on() {
+async fn resize_cancelled_by_delete_and_undone_powers_server_on() {
     let (stack, process, guest, _) = start_stuck_resize(&[("DELETE_GRACE_SECONDS", "600")]).await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
@@ -283,7 +283,7 @@ async fn resize_cancelled_by_delete_and_undone_switches_server_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn resize_cancelled_by_abandoned_recovery_switches_server_on() {
+async fn resize_cancelled_by_abandoned_recovery_powers_server_on() {
     let (stack, process, _guest, _) = start_stuck_resize(&[("LAST_BACKUP_DEADLINE_SECONDS", "600")]).await;
     stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;

@@ -109,7 +109,7 @@ async fn deletion_without_backup_waits_and_can_be_abandoned() {
     );
     let path = format!("/vps/operations/{}/abandon", deleted["operationId"].as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
-    assert_eq!(stack.status(&process, &machine).await, "running", "the machine was never switched off");
+    assert_eq!(stack.status(&process, &machine).await, "running", "the machine was never powered off");
     stack.assert_only_server(&machine);
 
     // While the deletion waits for a decision, the server exists, but has no end of retention.
