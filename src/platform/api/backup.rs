@@ -265,8 +265,8 @@ pub static ACCEPT: Endpoint = Endpoint {
         id: "acceptBackup",
         method: Method::POST,
         path: "/vps/{id}/backup-accept",
-        summary: "Accepts the snapshot that a host holds back because its database has shrunk: the snapshot becomes the latest one. The \
-                  machine must be running, or an operation must be waiting for its final backup. In the latter case, the \
+        summary: "Accepts the snapshot that a host holds back because its database has shrunk: it becomes the \
+                  latest snapshot. The machine must be running, or an operation must be waiting for its final backup. In the latter case, the \
                   machine's replacement may be named instead; `machineId` in the response is the machine whose host got the \
                   request.",
         credentials: &[OPERATOR],
