@@ -29,7 +29,7 @@ async fn fetch_record(stack: &Stack, process: &Process, machine: &str) -> Value 
     stack.get(process, &format!("/vps/{machine}")).await.body
 }
 
-/// Waits until a machine that has not been replaced has this status.
+/// Waits until the machine has this status and has not been replaced.
 async fn wait_for_status(stack: &Stack, process: &Process, machine: &str, status: &str) -> Value {
     let has_status = || async {
         let found = fetch_record(stack, process, machine).await;

@@ -197,16 +197,16 @@ async fn failed_machine_is_powered_on_and_resumed() {
     assert_eq!((resumed.status, &resumed.body["status"]), (200, &json!("running")), "{resumed:?}");
 }
 
-/// The host cannot make a final backup, so an operator must accept the loss or power the machine on first.
+/// The host cannot take a final backup, so an operator must accept the loss or power the machine on first.
 #[tokio::test(flavor = "multi_thread")]
 async fn powered_off_machine_is_replaced_only_with_accepted_loss() {
     let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;
     stack.store_snapshot("user_1");
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let off = request_power(&stack, &process, &guest, "off").await;
-    let recover = async |more: Value| {
+    let recover = async |overrides: Value| {
         let mut body = json!({"idpUserId": "user_1"});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
         stack.post(&process, "/vps/recover", &body).await
     };
     let assert_refused = async || {
@@ -231,7 +231,7 @@ async fn powered_off_machine_is_replaced_only_with_accepted_loss() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_that_left_its_slot_is_not_switched() {
+async fn power_on_of_a_deleted_machine_is_not_found() {
     let (stack, process, guest) = start_with_machine(&[("DELETE_GRACE_SECONDS", "600")]).await;
     stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
     request_power(&stack, &process, &guest, "on").await.assert_problem(404, "machine_not_found");
@@ -248,7 +248,7 @@ async fn heartbeats_of_a_powered_off_machine_cost_few_calls() {
         stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     }
     assert!(lookups() <= before + 1, "{} lookups", lookups() - before);
-    // A heartbeat of another epoch says nothing about the machine that is powered off.
+    // A heartbeat of another epoch is not from the machine that is powered off.
     let process = stack.start_platform_with(&[("SERVER_CHECK_SECONDS", "0"), ("RECONCILE_SECONDS", "600")]);
     let before = lookups();
     let mut late = heartbeat_of(&guest);

@@ -15,24 +15,29 @@ fn server_state(stack: &Stack) -> (Power, String) {
     (server.status, server.server_type)
 }
 
-/// Asserts that the type has not changed and that the machine runs as before.
+/// Asserts that the server type has not changed, and that the machine runs as before.
 async fn assert_reverted(stack: &Stack, process: &Process, guest: &Guest, operation: &Value) {
     assert_eq!(
         (&operation["state"], &operation["errorCode"]),
         (&json!("failed"), &json!("resize")),
         "{operation}"
     );
-    let now = fetch_record(stack, process, guest).await;
-    assert_eq!((&now["status"], &now["serverType"]), (&json!("running"), &json!("cpx22")), "{}", stack.log());
-    assert_eq!(now["failure"], Value::Null);
+    let record = fetch_record(stack, process, guest).await;
+    assert_eq!(
+        (&record["status"], &record["serverType"]),
+        (&json!("running"), &json!("cpx22")),
+        "{}",
+        stack.log()
+    );
+    assert_eq!(record["failure"], Value::Null);
     assert_eq!(server_state(stack), (Power::Running, "cpx22".to_owned()));
     assert_eq!(stack.provider.creations().len(), 1);
 }
 
 async fn assert_changed(stack: &Stack, process: &Process, guest: &Guest, operation: &Value) {
     assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
-    let now = fetch_record(stack, process, guest).await;
-    assert_eq!((&now["status"], &now["serverType"]), (&json!("running"), &json!("cpx32")));
+    let record = fetch_record(stack, process, guest).await;
+    assert_eq!((&record["status"], &record["serverType"]), (&json!("running"), &json!("cpx32")));
     assert_eq!(server_state(stack), (Power::Running, "cpx32".to_owned()));
     assert_eq!(stack.provider.creations().len(), 1);
 }
@@ -122,9 +127,9 @@ async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
     stack.provider.add_fault(FaultRule::times(1000, "POST", "poweron", refusal(503)));
     let ended = resize_until_ended(&stack, &process, &guest).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("resize")), "{ended}");
-    let now = fetch_record(&stack, &process, &guest).await;
-    assert_eq!((&now["status"], &now["failure"]["cause"]), (&json!("failed"), &json!("resize")));
-    assert_eq!(now["failure"]["stage"], "power_on");
+    let record = fetch_record(&stack, &process, &guest).await;
+    assert_eq!((&record["status"], &record["failure"]["cause"]), (&json!("failed"), &json!("resize")));
+    assert_eq!(record["failure"]["stage"], "power_on");
 
     // An unhealthy heartbeat, or one of another epoch, does not return the machine to service.
     let mut unhealthy = heartbeat_of(&guest);
@@ -144,9 +149,9 @@ async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
     assert!(on.bearer_auth(stack.provider.token()).send().await.unwrap().status().is_success());
     stack.provider.wait_for_power(&format!("svc-{}", guest.machine), Power::Running).await.unwrap();
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
-    let now = fetch_record(&stack, &process, &guest).await;
-    assert_eq!((&now["status"], &now["failure"]), (&json!("running"), &Value::Null));
-    assert_eq!(now["serverType"], "cpx32", "the type that the provider reports");
+    let record = fetch_record(&stack, &process, &guest).await;
+    assert_eq!((&record["status"], &record["failure"]), (&json!("running"), &Value::Null));
+    assert_eq!(record["serverType"], "cpx32", "the type that the provider reports");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -175,8 +180,8 @@ async fn server_that_vanishes_during_a_resize_fails_as_gone() {
         .wait_until_ended_with_heartbeats(&process, response.body["operationId"].as_str().unwrap())
         .await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("server_gone")), "{ended}");
-    let now = fetch_record(&stack, &process, &guest).await;
-    assert_eq!((&now["status"], &now["failure"]["cause"]), (&json!("failed"), &json!("server_gone")));
+    let record = fetch_record(&stack, &process, &guest).await;
+    assert_eq!((&record["status"], &record["failure"]["cause"]), (&json!("failed"), &json!("server_gone")));
     assert_eq!(stack.provider.creations().len(), 1);
 }
 
@@ -236,8 +241,8 @@ async fn wait_until_settled(stack: &Stack, process: &Process, guest: &Guest) -> 
             stack.send_heartbeat(process, guest, &heartbeat_of(guest)).await;
         }
         let operations = fetch_record(stack, process, guest).await["operations"].clone();
-        let ended = operations.as_array()?.iter().all(|operation| operation["state"] != "running");
-        (ended && server_state(stack).0 == Power::Running).then_some(operations)
+        let have_ended = operations.as_array()?.iter().all(|operation| operation["state"] != "running");
+        (have_ended && server_state(stack).0 == Power::Running).then_some(operations)
     };
     stack.eventually("the server is on", check).await
 }

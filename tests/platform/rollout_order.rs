@@ -42,7 +42,7 @@ async fn test_slots_are_updated_first_and_others_in_random_order() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn excluded_machine_does_not_stop_a_rollout() {
+async fn rollout_leaves_out_excluded_machines() {
     let fleet = Fleet::start(3, &[]).await;
     let stopped = fleet.deploy(&json!({"batchSize": 1})).await;
     fleet.wait_until_requested(0).await;
@@ -61,9 +61,9 @@ async fn excluded_machine_does_not_stop_a_rollout() {
     let audited: Vec<String> = client.query(sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
     assert_eq!(audited, ["[]", "[\"h-user-0\"]"]);
 
-    let start = async |more: Value| {
+    let start = async |overrides: Value| {
         let mut body = json!({"imageVersion": NEXT_VERSION});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
         fleet.stack.post(&fleet.process, "/vps/deploy", &body).await
     };
     let unknown = start(json!({"except": ["h-user-0", "unknown"]})).await;
