@@ -10,7 +10,7 @@ use url::Url;
 
 use super::db::{self, Db, DbError};
 use svc_http::problem::format_chain;
-use svc_provider::{RateBudget, BudgetGrant, ObservedBudget};
+use svc_provider::{BudgetGrant, ObservedBudget, RateBudget};
 
 pub struct SharedBudget {
     db: Db,
