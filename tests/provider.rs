@@ -15,19 +15,20 @@ use svc::http::client::{self, Deadlines};
 use svc::machine::name::ServerType;
 use svc::provider::hetzner::{CallLimits, Hetzner};
 use svc::provider::{
-    Action, ActionId, ActionStatus, Deleted, ErrorKind, Provider, Server, ServerId, ServerOrder, ServerStatus,
+    Action, ActionId, ActionStatus, DeleteOutcome, ErrorKind, Provider, Server, ServerId, ServerOrder,
+    ServerStatus,
 };
 
-/// The production limits, but a hundred times shorter.
+/// Limits for tests, much shorter than the production limits.
 const FAST_LIMITS: CallLimits = CallLimits {
-    deadline: Duration::from_secs(2),
+    timeout: Duration::from_secs(2),
     initial_backoff: Duration::from_millis(5),
     max_backoff: Duration::from_millis(50),
     max_rate_wait: Duration::from_millis(1500),
     retries: 4,
 };
 
-async fn simulator() -> Simulator {
+async fn start_simulator() -> Simulator {
     Simulator::start(SimulatorOptions::record()).await.unwrap()
 }
 
@@ -62,19 +63,19 @@ fn order(name: &str) -> ServerOrder {
 }
 
 async fn wait_for_action_status(provider: &Hetzner, action: Action) -> ActionStatus {
-    let end = wait_for_action(provider, action.id).await;
-    assert_eq!(end.command, action.command);
-    end.status
+    let ended = wait_for_action(provider, action.id).await;
+    assert_eq!(ended.command, action.command);
+    ended.status
 }
 
 async fn wait_for_action(provider: &Hetzner, id: ActionId) -> Action {
-    let end = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(20);
     loop {
-        let now = provider.action(id).await.unwrap();
-        if now.status != ActionStatus::Running {
-            return now;
+        let action = provider.action(id).await.unwrap();
+        if action.status != ActionStatus::Running {
+            return action;
         }
-        assert!(Instant::now() < end, "the action did not end: {now:?}");
+        assert!(Instant::now() < deadline, "the action did not end: {action:?}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
@@ -98,8 +99,8 @@ async fn power_off(provider: &Hetzner, id: ServerId) {
 }
 
 #[tokio::test]
-async fn locations_are_found_by_name() {
-    let simulator = simulator().await;
+async fn has_location_finds_locations_by_name() {
+    let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     assert!(provider.has_location(&"hel1".parse().unwrap()).await.unwrap());
     assert!(!provider.has_location(&"moon1".parse().unwrap()).await.unwrap());
@@ -108,7 +109,7 @@ async fn locations_are_found_by_name() {
 
 #[tokio::test]
 async fn server_is_created_found_and_deleted() {
-    let simulator = simulator().await;
+    let simulator = start_simulator().await;
     let provider = adapter(&simulator);
 
     let created = provider.create(&order("svc-1")).await.unwrap().server;
@@ -124,15 +125,15 @@ async fn server_is_created_found_and_deleted() {
     assert_eq!(provider.get(created.id).await.unwrap(), Some(found));
     assert_eq!(provider.find("svc-2").await.unwrap(), None);
 
-    assert_eq!(provider.delete(created.id).await.unwrap(), Deleted::Done);
-    assert_eq!(provider.delete(created.id).await.unwrap(), Deleted::WasAbsent);
+    assert_eq!(provider.delete(created.id).await.unwrap(), DeleteOutcome::Done);
+    assert_eq!(provider.delete(created.id).await.unwrap(), DeleteOutcome::WasAbsent);
     assert_eq!(provider.get(created.id).await.unwrap(), None);
     assert!(simulator.servers().is_empty());
 }
 
 #[tokio::test]
 async fn find_by_label_reads_all_pages() {
-    let simulator = simulator().await;
+    let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     for nth in 0..103 {
         let mut order = order(&format!("svc-{nth}"));
@@ -147,7 +148,7 @@ async fn find_by_label_reads_all_pages() {
 
 #[tokio::test]
 async fn taken_name_is_a_conflict_and_bad_order_is_refused() {
-    let simulator = simulator().await;
+    let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     provider.create(&order("svc-1")).await.unwrap();
     let kind = async |order: ServerOrder| provider.create(&order).await.unwrap_err().kind();
@@ -165,8 +166,8 @@ async fn taken_name_is_a_conflict_and_bad_order_is_refused() {
 }
 
 #[tokio::test]
-async fn resize_keeps_the_disk_and_needs_power_off() {
-    let simulator = simulator().await;
+async fn change_type_requires_power_off_and_keeps_the_disk() {
+    let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     let id = create_running_server(&simulator, &provider, "svc-1").await.id;
     let to = server_type("cpx32");
@@ -197,8 +198,8 @@ async fn resize_keeps_the_disk_and_needs_power_off() {
 }
 
 #[tokio::test]
-async fn missing_server_is_not_found() {
-    let simulator = simulator().await;
+async fn calls_on_a_vanished_server_return_not_found() {
+    let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     let id = create_running_server(&simulator, &provider, "svc-1").await.id;
     simulator.vanish_server("svc-1").await.unwrap();
@@ -210,8 +211,8 @@ async fn missing_server_is_not_found() {
 }
 
 #[tokio::test]
-async fn server_types_are_found_by_name() {
-    let simulator = simulator().await;
+async fn server_type_finds_types_by_name() {
+    let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     let found = provider.server_type(&server_type("cpx52")).await.unwrap().unwrap();
     assert_eq!((found.cores, found.memory_gb, found.disk_gb), (12, 24.0, 480));

@@ -200,7 +200,8 @@ fn describe_members(body: &Value, detail: &str) -> String {
         body["allowed"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     // The state explains the refusal only if another one is allowed.
     let status = body["machineStatus"].as_str().filter(|status| !allowed.contains(status));
-    let names_states = detail.contains("; this needs ");
+    // Platforms of an earlier release write "; this needs ".
+    let names_states = detail.contains(", but must be ") || detail.contains("; this needs ");
     if let Some(status) = status.filter(|_| !allowed.is_empty() && !names_states) {
         message.push_str(&format!(" It is {status}, and must be {}.", allowed.join(" or ")));
     }

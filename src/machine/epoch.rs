@@ -14,7 +14,7 @@ pub struct Epoch(pub u32);
 pub const MAX_EPOCH: Epoch = Epoch(i32::MAX.unsigned_abs() - 1);
 
 /// How far the store may be ahead of the platform's database, which may be a restored older copy. A higher epoch
-/// cannot come from one of our machines.
+/// cannot be a real machine's.
 const MAX_EPOCHS_AHEAD: u32 = 1000;
 
 impl Epoch {

@@ -1,4 +1,4 @@
-//! Events that a machine can receive, and the effects of a transition in addition to the new state.
+//! The events that a machine can receive, and the effects of a transition besides the new state.
 
 use super::choice::must_be_one_of;
 use super::epoch::Epoch;
@@ -37,7 +37,7 @@ pub enum ServerPower {
     MaybeOff,
 }
 
-/// Reason why a server could not be created.
+/// Why a server could not be created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, strum::VariantArray)]
 pub enum CreationFailure {
     ProviderRefused,
@@ -128,26 +128,26 @@ pub enum Event {
 pub enum Effect {
     /// Replace this machine with a new one in the same slot, with this status and this next epoch.
     ///
-    /// The new machine's operation takes a final backup, writes the fence and switches the predecessor off. The
+    /// The new machine's operation takes a final backup, writes the fence and powers the predecessor off. The
     /// reconciler deletes the predecessor's server once the new machine is healthy.
     Replace { status: Status, restore: RestoreMode, epoch: Epoch },
     /// Cancel the current operation, if any.
     CancelOperation,
-    /// Start the operation that takes a final backup and switches the server off. The reconciler deletes it after a
+    /// Start the operation that takes a final backup and powers the server off. The reconciler deletes it after a
     /// grace period.
     DeleteServer,
-    /// Return the slot, under a new epoch, to the latest registered machine that still has a server, unless a later one
-    /// was deleted or has stored a snapshot. This machine then leaves the slot.
+    /// Return the slot, under a new epoch, to the latest registered machine that still has a server, unless a later
+    /// machine was deleted or has stored a snapshot. This machine then leaves the slot.
     ReinstatePredecessor,
-    /// If this machine has never registered, also delete the slot's last registered machine, if that machine still has a
-    /// server.
+    /// If this machine has never registered, also delete the slot's last registered machine, if that machine still has
+    /// a server.
     DeletePredecessor,
-    /// Take this epoch, and start the operation that writes the fence, switches the server on and waits for the host.
+    /// Adopt this epoch, and start the operation that writes the fence, powers the server on and waits for the host.
     Reinstate { epoch: Epoch },
     /// Start the operation that changes the server's type.
     ChangeType { to: ServerType },
-    /// Start the operation that switches the server on, because a resize may have left it off.
-    SwitchOn,
+    /// Start the operation that powers the server on, because a resize may have left it off.
+    PowerOn,
     /// Fail the current operation with this cause.
     FailOperation { cause: FailureCause },
     /// Stop routing: close the proxied connections to this machine.

@@ -8,7 +8,7 @@ use uuid::Uuid;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("must be a UUID such as 01890a5d-ac96-774b-bcce-b302099a8057")]
-pub struct NotAnId;
+pub struct InvalidId;
 
 macro_rules! uuid_id {
     ($(#[$doc:meta])* $name:ident) => {
@@ -36,21 +36,21 @@ macro_rules! uuid_id {
         }
 
         impl FromStr for $name {
-            type Err = NotAnId;
+            type Err = InvalidId;
 
             fn from_str(text: &str) -> Result<Self, Self::Err> {
-                // Only the hyphenated form is accepted; the parser accepts others.
+                // Accepts only the hyphenated form; the parser would accept others.
                 if text.len() != 36 {
-                    return Err(NotAnId);
+                    return Err(InvalidId);
                 }
-                text.parse().map(Self).map_err(|_| NotAnId)
+                text.parse().map(Self).map_err(|_| InvalidId)
             }
         }
     };
 }
 
 uuid_id!(
-    /// One server life of a slot: a row of `user_machines`.
+    /// A machine, which holds a slot until it is replaced or deleted: a row of `user_machines`.
     MachineId
 );
 uuid_id!(

@@ -1,4 +1,4 @@
-//! Tests of the lifecycle, event by event, and of the results for every pair of state and event.
+//! Tests the lifecycle event by event, and the result of every pair of state and event.
 //!
 //! The provisioning of a slot without a machine has no transition to test; the model covers it.
 
@@ -58,7 +58,7 @@ fn every_state() -> Vec<State> {
     states
 }
 
-/// At least one event of each kind. The `match` below does not compile when a kind is missing there.
+/// Returns at least one event of each kind. The `match` in [`kind_index`] does not compile if it lacks a kind.
 fn every_event() -> Vec<Event> {
     let mut events = vec![
         Event::Registered { server_type: small() },
@@ -90,13 +90,13 @@ fn every_event() -> Vec<Event> {
     events.extend(CreationFailure::ALL.iter().map(|&why| Event::CreationFailed { why }));
     let mut kinds = [false; 20];
     for event in &events {
-        kinds[kind(event)] = true;
+        kinds[kind_index(event)] = true;
     }
     assert_eq!(kinds, [true; 20], "a kind of event is missing");
     events
 }
 
-fn kind(event: &Event) -> usize {
+fn kind_index(event: &Event) -> usize {
     match event {
         Event::Registered { .. } => 0,
         Event::BootFailureReported => 1,
@@ -149,7 +149,7 @@ fn failure_effects(cause: FailureCause) -> Vec<Effect> {
 
 fn failed_resize_effects() -> Vec<Effect> {
     let mut effects = failure_effects(FailureCause::Resize);
-    effects.push(Effect::SwitchOn);
+    effects.push(Effect::PowerOn);
     effects
 }
 
@@ -173,13 +173,13 @@ fn is_booting(state: &State) -> bool {
     matches!(state, State::Provisioning | State::Recovering)
 }
 
-/// The pairs for which a rule panics.
-fn find_panics(rule: TransitionFn) -> Vec<(State, Event)> {
+/// Returns the pairs of state and event for which the transition function panics.
+fn find_panics(transition_fn: TransitionFn) -> Vec<(State, Event)> {
     let mut found = Vec::new();
     for state in every_state() {
         for event in every_event() {
             let machine = Machine { state: state.clone(), epoch: EPOCH };
-            if catch_unwind(AssertUnwindSafe(|| rule(&machine, &event))).is_err() {
+            if catch_unwind(AssertUnwindSafe(|| transition_fn(&machine, &event))).is_err() {
                 found.push((state.clone(), event));
             }
         }
@@ -193,7 +193,7 @@ fn transition_is_total() {
 }
 
 #[test]
-fn missing_transition_is_detected() {
+fn find_panics_detects_missing_transition() {
     let found = find_panics(|machine, event| match (&machine.state, event) {
         (State::Retired { was }, Event::ServerGone) if **was == running() => panic!("unhandled"),
         _ => transition(machine, event),
@@ -301,8 +301,8 @@ fn hung_operation_fails_waiting_machine() {
         assert_moves(&state, &event, &failed(cause), &failed_boot_effects(cause));
     }
     assert_moves(&resizing(), &event, &failed(FailureCause::Resize), &failed_resize_effects());
-    let waits = |state: &State| is_booting(state) || matches!(state, State::Resizing { .. });
-    for state in every_state().into_iter().filter(|state| !waits(state)) {
+    let has_operation = |state: &State| is_booting(state) || matches!(state, State::Resizing { .. });
+    for state in every_state().into_iter().filter(|state| !has_operation(state)) {
         assert_unchanged(&state, &event);
     }
 }
@@ -312,17 +312,17 @@ fn missing_server_fails_machine_without_replacement() {
     let cause = FailureCause::ServerGone;
     assert_moves(&running(), &Event::ServerGone, &failed(cause), &failure_effects(cause));
     // The server may still exist and may be off.
-    let effects = [failure_effects(cause), vec![Effect::SwitchOn]].concat();
+    let effects = [failure_effects(cause), vec![Effect::PowerOn]].concat();
     for state in [resizing(), failed(FailureCause::Resize), failed(FailureCause::Reinstating)] {
         assert_moves(&state, &Event::ServerGone, &failed(cause), &effects);
     }
     for state in [State::Provisioning, State::Recovering, failed(cause), failed(FailureCause::Operator)] {
         assert_unchanged(&state, &Event::ServerGone);
     }
-    let requested =
+    let is_replacement_request =
         |event: &Event| matches!(event, Event::ProvisionRequested { .. } | Event::RecoverRequested { .. });
     for state in every_state() {
-        for event in every_event().into_iter().filter(|event| !requested(event)) {
+        for event in every_event().into_iter().filter(|event| !is_replacement_request(event)) {
             if let Ok(Outcome::Moved { effects, .. }) = apply(&state, &event) {
                 let replaces = effects.iter().any(|effect| matches!(effect, Effect::Replace { .. }));
                 assert!(!replaces, "{state:?} is replaced by {event:?}");
@@ -354,7 +354,7 @@ fn found_server_waits_for_heartbeat() {
 fn fail_request_stops_operation_and_routing() {
     let by_operator = failed(FailureCause::Operator);
     for state in every_active_state().filter(|state| *state != by_operator) {
-        // The operation of a failed machine switches its server on, so it continues.
+        // The operation of a failed machine powers its server on, so it continues.
         let mut effects = match state {
             State::Failed { .. } => vec![Effect::CloseConnections],
             _ => vec![Effect::CancelOperation, Effect::CloseConnections],
@@ -363,7 +363,7 @@ fn fail_request_stops_operation_and_routing() {
             effects.push(Effect::ReinstatePredecessor);
         }
         if matches!(state, State::Resizing { .. }) {
-            effects.push(Effect::SwitchOn);
+            effects.push(Effect::PowerOn);
         }
         assert_moves(&state, &Event::FailRequested, &by_operator, &effects);
     }
@@ -455,10 +455,10 @@ fn reinstated_machine_keeps_state_or_waits_for_host() {
 }
 
 #[test]
-fn only_reinstatement_leads_back_into_a_slot() {
-    let leads_back = |event: &Event| matches!(event, Event::Reinstated { .. });
+fn only_reinstatement_returns_machine_to_slot() {
+    let is_reinstatement = |event: &Event| matches!(event, Event::Reinstated { .. });
     for state in every_state().into_iter().filter(|state| !state.is_active()) {
-        for event in every_event().into_iter().filter(|event| !leads_back(event)) {
+        for event in every_event().into_iter().filter(|event| !is_reinstatement(event)) {
             if let Ok(Outcome::Moved { next, .. }) = apply(&state, &event) {
                 assert!(!next.is_active(), "{state:?} holds its slot again after {event:?}");
             }

@@ -2,7 +2,7 @@
 //! itself.
 //!
 //! The property tests run on it: `property` drives it at random, and `invariant` checks it after every action. The
-//! rules are a parameter, so that a test can break one and check that this is detected.
+//! rules are a parameter, so that a test can break one and check that the invariants detect it.
 
 mod action;
 mod cloud;
@@ -49,14 +49,14 @@ pub type Data = BTreeSet<u32>;
 
 /// A row of `user_machines`, with facts of the real world that the database does not record.
 #[expect(clippy::struct_excessive_bools, reason = "each is one column or one fact, as the database has them")]
-pub struct Row {
+pub struct MachineRow {
     pub slot: usize,
     pub machine: Machine,
     /// Open proxied connections.
     pub connections: u32,
     /// Whether its host has sent the registration.
     pub registered: bool,
-    /// Whether its host has sent a healthy heartbeat since then.
+    /// Whether its host has sent a healthy heartbeat since it registered.
     pub proven: bool,
     /// Whether its host has ever run: its disk may then be started again anywhere.
     pub booted: bool,
@@ -69,7 +69,7 @@ pub struct Row {
     /// The epoch that its host uses, from its heartbeats.
     pub host_epoch: Epoch,
     pub power_off_ordered: bool,
-    /// Whether an operator abandoned the operation that would have switched its server on.
+    /// Whether an operator abandoned the operation that would have powered its server on.
     pub may_stay_off: bool,
     /// Whether it left its slot without a final backup, and no operator accepted the loss.
     pub unsaved: bool,
@@ -79,7 +79,7 @@ pub struct Row {
     pub removed: bool,
 }
 
-impl Row {
+impl MachineRow {
     /// Whether the provider has reported its server as missing.
     pub fn is_server_known_gone(&self) -> bool {
         let mut state = &self.machine.state;
@@ -93,13 +93,13 @@ impl Row {
 /// A slot's pointer in the object store, with the snapshot that it names.
 #[derive(Default, Clone)]
 pub struct Pointer {
-    pub fence: u32,
-    /// The epoch of the machine that wrote the snapshot; 0 for none.
-    pub writer: u32,
+    pub fence_epoch: u32,
+    /// The epoch of the machine that took the snapshot; 0 if there is no snapshot.
+    pub writer_epoch: u32,
     pub data: Data,
 }
 
-/// Rows acknowledged to the owner of a slot.
+/// The rows whose writes were acknowledged to the owner of a slot.
 #[derive(Default, Clone)]
 pub struct Acknowledged {
     pub rows: Data,
@@ -107,25 +107,25 @@ pub struct Acknowledged {
     pub accepted_loss: Data,
 }
 
-pub struct World {
+pub struct LifecycleModel {
     pub rules: Rules,
     pub pointers: Vec<Pointer>,
     pub acknowledged: Vec<Acknowledged>,
-    pub rows: Vec<Row>,
+    pub machines: Vec<MachineRow>,
     pub operations: Vec<Operation>,
     pub cloud: Cloud,
-    /// Violations of transitions, which a state alone does not show.
+    /// Violations by transitions, which a state alone does not show.
     pub transition_violations: BTreeSet<Violation>,
     next_row: u32,
 }
 
-impl World {
+impl LifecycleModel {
     pub fn new(rules: Rules, slots: usize) -> Self {
         Self {
             rules,
             pointers: vec![Pointer::default(); slots],
             acknowledged: vec![Acknowledged::default(); slots],
-            rows: Vec::new(),
+            machines: Vec::new(),
             operations: Vec::new(),
             cloud: Cloud::new(rules.unique_names),
             transition_violations: BTreeSet::new(),
@@ -133,10 +133,10 @@ impl World {
         }
     }
 
-    pub fn active(&self, slot: usize) -> Option<usize> {
-        (0..self.rows.len())
+    pub fn active_machine(&self, slot: usize) -> Option<usize> {
+        (0..self.machines.len())
             .rev()
-            .find(|&id| self.rows[id].slot == slot && self.rows[id].machine.state.is_active())
+            .find(|&id| self.machines[id].slot == slot && self.machines[id].machine.state.is_active())
     }
 
     /// Provisions a slot without an active machine.
@@ -146,14 +146,14 @@ impl World {
     }
 
     fn highest_epoch(&self, slot: usize) -> Epoch {
-        let epochs = self.rows.iter().filter(|row| row.slot == slot).map(|row| row.machine.epoch);
+        let epochs = self.machines.iter().filter(|row| row.slot == slot).map(|row| row.machine.epoch);
         epochs.max().unwrap_or(Epoch::NONE)
     }
 
     fn insert(&mut self, slot: usize, machine: Machine) {
         self.check_epoch_growth(slot, machine.epoch);
         let host_epoch = machine.epoch;
-        self.rows.push(Row {
+        self.machines.push(MachineRow {
             slot,
             machine,
             connections: 0,
@@ -170,48 +170,49 @@ impl World {
             loss_accepted: false,
             removed: false,
         });
-        self.operations.push(Operation::new(self.rows.len() - 1, OperationKind::Boot));
+        self.operations.push(Operation::new(self.machines.len() - 1, OperationKind::Boot));
     }
 
     fn check_epoch_growth(&mut self, slot: usize, epoch: Epoch) {
         if self.highest_epoch(slot) >= epoch {
-            self.transition_violations.insert(Violation::EpochDidNotGrow);
+            self.transition_violations.insert(Violation::EpochDidNotIncrease);
         }
     }
 
     /// Applies one event as a transaction: the new state and its effects.
     pub fn apply(&mut self, id: usize, event: &Event) {
-        let before = self.rows[id].machine.state.clone();
-        let Ok(Outcome::Moved { next, effects }) = (self.rules.transition)(&self.rows[id].machine, event)
+        let before = self.machines[id].machine.state.clone();
+        let Ok(Outcome::Moved { next, effects }) = (self.rules.transition)(&self.machines[id].machine, event)
         else {
             return;
         };
         if !before.is_active() && next.is_active() && !self.may_take_slot_back(id, event) {
-            self.transition_violations.insert(Violation::InvalidReturn);
+            self.transition_violations.insert(Violation::InvalidReinstatement);
         }
         if matches!(event, Event::Registered { .. })
             && self.rules.unique_names
             && self.server_type(id).is_some()
         {
-            // A boot takes minutes. By then a late create has been refused, because its name was taken.
+            // A boot takes minutes. By then, a late create request has been refused, because the name was taken.
             self.cloud.in_flight.retain(|late| *late != id);
         }
-        self.rows[id].machine.state = next;
+        self.machines[id].machine.state = next;
         for effect in effects {
             self.apply_effect(id, effect);
         }
     }
 
-    /// Only a reinstatement brings a machine back, and never past a later one that has served and has a server.
+    /// Whether a machine that left its slot may become active again: only by a reinstatement, and only if no later
+    /// machine has registered and still has a server.
     fn may_take_slot_back(&self, id: usize, event: &Event) -> bool {
-        let row = &self.rows[id];
-        let later = |other: &&Row| {
+        let row = &self.machines[id];
+        let later = |other: &&MachineRow| {
             other.slot == row.slot
                 && other.machine.epoch > row.machine.epoch
                 && other.registered
                 && !other.is_server_known_gone()
         };
-        matches!(event, Event::Reinstated { .. }) && !self.rows.iter().any(|other| later(&other))
+        matches!(event, Event::Reinstated { .. }) && !self.machines.iter().any(|other| later(&other))
     }
 
     fn apply_effect(&mut self, id: usize, effect: Effect) {
@@ -219,56 +220,56 @@ impl World {
             Effect::Replace { status, epoch, .. } => {
                 let state =
                     if status == Status::Recovering { State::Recovering } else { State::Provisioning };
-                self.insert(self.rows[id].slot, Machine { state, epoch });
+                self.insert(self.machines[id].slot, Machine { state, epoch });
             }
             Effect::CancelOperation => self.end_operations(id, Ending::Cancelled),
             Effect::FailOperation { .. } => self.end_operations(id, Ending::Failed),
             Effect::DeleteServer => self.operations.push(Operation::new(id, OperationKind::Delete)),
-            Effect::SwitchOn => self.operations.push(Operation::new(id, OperationKind::PowerOn)),
+            Effect::PowerOn => self.operations.push(Operation::new(id, OperationKind::PowerOn)),
             Effect::ChangeType { to } => self.operations.push(Operation::new(id, OperationKind::Resize(to))),
-            Effect::CloseConnections => self.rows[id].connections = 0,
+            Effect::CloseConnections => self.machines[id].connections = 0,
             Effect::ReinstatePredecessor => self.reinstate_predecessor(id),
             Effect::DeletePredecessor => {
-                if let Some(last) = self.last_registered(id).filter(|_| !self.rows[id].registered)
-                    && !self.rows[last].removed
+                if let Some(last) = self.find_last_registered(id).filter(|_| !self.machines[id].registered)
+                    && !self.machines[last].removed
                 {
                     self.apply(last, &Event::SuccessorDeleted);
                 }
             }
             Effect::Reinstate { epoch } => {
-                self.check_epoch_growth(self.rows[id].slot, epoch);
-                let row = &mut self.rows[id];
+                self.check_epoch_growth(self.machines[id].slot, epoch);
+                let row = &mut self.machines[id];
                 row.machine.epoch = epoch;
                 self.operations.push(Operation::new(id, OperationKind::Reinstate));
             }
         }
     }
 
-    /// The slot's earlier machines that have registered, newest first.
-    pub fn registered_before(&self, id: usize) -> Vec<usize> {
-        let row = &self.rows[id];
+    /// Lists the slot's earlier machines that have registered, newest first.
+    pub fn list_registered_before(&self, id: usize) -> Vec<usize> {
+        let row = &self.machines[id];
         let before = |other: &usize| {
-            let other = &self.rows[*other];
+            let other = &self.machines[*other];
             other.slot == row.slot && other.machine.epoch < row.machine.epoch && other.registered
         };
-        let mut found: Vec<usize> = (0..self.rows.len()).filter(before).collect();
-        found.sort_by_key(|other| std::cmp::Reverse(self.rows[*other].machine.epoch));
+        let mut found: Vec<usize> = (0..self.machines.len()).filter(before).collect();
+        found.sort_by_key(|other| std::cmp::Reverse(self.machines[*other].machine.epoch));
         found
     }
 
-    /// The slot's newest earlier machine that has registered.
-    pub fn last_registered(&self, id: usize) -> Option<usize> {
-        self.registered_before(id).first().copied()
+    /// Finds the slot's newest earlier machine that has registered.
+    pub fn find_last_registered(&self, id: usize) -> Option<usize> {
+        self.list_registered_before(id).first().copied()
     }
 
-    /// The machine that gets the slot back: the newest one whose server exists, unless it or a later machine was deleted,
-    /// or a later machine has stored a snapshot.
-    fn reinstatable(&self, id: usize) -> Option<usize> {
-        for one in self.registered_before(id) {
-            let row = &self.rows[one];
+    /// Finds the machine that gets the slot back: the newest one whose server exists, unless it or a later machine was
+    /// deleted, or a later machine has stored a snapshot.
+    fn find_reinstatable_machine(&self, id: usize) -> Option<usize> {
+        for earlier in self.list_registered_before(id) {
+            let row = &self.machines[earlier];
             let is_retired = matches!(row.machine.state, State::Retired { .. });
             if !row.is_server_known_gone() {
-                return is_retired.then_some(one);
+                return is_retired.then_some(earlier);
             }
             let is_newest_copy = row.backed_up && self.rules.respects_snapshots;
             if !self.rules.reinstates_older || !is_retired || is_newest_copy {
@@ -279,16 +280,16 @@ impl World {
     }
 
     fn reinstate_predecessor(&mut self, id: usize) {
-        let Some(last) = self.reinstatable(id) else { return };
-        let was = Box::new(self.rows[id].machine.state.clone());
-        self.rows[id].machine.state = State::Retired { was };
+        let Some(last) = self.find_reinstatable_machine(id) else { return };
+        let was = Box::new(self.machines[id].machine.state.clone());
+        self.machines[id].machine.state = State::Retired { was };
         self.reinstate(last);
     }
 
     /// Returns the slot to the machine.
     pub fn reinstate(&mut self, id: usize) {
-        let epoch = self.highest_epoch(self.rows[id].slot).next();
-        let power = if self.rows[id].power_off_ordered { ServerPower::MaybeOff } else { ServerPower::On };
+        let epoch = self.highest_epoch(self.machines[id].slot).next();
+        let power = if self.machines[id].power_off_ordered { ServerPower::MaybeOff } else { ServerPower::On };
         self.apply(id, &Event::Reinstated { epoch, power });
     }
 
@@ -298,9 +299,9 @@ impl World {
         }
     }
 
-    /// Writes a row on the machine, as its owner or a program, and acknowledges it.
+    /// Writes a row on the machine, as its owner or a program would, and acknowledges it.
     pub fn write(&mut self, id: usize) {
-        let row = &mut self.rows[id];
+        let row = &mut self.machines[id];
         if !row.registered || row.quiesced || !self.cloud.is_on(id) {
             return;
         }
@@ -311,22 +312,22 @@ impl World {
 
     /// Takes a backup on a host, which may be a replaced one that was started from its old disk.
     pub fn back_up(&mut self, id: usize) {
-        let row = &self.rows[id];
+        let row = &self.machines[id];
         let epoch = row.host_epoch.0;
         let pointer = &mut self.pointers[row.slot];
         // A restoring host takes no backup: backups start after the registration.
-        if !row.booted || !row.registered || pointer.fence > epoch {
+        if !row.booted || !row.registered || pointer.fence_epoch > epoch {
             return;
         }
-        if pointer.writer > epoch {
-            self.transition_violations.insert(Violation::PointerWentBack);
+        if pointer.writer_epoch > epoch {
+            self.transition_violations.insert(Violation::PointerMovedByReplacedMachine);
         }
-        pointer.writer = epoch;
+        pointer.writer_epoch = epoch;
         pointer.data = row.data.clone();
-        self.rows[id].backed_up = true;
+        self.machines[id].backed_up = true;
     }
 
-    /// Whether the machine has a server that is switched on.
+    /// Whether the machine has a server that is powered on.
     pub fn is_on(&self, id: usize) -> bool {
         self.cloud.is_on(id)
     }

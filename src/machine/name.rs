@@ -1,6 +1,6 @@
 //! Names from outside, validated once on entry: users, slots, handles, image versions, server types.
 //!
-//! Each is safe as one segment of an object key and of a path: no `/`, `..`, control characters or spaces.
+//! Each name is safe as one segment of an object key and of a path: no `/`, `..`, control characters or spaces.
 
 use std::fmt;
 use std::str::FromStr;
@@ -70,28 +70,28 @@ macro_rules! checked_name {
 checked_name!(
     /// The identity provider's id of a user (`sub` of its tokens).
     IdpUserId,
-    "1 to 128 of A-Z a-z 0-9 . _ | : @ + -, beginning with a letter or digit",
+    "1 to 128 characters from A-Z, a-z, 0-9 and `._|:@+-`, starting with a letter or digit",
     "^[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,127}$",
     |text| has_shape(text, 128, |c| c.is_ascii_alphanumeric(), |c| c.is_ascii_alphanumeric() || "._|:@+-".contains(c))
 );
 checked_name!(
     /// A billed runtime slot of a user; `primary` by default.
     Slot,
-    "1 to 32 of a-z 0-9 -, beginning with a letter",
+    "1 to 32 characters from a-z, 0-9 and `-`, starting with a letter",
     "^[a-z][a-z0-9-]{0,31}$",
     |text| has_shape(text, 32, |c| c.is_ascii_lowercase(), is_slug_char)
 );
 checked_name!(
     /// The owner's public handle; unique per user.
     Handle,
-    "2 to 39 of a-z 0-9 -, beginning with a letter",
+    "2 to 39 characters from a-z, 0-9 and `-`, starting with a letter",
     "^[a-z][a-z0-9-]{1,38}$",
     |text| text.len() >= 2 && has_shape(text, 39, |c| c.is_ascii_lowercase(), is_slug_char)
 );
 checked_name!(
     /// The version of a host bundle; a segment of its object key and of the release's path.
     ImageVersion,
-    "1 to 64 of A-Z a-z 0-9 . _ + -, beginning with a letter or digit, without ..",
+    "1 to 64 characters from A-Z, a-z, 0-9 and `._+-`, starting with a letter or digit, without `..`",
     "^(?!.*\\.\\.)[A-Za-z0-9][A-Za-z0-9._+-]{0,63}$",
     |text| !text.contains("..")
         && has_shape(text, 64, |c| c.is_ascii_alphanumeric(), |c| c.is_ascii_alphanumeric() || "._+-".contains(c))
@@ -99,7 +99,7 @@ checked_name!(
 checked_name!(
     /// An operator of the control API, as named in the audit log.
     OperatorName,
-    "1 to 39 of a-z 0-9 -, beginning with a letter, and neither operator nor platform",
+    "1 to 39 characters from a-z, 0-9 and `-`, starting with a letter, and neither `operator` nor `platform`",
     "^(?!(operator|platform)$)[a-z][a-z0-9-]{0,38}$",
     |text| !["operator", "platform"].contains(&text)
         && has_shape(text, 39, |c| c.is_ascii_lowercase(), is_slug_char)
@@ -107,20 +107,20 @@ checked_name!(
 checked_name!(
     /// A provider's server type, e.g. `cpx22`.
     ServerType,
-    "1 to 32 of a-z 0-9 -, beginning with a letter",
+    "1 to 32 characters from a-z, 0-9 and `-`, starting with a letter",
     "^[a-z][a-z0-9-]{0,31}$",
     |text| has_shape(text, 32, |c| c.is_ascii_lowercase(), is_slug_char)
 );
 checked_name!(
     /// A provider's location, e.g. `nbg1`.
     Location,
-    "1 to 32 of a-z 0-9 -, beginning with a letter",
+    "1 to 32 characters from a-z, 0-9 and `-`, starting with a letter",
     "^[a-z][a-z0-9-]{0,31}$",
     |text| has_shape(text, 32, |c| c.is_ascii_lowercase(), is_slug_char)
 );
 
 impl ImageVersion {
-    /// Natural version order: runs of digits are compared as numbers, everything else by characters.
+    /// Compares in natural version order: runs of digits as numbers, everything else by character.
     pub fn cmp_natural(&self, other: &Self) -> std::cmp::Ordering {
         let (mut own_parts, mut other_parts) = (VersionPart::split(&self.0), VersionPart::split(&other.0));
         loop {
@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unsafe_names_are_refused() {
+    fn parse_rejects_unsafe_names() {
         for name in ["", "..", "a/b", "a b", "a\n", "/a", "é", "a\0"] {
             assert!(name.parse::<IdpUserId>().is_err(), "{name:?}");
             assert!(name.parse::<ImageVersion>().is_err(), "{name:?}");
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn json_names_are_validated() {
+    fn deserialize_validates_names() {
         assert!(serde_json::from_str::<Handle>("\"ada\"").is_ok());
         let error = serde_json::from_str::<Handle>("\"Ada\"").unwrap_err().to_string();
         assert!(error.contains("a-z"), "{error}");

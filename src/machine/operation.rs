@@ -1,4 +1,4 @@
-//! Operations: their kinds, their steps, and an operator's decisions about them.
+//! Operations: their kinds, their steps, and an operator's decisions on them.
 
 use std::str::FromStr;
 
@@ -9,16 +9,16 @@ use serde::{Deserialize, Serialize};
 pub enum OperationKind {
     Provision,
     Recover,
-    /// Takes a final backup of a deleted machine and switches its server off.
+    /// Takes a final backup of a deleted machine and powers its server off.
     Delete,
     Resize,
     /// Returns a machine to its slot.
     Reinstate,
     /// Deletes the server of a machine that left its slot.
     RemoveServer,
-    /// Switches the server of the slot's machine on and waits for its host.
+    /// Powers the server of the slot's machine on and waits for its host.
     PowerOn,
-    /// Shuts the host down and switches the server off until an operator switches it on again.
+    /// Shuts the host down and powers the server off until an operator powers it on again.
     PowerOff,
     /// Restarts the host.
     Reboot,
@@ -31,7 +31,7 @@ pub enum Step {
     LastBackup,
     /// Sets the fence to the new machine's epoch.
     Fence,
-    /// Switches off the server of the replaced or deleted host.
+    /// Powers off the server of the replaced or deleted host.
     PowerOffServer,
     /// Deletes the predecessor's server if the operator chose that; otherwise it is kept.
     DeletePredecessor,
@@ -39,42 +39,42 @@ pub enum Step {
     AwaitRegistration,
     /// Deletes the server of this machine.
     DeleteServer,
-    /// Requests a shutdown of the operating system, within a deadline; best effort.
+    /// Requests a shutdown of the operating system, and waits for it until a timeout; best effort.
     ShutDown,
     PowerOff,
     ChangeType,
-    /// Switches the server on, even if the change of its type failed.
+    /// Powers the server on, even if the change of its type failed.
     PowerOn,
-    /// Waits until the host reports itself healthy, and reads the server's type.
+    /// Waits until the host reports that it is healthy, and reads the server's type.
     AwaitHealth,
-    /// Switches on the server of a reinstated machine.
+    /// Powers on the server of a reinstated machine.
     SwitchOn,
     /// Resumes the writers of a reinstated machine, and waits until its host is healthy under the new epoch.
     AwaitHost,
-    /// Switches the server of the slot's machine on.
+    /// Powers the server of the slot's machine on.
     StartServer,
-    /// Requests a shutdown, and cuts the power after a deadline.
+    /// Requests a shutdown, and cuts the power after a timeout.
     StopServer,
     RebootServer,
     /// Waits for a healthy heartbeat since the step started.
     AwaitHeartbeat,
 }
 
-/// A group of steps for which the runner has separate capacity.
+/// A group of steps that share a part of the runner's capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lane {
     /// For steps that call the database, the store and the provider.
     General,
-    /// For steps that call hosts: a silent host blocks one until the call times out.
+    /// For steps that call hosts: a silent host occupies a place in this lane until the call times out.
     HostCalls,
 }
 
-/// An operator's decisions about an operation, made when it was created or later. Stored in `operations.options`.
+/// An operator's decisions on an operation, made when it was created or later. Stored in `operations.options`.
 /// Fields of a newer release are ignored.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct OperationOptions {
-    /// If no final backup can be made, data that no snapshot holds may be lost.
+    /// If no final backup can be taken, data that no snapshot contains may be lost.
     pub accept_loss: bool,
     /// An operator accepted the loss during the final backup: the step stops waiting for it.
     pub give_up_backup: bool,
@@ -113,7 +113,7 @@ impl OperationKind {
         }
     }
 
-    /// The kind as a noun, for messages.
+    /// Returns the kind as a noun, for messages.
     pub fn noun(self) -> &'static str {
         match self {
             Self::Provision => "provisioning",
@@ -155,7 +155,7 @@ impl OperationKind {
         self.steps()[0]
     }
 
-    /// The step after this one; `None` after the last, and for a step of another kind.
+    /// Returns the step after this one; `None` for the last step, and for a step of another kind of operation.
     pub fn next_step(self, step: Step) -> Option<Step> {
         let steps = self.steps();
         let index = steps.iter().position(|known| *known == step)?;

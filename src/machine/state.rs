@@ -60,13 +60,13 @@ pub enum FailureCause {
     Internal,
     ServerGone,
     Resize,
-    /// The machine's operation exceeded every time limit.
+    /// The machine's operation exceeded its time limit.
     OperationHung,
     /// An operator marked the machine as failed.
     Operator,
     /// An operator abandoned the operation that created the machine.
     Abandoned,
-    /// The machine has its slot back and its server is being switched on. The first healthy heartbeat makes the machine
+    /// The machine has its slot back and its server is being powered on. The first healthy heartbeat makes the machine
     /// `running`.
     Reinstating,
 }

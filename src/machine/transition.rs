@@ -10,16 +10,16 @@ use super::state::{FailureCause, Machine, State, Status};
 pub enum Outcome {
     /// The machine changes its state; the effects are applied in the same transaction.
     Moved { next: State, effects: Vec<Effect> },
-    /// The event has no effect, because its result is already reached or it comes too late. Nothing is written.
+    /// The event has no effect, because its result has already been reached or it came too late. Nothing is written.
     Unchanged,
 }
 
 /// Why an event is not allowed for a machine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    #[error("the machine is {status}; this needs it to be {}", join_statuses(.allowed))]
+    #[error("the machine is {status}, but must be {}", join_statuses(.allowed))]
     InvalidState { status: Status, allowed: &'static [Status] },
-    /// Deleted; for an operator the machine no longer exists.
+    /// The machine was deleted; for operators, it no longer exists.
     #[error("the machine is deleted")]
     Gone,
     /// A later machine took the slot.
@@ -34,7 +34,7 @@ fn join_statuses(statuses: &[Status]) -> String {
 /// The result of `event` for `machine`. Total: every pair has a result.
 ///
 /// # Errors
-/// A [`Refusal`] if the state does not allow the request of an operator or a host.
+/// A [`Refusal`] if the state does not allow an operator's or a host's request.
 pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> {
     match &machine.state {
         State::Deleted { was } => return transition_ended(was, event, Refusal::Gone),
@@ -73,7 +73,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
         }),
         Event::ResizeFailed => apply_resize_end(machine, |_, _| failed_resize()),
         Event::OperationAbandoned => apply_boot_failure(machine, FailureCause::Abandoned),
-        // The machine holds its slot already.
+        // The machine already holds its slot.
         Event::Reinstated { .. } | Event::SuccessorDeleted => Ok(Outcome::Unchanged),
         Event::ResumeRequested { server_type } => match machine.state {
             State::Failed { .. } => Ok(moved(State::Running { server_type: server_type.clone() }, vec![])),
@@ -98,13 +98,13 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
                 State::Failed { cause: FailureCause::Operator },
                 vec![Effect::CancelOperation, Effect::CloseConnections, Effect::ReinstatePredecessor],
             ),
-            // The current operation continues: it switches the server on, so that the machine can be resumed.
+            // The current operation continues: it powers the server on, so that the machine can be resumed.
             State::Failed { .. } => {
                 moved(State::Failed { cause: FailureCause::Operator }, vec![Effect::CloseConnections])
             }
             State::Resizing { .. } => moved(
                 State::Failed { cause: FailureCause::Operator },
-                vec![Effect::CancelOperation, Effect::CloseConnections, Effect::SwitchOn],
+                vec![Effect::CancelOperation, Effect::CloseConnections, Effect::PowerOn],
             ),
             _ => moved(
                 State::Failed { cause: FailureCause::Operator },
@@ -123,9 +123,9 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
     }
 }
 
-/// The result for a machine that was replaced or deleted. Late reports of the platform have no effect, and requests of
-/// operators or the host are refused. The exceptions can return the slot, note a found server, or delete a replaced
-/// machine.
+/// The result for a machine that was replaced or deleted. Late reports by the platform have no effect, and requests by
+/// operators or the host are refused, except that a machine can be reinstated, its server can be found again, and a
+/// replaced machine can be deleted with its successor.
 fn transition_ended(was: &State, event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
     match event {
         Event::Reinstated { epoch, power } => apply_reinstatement(was, *epoch, *power, refusal),
@@ -159,8 +159,8 @@ fn transition_ended(was: &State, event: &Event, refusal: Refusal) -> Result<Outc
     }
 }
 
-/// Returns the slot to the machine in its previous state. If its server may be off or a resize was cancelled, the
-/// machine first waits for its host's heartbeat.
+/// Returns the slot to the machine, in the machine's previous state. If its server may be off or a resize was
+/// cancelled, the machine first waits for its host's heartbeat.
 fn apply_reinstatement(
     was: &State,
     epoch: Epoch,
@@ -191,7 +191,7 @@ fn apply_registration(machine: &Machine, server_type: ServerType) -> Result<Outc
     }
 }
 
-/// A failed boot changes only a machine that is booting.
+/// A boot failure changes only a machine that is booting.
 fn apply_boot_failure(machine: &Machine, cause: FailureCause) -> Result<Outcome, Refusal> {
     match machine.state {
         State::Provisioning | State::Recovering => Ok(failed_boot(cause)),
@@ -243,11 +243,11 @@ fn failed_resize() -> Outcome {
     failed_while_off(FailureCause::Resize)
 }
 
-/// The server may be off, because a resize switches it off.
+/// The server may be off, because a resize powers it off.
 fn failed_while_off(cause: FailureCause) -> Outcome {
     moved(
         State::Failed { cause },
-        vec![Effect::FailOperation { cause }, Effect::CloseConnections, Effect::SwitchOn],
+        vec![Effect::FailOperation { cause }, Effect::CloseConnections, Effect::PowerOn],
     )
 }
 

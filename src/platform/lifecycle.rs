@@ -204,8 +204,8 @@ async fn apply_effect(
             return Ok(Some(create_operation(tx, before.id, OperationKind::Resize, context.options).await?));
         }
         // An operator wants the server off.
-        Effect::SwitchOn if before.powered_off_at.is_some() => {}
-        Effect::SwitchOn => {
+        Effect::PowerOn if before.powered_off_at.is_some() => {}
+        Effect::PowerOn => {
             return Ok(Some(
                 create_operation(tx, before.id, OperationKind::PowerOn, OperationOptions::default()).await?,
             ));

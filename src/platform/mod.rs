@@ -192,7 +192,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let client = client::build(Deadlines::CALL).or_exit(Exit::Internal)?;
     let (api_url, token) = (config.provider.api_url.clone(), &config.provider.token);
     let budget = Arc::new(SharedBudget::new(db.clone(), &api_url, token));
-    let provider = Hetzner::with_allowance(client, api_url, token, budget);
+    let provider = Hetzner::with_rate_budget(client, api_url, token, budget);
     let platform = Arc::new(Platform {
         provider: Arc::new(provider.or_exit(Exit::Config)?),
         bucket,

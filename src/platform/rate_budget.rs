@@ -10,7 +10,7 @@ use url::Url;
 
 use super::db::{self, Db, DbError};
 use svc_http::problem::format_chain;
-use svc_provider::{Allowance, BudgetGrant, ObservedBudget};
+use svc_provider::{BudgetGrant, ObservedBudget, RateBudget};
 
 pub struct SharedBudget {
     db: Db,
@@ -41,7 +41,7 @@ impl SharedBudget {
 }
 
 #[async_trait]
-impl Allowance for SharedBudget {
+impl RateBudget for SharedBudget {
     async fn reserve(
         &self,
         wanted: u32,

@@ -1,10 +1,11 @@
-//! A failed call to the provider: an error kind that drives decisions, and the provider's own text for the log.
+//! A failed call to the provider: an error kind, on which decisions are based, and the provider's own text for the log.
 //!
-//! The error's own message never contains the provider's text, which is its source. Neither contains a token.
+//! The error's own message never contains the provider's text, which is in the error's source. Neither contains a
+//! token.
 
 use std::time::Duration;
 
-/// The meaning of a failure for the caller. Only the kind drives retries.
+/// The meaning of a failure for the caller. Only the kind decides about retries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case")]
 pub enum ErrorKind {
@@ -12,14 +13,14 @@ pub enum ErrorKind {
     NotFound,
     /// The name is taken.
     Conflict,
-    /// The provider refuses this request, from any caller; a retry is refused too.
+    /// The provider refuses this request from any caller, and would refuse a retry, too.
     Refused,
-    /// A problem of the account, its token, its limits or the provider's capacity, not of the requested server. It
+    /// A problem with the account, its token, its limits or the provider's capacity, not with the requested server. It
     /// lasts until an operator or the provider fixes it. Nothing was done.
     Account,
     /// The call had no effect, or repeating it is harmless.
     Transient,
-    /// The call may have had an effect; check before repeating it.
+    /// The call may have had an effect: check before repeating it.
     Ambiguous,
 }
 
@@ -40,7 +41,7 @@ pub struct ProviderError {
 }
 
 impl ProviderError {
-    /// For the adapter, and for fakes in tests.
+    /// Used by the adapter, and by fakes in tests.
     pub fn new(call: &'static str, kind: ErrorKind, cause: Cause) -> Self {
         Self { call, kind, cause }
     }
@@ -58,7 +59,7 @@ impl ProviderError {
     }
 
     /// Whether the provider lacks capacity for the type in the location. Another location may have it.
-    pub fn is_without_capacity(&self) -> bool {
+    pub fn is_capacity_error(&self) -> bool {
         matches!(self.code(), "resource_unavailable" | "placement_error")
     }
 
@@ -74,7 +75,7 @@ pub enum Cause {
     #[error("the provider returned {status}: {code}: {message}")]
     Response { status: u16, code: String, message: String },
     #[error("no response within {} ms", .after.as_millis())]
-    Deadline { after: Duration },
+    Timeout { after: Duration },
     #[error("the provider could not be reached")]
     Connect(#[source] reqwest::Error),
     #[error("the connection to the provider was lost")]

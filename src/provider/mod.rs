@@ -3,54 +3,54 @@
 //! This package does not depend on machine states or operations. Invariant: only the error's kind decides what may be
 //! retried, and a call that may have created something never reports a clean failure.
 
-mod allowance;
 mod error;
 pub mod hetzner;
 mod price;
+mod rate_budget;
 mod server;
 
 use async_trait::async_trait;
 
-pub use self::allowance::{Allowance, BudgetGrant, ObservedBudget};
 pub use self::error::{Cause, ErrorKind, ProviderError};
 pub use self::price::{Amount, ServerPrices};
+pub use self::rate_budget::{BudgetGrant, ObservedBudget, RateBudget};
 pub use self::server::{
-    Action, ActionId, ActionStatus, Created, Deleted, Server, ServerId, ServerOrder, ServerStatus,
-    ServerTypeInfo,
+    Action, ActionId, ActionStatus, CreatedServer, DeleteOutcome, Server, ServerId, ServerOrder,
+    ServerStatus, ServerTypeInfo,
 };
 use svc_machine::name::{Location, ServerType};
 
-/// Servers at a cloud provider. Every call has a deadline and bounded retries.
+/// Servers at a cloud provider. Every call has a timeout and bounded retries.
 #[async_trait]
 pub trait Provider: Send + Sync {
-    /// Orders a server. After [`ErrorKind::Ambiguous`] the server may exist: look it up by name before another order.
+    /// Orders a server. After [`ErrorKind::Ambiguous`], the server may exist: look it up by name before ordering again.
     /// [`ErrorKind::Conflict`] means that a server of this name exists.
-    async fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError>;
+    async fn create(&self, order: &ServerOrder) -> Result<CreatedServer, ProviderError>;
 
-    /// The server with exactly this name.
+    /// Finds the server with exactly this name.
     async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError>;
 
-    /// All servers that match the label selector (`key=value,key2`).
+    /// Lists all servers that match the label selector (`key=value,key2`).
     async fn find_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError>;
 
     async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError>;
 
     /// Deletes a server with its disk. A missing server counts as deleted.
-    async fn delete(&self, id: ServerId) -> Result<Deleted, ProviderError>;
+    async fn delete(&self, id: ServerId) -> Result<DeleteOutcome, ProviderError>;
 
-    /// The progress of an action.
+    /// Looks up the progress of an action.
     async fn action(&self, id: ActionId) -> Result<Action, ProviderError>;
 
-    /// Switches the power on; a running server is unaffected.
+    /// Powers the server on; a running server is unaffected.
     async fn power_on(&self, id: ServerId) -> Result<Action, ProviderError>;
 
     /// Cuts the power.
     async fn power_off(&self, id: ServerId) -> Result<Action, ProviderError>;
 
-    /// Requests a restart from the operating system, which may ignore it.
+    /// Requests a restart of the operating system, which may ignore the request.
     async fn reboot(&self, id: ServerId) -> Result<Action, ProviderError>;
 
-    /// Requests a shutdown from the operating system. The action's success does not prove that the server is off.
+    /// Requests a shutdown of the operating system. The action's success does not prove that the server is off.
     async fn shutdown(&self, id: ServerId) -> Result<Action, ProviderError>;
 
     /// Changes the type of a server that is off. Its disk always keeps its size. After an ambiguous failure, check
@@ -60,12 +60,12 @@ pub trait Provider: Send + Sync {
     /// Whether the provider has a location of this name.
     async fn has_location(&self, name: &Location) -> Result<bool, ProviderError>;
 
-    /// The provider's data about this server type, or `None`.
+    /// Looks up a server type; `None` if the provider does not offer it.
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError>;
 
-    /// The prices of servers of this type.
+    /// Looks up the prices of servers of this type.
     async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError>;
 
-    /// The number of servers in the account's project, including servers of other installations.
+    /// Counts the servers in the account's project, including servers of other installations.
     async fn count_servers(&self) -> Result<u64, ProviderError>;
 }

@@ -1,4 +1,4 @@
-//! The provider's prices, exact: in millionths of its currency.
+//! The provider's prices, exact to a millionth of its currency.
 
 use std::collections::BTreeMap;
 
@@ -15,8 +15,8 @@ pub struct Amount {
 pub struct ServerPrices {
     /// Three letters, such as `EUR`.
     pub currency: String,
-    /// By location; the type is not sold in other locations.
+    /// The prices of a server, by location; the type is not sold in other locations.
     pub servers: BTreeMap<String, Amount>,
-    /// By location.
+    /// The prices of a public IPv4 address, by location.
     pub public_ipv4: BTreeMap<String, Amount>,
 }

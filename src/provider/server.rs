@@ -41,7 +41,7 @@ pub struct ServerOrder {
     pub image: String,
     pub location: Location,
     pub labels: BTreeMap<String, String>,
-    /// Secret, because it contains the host's initial credentials. At most 32 KiB at the provider.
+    /// Secret, because it contains the host's initial credentials. The provider accepts at most 32 KiB.
     pub user_data: SecretString,
 }
 
@@ -51,18 +51,18 @@ pub struct Server {
     pub id: ServerId,
     pub name: String,
     pub status: ServerStatus,
-    /// An action is in progress; another one is refused until it ends.
+    /// Whether an action is in progress; another one is refused until it ends.
     pub locked: bool,
     pub public_ipv4: Option<Ipv4Addr>,
     pub server_type: ServerType,
-    /// The server's real disk size; that of its type may be larger after a type change.
+    /// The server's actual disk size; after a type change, the size of the type may be larger.
     pub disk_gb: u32,
     pub labels: BTreeMap<String, String>,
 }
 
 /// An ordered server, with the actions that create and start it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Created {
+pub struct CreatedServer {
     pub server: Server,
     pub actions: Vec<ActionId>,
 }
@@ -105,9 +105,9 @@ pub enum ActionStatus {
     Error { code: String, message: String },
 }
 
-/// The result of a deletion; both are success.
+/// The outcome of a deletion; both are successes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Deleted {
+pub enum DeleteOutcome {
     Done,
     WasAbsent,
 }

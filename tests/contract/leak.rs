@@ -1,6 +1,6 @@
 //! Finds text that a response must not contain: secrets and internals.
 
-/// Forbidden words, in lower case. None is part of the product's own vocabulary.
+/// Forbidden words, in lower case. None belongs to the product's own vocabulary.
 const WORDS: [&str; 34] = [
     "svcu_",
     "svcr_",
@@ -38,11 +38,11 @@ const WORDS: [&str; 34] = [
     "connection refused",
 ];
 
-/// Returns the first forbidden text that the response contains.
-pub fn find_leak(text: &str, planted: &[String]) -> Option<String> {
+/// Returns the first forbidden word, secret or address that the response contains.
+pub fn find_leak(text: &str, secrets: &[String]) -> Option<String> {
     let lower = text.to_lowercase();
     let word = WORDS.iter().find(|word| lower.contains(**word)).map(|word| (*word).to_owned());
-    word.or_else(|| planted.iter().find(|secret| text.contains(secret.as_str())).cloned())
+    word.or_else(|| secrets.iter().find(|secret| text.contains(secret.as_str())).cloned())
         .or_else(|| find_address(text))
 }
 
@@ -58,7 +58,7 @@ fn find_address(text: &str) -> Option<String> {
 
 #[test]
 fn find_leak_detects_internals_and_secrets() {
-    let planted = ["hunter2".to_owned()];
+    let secrets = ["hunter2".to_owned()];
     for bad in [
         "connect to 10.0.0.7:5432",
         "error in SELECT 1",
@@ -66,10 +66,11 @@ fn find_leak_detects_internals_and_secrets() {
         "the secret is hunter2.",
         "svcu_0190_1_abcd",
     ] {
-        assert!(find_leak(bad, &planted).is_some(), "{bad}");
+        assert!(find_leak(bad, &secrets).is_some(), "{bad}");
     }
-    for good in ["The machine is running; this needs failed.", "version 1.2.3", "at 2026-01-02T03:04:05.678Z"]
+    for good in
+        ["The machine is running, but must be failed.", "version 1.2.3", "at 2026-01-02T03:04:05.678Z"]
     {
-        assert_eq!(find_leak(good, &planted), None);
+        assert_eq!(find_leak(good, &secrets), None);
     }
 }

@@ -1,12 +1,12 @@
 //! Checks every response of a test against the description of its route: status, code, media type, schema, the headers
-//! that a refusal needs, and that it reveals no internals. The rows of the table-driven tests come from the same
-//! descriptions, so a new route is covered without a change to this module; only each code that it declares must be
-//! provoked by a test.
+//! that a refusal needs, and that it reveals no internals. The cases of the table-driven tests come from the same
+//! descriptions, so a new route is covered without a change to this module; a test must only provoke each code that the
+//! route declares.
 
-mod broken;
+mod invalid_requests;
 mod leak;
 mod probe;
-mod walk;
+mod self_tests;
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, LazyLock, Mutex};
@@ -16,17 +16,19 @@ use jsonschema::Validator;
 use serde_json::Value;
 use svc::http::openapi::Operation;
 
+pub use invalid_requests::{
+    ApiUnderTest, Reply, WrongCredential, assert_rejects_invalid_requests, valid_body, valid_call,
+};
 pub use probe::variants;
-pub use walk::{Reply, Side, WrongCredential, assert_refuses_wrong_calls, valid_body, valid_call};
 
-/// The OpenAPI document of one side, with its operations.
+/// The OpenAPI document of one API, with its operations.
 pub struct Contract {
     document: Value,
     operations: Vec<&'static Operation>,
     validators: Mutex<HashMap<String, Arc<Validator>>>,
-    /// Operation and code of every refusal that was received so far.
-    seen: Mutex<BTreeSet<(&'static str, String)>>,
-    planted: Mutex<Vec<String>>,
+    /// The operation and code of every refusal so far.
+    provoked_codes: Mutex<BTreeSet<(&'static str, String)>>,
+    secrets: Mutex<Vec<String>>,
 }
 
 /// A request and its response.
@@ -42,9 +44,9 @@ pub struct Exchange<'a> {
 
 pub fn platform() -> &'static Contract {
     static PLATFORM: LazyLock<Contract> = LazyLock::new(|| {
-        let own = svc::platform::api::ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
-        let public = svc::platform::router::ROUTES.iter().map(|own| &own.operation);
-        Contract::new(svc::platform::openapi::document(), own.chain(public).collect())
+        let api = svc::platform::api::ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
+        let router = svc::platform::router::ROUTES.iter().map(|route| &route.operation);
+        Contract::new(svc::platform::openapi::document(), api.chain(router).collect())
     });
     &PLATFORM
 }
@@ -63,8 +65,8 @@ impl Contract {
             document,
             operations,
             validators: Mutex::default(),
-            seen: Mutex::default(),
-            planted: Mutex::default(),
+            provoked_codes: Mutex::default(),
+            secrets: Mutex::default(),
         }
     }
 
@@ -74,10 +76,10 @@ impl Contract {
 
     /// Registers a secret or internal text that no refusal may contain.
     pub fn register_secret(&self, secret: &str) {
-        self.planted.lock().unwrap().push(secret.to_owned());
+        self.secrets.lock().unwrap().push(secret.to_owned());
     }
 
-    /// Checks a response. An unknown path is checked only as a refusal.
+    /// Checks a response. A response for an unknown path is only checked as a refusal.
     #[track_caller]
     pub fn check(&self, exchange: &Exchange<'_>) {
         let Exchange { status, headers, text, path, .. } = *exchange;
@@ -88,12 +90,15 @@ impl Contract {
         }
         let method = if *exchange.method == Method::HEAD { &Method::GET } else { exchange.method };
         let candidates: Vec<_> =
-            self.operations.iter().filter(|one| matches_template(one.path, path)).collect();
-        let fewest_parameters = candidates.iter().map(|one| one.path.matches('{').count()).min().unwrap_or(0);
-        let candidates =
-            candidates.into_iter().filter(|one| one.path.matches('{').count() == fewest_parameters);
+            self.operations.iter().filter(|operation| matches_template(operation.path, path)).collect();
+        let fewest_parameters =
+            candidates.iter().map(|operation| operation.path.matches('{').count()).min().unwrap_or(0);
+        let candidates = candidates
+            .into_iter()
+            .filter(|operation| operation.path.matches('{').count() == fewest_parameters);
         let first = candidates.clone().next();
-        let Some(operation) = candidates.clone().find(|one| one.method == *method).or(first) else {
+        let Some(operation) = candidates.clone().find(|operation| operation.method == *method).or(first)
+        else {
             return;
         };
         let id = operation.id;
@@ -104,8 +109,8 @@ impl Contract {
         if media_type == "application/problem+json" {
             let code = serde_json::from_str::<Value>(text).unwrap()["code"].as_str().unwrap().to_owned();
             // A refusal of the method counts for every operation of the path.
-            let refused = candidates.filter(|_| status == 405).map(|one| one.id).chain([id]);
-            self.seen.lock().unwrap().extend(refused.map(|id| (id, code.clone())));
+            let refused = candidates.filter(|_| status == 405).map(|operation| operation.id).chain([id]);
+            self.provoked_codes.lock().unwrap().extend(refused.map(|id| (id, code.clone())));
         }
         let path = operation.path.replace("{*", "{");
         let documented = &self.document["paths"][path][operation.method.as_str().to_ascii_lowercase()];
@@ -118,10 +123,10 @@ impl Contract {
             assert!(text.is_empty(), "undocumented body: {}", context());
             return;
         };
-        let own = kinds.get(media_type).or_else(|| kinds.get("*/*"));
-        // A file has its own media type.
+        let content = kinds.get(media_type).or_else(|| kinds.get("*/*"));
+        // The response for a file has the file's media type.
         let is_file = kinds.contains_key("application/octet-stream");
-        if own.is_none() && !is_file {
+        if content.is_none() && !is_file {
             // A browser gets a page instead of a problem, and instead of JSON from the router's own routes.
             let has_page =
                 kinds.contains_key("application/problem+json") || exchange.path.starts_with("/_svc/");
@@ -129,7 +134,7 @@ impl Contract {
             assert!(is_page, "undocumented media type: {}", context());
             self.check_page(exchange);
         }
-        if let Some(schema) = own.map(|own| &own["schema"]).filter(|schema| schema.is_object()) {
+        if let Some(schema) = content.map(|content| &content["schema"]).filter(|schema| schema.is_object()) {
             let body = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {}", context()));
             self.assert_valid(schema, &body, &context());
         }
@@ -160,8 +165,8 @@ impl Contract {
         assert!(has("retry-after") || !is_retryable, "{}", context());
         let detail = body["detail"].as_str().unwrap();
         assert!(detail.len() > 10 && detail.is_char_boundary(1), "the detail is too short: {}", context());
-        let planted = self.planted.lock().unwrap();
-        if let Some(leak) = leak::find_leak(text, &planted) {
+        let secrets = self.secrets.lock().unwrap();
+        if let Some(leak) = leak::find_leak(text, &secrets) {
             panic!("reveals {leak:?}: {}", context());
         }
     }
@@ -181,7 +186,7 @@ impl Contract {
         );
         assert!(headers.contains_key("content-security-policy"), "{}", context());
         assert!(text.starts_with("<!doctype html>") && text.trim_end().ends_with("</html>"), "{}", context());
-        if let Some(leak) = leak::find_leak(text, &self.planted.lock().unwrap()) {
+        if let Some(leak) = leak::find_leak(text, &self.secrets.lock().unwrap()) {
             panic!("reveals {leak:?}: {}", context());
         }
     }
@@ -206,34 +211,37 @@ impl Contract {
         validator.clone()
     }
 
-    /// Returns the codes that these operations declare but that no test has provoked. `excused` lists exceptions by
-    /// operation (or `*`) and code; `rare` lists codes that only some runs provoke.
+    /// Lists the codes that these operations declare but that no test has provoked, and exceptions that are no longer
+    /// needed. `excused` lists the exceptions by operation (or `*`) and code; `rare` lists codes that only some runs
+    /// provoke.
     pub fn list_unprovoked_codes(
         &self,
         operations: &[&'static Operation],
         excused: &[(&str, &str)],
         rare: &[(&str, &str)],
     ) -> Vec<String> {
-        let seen = self.seen.lock().unwrap();
-        let mut unseen = Vec::new();
+        let provoked_codes = self.provoked_codes.lock().unwrap();
+        let mut findings = Vec::new();
         for operation in operations {
             for code in operation.codes() {
                 let (id, code) = (operation.id, code.as_str());
-                let is_excused = excused.iter().any(|(of, what)| (*of == "*" || *of == id) && *what == code);
+                let is_excused = excused
+                    .iter()
+                    .any(|(for_id, excused)| (*for_id == "*" || *for_id == id) && *excused == code);
                 if rare.contains(&(id, code)) {
                     continue;
                 }
-                match (seen.contains(&(id, code.to_owned())), is_excused) {
-                    (false, false) => unseen.push(format!("{id}: no test has provoked {code}")),
+                match (provoked_codes.contains(&(id, code.to_owned())), is_excused) {
+                    (false, false) => findings.push(format!("{id}: no test has provoked {code}")),
                     (true, true) if excused.contains(&(id, code)) => {
-                        unseen
+                        findings
                             .push(format!("{id}: a test has provoked {code}: remove it from the exceptions"));
                     }
                     _ => {}
                 }
             }
         }
-        unseen
+        findings
     }
 }
 
@@ -244,25 +252,25 @@ fn matches_template(template: &str, path: &str) -> bool {
         match (documented.next(), given.next()) {
             (None, None) => return true,
             (Some(part), Some(_)) if part.starts_with("{*") => return true,
-            (Some(part), Some(own)) if part.starts_with('{') && !own.is_empty() => {}
-            (Some(part), Some(own)) if part == own => {}
+            (Some(part), Some(segment)) if part.starts_with('{') && !segment.is_empty() => {}
+            (Some(part), Some(segment)) if part == segment => {}
             _ => return false,
         }
     }
 }
 
-/// Checks the document itself: references resolve, schemas are valid, parameters match the paths.
+/// Checks the document itself: that references resolve, schemas are valid, and parameters match the paths.
 #[track_caller]
 pub fn assert_document_is_valid(contract: &Contract) {
     let document = contract.document();
     assert_eq!(document["openapi"], "3.1.0");
     let ids: BTreeSet<&str> = contract.operations.iter().map(|operation| operation.id).collect();
-    assert_eq!(ids.len(), contract.operations.len(), "operation ids are unique");
+    assert_eq!(ids.len(), contract.operations.len(), "operation ids must be unique");
     for operation in &contract.operations {
         let in_path = operation
             .parameters
             .iter()
-            .filter(|one| one.location == svc::http::openapi::ParameterLocation::Path);
+            .filter(|parameter| parameter.location == svc::http::openapi::ParameterLocation::Path);
         let documented: BTreeSet<&str> = in_path.map(|parameter| parameter.name).collect();
         let parts = operation.path.split('/').filter_map(|part| part.strip_prefix('{')?.strip_suffix('}'));
         let parts: BTreeSet<&str> = parts.map(|part| part.trim_start_matches('*')).collect();
@@ -280,8 +288,8 @@ pub fn assert_document_is_valid(contract: &Contract) {
 }
 
 #[test]
-fn template_matches_only_its_own_paths() {
-    for (template, path, fit) in [
+fn matches_template_accepts_only_its_paths() {
+    for (template, path, matches) in [
         ("/vps/{id}", "/vps/7", true),
         ("/vps/{id}", "/vps/", false),
         ("/vps/{id}", "/vps/7/x", false),
@@ -289,6 +297,6 @@ fn template_matches_only_its_own_paths() {
         ("/apps/{slug}/{*path}", "/apps/a/b/c", true),
         ("/apps/{slug}", "/apps/a/", false),
     ] {
-        assert_eq!(matches_template(template, path), fit, "{template} {path}");
+        assert_eq!(matches_template(template, path), matches, "{template} {path}");
     }
 }

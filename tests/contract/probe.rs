@@ -98,13 +98,17 @@ pub fn is_valid(contract: &Contract, schema: &Value, value: &Value) -> bool {
     contract.validator(schema).is_valid(value)
 }
 
-/// Returns a body with every field of the schema. `own` supplies the values that must have a meaning, and null for a
-/// field to omit.
-pub fn valid_value(contract: &Contract, schema: &Value, own: &dyn Fn(&str) -> Option<Value>) -> Value {
+/// Returns a body with every field of the schema. `meaningful_value` supplies the values that must have a meaning, and
+/// null for a field to omit.
+pub fn valid_value(
+    contract: &Contract,
+    schema: &Value,
+    meaningful_value: &dyn Fn(&str) -> Option<Value>,
+) -> Value {
     let members = schema["properties"].as_object().cloned().unwrap_or_default();
     let member = |(name, field_schema): (String, Value)| {
-        let value = own(&name).unwrap_or_else(|| match field_schema["properties"].is_object() {
-            true => valid_value(contract, &field_schema, own),
+        let value = meaningful_value(&name).unwrap_or_else(|| match field_schema["properties"].is_object() {
+            true => valid_value(contract, &field_schema, meaningful_value),
             false => {
                 let first = field_schema["enum"]
                     .as_array()
@@ -112,8 +116,8 @@ pub fn valid_value(contract: &Contract, schema: &Value, own: &dyn Fn(&str) -> Op
                     .unwrap_or(&field_schema["const"])
                     .clone();
                 let mut all = std::iter::once(first).chain(sample_values()).filter(|value| !value.is_null());
-                let fit = all.find(|value| is_valid(contract, &field_schema, value));
-                fit.unwrap_or_else(|| panic!("no value satisfies {name}: {field_schema}"))
+                let valid = all.find(|value| is_valid(contract, &field_schema, value));
+                valid.unwrap_or_else(|| panic!("no value satisfies {name}: {field_schema}"))
             }
         });
         (name, value)
@@ -139,7 +143,7 @@ fn set_value(body: &mut Value, pointer: &str, value: Value) {
     body.pointer_mut(outer).unwrap()[name] = value;
 }
 
-/// Returns one body for each of its objects, with an unknown field in that object.
+/// Returns one body for each object in the body, with an unknown field in that object.
 pub fn bodies_with_unknown_fields(schema: &Value, body: &Value) -> Vec<UnknownField> {
     let mut all = vec![add_unknown_field(schema, "", body)];
     walk_properties(schema, "", &mut |pointer, field_schema| {
@@ -157,9 +161,9 @@ fn add_unknown_field(schema: &Value, pointer: &str, body: &Value) -> UnknownFiel
     UnknownField { pointer: format!("{pointer}/zz"), known, body }
 }
 
-fn walk_properties(schema: &Value, at: &str, visit: &mut dyn FnMut(&str, &Value)) {
+fn walk_properties(schema: &Value, parent: &str, visit: &mut dyn FnMut(&str, &Value)) {
     for (name, field_schema) in schema["properties"].as_object().into_iter().flatten() {
-        let pointer = format!("{at}/{name}");
+        let pointer = format!("{parent}/{name}");
         visit(&pointer, field_schema);
         walk_properties(field_schema, &pointer, visit);
     }

@@ -133,7 +133,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     assert_contains(&printed, &["status       failed", "disk errors", "svcctl recover user_1"]);
     assert_contains(&operator.run(0, &["fleet"]).await, &["1 failed", "ada", "failed:operator"]);
     let printed = operator.run(65, &["backup", "now", "ada"]).await;
-    assert_contains(&printed, &["invalid_state", "this needs running", "next: "]);
+    assert_contains(&printed, &["invalid_state", "but must be running", "next: "]);
 
     let printed = operator.run(0, &["recover", "user_1", "--yes", "--wait=220"]).await;
     assert_contains(&printed, &["boot: restore", "epoch        2", "status       running"]);

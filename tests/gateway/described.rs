@@ -12,8 +12,8 @@ use svc::machine::id::MachineId;
 
 use super::host::{Host, Machine, USER, signer, unique_name};
 use crate::contract::{
-    self, Contract, Reply, Side, WrongCredential, assert_refuses_wrong_calls, valid_body, valid_call,
-    variants,
+    self, ApiUnderTest, Contract, Reply, WrongCredential, assert_rejects_invalid_requests, valid_body,
+    valid_call, variants,
 };
 
 const ADMIN: &str = "admin-s3cret-0123456789-0123456789";
@@ -111,7 +111,7 @@ impl World {
     }
 }
 
-impl Side for World {
+impl ApiUnderTest for World {
     const SCHEMA_IS_COMPLETE: bool = false;
 
     fn contract(&self) -> &'static Contract {
@@ -266,7 +266,7 @@ async fn every_documented_error_code_is_provoked() {
     let database = start_database().await;
     let world = World::with_app(&database.url("svc")).await;
     for operation in operations() {
-        assert_refuses_wrong_calls(&world, operation).await;
+        assert_rejects_invalid_requests(&world, operation).await;
     }
     check_writers(&world).await;
     check_names(&world).await;

@@ -7,7 +7,7 @@ use super::internal_host::start_host;
 use super::stack::{BUCKET, DIGEST, Stack, heartbeat_of};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn backup_is_requested_from_the_host_with_a_proof() {
+async fn backup_request_reaches_the_host_with_a_proof() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let host = start_host(&stack, &process).await;
@@ -73,7 +73,7 @@ async fn held_snapshot_is_shown_and_accepted() {
     let row: (String, String, String) = (audit[0].get(0), audit[0].get(1), audit[0].get(2));
     assert_eq!(row, ("operator".to_owned(), host.guest.machine.clone(), "snapshot_held".to_owned()));
 
-    // A heartbeat without the item clears it.
+    // A heartbeat without the item removes it.
     stack.send_heartbeat(&process, &host.guest, &heartbeat_of(&host.guest)).await;
     assert_eq!(stack.get(&process, &machine).await.body["attention"], json!([]));
     beat["attention"] = json!([{"code": "Not A Code", "detail": "d"}]);
@@ -244,7 +244,7 @@ async fn snapshot_with_future_time_is_ignored() {
     let soon = svc::clock::rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(2));
     stack.send_heartbeat(&process, &guest, &beat(&soon)).await;
     assert_eq!(stored_time().await, Some(soon));
-    // A future time that was stored before this check existed is replaced.
+    // A future time that an earlier release stored is replaced.
     client
         .execute("UPDATE user_machines SET backup_taken_at = now() + interval '9 years'", &[])
         .await

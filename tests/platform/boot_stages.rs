@@ -17,7 +17,7 @@ async fn post_stage(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn boot_stages_appear_in_order_in_the_record() {
+async fn boot_stages_are_recorded_in_order() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let provisioned = stack.provision(&process, "user_1").await;
@@ -30,12 +30,12 @@ async fn boot_stages_appear_in_order_in_the_record() {
             post_stage(&stack, &process, &guest, &guest.registration_token, &json!({"stage": stage})).await;
         assert_eq!((response.status, response.text.as_str()), (204, ""));
     }
-    let now = record().await.body;
-    assert_eq!((&now["status"], &now["boot"]["stage"]), (&json!("provisioning"), &json!("restore")));
+    let booting = record().await.body;
+    assert_eq!((&booting["status"], &booting["boot"]["stage"]), (&json!("provisioning"), &json!("restore")));
     let stages: Vec<_> =
-        now["boot"]["stages"].as_array().unwrap().iter().map(|stage| stage["stage"].clone()).collect();
+        booting["boot"]["stages"].as_array().unwrap().iter().map(|stage| stage["stage"].clone()).collect();
     assert_eq!(json!(stages), json!(["bundle", "database", "restore"]));
-    assert_eq!(now["boot"]["at"], now["boot"]["stages"][2]["at"]);
+    assert_eq!(booting["boot"]["at"], booting["boot"]["stages"][2]["at"]);
     // The token is still unused.
     assert_eq!(stack.register(&process, &guest).await.status, 200);
     for _ in 0..30 {
@@ -44,8 +44,8 @@ async fn boot_stages_appear_in_order_in_the_record() {
     assert_eq!(record().await.body["boot"]["stages"].as_array().unwrap().len(), 20);
 }
 
-/// A process that was killed during the create request has not recorded the server, so a registered machine would be
-/// unreachable.
+/// A process that was killed during the create request has not recorded the server, so the platform could not reach a
+/// registered machine.
 #[tokio::test(flavor = "multi_thread")]
 async fn host_cannot_register_before_its_server_is_recorded() {
     let stack = Stack::start().await;
@@ -77,8 +77,8 @@ async fn boot_stage_requires_registration_token_and_known_stage() {
     let refused = post_stage(&stack, &process, &guest, &guest.upgrade_token, &stage).await;
     refused.assert_problem(401, "registration_rejected");
     // A newer host may send more fields.
-    let more = json!({"stage": "bundle", "message": "x"});
-    assert_eq!(post_stage(&stack, &process, &guest, &guest.registration_token, &more).await.status, 204);
+    let extended = json!({"stage": "bundle", "message": "x"});
+    assert_eq!(post_stage(&stack, &process, &guest, &guest.registration_token, &extended).await.status, 204);
     for invalid in [json!({"stage": "tea"}), json!({})] {
         let refused = post_stage(&stack, &process, &guest, &guest.registration_token, &invalid).await;
         refused.assert_problem(400, "invalid_request");

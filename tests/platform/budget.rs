@@ -1,4 +1,4 @@
-//! The rate budget shared by all processes: together they stay within the provider's limit.
+//! The rate budget that all processes share, so that together they stay within the provider's limit.
 
 use futures_util::future::join_all;
 use kit::provider::{Fault, FaultRule, RateLimit, SimulatorOptions};
@@ -99,7 +99,7 @@ async fn reported_calls_are_granted_despite_a_low_learned_rate() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn learned_rate_follows_the_provider_up_and_down() {
+async fn learned_rate_follows_the_providers_reports() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
     let rate_after = async |reported: Option<f64>, seconds_later: f64| {

@@ -14,6 +14,7 @@ use crate::gateway::host::{Host, Machine};
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 const DOMAIN: &str = "hosts.example.test";
 
+/// A platform whose router terminates TLS, and its settings.
 struct Installation {
     stack: Stack,
     settings: Vec<(String, String)>,
@@ -21,7 +22,7 @@ struct Installation {
 }
 
 impl Installation {
-    /// Prepares a platform whose router terminates TLS on this port and trusts these roots.
+    /// Prepares a platform that trusts these roots, and whose router terminates TLS on this port.
     async fn start(router_port: u16, directory: &str, roots: &std::path::Path) -> Self {
         let (stack, dir) = (Stack::start().await, tempfile::tempdir().unwrap());
         let (certificate, key) = Ca::new().unwrap().issue(&["app.test", "code.test"]).unwrap();
@@ -42,9 +43,9 @@ impl Installation {
         Self { stack, settings, dir }
     }
 
-    fn start_platform(&self, more: &[(&str, &str)]) -> Process {
+    fn start_platform(&self, extra_env: &[(&str, &str)]) -> Process {
         let own = self.settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
-        self.stack.start_platform_with(&own.chain(more.iter().copied()).collect::<Vec<_>>())
+        self.stack.start_platform_with(&own.chain(extra_env.iter().copied()).collect::<Vec<_>>())
     }
 
     /// Starts a registered machine whose gateway has the settings of its user-data.
@@ -141,7 +142,7 @@ async fn machine_is_validated_through_router_and_its_chain_verified() {
     let served = || async { installation.can_reach_host(&process, &id).await.then_some(()) };
     stack.eventually("the host has the keys", served).await;
 
-    // With the verification on, off, and on again, each process can call the host immediately.
+    // Whether the verification is turned on or off, the new process can call the host immediately.
     for verify in ["true", "false", "true"] {
         process.kill();
         process = installation.start_platform(&[("CUSTOMER_VPS_TLS_VERIFY", verify)]);
@@ -160,7 +161,7 @@ async fn machine_is_validated_through_router_and_its_chain_verified() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn missing_certificate_is_named_with_verification_off_and_on() {
+async fn missing_certificate_is_reported_with_verification_off_and_on() {
     let (roots, port) = (tempfile::NamedTempFile::new().unwrap(), free_port().unwrap());
     std::fs::write(roots.path(), Ca::new().unwrap().root_pem()).unwrap();
     // No authority listens at this address.

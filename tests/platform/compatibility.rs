@@ -1,4 +1,4 @@
-//! Overlapping releases: an older platform with a newer schema, newer operations and newer hosts.
+//! Overlapping releases: this release with a later release's schema, operations and hosts.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::stack::{Stack, heartbeat_of};
 
-/// Inserts an operation of a later release.
+/// Inserts an operation as a later release would. Returns its id.
 async fn create_operation(stack: &Stack, machine: &str, kind: &str, step: &str) -> String {
     let client = stack.database.connect().await.unwrap();
     let id = uuid::Uuid::now_v7();
@@ -27,7 +27,7 @@ async fn row_version(stack: &Stack, operation: &str) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unknown_operations_are_not_touched() {
+async fn platform_leaves_unknown_operations_unchanged() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("OPERATION_DEADLINE_SECONDS", "1")]);
     let guest = stack.start_machine(&process, "user_1").await;
@@ -48,7 +48,7 @@ async fn unknown_operations_are_not_touched() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn older_binary_works_on_a_newer_schema() {
+async fn platform_works_on_a_newer_schema() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
     let newer = "INSERT INTO refinery_schema_history (version, name, applied_on, checksum) \

@@ -19,7 +19,7 @@ fn confirmed_body(user: &str, cost: &str) -> Value {
 }
 
 /// Lists the confirmations in the audit rows of provisions, with their actors.
-async fn audited_confirmations(stack: &Stack) -> Vec<(String, Value)> {
+async fn list_audited_confirmations(stack: &Stack) -> Vec<(String, Value)> {
     let client = stack.database.connect().await.unwrap();
     let sql =
         "SELECT actor, (after->'confirmed')::text FROM operator_audit WHERE action = 'provision' ORDER BY at";
@@ -61,7 +61,7 @@ async fn quote_shows_cost_quota_and_environment_and_changes_nothing() {
     assert_eq!(quote["monthlyCost"], "12.1142 EUR", "only the most expensive location may have capacity");
 
     assert_eq!(count_machines(&stack, &process).await, 0);
-    assert!(stack.provider.creations().is_empty() && audited_confirmations(&stack).await.is_empty());
+    assert!(stack.provider.creations().is_empty() && list_audited_confirmations(&stack).await.is_empty());
     let calls = stack.provider.calls();
     assert!(calls.iter().all(|call| call.method == "GET"), "{calls:?}");
 
@@ -100,7 +100,7 @@ async fn new_customer_needs_both_confirmations_if_they_are_required() {
     let first = post(&confirmed_body("user_1", COST)).await;
     assert_eq!(first.status, 202, "{first:?}");
     let recorded = json!({"monthlyCost": COST, "optIn": true});
-    assert_eq!(audited_confirmations(&stack).await.pop(), Some(("operator".to_owned(), recorded)));
+    assert_eq!(list_audited_confirmations(&stack).await.pop(), Some(("operator".to_owned(), recorded)));
     // The customer has been added: a repeated request returns the machine, and a replacement needs no second consent.
     let again = post(&plain).await;
     assert_eq!((again.status, &again.body["machineId"]), (200, &first.body["machineId"]));
@@ -138,7 +138,7 @@ async fn replacement_with_another_server_type_requires_confirmed_cost() {
     larger["confirmedMonthlyCost"] = cost.clone();
     assert_eq!(post(PROVISION, &larger).await.status, 202);
     let recorded = json!({"monthlyCost": cost, "optIn": false});
-    assert_eq!(audited_confirmations(&stack).await.pop(), Some(("operator".to_owned(), recorded)));
+    assert_eq!(list_audited_confirmations(&stack).await.pop(), Some(("operator".to_owned(), recorded)));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -158,14 +158,14 @@ async fn cost_that_changed_since_the_quote_is_refused() {
     let repeat = request.try_clone().unwrap();
     let first = stack.send(request).await;
     assert_eq!(first.status, 202, "{first:?}");
-    // A repetition of the same request gets the first response, even if the price has changed.
+    // A repeated request gets the first response, even if the price has changed.
     stack.provider.set_price_percent(120);
     let again = stack.send(repeat).await;
     assert_eq!((again.status, again.body), (202, first.body));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn quotes_share_provider_reads_but_provision_reads_again() {
+async fn quotes_share_provider_data_but_provision_reads_it_again() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "5")]);
     stack.subscribe(&process, "user_1").await;
@@ -201,7 +201,7 @@ async fn missing_confirmations_are_accepted_and_recorded_by_default() {
     let process = stack.start_platform();
     stack.provision(&process, "user_1").await;
     let nothing = json!({"monthlyCost": null, "optIn": false});
-    assert_eq!(audited_confirmations(&stack).await, [("operator".to_owned(), nothing)]);
+    assert_eq!(list_audited_confirmations(&stack).await, [("operator".to_owned(), nothing)]);
     assert_eq!(stack.provider.call_count("GET", "/pricing"), 0);
 }
 

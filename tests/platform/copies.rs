@@ -1,4 +1,4 @@
-//! The copies in a machine's record match the provider and the store.
+//! The copies in a machine's record match the state of the provider and the store.
 
 use kit::s3::{Fault, Rule};
 use serde_json::{Value, json};
@@ -15,8 +15,8 @@ fn server_name(guest: &Guest) -> String {
     format!("svc-{}", guest.machine)
 }
 
-/// Starts a machine with a snapshot, and its successor, which has served. The old server is kept.
-async fn start_recovered(stack: &Stack, process: &Process) -> (Guest, Guest) {
+/// Starts a machine with a snapshot, and recovers its slot: the successor has served, and the old server is kept.
+async fn start_recovered_slot(stack: &Stack, process: &Process) -> (Guest, Guest) {
     let old = stack.start_machine(process, "user_1").await;
     stack.store_snapshot("user_1");
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
@@ -32,7 +32,7 @@ async fn start_recovered(stack: &Stack, process: &Process) -> (Guest, Guest) {
 async fn kept_server_that_the_provider_lost_is_shown_as_missing() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "600")]);
-    let (old, new) = start_recovered(&stack, &process).await;
+    let (old, new) = start_recovered_slot(&stack, &process).await;
     let kept = fetch_copies(&stack, &process, &new.machine).await["kept"][0].clone();
     assert_eq!((&kept["machineId"], &kept["missingSince"]), (&json!(old.machine), &Value::Null), "{kept}");
 
@@ -177,7 +177,7 @@ async fn snapshot_of_another_machine_does_not_reduce_exposure() {
 async fn server_of_abandoned_removal_is_kept_until_discarded() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "600")]);
-    let (old, new) = start_recovered(&stack, &process).await;
+    let (old, new) = start_recovered_slot(&stack, &process).await;
     let client = stack.database.connect().await.unwrap();
     let sql = "UPDATE user_machines SET removal_abandoned_at = now() WHERE machine_id = $1";
     let id: uuid::Uuid = old.machine.parse().unwrap();
@@ -205,7 +205,7 @@ async fn server_of_abandoned_removal_is_kept_until_discarded() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn hanging_store_returns_503_before_the_client_timeout() {
+async fn requests_return_503_while_the_store_hangs() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;

@@ -1,4 +1,4 @@
-//! Failures of the provider's create call, and the platform's reaction.
+//! Failures of the provider's create call, and how the platform handles them.
 
 use kit::provider::{Fault, FaultRule};
 use serde_json::json;
@@ -43,7 +43,7 @@ async fn create_is_retried_after_unavailable_or_conflict_error() {
     provision_despite(Fault::Status { status: 409, code: "conflict".into(), reset_in_seconds: None }).await;
 }
 
-/// The host cannot register, so the old machine must get its slot back long before the registration deadline.
+/// The host cannot register, so the old machine must get its slot back without waiting for the registration deadline.
 #[tokio::test(flavor = "multi_thread")]
 async fn unstartable_server_ends_the_recovery() {
     let stack = Stack::start().await;
@@ -126,7 +126,7 @@ async fn machine_deleted_during_its_create_leaves_no_server() {
     assert_eq!(stack.provider.creations().len(), 1);
 }
 
-fn without_capacity(code: &str) -> Fault {
+fn capacity_fault(code: &str) -> Fault {
     Fault::Status { status: 412, code: code.into(), reset_in_seconds: None }
 }
 
@@ -139,8 +139,8 @@ fn logged_locations(operation: &serde_json::Value) -> Vec<String> {
 async fn server_is_created_in_next_location_with_capacity() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PROVIDER_FALLBACK_LOCATIONS", "hel1, fsn1")]);
-    stack.provider.add_fault(FaultRule::once("POST", "/servers", without_capacity("resource_unavailable")));
-    stack.provider.add_fault(FaultRule::once("POST", "/servers", without_capacity("placement_error")));
+    stack.provider.add_fault(FaultRule::once("POST", "/servers", capacity_fault("resource_unavailable")));
+    stack.provider.add_fault(FaultRule::once("POST", "/servers", capacity_fault("placement_error")));
     let provisioned = stack.provision(&process, "user_1").await;
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
@@ -167,12 +167,7 @@ async fn locations_are_retried_while_none_has_capacity() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
-    stack.provider.add_fault(FaultRule::times(
-        3,
-        "POST",
-        "/servers",
-        without_capacity("resource_unavailable"),
-    ));
+    stack.provider.add_fault(FaultRule::times(3, "POST", "/servers", capacity_fault("resource_unavailable")));
     let mut body = super::stack::provision_body("user_1");
     body["location"] = json!("hel1");
     body["fallbackLocations"] = json!(["fsn1"]);
@@ -198,12 +193,7 @@ async fn locations_are_retried_while_none_has_capacity() {
 async fn single_location_without_capacity_is_named_with_its_type() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    stack.provider.add_fault(FaultRule::times(
-        1,
-        "POST",
-        "/servers",
-        without_capacity("resource_unavailable"),
-    ));
+    stack.provider.add_fault(FaultRule::times(1, "POST", "/servers", capacity_fault("resource_unavailable")));
     let provisioned = stack.provision(&process, "user_1").await;
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     let retry = operation["log"].as_array().unwrap().iter().find(|line| line["outcome"] == "retry").unwrap();

@@ -253,25 +253,25 @@ async fn only_current_machine_gets_credentials() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sts_outage_is_reported_and_delays_provisioning() {
+async fn sts_outage_returns_503_and_delays_provisioning() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    for fault in [Fault::Status(503), Fault::Status(403), Fault::Refuse] {
-        let hits = stack.store.add_fault(Rule::new(fault.clone()).sts().always());
+    for kind in [Fault::Status(503), Fault::Status(403), Fault::Refuse] {
+        let fault = stack.store.add_fault(Rule::new(kind.clone()).sts().always());
         let response = request_credentials(&stack, &process, &guest).await;
         response.assert_problem(503, "store_unavailable");
-        assert!(hits.hits() > 0);
+        assert!(fault.hits() > 0);
         stack.store.heal();
     }
-    let hits = stack.store.add_fault(Rule::new(Fault::Status(503)).sts().always());
+    let fault = stack.store.add_fault(Rule::new(Fault::Status(503)).sts().always());
     let provisioned = stack.provision(&process, "user_2").await;
-    stack.eventually("the create was attempted", || async { (hits.hits() >= 4).then_some(()) }).await;
+    stack.eventually("the create was attempted", || async { (fault.hits() >= 4).then_some(()) }).await;
     assert_eq!(stack.provider.servers().len(), 1, "no server without credentials");
     stack.store.heal();
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    // A lost response costs one extra session and has no other effect.
+    // A lost response costs one additional session, and has no other effect.
     stack.store.add_fault(Rule::new(Fault::LostReply).sts());
     assert_eq!(request_credentials(&stack, &process, &guest).await.status, 200);
 }

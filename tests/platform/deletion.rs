@@ -63,7 +63,7 @@ async fn deletion_names_the_newest_stored_or_reported_snapshot() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_reports_that_it_waits_for_the_store() {
+async fn deletion_logs_that_it_waits_for_the_store() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;

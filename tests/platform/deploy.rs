@@ -7,7 +7,7 @@ use tokio::net::TcpListener;
 use super::rollout_order::set_test_slot;
 use super::stack::{BUCKET, DIGEST, Guest, Process, Stack, heartbeat_of};
 
-pub const NEXT: &str = "v2";
+pub const NEXT_VERSION: &str = "v2";
 
 fn signing_key() -> SigningKey {
     SigningKey::from_pem(include_bytes!("../kit/src/bundle/ed25519-test-only.txt")).unwrap()
@@ -54,13 +54,13 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    pub async fn start(machines: usize, more: &[(&str, &str)]) -> Self {
+    pub async fn start(machines: usize, extra_env: &[(&str, &str)]) -> Self {
         let stack = Stack::start().await;
-        publish_signed(&stack, NEXT);
+        publish_signed(&stack, NEXT_VERSION);
         let keys = public_key();
-        let more: Vec<_> =
-            [("BUNDLE_PUBLIC_KEYS", keys.as_str())].into_iter().chain(more.iter().copied()).collect();
-        let process = stack.start_platform_with(&more);
+        let env: Vec<_> =
+            [("BUNDLE_PUBLIC_KEYS", keys.as_str())].into_iter().chain(extra_env.iter().copied()).collect();
+        let process = stack.start_platform_with(&env);
         let mut guests = Vec::new();
         for n in 0..machines {
             let user = format!("user_{n}");
@@ -74,9 +74,9 @@ impl Fleet {
     }
 
     /// Starts a rollout, by default without verification, which the simulated hosts could not pass.
-    pub async fn deploy(&self, more: &Value) -> Value {
-        let mut body = json!({"imageVersion": NEXT, "verify": false});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    pub async fn deploy(&self, overrides: &Value) -> Value {
+        let mut body = json!({"imageVersion": NEXT_VERSION, "verify": false});
+        body.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
         let response = self.stack.post(&self.process, "/vps/deploy", &body).await;
         assert_eq!(response.status, 202, "{response:?}");
         response.body
@@ -89,8 +89,8 @@ impl Fleet {
         self.stack.send_heartbeat(&self.process, guest, &beat).await;
     }
 
-    /// Returns the release that the platform requests from the host.
-    async fn fetch_desired(&self, guest: usize) -> Value {
+    /// Sends a heartbeat, and returns the release that the response requests.
+    async fn fetch_desired_version(&self, guest: usize) -> Value {
         let guest = &self.guests[guest];
         self.stack.send_heartbeat(&self.process, guest, &heartbeat_of(guest)).await.body["desiredImageVersion"].clone()
     }
@@ -98,17 +98,16 @@ impl Fleet {
     pub async fn wait_until_requested(&self, guest: usize) {
         self.stack
             .eventually("the update is requested", || async {
-                (self.fetch_desired(guest).await == NEXT).then_some(())
+                (self.fetch_desired_version(guest).await == NEXT_VERSION).then_some(())
             })
             .await;
     }
 
-    pub async fn report(&self, guest: usize, version: &str, outcome: &str) {
+    pub async fn report_update(&self, guest: usize, version: &str, outcome: &str) {
         let guest = &self.guests[guest];
         let mut beat = heartbeat_of(guest);
         beat["imageVersion"] = json!(version);
-        beat["lastUpdate"] =
-            json!({"version": NEXT, "outcome": outcome, "stage": "health", "at": "2026-11-21T00:00:00.000Z"});
+        beat["lastUpdate"] = json!({"version": NEXT_VERSION, "outcome": outcome, "stage": "health", "at": "2026-11-21T00:00:00.000Z"});
         self.stack.send_heartbeat(&self.process, guest, &beat).await;
     }
 
@@ -120,8 +119,8 @@ impl Fleet {
     pub async fn wait_for_state(&self, rollout: &Value, state: &str) -> Value {
         self.stack
             .eventually(state, || async {
-                let now = self.fetch_rollout(rollout).await;
-                (now["state"] == state).then_some(now)
+                let current = self.fetch_rollout(rollout).await;
+                (current["state"] == state).then_some(current)
             })
             .await
     }
@@ -139,19 +138,19 @@ async fn rollout_updates_the_canary_then_batches() {
     assert_eq!(rollout["totals"]["waiting"], 4);
     fleet.wait_until_requested(0).await;
     for other in 1..4 {
-        assert_eq!(fleet.fetch_desired(other).await, "v1", "only the canary gets the request");
+        assert_eq!(fleet.fetch_desired_version(other).await, "v1", "only the canary gets the request");
     }
     // A host that is still applying the update does not count as updated, regardless of the version that it reports.
     let mut beat = heartbeat_of(&fleet.guests[0]);
-    (beat["imageVersion"], beat["updating"]) = (json!(NEXT), json!(true));
+    (beat["imageVersion"], beat["updating"]) = (json!(NEXT_VERSION), json!(true));
     fleet.stack.send_heartbeat(&fleet.process, &fleet.guests[0], &beat).await;
     tokio::time::sleep(std::time::Duration::from_millis(600)).await;
     assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["updated"], 0);
-    fleet.report(0, NEXT, "updated").await;
+    fleet.report_update(0, NEXT_VERSION, "updated").await;
     fleet.wait_until_requested(1).await;
     fleet.wait_until_requested(2).await;
-    assert_eq!(fleet.fetch_desired(3).await, "v1", "the machine is in the next batch");
-    fleet.report(1, NEXT, "updated").await;
+    assert_eq!(fleet.fetch_desired_version(3).await, "v1", "the machine is in the next batch");
+    fleet.report_update(1, NEXT_VERSION, "updated").await;
     // A machine that fails in the meantime does not delay the others.
     fleet
         .stack
@@ -160,13 +159,13 @@ async fn rollout_updates_the_canary_then_batches() {
     // Any process can continue the rollout.
     let another = fleet.stack.start_platform_with(&[("BUNDLE_PUBLIC_KEYS", &public_key())]);
     fleet.wait_until_requested(3).await;
-    fleet.report(3, NEXT, "updated").await;
+    fleet.report_update(3, NEXT_VERSION, "updated").await;
     let ended = fleet.wait_for_state(&rollout, "succeeded").await;
     assert_eq!(ended["totals"], json!({"waiting": 0, "asked": 0, "updated": 3, "failed": 0, "skipped": 1}));
     let record = fleet.stack.get(&another, &format!("/vps/{}", fleet.guests[1].machine)).await.body;
     assert_eq!(
         (&record["imageVersion"], &record["lastUpdate"]["outcome"]),
-        (&json!(NEXT), &json!("updated"))
+        (&json!(NEXT_VERSION), &json!("updated"))
     );
     // A machine that already runs the release gets no request.
     let again = fleet.deploy(&json!({"handles": [record["handle"]]})).await;
@@ -179,11 +178,11 @@ async fn rollout_stops_on_rollback_and_on_silence() {
     let fleet = Fleet::start(4, &[("ROLLOUT_SILENCE_SECONDS", "3")]).await;
     let rollout = fleet.deploy(&json!({"canary": 1, "batchSize": 1})).await;
     fleet.wait_until_requested(0).await;
-    fleet.report(0, "v1", "rolled_back").await;
+    fleet.report_update(0, "v1", "rolled_back").await;
     let stopped = fleet.wait_for_state(&rollout, "stopped").await;
     assert_eq!(stopped["why"], "the canary failed");
     assert_eq!(stopped["totals"], json!({"waiting": 3, "asked": 0, "updated": 0, "failed": 1, "skipped": 0}));
-    assert_eq!(fleet.fetch_desired(1).await, "v1");
+    assert_eq!(fleet.fetch_desired_version(1).await, "v1");
     let shown = fleet.stack.get(&fleet.process, "/vps/fleet").await.body;
     let reasons = &shown["attention"].as_array().unwrap()[0]["reasons"];
     assert!(reasons.as_array().unwrap().contains(&json!("update_rolled_back")), "{shown}");
@@ -193,12 +192,12 @@ async fn rollout_stops_on_rollback_and_on_silence() {
     let rollout = fleet.deploy(&json!({"canary": 0, "batchSize": 2, "maxFailures": 2})).await;
     fleet.wait_until_requested(0).await;
     fleet.wait_until_requested(1).await;
-    fleet.report(1, NEXT, "updated").await;
+    fleet.report_update(1, NEXT_VERSION, "updated").await;
     let silent = fleet
         .stack
         .eventually("the silent host has failed", || async {
-            let now = fleet.fetch_rollout(&rollout).await;
-            (now["totals"]["failed"] == 1).then_some(now)
+            let current = fleet.fetch_rollout(&rollout).await;
+            (current["totals"]["failed"] == 1).then_some(current)
         })
         .await;
     assert!(
@@ -206,7 +205,7 @@ async fn rollout_stops_on_rollback_and_on_silence() {
         "{silent}"
     );
     fleet.wait_until_requested(2).await;
-    fleet.report(2, "v1", "failed").await;
+    fleet.report_update(2, "v1", "failed").await;
     let stopped = fleet.wait_for_state(&rollout, "stopped").await;
     assert_eq!(stopped["why"], "2 machines failed");
 }
@@ -232,7 +231,7 @@ async fn applying_host_counts_as_silent_only_after_its_deadline() {
     tokio::time::sleep(std::time::Duration::from_millis(1000)).await;
     assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["asked"], 1);
     while fleet.fetch_rollout(&rollout).await["totals"]["failed"] == 0 {
-        assert!(started.elapsed().as_secs() < 30, "a host could apply forever");
+        assert!(started.elapsed().as_secs() < 30, "the platform never gave up on the host");
         report_and_fetch().await;
     }
     assert!(started.elapsed().as_secs() >= 11, "after {:?}", started.elapsed());
@@ -248,7 +247,7 @@ async fn paused_rollout_suspends_deadlines() {
     assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["asked"], 1);
     assert_eq!(fleet.post_action(&rollout, "resume").await.body["state"], "running");
     tokio::time::sleep(std::time::Duration::from_millis(1500)).await;
-    assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["asked"], 1, "the pause does not count");
+    assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["asked"], 1, "paused time does not count");
     let stopped = fleet.wait_for_state(&rollout, "stopped").await;
     assert_eq!(stopped["why"], "the canary failed");
 }
@@ -273,14 +272,14 @@ async fn host_receives_the_id_of_the_update_request() {
         before = body["desiredRequestId"].clone();
         assert_eq!(fleet.post_action(&rollout, "abort").await.status, 200);
         // The request ends with the host's report.
-        fleet.report(0, "v1", "failed").await;
+        fleet.report_update(0, "v1", "failed").await;
         fleet
             .stack
             .eventually("the request ends", || async {
                 (fleet.fetch_rollout(&rollout).await["totals"]["failed"] == 1).then_some(())
             })
             .await;
-        fleet.report(0, "v1", "refused").await;
+        fleet.report_update(0, "v1", "refused").await;
     }
 }
 
@@ -290,8 +289,8 @@ async fn rollout_can_be_paused_resumed_and_aborted() {
     let rollout = fleet.deploy(&json!({})).await;
     fleet.wait_until_requested(0).await;
     assert_eq!(fleet.post_action(&rollout, "pause").await.body["state"], "paused");
-    assert_eq!(fleet.fetch_desired(0).await, "v1", "a paused rollout sends no request");
-    fleet.report(0, NEXT, "updated").await;
+    assert_eq!(fleet.fetch_desired_version(0).await, "v1", "a paused rollout sends no request");
+    fleet.report_update(0, NEXT_VERSION, "updated").await;
     fleet
         .stack
         .eventually("the outstanding request ends", || async {
@@ -304,7 +303,7 @@ async fn rollout_can_be_paused_resumed_and_aborted() {
         (&shown["rollout"]["rolloutId"], &shown["rollout"]["state"], &shown["rollout"]["totals"]["waiting"]),
         (&rollout["rolloutId"], &json!("paused"), &json!(1))
     );
-    let other = fleet.stack.post(&fleet.process, "/vps/deploy", &json!({"imageVersion": NEXT})).await;
+    let other = fleet.stack.post(&fleet.process, "/vps/deploy", &json!({"imageVersion": NEXT_VERSION})).await;
     assert_eq!((other.status, &other.body["rolloutId"]), (409, &rollout["rolloutId"]));
     assert_eq!(fleet.post_action(&rollout, "resume").await.body["state"], "running");
     fleet.wait_until_requested(1).await;
@@ -312,7 +311,7 @@ async fn rollout_can_be_paused_resumed_and_aborted() {
     assert_eq!((aborted.status, &aborted.body["state"]), (200, &json!("aborted")));
     assert_eq!(fleet.post_action(&rollout, "abort").await.status, 200);
     assert_eq!(fleet.post_action(&rollout, "pause").await.status, 409);
-    assert_eq!(fleet.fetch_desired(1).await, "v1");
+    assert_eq!(fleet.fetch_desired_version(1).await, "v1");
     assert_eq!(fleet.stack.get(&fleet.process, "/vps/fleet").await.body["rollout"], Value::Null);
     let client = fleet.stack.database.connect().await.unwrap();
     let rows = client
@@ -357,7 +356,7 @@ async fn rollout_refuses_bundles_that_hosts_would_refuse() {
     unsigned.assert_problem(409, "conflict");
     publish(&fleet.stack, "v3", "2026-01-02T03:04:05.000Z");
     deploy(json!({"imageVersion": "v3"})).await.assert_problem(409, "conflict");
-    deploy(json!({"imageVersion": NEXT, "handles": ["unknown"]}))
+    deploy(json!({"imageVersion": NEXT_VERSION, "handles": ["unknown"]}))
         .await
         .assert_problem(404, "machine_not_found");
     for bad in [
@@ -366,18 +365,18 @@ async fn rollout_refuses_bundles_that_hosts_would_refuse() {
         json!({"batchSize": 0}),
         json!({"canary": 1001}),
     ] {
-        let mut body = json!({"imageVersion": NEXT});
+        let mut body = json!({"imageVersion": NEXT_VERSION});
         body.as_object_mut().unwrap().extend(bad.as_object().unwrap().clone());
         deploy(body).await.assert_problem(400, "invalid_request");
     }
     let keyless = fleet.stack.start_platform();
-    let response = fleet.stack.post(&keyless, "/vps/deploy", &json!({"imageVersion": NEXT})).await;
+    let response = fleet.stack.post(&keyless, "/vps/deploy", &json!({"imageVersion": NEXT_VERSION})).await;
     assert!(response.body["detail"].as_str().unwrap().contains("BUNDLE_PUBLIC_KEYS"), "{response:?}");
     response.assert_problem(409, "conflict");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rollout_refuses_a_switched_off_machine() {
+async fn rollout_refuses_a_powered_off_machine() {
     let fleet = Fleet::start(1, &[]).await;
     let (stack, process, guest) = (&fleet.stack, &fleet.process, &fleet.guests[0]);
     let client = stack.database.connect().await.unwrap();
@@ -385,13 +384,13 @@ async fn rollout_refuses_a_switched_off_machine() {
     let sql = "UPDATE user_machines SET powered_off_at = now() WHERE machine_id = $1";
     client.execute(sql, &[&id]).await.unwrap();
     let start = async |handle: &str| {
-        stack.post(process, "/vps/deploy", &json!({"imageVersion": NEXT, "handles": [handle]})).await
+        stack.post(process, "/vps/deploy", &json!({"imageVersion": NEXT_VERSION, "handles": [handle]})).await
     };
     let refused = start("h-user-0").await;
     refused.assert_problem(409, "invalid_state");
     let detail = refused.body["detail"].as_str().unwrap();
     assert!(
-        detail.contains("is switched off") && detail.contains("`svcctl power on h-user-0 --wait`"),
+        detail.contains("is powered off") && detail.contains("`svcctl power on h-user-0 --wait`"),
         "{detail}"
     );
     start("h-user-9").await.assert_problem(404, "machine_not_found");
@@ -405,7 +404,7 @@ async fn failed_verification_pauses_rollout_until_operator_decides() {
     assert_eq!((&rollout["verify"], &rollout["verification"]), (&json!(true), &Value::Null));
     fleet.wait_until_requested(0).await;
     // No host listens at the machine's address.
-    fleet.report(0, NEXT, "updated").await;
+    fleet.report_update(0, NEXT_VERSION, "updated").await;
     let paused = fleet.wait_for_state(&rollout, "paused").await;
     let why = paused["why"].as_str().unwrap();
     assert!(why.starts_with("the verification failed: h-user-0: shell: "), "{why}");
@@ -417,12 +416,12 @@ async fn failed_verification_pauses_rollout_until_operator_decides() {
     let alarm = &alarms().await[0];
     assert_eq!((&alarm["alarm"], &alarm["detail"]["finding"]), (&json!("rollout_halted"), &paused["why"]));
     assert!(alarm["next"].as_str().unwrap().contains("svcctl deploy resume"), "{alarm}");
-    assert_eq!(fleet.fetch_desired(1).await, "v1", "the release was not verified");
+    assert_eq!(fleet.fetch_desired_version(1).await, "v1", "the release was not verified");
     let client = fleet.stack.database.connect().await.unwrap();
     let sql = "SELECT count(*) FROM operator_audit WHERE action = 'deploy.halted' AND target = $1";
     let id = rollout["rolloutId"].as_str().unwrap();
     assert_eq!(client.query_one(sql, &[&id]).await.unwrap().get::<_, i64>(0), 1);
-    // A pause keeps the reason.
+    // Pausing again keeps the reason.
     assert_eq!(fleet.post_action(&rollout, "pause").await.body["why"], paused["why"]);
 
     // The rollout verifies again, and fails again, because the cause has not been corrected.
@@ -431,7 +430,7 @@ async fn failed_verification_pauses_rollout_until_operator_decides() {
     assert_eq!(alarms().await, json!([]));
     let again = fleet.wait_for_state(&rollout, "paused").await;
     assert!(again["verification"]["at"].as_str() > verification["at"].as_str(), "{again}");
-    assert_eq!(fleet.fetch_desired(1).await, "v1");
+    assert_eq!(fleet.fetch_desired_version(1).await, "v1");
     assert_eq!(fleet.post_action(&rollout, "abort").await.body["state"], "aborted");
     assert_eq!(alarms().await, json!([]));
 }
@@ -439,20 +438,20 @@ async fn failed_verification_pauses_rollout_until_operator_decides() {
 #[tokio::test(flavor = "multi_thread")]
 async fn verification_of_a_killed_process_is_taken_over() {
     let mut fleet = Fleet::start(1, &[]).await;
-    // A host that accepts connections but never responds, so that the verification takes long.
+    // A host that accepts connections but never responds, so that the verification takes a long time.
     let server = fleet.stack.provider.servers().remove(0);
     let silent = TcpListener::bind((server.ipv4, fleet.stack.provider.https_port())).await.unwrap();
     let rollout = fleet.deploy(&json!({"canary": 1, "verify": true})).await;
     fleet.wait_until_requested(0).await;
-    fleet.report(0, NEXT, "updated").await;
+    fleet.report_update(0, NEXT_VERSION, "updated").await;
     let client = fleet.stack.database.connect().await.unwrap();
-    let claimed_seconds = async || {
+    let lease_expiry_seconds = async || {
         let sql = "SELECT extract(epoch FROM max(verifying_until) - created_at)::float8 FROM rollouts GROUP BY created_at";
         client.query_one(sql, &[]).await.unwrap().get::<_, Option<f64>>(0)
     };
-    let first = fleet.stack.eventually("the verification is claimed", &claimed_seconds).await;
-    let renewed = async || claimed_seconds().await.filter(|now| *now > first);
-    fleet.stack.eventually("the claim is renewed", renewed).await;
+    let first = fleet.stack.eventually("the verification has a lease", &lease_expiry_seconds).await;
+    let renewed = async || lease_expiry_seconds().await.filter(|expiry| *expiry > first);
+    fleet.stack.eventually("the lease is renewed", renewed).await;
 
     fleet.process.kill();
     drop(silent);
@@ -473,16 +472,16 @@ async fn verification_covers_only_machines_that_run_the_release() {
     let rollout = fleet.deploy(&json!({"canary": 2, "verify": true})).await;
     fleet.wait_until_requested(0).await;
     fleet.wait_until_requested(1).await;
-    fleet.report(0, NEXT, "updated").await;
-    fleet.report(1, NEXT, "updated").await;
+    fleet.report_update(0, NEXT_VERSION, "updated").await;
+    fleet.report_update(1, NEXT_VERSION, "updated").await;
     let paused = fleet.wait_for_state(&rollout, "paused").await;
     assert_eq!(paused["verification"]["handles"], json!(["h-user-0", "h-user-1"]));
     // One machine is rolled back, so only the other one is verified.
-    fleet.report(0, "v1", "rolled_back").await;
+    fleet.report_update(0, "v1", "rolled_back").await;
     assert_eq!(fleet.post_action(&rollout, "resume").await.status, 200);
     let paused = fleet.wait_for_state(&rollout, "paused").await;
     assert_eq!(paused["verification"]["handles"], json!(["h-user-1"]), "{paused}");
-    // The other machine is switched off, so no machine can be verified, and the verification fails.
+    // The other machine is powered off, so no machine can be verified, and the verification fails.
     let client = fleet.stack.database.connect().await.unwrap();
     let id: uuid::Uuid = fleet.guests[1].machine.parse().unwrap();
     client
@@ -495,5 +494,5 @@ async fn verification_covers_only_machines_that_run_the_release() {
     assert_eq!((&verification["passed"], &verification["handles"]), (&json!(false), &json!([])), "{paused}");
     let why = paused["why"].as_str().unwrap();
     assert!(why.contains("none of the first machines still runs v2"), "{why}");
-    assert_eq!(fleet.fetch_desired(2).await, "v1", "the release was not verified");
+    assert_eq!(fleet.fetch_desired_version(2).await, "v1", "the release was not verified");
 }

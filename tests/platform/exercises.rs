@@ -10,9 +10,9 @@ async fn fetch_exercises(stack: &Stack, process: &Process) -> Value {
     stack.get(process, "/vps/fleet").await.body["exercises"].clone()
 }
 
-async fn set_slot(stack: &Stack, process: &Process, more: Value) -> Value {
+async fn set_slot(stack: &Stack, process: &Process, overrides: Value) -> Value {
     let mut body = json!({"idpUserId": "user_1", "plan": "max", "status": "active"});
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
     let response =
         stack.send(stack.request(process, Method::PUT, "/vps/slots").bearer_auth(SECRET).json(&body));
     response.await.body
@@ -33,7 +33,7 @@ async fn recovery_and_rollback_on_a_test_slot_are_exercises() {
     assert_eq!(fetch_exercises(&stack, &process).await["recovery"], never, "user_1 is a customer");
 
     assert_eq!(set_slot(&stack, &process, json!({"test": true})).await["test"], true);
-    // The billing system does not name the field.
+    // The billing system's requests do not contain this field.
     assert_eq!(set_slot(&stack, &process, json!({})).await["test"], true);
     let shown = fetch_exercises(&stack, &process).await;
     assert_eq!((&shown["recovery"]["isCurrent"], &shown["rollback"]), (&json!(true), &never), "{shown}");

@@ -35,7 +35,7 @@ async fn assert_all_running(stack: &Stack, process: &Process, guests: &[Guest]) 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_with_heartbeats_survives_a_missing_listing() {
+async fn machine_with_heartbeats_survives_its_missing_listing() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("SERVER_GONE_SILENCE_SECONDS", "5")]);
     let guests = start_machines(&stack, &process, 2).await;

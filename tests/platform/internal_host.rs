@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::stack::{Guest, Process, Stack, heartbeat, registration};
 
-/// The behaviour of the fake host.
+/// The fake host's behavior.
 pub struct Script {
     /// Whether its release supports quiescing.
     pub can_quiesce: bool,
@@ -27,7 +27,7 @@ pub struct Script {
     /// The reported number of running dispatches.
     pub dispatches: u64,
     /// The number that each call adds to `dispatches`.
-    pub more_dispatches: u64,
+    pub added_dispatches: u64,
     /// The reported state of its backups.
     pub progress: Value,
     /// The response to a request for its usage.
@@ -80,7 +80,7 @@ fn respond(script: &mut Script, method: &str, path: &str) -> Response {
     match (method, path) {
         ("POST", "/_svc/internal/quiesce") if !script.can_quiesce => StatusCode::NOT_FOUND.into_response(),
         ("POST", "/_svc/internal/quiesce") => {
-            script.dispatches += script.more_dispatches;
+            script.dispatches += script.added_dispatches;
             let at = script.stops_writers.then_some(&now);
             axum::Json(json!({"operationId": null, "quiescedAt": at, "runningDispatches": script.dispatches}))
                 .into_response()
@@ -119,12 +119,12 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Hos
         stops_writers: true,
         reports_backups: true,
         dispatches: 0,
-        more_dispatches: 0,
+        added_dispatches: 0,
         progress: json!({"running": true}),
         usage: (StatusCode::FORBIDDEN, String::new()),
     };
     let script = Arc::new(Mutex::new(script));
-    let (accepted, behaviour) = (keys.clone(), script.clone());
+    let (accepted, behavior) = (keys.clone(), script.clone());
     let (machine, proofs) = (guest.machine.parse().unwrap(), Arc::new(Mutex::new(Vec::new())));
     let received = proofs.clone();
     let router = axum::Router::new().fallback(move |request: Request| async move {
@@ -137,7 +137,7 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Hos
         assert_eq!(claims.method.as_deref(), Some(request.method().as_str()));
         assert_eq!(claims.path.as_deref(), Some(request.uri().path()));
         received.lock().unwrap().push(claims);
-        respond(&mut behaviour.lock().unwrap(), request.method().as_str(), request.uri().path())
+        respond(&mut behavior.lock().unwrap(), request.method().as_str(), request.uri().path())
     });
     let listener = TcpListener::bind((server.ipv4, stack.provider.https_port())).await.unwrap();
     let stop = CancellationToken::new();

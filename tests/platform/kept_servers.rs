@@ -29,7 +29,7 @@ async fn fetch_record(stack: &Stack, process: &Process, machine: &str) -> Value 
     stack.get(process, &format!("/vps/{machine}")).await.body
 }
 
-/// Waits until a machine that has not been replaced has this status.
+/// Waits until the machine has this status and has not been replaced.
 async fn wait_for_status(stack: &Stack, process: &Process, machine: &str, status: &str) -> Value {
     let has_status = || async {
         let found = fetch_record(stack, process, machine).await;
@@ -83,14 +83,14 @@ async fn cancelled_recovery_keeps_the_healthy_machine() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn failed_boot_switches_the_old_machine_on_again() {
+async fn failed_boot_powers_the_old_machine_on_again() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &recovery_body()).await;
     let new = stack.wait_for_guest(&process, &id(&recovery, "machineId")).await;
-    assert_eq!(power_state(&stack, &old.machine), Some(Power::Off), "the old server is kept, switched off");
+    assert_eq!(power_state(&stack, &old.machine), Some(Power::Off), "the old server is kept, powered off");
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
 
     let report =

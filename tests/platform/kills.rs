@@ -7,7 +7,7 @@ use kit::provider::Power;
 use serde_json::json;
 use svc::platform::operations::{OperationKind, fail_point_names};
 
-use super::deploy::{Fleet, NEXT};
+use super::deploy::{Fleet, NEXT_VERSION};
 use super::stack::{Guest, SECRET, Stack, heartbeat_of, provision_body};
 
 const MAX_CONCURRENT: usize = 3;
@@ -246,11 +246,11 @@ impl UpdatingHosts<'_> {
         for (index, guest) in self.guests.iter().enumerate() {
             let mut body = heartbeat_of(guest);
             if self.updated.lock().unwrap().contains(&index) {
-                body["imageVersion"] = json!(NEXT);
+                body["imageVersion"] = json!(NEXT_VERSION);
             }
             let Some(response) = self.stack.try_send_heartbeat(&base, guest, &body).await else { continue };
             let mut updated = self.updated.lock().unwrap();
-            if response["desiredImageVersion"] == NEXT && !updated.contains(&index) {
+            if response["desiredImageVersion"] == NEXT_VERSION && !updated.contains(&index) {
                 updated.push(index);
             }
         }
@@ -268,7 +268,7 @@ async fn rollout_survives_a_kill_at_every_point_of_every_step() {
     let run = |(point, nth): (&'static str, usize)| async move {
         let killed = format!("{point}={nth}*off->1*return(kill)");
         let Fleet { stack, process: mut first, guests } = Fleet::start(3, &[("FAILPOINTS", &killed)]).await;
-        let body = json!({"imageVersion": NEXT, "canary": 1, "batchSize": 2, "verify": false});
+        let body = json!({"imageVersion": NEXT_VERSION, "canary": 1, "batchSize": 2, "verify": false});
         // The kill can precede the response.
         let _ = stack.try_post(&first, "/vps/deploy", &body).await;
         let hosts = UpdatingHosts { stack: &stack, guests: &guests, updated: Mutex::default() };

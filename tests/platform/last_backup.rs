@@ -17,9 +17,9 @@ const BACKUP: &str = "/_svc/internal/backup";
 const LOSS_ACCEPTED: &str = "no final backup; the operator accepted the loss of data written since the newest copy, which \
                         is the snapshot of 2026-01-02T03:04:05.678Z";
 
-async fn recover(stack: &Stack, process: &Process, more: Value) -> Value {
+async fn recover(stack: &Stack, process: &Process, overrides: Value) -> Value {
     let mut body = json!({"idpUserId": "user_1"});
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
     let response = stack.post(process, "/vps/recover", &body).await;
     assert_eq!(response.status, 202, "{response:?}");
     response.body
@@ -42,8 +42,8 @@ async fn wait_for_call(stack: &Stack, host: &Host, method: &str, path: &str) {
     stack.eventually(path, || async { (host.call_count(method, path) > 0).then_some(()) }).await;
 }
 
-/// Waits until the operation has succeeded. Returns the log line of its step `last_backup`.
-async fn wait_for_note(stack: &Stack, process: &Process, recovery: &Value) -> String {
+/// Waits until the operation has succeeded. Returns the detail that its step `last_backup` logged.
+async fn wait_for_backup_detail(stack: &Stack, process: &Process, recovery: &Value) -> String {
     let operation = stack.wait_until_ended(process, recovery["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
     let lines = operation["log"].as_array().unwrap().clone();
@@ -95,7 +95,7 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
 
     old.store_backup(&stack, "user_1");
     assert_eq!(
-        wait_for_note(&stack, &process, &recovery).await,
+        wait_for_backup_detail(&stack, &process, &recovery).await,
         "a snapshot was taken after the writers had stopped"
     );
     let old_record = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
@@ -128,7 +128,7 @@ async fn implausible_fence_is_replaced_before_backup_request() {
     );
     old.store_backup(&stack, "user_1");
     assert_eq!(
-        wait_for_note(&stack, &process, &recovery).await,
+        wait_for_backup_detail(&stack, &process, &recovery).await,
         "a snapshot was taken after the writers had stopped"
     );
 }
@@ -152,7 +152,7 @@ async fn progressing_backup_extends_every_deadline() {
     assert_eq!((&found["state"], &found["step"]), (&json!("running"), &json!("last_backup")), "{found}");
     old.store_backup(&stack, "user_1");
     assert_eq!(
-        wait_for_note(&stack, &process, &recovery).await,
+        wait_for_backup_detail(&stack, &process, &recovery).await,
         "a snapshot was taken after the writers had stopped"
     );
 }
@@ -183,7 +183,7 @@ async fn missing_backup_of_reachable_host_waits_for_operator() {
     assert_eq!(old.call_count("POST", BACKUP), 2, "the backup was requested again");
     let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!((response.status, &response.body["state"]), (200, &json!("running")), "{response:?}");
-    assert_eq!(wait_for_note(&stack, &process, &recovery).await, LOSS_ACCEPTED);
+    assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, LOSS_ACCEPTED);
     stack.post(&process, &path, &json!({"acceptLoss": true})).await.assert_problem(409, "invalid_state");
     assert_eq!(list_audit(&stack, "operation.continue").await.len(), 2);
     assert_eq!(
@@ -235,10 +235,10 @@ async fn failed_backup_is_retried_before_operation_waits() {
 }
 
 /// A host's report of a held-back snapshot, dated an hour ahead.
-fn held_back_report(more: &Value) -> Value {
+fn held_back_report(overrides: &Value) -> Value {
     let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
     let mut last = json!({"status": "error", "beganAt": late, "error": "a table is gone"});
-    last.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    last.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
     json!({"running": false, "last": last})
 }
 
@@ -287,7 +287,7 @@ async fn held_snapshot_waits_and_counts_after_acceptance() {
     old.report_backup(&key, &taken_at);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
     assert_eq!(
-        wait_for_note(&stack, &process, &recovery).await,
+        wait_for_backup_detail(&stack, &process, &recovery).await,
         "a snapshot was taken after the writers had stopped"
     );
     let saved = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
@@ -324,7 +324,7 @@ async fn older_host_is_backed_up_without_quiescing() {
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
     stack.store_snapshot_by("user_1", &old.guest.machine, &now_text());
-    wait_for_note(&stack, &process, &recovery).await;
+    wait_for_backup_detail(&stack, &process, &recovery).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -336,14 +336,15 @@ async fn host_with_unregistered_key_gets_no_request() {
     client.execute("UPDATE user_machines SET tls_spki_sha256 = $1", &[&"0".repeat(64)]).await.unwrap();
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
-    let note = tokio::time::timeout(Duration::from_secs(30), wait_for_note(&stack, &process, &recovery))
-        .await
-        .unwrap();
-    assert!(note.starts_with("the host cannot be reached"), "{note}");
+    let detail =
+        tokio::time::timeout(Duration::from_secs(30), wait_for_backup_detail(&stack, &process, &recovery))
+            .await
+            .unwrap();
+    assert!(detail.starts_with("the host cannot be reached"), "{detail}");
     assert!(old.proofs.lock().unwrap().is_empty());
 }
 
-/// Starts a host that does not stop its writers, and reports more dispatches at each call.
+/// Starts a host that never stops its writers, and reports more dispatches at each call.
 async fn start_host_that_never_stops() -> (Stack, Process, Host) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "2")]);
@@ -351,7 +352,7 @@ async fn start_host_that_never_stops() -> (Stack, Process, Host) {
     stack.store_snapshot("user_1");
     {
         let mut script = old.script.lock().unwrap();
-        (script.stops_writers, script.more_dispatches) = (false, 1);
+        (script.stops_writers, script.added_dispatches) = (false, 1);
     }
     (stack, process, old)
 }
@@ -369,7 +370,7 @@ async fn growing_dispatch_count_does_not_delay_the_operation() {
 async fn accepted_loss_limits_wait_for_host_that_never_stops() {
     let (stack, process, _) = start_host_that_never_stops().await;
     let recovery = recover(&stack, &process, json!({"acceptLoss": true})).await;
-    assert_eq!(wait_for_note(&stack, &process, &recovery).await, LOSS_ACCEPTED);
+    assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, LOSS_ACCEPTED);
     assert_eq!(
         list_audit(&stack, "last_backup.loss_accepted").await[0]["operationId"],
         recovery["operationId"]
@@ -384,17 +385,17 @@ async fn endless_progress_is_bounded() {
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
     // The steps are too small to count as progress.
-    let counting = spawn_growing_progress(&old, 1);
+    let progress_task = spawn_growing_progress(&old, 1);
     let recovery = recover(&stack, &process, json!({})).await;
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert!(waiting["question"]["detail"].as_str().unwrap().contains("no progress"), "{waiting}");
-    counting.abort();
+    progress_task.abort();
     // The steps count as progress, but the backup never ends.
-    let counting = spawn_growing_progress(&old, 8 << 20);
+    let progress_task = spawn_growing_progress(&old, 8 << 20);
     assert_eq!(stack.post(&process, &continue_path(&recovery), &json!({})).await.status, 200);
     let waiting = wait_for_question(&stack, &process, &recovery).await;
     assert!(waiting["question"]["detail"].as_str().unwrap().contains("has not ended within"), "{waiting}");
-    counting.abort();
+    progress_task.abort();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -403,15 +404,15 @@ async fn loss_is_accepted_while_a_host_claims_progress() {
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
-    let counting = spawn_growing_progress(&old, 8 << 20);
+    let progress_task = spawn_growing_progress(&old, 8 << 20);
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
     let path = continue_path(&recovery);
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
     let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!((response.status, &response.body["state"]), (200, &json!("running")), "{response:?}");
-    assert_eq!(wait_for_note(&stack, &process, &recovery).await, LOSS_ACCEPTED);
-    counting.abort();
+    assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, LOSS_ACCEPTED);
+    progress_task.abort();
 }
 
 /// Makes the host report this many additional bytes every 100 ms.
@@ -466,7 +467,7 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
     old.script.lock().unwrap().reports_backups = true;
     old.store_backup(&stack, "user_1");
     assert_eq!(
-        wait_for_note(&stack, &process, &recovery).await,
+        wait_for_backup_detail(&stack, &process, &recovery).await,
         "a snapshot was taken after the writers had stopped"
     );
 }

@@ -1,5 +1,4 @@
-//! Changes of `PLATFORM_KEY` while both keys are in force: with running machines, with processes of both keys, and
-//! after a kill.
+//! Changes of `PLATFORM_KEY`: with running machines, with processes that use either key, and after a kill.
 
 use std::collections::BTreeMap;
 use std::process::Stdio;
@@ -42,10 +41,10 @@ fn settings(current: u8, previous: Option<u8>) -> Vec<(&'static str, String)> {
     settings
 }
 
-fn start_process(stack: &Stack, current: u8, previous: Option<u8>, more: &[(&str, &str)]) -> Process {
+fn start_process(stack: &Stack, current: u8, previous: Option<u8>, extra_env: &[(&str, &str)]) -> Process {
     let settings = settings(current, previous);
     let mut all: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, value.as_str())).collect();
-    all.extend(more);
+    all.extend(extra_env);
     stack.start_platform_with(&all)
 }
 
@@ -317,7 +316,7 @@ async fn assert_survives_a_kill_at(point: &str) {
     process.wait_until_killed_while(send_heartbeat_to).await;
     let mut guest = guest.lock().unwrap().clone();
 
-    // The change may be reverted, and repeated later.
+    // The change can be reverted, and repeated later.
     let process = start_process(&stack, OLD, Some(NEW), &[]);
     assert_eq!(send_heartbeat(&stack, &process, &guest).await.status, 200, "{point}");
     stop(process).await;

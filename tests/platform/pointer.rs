@@ -60,8 +60,8 @@ async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
     let response = request().await;
     assert_eq!((response.status, &response.body["pointer"]), (200, rebuilt), "{response:?}");
     assert_eq!(request().await.body, response.body, "the same key gets the same response");
-    let now = stack.pointer("user_1");
-    assert_eq!((&now["snapshot"]["key"], &now["seq"]), (&json!(newer), &rebuilt["seq"]));
+    let pointer = stack.pointer("user_1");
+    assert_eq!((&pointer["snapshot"]["key"], &pointer["seq"]), (&json!(newer), &rebuilt["seq"]));
     let audit = list_audit(&stack).await;
     assert_eq!(audit.len(), 1, "{audit:?}");
     assert_eq!(audit[0]["before"]["startBase64"], BASE64_STANDARD.encode("{not json"));
@@ -85,12 +85,12 @@ async fn rebuild_restores_a_lost_pointer_with_its_fence() {
     assert_eq!(stack.get(&process, SHOW).await.body["state"], "absent");
 
     let response = stack.post(&process, REBUILD, &slot_body()).await;
-    let now = stack.pointer("user_1");
-    assert_eq!((response.status, &now["snapshot"]["key"]), (200, &json!(newer)), "{response:?}");
+    let pointer = stack.pointer("user_1");
+    assert_eq!((response.status, &pointer["snapshot"]["key"]), (200, &json!(newer)), "{response:?}");
     let fence =
-        |pointer: &Value| ["fenceEpoch", "fenceMachineId", "fenceProof"].map(|field| pointer[field].clone());
-    assert_eq!(fence(&now), fence(&before));
-    assert!(now["seq"].as_u64() > before["seq"].as_u64(), "{before} {now}");
+        |value: &Value| ["fenceEpoch", "fenceMachineId", "fenceProof"].map(|field| value[field].clone());
+    assert_eq!(fence(&pointer), fence(&before));
+    assert!(pointer["seq"].as_u64() > before["seq"].as_u64(), "{before} {pointer}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -131,9 +131,9 @@ async fn rebuild_during_final_backup_keeps_the_old_fence() {
     assert_eq!((&pointer["fenceEpoch"], &pointer["fenceMachineId"]), (&json!(1), &json!(guest.machine)));
 }
 
-/// A client may repeat a slow request: it gets the same response, or learns that another rebuild is running.
+/// A client may repeat a slow request: it gets the same response, or an error because another rebuild is running.
 #[tokio::test(flavor = "multi_thread")]
-async fn simultaneous_rebuilds_end_in_one_pointer() {
+async fn concurrent_rebuilds_write_one_pointer() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let [newer, _] = recover_with_two_snapshots(&stack, &process).await;
@@ -166,9 +166,9 @@ async fn rebuild_keeps_a_valid_pointer_unless_forced() {
 
     let forced = json!({"idpUserId": "user_1", "snapshotKey": older, "force": true});
     assert_eq!(stack.post(&process, REBUILD, &forced).await.status, 200);
-    let now = stack.pointer("user_1");
-    assert_eq!((&now["snapshot"]["key"], &now["fenceEpoch"]), (&json!(older), &before["fenceEpoch"]));
-    assert_eq!(now["seq"].as_u64(), before["seq"].as_u64().map(|seq| seq + 1));
+    let pointer = stack.pointer("user_1");
+    assert_eq!((&pointer["snapshot"]["key"], &pointer["fenceEpoch"]), (&json!(older), &before["fenceEpoch"]));
+    assert_eq!(pointer["seq"].as_u64(), before["seq"].as_u64().map(|seq| seq + 1));
 
     let missing = json!({"idpUserId": "user_1", "snapshotKey": newer.replace("2026", "2027"), "force": true});
     stack.post(&process, REBUILD, &missing).await.assert_problem(409, "snapshot_unusable");
@@ -211,9 +211,9 @@ async fn slot_with_all_snapshots_lost_starts_empty_on_request() {
 
     let before = stack.pointer("user_1");
     assert_eq!(stack.post(&process, REBUILD, &emptied).await.status, 200);
-    let now = stack.pointer("user_1");
-    assert_eq!((&now["snapshot"], &now["fenceEpoch"]), (&Value::Null, &before["fenceEpoch"]));
-    assert_eq!(list_audit(&stack).await[0]["after"]["emptiedAt"], now["emptiedAt"]);
+    let pointer = stack.pointer("user_1");
+    assert_eq!((&pointer["snapshot"], &pointer["fenceEpoch"]), (&Value::Null, &before["fenceEpoch"]));
+    assert_eq!(list_audit(&stack).await[0]["after"]["emptiedAt"], pointer["emptiedAt"]);
     stack.post(&process, "/vps/recover", &slot_body()).await.assert_problem(409, "snapshot_unusable");
     let response = stack.post(&process, "/vps/recover", &allowed).await;
     assert_eq!(response.status, 202, "{response:?}");
@@ -229,9 +229,9 @@ async fn rebuild_without_snapshots_restores_the_fence() {
     let guest = stack.start_machine(&process, "user_1").await;
     stack.store.write(BUCKET, LATEST, "{not json");
     assert_eq!(stack.post(&process, REBUILD, &slot_body()).await.status, 200);
-    let now = stack.pointer("user_1");
-    assert_eq!((&now["snapshot"], &now["fenceEpoch"]), (&Value::Null, &json!(1)));
-    assert_eq!(now["fenceMachineId"], guest.machine);
+    let pointer = stack.pointer("user_1");
+    assert_eq!((&pointer["snapshot"], &pointer["fenceEpoch"]), (&Value::Null, &json!(1)));
+    assert_eq!(pointer["fenceMachineId"], guest.machine);
 }
 
 /// If the database is older than the store, a machine that it lacks may hold the fence. The next machine gets a higher

@@ -7,8 +7,8 @@ use kit::s3::{Fault, Rule};
 
 use super::stack::{Stack, heartbeat_of};
 
-/// Exceeds the number of a process's database connections, both for reports and in total.
-const REPORTS: usize = 24;
+/// More than a process's database connections, both for reports and in total.
+const MANY_REQUESTS: usize = 24;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn slow_reports_do_not_delay_heartbeats() {
@@ -16,14 +16,14 @@ async fn slow_reports_do_not_delay_heartbeats() {
     let process = Arc::new(stack.start_platform());
     let guest = stack.start_machine(&process, "user_1").await;
     let mut client = stack.database.connect().await.unwrap();
-    // Each report reads the alarms, and waits until the statement's deadline.
+    // Each report reads the alarms, and waits for the lock until the statement timeout.
     let lock = client.transaction().await.unwrap();
     lock.batch_execute("LOCK TABLE fleet_alarms IN ACCESS EXCLUSIVE MODE").await.unwrap();
     let report = |_| {
         let (stack, process) = (stack.clone(), process.clone());
         tokio::spawn(async move { stack.get(&process, "/vps/fleet").await.status })
     };
-    let reports: Vec<_> = (0..REPORTS).map(report).collect();
+    let reports: Vec<_> = (0..MANY_REQUESTS).map(report).collect();
     let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%fleet_alarms%'";
     let observer = stack.database.connect().await.unwrap();
     let are_blocked = || async {
@@ -65,7 +65,7 @@ async fn hanging_store_blocks_no_database_connection() {
         let body = serde_json::json!({"idpUserId": "user_1"});
         tokio::spawn(async move { stack.post(&process, "/vps/recover", &body).await.status })
     };
-    let waiting: Vec<_> = (0..REPORTS).map(register).chain((0..REPORTS).map(recover)).collect();
+    let waiting: Vec<_> = (0..MANY_REQUESTS).map(register).chain((0..MANY_REQUESTS).map(recover)).collect();
     tokio::time::sleep(Duration::from_secs(1)).await;
     let started = Instant::now();
     for _ in 0..5 {

@@ -1,4 +1,4 @@
-//! POST `/vps/:id/power`: an operator switches a machine off or on, or restarts it. Nothing else starts a machine
+//! POST `/vps/:id/power`: an operator powers a machine off or on, or restarts it. Nothing else starts a machine
 //! that must be off.
 
 use std::time::Duration;
@@ -63,7 +63,7 @@ async fn power_off_keeps_machine_off_until_power_on() {
         refused.assert_problem(409, "invalid_state");
         let why = refused.body["detail"].as_str().unwrap();
         let next = format!("`svcctl power on {} --wait`", guest.machine);
-        assert!(why.contains("is switched off") && why.contains(&next), "{why}");
+        assert!(why.contains("is powered off") && why.contains(&next), "{why}");
     }
     let provisioned = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
     assert_eq!((provisioned.status, &provisioned.body["machineId"]), (200, &json!(guest.machine)));
@@ -140,7 +140,7 @@ async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_switched_on_at_provider_is_detected_by_heartbeat() {
+async fn machine_powered_on_at_provider_is_detected_by_heartbeat() {
     let (stack, process, guest) = start_with_machine(&[]).await;
     run_action(&stack, &process, &guest, "off").await;
     stack.provider.switch_on(&format!("svc-{}", guest.machine)).unwrap();
@@ -182,7 +182,7 @@ async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn failed_machine_is_switched_on_and_resumed() {
+async fn failed_machine_is_powered_on_and_resumed() {
     let (stack, process, guest) = start_with_machine(&[]).await;
     let machine = format!("/vps/{}", guest.machine);
     run_action(&stack, &process, &guest, "off").await;
@@ -197,16 +197,16 @@ async fn failed_machine_is_switched_on_and_resumed() {
     assert_eq!((resumed.status, &resumed.body["status"]), (200, &json!("running")), "{resumed:?}");
 }
 
-/// The host cannot make a final backup, so an operator must accept the loss or switch the machine on first.
+/// The host cannot take a final backup, so an operator must accept the loss or power the machine on first.
 #[tokio::test(flavor = "multi_thread")]
-async fn switched_off_machine_is_replaced_only_with_accepted_loss() {
+async fn powered_off_machine_is_replaced_only_with_accepted_loss() {
     let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;
     stack.store_snapshot("user_1");
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let off = request_power(&stack, &process, &guest, "off").await;
-    let recover = async |more: Value| {
+    let recover = async |overrides: Value| {
         let mut body = json!({"idpUserId": "user_1"});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
         stack.post(&process, "/vps/recover", &body).await
     };
     let assert_refused = async || {
@@ -231,14 +231,14 @@ async fn switched_off_machine_is_replaced_only_with_accepted_loss() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_that_left_its_slot_is_not_switched() {
+async fn power_on_of_a_deleted_machine_is_not_found() {
     let (stack, process, guest) = start_with_machine(&[("DELETE_GRACE_SECONDS", "600")]).await;
     stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
     request_power(&stack, &process, &guest, "on").await.assert_problem(404, "machine_not_found");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn heartbeats_of_a_switched_off_machine_cost_few_calls() {
+async fn heartbeats_of_a_powered_off_machine_cost_few_calls() {
     let (stack, process, guest) =
         start_with_machine(&[("SERVER_CHECK_SECONDS", "600"), ("RECONCILE_SECONDS", "600")]).await;
     run_action(&stack, &process, &guest, "off").await;
@@ -248,7 +248,7 @@ async fn heartbeats_of_a_switched_off_machine_cost_few_calls() {
         stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     }
     assert!(lookups() <= before + 1, "{} lookups", lookups() - before);
-    // A heartbeat of another epoch says nothing about the machine that is switched off.
+    // A heartbeat of another epoch is not from the machine that is powered off.
     let process = stack.start_platform_with(&[("SERVER_CHECK_SECONDS", "0"), ("RECONCILE_SECONDS", "600")]);
     let before = lookups();
     let mut late = heartbeat_of(&guest);

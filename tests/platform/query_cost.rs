@@ -1,5 +1,5 @@
-//! The rows that statements read, as counted by the database: the number does not grow with irrelevant machines and
-//! operations.
+//! The number of rows that statements read, as counted by the database: it does not grow with the number of irrelevant
+//! machines and operations.
 
 use deadpool_postgres::Object;
 use kit::pg::{TestDatabase, test_database_from};
@@ -22,18 +22,20 @@ const RUNNING: i64 = 400;
 /// Maximum rows read by a statement that returns a few rows.
 const MAX_ROWS_READ: i64 = 60;
 
-struct Fleet {
+/// A database with many machines and operations.
+struct FilledDatabase {
     session: Object,
     _database: TestDatabase,
 }
 
-impl Fleet {
+impl FilledDatabase {
     async fn start() -> Self {
         let database = test_database_from("platform", |url| async move {
             svc::platform::db::migrate::run(&url.parse()?).await
         });
         let database = database.await.expect("the test database must start");
-        let db = Db::new(&database.url().parse().expect("a valid URL"), 1).expect("a pool of one connection");
+        let db = Db::new(&database.url().parse().expect("the URL must be valid"), 1)
+            .expect("the pool must be created");
         let session = db.session().await.expect("the database must accept a connection");
         session.batch_execute(&fill_sql()).await.expect("the rows must be inserted");
         session.batch_execute("VACUUM ANALYZE user_machines, operations, handles").await.unwrap();
@@ -97,13 +99,13 @@ fn fill_sql() -> String {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn fleet_reads_running_operations_and_backups_once() {
-    let fleet = Fleet::start().await;
+    let database = FilledDatabase::start().await;
     let (operations, read) =
-        (fleet.count_rows_read("operations").await, fleet.count_rows_read("user_machines").await);
-    let found = fleet::list_active_machines(&fleet.session).await.unwrap();
-    let ended = ended_machines::list_needing_attention(&fleet.session).await.unwrap();
-    let operations = fleet.count_rows_read("operations").await - operations;
-    let read = fleet.count_rows_read("user_machines").await - read;
+        (database.count_rows_read("operations").await, database.count_rows_read("user_machines").await);
+    let found = fleet::list_active_machines(&database.session).await.unwrap();
+    let ended = ended_machines::list_needing_attention(&database.session).await.unwrap();
+    let operations = database.count_rows_read("operations").await - operations;
+    let read = database.count_rows_read("user_machines").await - read;
     assert!(operations <= 3 * RUNNING, "{operations} rows of operations read");
     assert!(read <= 2 * (ACTIVE + ENDED), "{read} rows of machines read");
     let (half, quarter) = (usize::try_from(RUNNING / 2).unwrap(), usize::try_from(RUNNING / 4).unwrap());
@@ -117,71 +119,71 @@ async fn fleet_reads_running_operations_and_backups_once() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rare_rows_are_read_through_an_index() {
-    let fleet = Fleet::start().await;
-    let session = &fleet.session;
-    let before = fleet.count_rows_read("user_machines").await;
+    let database = FilledDatabase::start().await;
+    let session = &database.session;
+    let before = database.count_rows_read("user_machines").await;
     assert_eq!(machines::list_expired_registrations(session).await.unwrap().len(), 2);
-    let expired = fleet.count_rows_read("user_machines").await;
+    let expired = database.count_rows_read("user_machines").await;
     assert!(expired - before <= MAX_ROWS_READ, "{} rows read for expired registrations", expired - before);
 
     assert_eq!(machines::list_expired_previews(session).await.unwrap().len(), 2);
-    let previews = fleet.count_rows_read("user_machines").await;
+    let previews = database.count_rows_read("user_machines").await;
     assert!(previews - expired <= MAX_ROWS_READ, "{} rows read for expired previews", previews - expired);
 
     let listed: Vec<i64> = (1..=ACTIVE).collect();
     servers::record_seen(session, &listed).await.unwrap();
-    let recorded = fleet.count_rows_read("user_machines").await;
+    let recorded = database.count_rows_read("user_machines").await;
     assert!(recorded - previews <= MAX_ROWS_READ, "{} rows read for listed servers", recorded - previews);
     assert_eq!(
-        fleet.find_machine("server_missing_since IS NOT NULL").await,
-        fleet.find_machine(&format!("provider_server_id = {ACTIVE} + 7")).await
+        database.find_machine("server_missing_since IS NOT NULL").await,
+        database.find_machine(&format!("provider_server_id = {ACTIVE} + 7")).await
     );
 
-    let successor = fleet.find_machine("provider_server_id = 2").await;
-    let before = fleet.count_rows_read("user_machines").await;
+    let successor = database.find_machine("provider_server_id = 2").await;
+    let before = database.count_rows_read("user_machines").await;
     assert!(machines::find_predecessor(session, successor).await.unwrap().is_some());
-    let replaced = fleet.count_rows_read("user_machines").await;
+    let replaced = database.count_rows_read("user_machines").await;
     assert!(replaced - before <= MAX_ROWS_READ, "{} rows read for the replaced machine", replaced - before);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn list_by_handle_reads_the_machines_of_its_user() {
-    let fleet = Fleet::start().await;
+    let database = FilledDatabase::start().await;
     let handle = |text: &str| Some(text.parse::<Handle>().unwrap());
-    let before = fleet.count_rows_read("user_machines").await;
+    let before = database.count_rows_read("user_machines").await;
     let filter = MachineFilter { handle: handle("user-7"), ..MachineFilter::default() };
-    let found = machines::list(&fleet.session, &filter, 50).await.unwrap();
+    let found = machines::list(&database.session, &filter, 50).await.unwrap();
     assert_eq!(found.iter().map(|row| row.handle.as_str()).collect::<Vec<_>>(), ["user-7"]);
-    let read = fleet.count_rows_read("user_machines").await - before;
+    let read = database.count_rows_read("user_machines").await - before;
     assert!(read <= MAX_ROWS_READ, "{read} rows read");
     let below = MachineFilter {
         handle: handle("user-7"),
         before: Some(MachineId(Uuid::nil())),
         ..MachineFilter::default()
     };
-    assert!(machines::list(&fleet.session, &below, 50).await.unwrap().is_empty());
+    assert!(machines::list(&database.session, &below, 50).await.unwrap().is_empty());
     let unknown = MachineFilter { handle: handle("unknown"), ..MachineFilter::default() };
-    assert!(machines::list(&fleet.session, &unknown, 50).await.unwrap().is_empty());
+    assert!(machines::list(&database.session, &unknown, 50).await.unwrap().is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn router_poll_digest_uses_an_index_only_scan() {
-    let fleet = Fleet::start().await;
+    let database = FilledDatabase::start().await;
     let sql = "EXPLAIN SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) FROM user_machines \
                WHERE deleted_at IS NULL AND retired_at IS NULL";
     let plan: Vec<String> =
-        fleet.session.query(sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
+        database.session.query(sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
     assert!(plan.join("\n").contains("Index Only Scan using user_machines_routed"), "{plan:#?}");
 }
 
 /// With an index on a column that heartbeats write, each heartbeat would update every index.
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeats_stay_heap_only_updates() {
-    let fleet = Fleet::start().await;
+    let database = FilledDatabase::start().await;
     let sql = "SELECT indexrelid::regclass::text FROM pg_index WHERE indrelid = 'user_machines'::regclass \
                AND pg_get_indexdef(indexrelid) ~ \
                '(heartbeat_at|image_version|health|last_backup|backup_taken_at|last_update|updating|checks|attention)'";
     let found: Vec<String> =
-        fleet.session.query(sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
+        database.session.query(sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
     assert_eq!(found, Vec::<String>::new());
 }

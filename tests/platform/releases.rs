@@ -2,12 +2,12 @@
 
 use serde_json::json;
 
-use super::stack::{Stack, heartbeat_of, provision_body, publish};
+use super::stack::{Stack, heartbeat_of, provision_body, publish_unsigned};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn recovery_keeps_the_release_of_the_slot() {
     let stack = Stack::start().await;
-    publish(&stack.store, "v2");
+    publish_unsigned(&stack.store, "v2");
     let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
     let mut body = provision_body("user_1");

@@ -81,8 +81,8 @@ async fn resize_changes_only_the_type() {
         ended["log"].as_array().unwrap().iter().filter(|line| line["outcome"] == "begun").collect();
     let steps: Vec<_> = begun.iter().map(|line| line["step"].as_str().unwrap()).collect();
     assert_eq!(steps, ["shut_down", "power_off", "change_type", "power_on", "await_health"]);
-    let now = fetch_record(&stack, &process, &guest).await;
-    assert_eq!((&now["status"], &now["serverType"]), (&json!("running"), &json!("cpx32")));
+    let record = fetch_record(&stack, &process, &guest).await;
+    assert_eq!((&record["status"], &record["serverType"]), (&json!("running"), &json!("cpx32")));
     let after = stack.provider.servers().remove(0);
     assert_eq!((after.id, after.disk_gb, after.server_type.as_str()), (before.id, before.disk_gb, "cpx32"));
     assert_eq!(stack.provider.creations().len(), 1);
@@ -159,9 +159,9 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
     assert_eq!(stack.send(set(slot("max", "inactive"))).await.status, 200);
     assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 402, "subscription_required");
     // Without billing enforcement, only the size of the server's disk limits the types.
-    let free = stack.start_platform_with(&[("BILLING_ENFORCEMENT", "false")]);
-    assert_refused(resize(&stack, &free, &guest.machine, "cpx12").await, 409, "disk_would_shrink");
-    let unknown_type = resize(&stack, &free, &guest.machine, "cpx99").await;
+    let without_billing = stack.start_platform_with(&[("BILLING_ENFORCEMENT", "false")]);
+    assert_refused(resize(&stack, &without_billing, &guest.machine, "cpx12").await, 409, "disk_would_shrink");
+    let unknown_type = resize(&stack, &without_billing, &guest.machine, "cpx99").await;
     assert_eq!(unknown_type.body["errors"][0]["pointer"], "/serverType", "{unknown_type:?}");
     assert_refused(unknown_type, 400, "invalid_request");
     assert_eq!(stack.send(set(slot("max", "active"))).await.status, 200);

@@ -1,4 +1,4 @@
-//! Failed resizes: the server is switched on again if possible, and the machine's record has the actual type.
+//! Failed resizes: the server is powered on again if possible, and the machine's record has the actual type.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
@@ -15,24 +15,29 @@ fn server_state(stack: &Stack) -> (Power, String) {
     (server.status, server.server_type)
 }
 
-/// Asserts that the type has not changed and that the machine runs as before.
+/// Asserts that the server type has not changed, and that the machine runs as before.
 async fn assert_reverted(stack: &Stack, process: &Process, guest: &Guest, operation: &Value) {
     assert_eq!(
         (&operation["state"], &operation["errorCode"]),
         (&json!("failed"), &json!("resize")),
         "{operation}"
     );
-    let now = fetch_record(stack, process, guest).await;
-    assert_eq!((&now["status"], &now["serverType"]), (&json!("running"), &json!("cpx22")), "{}", stack.log());
-    assert_eq!(now["failure"], Value::Null);
+    let record = fetch_record(stack, process, guest).await;
+    assert_eq!(
+        (&record["status"], &record["serverType"]),
+        (&json!("running"), &json!("cpx22")),
+        "{}",
+        stack.log()
+    );
+    assert_eq!(record["failure"], Value::Null);
     assert_eq!(server_state(stack), (Power::Running, "cpx22".to_owned()));
     assert_eq!(stack.provider.creations().len(), 1);
 }
 
 async fn assert_changed(stack: &Stack, process: &Process, guest: &Guest, operation: &Value) {
     assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
-    let now = fetch_record(stack, process, guest).await;
-    assert_eq!((&now["status"], &now["serverType"]), (&json!("running"), &json!("cpx32")));
+    let record = fetch_record(stack, process, guest).await;
+    assert_eq!((&record["status"], &record["serverType"]), (&json!("running"), &json!("cpx32")));
     assert_eq!(server_state(stack), (Power::Running, "cpx32".to_owned()));
     assert_eq!(stack.provider.creations().len(), 1);
 }
@@ -122,9 +127,9 @@ async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
     stack.provider.add_fault(FaultRule::times(1000, "POST", "poweron", refusal(503)));
     let ended = resize_until_ended(&stack, &process, &guest).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("resize")), "{ended}");
-    let now = fetch_record(&stack, &process, &guest).await;
-    assert_eq!((&now["status"], &now["failure"]["cause"]), (&json!("failed"), &json!("resize")));
-    assert_eq!(now["failure"]["stage"], "power_on");
+    let record = fetch_record(&stack, &process, &guest).await;
+    assert_eq!((&record["status"], &record["failure"]["cause"]), (&json!("failed"), &json!("resize")));
+    assert_eq!(record["failure"]["stage"], "power_on");
 
     // An unhealthy heartbeat, or one of another epoch, does not return the machine to service.
     let mut unhealthy = heartbeat_of(&guest);
@@ -144,9 +149,9 @@ async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
     assert!(on.bearer_auth(stack.provider.token()).send().await.unwrap().status().is_success());
     stack.provider.wait_for_power(&format!("svc-{}", guest.machine), Power::Running).await.unwrap();
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
-    let now = fetch_record(&stack, &process, &guest).await;
-    assert_eq!((&now["status"], &now["failure"]), (&json!("running"), &Value::Null));
-    assert_eq!(now["serverType"], "cpx32", "the type that the provider reports");
+    let record = fetch_record(&stack, &process, &guest).await;
+    assert_eq!((&record["status"], &record["failure"]), (&json!("running"), &Value::Null));
+    assert_eq!(record["serverType"], "cpx32", "the type that the provider reports");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -175,8 +180,8 @@ async fn server_that_vanishes_during_a_resize_fails_as_gone() {
         .wait_until_ended_with_heartbeats(&process, response.body["operationId"].as_str().unwrap())
         .await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("server_gone")), "{ended}");
-    let now = fetch_record(&stack, &process, &guest).await;
-    assert_eq!((&now["status"], &now["failure"]["cause"]), (&json!("failed"), &json!("server_gone")));
+    let record = fetch_record(&stack, &process, &guest).await;
+    assert_eq!((&record["status"], &record["failure"]["cause"]), (&json!("failed"), &json!("server_gone")));
     assert_eq!(stack.provider.creations().len(), 1);
 }
 
@@ -212,7 +217,7 @@ async fn fail_delete_and_recover_end_an_open_resize() {
     assert!(stack.provider.server_by_name(&new).is_some());
 }
 
-/// Starts a resize that is stuck after it has switched the server off.
+/// Starts a resize that is stuck after it has powered the server off.
 async fn start_stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest, String) {
     let mut settings = settings.to_vec();
     settings.push(("RESIZE_SHUTDOWN_SECONDS", "1"));
@@ -236,14 +241,14 @@ async fn wait_until_settled(stack: &Stack, process: &Process, guest: &Guest) -> 
             stack.send_heartbeat(process, guest, &heartbeat_of(guest)).await;
         }
         let operations = fetch_record(stack, process, guest).await["operations"].clone();
-        let ended = operations.as_array()?.iter().all(|operation| operation["state"] != "running");
-        (ended && server_state(stack).0 == Power::Running).then_some(operations)
+        let have_ended = operations.as_array()?.iter().all(|operation| operation["state"] != "running");
+        (have_ended && server_state(stack).0 == Power::Running).then_some(operations)
     };
     stack.eventually("the server is on", check).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn resize_cancelled_by_fail_switches_server_on() {
+async fn resize_cancelled_by_fail_powers_server_on() {
     let (stack, process, guest, _) = start_stuck_resize(&[]).await;
     let path = format!("/vps/{}/fail", guest.machine);
     assert_eq!(stack.post(&process, &path, &json!({"reason": "stuck"})).await.status, 200);
@@ -257,7 +262,7 @@ async fn resize_cancelled_by_fail_switches_server_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn overdue_resize_switches_server_on() {
+async fn overdue_resize_powers_server_on() {
     let settings = [("RESIZE_CHANGE_SECONDS", "600"), ("OPERATION_LIMIT_SECONDS", "4")];
     let (stack, process, guest, operation) = start_stuck_resize(&settings).await;
     let path = format!("/vps/operations/{operation}");
@@ -272,7 +277,7 @@ async fn overdue_resize_switches_server_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn resize_cancelled_by_delete_and_undone_switches_server_on() {
+async fn resize_cancelled_by_delete_and_undone_powers_server_on() {
     let (stack, process, guest, _) = start_stuck_resize(&[("DELETE_GRACE_SECONDS", "600")]).await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
@@ -283,7 +288,7 @@ async fn resize_cancelled_by_delete_and_undone_switches_server_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn resize_cancelled_by_abandoned_recovery_switches_server_on() {
+async fn resize_cancelled_by_abandoned_recovery_powers_server_on() {
     let (stack, process, _guest, _) = start_stuck_resize(&[("LAST_BACKUP_DEADLINE_SECONDS", "600")]).await;
     stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;

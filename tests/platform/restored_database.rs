@@ -435,7 +435,7 @@ async fn undelete_is_refused_if_a_later_machine_holds_the_slot() {
 
 /// The copy contains the machine that has been replaced since.
 #[tokio::test(flavor = "multi_thread")]
-async fn replaced_machine_is_neither_switched_on_nor_resized() {
+async fn replaced_machine_is_neither_powered_on_nor_resized() {
     let mut platform = RestorablePlatform::start(&[]).await;
     let old = platform.stack.start_machine(platform.process(), "user_1").await;
     platform.stack.store_snapshot("user_1");

@@ -3,7 +3,7 @@
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::deploy::{Fleet, NEXT};
+use super::deploy::{Fleet, NEXT_VERSION};
 use super::stack::{Process, SECRET, Stack};
 
 pub async fn set_test_slot(stack: &Stack, process: &Process, user: &str, is_test: bool) {
@@ -42,18 +42,18 @@ async fn test_slots_are_updated_first_and_others_in_random_order() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn excluded_machine_does_not_stop_a_rollout() {
+async fn rollout_leaves_out_excluded_machines() {
     let fleet = Fleet::start(3, &[]).await;
     let stopped = fleet.deploy(&json!({"batchSize": 1})).await;
     fleet.wait_until_requested(0).await;
-    fleet.report(0, "v1", "rolled_back").await;
+    fleet.report_update(0, "v1", "rolled_back").await;
     fleet.wait_for_state(&stopped, "stopped").await;
 
     let rollout = fleet.deploy(&json!({"batchSize": 1, "except": ["h-user-0"]})).await;
     assert_eq!(handles_by_batch(&rollout), ["h-user-1", "h-user-2"]);
     for guest in [1, 2] {
         fleet.wait_until_requested(guest).await;
-        fleet.report(guest, NEXT, "updated").await;
+        fleet.report_update(guest, NEXT_VERSION, "updated").await;
     }
     fleet.wait_for_state(&rollout, "succeeded").await;
     let client = fleet.stack.database.connect().await.unwrap();
@@ -61,9 +61,9 @@ async fn excluded_machine_does_not_stop_a_rollout() {
     let audited: Vec<String> = client.query(sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
     assert_eq!(audited, ["[]", "[\"h-user-0\"]"]);
 
-    let start = async |more: Value| {
-        let mut body = json!({"imageVersion": NEXT});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    let start = async |overrides: Value| {
+        let mut body = json!({"imageVersion": NEXT_VERSION});
+        body.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
         fleet.stack.post(&fleet.process, "/vps/deploy", &body).await
     };
     let unknown = start(json!({"except": ["h-user-0", "unknown"]})).await;

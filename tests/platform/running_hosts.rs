@@ -14,7 +14,7 @@ use tokio_postgres::NoTls;
 use super::resize::resize;
 use super::stack::{BUCKET, Process, Stack, provision_body};
 
-const VERSION: &str = "lives-1";
+const VERSION: &str = "running-hosts-1";
 
 struct RunningHostsTest {
     stack: Stack,

@@ -47,8 +47,8 @@ async fn provision_beyond_the_declared_limit_creates_nothing() {
     assert_eq!(replaced.status, 202, "{replaced:?}");
 
     let later = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "5")]);
-    let free = bodies.iter().zip(&responses).find(|(_, response)| response.status != 202).unwrap().0;
-    assert_eq!(stack.post(&later, PROVISION, free).await.status, 202);
+    let refused = bodies.iter().zip(&responses).find(|(_, response)| response.status != 202).unwrap().0;
+    assert_eq!(stack.post(&later, PROVISION, refused).await.status, 202);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -127,7 +127,7 @@ async fn provider_refusal_blocks_provisioning_until_accepted_order() {
     }
     assert_eq!(count_machines(&stack, &process).await, 2);
 
-    // The waiting order gets the place of a deleted server.
+    // The waiting order takes the place of a deleted server.
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", first.machine)).await;
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     let ended = stack.wait_until_ended(&process, second["operationId"].as_str().unwrap()).await;

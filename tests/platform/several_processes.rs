@@ -1,4 +1,4 @@
-//! Several platform processes on one database, one of which is killed or paused.
+//! Several platform processes on one database, some of which are killed, paused or terminated.
 
 use futures_util::future::join_all;
 use nix::sys::signal::{Signal, kill};
@@ -44,7 +44,7 @@ async fn two_processes_share_keys_and_work_and_survive_a_kill() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn processes_starting_on_an_empty_database_agree() {
+async fn concurrent_first_starts_create_one_key_per_purpose() {
     let stack = Stack::start().await;
     let empty = kit::pg::test_database().await.unwrap();
     let url = empty.url();
@@ -60,7 +60,7 @@ async fn processes_starting_on_an_empty_database_agree() {
     let client = empty.connect().await.unwrap();
     let keys = client.query("SELECT purpose FROM signing_keys ORDER BY purpose", &[]).await.unwrap();
     let purposes: Vec<String> = keys.iter().map(|key| key.get(0)).collect();
-    assert_eq!(purposes, ["app", "proof"], "one key of each purpose");
+    assert_eq!(purposes, ["app", "proof"], "one key per purpose");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -122,10 +122,11 @@ async fn process_paused_beyond_its_lease_writes_nothing() {
     };
     let before = record().await;
     kill(pid, Signal::SIGCONT).unwrap();
-    // After the pause, the process serves again, and has detected that it lost the lease.
+    // After the pause, the process serves again. That it completes another operation shows that it dropped the lost
+    // lease.
     assert_eq!(stack.get(&paused, "/readyz").await.status, 200);
-    let idle = stack.provision(&paused, "user_2").await;
-    stack.wait_until_ended(&paused, idle["operationId"].as_str().unwrap()).await;
+    let second = stack.provision(&paused, "user_2").await;
+    stack.wait_until_ended(&paused, second["operationId"].as_str().unwrap()).await;
     assert_eq!(record().await, before);
     assert_eq!(stack.provider.creations().len(), 2);
 }

@@ -49,10 +49,10 @@ impl Stack {
             pointer[name] = fence[name].clone();
         }
         self.write_pointer(user, &pointer);
-        object.split_once("/primary/").expect("a key of the slot").1.to_owned()
+        object.split_once("/primary/").expect("the key must be in the slot").1.to_owned()
     }
 
-    /// Finds the highest `seq` in the pointer log, which remains if the pointer is lost.
+    /// Finds the highest `seq` in the pointer log, which still exists if the pointer is lost.
     fn highest_seq(&self, user: &str) -> u64 {
         let log = self.store.objects(BUCKET, &format!("{user}/primary/system/db/pointer-log/"));
         let seq = |key: &str| key.rsplit('/').next()?.strip_suffix(".json")?.parse::<u64>().ok();

@@ -25,6 +25,7 @@ pub const BUCKET: &str = "fleet";
 pub const DIGEST: &str = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8";
 const WAIT_TIMEOUT: Duration = Duration::from_secs(40);
 
+/// The servers that a platform process needs, and the log of the processes.
 pub struct Stack {
     pub database: TestDatabase,
     pub store: S3Server,
@@ -45,15 +46,15 @@ impl Stack {
             svc::platform::db::migrate::run(&url.parse()?).await
         });
         let database = database.await.expect("the test database must start");
-        let logs = tempfile::tempdir().expect("a temporary directory");
+        let logs = tempfile::tempdir().expect("the temporary directory must be created");
         let store = S3Server::start(logs.path()).expect("the S3 server must start");
         store.create_bucket(BUCKET);
-        publish(&store, "v1");
+        publish_unsigned(&store, "v1");
         let provider =
             Simulator::start(provider(logs.path())).await.expect("the provider simulator must start");
         let deadlines = Deadlines { total: Some(Duration::from_secs(70)), ..Deadlines::CALL };
         let deadlines = Deadlines { idle: Duration::from_secs(70), ..deadlines };
-        let client = client::build(deadlines).expect("a valid client configuration");
+        let client = client::build(deadlines).expect("the client configuration must be valid");
         Self { database, store, provider, client, logs }
     }
 
@@ -103,8 +104,8 @@ impl Stack {
     }
 
     /// Starts a platform process with additional or changed settings.
-    pub fn start_platform_with(&self, more: &[(&str, &str)]) -> Process {
-        self.start_process(self.command(more))
+    pub fn start_platform_with(&self, extra_env: &[(&str, &str)]) -> Process {
+        self.start_process(self.command(extra_env))
     }
 
     pub fn start_process(&self, mut command: Command) -> Process {
@@ -125,14 +126,14 @@ impl Stack {
         Process { child, base, router }
     }
 
-    pub fn command(&self, more: &[(&str, &str)]) -> Command {
+    pub fn command(&self, extra_env: &[(&str, &str)]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
         let log = File::options()
             .create(true)
             .append(true)
             .open(self.logs.path().join("log"))
             .expect("the log must be writable");
-        command.arg("svc-platform").env_clear().envs(self.settings()).envs(more.iter().copied());
+        command.arg("svc-platform").env_clear().envs(self.settings()).envs(extra_env.iter().copied());
         command.stdin(Stdio::null()).stderr(log);
         command
     }
@@ -165,7 +166,7 @@ impl Stack {
 
     pub async fn send(&self, request: reqwest::RequestBuilder) -> ApiResponse {
         let (client, request) = request.build_split();
-        let request = request.expect("a valid request");
+        let request = request.expect("the request must be valid");
         let (method, path) = (request.method().clone(), request.url().path().to_owned());
         let is_json = request.headers().get("content-type").is_some_and(|kind| kind == "application/json");
         let sent = request.body().and_then(reqwest::Body::as_bytes).filter(|_| is_json).map(<[u8]>::to_vec);
@@ -188,7 +189,7 @@ impl Stack {
         assert_eq!(self.send(request).await.status, 200);
     }
 
-    /// Subscribes and provisions; returns the body of the 202.
+    /// Subscribes the user's slot and provisions it. Returns the body of the 202 response.
     pub async fn provision(&self, process: &Process, user: &str) -> Value {
         self.subscribe(process, user).await;
         let response = self.post(process, "/vps/provision", &provision_body(user)).await;
@@ -340,7 +341,7 @@ impl Stack {
     }
 }
 
-pub fn publish(store: &S3Server, version: &str) {
+pub fn publish_unsigned(store: &S3Server, version: &str) {
     let key = format!("system-bundles/{version}/svc-host-bundle.tar.gz");
     store.write(BUCKET, &key, "0123456789");
     store.write(BUCKET, &format!("{key}.sha256"), format!("{DIGEST}  svc-host-bundle.tar.gz\n"));
@@ -384,7 +385,7 @@ pub struct Guest {
 impl Guest {
     pub fn from_server(server: &ServerView) -> Self {
         let config: Value = serde_json::from_str(
-            server.user_data.strip_prefix("#cloud-config\n").expect("a cloud-config header"),
+            server.user_data.strip_prefix("#cloud-config\n").expect("the user-data must be cloud-config"),
         )
         .expect("the user-data must be JSON");
         let mut found = BTreeMap::new();
@@ -395,7 +396,7 @@ impl Guest {
             assert_eq!(file["permissions"], "0600");
             found.extend(
                 parse_env_file(file["content"].as_str().expect("the file must have content"))
-                    .expect("a valid env file"),
+                    .expect("the env file must be valid"),
             );
         }
         let variable = |name: &str| found.get(name).cloned().unwrap_or_default();
@@ -410,7 +411,7 @@ impl Guest {
         }
     }
 
-    /// A variable of an env file; empty if there is none.
+    /// Returns a variable of an env file; empty if there is none.
     pub fn setting(&self, name: &str) -> String {
         self.settings.get(name).cloned().unwrap_or_default()
     }
@@ -468,13 +469,13 @@ impl Process {
         self.child.wait_for_exit(WAIT_TIMEOUT).await.expect("the platform must exit in time")
     }
 
-    /// Waits until the process was killed at its fail point.
+    /// Waits until the process has been killed at its fail point.
     pub async fn wait_until_killed(&mut self) {
         let status = self.wait_for_exit().await;
         assert_eq!(status.signal(), Some(9), "{status}");
     }
 
-    /// [`Self::wait_until_killed`], for a fail point that is reached only while hosts send requests.
+    /// [`Self::wait_until_killed`], for a fail point that the process reaches only while hosts send requests.
     pub async fn wait_until_killed_while<F: Future<Output = ()>>(
         &mut self,
         mut send: impl FnMut(String) -> F,

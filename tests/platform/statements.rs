@@ -1,4 +1,4 @@
-//! SQL statements on many rows, and statements that must not change anything.
+//! SQL statements that read many rows, and one that must not write an unchanged value.
 
 use deadpool_postgres::Object;
 use kit::pg::{TestDatabase, test_database_from};

@@ -109,19 +109,19 @@ async fn deletion_without_backup_waits_and_can_be_abandoned() {
     );
     let path = format!("/vps/operations/{}/abandon", deleted["operationId"].as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
-    assert_eq!(stack.status(&process, &machine).await, "running", "the machine was never switched off");
+    assert_eq!(stack.status(&process, &machine).await, "running", "the machine was never powered off");
     stack.assert_only_server(&machine);
 
     // While the deletion waits for a decision, the server exists, but has no end of retention.
-    let now = stack.delete(&process, &format!("/vps/{machine}?now=true")).await.body;
-    wait_until_ended(&stack, &process, &now["operationId"]).await;
+    let immediate = stack.delete(&process, &format!("/vps/{machine}?now=true")).await.body;
+    wait_until_ended(&stack, &process, &immediate["operationId"]).await;
     let copies = fetch_record(&stack, &process, &machine).await["copies"].clone();
     assert_eq!(
         (&copies["kept"][0]["deletedBy"], &copies["kept"][0]["until"]),
-        (&now["operationId"], &Value::Null),
+        (&immediate["operationId"], &Value::Null),
         "{copies}"
     );
-    let path = format!("/vps/operations/{}/abandon", now["operationId"].as_str().unwrap());
+    let path = format!("/vps/operations/{}/abandon", immediate["operationId"].as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
 
     let deleted = stack.delete(&process, &format!("/vps/{machine}?acceptLoss=true&now=true")).await.body;
@@ -137,7 +137,7 @@ async fn deletion_without_backup_waits_and_can_be_abandoned() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn grace_counts_from_the_power_off() {
+async fn grace_period_starts_with_the_power_off() {
     let stack = Stack::start().await;
     let process =
         stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1"), ("DELETE_GRACE_SECONDS", "6")]);
@@ -157,7 +157,7 @@ async fn grace_counts_from_the_power_off() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn provision_over_a_failed_machine_backs_it_up_first() {
+async fn provision_of_a_failed_machine_backs_it_up_first() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;

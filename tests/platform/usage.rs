@@ -115,7 +115,7 @@ async fn usage_without_the_billing_scope_is_forbidden() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_failure_of_the_host_is_named_and_audited() {
+async fn each_host_failure_is_reported_and_audited() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let ada = add_operator(&stack, &process, "ada", "billing").await;

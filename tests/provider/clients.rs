@@ -61,7 +61,7 @@ async fn python_library_waits_until_rate_limit_has_refilled() -> Result<()> {
     Ok(())
 }
 
-/// `hcloud` with a separate home directory, so that it does not use the contexts of this machine's user.
+/// `hcloud` with a separate home directory, so that it does not use the contexts of the user who runs the test.
 struct CommandLine<'a> {
     program: FetchedProgram,
     home: &'a Path,
@@ -135,7 +135,7 @@ async fn go_command_line_takes_server_through_its_life_cycle() -> Result<()> {
     ] {
         assert!(described.contains(expected), "{expected:?} is not in\n{described}");
     }
-    assert!(!described.contains(" 0001 "), "a time was not read:\n{described}");
+    assert!(!described.contains(" 0001 "), "a time could not be parsed:\n{described}");
 
     let refused = hcloud.refusal(&["server", "change-type", "go-1", "cpx32", "--keep-disk"]).await?;
     assert!(refused.contains("(server_not_stopped)"), "{refused}");

@@ -27,23 +27,23 @@ async fn create_without_clear_response_is_ambiguous_and_not_retried() {
         (Fault::Status { status: 503, code: "unavailable".into(), reset_in_seconds: None }, 0),
         (Fault::Status { status: 504, code: "timeout".into(), reset_in_seconds: None }, 0),
     ];
-    for (fault, made) in unclear {
-        let simulator = simulator().await;
-        let limits = CallLimits { deadline: Duration::from_millis(400), ..FAST_LIMITS };
+    for (fault, created) in unclear {
+        let simulator = start_simulator().await;
+        let limits = CallLimits { timeout: Duration::from_millis(400), ..FAST_LIMITS };
         let provider = adapter_with(&simulator, simulator.token(), limits);
         simulator.add_fault(FaultRule::once("POST", "/servers", fault.clone()));
         let error = provider.create(&order("svc-1")).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Ambiguous, "{fault:?}");
         assert_eq!(simulator.call_count("POST", "/servers"), 1, "{fault:?}");
-        assert_eq!(simulator.creations().len(), made, "{fault:?}");
-        assert_eq!(provider.find("svc-1").await.unwrap().is_some(), made == 1, "{fault:?}");
+        assert_eq!(simulator.creations().len(), created, "{fault:?}");
+        assert_eq!(provider.find("svc-1").await.unwrap().is_some(), created == 1, "{fault:?}");
     }
 }
 
 #[tokio::test]
 async fn response_without_effect_is_retried() {
     for (status, code) in [(429, "rate_limit_exceeded"), (409, "conflict"), (423, "locked")] {
-        let simulator = simulator().await;
+        let simulator = start_simulator().await;
         let fault = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
         simulator.add_fault(FaultRule::times(2, "POST", "/servers", fault));
         adapter(&simulator).create(&order("svc-1")).await.unwrap();
@@ -53,7 +53,7 @@ async fn response_without_effect_is_retried() {
 
 #[tokio::test]
 async fn reads_are_retried_a_bounded_number_of_times() {
-    let simulator = simulator().await;
+    let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     let gateway = |times| {
         let fault = Fault::Status { status: 502, code: "bad_gateway".to_owned(), reset_in_seconds: None };
@@ -70,7 +70,7 @@ async fn reads_are_retried_a_bounded_number_of_times() {
 
 #[tokio::test]
 async fn rate_limited_client_and_its_clones_wait_for_the_reset() {
-    let simulator = simulator().await;
+    let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     let fault =
         Fault::Status { status: 429, code: "rate_limit_exceeded".to_owned(), reset_in_seconds: Some(3600) };
@@ -84,13 +84,13 @@ async fn rate_limited_client_and_its_clones_wait_for_the_reset() {
     };
     let (found, other) = tokio::join!(provider.find("svc-1"), other);
     found.unwrap();
-    let bound = FAST_LIMITS.max_rate_wait;
-    assert!(start.elapsed() >= bound && start.elapsed() < bound * 4, "{:?}", start.elapsed());
-    assert!(other >= bound, "the clone called with an exhausted budget: {other:?}");
+    let max_wait = FAST_LIMITS.max_rate_wait;
+    assert!(start.elapsed() >= max_wait && start.elapsed() < max_wait * 4, "{:?}", start.elapsed());
+    assert!(other >= max_wait, "the clone made a call although the budget was exhausted: {other:?}");
 }
 
 #[tokio::test]
-async fn client_stops_when_the_rate_budget_is_exhausted() {
+async fn client_pauses_while_the_rate_budget_is_exhausted() {
     let rate_limit = RateLimit { limit: 4, per_second: 8.0 };
     let simulator =
         Simulator::start(SimulatorOptions { rate_limit, ..SimulatorOptions::record() }).await.unwrap();
@@ -102,9 +102,9 @@ async fn client_stops_when_the_rate_budget_is_exhausted() {
 }
 
 #[tokio::test]
-async fn silent_provider_costs_one_deadline() {
-    let simulator = simulator().await;
-    let limits = CallLimits { deadline: Duration::from_millis(300), ..FAST_LIMITS };
+async fn silent_provider_costs_one_timeout() {
+    let simulator = start_simulator().await;
+    let limits = CallLimits { timeout: Duration::from_millis(300), ..FAST_LIMITS };
     let provider = adapter_with(&simulator, simulator.token(), limits);
     simulator.add_fault(FaultRule::once("GET", "/servers", Fault::Timeout));
     let start = Instant::now();
@@ -115,7 +115,7 @@ async fn silent_provider_costs_one_deadline() {
 
 #[tokio::test]
 async fn unreachable_provider_is_transient_even_for_create() {
-    let simulator = simulator().await;
+    let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     drop(simulator);
     tokio::time::sleep(Duration::from_millis(50)).await;
@@ -124,7 +124,7 @@ async fn unreachable_provider_is_transient_even_for_create() {
 
 #[tokio::test]
 async fn provider_message_is_logged_but_not_returned() {
-    let simulator = simulator().await;
+    let simulator = start_simulator().await;
     let provider = adapter_with(&simulator, "a-token-that-is-wrong", FAST_LIMITS);
     let error = provider.find("svc-1").await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Account);
@@ -136,7 +136,7 @@ async fn provider_message_is_logged_but_not_returned() {
 
 #[tokio::test]
 async fn change_type_without_clear_response_is_ambiguous() {
-    let simulator = simulator().await;
+    let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     let id = create_running_server(&simulator, &provider, "svc-1").await.id;
     power_off(&provider, id).await;
@@ -148,7 +148,7 @@ async fn change_type_without_clear_response_is_ambiguous() {
 
 #[tokio::test]
 async fn failed_action_is_reported_and_has_no_effect() {
-    let simulator = simulator().await;
+    let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     let id = create_running_server(&simulator, &provider, "svc-1").await.id;
     simulator.add_fault(FaultRule::once("POST", "poweroff", Fault::ActionError));

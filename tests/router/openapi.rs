@@ -11,7 +11,9 @@ use svc::platform::router::ROUTES;
 
 use super::machine::TestMachine;
 use super::test_router::{APP_HOST, CODE_HOST, TestRouter, send};
-use crate::contract::{self, Contract, Reply, Side, WrongCredential, assert_refuses_wrong_calls, valid_call};
+use crate::contract::{
+    self, ApiUnderTest, Contract, Reply, WrongCredential, assert_rejects_invalid_requests, valid_call,
+};
 
 /// The cookie of a browser that has started a sign-in on `CODE_HOST`.
 const STATE_COOKIE: &str = "svc_code_state=s";
@@ -46,7 +48,7 @@ impl RouterSetup {
     }
 }
 
-impl Side for RouterSetup {
+impl ApiUnderTest for RouterSetup {
     fn contract(&self) -> &'static Contract {
         contract::platform()
     }
@@ -132,7 +134,7 @@ fn operation(id: &str) -> &'static Operation {
 async fn every_documented_error_code_is_provoked() -> Result<()> {
     let setup = RouterSetup::start().await?;
     for operation in operations() {
-        assert_refuses_wrong_calls(&setup, operation).await;
+        assert_rejects_invalid_requests(&setup, operation).await;
     }
     provoke_state_errors(&setup).await;
     provoke_missing_machine(&setup).await?;

@@ -50,10 +50,7 @@ pub fn check_always(
         let running = machine.is_running();
         require(!running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
         let waits = machine.is_booting() || (machine.is_active() && machine.status == "resizing");
-        require(
-            !waits || database_state.is_in_progress(&machine.machine_id),
-            Violation::WaitsWithoutOperation,
-        );
+        require(!waits || database_state.is_in_progress(&machine.machine_id), Violation::MissingOperation);
         let ended =
             known.ended.contains(&machine.machine_id) && !observations.is_reinstated(machine, database_state);
         require(
@@ -61,8 +58,8 @@ pub fn check_always(
             Violation::BecameActiveAgain,
         );
     }
-    require(active.values().all(|count| *count == 1), Violation::TwoActiveMachinesOfOneSlot);
-    require(observations.epochs_grow(database_state), Violation::EpochDidNotGrow);
+    require(active.values().all(|count| *count == 1), Violation::DuplicateActiveMachine);
+    require(observations.epochs_grow(database_state), Violation::EpochDidNotIncrease);
     let present: BTreeSet<&str> =
         database_state.operations.iter().map(|it| it.operation_id.as_str()).collect();
     require(
@@ -151,7 +148,7 @@ pub fn check_settled(
 ) -> BTreeSet<Violation> {
     let mut found = BTreeSet::new();
     if database_state.operations.iter().any(|operation| operation.state == "running") {
-        found.insert(Violation::OperationNeverEnds);
+        found.insert(Violation::UnfinishedOperation);
     }
     if live.iter().any(|id| is_stray(database_state, live, ledger, id)) {
         found.insert(Violation::OrphanedServer);

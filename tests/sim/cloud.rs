@@ -12,8 +12,8 @@ use async_trait::async_trait;
 use secrecy::ExposeSecret;
 use svc::machine::name::{Location, ServerType};
 use svc::provider::{
-    Action, ActionId, ActionStatus, Amount, Cause, Created, Deleted, ErrorKind, Provider, ProviderError,
-    Server, ServerId, ServerOrder, ServerPrices, ServerStatus, ServerTypeInfo,
+    Action, ActionId, ActionStatus, Amount, Cause, CreatedServer, DeleteOutcome, ErrorKind, Provider,
+    ProviderError, Server, ServerId, ServerOrder, ServerPrices, ServerStatus, ServerTypeInfo,
 };
 
 use super::plan::{Call, CloudFault};
@@ -163,8 +163,8 @@ impl Cloud {
         Ok(server)
     }
 
-    fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError> {
-        Ok(Created { server: self.order(order)?, actions: Vec::new() })
+    fn create(&self, order: &ServerOrder) -> Result<CreatedServer, ProviderError> {
+        Ok(CreatedServer { server: self.order(order)?, actions: Vec::new() })
     }
 
     async fn call_read<T>(
@@ -294,7 +294,7 @@ pub struct SharedCloud(pub Arc<Cloud>);
 
 #[async_trait]
 impl Provider for SharedCloud {
-    async fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError> {
+    async fn create(&self, order: &ServerOrder) -> Result<CreatedServer, ProviderError> {
         const CALL: &str = "create server";
         match self.0.fault_of(Call::Create) {
             Some(CloudFault::RateLimited) => {
@@ -361,7 +361,7 @@ impl Provider for SharedCloud {
         self.0.call_read("get server", |state| state.servers.get(&id.0).cloned()).await
     }
 
-    async fn delete(&self, id: ServerId) -> Result<Deleted, ProviderError> {
+    async fn delete(&self, id: ServerId) -> Result<DeleteOutcome, ProviderError> {
         const CALL: &str = "delete server";
         let fault = self.0.fault_of(Call::Delete);
         match fault {
@@ -373,7 +373,7 @@ impl Provider for SharedCloud {
             _ => {}
         }
         if self.0.broken == Some(BrokenRule::ProviderDeletesNothing) {
-            return Ok(Deleted::Done);
+            return Ok(DeleteOutcome::Done);
         }
         let existed = {
             let mut state = self.0.state();
@@ -387,7 +387,7 @@ impl Provider for SharedCloud {
             Some(CloudFault::Slow) => tokio::time::sleep(SLOW_DELAY).await,
             _ => {}
         }
-        Ok(if existed { Deleted::Done } else { Deleted::WasAbsent })
+        Ok(if existed { DeleteOutcome::Done } else { DeleteOutcome::WasAbsent })
     }
 
     async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {

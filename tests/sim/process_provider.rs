@@ -5,8 +5,8 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use svc::machine::name::{Location, ServerType};
 use svc::provider::{
-    Action, ActionId, Created, Deleted, Provider, ProviderError, Server, ServerId, ServerOrder, ServerPrices,
-    ServerTypeInfo,
+    Action, ActionId, CreatedServer, DeleteOutcome, Provider, ProviderError, Server, ServerId, ServerOrder,
+    ServerPrices, ServerTypeInfo,
 };
 
 use super::plan::Moment;
@@ -28,7 +28,7 @@ impl ProcessProvider {
 
 #[async_trait]
 impl Provider for ProcessProvider {
-    async fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError> {
+    async fn create(&self, order: &ServerOrder) -> Result<CreatedServer, ProviderError> {
         self.call(self.provider.create(order)).await
     }
 
@@ -44,7 +44,7 @@ impl Provider for ProcessProvider {
         self.call(self.provider.get(id)).await
     }
 
-    async fn delete(&self, id: ServerId) -> Result<Deleted, ProviderError> {
+    async fn delete(&self, id: ServerId) -> Result<DeleteOutcome, ProviderError> {
         self.call(self.provider.delete(id)).await
     }
 

@@ -3,13 +3,13 @@
 /// One for each invariant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Violation {
-    TwoServersOfOneMachine,
-    TwoActiveMachinesOfOneSlot,
+    DuplicateServer,
+    DuplicateActiveMachine,
     RoutedWhileNotRunning,
     RunningUnregistered,
     /// Two hosts with different keys were both accepted as one machine.
     RegisteredTwice,
-    EpochDidNotGrow,
+    EpochDidNotIncrease,
     /// A retired or deleted machine became active again, or changed.
     BecameActiveAgain,
     /// A server exists although its machine's epoch is above the slot's fence.
@@ -20,8 +20,8 @@ pub enum Violation {
     PointerNamesUnverified,
     SnapshotRemoved,
     /// A machine waits for an operation, but no operation is open.
-    WaitsWithoutOperation,
-    OperationNeverEnds,
+    MissingOperation,
+    UnfinishedOperation,
     /// An operation from a response does not exist.
     AcceptedOperationLost,
     OrphanedServer,

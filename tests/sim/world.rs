@@ -122,7 +122,7 @@ impl<'a> World<'a> {
             found.insert(Violation::LostRows);
         }
         if self.provider.had_duplicate() {
-            found.insert(Violation::TwoServersOfOneMachine);
+            found.insert(Violation::DuplicateServer);
         }
         if self.is_misrouted(&database_state).await? {
             found.insert(Violation::RoutedWhileNotRunning);

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use proptest::sample::Index;
 
-use super::World;
+use super::LifecycleModel;
 use super::operation::{CallResult, Decision};
 use crate::epoch::Epoch;
 use crate::event::{Event, RestoreMode};
@@ -25,7 +25,7 @@ pub enum Action {
         machine: Index,
         event: Event,
     },
-    /// An action of a host of any machine that ever had a server, perhaps from its old disk.
+    /// An action of the host of any machine that ever had a server; the host may have been started from an old disk.
     Host {
         machine: Index,
         host_action: HostAction,
@@ -49,11 +49,13 @@ pub enum Action {
         operation: Index,
         call_result: CallResult,
     },
+    /// The provider loses a server.
     LoseServer {
         machine: Index,
     },
+    /// All create requests in flight take effect.
     CompleteCreates,
-    /// An owner's request, routed by the rows.
+    /// An owner's request, routed by the machines' rows.
     Connect {
         slot: usize,
     },
@@ -113,30 +115,30 @@ pub fn actions() -> impl Strategy<Value = Vec<Action>> {
     proptest::collection::vec(action, 1..120)
 }
 
-impl World {
+impl LifecycleModel {
     pub fn apply_action(&mut self, action: &Action) {
         match action {
-            Action::Provision { slot } => match self.active(*slot) {
+            Action::Provision { slot } => match self.active_machine(*slot) {
                 Some(id) => self.apply(id, &Event::ProvisionRequested { restore: RestoreMode::Empty }),
                 None => self.provision(*slot),
             },
             Action::Recover { slot } => {
-                if let Some(id) = self.active(*slot) {
+                if let Some(id) = self.active_machine(*slot) {
                     self.apply(id, &Event::RecoverRequested { restore: RestoreMode::Required });
                 }
             }
-            Action::Deliver { machine, event } if !self.rows.is_empty() => {
-                let id = machine.index(self.rows.len());
+            Action::Deliver { machine, event } if !self.machines.is_empty() => {
+                let id = machine.index(self.machines.len());
                 match event {
-                    // The token exists only in its server's user-data.
+                    // The token exists only in the user-data of the machine's server.
                     Event::Registered { .. } => self.run_host_action(id, HostAction::Register),
                     Event::HealthyHeartbeat { epoch, .. } => self.receive_heartbeat(id, *epoch),
                     Event::ResumeRequested { .. } => self.resume(id),
                     event => self.apply(id, event),
                 }
             }
-            Action::Host { machine, host_action } if !self.rows.is_empty() => {
-                self.run_host_action(machine.index(self.rows.len()), *host_action);
+            Action::Host { machine, host_action } if !self.machines.is_empty() => {
+                self.run_host_action(machine.index(self.machines.len()), *host_action);
             }
             Action::Work { operation, call_result } => {
                 if let Some(index) = self.open_operation(*operation) {
@@ -148,23 +150,23 @@ impl World {
                     self.decide(index, *decision);
                 }
             }
-            Action::Undelete { machine } if !self.rows.is_empty() => {
-                self.undelete(machine.index(self.rows.len()));
+            Action::Undelete { machine } if !self.machines.is_empty() => {
+                self.undelete(machine.index(self.machines.len()));
             }
             Action::Reconcile => self.reconcile(),
             Action::Serve { slot } => {
-                if let Some(id) = self.active(*slot) {
+                if let Some(id) = self.active_machine(*slot) {
                     self.serve(id);
                 }
             }
-            Action::LoseServer { machine } if !self.rows.is_empty() => {
-                let id = machine.index(self.rows.len());
+            Action::LoseServer { machine } if !self.machines.is_empty() => {
+                let id = machine.index(self.machines.len());
                 self.lose_server(id);
             }
             Action::CompleteCreates => self.cloud.complete_creates(),
             Action::Connect { slot } => {
                 if let Some(id) = self.routed_machine(*slot) {
-                    self.rows[id].connections += 1;
+                    self.machines[id].connections += 1;
                     self.write(id);
                 }
             }
@@ -172,16 +174,17 @@ impl World {
         }
     }
 
-    /// Applies an operator's request to resume a machine under the conditions that the API checks: the server is on, and
-    /// the host has sent a heartbeat.
+    /// Applies an operator's request to resume a machine under the conditions that the API checks: the server is on,
+    /// and the host has sent a heartbeat.
     fn resume(&mut self, id: usize) {
         let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) else { return };
-        if self.rows[id].registered {
-            self.receive_heartbeat(id, self.rows[id].host_epoch);
+        if self.machines[id].registered {
+            self.receive_heartbeat(id, self.machines[id].host_epoch);
             self.apply(id, &Event::ResumeRequested { server_type });
         }
     }
 
+    /// Runs the machine's open operations, then its host, until the machine serves.
     fn serve(&mut self, id: usize) {
         for _ in 0..5 {
             let is_open = |index: &usize| {
@@ -203,17 +206,17 @@ impl World {
         (!open.is_empty()).then(|| *index.get(&open))
     }
 
-    /// The machine that the router finds for a slot.
+    /// Finds the machine to which the router sends a slot's requests.
     pub fn routed_machine(&self, slot: usize) -> Option<usize> {
-        self.active(slot)
-            .filter(|&id| self.rows[id].machine.state.status().is_some_and(super::Status::is_routable))
+        self.active_machine(slot)
+            .filter(|&id| self.machines[id].machine.state.status().is_some_and(super::Status::is_routable))
     }
 
     /// Applies a heartbeat, which may be late, if the server is on.
     fn receive_heartbeat(&mut self, id: usize, epoch: Epoch) {
         let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) else { return };
         self.apply(id, &Event::HealthyHeartbeat { epoch, server_type });
-        let row = &mut self.rows[id];
+        let row = &mut self.machines[id];
         if row.machine.state.is_active() {
             row.power_off_ordered = false;
             row.unsaved = false;
@@ -222,9 +225,9 @@ impl World {
         row.proven |= row.registered && row.machine.state.is_active() && epoch == row.machine.epoch;
     }
 
-    /// Registers a host, which has restored the pointer's snapshot.
+    /// Registers a host, which has restored the snapshot that the pointer names.
     fn register(&mut self, id: usize) {
-        let row = &mut self.rows[id];
+        let row = &mut self.machines[id];
         if !row.registered && matches!(row.machine.state, State::Provisioning | State::Recovering) {
             row.data = self.pointers[row.slot].data.clone();
             row.registered = true;
@@ -233,25 +236,25 @@ impl World {
         self.apply(id, &Event::Registered { server_type });
     }
 
-    /// Applies the response to a heartbeat.
-    fn apply_response(&mut self, id: usize) {
-        let row = &mut self.rows[id];
+    /// Adopts the epoch in the response to a heartbeat, and resumes the writers of an active machine.
+    fn adopt_heartbeat_response(&mut self, id: usize) {
+        let row = &mut self.machines[id];
         row.host_epoch = row.host_epoch.max(row.machine.epoch);
         row.quiesced &= !row.machine.state.is_active();
     }
 
     fn run_host_action(&mut self, id: usize, host_action: HostAction) {
-        self.rows[id].booted |= self.cloud.server_of(id).is_some();
-        if !self.rows[id].booted {
+        self.machines[id].booted |= self.cloud.server_of(id).is_some();
+        if !self.machines[id].booted {
             return;
         }
         match (host_action, self.server_type(id)) {
             (HostAction::Register, _) => self.register(id),
             (HostAction::Write, _) => self.write(id),
             (HostAction::Heartbeat, Some(_)) => {
-                self.receive_heartbeat(id, self.rows[id].host_epoch);
+                self.receive_heartbeat(id, self.machines[id].host_epoch);
                 if self.is_on(id) {
-                    self.apply_response(id);
+                    self.adopt_heartbeat_response(id);
                 }
             }
             (HostAction::Heartbeat, None) => self.apply(id, &Event::ServerGone),

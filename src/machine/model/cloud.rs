@@ -1,5 +1,5 @@
-//! The model of the provider: servers by machine, unique names, and creates that complete after their caller's
-//! timeout.
+//! The model of the provider: servers by machine, unique names, and create requests that take effect after their
+//! caller's timeout.
 
 use crate::name::ServerType;
 
@@ -17,7 +17,7 @@ pub enum Power {
 
 pub struct Cloud {
     pub servers: Vec<Server>,
-    /// Creates that were sent, timed out, and are still undecided.
+    /// Create requests that timed out and may still take effect.
     pub in_flight: Vec<usize>,
     unique_names: bool,
 }
@@ -35,7 +35,7 @@ impl Cloud {
         self.server_of(machine).is_some_and(|server| server.power == Power::On)
     }
 
-    /// Without unique names a lookup finds nothing, because there is no name to look up.
+    /// Finds the machine's server by its name; without unique names, there is no name to look up.
     pub fn find_by_name(&self, machine: usize) -> Option<&Server> {
         self.server_of(machine).filter(|_| self.unique_names)
     }
@@ -66,7 +66,8 @@ impl Cloud {
         }
     }
 
-    /// Completes all pending creates. The platform waits a minute for them before it assumes that a create failed.
+    /// Completes all pending create requests. The platform waits a minute before it assumes that a create request
+    /// failed.
     pub fn complete_creates(&mut self) {
         for machine in std::mem::take(&mut self.in_flight) {
             self.create(machine);

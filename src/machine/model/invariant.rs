@@ -1,28 +1,29 @@
-//! Checks the invariants of the lifecycle in a world, and returns the violations.
+//! Checks the invariants of the lifecycle, and returns the violations.
 
 use std::collections::BTreeSet;
 
-use super::{Row, World};
+use super::{LifecycleModel, MachineRow};
 use crate::state::State;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Violation {
-    TwoServersOfOneMachine,
-    TwoActiveMachinesOfOneSlot,
+    /// A machine has two servers.
+    DuplicateServer,
+    /// A slot has two active machines.
+    DuplicateActiveMachine,
     /// A connection is open to a machine that is not running.
     RoutedWhileNotRunning,
     /// A machine whose host never registered is running.
     RunningUnregistered,
     /// A machine is running while its server is off.
-    RunsSwitchedOff,
+    RunningWhileOff,
     /// A machine holds its slot without an open operation while its server is off.
-    LeftSwitchedOff,
-    /// A running machine's server has another type than its row.
+    LeftOff,
+    /// A running machine's server type differs from its row's.
     WrongType,
-    EpochDidNotGrow,
-    /// A machine that left its slot holds it again, without a reinstatement or although a later registered machine has
-    /// a server.
-    InvalidReturn,
+    EpochDidNotIncrease,
+    /// A machine became active again without a reinstatement event, or while a later registered machine has a server.
+    InvalidReinstatement,
     /// An acknowledged row is on no server and in no snapshot, and no operator accepted the loss.
     LostRows,
     /// A replaced machine's server was deleted, and no later machine that has served has a server.
@@ -31,80 +32,85 @@ pub enum Violation {
     NotReinstated,
     /// A machine that never registered has a server, but the slot's fence is below its epoch.
     ServerBeforeFence,
-    /// A replaced machine moved the pointer.
-    PointerWentBack,
-    /// A state waits for an operation, but none is open.
-    Stuck,
-    OperationNeverEnds,
+    /// A host moved the pointer after a later machine's host had moved it.
+    PointerMovedByReplacedMachine,
+    /// A machine's state requires an operation, but none is open.
+    MissingOperation,
+    UnfinishedOperation,
     /// A server that is no longer kept still exists after reconciliation.
     Orphan,
 }
 
 /// Checks the invariants that hold after every action.
-pub fn check_always(world: &World) -> BTreeSet<Violation> {
-    let mut found = world.transition_violations.clone();
-    for (id, row) in world.rows.iter().enumerate() {
-        let servers = world.cloud.servers.iter().filter(|server| server.machine == id).count();
+pub fn check_always(model: &LifecycleModel) -> BTreeSet<Violation> {
+    let mut found = model.transition_violations.clone();
+    for (id, row) in model.machines.iter().enumerate() {
+        let servers = model.cloud.servers.iter().filter(|server| server.machine == id).count();
         let state = &row.machine.state;
-        let running = matches!(state, State::Running { .. });
-        let waits = matches!(state, State::Provisioning | State::Recovering | State::Resizing { .. });
-        let in_progress =
-            world.operations.iter().any(|operation| operation.machine == id && operation.ending.is_none());
+        let is_running = matches!(state, State::Running { .. });
+        let needs_operation =
+            matches!(state, State::Provisioning | State::Recovering | State::Resizing { .. });
+        let has_open_operation =
+            model.operations.iter().any(|operation| operation.machine == id && operation.ending.is_none());
         let mut require = |holds: bool, violation| {
             if !holds {
                 found.insert(violation);
             }
         };
-        require(servers <= 1, Violation::TwoServersOfOneMachine);
+        require(servers <= 1, Violation::DuplicateServer);
         require(
-            servers == 0 || row.registered || world.pointers[row.slot].fence >= row.machine.epoch.0,
+            servers == 0 || row.registered || model.pointers[row.slot].fence_epoch >= row.machine.epoch.0,
             Violation::ServerBeforeFence,
         );
-        require(running || row.connections == 0, Violation::RoutedWhileNotRunning);
-        require(!running || row.registered, Violation::RunningUnregistered);
-        require(!waits || in_progress, Violation::Stuck);
+        require(is_running || row.connections == 0, Violation::RoutedWhileNotRunning);
+        require(!is_running || row.registered, Violation::RunningUnregistered);
+        require(!needs_operation || has_open_operation, Violation::MissingOperation);
         if let State::Running { server_type } = state
-            && let Some(actual_type) = world.server_type(id)
+            && let Some(actual_type) = model.server_type(id)
         {
-            require(world.is_on(id), Violation::RunsSwitchedOff);
+            require(model.is_on(id), Violation::RunningWhileOff);
             require(actual_type == *server_type, Violation::WrongType);
         }
     }
-    for slot in 0..world.pointers.len() {
-        if !world.missing_rows(slot).is_empty() {
+    for slot in 0..model.pointers.len() {
+        if !model.missing_rows(slot).is_empty() {
             found.insert(Violation::LostRows);
         }
         let active =
-            world.rows.iter().filter(|row| row.slot == slot && row.machine.state.is_active()).count();
+            model.machines.iter().filter(|row| row.slot == slot && row.machine.state.is_active()).count();
         if active > 1 {
-            found.insert(Violation::TwoActiveMachinesOfOneSlot);
+            found.insert(Violation::DuplicateActiveMachine);
         }
     }
     found
 }
 
-/// Checks these, and the invariants that hold only after all operations have ended and the reconciler has run.
-pub fn check_settled(world: &World) -> BTreeSet<Violation> {
-    let mut found = check_always(world);
-    if world.operations.iter().any(|operation| operation.ending.is_none()) {
-        found.insert(Violation::OperationNeverEnds);
+/// Checks the invariants of [`check_always`], and those that hold only after all operations have ended and the
+/// reconciler has run.
+pub fn check_settled(model: &LifecycleModel) -> BTreeSet<Violation> {
+    let mut found = check_always(model);
+    if model.operations.iter().any(|operation| operation.ending.is_none()) {
+        found.insert(Violation::UnfinishedOperation);
     }
-    if world.cloud.servers.iter().any(|server| world.is_removable(server.machine)) {
+    if model.cloud.servers.iter().any(|server| model.is_removable(server.machine)) {
         found.insert(Violation::Orphan);
     }
-    let has_server = |id: usize| !world.rows[id].is_server_known_gone();
-    for (id, row) in world.rows.iter().enumerate() {
-        let is_off = row.machine.state.is_active() && world.server_type(id).is_some() && !world.is_on(id);
+    let has_server = |id: usize| !model.machines[id].is_server_known_gone();
+    for (id, row) in model.machines.iter().enumerate() {
+        let is_off = row.machine.state.is_active() && model.server_type(id).is_some() && !model.is_on(id);
         if is_off && !row.power_off_ordered && !row.may_stay_off {
-            found.insert(Violation::LeftSwitchedOff);
+            found.insert(Violation::LeftOff);
         }
         let never_served = matches!(row.machine.state, State::Failed { .. }) && !row.registered;
-        let is_retired = |row: &Row| matches!(row.machine.state, State::Retired { .. });
+        let is_retired = |row: &MachineRow| matches!(row.machine.state, State::Retired { .. });
         // A retired machine without a server and without a backup does not count.
-        let counts =
-            |one: &usize| !is_retired(&world.rows[*one]) || world.rows[*one].backed_up || has_server(*one);
-        let newest = world.registered_before(id).into_iter().find(counts);
-        if never_served && newest.is_some_and(|one| has_server(one) && is_retired(&world.rows[one])) {
+        let is_candidate = |id: &usize| {
+            !is_retired(&model.machines[*id]) || model.machines[*id].backed_up || has_server(*id)
+        };
+        let newest = model.list_registered_before(id).into_iter().find(is_candidate);
+        if never_served
+            && newest.is_some_and(|newest| has_server(newest) && is_retired(&model.machines[newest]))
+        {
             found.insert(Violation::NotReinstated);
         }
     }

@@ -1,6 +1,6 @@
 //! The step runner of the model: the steps of each kind of operation, with failures of the provider.
 
-use super::World;
+use super::LifecycleModel;
 use super::cloud::Power;
 use crate::event::{CreationFailure, Event};
 use crate::name::ServerType;
@@ -48,7 +48,7 @@ pub struct Operation {
     step: Step,
 }
 
-/// The result of the one call of a step.
+/// The result of a step's only call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CallResult {
     Success,
@@ -56,7 +56,7 @@ pub enum CallResult {
     LostReply,
     /// The call timed out; it may still take effect.
     Late,
-    /// Refused permanently; or the host never registers, never responds again, or is unreachable.
+    /// The call was refused permanently; or the host never registers, never responds again, or is unreachable.
     Refused,
     /// The host responds but takes no final backup; other steps treat this as [`Self::Late`].
     BackupFailed,
@@ -83,7 +83,7 @@ impl Operation {
     }
 }
 
-impl World {
+impl LifecycleModel {
     /// Makes one attempt at the operation's current step.
     pub fn run_step(&mut self, index: usize, call_result: CallResult) {
         let operation = &self.operations[index];
@@ -92,17 +92,17 @@ impl World {
         }
         let id = operation.machine;
         match operation.step {
-            Step::LastBackup => self.last_backup(index, id, call_result),
+            Step::LastBackup => self.run_last_backup(index, id, call_result),
             Step::Fence => {
-                let epoch = self.rows[id].machine.epoch.0;
-                let pointer = &mut self.pointers[self.rows[id].slot];
-                pointer.fence = pointer.fence.max(epoch);
-                let reinstates = matches!(self.operations[index].kind, OperationKind::Reinstate);
-                let next = if reinstates { Step::SwitchOn } else { Step::PowerOffServer };
+                let epoch = self.machines[id].machine.epoch.0;
+                let pointer = &mut self.pointers[self.machines[id].slot];
+                pointer.fence_epoch = pointer.fence_epoch.max(epoch);
+                let is_reinstatement = matches!(self.operations[index].kind, OperationKind::Reinstate);
+                let next = if is_reinstatement { Step::SwitchOn } else { Step::PowerOffServer };
                 self.advance(index, call_result, next);
             }
             Step::PowerOffServer => self.power_off_server(index, id, call_result),
-            Step::CreateServer => self.create(index, id, call_result),
+            Step::CreateServer => self.create_server(index, id, call_result),
             Step::AwaitRegistration if self.is_booting(id) => {
                 if call_result == CallResult::Refused {
                     self.apply(id, &Event::RegistrationExpired);
@@ -112,7 +112,7 @@ impl World {
             Step::SwitchOn => self.switch_on(index, id, call_result),
             Step::AwaitHost => {
                 if call_result == CallResult::Success && self.is_on(id) {
-                    self.rows[id].quiesced = false;
+                    self.machines[id].quiesced = false;
                 }
                 if matches!(call_result, CallResult::Success | CallResult::Refused) {
                     self.end(index, Ending::Succeeded);
@@ -127,28 +127,28 @@ impl World {
                 }
             }
             Step::PowerOff | Step::ChangeType | Step::PowerOn | Step::AwaitHealth => {
-                self.resize(index, id, call_result);
+                self.run_resize_step(index, id, call_result);
             }
         }
     }
 
-    /// The machine that the operation takes out of service.
-    fn outgoing(&self, index: usize, id: usize) -> Option<usize> {
+    /// Finds the machine that the operation takes out of service.
+    fn outgoing_machine(&self, index: usize, id: usize) -> Option<usize> {
         match self.operations[index].kind {
-            OperationKind::Delete => self.rows[id].registered.then_some(id),
-            _ => self.last_registered(id),
+            OperationKind::Delete => self.machines[id].registered.then_some(id),
+            _ => self.find_last_registered(id),
         }
     }
 
-    fn last_backup(&mut self, index: usize, id: usize, call_result: CallResult) {
-        let outgoing = self.outgoing(index, id);
+    fn run_last_backup(&mut self, index: usize, id: usize, call_result: CallResult) {
+        let outgoing = self.outgoing_machine(index, id);
         let Some(outgoing) = outgoing.filter(|&outgoing| {
-            !self.rows[outgoing].is_server_known_gone() || self.detect_returned_server(outgoing)
+            !self.machines[outgoing].is_server_known_gone() || self.detect_returned_server(outgoing)
         }) else {
             return self.advance(index, call_result, Step::Fence);
         };
-        if self.rows[outgoing].power_off_ordered {
-            return self.advance(index, call_result, self.after_backup(index));
+        if self.machines[outgoing].power_off_ordered {
+            return self.advance(index, call_result, self.step_after_backup(index));
         }
         // The deletion of that machine takes the backup.
         let deletes = |other: &Operation| {
@@ -160,14 +160,14 @@ impl World {
         let reachable = self.is_on(outgoing);
         match call_result {
             CallResult::Success | CallResult::LostReply if reachable => {
-                self.rows[outgoing].quiesced = self.rules.stops_writers;
-                let before = self.pointers[self.rows[outgoing].slot].writer;
+                self.machines[outgoing].quiesced = self.rules.stops_writers;
+                let before = self.pointers[self.machines[outgoing].slot].writer_epoch;
                 self.back_up(outgoing);
-                let wrote = self.pointers[self.rows[outgoing].slot].writer >= before
-                    && self.pointers[self.rows[outgoing].slot].data == self.rows[outgoing].data;
-                if wrote {
-                    self.rows[outgoing].unsaved = false;
-                    self.advance(index, call_result, self.after_backup(index));
+                let is_saved = self.pointers[self.machines[outgoing].slot].writer_epoch >= before
+                    && self.pointers[self.machines[outgoing].slot].data == self.machines[outgoing].data;
+                if is_saved {
+                    self.machines[outgoing].unsaved = false;
+                    self.advance(index, call_result, self.step_after_backup(index));
                 } else {
                     self.request_decision(index, outgoing);
                 }
@@ -189,13 +189,13 @@ impl World {
 
     fn skip_backup(&mut self, index: usize, outgoing: usize) {
         let accepted = self.operations[index].accept_loss;
-        let row = &mut self.rows[outgoing];
+        let row = &mut self.machines[outgoing];
         row.loss_accepted |= accepted;
         row.unsaved = self.rules.marks_unsaved && !accepted;
-        self.operations[index].step = self.after_backup(index);
+        self.operations[index].step = self.step_after_backup(index);
     }
 
-    fn after_backup(&self, index: usize) -> Step {
+    fn step_after_backup(&self, index: usize) -> Step {
         if matches!(self.operations[index].kind, OperationKind::Delete) {
             Step::PowerOffServer
         } else {
@@ -203,7 +203,7 @@ impl World {
         }
     }
 
-    /// Applies an operator's decision about a waiting operation, or the abandonment of an operation.
+    /// Applies an operator's decision on a waiting operation, or the abandonment of an operation.
     pub fn decide(&mut self, index: usize, decision: Decision) {
         let operation = &mut self.operations[index];
         if operation.ending.is_some() {
@@ -219,13 +219,13 @@ impl World {
             (Decision::AcceptLoss, _) => {}
             (Decision::Abandon, OperationKind::Boot) => self.apply(id, &Event::OperationAbandoned),
             (Decision::Abandon, OperationKind::Delete) => {
-                if !self.undelete(id) && !self.rows[id].registered {
+                if !self.undelete(id) && !self.machines[id].registered {
                     self.end(index, Ending::Cancelled);
                 }
             }
             (Decision::Abandon, OperationKind::Resize(_)) => operation.step = Step::PowerOn,
             (Decision::Abandon, OperationKind::Reinstate | OperationKind::PowerOn) => {
-                self.rows[id].may_stay_off = true;
+                self.machines[id].may_stay_off = true;
                 self.end(index, Ending::Cancelled);
             }
         }
@@ -233,12 +233,17 @@ impl World {
 
     /// Undoes the deletion. Returns whether the machine has its slot back.
     pub fn undelete(&mut self, id: usize) -> bool {
-        let row = &self.rows[id];
+        let row = &self.machines[id];
         let is_deleted = matches!(row.machine.state, State::Deleted { .. });
-        let newer = self.rows.iter().any(|other| {
+        let has_newer = self.machines.iter().any(|other| {
             other.slot == row.slot && other.machine.epoch > row.machine.epoch && other.registered
         });
-        if !is_deleted || row.removed || !row.registered || newer || self.active(row.slot).is_some() {
+        if !is_deleted
+            || row.removed
+            || !row.registered
+            || has_newer
+            || self.active_machine(row.slot).is_some()
+        {
             return false;
         }
         self.reinstate(id);
@@ -246,21 +251,22 @@ impl World {
     }
 
     fn power_off_server(&mut self, index: usize, id: usize, call_result: CallResult) {
-        if let Some(outgoing) =
-            self.outgoing(index, id).filter(|&outgoing| !self.rows[outgoing].is_server_known_gone())
+        if let Some(outgoing) = self
+            .outgoing_machine(index, id)
+            .filter(|&outgoing| !self.machines[outgoing].is_server_known_gone())
         {
-            self.rows[outgoing].power_off_ordered = true;
+            self.machines[outgoing].power_off_ordered = true;
             if matches!(call_result, CallResult::Success | CallResult::LostReply) {
                 self.cloud.set_power(outgoing, Power::Off);
             }
         }
-        // A refusal by the provider does not block the new machine.
-        let passes = matches!(call_result, CallResult::Success | CallResult::Refused);
+        // The provider's refusal does not block the new machine.
+        let may_continue = matches!(call_result, CallResult::Success | CallResult::Refused);
         if matches!(self.operations[index].kind, OperationKind::Delete) {
-            if passes {
+            if may_continue {
                 self.end(index, Ending::Succeeded);
             }
-        } else if passes {
+        } else if may_continue {
             self.operations[index].step = Step::CreateServer;
         }
     }
@@ -274,7 +280,7 @@ impl World {
             self.cloud.set_power(id, Power::On);
         }
         if call_result == CallResult::Success {
-            let row = &mut self.rows[id];
+            let row = &mut self.machines[id];
             row.power_off_ordered = false;
             row.unsaved = false;
             row.loss_accepted = false;
@@ -282,7 +288,7 @@ impl World {
         self.advance(index, call_result, Step::AwaitHost);
     }
 
-    fn create(&mut self, index: usize, id: usize, call_result: CallResult) {
+    fn create_server(&mut self, index: usize, id: usize, call_result: CallResult) {
         if self.cloud.find_by_name(id).is_some() {
             return self.advance(index, call_result, Step::AwaitRegistration);
         }
@@ -304,9 +310,9 @@ impl World {
         }
     }
 
-    fn resize(&mut self, index: usize, id: usize, call_result: CallResult) {
+    fn run_resize_step(&mut self, index: usize, id: usize, call_result: CallResult) {
         let (State::Resizing { .. }, OperationKind::Resize(to)) =
-            (&self.rows[id].machine.state, self.operations[index].kind.clone())
+            (&self.machines[id].machine.state, self.operations[index].kind.clone())
         else {
             return self.end(index, Ending::Succeeded);
         };
@@ -348,7 +354,7 @@ impl World {
     }
 
     fn is_booting(&self, id: usize) -> bool {
-        matches!(self.rows[id].machine.state, State::Provisioning | State::Recovering)
+        matches!(self.machines[id].machine.state, State::Provisioning | State::Recovering)
     }
 
     fn advance(&mut self, index: usize, call_result: CallResult, next: Step) {
@@ -361,24 +367,24 @@ impl World {
         self.operations[index].ending.get_or_insert(ending);
     }
 
-    /// Makes up to `attempts` attempts at each operation, ends those still open with a refused call, does the same for
+    /// Runs up to `max_steps` steps of each operation, lets the next call of each open operation be refused, runs the
     /// operations that this starts, and then reconciles.
-    pub fn settle(&mut self, attempts: usize) {
-        self.run_all(attempts);
+    pub fn settle(&mut self, max_steps: usize) {
+        self.run_all(max_steps);
         for index in 0..self.operations.len() {
             self.run_step(index, CallResult::Refused);
             self.run_step(index, CallResult::Success);
         }
         // A failed operation may have returned a slot.
-        self.run_all(attempts);
-        // The removal of one server may allow that of another.
-        for _ in 0..self.rows.len() {
+        self.run_all(max_steps);
+        // The removal of one server may make another one removable.
+        for _ in 0..self.machines.len() {
             self.reconcile();
         }
     }
 
-    fn run_all(&mut self, attempts: usize) {
-        for _ in 0..attempts {
+    fn run_all(&mut self, max_steps: usize) {
+        for _ in 0..max_steps {
             self.cloud.complete_creates();
             for index in 0..self.operations.len() {
                 // The operator accepts every loss, so that no operation waits forever.

@@ -1,4 +1,4 @@
-//! The invariants hold in every random history, and a broken rule is detected.
+//! Checks that the invariants hold in every random history, and that they detect each broken rule.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use proptest::test_runner::TestRunner;
 
 use super::action::{Action, SLOTS, actions};
 use super::invariant::{Violation, check_always, check_settled};
-use super::{Rules, World};
+use super::{LifecycleModel, Rules};
 use crate::event::{Effect, Event};
 use crate::state::{Machine, State, Status};
 use crate::transition::{Outcome, Refusal, transition};
@@ -25,21 +25,21 @@ const SOUND_RULES: Rules = Rules {
     searches_lost_servers: true,
 };
 
-/// Enough attempts for the longest operation, which has five steps, after a deletion.
-const MAX_ATTEMPTS: usize = 10;
+/// Enough steps for the longest operation, which has five, after a deletion.
+const MAX_STEPS: usize = 10;
 
-/// Runs a history on a new world. The error contains the step and the violations.
+/// Runs a history on a new model. The error contains the step and the violations.
 fn run_history(rules: Rules, history: &[Action]) -> Result<(), (usize, BTreeSet<Violation>)> {
-    let mut world = World::new(rules, SLOTS);
+    let mut model = LifecycleModel::new(rules, SLOTS);
     for (step, action) in history.iter().enumerate() {
-        world.apply_action(action);
-        expect_none(step, check_always(&world))?;
+        model.apply_action(action);
+        ensure_none(step, check_always(&model))?;
     }
-    world.settle(MAX_ATTEMPTS);
-    expect_none(history.len(), check_settled(&world))
+    model.settle(MAX_STEPS);
+    ensure_none(history.len(), check_settled(&model))
 }
 
-fn expect_none(step: usize, found: BTreeSet<Violation>) -> Result<(), (usize, BTreeSet<Violation>)> {
+fn ensure_none(step: usize, found: BTreeSet<Violation>) -> Result<(), (usize, BTreeSet<Violation>)> {
     if found.is_empty() { Ok(()) } else { Err((step, found)) }
 }
 
@@ -66,8 +66,9 @@ fn long_million_histories_keep_the_invariants() {
     }
 }
 
-/// Violations that random histories find under these rules. Stops at `violation`, or after 2000 histories.
-fn violations_under(rules: Rules, violation: Violation) -> BTreeSet<Violation> {
+/// Returns the violations that random histories cause under these rules. Stops when `violation` is found, or after 2000
+/// histories.
+fn find_violations(rules: Rules, violation: Violation) -> BTreeSet<Violation> {
     let mut runner = TestRunner::deterministic();
     let mut found = BTreeSet::new();
     for _ in 0..2000 {
@@ -81,7 +82,7 @@ fn violations_under(rules: Rules, violation: Violation) -> BTreeSet<Violation> {
 }
 
 fn assert_detects(violation: Violation, broken: fn(&Machine, &Event) -> Result<Outcome, Refusal>) {
-    let found = violations_under(Rules { transition: broken, ..SOUND_RULES }, violation);
+    let found = find_violations(Rules { transition: broken, ..SOUND_RULES }, violation);
     assert!(found.contains(&violation), "{violation:?} was not detected, only {found:?}");
 }
 
@@ -101,20 +102,18 @@ fn change_effects(
 
 #[test]
 fn detects_second_server_of_machine() {
-    let violation = Violation::TwoServersOfOneMachine;
-    let found = violations_under(Rules { unique_names: false, ..SOUND_RULES }, violation);
+    let violation = Violation::DuplicateServer;
+    let found = find_violations(Rules { unique_names: false, ..SOUND_RULES }, violation);
     assert!(found.contains(&violation), "{found:?}");
 }
 
 #[test]
 fn detects_replaced_machine_that_keeps_slot() {
-    assert_detects(Violation::TwoActiveMachinesOfOneSlot, |machine, event| {
-        match transition(machine, event)? {
-            Outcome::Moved { next: State::Retired { .. }, effects } => {
-                Ok(Outcome::Moved { next: machine.state.clone(), effects })
-            }
-            other => Ok(other),
+    assert_detects(Violation::DuplicateActiveMachine, |machine, event| match transition(machine, event)? {
+        Outcome::Moved { next: State::Retired { .. }, effects } => {
+            Ok(Outcome::Moved { next: machine.state.clone(), effects })
         }
+        other => Ok(other),
     });
 }
 
@@ -137,7 +136,7 @@ fn detects_running_without_registration() {
 
 #[test]
 fn detects_replacement_with_same_epoch() {
-    assert_detects(Violation::EpochDidNotGrow, |machine, event| {
+    assert_detects(Violation::EpochDidNotIncrease, |machine, event| {
         change_effects(machine, event, |effect| match effect {
             Effect::Replace { status, restore, .. } => {
                 Some(Effect::Replace { status, restore, epoch: machine.epoch })
@@ -148,8 +147,8 @@ fn detects_replacement_with_same_epoch() {
 }
 
 #[test]
-fn detects_return_of_replaced_machine() {
-    assert_detects(Violation::InvalidReturn, |machine, event| match (event, &machine.state) {
+fn detects_reactivation_of_replaced_machine() {
+    assert_detects(Violation::InvalidReinstatement, |machine, event| match (event, &machine.state) {
         (Event::HealthyHeartbeat { server_type, .. }, State::Retired { .. }) => {
             Ok(Outcome::Moved { next: State::Running { server_type: server_type.clone() }, effects: vec![] })
         }
@@ -158,8 +157,8 @@ fn detects_return_of_replaced_machine() {
 }
 
 #[test]
-fn detects_wait_without_operation() {
-    assert_detects(Violation::Stuck, |machine, event| {
+fn detects_state_without_required_operation() {
+    assert_detects(Violation::MissingOperation, |machine, event| {
         change_effects(machine, event, |effect| {
             (!matches!(effect, Effect::ChangeType { .. })).then_some(effect)
         })
@@ -178,7 +177,7 @@ fn detects_reverted_resize_with_new_type() {
 
 #[test]
 fn detects_failed_resize_that_claims_to_run() {
-    assert_detects(Violation::RunsSwitchedOff, |machine, event| match (event, &machine.state) {
+    assert_detects(Violation::RunningWhileOff, |machine, event| match (event, &machine.state) {
         (Event::ResizeFailed, State::Resizing { from, .. }) => {
             Ok(Outcome::Moved { next: State::Running { server_type: from.clone() }, effects: vec![] })
         }
@@ -188,14 +187,14 @@ fn detects_failed_resize_that_claims_to_run() {
 
 #[test]
 fn detects_cancelled_resize_that_leaves_server_off() {
-    assert_detects(Violation::LeftSwitchedOff, |machine, event| {
-        change_effects(machine, event, |effect| (effect != Effect::SwitchOn).then_some(effect))
+    assert_detects(Violation::LeftOff, |machine, event| {
+        change_effects(machine, event, |effect| (effect != Effect::PowerOn).then_some(effect))
     });
 }
 
 #[test]
 fn detects_operation_that_never_ends() {
-    assert_detects(Violation::OperationNeverEnds, |machine, event| match event {
+    assert_detects(Violation::UnfinishedOperation, |machine, event| match event {
         Event::RegistrationExpired => Ok(Outcome::Unchanged),
         _ => transition(machine, event),
     });
@@ -204,43 +203,43 @@ fn detects_operation_that_never_ends() {
 /// The machine left its slot without an operation that removes its server.
 #[test]
 fn detects_server_that_outlives_machine() {
-    let mut world = World::new(SOUND_RULES, 1);
-    world.provision(0);
-    world.cloud.create(0);
-    world.pointers[0].fence = 1;
-    world.rows[0].machine.state = State::Deleted { was: Box::new(State::Provisioning) };
-    world.operations.clear();
-    assert!(check_settled(&world).contains(&Violation::Orphan));
+    let mut model = LifecycleModel::new(SOUND_RULES, 1);
+    model.provision(0);
+    model.cloud.create(0);
+    model.pointers[0].fence_epoch = 1;
+    model.machines[0].machine.state = State::Deleted { was: Box::new(State::Provisioning) };
+    model.operations.clear();
+    assert!(check_settled(&model).contains(&Violation::Orphan));
 }
 
 #[test]
 fn detects_loss_of_unsaved_rows() {
-    let found = violations_under(Rules { marks_unsaved: false, ..SOUND_RULES }, Violation::LostRows);
+    let found = find_violations(Rules { marks_unsaved: false, ..SOUND_RULES }, Violation::LostRows);
     assert!(found.contains(&Violation::LostRows), "{found:?}");
 }
 
 #[test]
 fn detects_early_deletion_of_predecessor() {
-    let found = violations_under(Rules { keeps_predecessors: false, ..SOUND_RULES }, Violation::LostRows);
+    let found = find_violations(Rules { keeps_predecessors: false, ..SOUND_RULES }, Violation::LostRows);
     assert!(found.contains(&Violation::LostRows), "{found:?}");
 }
 
 #[test]
 fn detects_deletion_of_predecessor_of_lost_successor() {
     let violation = Violation::LastServerRemoved;
-    let found = violations_under(Rules { distrusts_lost_successors: false, ..SOUND_RULES }, violation);
+    let found = find_violations(Rules { distrusts_lost_successors: false, ..SOUND_RULES }, violation);
     assert!(found.contains(&violation), "{found:?}");
 }
 
 #[test]
 fn detects_deletion_of_server_reported_missing() {
-    let found = violations_under(Rules { searches_lost_servers: false, ..SOUND_RULES }, Violation::LostRows);
+    let found = find_violations(Rules { searches_lost_servers: false, ..SOUND_RULES }, Violation::LostRows);
     assert!(found.contains(&Violation::LostRows), "{found:?}");
 }
 
 #[test]
 fn detects_writes_after_final_backup() {
-    let found = violations_under(Rules { stops_writers: false, ..SOUND_RULES }, Violation::LostRows);
+    let found = find_violations(Rules { stops_writers: false, ..SOUND_RULES }, Violation::LostRows);
     assert!(found.contains(&Violation::LostRows), "{found:?}");
 }
 
@@ -253,59 +252,60 @@ fn detects_slot_not_returned() {
 
 #[test]
 fn detects_slot_not_returned_to_older_machine() {
-    let found = violations_under(Rules { reinstates_older: false, ..SOUND_RULES }, Violation::NotReinstated);
+    let found = find_violations(Rules { reinstates_older: false, ..SOUND_RULES }, Violation::NotReinstated);
     assert!(found.contains(&Violation::NotReinstated), "{found:?}");
 }
 
 #[test]
 fn detects_older_machine_over_newer_snapshot() {
-    // Random histories rarely get this far: the second machine is lost after a backup, and the third does not start.
+    // Random histories rarely reach this state: the second machine is lost after a backup, and the third does not
+    // start.
     let loses_rows = |rules: Rules| {
-        let mut world = World::new(rules, 1);
+        let mut model = LifecycleModel::new(rules, 1);
         let (recover, serve) = (Action::Recover { slot: 0 }, Action::Serve { slot: 0 });
         for action in [&Action::Provision { slot: 0 }, &serve, &recover, &serve] {
-            world.apply_action(action);
+            model.apply_action(action);
         }
-        world.back_up(1);
-        world.lose_server(1);
-        world.apply(1, &Event::ServerGone);
-        world.apply_action(&recover);
-        world.apply(2, &Event::OperationAbandoned);
-        world.apply_action(&serve);
-        world.back_up(0);
-        check_always(&world).contains(&Violation::LostRows)
+        model.back_up(1);
+        model.lose_server(1);
+        model.apply(1, &Event::ServerGone);
+        model.apply_action(&recover);
+        model.apply(2, &Event::OperationAbandoned);
+        model.apply_action(&serve);
+        model.back_up(0);
+        check_always(&model).contains(&Violation::LostRows)
     };
     assert!(loses_rows(Rules { respects_snapshots: false, ..SOUND_RULES }));
     assert!(!loses_rows(SOUND_RULES));
 }
 
-/// The model's own operations cannot violate these two invariants, so the world is built by hand.
+/// The model's own operations cannot violate these two invariants, so the test builds the states by hand.
 #[test]
-fn detects_server_before_fence_and_pointer_rollback() {
-    let mut world = World::new(SOUND_RULES, 1);
-    world.provision(0);
-    world.cloud.create(0);
-    assert!(check_always(&world).contains(&Violation::ServerBeforeFence));
+fn detects_server_before_fence_and_late_pointer_move() {
+    let mut model = LifecycleModel::new(SOUND_RULES, 1);
+    model.provision(0);
+    model.cloud.create(0);
+    assert!(check_always(&model).contains(&Violation::ServerBeforeFence));
 
-    let mut world = World::new(SOUND_RULES, 1);
-    world.provision(0);
-    world.rows[0].booted = true;
-    world.rows[0].registered = true;
-    world.pointers[0] = super::Pointer { fence: 1, writer: 2, ..super::Pointer::default() };
-    world.back_up(0);
-    assert!(check_always(&world).contains(&Violation::PointerWentBack));
+    let mut model = LifecycleModel::new(SOUND_RULES, 1);
+    model.provision(0);
+    model.machines[0].booted = true;
+    model.machines[0].registered = true;
+    model.pointers[0] = super::Pointer { fence_epoch: 1, writer_epoch: 2, ..super::Pointer::default() };
+    model.back_up(0);
+    assert!(check_always(&model).contains(&Violation::PointerMovedByReplacedMachine));
 }
 
-/// The property would be vacuous if the histories stayed shallow.
+/// The property tests would prove little if the histories stayed shallow.
 #[test]
 fn histories_reach_every_state() {
     let mut runner = TestRunner::deterministic();
     let mut reached = BTreeSet::new();
     for _ in 0..300 {
-        let mut world = World::new(SOUND_RULES, SLOTS);
+        let mut model = LifecycleModel::new(SOUND_RULES, SLOTS);
         for action in actions().new_tree(&mut runner).expect("no action is filtered out").current() {
-            world.apply_action(&action);
-            for row in &world.rows {
+            model.apply_action(&action);
+            for row in &model.machines {
                 let name = row.machine.state.status().map_or("ended", Status::as_str);
                 reached.insert((name, row.machine.epoch.0.min(2)));
             }

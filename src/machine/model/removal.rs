@@ -1,21 +1,21 @@
 //! The removal of servers: the model's reconciler without waiting times, and the data lost with a server.
 
 use super::invariant::Violation;
-use super::{Row, World};
+use super::{LifecycleModel, MachineRow};
 use crate::event::Event;
 use crate::state::State;
 
-impl World {
-    /// Whether the server of a machine that left its slot is no longer kept. Retention times are ignored.
+impl LifecycleModel {
+    /// Whether the server of a machine that left its slot need not be kept any longer. Retention times are ignored.
     pub fn is_removable(&self, id: usize) -> bool {
-        let row = &self.rows[id];
+        let row = &self.machines[id];
         if row.machine.state.is_active() || self.is_in_progress(id) {
             return false;
         }
         if !row.registered || !self.rules.keeps_predecessors {
             return true;
         }
-        let later = self.rows.iter().filter(|other| {
+        let later = self.machines.iter().filter(|other| {
             other.slot == row.slot && other.machine.epoch > row.machine.epoch && other.registered
         });
         // A machine whose server the provider has lost does not count as a successor, unless it was deleted.
@@ -34,12 +34,12 @@ impl World {
         self.operations.iter().any(|operation| operation.machine == id && operation.ending.is_none())
     }
 
-    /// Deletes the servers that are no longer kept.
+    /// Deletes the servers that need not be kept any longer.
     pub fn reconcile(&mut self) {
-        for id in 0..self.rows.len() {
+        for id in 0..self.machines.len() {
             if self.is_removable(id) && !self.cloud.in_flight.contains(&id) {
                 if self.detect_returned_server(id) {
-                    self.rows[id].unsaved = true;
+                    self.machines[id].unsaved = true;
                     continue;
                 }
                 if self.is_last_copy(id) {
@@ -50,9 +50,10 @@ impl World {
         }
     }
 
-    /// Looks up the missing server of a machine that has served, and records that the provider has it, if so.
+    /// Looks up the missing server of a machine that has served. If the provider has it, records that, and returns
+    /// true.
     pub fn detect_returned_server(&mut self, id: usize) -> bool {
-        let row = &self.rows[id];
+        let row = &self.machines[id];
         let was_gone = row.is_server_known_gone() && !row.removed;
         let may_be_found = was_gone && row.registered && self.rules.searches_lost_servers;
         let is_found = may_be_found && self.cloud.server_of(id).is_some();
@@ -64,18 +65,19 @@ impl World {
 
     /// Whether the replaced machine has the only server of its slot that still holds data.
     fn is_last_copy(&self, id: usize) -> bool {
-        let row = &self.rows[id];
-        let is_other = |other: &&Row| other.slot == row.slot && other.machine.epoch > row.machine.epoch;
-        let holds = |other: &Row| other.registered && !other.is_server_known_gone();
-        let is_deleted = |other: &Row| matches!(other.machine.state, State::Deleted { .. });
-        let mut later = self.rows.iter().filter(is_other);
+        let row = &self.machines[id];
+        let is_other =
+            |other: &&MachineRow| other.slot == row.slot && other.machine.epoch > row.machine.epoch;
+        let has_data = |other: &MachineRow| other.registered && !other.is_server_known_gone();
+        let is_deleted = |other: &MachineRow| matches!(other.machine.state, State::Deleted { .. });
+        let mut later = self.machines.iter().filter(is_other);
         let had_server = row.registered && self.cloud.server_of(id).is_some() && !is_deleted(row);
-        had_server && !later.any(|other| holds(other) || is_deleted(other))
+        had_server && !later.any(|other| has_data(other) || is_deleted(other))
     }
 
     /// Deletes a server. Data that only it held is lost; an operator may have accepted that.
     pub fn remove(&mut self, id: usize) {
-        let row = &mut self.rows[id];
+        let row = &mut self.machines[id];
         row.removed = true;
         if row.loss_accepted {
             let accepted_loss = row.data.clone();
@@ -90,7 +92,7 @@ impl World {
             return;
         }
         self.cloud.delete(id);
-        let slot = self.rows[id].slot;
+        let slot = self.machines[id].slot;
         let lost = self.missing_rows(slot);
         self.acknowledged[slot].accepted_loss.extend(lost);
     }
@@ -98,14 +100,19 @@ impl World {
     /// Acknowledged rows of a slot that are in no snapshot and on no server.
     pub fn missing_rows(&self, slot: usize) -> Vec<u32> {
         let acknowledged = &self.acknowledged[slot];
-        let held = |row: &u32| {
+        let is_stored = |row: &u32| {
             self.pointers[slot].data.contains(row)
-                || (0..self.rows.len()).any(|id| {
-                    self.rows[id].slot == slot
+                || (0..self.machines.len()).any(|id| {
+                    self.machines[id].slot == slot
                         && self.cloud.server_of(id).is_some()
-                        && self.rows[id].data.contains(row)
+                        && self.machines[id].data.contains(row)
                 })
         };
-        acknowledged.rows.difference(&acknowledged.accepted_loss).filter(|row| !held(row)).copied().collect()
+        acknowledged
+            .rows
+            .difference(&acknowledged.accepted_loss)
+            .filter(|row| !is_stored(row))
+            .copied()
+            .collect()
     }
 }

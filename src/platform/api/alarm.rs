@@ -59,7 +59,7 @@ pub async fn handle(
     Ok(outcome.into_reply().into_response())
 }
 
-/// The problem of an alarm that is not a fuse.
+/// The problem of an alarm that cannot be released, because it is not a fuse.
 fn not_releasable(alarm: Alarm) -> Problem {
     let detail = format!(
         "The alarm {} holds nothing back, so there is nothing to release: it ends {}. `svcctl fleet` shows what to do about it.",

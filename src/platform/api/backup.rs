@@ -1,6 +1,6 @@
-//! POST `/vps/:id/backup`, `/vps/:id/drill` and `/vps/:id/backup-accept`: requests from a machine's host a backup, a
-//! trial restore of the latest snapshot, or the acceptance of a held-back snapshot as the latest. The host's next
-//! heartbeats and `/vps/:id/backups` show the result.
+//! POST `/vps/:id/backup`, `/vps/:id/drill` and `/vps/:id/backup-accept`: sends a machine's host a request to take a
+//! backup, to run a trial restore of the latest snapshot, or to accept a held-back snapshot as the latest. The host's
+//! next heartbeats and `/vps/:id/backups` show the result.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ use svc_machine::id::MachineId;
 use svc_machine::state::Status;
 use svc_wire::change::HostRequest;
 
-/// The task that the host is requested to run.
+/// A task for the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum HostTask {
     Backup,
@@ -133,8 +133,8 @@ async fn request_host_task(
     Ok(outcome.into_reply())
 }
 
-/// Finds the machine whose host holds a snapshot back: the named one, or its predecessor while that machine's final
-/// backup is pending.
+/// Finds the machine whose host holds a snapshot back: `named`, or its predecessor while the predecessor's final backup
+/// is pending.
 async fn find_machine_holding_snapshot(
     session: &impl GenericClient,
     named: MachineRow,
@@ -199,7 +199,7 @@ fn ensure_running(machine: &MachineRow) -> Result<(), Problem> {
     }
     if machine.powered_off_at.is_some() {
         let detail = format!(
-            "The machine is switched off, so its host cannot make or restore a backup. Switch it on with `svcctl power on {} \
+            "The machine is powered off, so its host cannot take or restore a backup. Power it on with `svcctl power on {} \
              --wait`, then try again.",
             machine.id
         );
@@ -225,7 +225,7 @@ pub static BACKUP: Endpoint = Endpoint {
         method: Method::POST,
         path: "/vps/{id}/backup",
         summary: "Requests a backup from the host of a running machine. `requestedAt` and the machine's `lastBackup.beganAt` \
-                  are by the host's clock: a backup that began before `requestedAt` is an earlier run.",
+                  are times of the host's clock: a backup that began before `requestedAt` is an earlier one.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| request_object(&[], &[])),
@@ -265,8 +265,8 @@ pub static ACCEPT: Endpoint = Endpoint {
         id: "acceptBackup",
         method: Method::POST,
         path: "/vps/{id}/backup-accept",
-        summary: "Accepts the snapshot that a host holds back because its database has shrunk: it becomes the latest. The \
-                  machine must be running, or an operation must be waiting for its final backup. In the latter case, the \
+        summary: "Accepts the snapshot that a host holds back because its database has shrunk: it becomes the \
+                  latest snapshot. The machine must be running, or an operation must be waiting for its final backup. In the latter case, the \
                   machine's replacement may be named instead; `machineId` in the response is the machine whose host got the \
                   request.",
         credentials: &[OPERATOR],

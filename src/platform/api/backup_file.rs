@@ -33,12 +33,12 @@ pub async fn handle(
     let machine = db::machines::get(&session, id).await?;
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    let absent = || {
+    let not_found = || {
         let detail = format!("The slot has no snapshot {name}; `/vps/{id}/backups` lists its snapshots.");
         Problem::new(Code::NotFound, detail)
     };
     let key = format!("system/db/snapshots/{name}");
-    let dump = slot.snapshot(&key).ok_or_else(absent)?;
+    let dump = slot.snapshot(&key).ok_or_else(not_found)?;
     if call.method == Method::GET {
         let tx = db::begin(&mut session).await?;
         let (target, read) = (format!("{}/{}", machine.user, machine.slot), json!({"key": key}));
@@ -47,7 +47,7 @@ pub async fn handle(
         db::commit(tx).await?;
     }
     drop(session);
-    object::serve(&platform.bucket, &dump, "application/octet-stream", &call, absent).await
+    object::serve(&platform.bucket, &dump, "application/octet-stream", &call, not_found).await
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {

@@ -51,7 +51,7 @@ pub struct AuthenticatedHost {
 }
 
 impl ApiCall {
-    /// Reads the body, within the limits on size and time.
+    /// Reads the body, within limits on its size and on the time.
     pub async fn read(request: Request) -> Result<Self, Problem> {
         let (parts, mut body) = request.into_parts();
         let too_large = || {
@@ -82,7 +82,7 @@ impl ApiCall {
         if scheme.eq_ignore_ascii_case("bearer") { Ok(token.trim()) } else { Err(unauthorized()) }
     }
 
-    /// The bearer token, if the client's address has not exceeded its limit of token checks.
+    /// Returns the bearer token, unless the client's address has exceeded its rate limit for token checks.
     fn rate_limited_bearer(&self, platform: &Platform) -> Result<&str, Problem> {
         let token = self.bearer()?;
         platform.rates.admit_check(self.client, token)?;
@@ -103,7 +103,7 @@ impl ApiCall {
         Ok(self.authenticate_host_token(platform).await?.machine)
     }
 
-    /// [`Self::authenticate_host`], with the state of the token.
+    /// [`Self::authenticate_host`], but also returns the status of the token.
     pub async fn authenticate_host_token(&self, platform: &Platform) -> Result<AuthenticatedHost, Problem> {
         let token = self.rate_limited_bearer(platform)?;
         let claim = tokens::parse_claim(token, Purpose::Upgrade).ok_or_else(unauthorized)?;
@@ -138,7 +138,7 @@ impl ApiCall {
         Ok(())
     }
 
-    /// The machine that a registration token claims, and the token, which is not verified yet.
+    /// Returns the machine that a registration token claims, and the token, which has not been verified yet.
     pub fn claimed_registration(&self, platform: &Platform) -> Result<(MachineId, &str), Problem> {
         let token = self.bearer().map_err(|_| registration_rejected())?;
         platform.rates.admit_check(self.client, token)?;

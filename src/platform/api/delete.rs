@@ -136,7 +136,7 @@ async fn response_body(
 
 fn undeletable_until(platform: &Platform, machine: &MachineRow, options: OperationOptions) -> Option<Time> {
     let grace = SignedDuration::try_from(platform.config.timing.delete_grace).unwrap_or(SignedDuration::MAX);
-    // The server of a machine that never registered holds no data, and is not kept.
+    // The server of a machine that never registered holds no data, so it is not kept.
     let deleted_at = machine.deleted_at.filter(|_| !options.now && machine.registered_at.is_some());
     deleted_at.and_then(|at| at.checked_add(grace).ok()).map(Into::into)
 }
@@ -177,7 +177,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "delete",
         method: Method::DELETE,
         path: "/vps/{id}",
-        summary: "Deletes a machine: a final backup is taken, then its server is switched off and kept for a grace period.",
+        summary: "Deletes a machine: a final backup is taken, then its server is powered off and kept for a grace period.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, NOW, ACCEPT_LOSS, IDEMPOTENCY_KEY, PREFER],
         body: None,

@@ -196,7 +196,7 @@ async fn unreachable_target(client: &impl GenericClient, handle: &Handle) -> Res
         return Ok(problems::machine_not_found(handle.as_str()));
     };
     let (state, next) = match machine.powered_off_at {
-        Some(_) => ("switched off", format!("`svcctl power on {handle} --wait` switches it on")),
+        Some(_) => ("powered off", format!("`svcctl power on {handle} --wait` powers it on")),
         None => (machine.status.as_str(), format!("`svcctl status {handle}` shows the reason")),
     };
     let detail = format!(

@@ -108,8 +108,8 @@ fn ensure_left_slot(machine: &MachineRow) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Refuses to discard a server that is still needed, or that may hold the only copy of the slot's data: without
-/// `acceptLoss`, the database must record a final backup or an earlier accepted loss.
+/// Rejects discarding a server that is still needed, or that may hold the only copy of the slot's data: the database
+/// must record a final backup of the machine, or that an operator accepted the loss of its data.
 async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
     if let Some(since) = machine.unsaved_since {
         let why =
@@ -125,18 +125,18 @@ async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result
         return Err(kept_problem(machine, &why));
     }
     if db::machines::is_successor_unproven(tx, machine).await? {
-        let holds = match machine.final_backup_at {
+        let backup_state = match machine.final_backup_at {
             Some(at) => format!("The snapshot of {} contains its data", rfc3339_ms(at)),
             None => "No final backup of it is on record, so this server may hold the only copy of its data"
                 .to_owned(),
         };
         let why = format!(
             "No later machine of the slot has served yet: if the new one does not start, the slot falls back to this \
-             server. {holds}."
+             server. {backup_state}."
         );
         return Err(kept_problem(machine, &why));
     }
-    // `final_backup_at` is cleared when a machine returns to its slot, so a value belongs to its latest departure.
+    // `final_backup_at` is cleared when a machine returns to its slot, so a value is from its latest departure.
     if machine.registered_at.is_none() || machine.final_backup_at.is_some() {
         return Ok(());
     }

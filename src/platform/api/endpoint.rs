@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 pub use super::access::Access;
-pub use super::shape::*;
+pub use super::schemas::*;
 use crate::context::Platform;
 use axum::routing::MethodRouter;
 use axum::{Extension, Router};

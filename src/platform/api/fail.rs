@@ -21,7 +21,7 @@ use svc_machine::id::MachineId;
 use svc_wire::machine::Machine;
 
 const MAX_REASON_CHARS: usize = 1024;
-/// The failure stage of a machine that an operator marked as failed.
+/// The failure stage of a machine that an operator has marked as failed.
 const FAILURE_STAGE: &str = "operator";
 
 pub async fn handle(

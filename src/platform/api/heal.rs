@@ -1,5 +1,5 @@
 //! Corrects a machine's state from its heartbeats: a failed machine with a healthy host returns to service, and a
-//! switched-off machine that sends heartbeats has been switched on.
+//! powered-off machine that sends heartbeats has been powered on.
 
 use super::mutation::{self, AuditChange};
 use crate::context::Platform;
@@ -12,8 +12,8 @@ use svc_machine::event::Event;
 use svc_machine::state::Status;
 use svc_provider::{ServerId, ServerStatus};
 
-/// Returns a machine with a healthy host to service after its resize failed or its deletion was undone. Its server type
-/// becomes the one that the provider reports. If this fails, the next heartbeat retries.
+/// Returns a machine with a healthy host to service after its resize failed or its deletion was undone. Records the
+/// server type that the provider reports. If this fails, it is retried at the next heartbeat.
 pub async fn resume_healthy_machine(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
     let is_healable = machine.failure.as_ref().is_some_and(|failure| failure.cause.is_healed_by_heartbeat());
     if !machine.is_active() || machine.status != Status::Failed || !is_healable || epoch != machine.epoch {
@@ -24,7 +24,7 @@ pub async fn resume_healthy_machine(platform: &Platform, machine: &MachineRow, e
     }
     match try_resume(platform, machine, epoch).await {
         Ok(true) => {
-            tracing::info!(machine = %machine.id, "machine returned to service after a healthy heartbeat");
+            tracing::info!(machine = %machine.id, "the machine returned to service after a healthy heartbeat");
         }
         Ok(false) => {}
         Err(error) => {
@@ -39,7 +39,7 @@ async fn try_resume(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> 
         platform.reconciler_wake.notify_one();
         return Ok(false);
     };
-    // The heartbeat was sent before the server was switched off.
+    // The heartbeat was sent before the server was powered off.
     if server.status != ServerStatus::Running {
         return Ok(false);
     }
@@ -59,16 +59,17 @@ async fn try_resume(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> 
     Ok(true)
 }
 
-/// Resumes routing to a machine that an operator switched off and that was switched on at the provider.
+/// Resumes routing to a machine that an operator powered off through the platform, and that was powered on at the
+/// provider since.
 pub async fn detect_power_on(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
     if !machine.is_active() || machine.powered_off_at.is_none() || epoch != machine.epoch {
         return;
     }
     match record_power_on(platform, machine).await {
-        Ok(true) => tracing::warn!(machine = %machine.id, "machine was switched on outside the platform"),
+        Ok(true) => tracing::warn!(machine = %machine.id, "the machine was powered on outside the platform"),
         Ok(false) => {}
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %format_chain(error.as_ref()), "cannot check whether the machine was switched on");
+            tracing::warn!(machine = %machine.id, error = %format_chain(error.as_ref()), "cannot check whether the machine was powered on");
         }
     }
 }
@@ -83,7 +84,7 @@ async fn record_power_on(platform: &Platform, machine: &MachineRow) -> anyhow::R
         return Ok(false);
     }
     let found = platform.provider.get(ServerId(server)).await?;
-    // The heartbeat was sent before the server was switched off.
+    // The heartbeat was sent before the server was powered off.
     if found.is_none_or(|server| server.status != ServerStatus::Running) {
         return Ok(false);
     }

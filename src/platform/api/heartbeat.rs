@@ -54,18 +54,18 @@ pub async fn handle(
     let report = parse_report(&call)?;
     let next_token = issue_next_token(&platform, &host).await?;
     // A machine that may still return to its slot is not superseded yet; its writers stay stopped.
-    let stopped_for = {
+    let stopping_operation = {
         let session = platform.host_db.session().await?;
         db::machines::find_stopping_operation(&session, machine).await?
     };
     let may_hold_slot = reconcile_with_store(&platform, machine, &report).await?;
-    let superseded = !machine.is_active() && stopped_for.is_none() && !may_hold_slot;
+    let superseded = !machine.is_active() && stopping_operation.is_none() && !may_hold_slot;
     let epoch = report.sent.epoch;
     let is_healthy = report.sent.health.is_ok();
     if !superseded {
         let session = platform.host_db.session().await?;
         machine_changes::record_heartbeat(&session, id, &report.columns()).await?;
-        // The host runs although a power-off was ordered, so its data is unsaved again.
+        // The host runs although a power-off was ordered, so it may write data that no snapshot contains.
         if machine.is_active() && machine.power_off_ordered_at.is_some() {
             machine_server::record_power_on_in_slot(&session, id).await?;
         }
@@ -73,7 +73,7 @@ pub async fn handle(
             if machine.proven_at.is_none() {
                 machine_changes::record_proven(&session, id).await?;
             }
-            // The slot's next machine starts with the release that works, even after a rollback on the host.
+            // The slot's next machine starts with this release, which works. It may be older, after a rollback.
             if !report.sent.updating {
                 db::slots::set_release_for_machine(&session, id, &report.sent.image_version).await?;
             }
@@ -99,7 +99,7 @@ pub async fn handle(
         epoch: Some(machine.epoch),
         superseded,
         proof_keys: Some(wire::ProofKeys { keys: keys.collect() }),
-        quiesce: stopped_for.map(Into::into),
+        quiesce: stopping_operation.map(Into::into),
         desired_request_id,
         certificate: machine.is_active().then(|| platform.config.hosts.certificate(machine.id)),
         next_token: next_token.filter(|_| !superseded && machine.is_active()),
@@ -109,8 +109,8 @@ pub async fn handle(
     Ok(response)
 }
 
-/// Records a token of a later generation, because its use proves that the host has stored it. Returns the token that
-/// the host must use next, if it is not the one that it used.
+/// Records the use of a token of a later generation, which proves that the host has stored it. Returns the token that
+/// the host must use next, if it differs from the one that the host used.
 async fn issue_next_token(
     platform: &Platform,
     host: &AuthenticatedHost,
@@ -169,8 +169,8 @@ async fn advance_token(
 }
 
 /// Records two facts that the database lacks after it was restored from an older copy: that the host has registered,
-/// and that it holds its slot under a later epoch. Returns whether the machine holds its slot although it is inactive
-/// in the database, or may hold it because the fence cannot be read.
+/// and that it holds its slot under a later epoch. Returns true if the machine is inactive in the database but
+/// holds its slot according to the store, or may hold it because the fence cannot be read.
 async fn reconcile_with_store(
     platform: &Platform,
     machine: &MachineRow,

@@ -1,4 +1,4 @@
-//! Locations for a new machine's server: the requested one, and fallbacks.
+//! The locations for a new machine's server: the requested one, and fallbacks.
 
 use super::problems;
 use crate::config::MAX_FALLBACK_LOCATIONS;
@@ -31,7 +31,7 @@ impl RequestedLocations {
     /// # Errors
     /// `invalid_request`.
     pub async fn ensure_known(&self, platform: &Platform) -> Result<(), Problem> {
-        for (pointer, location) in self.named() {
+        for (pointer, location) in self.locations_with_pointers() {
             ensure_found(pointer, location, has_location(platform, location).await)?;
         }
         Ok(())
@@ -42,15 +42,15 @@ impl RequestedLocations {
     /// # Errors
     /// `invalid_request`.
     pub async fn ensure_known_for_quote(&self, platform: &Platform) -> Result<(), Problem> {
-        for (pointer, location) in self.named() {
+        for (pointer, location) in self.locations_with_pointers() {
             let found = platform.quotes.has_location(location, has_location(platform, location)).await;
             ensure_found(pointer, location, found)?;
         }
         Ok(())
     }
 
-    /// The named locations, each with the field that names it.
-    fn named(&self) -> impl Iterator<Item = (&'static str, &Location)> {
+    /// The requested locations, each with the JSON pointer to its field.
+    fn locations_with_pointers(&self) -> impl Iterator<Item = (&'static str, &Location)> {
         let fallback = self.fallback.iter().flatten().map(|location| ("/fallbackLocations", location));
         self.location.iter().map(|location| ("/location", location)).chain(fallback)
     }

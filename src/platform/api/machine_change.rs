@@ -1,4 +1,4 @@
-//! The common part of the routes that change one machine: replay, the lock on the machine's row, and, in the
+//! The common part of the routes that change one machine: the replay, the lock on the machine's row, and, in the
 //! transaction of the change, the audit row and the stored response.
 
 use axum::extract::Request;
@@ -69,7 +69,7 @@ pub enum ChangeEffect {
 }
 
 impl<'a> MachineChange<'a> {
-    /// Locks the machine, unless the request is replayed.
+    /// Begins the change and locks the machine, unless the request is replayed.
     ///
     /// # Errors
     /// `machine_not_found`, `idempotency_mismatch`, `database_unavailable`.

@@ -1,4 +1,5 @@
-//! The common part of all mutating calls by operators: replay by `Idempotency-Key`, the audit row, `Prefer: wait`.
+//! The common part of all mutating calls by operators: the replay by `Idempotency-Key`, the audit row, and
+//! `Prefer: wait`.
 //!
 //! Invariant: the change, its audit row and the stored response are written in one transaction.
 
@@ -114,7 +115,7 @@ impl Mutation {
         &self.actor
     }
 
-    /// The stored response to an earlier request with this key.
+    /// Finds the stored response to an earlier request with this key.
     ///
     /// # Errors
     /// `idempotency_mismatch` if the earlier request was a different one.
@@ -181,7 +182,7 @@ impl Mutation {
         Ok(Outcome::Done(reply))
     }
 
-    /// [`Self::replay`] in the transaction of the change; requests with the same key are serialized.
+    /// [`Self::replay`] in the transaction of the change. A lock serializes requests with the same key.
     ///
     /// # Errors
     /// As [`Self::replay`].
@@ -227,8 +228,8 @@ pub async fn write_audit(tx: &Transaction<'_>, actor: &str, change: &AuditChange
     db::audit::write(tx, &entry).await
 }
 
-/// Responds. With `Prefer: wait=N`, first waits until the operation has ended or N seconds have passed, and responds
-/// with the current status.
+/// Converts the reply into the response. With `Prefer: wait=N`, first waits until the operation has ended or N seconds
+/// have passed, and updates the status in the reply.
 pub async fn respond(platform: &Platform, call: &ApiCall, mut reply: Reply) -> Result<Response, Problem> {
     let body_text = |name: &str| reply.body.get(name).and_then(Value::as_str).map(str::to_owned);
     let operation: Option<OperationId> = body_text("operationId").and_then(|id| id.parse().ok());

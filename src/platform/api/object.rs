@@ -29,18 +29,18 @@ pub const RESPONSES: [DocumentedResponse; 3] = [
     DocumentedResponse { status: 304, about: "The file has not changed.", content: Content::Nothing },
 ];
 
-/// Responds with the object or its requested range.
+/// Responds with the object, or with its requested range.
 ///
 /// # Errors
-/// `absent` if there is no such object; `StoreUnavailable`, `RangeNotSatisfiable`.
+/// The problem of `not_found` if there is no such object; `store_unavailable`, `range_not_satisfiable`.
 pub async fn serve(
     bucket: &Bucket,
     object: &Path,
     media_type: &'static str,
     call: &ApiCall,
-    absent: impl FnOnce() -> Problem,
+    not_found: impl FnOnce() -> Problem,
 ) -> Result<Response, Problem> {
-    let meta = bucket.head(object).await?.ok_or_else(absent)?;
+    let meta = bucket.head(object).await?.ok_or_else(not_found)?;
     let mut headers = base_headers(&meta, media_type);
     if is_unchanged(&call.headers, &meta) {
         return Ok((StatusCode::NOT_MODIFIED, headers).into_response());
@@ -141,7 +141,7 @@ fn parse_range(text: &str, size: u64) -> RequestedRange {
 }
 
 fn range_not_satisfiable(meta: &ObjectMeta) -> Problem {
-    Problem::new(Code::RangeNotSatisfiable, format!("The object has {} bytes.", meta.size))
+    Problem::new(Code::RangeNotSatisfiable, format!("The file is {} bytes long.", meta.size))
         .with("sizeBytes", meta.size.into())
 }
 

@@ -1,5 +1,5 @@
-//! POST `/vps/operations/:id/continue` and `…/abandon`: an operator's decision about an operation that is waiting for a
-//! decision or makes no progress.
+//! POST `/vps/operations/:id/continue` and `…/abandon`: an operator's decision on an operation that is waiting for one
+//! or makes no progress.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use serde_json::json;
 use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, documented_json};
 use super::mutation::{AuditChange, Effect, Mutation, Reply};
-use super::{problems, restorable, undelete};
+use super::{problems, replacement_checks, undelete};
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::db::operations::OperationRow;
@@ -118,7 +118,7 @@ async fn apply_decision(
         let record = tokio::time::timeout(STORE_TIMEOUT, record)
             .await
             .map_err(|_| svc_store::problem::unavailable())?;
-        restorable::ensure_fits_disk(
+        replacement_checks::ensure_fits_disk(
             platform,
             &record.map_err(problems::snapshot_unusable)?,
             &machine.server_type,
@@ -158,7 +158,7 @@ async fn apply_decision(
 }
 
 /// Accepts the loss that the question describes. If the question is whether a deletion is outdated, this only confirms
-/// the deletion: a missing final backup raises its own question.
+/// the deletion: a missing final backup is a separate question.
 async fn resume_with_loss_accepted(tx: &Transaction<'_>, operation: &OperationRow) -> Result<(), Problem> {
     let has_question =
         |code: &str| operation.question.as_ref().is_some_and(|question| question["code"] == code);
@@ -190,7 +190,7 @@ fn is_snapshot_question(operation: &OperationRow) -> bool {
     operation.question.as_ref().is_some_and(|question| question["code"] == NEWER_SNAPSHOT)
 }
 
-/// Sets the snapshot that the new machine restores, if the question is which one.
+/// Sets the snapshot that the new machine restores, if the operation is waiting for this choice.
 async fn restore_snapshot(
     tx: &Transaction<'_>,
     operation: &OperationRow,
@@ -211,8 +211,8 @@ async fn restore_snapshot(
     Ok(db::operations::add_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?)
 }
 
-/// Runs the waiting step again, with the options that the decision sets. If the operator gives up the backup, no
-/// question is needed.
+/// Runs the waiting step again, with the options that the decision sets. An operator may also give up the backup of an
+/// operation that has no question.
 async fn resume_step(
     tx: &Transaction<'_>,
     operation: &OperationRow,
@@ -256,7 +256,7 @@ async fn abandon_operation(
         OperationKind::Delete if machine.registered_at.is_some() => {
             undelete::reinstate(platform, tx, machine).await?;
         }
-        // The operation ends after it has switched the server on again.
+        // The operation ends after it has powered the server on again.
         OperationKind::Resize => {
             return Ok(db::operations::skip_to_step(tx, operation.id, Step::PowerOn.as_str()).await?);
         }
@@ -332,7 +332,7 @@ pub static ABANDON: Endpoint = Endpoint {
         body: None,
         responses: &[documented_json(
             200,
-            "The operation has ended, or ends after it has switched the server on.",
+            "The operation has ended, or ends after it has powered the server on.",
             || schema_ref("Operation"),
         )],
         problems: &[Code::NotFound, Code::InvalidState, Code::DatabaseUnavailable, Code::IdempotencyMismatch],

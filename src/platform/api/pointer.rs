@@ -39,7 +39,7 @@ use svc_store::pointer_repair::{
 };
 use svc_wire::pointer as wire;
 
-/// Timeout for all store requests of a call together. It is shorter than the timeout of an operator's client.
+/// Timeout for all store requests of a call together. It is shorter than the timeout of `svcctl`.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 struct PointerTarget {
@@ -100,7 +100,7 @@ impl PointerTarget {
     }
 }
 
-/// Handling of a sound pointer.
+/// What a rebuild does with a sound pointer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SoundPointer {
     Keep,
@@ -250,13 +250,13 @@ async fn ensure_nothing_restorable(
 
 /// Describes the result of a search that found no complete snapshot.
 fn describe_failed_search(inspection: &Inspection) -> String {
-    let (all, untried) = (inspection.snapshots, inspection.unchecked);
-    if untried == 0 {
+    let (all, unchecked) = (inspection.snapshots, inspection.unchecked);
+    if unchecked == 0 {
         return "The slot has no complete snapshot.".to_owned();
     }
-    let tried = all - untried;
+    let checked = all - unchecked;
     format!(
-        "None of the {tried} checked snapshots is complete; {untried} others of the slot were not checked."
+        "None of the {checked} checked snapshots is complete; {unchecked} others of the slot were not checked."
     )
 }
 
@@ -275,9 +275,10 @@ async fn with_timeout<T>(work: impl Future<Output = Result<T, RepairError>>) -> 
     result.map_err(|error| match error {
         RepairError::Store(error) => error.into(),
         error @ RepairError::Unusable { .. } => Problem::new(Code::SnapshotUnusable, format!("{error}.")),
-        RepairError::Changed => {
-            Problem::new(Code::Conflict, "Another writer has changed the pointer; show it again.")
-        }
+        RepairError::Changed => Problem::new(
+            Code::Conflict,
+            "Another writer has changed the pointer: show it again, then repeat the request.",
+        ),
     })
 }
 

@@ -1,7 +1,7 @@
-//! POST `/vps/:id/power`: switches the server of a slot's machine off or on, or restarts it.
+//! POST `/vps/:id/power`: powers the server of a slot's machine off or on, or restarts it.
 //!
-//! A machine that is switched off keeps its slot, status and data. It is not routed to, and the platform switches it on
-//! again only at an operator's request.
+//! A machine that is powered off keeps its slot, status and data. No requests are routed to it, and the platform powers
+//! it on again only at an operator's request.
 
 use std::sync::Arc;
 
@@ -70,7 +70,7 @@ async fn power(
         ChangeStart::Replayed(reply) => return Ok(reply),
         ChangeStart::Started(change) => change,
     };
-    ensure_can_switch(&change.machine, action)?;
+    ensure_power_change_allowed(&change.machine, action)?;
     if let Some(operation) = find_same_operation(&change.tx, &change.machine, action).await? {
         let body = |after: &MachineRow| response_body(after, action, Some(operation));
         return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
@@ -84,7 +84,7 @@ async fn power(
         PowerAction::Reboot if is_off => {
             return Err(invalid_state(
                 &change.machine,
-                "The machine's server is switched off; switch it on with `svcctl power on`.",
+                "The machine's server is powered off; power it on with `svcctl power on`.",
             ));
         }
         PowerAction::Off => machine_server::mark_powered_off(&change.tx, id).await?,
@@ -96,7 +96,7 @@ async fn power(
     change.end(ChangeEffect::Changed(audit_action(action)), StatusCode::ACCEPTED, body).await
 }
 
-fn ensure_can_switch(machine: &MachineRow, action: PowerAction) -> Result<(), Problem> {
+fn ensure_power_change_allowed(machine: &MachineRow, action: PowerAction) -> Result<(), Problem> {
     if machine.deleted_at.is_some() {
         return Err(problems::machine_not_found(&machine.id.to_string()));
     }
@@ -106,7 +106,7 @@ fn ensure_can_switch(machine: &MachineRow, action: PowerAction) -> Result<(), Pr
     if !matches!(machine.status, Status::Running | Status::Failed) {
         return Err(problems::invalid_state(machine.status.as_str(), &[Status::Running, Status::Failed]));
     }
-    // Power-on looks up a server again that the provider has reported missing.
+    // A power-on also looks up a server that the provider has reported missing.
     let may_be_found = action == PowerAction::On && machine.may_have_server();
     if may_be_found || machine.has_server() {
         Ok(())
@@ -164,17 +164,17 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "power",
         method: Method::POST,
         path: "/vps/{id}/power",
-        summary: "Switches the server of a running or failed machine off or on, or restarts it.",
+        summary: "Powers the server of a running or failed machine off or on, or restarts it.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
         body: Some(|| request_object(&[("action", action_schema())], &[])),
         responses: &[
             documented_json(
                 202,
-                "The server is being switched on or off, or restarted.",
+                "The server is being powered on or off, or restarted.",
                 schema_of::<PowerChange>,
             ),
-            documented_json(200, "The server is already switched off.", schema_of::<PowerChange>),
+            documented_json(200, "The server is already powered off.", schema_of::<PowerChange>),
         ],
         problems: &[
             Code::MachineNotFound,

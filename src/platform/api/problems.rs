@@ -56,7 +56,7 @@ pub fn invalid_state(status: &str, allowed: &[Status]) -> Problem {
     let detail = if allowed.is_empty() {
         format!("The machine is {status}.")
     } else {
-        format!("The machine is {status}; this needs {}.", allowed.join(" or "))
+        format!("The machine is {status}, but must be {}.", allowed.join(" or "))
     };
     Problem::new(Code::InvalidState, detail)
         .with("machineStatus", status.into())

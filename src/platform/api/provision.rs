@@ -16,8 +16,8 @@ use super::endpoint::{
 };
 use super::locations::RequestedLocations;
 use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
-use super::restorable::EmptyStart;
-use super::{entitlement, problems, restorable, server_quota};
+use super::replacement_checks::EmptyStart;
+use super::{entitlement, problems, replacement_checks, server_quota};
 use crate::context::Platform;
 use crate::db;
 use crate::db::machine_row::MachineRow;
@@ -153,7 +153,7 @@ async fn provision(
             return Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1));
         };
         if let Some(failed) = &existing {
-            restorable::ensure_not_switched_off(failed, request.options.accept_loss)?;
+            replacement_checks::ensure_not_powered_off(failed, request.options.accept_loss)?;
             server_quota::ensure_room_for_replacement(platform, tx, listed, failed).await?;
         } else {
             server_quota::ensure_room(platform, tx, listed).await?;
@@ -180,7 +180,7 @@ async fn provision(
     mutation.run_for_user(platform, &request.user, change).await
 }
 
-/// Properties of the new machine that are looked up before any change.
+/// The properties of the new machine, looked up before any change.
 struct ProvisionPlan {
     image_version: ImageVersion,
     bundle_sha256: String,
@@ -204,9 +204,9 @@ async fn prepare_plan(
     let restore = choose_restore_mode(platform, request).await?;
     let slot_key = (&request.user, &request.slot);
     let starts_as_requested = restore == RestoreMode::Required || request.empty == EmptyStart::Allowed;
-    let accepted = request.options.accept_loss && starts_as_requested;
-    restorable::ensure_no_unknown_holder(platform, slot_key, existing, accepted).await?;
-    let epoch_floor = restorable::find_epoch_floor(platform, &request.user, &request.slot).await?;
+    let accepts_loss = request.options.accept_loss && starts_as_requested;
+    replacement_checks::ensure_no_unknown_holder(platform, slot_key, existing, accepts_loss).await?;
+    let epoch_floor = replacement_checks::find_epoch_floor(platform, &request.user, &request.slot).await?;
     let replaces = existing.map(|failed| failed.id);
     Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor, replaces })
 }
@@ -220,7 +220,7 @@ pub async fn check_possible(
     request.locations.ensure_known_for_quote(platform).await?;
     let plan = prepare_plan(platform, request, existing).await?;
     if let Some(failed) = existing {
-        restorable::ensure_not_switched_off(failed, request.options.accept_loss)?;
+        replacement_checks::ensure_not_powered_off(failed, request.options.accept_loss)?;
     }
     Ok(plan.image_version)
 }
@@ -236,8 +236,8 @@ async fn check_confirmation(
         return Ok(());
     }
     let fallback = request.locations.fallback_for(platform, location);
-    let places = ServerLocations { location, fallback: &fallback };
-    confirmation.check_cost(&server_cost::read_cost(platform, server_type, places).await?)
+    let locations = ServerLocations { location, fallback: &fallback };
+    confirmation.check_cost(&server_cost::read_cost(platform, server_type, locations).await?)
 }
 
 /// Finds the release with which the slot's next machine starts.
@@ -297,7 +297,7 @@ async fn create_machine(
     }
 }
 
-/// Makes the checks that do not need the object store. Returns the slot's machine, if any.
+/// Runs the checks that do not need the object store. Returns the slot's machine, if any.
 pub async fn check_admission(
     platform: &Platform,
     client: &impl GenericClient,
@@ -361,14 +361,14 @@ async fn choose_restore_mode(
     match snapshot::find_latest(&platform.bucket, &slot).await {
         Ok(named) => {
             let side = snapshot::read_side_record(&platform.bucket, &slot, &named).await?;
-            restorable::ensure_fits_disk(platform, &side, &request.server_type).await?;
+            replacement_checks::ensure_fits_disk(platform, &side, &request.server_type).await?;
             Ok(RestoreMode::Required)
         }
         Err(SnapshotUnusable::Absent) => {
-            restorable::ensure_may_start_empty(platform, &request.user, &request.slot).await?;
+            replacement_checks::ensure_may_start_empty(platform, &request.user, &request.slot).await?;
             if request.empty == EmptyStart::Refused {
                 let session = platform.db.session().await?;
-                restorable::ensure_no_unsaved_data(&session, &request.user, &request.slot).await?;
+                replacement_checks::ensure_no_unsaved_data(&session, &request.user, &request.slot).await?;
             }
             Ok(RestoreMode::Empty)
         }

@@ -44,8 +44,8 @@ async fn quote(platform: &Platform, request: &ProvisionRequest) -> Result<Provis
     if orders_server {
         image_version = Some(provision::check_possible(platform, request, existing.as_ref()).await?);
         let fallback = request.locations.fallback_for(platform, &request.location);
-        let places = ServerLocations { location: &request.location, fallback: &fallback };
-        let quoted = server_cost::read_quoted_cost(platform, &request.server_type, places).await;
+        let locations = ServerLocations { location: &request.location, fallback: &fallback };
+        let quoted = server_cost::read_quoted_cost(platform, &request.server_type, locations).await;
         cost = if needs_cost_confirmation { Some(quoted?) } else { quoted.ok() };
         let count = async { Ok(server_quota::count_listed(platform).await?) };
         listed = Some(platform.quotes.get_servers(count).await?);

@@ -18,8 +18,8 @@ use super::endpoint::{
 };
 use super::locations::RequestedLocations;
 use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
-use super::restorable::EmptyStart;
-use super::{entitlement, problems, provision, restorable, server_quota};
+use super::replacement_checks::EmptyStart;
+use super::{entitlement, problems, provision, replacement_checks, server_quota};
 use crate::context::Platform;
 use crate::copies;
 use crate::db;
@@ -91,7 +91,7 @@ fn parse_request(call: &ApiCall) -> Result<RecoveryRequest, Problem> {
     fields.finish(request)
 }
 
-/// Properties of the new machine that are looked up before any change.
+/// The properties of the new machine, looked up before any change.
 struct RecoveryPlan {
     restore: RestoreMode,
     /// `None` means the snapshot that the pointer names.
@@ -120,7 +120,7 @@ async fn prepare_plan(
     }
     let initial = find_initial_data(platform, request, machine).await?;
     if let Some(side) = &initial.side {
-        restorable::ensure_fits_disk(platform, side, &server_type).await?;
+        replacement_checks::ensure_fits_disk(platform, side, &server_type).await?;
     }
     let image_version = match &request.image_version {
         Some(version) => version.clone(),
@@ -128,9 +128,9 @@ async fn prepare_plan(
     };
     let bundle_sha256 = provision::find_bundle_digest(&platform.bucket, &image_version).await?;
     let slot_key = (&request.user, &request.slot);
-    let accepted = request.options.accept_loss;
-    restorable::ensure_no_unknown_holder(platform, slot_key, Some(machine), accepted).await?;
-    let epoch_floor = restorable::find_epoch_floor(platform, &request.user, &request.slot).await?;
+    let accepts_loss = request.options.accept_loss;
+    replacement_checks::ensure_no_unknown_holder(platform, slot_key, Some(machine), accepts_loss).await?;
+    let epoch_floor = replacement_checks::find_epoch_floor(platform, &request.user, &request.slot).await?;
     let newer = match &initial.side {
         Some(side) => copies::find_newer_for_machine(&platform.bucket, machine, &side.snapshot_ref()).await,
         None => None,
@@ -180,7 +180,7 @@ async fn recover(
         let Some(plan) = plan else {
             return Err(slot_changed());
         };
-        restorable::ensure_not_switched_off(&machine, request.options.accept_loss)?;
+        replacement_checks::ensure_not_powered_off(&machine, request.options.accept_loss)?;
         server_quota::ensure_room_for_replacement(platform, tx, plan.listed, &machine).await?;
         let location = request.locations.location.clone().unwrap_or_else(|| machine.location.clone());
         let machine_request = MachineRequest {
@@ -271,7 +271,7 @@ async fn find_initial_data(
             Ok(InitialData { restore: RestoreMode::Required, key: None, side: Some(side) })
         }
         Err(SnapshotUnusable::Absent) => {
-            restorable::ensure_may_start_empty(platform, &request.user, &request.slot).await?;
+            replacement_checks::ensure_may_start_empty(platform, &request.user, &request.slot).await?;
             if request.empty == EmptyStart::Refused {
                 return Err(unsaved_machine_problem(machine)
                     .unwrap_or_else(|| problems::snapshot_unusable(SnapshotUnusable::Absent)));
@@ -282,7 +282,7 @@ async fn find_initial_data(
     }
 }
 
-/// The problem of a machine whose server has the only copy of the slot's data: a backup can be taken first.
+/// The problem of a machine whose server has the only copy of the slot's data, of which a backup can be taken first.
 fn unsaved_machine_problem(machine: &MachineRow) -> Option<Problem> {
     if machine.registered_at.is_none() || !machine.has_server() {
         return None;
@@ -311,12 +311,12 @@ async fn respond_during_recovery(
         return Err(problems::machine_not_found("that this one replaces"));
     };
     let has_moved = db::operation_log::has_outcome(client, operation.id, "location").await?;
-    let other = differing_options(request, machine, operation.options, has_moved);
-    if !other.is_empty() {
+    let differences = differing_options(request, machine, operation.options, has_moved);
+    if !differences.is_empty() {
         let detail = format!(
             "A recovery of the slot is running (operation {}) and keeps its options. This request differs in: {}.",
             operation.id,
-            other.join(", ")
+            differences.join(", ")
         );
         return Err(Problem::new(Code::InvalidState, detail)
             .with("machineStatus", json!(machine.status))

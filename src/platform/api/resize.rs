@@ -15,7 +15,7 @@ use super::endpoint::{
 };
 use super::machine_change::ChangeRequest;
 use super::mutation::{self, AuditChange, Effect, Mutation, Reply};
-use super::{entitlement, problems, restorable};
+use super::{entitlement, problems, replacement_checks};
 use crate::context::Platform;
 use crate::db;
 use crate::db::machine_row::MachineRow;
@@ -56,13 +56,13 @@ async fn resize(
         return Ok(reply);
     }
     let unlocked = require_machine(db::machines::get(&session, id).await?, id)?;
-    if is_change(&unlocked, to)? {
+    if changes_type(&unlocked, to)? {
         entitlement::ensure_machine_entitled(platform, &session, &unlocked, to).await?;
         // No session is held during requests to the provider and the store.
         drop(session);
         let info = require_server_type(platform, to).await?;
         ensure_disk_fits(platform, &unlocked, &info).await?;
-        restorable::ensure_holds_slot(platform, &unlocked).await?;
+        replacement_checks::ensure_holds_slot(platform, &unlocked).await?;
     } else {
         drop(session);
     }
@@ -71,7 +71,7 @@ async fn resize(
         if machine.server_type != unlocked.server_type {
             return Err(Problem::new(Code::Unavailable, "The machine has changed; try again.").retry_after(1));
         }
-        if is_change(&machine, to)? {
+        if changes_type(&machine, to)? {
             entitlement::ensure_machine_entitled(platform, tx, &machine, to).await?;
             if let Some(operation) = db::operations::find_running(tx, id).await? {
                 let detail = format!(
@@ -99,23 +99,23 @@ async fn resize(
     mutation.run_for_user(platform, &unlocked.user, change).await
 }
 
-/// Treats a deleted machine as not found.
+/// Unwraps the machine; a deleted one counts as not found.
 fn require_machine(machine: Option<MachineRow>, id: MachineId) -> Result<MachineRow, Problem> {
     let existing = machine.filter(|machine| machine.deleted_at.is_none());
     existing.ok_or_else(|| problems::machine_not_found(&id.to_string()))
 }
 
-/// Whether the request changes the machine's type.
+/// Returns whether the request changes the machine's type.
 ///
 /// # Errors
 /// `invalid_state` if the machine cannot be resized.
-fn is_change(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> {
+fn changes_type(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> {
     let event = Event::ResizeRequested { to: to.clone() };
     let outcome = transition(&machine.lifecycle(), &event);
     let outcome =
         outcome.map_err(|refusal| problems::lifecycle_problem(LifecycleError::Refused(refusal), machine))?;
     if machine.powered_off_at.is_some() {
-        let detail = "The machine's server is switched off; switch it on with `svcctl power on` first.";
+        let detail = "The machine's server is powered off; power it on with `svcctl power on` first.";
         return Err(Problem::new(Code::InvalidState, detail)
             .with("machineStatus", json!(machine.status))
             .with("allowed", json!(["running"])));

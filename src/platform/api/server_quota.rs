@@ -1,4 +1,4 @@
-//! Whether the provider's project has room for one more server.
+//! Checks whether the provider's project has room for one more server.
 //!
 //! The provider's API reports a project's servers, but not its limit: the limit is `PROVIDER_SERVER_LIMIT`. In
 //! addition, the project counts as full for a few minutes after the provider has refused an order because of its limit.
@@ -46,7 +46,7 @@ pub async fn count_for_limit(platform: &Platform) -> Result<Option<ListedServers
     }
 }
 
-/// The number of servers that exist or have been ordered.
+/// Counts the servers that exist or have been ordered.
 ///
 /// # Errors
 /// [`DbError`].
@@ -54,9 +54,10 @@ async fn count_used(client: &impl GenericClient, listed: Option<ListedServers>) 
     Ok(total_used(listed, db::servers::count_own(client).await?))
 }
 
-/// Without a list, only the servers of the platform's machines count. A server that was recorded after the list was
-/// requested may be missing from the list. It no longer counts as ordered, so it is added. A server that the provider
-/// has created but the platform has not recorded yet counts twice, as listed and as ordered.
+/// Computes the number of servers in use. Without a list, only the servers of the platform's machines count. A server
+/// that was recorded after the list was requested may be missing from the list. It no longer counts as ordered, so it
+/// is added. A server that the provider has created but the platform has not recorded yet counts twice, as listed and
+/// as ordered.
 fn total_used(listed: Option<ListedServers>, own: OwnServers) -> u64 {
     let listed = listed.and_then(|list| Some(list.listed? + own.existing.saturating_sub(list.recorded)));
     listed.unwrap_or_default().max(own.existing) + own.ordered
@@ -136,7 +137,7 @@ pub async fn check_room_for_replacement(
     Err(Problem { detail, ..shortage }.with("otherMachines", json!(others)))
 }
 
-/// The number of used servers and, if no further server fits, the problem.
+/// Returns the number of used servers and, if no further server fits, the problem.
 async fn measure_room(
     platform: &Platform,
     client: &impl GenericClient,

@@ -14,7 +14,7 @@ use super::endpoint::{
 };
 use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{self, Mutation, Reply};
-use super::{problems, restorable};
+use super::{problems, replacement_checks};
 use crate::context::Platform;
 use crate::db;
 use crate::db::machine_row::MachineRow;
@@ -63,13 +63,13 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
     change.end(ChangeEffect::Changed("undelete"), StatusCode::ACCEPTED, body).await
 }
 
-/// Rejects a machine whose slot is, according to the store, held by another machine. If the store is unavailable, the
-/// check passes: the operation repeats it before any change.
+/// Rejects a machine whose slot another machine holds, according to the store. If the store is unavailable, the check
+/// passes: the operation repeats it before any change.
 ///
 /// # Errors
 /// `invalid_state`.
 pub async fn ensure_may_return(platform: &Platform, deleted: &MachineRow) -> Result<(), Problem> {
-    match restorable::ensure_holds_slot(platform, deleted).await {
+    match replacement_checks::ensure_holds_slot(platform, deleted).await {
         Err(problem) if problem.code == Code::StoreUnavailable => Ok(()),
         checked => checked,
     }
@@ -183,7 +183,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         body: None,
         responses: &[documented_json(
             202,
-            "The machine holds its slot again; its server is being switched on.",
+            "The machine holds its slot again; its server is being powered on.",
             schema_of::<UndeletedMachine>,
         )],
         problems: &[

@@ -55,7 +55,7 @@ async fn fetch_report(
 ) -> Result<UsageReport, Problem> {
     let session = platform.report_db.session().await?;
     let machine = db::machines::get(&session, id).await?;
-    // No connection is held while the host is called.
+    // No session is held during the call to the host.
     drop(session);
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
     ensure_serving(&machine)?;
@@ -71,7 +71,7 @@ async fn fetch_report(
     })
 }
 
-/// Rejects a machine whose host does not serve.
+/// Rejects a machine whose host is not in service.
 fn ensure_serving(machine: &MachineRow) -> Result<(), Problem> {
     let id = machine.id;
     if machine.deleted_at.is_some() {
@@ -90,7 +90,7 @@ fn ensure_serving(machine: &MachineRow) -> Result<(), Problem> {
     }
     if machine.powered_off_at.is_some() {
         let detail = format!(
-            "Machine {id} is switched off, so its host cannot report its usage. `svcctl power on {id} --wait` switches it on."
+            "Machine {id} is powered off, so its host cannot report its usage. `svcctl power on {id} --wait` powers it on."
         );
         return Err(invalid_state(machine.status.as_str(), detail));
     }
@@ -101,7 +101,7 @@ fn invalid_state(status: &str, detail: String) -> Problem {
     Problem::new(Code::InvalidState, detail).with("machineStatus", status.into()).with("allowed", json!([]))
 }
 
-/// Maps a failed call of the host to a problem for the operator.
+/// Maps a failed call to the host to a problem for the operator.
 fn host_problem(id: MachineId, error: &UsageError) -> Problem {
     match error {
         UsageError::Host(HostCallError::Unreachable(_)) => {
@@ -235,17 +235,17 @@ mod tests {
 
     #[test]
     fn parse_report_drops_unknown_fields_and_sanitizes_texts() {
-        let parsed = serde_json::to_value(report(|it| it["secret"] = json!("x")).unwrap()).unwrap();
+        let parsed = serde_json::to_value(report(|report| report["secret"] = json!("x")).unwrap()).unwrap();
         assert_eq!(parsed["entries"][0]["userId"], "a\u{FFFD}[2J");
         assert_eq!((&parsed["totalCost"], &parsed["secret"]), (&json!(1.5), &Value::Null));
     }
 
     #[test]
     fn parse_report_rejects_invalid_reports() {
-        assert!(report(|it| it["totalCost"] = json!(-1)).is_err());
-        assert!(report(|it| it["entries"][0]["cost"] = json!(-0.1)).is_err());
-        assert!(report(|it| it["entries"][0]["date"] = json!("soon")).is_err());
-        assert!(report(|it| it["entries"] = json!(null)).is_err());
+        assert!(report(|report| report["totalCost"] = json!(-1)).is_err());
+        assert!(report(|report| report["entries"][0]["cost"] = json!(-0.1)).is_err());
+        assert!(report(|report| report["entries"][0]["date"] = json!("soon")).is_err());
+        assert!(report(|report| report["entries"] = json!(null)).is_err());
         assert!(parse_report(b"<html>").is_err());
     }
 

@@ -89,7 +89,7 @@ async fn handle_create_error(
             Some(found) => Ok(adopt(&found)),
             None => Err(StepError::from(error)),
         },
-        ErrorKind::Account if error.is_without_capacity() => {
+        ErrorKind::Account if error.is_capacity_error() => {
             continue_in_next_location(leased, machine, error).await
         }
         ErrorKind::Refused | ErrorKind::Account | ErrorKind::NotFound | ErrorKind::Transient => {

@@ -1,9 +1,10 @@
-//! The provider's rate limit: one budget for all clones of the adapter and, with an [`Allowance`], for all processes
+//! The provider's rate limit: one budget for all clones of the adapter and, with a [`RateBudget`], for all processes
 //! that share it.
 //!
-//! A call waits while the gate is closed, because the provider has reported an empty budget or refused a call, and until
-//! it is reserved in the shared budget. While the shared budget is unavailable, calls are sent without a reservation. One
-//! round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The budget also limits the calls in flight.
+//! The gate closes when the provider reports an empty budget or refuses a call. A call waits until the gate is open and
+//! the call is reserved in the shared budget. While the shared budget is unavailable, calls are sent without a
+//! reservation. One round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The budget also limits
+//! the calls in flight.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -14,16 +15,16 @@ use jiff::fmt::rfc2822;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
-use crate::{Allowance, ObservedBudget};
+use crate::{ObservedBudget, RateBudget};
 
 const MAX_CALLS_IN_FLIGHT: usize = 8;
-/// Calls reserved in the shared budget at a time.
+/// Number of calls that are reserved in the shared budget at a time.
 const RESERVATION_BATCH: u32 = 16;
 const RESERVATION_TTL: Duration = Duration::from_secs(10);
-/// After this timeout a process relies on its own view of the budget.
-const SHARED_TIMEOUT: Duration = Duration::from_secs(2);
-/// The provider's limits are per hour. A later reset time is wrong and is capped, because the refill rate derived from it
-/// would stop all calls.
+/// After this timeout, a process relies on its own view of the budget.
+const SHARED_BUDGET_TIMEOUT: Duration = Duration::from_secs(2);
+/// The provider's limits are per hour. A longer reset time is wrong and is capped, because the refill rate derived from
+/// it would stop all calls.
 const MAX_RESET: Duration = Duration::from_secs(3600);
 /// Minimum number of used calls for a reliable refill rate.
 const MIN_USED_CALLS: u64 = 5;
@@ -37,7 +38,7 @@ pub(super) struct Exhausted;
 pub(super) struct Budget {
     in_flight: Arc<Semaphore>,
     state: Arc<Mutex<State>>,
-    shared: Option<Arc<dyn Allowance>>,
+    shared: Option<Arc<dyn RateBudget>>,
     max_wait: Duration,
 }
 
@@ -47,11 +48,11 @@ struct State {
     /// Calls reserved in the shared budget but not yet made, and their expiry.
     reserved: u32,
     reserved_until: Option<Instant>,
-    seen: Option<ObservedBudget>,
+    observed: Option<ObservedBudget>,
 }
 
 impl Budget {
-    pub(super) fn new(max_wait: Duration, shared: Option<Arc<dyn Allowance>>) -> Self {
+    pub(super) fn new(max_wait: Duration, shared: Option<Arc<dyn RateBudget>>) -> Self {
         Self {
             in_flight: Arc::new(Semaphore::new(MAX_CALLS_IN_FLIGHT)),
             state: Arc::default(),
@@ -60,15 +61,16 @@ impl Budget {
         }
     }
 
-    /// Waits for a slot among the calls in flight, for the gate to open, and for a call in the shared budget. The slot is
-    /// held until the permit is dropped.
+    /// Waits for a permit for a call in flight, for the gate to open, and for a reservation in the shared budget. The
+    /// call counts as in flight until the permit is dropped.
     ///
     /// # Errors
-    /// [`Exhausted`] after the maximum wait. Without a shared budget, the call is then sent although the gate is closed.
+    /// [`Exhausted`] after the maximum wait. Without a shared budget, the permit is granted then, although the gate is
+    /// closed.
     pub(super) async fn acquire(&self) -> Result<OwnedSemaphorePermit, Exhausted> {
         let permit =
             Arc::clone(&self.in_flight).acquire_owned().await.expect("the semaphore is never closed");
-        // Other tasks may extend the closing of the gate; `max_wait` bounds the wait.
+        // Other tasks may keep the gate closed for longer; `max_wait` bounds the wait.
         let deadline = Instant::now() + self.max_wait;
         loop {
             let until = match self.closed_until() {
@@ -79,26 +81,27 @@ impl Budget {
                 },
             };
             if Instant::now() >= deadline {
-                // Without a shared budget, the gate is only a guess about other users.
+                // Without a shared budget, the gate only estimates the calls of other users.
                 return if self.shared.is_none() { Ok(permit) } else { Err(Exhausted) };
             }
             tokio::time::sleep_until(until.min(deadline)).await;
         }
     }
 
-    /// Reserves one call; the error is the delay before the next attempt.
+    /// Reserves one call. The error is the delay before the next attempt.
     async fn reserve_call(&self) -> Result<(), Duration> {
         let Some(shared) = &self.shared else { return Ok(()) };
-        let (back, seen) = {
+        let (unused, observed) = {
             let mut state = self.state();
             if state.reserved > 0 && state.reserved_until.is_some_and(|until| until > Instant::now()) {
                 state.reserved -= 1;
                 return Ok(());
             }
-            (std::mem::take(&mut state.reserved), state.seen.take())
+            (std::mem::take(&mut state.reserved), state.observed.take())
         };
         let Ok(Some(grant)) =
-            tokio::time::timeout(SHARED_TIMEOUT, shared.reserve(RESERVATION_BATCH, back, seen)).await
+            tokio::time::timeout(SHARED_BUDGET_TIMEOUT, shared.reserve(RESERVATION_BATCH, unused, observed))
+                .await
         else {
             return Ok(());
         };
@@ -111,26 +114,26 @@ impl Budget {
         Ok(())
     }
 
-    /// Updates the budget from a response to an exchange of duration `took`. If the budget is empty, the gate closes
-    /// for the time in which one call is refilled.
+    /// Updates the budget from the response to an exchange of duration `took`. If the budget is empty, closes the gate
+    /// until one call has been refilled.
     pub(super) fn update(&self, headers: &HeaderMap, took: Duration) {
         let (Some(limit), Some(remaining), Some(reset)) =
             (number(headers, "ratelimit-limit"), number(headers, "ratelimit-remaining"), reset_in(headers))
         else {
             return;
         };
-        let per_second = lower_rate(limit.saturating_sub(remaining), reset + took);
+        let per_second = min_refill_rate(limit.saturating_sub(remaining), reset + took);
         let at = std::time::Instant::now();
-        self.state().seen =
+        self.state().observed =
             Some(ObservedBudget { remaining: remaining as f64, capacity: limit as f64, per_second, at });
         if remaining == 0 {
-            // The provider refills evenly and sends the time of the full refill.
+            // The provider refills evenly, and sends the time of the full refill.
             self.close_for(reset / u32::try_from(limit.max(1)).unwrap_or(u32::MAX));
         }
     }
 
-    /// Closes the gate after a 429 until the provider's reset, or for `fallback` if the response names no reset; at most
-    /// for the maximum wait. Returns the time for which the gate is closed.
+    /// Closes the gate after a 429, until the provider's reset, or for `fallback` if the response does not name a reset
+    /// time, but for at most the maximum wait. Returns the time for which the gate is closed.
     pub(super) fn record_refusal(&self, headers: &HeaderMap, fallback: Duration) -> Duration {
         let wait = reset_in(headers).unwrap_or(fallback).min(self.max_wait);
         self.close_for(wait);
@@ -141,7 +144,7 @@ impl Budget {
     pub(super) async fn report_refusal(&self, wait: Duration) {
         if let Some(shared) = &self.shared {
             // The provider itself refuses a user that the report does not reach.
-            let _ = tokio::time::timeout(SHARED_TIMEOUT, shared.close(wait)).await;
+            let _ = tokio::time::timeout(SHARED_BUDGET_TIMEOUT, shared.close(wait)).await;
         }
     }
 
@@ -162,14 +165,14 @@ impl Budget {
     }
 }
 
-/// A lower bound of the refill rate, from the used calls and the time until all are refilled, counted from the start
-/// of the exchange. The remaining budget is rounded down, so up to one call less is used. The reset time is relative
-/// to the response and rounded up to a second.
-fn lower_rate(used: u64, refill_time: Duration) -> Option<f64> {
+/// Returns a lower bound on the refill rate, from the used calls and the time until all are refilled, counted from the
+/// start of the exchange. The provider rounds the remaining budget down, so up to one call fewer has been used. Its
+/// reset time counts from the response, and is rounded up to a second.
+fn min_refill_rate(used: u64, refill_time: Duration) -> Option<f64> {
     (used >= MIN_USED_CALLS && !refill_time.is_zero()).then(|| (used - 1) as f64 / refill_time.as_secs_f64())
 }
 
-/// A random value from 0 to 1, so that waiting callers do not retry at the same time.
+/// Returns a random value from 0 to 1, so that waiting callers do not retry at the same time.
 fn jitter() -> f64 {
     f64::from(uuid::Uuid::new_v4().as_bytes()[0]) / 256.0
 }
@@ -178,8 +181,8 @@ fn number(headers: &HeaderMap, name: &str) -> Option<u64> {
     headers.get(name)?.to_str().ok()?.trim().parse().ok()
 }
 
-/// The time until `RateLimit-Reset`, a Unix time in seconds. It counts from the response's `Date`, because the local clock
-/// may be wrong.
+/// Returns the time until `RateLimit-Reset`, a Unix time in seconds. The time counts from the response's `Date`,
+/// because the local clock may be wrong.
 fn reset_in(headers: &HeaderMap) -> Option<Duration> {
     let reset = UNIX_EPOCH.checked_add(Duration::from_secs(number(headers, "ratelimit-reset")?))?;
     let date = headers.get(DATE).and_then(|date| rfc2822::parse(date.to_str().ok()?).ok());
@@ -226,22 +229,22 @@ mod tests {
     }
 
     #[test]
-    fn lower_rate_never_exceeds_actual_rate() {
+    fn min_refill_rate_never_exceeds_actual_rate() {
         for rate in [0.5, 1.0, 8.0, 40.0] {
             for tenths in 50..400u32 {
                 let used = f64::from(tenths) / 10.0;
                 for fraction in [0.0, 0.01, 0.5, 0.99] {
                     // The provider names the next whole second after the full refill.
-                    let all_back = fraction + used / rate;
-                    let refill_time = Duration::from_secs_f64(all_back.ceil() - fraction);
+                    let full_refill = fraction + used / rate;
+                    let refill_time = Duration::from_secs_f64(full_refill.ceil() - fraction);
                     // It also rounds the remaining budget down.
                     let shown = used.ceil() as u64;
-                    let derived_rate = lower_rate(shown, refill_time).unwrap();
+                    let derived_rate = min_refill_rate(shown, refill_time).unwrap();
                     assert!(derived_rate <= rate, "{derived_rate} instead of {rate} of {used} at {fraction}");
                 }
             }
         }
-        assert_eq!(lower_rate(MIN_USED_CALLS - 1, Duration::from_secs(1)), None);
+        assert_eq!(min_refill_rate(MIN_USED_CALLS - 1, Duration::from_secs(1)), None);
     }
 
     #[test]
@@ -265,13 +268,13 @@ mod tests {
     }
 
     /// Grants all remaining calls, and counts the requests.
-    struct FakeAllowance {
+    struct FakeRateBudget {
         remaining: AtomicU32,
         requests: AtomicU32,
     }
 
     #[async_trait]
-    impl Allowance for FakeAllowance {
+    impl RateBudget for FakeRateBudget {
         async fn reserve(
             &self,
             wanted: u32,
@@ -290,27 +293,27 @@ mod tests {
 
     #[tokio::test]
     async fn acquire_reserves_batches_and_fails_when_empty() {
-        let allowance =
-            Arc::new(FakeAllowance { remaining: (2 * RESERVATION_BATCH).into(), requests: 0.into() });
-        let budget = Budget::new(Duration::from_millis(100), Some(allowance.clone()));
+        let rate_budget =
+            Arc::new(FakeRateBudget { remaining: (2 * RESERVATION_BATCH).into(), requests: 0.into() });
+        let budget = Budget::new(Duration::from_millis(100), Some(rate_budget.clone()));
         for _ in 0..2 * RESERVATION_BATCH {
             drop(budget.acquire().await.unwrap());
         }
-        assert_eq!(allowance.requests.load(Ordering::SeqCst), 2);
+        assert_eq!(rate_budget.requests.load(Ordering::SeqCst), 2);
         assert!(budget.acquire().await.is_err());
     }
 
     #[tokio::test(start_paused = true)]
     async fn acquire_returns_expired_reservations() {
-        let allowance = Arc::new(FakeAllowance { remaining: 100.into(), requests: 0.into() });
-        let budget = Budget::new(Duration::from_millis(100), Some(allowance.clone()));
+        let rate_budget = Arc::new(FakeRateBudget { remaining: 100.into(), requests: 0.into() });
+        let budget = Budget::new(Duration::from_millis(100), Some(rate_budget.clone()));
         for _ in 0..10 {
             drop(budget.acquire().await.unwrap());
             tokio::time::sleep(2 * RESERVATION_TTL).await;
         }
-        assert_eq!(allowance.requests.load(Ordering::SeqCst), 10);
+        assert_eq!(rate_budget.requests.load(Ordering::SeqCst), 10);
         assert_eq!(
-            allowance.remaining.load(Ordering::SeqCst),
+            rate_budget.remaining.load(Ordering::SeqCst),
             100 - 10 - (RESERVATION_BATCH - 1),
             "all calls but those of the current reservation are returned"
         );

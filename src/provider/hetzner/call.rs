@@ -1,6 +1,6 @@
 //! One call to the provider: its timeout, the classification of its failures, and its retries.
 //!
-//! Invariant: a call that creates something is repeated only after a response that says that nothing was done.
+//! Invariant: a call that creates something is repeated only after a response that shows that nothing was done.
 
 use std::time::{Duration, Instant};
 
@@ -17,14 +17,14 @@ use svc_base::metrics::{PROVIDER_CALLS, PROVIDER_DURATION};
 use svc_http::body::{ResponseBodyError, read_response};
 use svc_http::request_id;
 
-/// A page of fifty servers has about 150 KiB.
+/// A page of fifty servers is about 150 KiB long.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
 /// Timeouts and retries of the adapter.
 #[derive(Debug, Clone, Copy)]
 pub struct CallLimits {
     /// Timeout of one exchange, from the first byte sent to the last byte received.
-    pub deadline: Duration,
+    pub timeout: Duration,
     pub initial_backoff: Duration,
     pub max_backoff: Duration,
     /// Maximum wait for a reset of the rate limit.
@@ -35,7 +35,7 @@ pub struct CallLimits {
 impl Default for CallLimits {
     fn default() -> Self {
         Self {
-            deadline: Duration::from_secs(10),
+            timeout: Duration::from_secs(10),
             initial_backoff: Duration::from_millis(250),
             max_backoff: Duration::from_secs(5),
             max_rate_wait: Duration::from_secs(30),
@@ -52,7 +52,7 @@ pub(super) enum Idempotence {
     NotIdempotent,
 }
 
-/// A request; `name` identifies the call in errors.
+/// A request. `name` identifies the call in errors and metrics.
 pub(super) struct Call<'a> {
     pub(super) name: &'static str,
     pub(super) method: Method,
@@ -110,10 +110,10 @@ pub(super) struct Connection {
 
 impl Connection {
     /// Makes the call, with retries where they are safe, and parses the response's JSON.
-    pub(super) async fn json<A: DeserializeOwned>(&self, call: Call<'_>) -> Result<A, ProviderError> {
+    pub(super) async fn request_json<A: DeserializeOwned>(&self, call: Call<'_>) -> Result<A, ProviderError> {
         let response = self.exchange_with_retries(&call).await?;
         serde_json::from_slice(&response.body).map_err(|source| {
-            let kind = unclear_kind(call.idempotence);
+            let kind = kind_if_effect_unknown(call.idempotence);
             ProviderError::new(
                 call.name,
                 kind,
@@ -157,7 +157,7 @@ impl Connection {
             let error = ProviderError::new(call.name, ErrorKind::Transient, cause);
             return Err(FailedExchange { error, retry: Retry::Never });
         };
-        let after = self.limits.deadline;
+        let after = self.limits.timeout;
         let start = Instant::now();
         let sent = tokio::time::timeout(after, self.send(call)).await;
         PROVIDER_DURATION.record([call.name], start.elapsed());
@@ -167,7 +167,7 @@ impl Connection {
                 let kind = match &cause {
                     // Nothing was sent.
                     Cause::Connect(_) => ErrorKind::Transient,
-                    _ => unclear_kind(call.idempotence),
+                    _ => kind_if_effect_unknown(call.idempotence),
                 };
                 return Err(FailedExchange {
                     error: ProviderError::new(call.name, kind, cause),
@@ -175,8 +175,11 @@ impl Connection {
                 });
             }
             Err(_) => {
-                let error =
-                    ProviderError::new(call.name, unclear_kind(call.idempotence), Cause::Deadline { after });
+                let error = ProviderError::new(
+                    call.name,
+                    kind_if_effect_unknown(call.idempotence),
+                    Cause::Timeout { after },
+                );
                 return Err(FailedExchange { error, retry: Retry::Never });
             }
         };
@@ -242,15 +245,15 @@ struct Response {
     body: Vec<u8>,
 }
 
-/// The kind of a failure after which it is unknown whether the call had an effect.
-fn unclear_kind(idempotence: Idempotence) -> ErrorKind {
+/// Returns the kind of a failure after which it is unknown whether the call had an effect.
+fn kind_if_effect_unknown(idempotence: Idempotence) -> ErrorKind {
     match idempotence {
         Idempotence::Idempotent => ErrorKind::Transient,
         Idempotence::NotIdempotent => ErrorKind::Ambiguous,
     }
 }
 
-/// The provider's code takes precedence over the status; an unknown code is classified by its status.
+/// Classifies a refusal by the provider's code or, if the code is unknown, by the status.
 fn classify(status: StatusCode, code: &str, idempotence: Idempotence) -> (ErrorKind, Retry) {
     match code {
         "rate_limit_exceeded" | "conflict" | "locked" => return (ErrorKind::Transient, Retry::AfterBackoff),
@@ -276,7 +279,7 @@ fn classify(status: StatusCode, code: &str, idempotence: Idempotence) -> (ErrorK
             (ErrorKind::Account, Retry::Never)
         }
         status if status.is_client_error() => (ErrorKind::Refused, Retry::Never),
-        _ => (unclear_kind(idempotence), Retry::Never),
+        _ => (kind_if_effect_unknown(idempotence), Retry::Never),
     }
 }
 

@@ -1,4 +1,5 @@
-//! The adapter for the Hetzner Cloud API v1 (<https://docs.hetzner.cloud>): maps the calls of [`Provider`] to requests.
+//! The adapter for the Hetzner Cloud API v1 (<https://docs.hetzner.cloud>): maps the methods of [`Provider`] to
+//! requests.
 //!
 //! The adapter owns the wire format, timeouts, retries and the rate budget. It stores no data of the provider.
 
@@ -20,18 +21,18 @@ pub use self::call::CallLimits;
 use self::call::{Call, Connection, Idempotence};
 use self::pricing::PricingResponse;
 use self::wire::{
-    ChangeType, CountedServers, CreateServer, CreatedServer, ManyLocations, ManyServerTypes, ManyServers,
-    OneAction, OneServer,
+    ActionResponse, ChangeTypeRequest, CreateServerRequest, CreateServerResponse, LocationsResponse,
+    ServerCountResponse, ServerResponse, ServerTypesResponse, ServersResponse,
 };
 use super::{
-    Action, ActionId, Allowance, Cause, Created, Deleted, ErrorKind, Provider, ProviderError, Server,
-    ServerId, ServerOrder, ServerPrices, ServerTypeInfo,
+    Action, ActionId, Cause, CreatedServer, DeleteOutcome, ErrorKind, Provider, ProviderError, RateBudget,
+    Server, ServerId, ServerOrder, ServerPrices, ServerTypeInfo,
 };
 use svc_machine::name::{Location, ServerType};
 
 /// Maximum page size of the provider.
 const PER_PAGE: &str = "50";
-/// Only a broken provider has more pages; a project cannot hold fifty thousand servers.
+/// Only a broken provider has more pages: a project cannot have fifty thousand servers.
 const MAX_PAGES: u32 = 1000;
 
 /// The API token contains a character that is not allowed in a header.
@@ -51,14 +52,14 @@ impl Hetzner {
         Self::with_limits(client, base, token, CallLimits::default())
     }
 
-    /// An adapter that shares the rate budget with all users of the same allowance.
-    pub fn with_allowance(
+    /// Creates an adapter that shares its rate limit with all users of this rate budget.
+    pub fn with_rate_budget(
         client: reqwest::Client,
         base: Url,
         token: &SecretString,
-        allowance: Arc<dyn Allowance>,
+        rate_budget: Arc<dyn RateBudget>,
     ) -> Result<Self, InvalidToken> {
-        Self::build(client, base, token, CallLimits::default(), Some(allowance))
+        Self::build(client, base, token, CallLimits::default(), Some(rate_budget))
     }
 
     pub fn with_limits(
@@ -75,12 +76,12 @@ impl Hetzner {
         base: Url,
         token: &SecretString,
         limits: CallLimits,
-        allowance: Option<Arc<dyn Allowance>>,
+        rate_budget: Option<Arc<dyn RateBudget>>,
     ) -> Result<Self, InvalidToken> {
         let mut authorization =
             HeaderValue::from_str(&format!("Bearer {}", token.expose_secret())).map_err(|_| InvalidToken)?;
         authorization.set_sensitive(true);
-        let budget = Budget::new(limits.max_rate_wait, allowance);
+        let budget = Budget::new(limits.max_rate_wait, rate_budget);
         Ok(Self { connection: Connection { client, base, authorization, budget, limits } })
     }
 
@@ -94,7 +95,8 @@ impl Hetzner {
         while let Some(page) = next.filter(|page| *page <= MAX_PAGES) {
             let page = page.to_string();
             let query = [filter, ("page", page.as_str()), ("per_page", PER_PAGE)];
-            let response: ManyServers = self.connection.json(Call::get(name, "/servers", &query)).await?;
+            let response: ServersResponse =
+                self.connection.request_json(Call::get(name, "/servers", &query)).await?;
             found.extend(response.servers.into_iter().map(Server::from));
             next = response.meta.pagination.next_page;
         }
@@ -109,19 +111,19 @@ impl Hetzner {
         idempotence: Idempotence,
     ) -> Result<Action, ProviderError> {
         let path = format!("/servers/{id}/actions/{name}");
-        let response: OneAction =
-            self.connection.json(Call::post(name, &path, json(body), idempotence)).await?;
+        let response: ActionResponse =
+            self.connection.request_json(Call::post(name, &path, encode_json(body), idempotence)).await?;
         Ok(response.action.into())
     }
 }
 
 #[async_trait]
 impl Provider for Hetzner {
-    async fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError> {
-        let body = json(&CreateServer::new(order, order.user_data.expose_secret()));
-        let response: CreatedServer = self
+    async fn create(&self, order: &ServerOrder) -> Result<CreatedServer, ProviderError> {
+        let body = encode_json(&CreateServerRequest::new(order, order.user_data.expose_secret()));
+        let response: CreateServerResponse = self
             .connection
-            .json(Call::post("create server", "/servers", body, Idempotence::NotIdempotent))
+            .request_json(Call::post("create server", "/servers", body, Idempotence::NotIdempotent))
             .await?;
         Ok(response.into())
     }
@@ -136,61 +138,64 @@ impl Provider for Hetzner {
     }
 
     async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError> {
-        let response = self.connection.json(Call::get("get server", &format!("/servers/{id}"), &[])).await;
-        Ok(some_if_found(response)?.map(|response: OneServer| response.server.into()))
+        let response =
+            self.connection.request_json(Call::get("get server", &format!("/servers/{id}"), &[])).await;
+        Ok(none_if_not_found(response)?.map(|response: ServerResponse| response.server.into()))
     }
 
-    async fn delete(&self, id: ServerId) -> Result<Deleted, ProviderError> {
-        let response = self.connection.json(Call::delete("delete server", &format!("/servers/{id}"))).await;
-        Ok(match some_if_found::<OneAction>(response)? {
-            Some(_) => Deleted::Done,
-            None => Deleted::WasAbsent,
+    async fn delete(&self, id: ServerId) -> Result<DeleteOutcome, ProviderError> {
+        let response =
+            self.connection.request_json(Call::delete("delete server", &format!("/servers/{id}"))).await;
+        Ok(match none_if_not_found::<ActionResponse>(response)? {
+            Some(_) => DeleteOutcome::Done,
+            None => DeleteOutcome::WasAbsent,
         })
     }
 
     async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {
-        let response: OneAction =
-            self.connection.json(Call::get("get action", &format!("/actions/{id}"), &[])).await?;
+        let response: ActionResponse =
+            self.connection.request_json(Call::get("get action", &format!("/actions/{id}"), &[])).await?;
         Ok(response.action.into())
     }
 
     async fn power_on(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.start_action("poweron", id, &Empty {}, Idempotence::Idempotent).await
+        self.start_action("poweron", id, &EmptyBody {}, Idempotence::Idempotent).await
     }
 
     async fn power_off(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.start_action("poweroff", id, &Empty {}, Idempotence::Idempotent).await
+        self.start_action("poweroff", id, &EmptyBody {}, Idempotence::Idempotent).await
     }
 
     async fn shutdown(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.start_action("shutdown", id, &Empty {}, Idempotence::Idempotent).await
+        self.start_action("shutdown", id, &EmptyBody {}, Idempotence::Idempotent).await
     }
 
     async fn reboot(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.start_action("reboot", id, &Empty {}, Idempotence::NotIdempotent).await
+        self.start_action("reboot", id, &EmptyBody {}, Idempotence::NotIdempotent).await
     }
 
     async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError> {
-        self.start_action("change_type", id, &ChangeType::new(to), Idempotence::NotIdempotent).await
+        self.start_action("change_type", id, &ChangeTypeRequest::new(to), Idempotence::NotIdempotent).await
     }
 
     async fn has_location(&self, name: &Location) -> Result<bool, ProviderError> {
         let query = [("name", name.as_str())];
-        let response: ManyLocations =
-            self.connection.json(Call::get("get location", "/locations", &query)).await?;
+        let response: LocationsResponse =
+            self.connection.request_json(Call::get("get location", "/locations", &query)).await?;
         Ok(response.locations.iter().any(|found| found.name == name.as_str()))
     }
 
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
         let query = [("name", name.as_str())];
-        let response: ManyServerTypes =
-            self.connection.json(Call::get("get server type", "/server_types", &query)).await?;
+        let response: ServerTypesResponse =
+            self.connection.request_json(Call::get("get server type", "/server_types", &query)).await?;
         Ok(response.server_types.into_iter().map(ServerTypeInfo::from).find(|found| found.name == *name))
     }
 
     async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError> {
         let call = "get prices";
-        let response: PricingResponse = self.connection.json(Call::get(call, "/pricing", &[])).await?;
+        let response: PricingResponse =
+            self.connection.request_json(Call::get(call, "/pricing", &[])).await?;
         response.into_prices(name).map_err(|source| {
             ProviderError::new(call, ErrorKind::Transient, Cause::InvalidResponse { status: 200, source })
         })
@@ -198,20 +203,20 @@ impl Provider for Hetzner {
 
     async fn count_servers(&self) -> Result<u64, ProviderError> {
         let query = [("page", "1"), ("per_page", "1")];
-        let response: CountedServers =
-            self.connection.json(Call::get("count servers", "/servers", &query)).await?;
+        let response: ServerCountResponse =
+            self.connection.request_json(Call::get("count servers", "/servers", &query)).await?;
         Ok(response.meta.pagination.total_entries)
     }
 }
 
 #[derive(Serialize)]
-struct Empty {}
+struct EmptyBody {}
 
-fn json(body: &impl Serialize) -> Vec<u8> {
+fn encode_json(body: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(body).expect("strings, numbers and maps with text keys are JSON")
 }
 
-fn some_if_found<A>(response: Result<A, ProviderError>) -> Result<Option<A>, ProviderError> {
+fn none_if_not_found<A>(response: Result<A, ProviderError>) -> Result<Option<A>, ProviderError> {
     match response {
         Ok(response) => Ok(Some(response)),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),

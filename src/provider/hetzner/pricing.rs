@@ -54,8 +54,10 @@ struct Price {
 }
 
 impl PricingResponse {
+    /// Extracts the prices of a server type and of an IPv4 address.
+    ///
     /// # Errors
-    /// If a price of this type, or of an IPv4 address, cannot be read.
+    /// If one of these prices cannot be parsed.
     pub(super) fn into_prices(self, name: &ServerType) -> Result<ServerPrices, serde_json::Error> {
         let Pricing { currency, server_types, primary_ips } = self.pricing;
         let server = server_types.into_iter().find(|known| known.name == name.as_str());
@@ -86,7 +88,7 @@ fn micros<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
     parse_micros(&text).ok_or_else(|| D::Error::custom("not a decimal amount"))
 }
 
-/// Parses a decimal amount into millionths, rounded up, so that the shown amount is never below the price.
+/// Parses a decimal amount into millionths, rounded up, so that the displayed amount is never below the price.
 fn parse_micros(text: &str) -> Option<u64> {
     const DIGITS: usize = 6;
     let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
@@ -114,7 +116,7 @@ mod tests {
         "volume": {"price_per_gb_month": {"net": "0.0440000000", "gross": "0.0523600000000000"}}}}"#;
 
     #[test]
-    fn into_prices_is_exact() {
+    fn into_prices_returns_exact_amounts() {
         let response: PricingResponse = serde_json::from_str(RESPONSE).unwrap();
         let prices = response.into_prices(&"cpx22".parse().unwrap()).unwrap();
         assert_eq!(prices.currency, "EUR");
@@ -145,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_amount_is_refused_only_for_the_wanted_type() {
+    fn into_prices_rejects_invalid_amount_of_requested_type() {
         let read = |text: &str, name: &str| {
             let response: PricingResponse = serde_json::from_str(text)?;
             response.into_prices(&name.parse().unwrap())

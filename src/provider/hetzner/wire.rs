@@ -6,12 +6,13 @@ use std::net::Ipv4Addr;
 use serde::{Deserialize, Serialize};
 
 use super::super::server::{
-    Action, ActionId, ActionStatus, Created, Server, ServerId, ServerOrder, ServerStatus, ServerTypeInfo,
+    Action, ActionId, ActionStatus, CreatedServer, Server, ServerId, ServerOrder, ServerStatus,
+    ServerTypeInfo,
 };
 use svc_machine::name::ServerType;
 
 #[derive(Serialize)]
-pub(super) struct CreateServer<'a> {
+pub(super) struct CreateServerRequest<'a> {
     name: &'a str,
     server_type: &'a str,
     image: &'a str,
@@ -28,8 +29,8 @@ struct PublicNetOrder {
     enable_ipv6: bool,
 }
 
-impl<'a> CreateServer<'a> {
-    /// `user_data` is that of the order, exposed only for this call.
+impl<'a> CreateServerRequest<'a> {
+    /// `user_data` is the order's user-data, exposed only for this call.
     pub(super) fn new(order: &'a ServerOrder, user_data: &'a str) -> Self {
         Self {
             name: &order.name,
@@ -46,24 +47,24 @@ impl<'a> CreateServer<'a> {
 
 /// The disk keeps its size, so `upgrade_disk` is constant.
 #[derive(Serialize)]
-pub(super) struct ChangeType<'a> {
+pub(super) struct ChangeTypeRequest<'a> {
     server_type: &'a str,
     upgrade_disk: bool,
 }
 
-impl<'a> ChangeType<'a> {
+impl<'a> ChangeTypeRequest<'a> {
     pub(super) fn new(server_type: &'a ServerType) -> Self {
         Self { server_type: server_type.as_str(), upgrade_disk: false }
     }
 }
 
 #[derive(Deserialize)]
-pub(super) struct OneServer {
+pub(super) struct ServerResponse {
     pub(super) server: WireServer,
 }
 
 #[derive(Deserialize)]
-pub(super) struct CreatedServer {
+pub(super) struct CreateServerResponse {
     server: WireServer,
     action: Option<WireAction>,
     /// The actions that start the server.
@@ -71,8 +72,8 @@ pub(super) struct CreatedServer {
     next_actions: Vec<WireAction>,
 }
 
-impl From<CreatedServer> for Created {
-    fn from(created: CreatedServer) -> Self {
+impl From<CreateServerResponse> for CreatedServer {
+    fn from(created: CreateServerResponse) -> Self {
         let actions = created.action.into_iter().chain(created.next_actions);
         let actions = actions.map(|action| Action::from(action).id).collect();
         Self { server: created.server.into(), actions }
@@ -80,35 +81,35 @@ impl From<CreatedServer> for Created {
 }
 
 #[derive(Deserialize)]
-pub(super) struct ManyServers {
+pub(super) struct ServersResponse {
     pub(super) servers: Vec<WireServer>,
     #[serde(default)]
     pub(super) meta: Meta,
 }
 
-/// A page of servers of which only the total is used.
+/// A page of servers, of which only the total is used.
 #[derive(Deserialize)]
-pub(super) struct CountedServers {
-    pub(super) meta: CountedMeta,
+pub(super) struct ServerCountResponse {
+    pub(super) meta: CountMeta,
 }
 
 #[derive(Deserialize)]
-pub(super) struct CountedMeta {
-    pub(super) pagination: CountedPagination,
+pub(super) struct CountMeta {
+    pub(super) pagination: CountPagination,
 }
 
 #[derive(Deserialize)]
-pub(super) struct CountedPagination {
+pub(super) struct CountPagination {
     pub(super) total_entries: u64,
 }
 
 #[derive(Deserialize)]
-pub(super) struct ManyServerTypes {
+pub(super) struct ServerTypesResponse {
     pub(super) server_types: Vec<WireServerType>,
 }
 
 #[derive(Deserialize)]
-pub(super) struct ManyLocations {
+pub(super) struct LocationsResponse {
     pub(super) locations: Vec<WireLocation>,
 }
 
@@ -118,7 +119,7 @@ pub(super) struct WireLocation {
 }
 
 #[derive(Deserialize)]
-pub(super) struct OneAction {
+pub(super) struct ActionResponse {
     pub(super) action: WireAction,
 }
 
@@ -232,7 +233,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn server_reports_real_disk_size() {
+    fn server_has_actual_disk_size() {
         let json = r#"{"id": 42, "name": "svc-x", "status": "running", "primary_disk_size": 80, "labels": {"a": "b"},
             "public_net": {"ipv4": {"ip": "203.0.113.1", "blocked": false}, "ipv6": null},
             "server_type": {"id": 1, "name": "cpx32", "cores": 4, "memory": 8.0, "disk": 160}}"#;

@@ -1,4 +1,4 @@
-//! Parses the body of a heartbeat field by field, so that a refusal names every mistake.
+//! Parses the body of a heartbeat field by field, so that a refusal names every error.
 
 use jiff::Timestamp;
 use serde_json::{Value, json};
@@ -23,10 +23,10 @@ use svc_wire::machine::{Disk, Health};
 // A host trusts the keys of one set of bundle keys.
 const _: () = assert!(MAX_TRUSTED_KEYS == MAX_KEYS);
 
-/// A heartbeat whose fields are valid, and whose texts are bounded and printable.
+/// A valid heartbeat, whose texts are bounded and printable.
 pub struct HeartbeatReport {
     pub sent: Heartbeat,
-    /// When the reported verified snapshot was taken.
+    /// When the last verified snapshot that the host reports was taken.
     pub backup_taken_at: Option<Timestamp>,
     /// The registration that the platform has accepted, as the host reports it.
     pub registration: Option<HostRegistration>,
@@ -60,7 +60,7 @@ impl HeartbeatReport {
 /// Parses a heartbeat's body.
 ///
 /// # Errors
-/// A problem that names every mistake.
+/// A problem that names every error.
 pub fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
     let mut fields = call.host_fields()?;
     let image_version = fields.required("imageVersion");

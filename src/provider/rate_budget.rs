@@ -1,14 +1,14 @@
-//! The adapter's interface to a rate budget that several users of one provider account share.
+//! The adapter's interface to a rate budget that several processes share.
 
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 
-/// The shared count of calls.
+/// A rate budget that all users of one provider account share.
 #[async_trait]
-pub trait Allowance: Send + Sync {
-    /// Requests up to `wanted` calls, returns `returned` unused ones, and reports the budget last seen in a provider's
-    /// response. `None` if the shared budget is unavailable.
+pub trait RateBudget: Send + Sync {
+    /// Reserves up to `wanted` calls, returns `returned` unused ones, and reports the budget in the provider's last
+    /// response. Returns `None` if the shared budget is unavailable.
     async fn reserve(
         &self,
         wanted: u32,
@@ -16,11 +16,11 @@ pub trait Allowance: Send + Sync {
         observed: Option<ObservedBudget>,
     ) -> Option<BudgetGrant>;
 
-    /// Reports a refusal by the provider: no process may call it for this time.
+    /// Reports a refusal by the provider: no process may call the provider for this time.
     async fn close(&self, wait: Duration);
 }
 
-/// The provider's rate limit in one of its responses.
+/// The state of the rate limit, as reported in one of the provider's responses.
 #[derive(Debug, Clone, Copy)]
 pub struct ObservedBudget {
     pub remaining: f64,

@@ -1,5 +1,5 @@
-//! The retention rule of servers, over every combination of its inputs: the displayed time, the actual deletion, and
-//! this test's own statement of the rule agree.
+//! The retention rule for servers: for every combination of its inputs, the displayed time and the actual deletion
+//! match this test's own definition of the rule.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -12,9 +12,9 @@ use svc::platform::db::kept_servers::{self, ServerRetention};
 use uuid::Uuid;
 
 const KEPT: Duration = Duration::from_secs(600);
-/// Longer ago than the retention.
+/// A time before the retention period.
 const OLD: &str = "now() - interval '1200 seconds'";
-/// More recent than the retention.
+/// A time within the retention period.
 const RECENT: &str = "now() - interval '10 seconds'";
 const NULL: &str = "NULL";
 
@@ -227,7 +227,7 @@ impl Columns {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn shown_time_and_deletion_follow_the_same_rule() {
+async fn displayed_time_and_deletion_follow_the_same_rule() {
     svc::http::tls::install_provider();
     let database =
         test_database_from(

@@ -1,4 +1,4 @@
-//! Schemas of names and enumerated words that the requests and parameters of several routes share.
+//! Schemas of names and enumerations that requests and parameters of several routes share.
 
 use serde_json::{Value, json};
 
@@ -55,7 +55,7 @@ pub fn plan() -> Value {
     one_of(Plan::NAMES)
 }
 
-/// The status of a component in a health route.
+/// The status of a component in the response of a health route.
 pub fn component_status() -> Value {
     one_of(&ComponentStatus::ALL.map(ComponentStatus::as_str))
 }

@@ -1,5 +1,5 @@
-//! Provokes every declared error code on one platform: by a wrong call, by a conflicting state, or by an outage of a
-//! service that the platform needs.
+//! Provokes every declared error code: by an invalid request, by a conflicting state, or by an outage of a service that
+//! the platform needs.
 
 use http::StatusCode;
 use kit::provider::{Fault, FaultRule};
@@ -9,8 +9,8 @@ use svc::http::openapi::Operation;
 
 use super::super::internal_host;
 use super::super::stack::{BUCKET, Process, SECRET, Stack, provision_body};
-use super::{TestPlatform, assert_refuses_wrong_ids, operations};
-use crate::contract::{Side, assert_refuses_wrong_calls, valid_call};
+use super::{TestPlatform, assert_rejects_invalid_ids, operations};
+use crate::contract::{ApiUnderTest, assert_rejects_invalid_requests, valid_call};
 
 /// Codes that are not provoked here, with the test that covers them or the reason why none does.
 const NOT_PROVOKED: [(&str, &str); 3] = [
@@ -22,7 +22,7 @@ const NOT_PROVOKED: [(&str, &str); 3] = [
     ("renewStorageCredentials", "disabled"),
 ];
 
-/// Codes that depend on a race.
+/// Codes that only a race provokes.
 const RACE_DEPENDENT: [(&str, &str); 6] = [
     // Two overlapping requests.
     ("provision", "unavailable"),
@@ -34,12 +34,12 @@ const RACE_DEPENDENT: [(&str, &str); 6] = [
     ("register", "invalid_state"),
 ];
 
-/// Sends requests that must be refused.
-struct Refusals<'w> {
-    platform: &'w TestPlatform,
+/// Sends requests that the platform must refuse.
+struct RefusalTester<'a> {
+    platform: &'a TestPlatform,
 }
 
-impl Refusals<'_> {
+impl RefusalTester<'_> {
     async fn send(&mut self, request: RequestBuilder, status: u16, code: &str) {
         self.platform.send(request).await.assert_problem(status, code);
     }
@@ -59,131 +59,141 @@ async fn every_documented_error_code_is_provoked() {
     let database = super::start_own_database().await;
     let platform = TestPlatform::start(&[("PLATFORM_DATABASE_URL", &database.url("svc"))]).await;
     for operation in operations() {
-        assert_refuses_wrong_calls(&platform, operation).await;
-        assert_refuses_wrong_ids(&platform, operation).await;
+        assert_rejects_invalid_requests(&platform, operation).await;
+        assert_rejects_invalid_ids(&platform, operation).await;
     }
-    let mut refusals = Refusals { platform: &platform };
+    let mut tester = RefusalTester { platform: &platform };
     let settings = [("PLATFORM_DATABASE_URL", database.url("svc"))];
-    refuse_provisions(&mut refusals, &settings).await;
-    refuse_machine_changes(&mut refusals, &settings).await;
-    refuse_reused_idempotency_keys(&mut refusals).await;
-    refuse_bundles(&mut refusals).await;
-    refuse_rollouts(&mut refusals).await;
-    refuse_operators(&mut refusals).await;
-    refuse_usage(&mut refusals).await;
-    refuse_excess_requests(&mut refusals, &settings).await;
+    provoke_provision_errors(&mut tester, &settings).await;
+    provoke_machine_change_errors(&mut tester, &settings).await;
+    provoke_idempotency_errors(&mut tester).await;
+    provoke_bundle_errors(&mut tester).await;
+    provoke_rollout_errors(&mut tester).await;
+    provoke_operator_errors(&mut tester).await;
+    provoke_usage_errors(&mut tester).await;
+    provoke_rate_limits(&mut tester, &settings).await;
 
     platform.stack.store.take_down();
     super::assert_reports_store_outage(&platform).await;
     platform.stack.store.bring_up().unwrap();
     database.kill9().await.unwrap();
     super::assert_reports_database_outage(&platform).await;
-    let platform = TestPlatform::start(&[KEPT_SERVERS]).await;
-    refuse_calls_of_ended_machines(&mut Refusals { platform: &platform }).await;
+    let platform = TestPlatform::start(&[KEEP_PREDECESSORS]).await;
+    provoke_replaced_machine_errors(&mut RefusalTester { platform: &platform }).await;
 
     let all: Vec<&'static Operation> = operations().collect();
-    let unseen = platform.contract().list_unprovoked_codes(&all, &NOT_PROVOKED, &RACE_DEPENDENT);
-    assert!(unseen.is_empty(), "{unseen:#?}");
+    let findings = platform.contract().list_unprovoked_codes(&all, &NOT_PROVOKED, &RACE_DEPENDENT);
+    assert!(findings.is_empty(), "{findings:#?}");
 }
 
-fn start_process(stack: &Stack, settings: &[(&str, String)], more: &[(&str, &str)]) -> Process {
+fn start_process(stack: &Stack, settings: &[(&str, String)], extra_env: &[(&str, &str)]) -> Process {
     let settings = settings.iter().map(|(name, value)| (*name, value.as_str()));
-    stack.start_platform_with(&settings.chain(more.iter().copied()).collect::<Vec<_>>())
+    stack.start_platform_with(&settings.chain(extra_env.iter().copied()).collect::<Vec<_>>())
 }
 
-async fn refuse_provisions(refusals: &mut Refusals<'_>, settings: &[(&str, String)]) {
+async fn provoke_provision_errors(tester: &mut RefusalTester<'_>, settings: &[(&str, String)]) {
     for path in ["/vps/provision", "/vps/provision/quote"] {
-        refuse_provisions_and_quotes(refusals, settings, path).await;
+        provoke_provision_and_quote_errors(tester, settings, path).await;
     }
-    let (platform, path) = (refusals.platform, "/vps/provision");
+    let (platform, path) = (tester.platform, "/vps/provision");
     let mut body = provision_body("user_small");
     (body["confirmedMonthlyCost"], body["confirmedOptIn"]) = (json!("1.00 EUR"), json!(true));
-    refusals.post(path, &body, 409, "price_changed").await;
+    tester.post(path, &body, 409, "price_changed").await;
     let confirming = start_process(&platform.stack, settings, &[("PROVISION_CONFIRMATION", "true")]);
-    refusals.post_to(&confirming, path, &provision_body("user_small"), 428, "confirmation_required").await;
+    tester.post_to(&confirming, path, &provision_body("user_small"), 428, "confirmation_required").await;
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
     platform.stack.provider.add_fault(FaultRule::times(1000, "GET", "/pricing", down));
     // The first process has cached the prices, but `confirming` must read them.
     let quote = "/vps/provision/quote";
-    refusals.post_to(&confirming, quote, &provision_body("user_small"), 503, "unavailable").await;
+    tester.post_to(&confirming, quote, &provision_body("user_small"), 503, "unavailable").await;
     platform.stack.provider.clear_faults();
 }
 
-async fn refuse_provisions_and_quotes(refusals: &mut Refusals<'_>, settings: &[(&str, String)], path: &str) {
-    let platform = refusals.platform;
-    let with = |user: &str, more: &Value| {
+async fn provoke_provision_and_quote_errors(
+    tester: &mut RefusalTester<'_>,
+    settings: &[(&str, String)],
+    path: &str,
+) {
+    let platform = tester.platform;
+    let body_with = |user: &str, overrides: &Value| {
         let mut body = provision_body(user);
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
         body
     };
-    refusals.post(path, &provision_body("user_none"), 402, "subscription_required").await;
+    tester.post(path, &provision_body("user_none"), 402, "subscription_required").await;
     let starter = json!({"idpUserId": "user_small", "plan": "starter", "status": "active"});
     platform.send(platform.operator_call(Method::PUT, "/vps/slots", &starter)).await;
-    let large = with("user_small", &json!({"serverType": "cpx52"}));
-    refusals.post(path, &large, 403, "server_type_not_allowed").await;
-    refusals.post(path, &with("user_small", &json!({"imageVersion": "v9"})), 404, "bundle_not_found").await;
-    refusals.post(path, &with("user_small", &json!({"handle": "h-user-1"})), 409, "handle_taken").await;
+    let large = body_with("user_small", &json!({"serverType": "cpx52"}));
+    tester.post(path, &large, 403, "server_type_not_allowed").await;
+    tester
+        .post(path, &body_with("user_small", &json!({"imageVersion": "v9"})), 404, "bundle_not_found")
+        .await;
+    tester.post(path, &body_with("user_small", &json!({"handle": "h-user-1"})), 409, "handle_taken").await;
     let off = start_process(&platform.stack, settings, &[("CUSTOMER_VPS_ENABLED", "false")]);
-    refusals.post_to(&off, path, &provision_body("user_small"), 503, "disabled").await;
+    tester.post_to(&off, path, &provision_body("user_small"), 503, "disabled").await;
     let none = start_process(&platform.stack, settings, &[("PREVIEW_MAX_PER_OWNER", "0")]);
-    let preview = with("user_small", &json!({"kind": "preview"}));
-    refusals.post_to(&none, path, &preview, 429, "preview_limit_reached").await;
+    let preview = body_with("user_small", &json!({"kind": "preview"}));
+    tester.post_to(&none, path, &preview, 429, "preview_limit_reached").await;
     let full = start_process(&platform.stack, settings, &[("PROVIDER_SERVER_LIMIT", "1")]);
-    refusals.post_to(&full, path, &provision_body("user_small"), 409, "server_limit_reached").await;
-    let other_kind = with("user_1", &json!({"kind": "preview", "handle": "h-user-1"}));
-    refusals.post(path, &other_kind, 409, "invalid_state").await;
+    tester.post_to(&full, path, &provision_body("user_small"), 409, "server_limit_reached").await;
+    let other_kind = body_with("user_1", &json!({"kind": "preview", "handle": "h-user-1"}));
+    tester.post(path, &other_kind, 409, "invalid_state").await;
     platform.stack.subscribe(&platform.process, "user_damaged").await;
     platform.stack.store.write(BUCKET, "user_damaged/primary/system/db/latest", "{not json");
-    refusals.post(path, &with("user_damaged", &json!({"handle": "damaged"})), 409, "snapshot_unusable").await;
+    tester
+        .post(path, &body_with("user_damaged", &json!({"handle": "damaged"})), 409, "snapshot_unusable")
+        .await;
     platform.stack.subscribe(&platform.process, "user_large").await;
     platform.stack.store_snapshot_of_size("user_large", 1 << 40);
-    refusals.post(path, &with("user_large", &json!({"handle": "large"})), 409, "disk_too_small").await;
+    tester.post(path, &body_with("user_large", &json!({"handle": "large"})), 409, "disk_too_small").await;
 }
 
-async fn refuse_machine_changes(refusals: &mut Refusals<'_>, settings: &[(&str, String)]) {
-    let platform = refusals.platform;
+async fn provoke_machine_change_errors(tester: &mut RefusalTester<'_>, settings: &[(&str, String)]) {
+    let platform = tester.platform;
     let (running, booting) = (&platform.running.machine, &platform.booting.machine);
     let path_of = |machine: &str, action: &str| format!("/vps/{machine}/{action}");
     let to = |server_type: &str| json!({ "serverType": server_type });
-    refusals.post("/vps/recover", &json!({"idpUserId": "user_none"}), 404, "machine_not_found").await;
-    refusals.post("/vps/recover", &json!({"idpUserId": "user_1"}), 409, "snapshot_unusable").await;
+    tester.post("/vps/recover", &json!({"idpUserId": "user_none"}), 404, "machine_not_found").await;
+    tester.post("/vps/recover", &json!({"idpUserId": "user_1"}), 409, "snapshot_unusable").await;
     let rebuild = "/vps/slots/pointer/rebuild";
-    refusals.post(rebuild, &json!({"idpUserId": "user_1"}), 409, "conflict").await;
+    tester.post(rebuild, &json!({"idpUserId": "user_1"}), 409, "conflict").await;
     let key = "system/db/snapshots/x.dump";
     let named = json!({"idpUserId": "user_1", "snapshotKey": key, "force": true});
-    refusals.post(rebuild, &named, 409, "snapshot_unusable").await;
+    tester.post(rebuild, &named, 409, "snapshot_unusable").await;
     let show = format!("/vps/slots/pointer?idpUserId=user_1&snapshotKey={key}");
-    refusals.send(platform.operator_call(Method::GET, &show, &Value::Null), 409, "snapshot_unusable").await;
+    tester.send(platform.operator_call(Method::GET, &show, &Value::Null), 409, "snapshot_unusable").await;
     let unknown = "/vps/slots/pointer?idpUserId=user_none";
-    refusals.send(platform.operator_call(Method::GET, unknown, &Value::Null), 404, "not_found").await;
-    refusals.post(rebuild, &json!({"idpUserId": "user_none"}), 404, "not_found").await;
-    refusals.post(&path_of(booting, "resize"), &to("cpx32"), 409, "invalid_state").await;
+    tester.send(platform.operator_call(Method::GET, unknown, &Value::Null), 404, "not_found").await;
+    tester.post(rebuild, &json!({"idpUserId": "user_none"}), 404, "not_found").await;
+    tester.post(&path_of(booting, "resize"), &to("cpx32"), 409, "invalid_state").await;
     let mut beat = super::super::stack::heartbeat_of(&platform.running);
     beat["attention"] = json!([{"code": "snapshot_held", "detail": "two rows instead of 400"}]);
     assert_eq!(platform.stack.send_heartbeat(&platform.process, &platform.running, &beat).await.status, 200);
     for action in ["backup", "drill", "backup-accept"] {
-        refusals.post(&path_of(booting, action), &json!({}), 409, "invalid_state").await;
-        refusals.post(&path_of(running, action), &json!({}), 502, "host_unreachable").await;
+        tester.post(&path_of(booting, action), &json!({}), 409, "invalid_state").await;
+        tester.post(&path_of(running, action), &json!({}), 502, "host_unreachable").await;
     }
     for action in ["undelete", "discard", "resume"] {
-        refusals.post(&path_of(booting, action), &json!({}), 409, "invalid_state").await;
+        tester.post(&path_of(booting, action), &json!({}), 409, "invalid_state").await;
     }
-    refusals.post(&path_of(booting, "power"), &json!({"action": "off"}), 409, "invalid_state").await;
+    tester.post(&path_of(booting, "power"), &json!({"action": "off"}), 409, "invalid_state").await;
     let operation_path = |action: &str| format!("/vps/operations/{}/{action}", platform.operation);
-    refusals.post(&operation_path("continue"), &json!({"acceptLoss": true}), 409, "invalid_state").await;
+    tester.post(&operation_path("continue"), &json!({"acceptLoss": true}), 409, "invalid_state").await;
     let restore = |name: &str| json!({"snapshotKey": format!("system/db/snapshots/{name}-1.dump")});
     let unknown = restore("2026-01-01T00-00-00.000Z");
-    refusals.post(&operation_path("continue"), &unknown, 409, "snapshot_unusable").await;
+    tester.post(&operation_path("continue"), &unknown, 409, "snapshot_unusable").await;
     platform.stack.store_snapshot_of_size("user_2", 1 << 40);
     let large = restore("2026-01-02T03-04-05.678Z");
-    refusals.post(&operation_path("continue"), &large, 409, "disk_too_small").await;
-    refusals
+    tester.post(&operation_path("continue"), &large, 409, "disk_too_small").await;
+    tester
         .send(platform.operator_call(Method::GET, "/vps/fleet?x=1", &Value::Null), 400, "invalid_request")
         .await;
-    refusals.post(&path_of(running, "resize"), &to("cpx62"), 403, "server_type_not_allowed").await;
-    let free = start_process(&platform.stack, settings, &[("BILLING_ENFORCEMENT", "off")]);
-    refusals.post_to(&free, &path_of(running, "resize"), &to("cpx12"), 409, "disk_would_shrink").await;
-    refusals.post_to(&free, &path_of(running, "resize"), &to("none9"), 400, "invalid_request").await;
+    tester.post(&path_of(running, "resize"), &to("cpx62"), 403, "server_type_not_allowed").await;
+    let without_billing = start_process(&platform.stack, settings, &[("BILLING_ENFORCEMENT", "off")]);
+    tester
+        .post_to(&without_billing, &path_of(running, "resize"), &to("cpx12"), 409, "disk_would_shrink")
+        .await;
+    tester.post_to(&without_billing, &path_of(running, "resize"), &to("none9"), 400, "invalid_request").await;
     let provider = &platform.stack.provider;
     for fault in [
         Fault::LostRequest,
@@ -193,37 +203,37 @@ async fn refuse_machine_changes(refusals: &mut Refusals<'_>, settings: &[(&str, 
         let any_call =
             FaultRule { method: None, path_contains: String::new(), skip: 0, times: 10_000, fault };
         provider.add_fault(any_call);
-        refusals.post(&path_of(running, "resize"), &to("cpx32"), 502, "provisioning_error").await;
+        tester.post(&path_of(running, "resize"), &to("cpx32"), 502, "provisioning_error").await;
         provider.clear_faults();
     }
     let plan = |plan: &str, status: &str| json!({"idpUserId": "user_1", "plan": plan, "status": status});
     let slots = "/vps/slots";
     platform.send(platform.operator_call(Method::PUT, slots, &plan("starter", "active"))).await;
-    refusals.post(&path_of(running, "resize"), &to("cpx32"), 403, "server_type_not_allowed").await;
+    tester.post(&path_of(running, "resize"), &to("cpx32"), 403, "server_type_not_allowed").await;
     let larger = json!({"idpUserId": "user_1", "serverType": "cpx32"});
-    refusals.post("/vps/recover", &larger, 403, "server_type_not_allowed").await;
+    tester.post("/vps/recover", &larger, 403, "server_type_not_allowed").await;
     let ended = plan("max", "inactive");
     let response = platform.send(platform.operator_call(Method::PUT, slots, &ended)).await;
     assert_eq!(response.status, 200, "{response:?}");
-    refusals.post(&path_of(running, "resize"), &to("cpx32"), 402, "subscription_required").await;
-    refusals.post("/vps/recover", &larger, 402, "subscription_required").await;
+    tester.post(&path_of(running, "resize"), &to("cpx32"), 402, "subscription_required").await;
+    tester.post("/vps/recover", &larger, 402, "subscription_required").await;
     platform.send(platform.operator_call(Method::PUT, slots, &plan("max", "active"))).await;
 }
 
 /// Reuses an idempotency key with a different request, on every route that accepts such a key.
-async fn refuse_reused_idempotency_keys(refusals: &mut Refusals<'_>) {
-    let platform = refusals.platform;
+async fn provoke_idempotency_errors(tester: &mut RefusalTester<'_>) {
+    let platform = tester.platform;
     for operation in operations().filter(|operation| accepts_idempotency_key(operation)) {
         let key = format!("key-{}", operation.id);
-        // A call of another route uses the key first.
+        // A request to another route uses the key first.
         let first = json!({"idpUserId": "user_keys", "plan": "starter", "status": "active"});
         let first = platform.operator_call(Method::PUT, "/vps/slots", &first).header("idempotency-key", &key);
         assert_eq!(platform.send(first).await.status, 200);
         let other = valid_call(platform, operation).header("idempotency-key", &key);
-        refusals.send(other, 422, "idempotency_mismatch").await;
+        tester.send(other, 422, "idempotency_mismatch").await;
         for bad in ["", &"x".repeat(256), "a\tb"] {
             let call = valid_call(platform, operation).header("idempotency-key", bad);
-            refusals.send(call, 400, "invalid_request").await;
+            tester.send(call, 400, "invalid_request").await;
         }
     }
 }
@@ -232,14 +242,14 @@ fn accepts_idempotency_key(operation: &Operation) -> bool {
     operation.parameters.iter().any(|parameter| parameter.name == "Idempotency-Key")
 }
 
-async fn refuse_rollouts(refusals: &mut Refusals<'_>) {
-    let (path, platform) = ("/vps/deploy", refusals.platform);
+async fn provoke_rollout_errors(tester: &mut RefusalTester<'_>) {
+    let (path, platform) = ("/vps/deploy", tester.platform);
     let rollout_path = |action: &str| format!("/vps/deploy/{}/{action}", platform.rollout);
-    refusals.post(path, &json!({"imageVersion": "v9"}), 404, "bundle_not_found").await;
+    tester.post(path, &json!({"imageVersion": "v9"}), 404, "bundle_not_found").await;
     let release = |alarm: &str| format!("/vps/fleet/alarms/{alarm}/release");
-    refusals.post(&release("servers_missing"), &json!({}), 404, "not_found").await;
-    refusals.post(&release("database_behind_store"), &json!({}), 409, "invalid_state").await;
-    refusals
+    tester.post(&release("servers_missing"), &json!({}), 404, "not_found").await;
+    tester.post(&release("database_behind_store"), &json!({}), 409, "invalid_state").await;
+    tester
         .send(
             platform.operator_call(Method::GET, &format!("{path}?x=1"), &Value::Null),
             400,
@@ -248,19 +258,19 @@ async fn refuse_rollouts(refusals: &mut Refusals<'_>) {
         .await;
     platform.send(platform.operator_call(Method::POST, &rollout_path("abort"), &json!({}))).await;
     let unknown = json!({"imageVersion": "v1", "handles": ["unknown"]});
-    refusals.post(path, &unknown, 404, "machine_not_found").await;
-    let waits = json!({"imageVersion": "v1", "handles": ["h-user-2"]});
-    refusals.post(path, &waits, 409, "invalid_state").await;
+    tester.post(path, &unknown, 404, "machine_not_found").await;
+    let unregistered = json!({"imageVersion": "v1", "handles": ["h-user-2"]});
+    tester.post(path, &unregistered, 409, "invalid_state").await;
     let open = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
     let first = platform.send(platform.operator_call(Method::POST, path, &open)).await;
     assert_eq!(first.status, 202, "{first:?}");
-    refusals.post(path, &open, 409, "conflict").await;
+    tester.post(path, &open, 409, "conflict").await;
     let first = first.body["rolloutId"].as_str().unwrap().to_owned();
     platform
         .send(platform.operator_call(Method::POST, &format!("/vps/deploy/{first}/abort"), &json!({})))
         .await;
     for action in ["pause", "resume"] {
-        refusals.post(&rollout_path(action), &json!({}), 409, "conflict").await;
+        tester.post(&rollout_path(action), &json!({}), 409, "conflict").await;
     }
     // A rollout cannot be aborted after it has ended.
     let mut done = open;
@@ -270,37 +280,37 @@ async fn refuse_rollouts(refusals: &mut Refusals<'_>) {
     let done = platform.send(platform.operator_call(Method::POST, path, &done)).await;
     let done = done.body["rolloutId"].as_str().unwrap().to_owned();
     let check = || async {
-        let now = platform.stack.get(&platform.process, &format!("/vps/deploy/{done}")).await.body;
-        (now["state"] == "succeeded").then_some(())
+        let rollout = platform.stack.get(&platform.process, &format!("/vps/deploy/{done}")).await.body;
+        (rollout["state"] == "succeeded").then_some(())
     };
     platform.stack.eventually("the rollout of the installed release ends", check).await;
-    refusals.post(&format!("/vps/deploy/{done}/abort"), &json!({}), 409, "conflict").await;
+    tester.post(&format!("/vps/deploy/{done}/abort"), &json!({}), 409, "conflict").await;
 }
 
-async fn refuse_operators(refusals: &mut Refusals<'_>) {
-    let platform = refusals.platform;
+async fn provoke_operator_errors(tester: &mut RefusalTester<'_>) {
+    let platform = tester.platform;
     let get = |path: &str| platform.operator_call(Method::GET, path, &Value::Null);
     for path in ["/operators?x=1", "/operators/whoami?x=1"] {
-        refusals.send(get(path), 400, "invalid_request").await;
+        tester.send(get(path), 400, "invalid_request").await;
     }
     let taken = json!({"name": "only-read", "scopes": ["read"]});
-    refusals.post("/operators", &taken, 409, "conflict").await;
+    tester.post("/operators", &taken, 409, "conflict").await;
     for action in ["rotate", "revoke"] {
-        refusals.post(&format!("/operators/unknown/{action}"), &json!({}), 404, "not_found").await;
-        refusals.post(&format!("/operators/Nobody/{action}"), &json!({}), 400, "invalid_request").await;
+        tester.post(&format!("/operators/unknown/{action}"), &json!({}), 404, "not_found").await;
+        tester.post(&format!("/operators/Nobody/{action}"), &json!({}), 400, "invalid_request").await;
     }
     let gone = json!({"name": "gone", "scopes": ["read"]});
     platform.send(platform.operator_call(Method::POST, "/operators", &gone)).await;
     platform.send(platform.operator_call(Method::POST, "/operators/gone/revoke", &json!({}))).await;
-    refusals.post("/operators/gone/rotate", &json!({}), 409, "conflict").await;
+    tester.post("/operators/gone/rotate", &json!({}), 409, "conflict").await;
 }
 
-async fn refuse_usage(refusals: &mut Refusals<'_>) {
-    let platform = refusals.platform;
+async fn provoke_usage_errors(tester: &mut RefusalTester<'_>) {
+    let platform = tester.platform;
     let usage_call =
         |machine: &str| platform.operator_call(Method::GET, &format!("/vps/{machine}/usage"), &Value::Null);
-    refusals.send(usage_call(&platform.booting.machine), 409, "invalid_state").await;
-    refusals.send(usage_call(&platform.running.machine), 502, "host_unreachable").await;
+    tester.send(usage_call(&platform.booting.machine), 409, "invalid_state").await;
+    tester.send(usage_call(&platform.running.machine), 502, "host_unreachable").await;
     let host = internal_host::start_host_for(&platform.stack, &platform.process, "user_usage").await;
     for (status, body, refused, code) in [
         (403, "", 502, "host_refused"),
@@ -308,13 +318,13 @@ async fn refuse_usage(refusals: &mut Refusals<'_>) {
         (200, "<html>", 502, "host_answer_invalid"),
     ] {
         host.script.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());
-        refusals.send(usage_call(&host.guest.machine), refused, code).await;
+        tester.send(usage_call(&host.guest.machine), refused, code).await;
     }
 }
 
-/// Sends calls from an address that has sent too many wrong tokens.
-async fn refuse_excess_requests(refusals: &mut Refusals<'_>, settings: &[(&str, String)]) {
-    let platform = refusals.platform;
+/// Sends requests from an address that has sent too many wrong tokens.
+async fn provoke_rate_limits(tester: &mut RefusalTester<'_>, settings: &[(&str, String)]) {
+    let platform = tester.platform;
     let limited = start_process(&platform.stack, settings, &[("PLATFORM_ADDRESS_CHECKS_PER_SECOND", "1")]);
     let with_wrong_token = |method: &Method, path: &str| {
         platform.stack.request(&limited, method.clone(), path).bearer_auth("wrong")
@@ -335,33 +345,33 @@ async fn refuse_excess_requests(refusals: &mut Refusals<'_>, settings: &[(&str, 
     }
 }
 
-async fn refuse_bundles(refusals: &mut Refusals<'_>) {
-    let platform = refusals.platform;
+async fn provoke_bundle_errors(tester: &mut RefusalTester<'_>) {
+    let platform = tester.platform;
     let get = |path: &str| platform.operator_call(Method::GET, path, &Value::Null);
     let file = "svc-host-bundle.tar.gz";
-    refusals.send(get(&format!("/system-bundles/v9/{file}")), 404, "bundle_not_found").await;
-    refusals.send(get("/system-bundles/v1/other"), 404, "not_found").await;
-    refusals.send(get("/system-bundles/..%2f..%2fuser_1/x"), 404, "not_found").await;
-    refusals.send(get("/system-bundles/%ff/x"), 400, "invalid_request").await;
+    tester.send(get(&format!("/system-bundles/v9/{file}")), 404, "bundle_not_found").await;
+    tester.send(get("/system-bundles/v1/other"), 404, "not_found").await;
+    tester.send(get("/system-bundles/..%2f..%2fuser_1/x"), 404, "not_found").await;
+    tester.send(get("/system-bundles/%ff/x"), 400, "invalid_request").await;
     let beyond = get(&format!("/system-bundles/v1/{file}")).header("range", "bytes=100-");
-    refusals.send(beyond, 416, "range_not_satisfiable").await;
+    tester.send(beyond, 416, "range_not_satisfiable").await;
 
     let backup = |name: &str| get(&format!("/vps/{}/backups/{name}", platform.running.machine));
     for absent in ["2026-01-01T00-00-00.000Z-2.dump", "x", "..%2f..%2flatest", "x.dump.json"] {
-        refusals.send(backup(absent), 404, "not_found").await;
+        tester.send(backup(absent), 404, "not_found").await;
     }
-    refusals.send(backup(super::DUMP).header("range", "bytes=100-"), 416, "range_not_satisfiable").await;
+    tester.send(backup(super::DUMP).header("range", "bytes=100-"), 416, "range_not_satisfiable").await;
 }
 
-/// The replaced server is kept, so that another replacement in a full project is refused.
-const KEPT_SERVERS: (&str, &str) = ("PREDECESSOR_KEEP_SECONDS", "3600");
+/// Keeps the replaced server, so that another replacement in a full project is refused.
+const KEEP_PREDECESSORS: (&str, &str) = ("PREDECESSOR_KEEP_SECONDS", "3600");
 
-/// Sends recoveries that are refused, and calls that only a machine's replacement makes invalid.
-async fn refuse_calls_of_ended_machines(refusals: &mut Refusals<'_>) {
-    let platform = refusals.platform;
+/// Sends recoveries that are refused, and requests that become invalid when the machine is replaced.
+async fn provoke_replaced_machine_errors(tester: &mut RefusalTester<'_>) {
+    let platform = tester.platform;
     let (stack, machine) = (&platform.stack, &platform.running.machine);
     stack.store_snapshot_of_size("user_1", 1 << 40);
-    refusals.post("/vps/recover", &json!({"idpUserId": "user_1"}), 409, "disk_too_small").await;
+    tester.post("/vps/recover", &json!({"idpUserId": "user_1"}), 409, "disk_too_small").await;
     let snapshot = stack.store_snapshot("user_1");
     platform
         .send(platform.operator_call(Method::POST, &format!("/vps/{machine}/fail"), &json!({"reason": "x"})))
@@ -375,34 +385,40 @@ async fn refuse_calls_of_ended_machines(refusals: &mut Refusals<'_>) {
         .await;
     let fault = Fault::Status { status: 503, code: "scripted".into(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "GET", "/servers/", fault));
-    refusals.post(&format!("/vps/{machine}/resume"), &json!({}), 502, "provisioning_error").await;
+    tester.post(&format!("/vps/{machine}/resume"), &json!({}), 502, "provisioning_error").await;
     stack.provider.clear_faults();
     let key = "system-bundles/v1/svc-host-bundle.tar.gz.sha256";
     let digest = stack.store.read(BUCKET, key).unwrap();
     stack.store.remove(BUCKET, key);
-    refusals.post("/vps/recover", &json!({"idpUserId": "user_1"}), 404, "bundle_not_found").await;
+    tester.post("/vps/recover", &json!({"idpUserId": "user_1"}), 404, "bundle_not_found").await;
     stack.store.write(BUCKET, key, digest);
     let recovered = platform.operator_call(Method::POST, "/vps/recover", &json!({"idpUserId": "user_1"}));
     let recovered = platform.send(recovered).await;
     assert_eq!(recovered.status, 202, "{snapshot}: {recovered:?}");
     let other = json!({"idpUserId": "user_1", "replaceFirst": true});
-    refusals.post("/vps/recover", &other, 409, "invalid_state").await;
+    tester.post("/vps/recover", &other, 409, "invalid_state").await;
     let operation = recovered.body["operationId"].as_str().unwrap();
     stack.wait_until_ended(&platform.process, operation).await;
-    let full = stack.start_platform_with(&[KEPT_SERVERS, ("PROVIDER_SERVER_LIMIT", "1")]);
-    refusals
-        .post_to(&full, "/vps/recover", &json!({"idpUserId": "user_1"}), 409, "server_limit_reached")
-        .await;
+    let full = stack.start_platform_with(&[KEEP_PREDECESSORS, ("PROVIDER_SERVER_LIMIT", "1")]);
+    tester.post_to(&full, "/vps/recover", &json!({"idpUserId": "user_1"}), 409, "server_limit_reached").await;
     drop(full);
-    refusals.post(&format!("/vps/operations/{operation}/abandon"), &json!({}), 409, "invalid_state").await;
-    let replaced = |method, path: &str| {
+    tester.post(&format!("/vps/operations/{operation}/abandon"), &json!({}), 409, "invalid_state").await;
+    let request_as_replaced = |method, path: &str| {
         stack.request(&platform.process, method, path).bearer_auth(&platform.running.upgrade_token)
     };
-    refusals
-        .send(replaced(Method::GET, "/system-bundles/v1/svc-host-bundle.tar.gz"), 403, "superseded")
+    tester
+        .send(
+            request_as_replaced(Method::GET, "/system-bundles/v1/svc-host-bundle.tar.gz"),
+            403,
+            "superseded",
+        )
         .await;
-    refusals
-        .send(replaced(Method::POST, &format!("/vps/{machine}/storage-credentials")), 403, "superseded")
+    tester
+        .send(
+            request_as_replaced(Method::POST, &format!("/vps/{machine}/storage-credentials")),
+            403,
+            "superseded",
+        )
         .await;
     for action in ["fail", "resize", "backup", "drill", "rotate-token"] {
         let body = match action {
@@ -410,9 +426,9 @@ async fn refuse_calls_of_ended_machines(refusals: &mut Refusals<'_>) {
             "resize" => json!({"serverType": "cpx32"}),
             _ => json!({}),
         };
-        refusals.post(&format!("/vps/{machine}/{action}"), &body, 409, "invalid_state").await;
+        tester.post(&format!("/vps/{machine}/{action}"), &body, 409, "invalid_state").await;
     }
-    refusals
+    tester
         .send(
             platform.operator_call(Method::DELETE, &format!("/vps/{machine}"), &Value::Null),
             409,
@@ -420,5 +436,5 @@ async fn refuse_calls_of_ended_machines(refusals: &mut Refusals<'_>) {
         )
         .await;
     let failure = operations().find(|operation| operation.id == "reportBootFailure").unwrap();
-    refusals.send(valid_call(platform, failure), 409, "invalid_state").await;
+    tester.send(valid_call(platform, failure), 409, "invalid_state").await;
 }

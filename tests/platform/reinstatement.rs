@@ -27,7 +27,7 @@ async fn recover(stack: &Stack, process: &Process) -> Guest {
 }
 
 /// Prepares a slot whose second machine has lost its server and whose third machine is booting. Returns the first and
-/// the third machine. `second_columns`: SQL that sets further columns of the second.
+/// the third machine. `second_columns` is SQL that sets further columns of the second.
 async fn start_third_machine(stack: &Stack, process: &Process, second_columns: &str) -> (Guest, Guest) {
     let first = stack.start_machine(process, "user_1").await;
     stack.store_snapshot("user_1");
@@ -81,7 +81,7 @@ async fn machine_with_data_older_than_a_snapshot_is_not_reinstated() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn immediate_deletion_keeps_the_other_servers() {
+async fn immediate_deletion_keeps_the_predecessors_server() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let old = stack.start_machine(&process, "user_1").await;

@@ -1,5 +1,5 @@
-//! Preconditions for replacing a slot's machine: checks everything that a new machine needs while the old one still
-//! serves.
+//! Preconditions for replacing a slot's machine. While the old machine still serves, they check everything that a new
+//! one needs.
 
 use deadpool_postgres::GenericClient;
 use serde_json::json;
@@ -33,11 +33,12 @@ impl EmptyStart {
 
 /// Disk space for the system and the release, with a reserve.
 const RESERVED_BYTES: u64 = 6 << 30;
-/// A restored database is smaller than the dumped one, but building its indexes needs extra space.
+/// Disk space for each byte of the dumped database. The restored database is smaller, but building its indexes needs
+/// extra space.
 const BYTES_PER_DATABASE_BYTE: f64 = 1.25;
 
 /// Rejects a snapshot whose database does not fit on the disk of a server type. If the provider is unreachable, the
-/// check passes: the host repeats it before it restores.
+/// check passes: the host repeats it before the restore.
 ///
 /// # Errors
 /// `disk_too_small`; `invalid_request` if the provider does not have the server type.
@@ -78,8 +79,8 @@ fn needed_bytes(database_bytes: u64) -> u64 {
     RESERVED_BYTES.saturating_add((database_bytes as f64 * BYTES_PER_DATABASE_BYTE) as u64)
 }
 
-/// The highest epoch of the slot in the store. An unreadable pointer is an error, because no fence could be written to
-/// it.
+/// Finds the highest epoch of the slot in the store. An unreadable pointer is an error, because no fence could be
+/// written to it.
 ///
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
@@ -94,9 +95,10 @@ pub async fn find_epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot
     }
 }
 
-/// Rejects a slot that another machine holds, according to the store, under an epoch that this database does not record,
-/// unless an operator accepts the loss: the database was restored from an older copy, and that machine may be serving. The slot's current
-/// machine is accepted under a later epoch, too. A fence that no current key verifies is also rejected.
+/// Rejects a slot that another machine holds, according to the store, under an epoch that this database does not
+/// record: the database was restored from an older copy, and that machine may be serving. Also rejects a slot whose
+/// fence no current key verifies. Accepts both if an operator accepts the loss. The slot's current machine may hold the
+/// slot under a later epoch.
 ///
 /// # Errors
 /// `invalid_state`, `snapshot_unusable`, `store_unavailable`.
@@ -104,7 +106,7 @@ pub async fn ensure_no_unknown_holder(
     platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),
     current: Option<&MachineRow>,
-    accepted: bool,
+    accepts_loss: bool,
 ) -> Result<(), Problem> {
     let found = match later_holder::find_claim(platform, &platform.db, user, slot).await {
         Ok(found) => found,
@@ -114,14 +116,14 @@ pub async fn ensure_no_unknown_holder(
         Err(error) => return Err(error.into()),
     };
     let holder = match found {
-        FenceClaim::Unverified(named) if !accepted => {
+        FenceClaim::Unverified(named) if !accepts_loss => {
             let detail = format!(
                 "{} If the keys are correct, the slot's host forged the signature: repeat with `--accept-loss`.",
                 later_holder::describe_unverified(named)
             );
             return Err(held_by_another(detail, current));
         }
-        found => found.holder().filter(|holder| !accepted && is_other(holder, current)),
+        found => found.holder().filter(|holder| !accepts_loss && is_other(holder, current)),
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
@@ -134,8 +136,8 @@ pub async fn ensure_no_unknown_holder(
     Err(held_by_another(detail, current))
 }
 
-/// Rejects a change of a machine's server if, according to the store, another machine holds its slot under an epoch that
-/// this database does not record. If the pointer is unreadable, the check passes.
+/// Rejects a change of a machine's server if, according to the store, another machine holds its slot under an epoch
+/// that this database does not record. If the pointer is unreadable, the check passes.
 ///
 /// # Errors
 /// `invalid_state`, `store_unavailable`.
@@ -167,19 +169,19 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
     Err(held_by_another(detail, Some(machine)))
 }
 
-/// Refuses to replace a machine that is switched off, or is being switched off, unless the loss is accepted: its host
-/// can take a final backup only after the machine has been switched on again.
+/// Rejects replacing a machine that is powered off, or is being powered off, unless the loss is accepted: its host can
+/// take a final backup only after the machine has been powered on again.
 ///
 /// # Errors
 /// `invalid_state`.
-pub fn ensure_not_switched_off(machine: &MachineRow, accepted: bool) -> Result<(), Problem> {
+pub fn ensure_not_powered_off(machine: &MachineRow, accepts_loss: bool) -> Result<(), Problem> {
     let has_server = machine.has_server() && machine.server_missing_since.is_none();
     let holds_data = machine.registered_at.is_some() && has_server;
-    let Some(since) = machine.powered_off_at.filter(|_| holds_data && !accepted) else { return Ok(()) };
+    let Some(since) = machine.powered_off_at.filter(|_| holds_data && !accepts_loss) else { return Ok(()) };
     let (id, since) = (machine.id, rfc3339_ms(since));
     let detail = format!(
-        "Machine {id} has been switched off since {since}, so its host cannot take a final backup: data that it wrote after \
-         the newest snapshot is only on its server. Switch it on first (`svcctl power on {id} --wait`), or accept the \
+        "Machine {id} has been powered off since {since}, so its host cannot take a final backup: data that it wrote after \
+         the newest snapshot is only on its server. Power it on first (`svcctl power on {id} --wait`), or accept the \
          loss of that data (`--accept-loss`)."
     );
     Err(Problem::new(Code::InvalidState, detail)
@@ -240,8 +242,8 @@ pub async fn ensure_no_unsaved_data(
     {
         return Err(unsaved_problem(last));
     }
-    let kept = served.find(|machine| machine.unsaved_since.is_some() && machine.has_server());
-    kept.map_or(Ok(()), |kept| Err(unsaved_problem(kept)))
+    let unsaved = served.find(|machine| machine.unsaved_since.is_some() && machine.has_server());
+    unsaved.map_or(Ok(()), |machine| Err(unsaved_problem(machine)))
 }
 
 /// Whether the last machine that served may have data. A deleted machine has data while its server exists, unless an

@@ -1,5 +1,5 @@
-//! Derives wrong calls of a route from its description, and checks the response to each. A [`Side`] defines how its
-//! routes are called; the descriptions of its operations are the rows.
+//! Derives invalid requests to a route from its description, and checks the response to each. An [`ApiUnderTest`]
+//! defines how its routes are called; the descriptions of its operations are the test cases.
 
 use std::collections::BTreeSet;
 
@@ -20,7 +20,7 @@ pub struct Reply {
     pub body: Value,
 }
 
-/// A call with a credential that this route does not accept.
+/// A request with a credential that this route does not accept.
 pub struct WrongCredential {
     pub what: &'static str,
     pub request: RequestBuilder,
@@ -28,9 +28,10 @@ pub struct WrongCredential {
     pub code: &'static str,
 }
 
-pub trait Side {
+/// An API whose contract is tested.
+pub trait ApiUnderTest {
     fn contract(&self) -> &'static Contract;
-    /// A path for which the call is valid.
+    /// A path for which a request is valid.
     fn path(&self, operation: &Operation) -> String;
     fn max_body_bytes(&self, operation: &Operation) -> usize;
     /// A request without credentials.
@@ -59,7 +60,7 @@ impl Reply {
         assert_eq!((self.status, self.body["code"].as_str()), (status, Some(code)), "{self:?}");
     }
 
-    /// The fields that the refusal names.
+    /// The pointers to the fields that the refusal names.
     pub fn pointers(&self) -> BTreeSet<String> {
         let errors = self.body["errors"].as_array().cloned().unwrap_or_default();
         errors.iter().map(|error| error["pointer"].as_str().unwrap().to_owned()).collect()
@@ -75,8 +76,8 @@ impl Reply {
         let errors = self.body["errors"].as_array().cloned().unwrap_or_default();
         let error = errors.iter().find(|error| error["pointer"] == pointer);
         let error = error.unwrap_or_else(|| panic!("{pointer} is not listed: {self:?}"));
-        let takes = error["detail"].as_str().unwrap().split_once("it takes ").map_or("", |(_, takes)| takes);
-        takes.split(", ").filter(|name| !name.is_empty()).map(str::to_owned).collect()
+        let names = error["detail"].as_str().unwrap().split_once("it takes ").map_or("", |(_, names)| names);
+        names.split(", ").filter(|name| !name.is_empty()).map(str::to_owned).collect()
     }
 }
 
@@ -93,13 +94,12 @@ impl Contract {
         // An event stream does not end.
         let is_stream = headers.get("content-type").is_some_and(|kind| kind == "text/event-stream");
         let text = if is_stream { String::new() } else { response.text().await? };
-        let (sent, headers_of) = (sent.as_deref(), &headers);
         self.check(&Exchange {
             method: &method,
             path: &path,
-            sent,
+            sent: sent.as_deref(),
             status,
-            headers: headers_of,
+            headers: &headers,
             text: &text,
         });
         let body = serde_json::from_str(&text).unwrap_or_default();
@@ -107,30 +107,34 @@ impl Contract {
     }
 }
 
-async fn send(side: &impl Side, request: RequestBuilder) -> Reply {
-    side.contract().send(request).await.unwrap_or_else(|error| panic!("{error:#}"))
+async fn send(api: &impl ApiUnderTest, request: RequestBuilder) -> Reply {
+    api.contract().send(request).await.unwrap_or_else(|error| panic!("{error:#}"))
 }
 
-/// A call of an operation with a valid body.
-pub fn valid_call(side: &impl Side, operation: &Operation) -> RequestBuilder {
-    let needed = operation.parameters.iter().filter(|one| one.location == ParameterLocation::RequiredQuery);
-    let known = needed.filter_map(|one| Some((one.name, side.required_value(operation, one.name)?)));
+/// A valid request for an operation.
+pub fn valid_call(api: &impl ApiUnderTest, operation: &Operation) -> RequestBuilder {
+    let needed = operation
+        .parameters
+        .iter()
+        .filter(|parameter| parameter.location == ParameterLocation::RequiredQuery);
+    let known =
+        needed.filter_map(|parameter| Some((parameter.name, api.required_value(operation, parameter.name)?)));
     let text = |value: Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     let query = form_urlencoded::Serializer::new(String::new())
         .extend_pairs(known.map(|(name, value)| (name, text(value))))
         .finish();
-    let path = side.path(operation);
+    let path = api.path(operation);
     let path = if query.is_empty() { path } else { format!("{path}?{query}") };
-    let call = side.authorized_request(operation, &path);
+    let call = api.authorized_request(operation, &path);
     match operation.body {
-        Some(body) => call.json(&valid_body(side, operation, &variants(&body())[0])),
+        Some(body) => call.json(&valid_body(api, operation, &variants(&body())[0])),
         None => call,
     }
 }
 
-pub fn valid_body(side: &impl Side, operation: &Operation, schema: &Value) -> Value {
-    let mut body = valid_value(side.contract(), schema, &|name| side.required_value(operation, name));
-    // Keeps only the first of mutually exclusive fields.
+pub fn valid_body(api: &impl ApiUnderTest, operation: &Operation, schema: &Value) -> Value {
+    let mut body = valid_value(api.contract(), schema, &|name| api.required_value(operation, name));
+    // Keep only the first of mutually exclusive fields.
     for other in schema["oneOf"].as_array().into_iter().flatten().skip(1) {
         for name in other["required"].as_array().into_iter().flatten() {
             body.as_object_mut().unwrap().shift_remove(name.as_str().unwrap());
@@ -139,74 +143,74 @@ pub fn valid_body(side: &impl Side, operation: &Operation, schema: &Value) -> Va
     body
 }
 
-/// Checks every kind of wrong call.
-pub async fn assert_refuses_wrong_calls(side: &impl Side, operation: &Operation) {
-    check_method(side, operation).await;
-    check_size_limit(side, operation).await;
-    check_credentials(side, operation).await;
+/// Checks the responses to every kind of invalid request.
+pub async fn assert_rejects_invalid_requests(api: &impl ApiUnderTest, operation: &Operation) {
+    check_method(api, operation).await;
+    check_size_limit(api, operation).await;
+    check_credentials(api, operation).await;
     if let Some(body) = operation.body {
-        check_malformed_bodies(side, operation).await;
+        check_malformed_bodies(api, operation).await;
         for schema in variants(&body()) {
-            check_fields(side, operation, &schema).await;
+            check_fields(api, operation, &schema).await;
         }
     }
-    check_query(side, operation).await;
+    check_query(api, operation).await;
 }
 
-/// The method is checked before anything else.
-async fn check_method(side: &impl Side, operation: &Operation) {
-    let large = "x".repeat(side.max_body_bytes(operation) + 1);
-    let path = side.path(operation);
+/// Checks that the method is checked before anything else.
+async fn check_method(api: &impl ApiUnderTest, operation: &Operation) {
+    let large = "x".repeat(api.max_body_bytes(operation) + 1);
+    let path = api.path(operation);
     let response =
-        send(side, side.request_without_credentials(operation, Method::PATCH, &path).body(large)).await;
+        send(api, api.request_without_credentials(operation, Method::PATCH, &path).body(large)).await;
     response.assert_problem(405, "method_not_allowed");
     let allow = response.headers["allow"].to_str().unwrap();
     assert!(allow.split(',').any(|method| method.trim() == operation.method.as_str()), "{path}: {allow}");
 }
 
-/// The size is checked before the credential.
-async fn check_size_limit(side: &impl Side, operation: &Operation) {
+/// Checks that the size is checked before the credential.
+async fn check_size_limit(api: &impl ApiUnderTest, operation: &Operation) {
     if operation.credentials.is_empty() {
         return;
     }
-    let large = || "x".repeat(side.max_body_bytes(operation) + 1);
-    let (path, method) = (side.path(operation), || operation.method.clone());
-    send(side, side.request_without_credentials(operation, method(), &path).body(large()))
+    let large = || "x".repeat(api.max_body_bytes(operation) + 1);
+    let (path, method) = (api.path(operation), || operation.method.clone());
+    send(api, api.request_without_credentials(operation, method(), &path).body(large()))
         .await
         .assert_problem(413, "request_too_large");
 }
 
-/// The credential is checked before the body.
-async fn check_credentials(side: &impl Side, operation: &Operation) {
+/// Checks that the credential is checked before the body.
+async fn check_credentials(api: &impl ApiUnderTest, operation: &Operation) {
     if operation.credentials.is_empty() {
         return;
     }
-    for WrongCredential { what, request, status, code } in side.wrong_credentials(operation) {
-        let response = send(side, request.body("{")).await;
+    for WrongCredential { what, request, status, code } in api.wrong_credentials(operation) {
+        let response = send(api, request.body("{")).await;
         let got = (response.status, response.body["code"].as_str());
         assert_eq!(got, (status, Some(code)), "{} by {what}: {response:?}", operation.id);
     }
 }
 
-/// Bodies that are not a JSON object.
-async fn check_malformed_bodies(side: &impl Side, operation: &Operation) {
-    let call = || side.authorized_request(operation, &side.path(operation));
-    send(side, call().body("{}")).await.assert_problem(415, "unsupported_media_type");
+/// Checks the responses to bodies that are not a JSON object.
+async fn check_malformed_bodies(api: &impl ApiUnderTest, operation: &Operation) {
+    let call = || api.authorized_request(operation, &api.path(operation));
+    send(api, call().body("{}")).await.assert_problem(415, "unsupported_media_type");
     for bad in ["{", "", "[]", "7", "null", "\"{}\"", "{\"a\":1}{", "\u{feff}{}", "{'a':1}", "{\"a\":NaN}"] {
         let call = call().header("content-type", "application/json").body(bad);
-        send(side, call).await.assert_problem(400, "invalid_request");
+        send(api, call).await.assert_problem(400, "invalid_request");
     }
 }
 
-async fn check_fields<S: Side>(side: &S, operation: &Operation, schema: &Value) {
-    let call = |body: &Value| side.authorized_request(operation, &side.path(operation)).json(body);
+async fn check_fields<S: ApiUnderTest>(api: &S, operation: &Operation, schema: &Value) {
+    let call = |body: &Value| api.authorized_request(operation, &api.path(operation)).json(body);
     let properties = schema["properties"].as_object().unwrap();
-    let constants = properties.iter().filter(|(_, of)| !of["const"].is_null());
+    let constants = properties.iter().filter(|(_, schema)| !schema["const"].is_null());
     let constants: Map<String, Value> =
-        constants.map(|(name, of)| (name.clone(), of["const"].clone())).collect();
+        constants.map(|(name, schema)| (name.clone(), schema["const"].clone())).collect();
     let required = schema["required"].as_array().into_iter().flatten().map(|name| name.as_str().unwrap());
     for name in required.filter(|name| !constants.contains_key(*name)) {
-        let response = send(side, call(&constants.clone().into())).await;
+        let response = send(api, call(&constants.clone().into())).await;
         response.assert_problem(400, "invalid_request");
         assert!(
             response.reports(&format!("/{name}")),
@@ -214,33 +218,34 @@ async fn check_fields<S: Side>(side: &S, operation: &Operation, schema: &Value) 
             operation.id
         );
     }
-    let whole = valid_body(side, operation, schema);
+    let whole = valid_body(api, operation, schema);
     // A body sent by a host may have additional fields at every level.
     let is_extensible = schema["additionalProperties"].is_null();
     for unknown in bodies_with_unknown_fields(schema, &whole).into_iter().filter(|_| !is_extensible) {
-        let response = send(side, call(&unknown.body)).await;
+        let response = send(api, call(&unknown.body)).await;
         response.assert_problem(400, "invalid_request");
         assert_eq!(response.accepted_names(&unknown.pointer), unknown.known, "{}", operation.id);
     }
     let mut differences = Vec::new();
     for mut probe in probes(schema, &whole) {
-        let is_valid = is_valid(side.contract(), &probe.schema, &probe.value);
+        let is_valid = is_valid(api.contract(), &probe.schema, &probe.value);
         if constants.contains_key(probe.pointer.trim_start_matches('/'))
             || (is_valid && (!S::SCHEMA_IS_COMPLETE || is_extensible))
         {
             continue;
         }
         if is_valid {
-            // Adds another error, so that the request has no effect.
+            // Add another error, so that the request has no effect.
             probe.body["zz"] = json!(1);
         }
-        let response = send(side, call(&probe.body)).await;
+        let response = send(api, call(&probe.body)).await;
         if response.status != 400 || response.reports(&probe.pointer) == is_valid {
             let value = probe.value.to_string().chars().take(80).collect::<String>();
-            let at = probe.pointer;
-            let named = response.pointers();
-            differences
-                .push(format!("{at} = {value}: valid by {} is {is_valid}; reported {named:?}", probe.schema));
+            let (pointer, reported) = (probe.pointer, response.pointers());
+            differences.push(format!(
+                "{pointer} = {value}: valid by {} is {is_valid}; reported {reported:?}",
+                probe.schema
+            ));
         }
     }
     assert!(
@@ -251,25 +256,26 @@ async fn check_fields<S: Side>(side: &S, operation: &Operation, schema: &Value) 
     );
 }
 
-async fn check_query(side: &impl Side, operation: &Operation) {
-    let of_query = |one: &&Parameter| {
-        matches!(one.location, ParameterLocation::Query | ParameterLocation::RequiredQuery)
+async fn check_query(api: &impl ApiUnderTest, operation: &Operation) {
+    let is_in_query = |parameter: &&Parameter| {
+        matches!(parameter.location, ParameterLocation::Query | ParameterLocation::RequiredQuery)
     };
-    let parameters: Vec<&Parameter> = operation.parameters.iter().filter(of_query).collect();
+    let parameters: Vec<&Parameter> = operation.parameters.iter().filter(is_in_query).collect();
     if parameters.is_empty() {
         return;
     }
     let request_with = |query: &[(&str, &str)]| {
         let query = form_urlencoded::Serializer::new(String::new()).extend_pairs(query).finish();
-        side.authorized_request(operation, &format!("{}?{query}", side.path(operation)))
+        api.authorized_request(operation, &format!("{}?{query}", api.path(operation)))
     };
-    let response = send(side, request_with(&[("zz", "1")])).await;
+    let response = send(api, request_with(&[("zz", "1")])).await;
     response.assert_problem(400, "invalid_request");
-    let allows_unknown = side.allows_unknown_query(operation);
+    let allows_unknown = api.allows_unknown_query(operation);
     if allows_unknown {
         assert!(!response.reports("?zz"), "{response:?}");
     } else {
-        let declared: BTreeSet<String> = parameters.iter().map(|one| one.name.to_owned()).collect();
+        let declared: BTreeSet<String> =
+            parameters.iter().map(|parameter| parameter.name.to_owned()).collect();
         assert_eq!(response.accepted_names("?zz"), declared, "{}", operation.id);
     }
     let mut differences = Vec::new();
@@ -280,17 +286,17 @@ async fn check_query(side: &impl Side, operation: &Operation) {
             *location == ParameterLocation::RequiredQuery,
             "{name}: {response:?}"
         );
-        send(side, request_with(&[(name, "1"), (name, "1")])).await.assert_problem(400, "invalid_request");
+        send(api, request_with(&[(name, "1"), (name, "1")])).await.assert_problem(400, "invalid_request");
         for text in sample_strings() {
             let value = match schema["type"].as_str() {
                 Some("integer") => text.parse::<u64>().map_or(json!(text), Value::from),
                 Some("boolean") => text.parse::<bool>().map_or(json!(text), Value::from),
                 _ => json!(text),
             };
-            let is_valid = is_valid(side.contract(), &schema, &value);
-            let response = send(side, request_with(&[(name, &text), ("zz", "1")])).await;
-            let refused = response.status == 400 && response.reports(&format!("?{name}"));
-            if refused == is_valid || (response.status != 400 && !allows_unknown) {
+            let is_valid = is_valid(api.contract(), &schema, &value);
+            let response = send(api, request_with(&[(name, &text), ("zz", "1")])).await;
+            let is_refused = response.status == 400 && response.reports(&format!("?{name}"));
+            if is_refused == is_valid || (response.status != 400 && !allows_unknown) {
                 let text = text.chars().take(80).collect::<String>();
                 differences.push(format!("?{name}={text:?}: valid by {schema} is {is_valid}"));
             }

@@ -11,8 +11,8 @@ async fn get_fleet(stack: &Stack, process: &Process, token: &str) -> ApiResponse
 
 /// More requests than a burst allows.
 const MANY: u32 = 40;
-/// Fewer requests than a burst allows, so that one is refused only if earlier requests count. It is more than one, because
-/// on a slow machine the limit may permit another request in the meantime.
+/// Fewer requests than a burst allows, so that one is refused only if earlier requests count. It is more than one,
+/// because on a slow machine the limit may permit another request in the meantime.
 const FEW: u32 = 5;
 
 /// Sends at most `count` requests, and returns the first rate-limited response.

@@ -16,10 +16,10 @@ async fn assert_fails_with(stack: &Stack, process: &Process, guest: &Guest, caus
     assert_eq!(record["failure"]["cause"], cause, "{record}");
 }
 
-/// Waits until the platform has listed the provider's servers this many more times.
-async fn wait_for_listings(stack: &Stack, more: usize) {
+/// Waits until the platform has listed the provider's servers this many times.
+async fn wait_for_listings(stack: &Stack, count: usize) {
     let listings = || stack.provider.call_count("GET", "label_selector=svc-machine&");
-    let expected = listings() + more;
+    let expected = listings() + count;
     stack
         .eventually("the reconciler lists servers", || async { (listings() >= expected).then_some(()) })
         .await;
@@ -208,7 +208,7 @@ async fn released_server_is_deleted_after_its_grace() {
     assert!(stack.provider.server_by_name("later").is_some(), "the later server was not released");
 }
 
-/// Deletes a machine whose server may then be removed.
+/// Deletes a machine without retention, so that the reconciler may delete its server immediately.
 async fn delete_machine_without_retention(stack: &Stack, process: &Process) {
     let guest = stack.start_machine(process, "user_1").await;
     let deleted = stack.delete(process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;

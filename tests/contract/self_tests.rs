@@ -1,4 +1,4 @@
-//! Tests the contract check itself: it accepts a correct response and detects each kind of defect.
+//! Tests the contract check itself: it must accept a correct response, and detect each kind of defect.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -14,7 +14,7 @@ struct Sample {
     body: Value,
 }
 
-fn refusal() -> Sample {
+fn sample_refusal() -> Sample {
     let mut headers = HeaderMap::new();
     for (name, value) in [
         ("content-type", "application/problem+json"),
@@ -38,11 +38,11 @@ fn is_detected(sample: &Sample) -> bool {
 }
 
 #[test]
-fn every_defect_of_a_response_is_detected() {
-    assert!(!is_detected(&refusal()), "a correct response passes");
+fn check_detects_every_kind_of_defect() {
+    assert!(!is_detected(&sample_refusal()), "a correct response must pass");
     platform().register_secret("hunter2-in-this-test");
-    type Spoil = fn(&mut Sample);
-    let spoil: [(&str, Spoil); 17] = [
+    type AddDefect = fn(&mut Sample);
+    let defects: [(&str, AddDefect); 17] = [
         ("a secret", |s| s.body["detail"] = json!("It is hunter2-in-this-test, in fact.")),
         ("SQL", |s| s.body["detail"] = json!("SELECT * FROM user_machines failed.")),
         ("a path", |s| s.body["detail"] = json!("Cannot read /var/lib/svc/tls/key.pem.")),
@@ -73,9 +73,9 @@ fn every_defect_of_a_response_is_detected() {
             s.headers.insert("content-type", HeaderValue::from_static("application/json"));
         }),
     ];
-    for (what, spoil) in spoil {
-        let mut sample = refusal();
-        spoil(&mut sample);
+    for (what, add_defect) in defects {
+        let mut sample = sample_refusal();
+        add_defect(&mut sample);
         assert!(is_detected(&sample), "{what} is not detected");
     }
 }

@@ -1,4 +1,4 @@
-//! An unreachable database or store: requests get 503 with a specific code, readiness names the outage, and the
+//! Outages of the database or the store: readiness names the outage, requests that need the service get 503, and the
 //! platform recovers.
 
 use kit::pg::{PgBinaries, PgOptions, PgServer};
@@ -6,7 +6,7 @@ use kit::pg::{PgBinaries, PgOptions, PgServer};
 use super::stack::{Stack, provision_body};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn database_outage_is_reported_and_recovered() {
+async fn platform_reports_and_survives_database_outage() {
     let stack = Stack::start().await;
     let binaries = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&kit::fetch::target_dir()));
     let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
@@ -22,7 +22,7 @@ async fn database_outage_is_reported_and_recovered() {
         (503, &"failing".into(), &"ok".into())
     );
     assert_eq!(stack.get(&process, "/livez").await.status, 200);
-    // The routes are still served, so no load balancer removes the process.
+    // Requests are still routed, so no load balancer may remove the process.
     let stale = || async { (stack.get(&process, "/readyz").await.body["routes"] == "stale").then_some(()) };
     stack.eventually("the routes are stale", stale).await;
     let routing = stack.get(&process, "/readyz").await;
@@ -40,7 +40,7 @@ async fn database_outage_is_reported_and_recovered() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn store_outage_stops_control_but_not_the_router() {
+async fn store_outage_stops_control_plane_but_not_the_router() {
     let stack = Stack::start().await;
     let process =
         stack.start_platform_with(&[("FAILPOINTS", "operations.provision.fence.before=1*sleep(1500)")]);

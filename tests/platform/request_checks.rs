@@ -1,4 +1,4 @@
-//! Errors: their format, and the order of the checks of a request.
+//! The checks of a request: their order, and the format of their errors.
 
 use reqwest::Method;
 use serde_json::json;

@@ -1,9 +1,9 @@
-//! Tests the platform against its OpenAPI document: every route gets every kind of wrong call, and must respond as
+//! Tests the platform against its OpenAPI document: every route gets every kind of invalid request, and must respond as
 //! described.
 //!
 //! The cases come from the routes' own descriptions, so a new route is covered without a change here.
 
-mod refusals;
+mod error_codes;
 
 use kit::pg::{PgBinaries, PgOptions, PgServer};
 use reqwest::{Method, RequestBuilder};
@@ -15,7 +15,9 @@ use svc::wire::operator::Scope;
 
 use super::deploy;
 use super::stack::{ApiResponse, BUCKET, DIGEST, Guest, Process, SECRET, Stack};
-use crate::contract::{self, Contract, Side, WrongCredential, assert_refuses_wrong_calls, valid_call};
+use crate::contract::{
+    self, ApiUnderTest, Contract, WrongCredential, assert_rejects_invalid_requests, valid_call,
+};
 
 /// A platform with a running machine and one that waits for its registration.
 struct TestPlatform {
@@ -33,17 +35,18 @@ struct TestPlatform {
 const DUMP: &str = "2026-01-01T00-00-00.000Z-1.dump";
 
 impl TestPlatform {
-    async fn start(more: &[(&str, &str)]) -> Self {
+    async fn start(extra_env: &[(&str, &str)]) -> Self {
         let stack = Stack::start().await;
         deploy::publish_signed(&stack, "v1");
         // No pointer names this snapshot, so it cannot be recovered from.
         stack.store.write(BUCKET, &format!("user_1/primary/system/db/snapshots/{DUMP}"), "dump");
         let keys = deploy::public_key();
-        let mut more: Vec<_> = more.iter().copied().chain([("BUNDLE_PUBLIC_KEYS", keys.as_str())]).collect();
-        // One host and one operator send thousands of calls; platform::rates covers the limits.
-        more.push(("PLATFORM_HOST_REQUESTS_PER_SECOND", "0"));
-        more.push(("PLATFORM_OPERATOR_REQUESTS_PER_SECOND", "0"));
-        let process = stack.start_platform_with(&more);
+        let mut env: Vec<_> =
+            extra_env.iter().copied().chain([("BUNDLE_PUBLIC_KEYS", keys.as_str())]).collect();
+        // One host and one operator send thousands of calls; platform::rate_limits covers the limits.
+        env.push(("PLATFORM_HOST_REQUESTS_PER_SECOND", "0"));
+        env.push(("PLATFORM_OPERATOR_REQUESTS_PER_SECOND", "0"));
+        let process = stack.start_platform_with(&env);
         let running = stack.start_machine(&process, "user_1").await;
         let provisioned = stack.provision(&process, "user_2").await;
         let booting = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
@@ -64,7 +67,7 @@ impl TestPlatform {
         Self { stack, process, running, booting, operation, rollout, operators }
     }
 
-    /// The machine that a valid call of the operation names.
+    /// The machine that a valid request for the operation names.
     fn guest(&self, operation: &Operation) -> &Guest {
         if accepts_credential(operation, "registration") { &self.booting } else { &self.running }
     }
@@ -88,13 +91,13 @@ impl TestPlatform {
         self.stack.send(request).await
     }
 
-    /// A call by an operator.
+    /// A request by an operator.
     fn operator_call(&self, method: Method, path: &str, body: &Value) -> RequestBuilder {
         self.stack.request(&self.process, method, path).bearer_auth(SECRET).json(body)
     }
 }
 
-impl Side for TestPlatform {
+impl ApiUnderTest for TestPlatform {
     fn contract(&self) -> &'static Contract {
         contract::platform()
     }
@@ -132,7 +135,7 @@ impl Side for TestPlatform {
         let bare = |path: &str| self.request_without_credentials(operation, operation.method.clone(), path);
         let call = || bare(&self.path(operation));
         let mut tokens = vec![
-            ("another word", "wrong"),
+            ("an arbitrary word", "wrong"),
             ("no token", "svcu_wrong"),
             ("two words", "a b"),
             ("nothing", ""),
@@ -236,8 +239,8 @@ async fn document_is_served_and_complete() {
 async fn every_route_rejects_invalid_requests_in_documented_order() {
     let platform = TestPlatform::start(&[]).await;
     for operation in operations() {
-        assert_refuses_wrong_calls(&platform, operation).await;
-        assert_refuses_wrong_ids(&platform, operation).await;
+        assert_rejects_invalid_requests(&platform, operation).await;
+        assert_rejects_invalid_ids(&platform, operation).await;
     }
     platform
         .send(platform.request_without_credentials(operations().next().unwrap(), Method::GET, "/vps/x/y/z"))
@@ -245,7 +248,7 @@ async fn every_route_rejects_invalid_requests_in_documented_order() {
         .assert_problem(404, "not_found");
 }
 
-async fn assert_refuses_wrong_ids(platform: &TestPlatform, operation: &Operation) {
+async fn assert_rejects_invalid_ids(platform: &TestPlatform, operation: &Operation) {
     if !operation.path.contains("{id}") {
         return;
     }
@@ -263,8 +266,8 @@ async fn assert_refuses_wrong_ids(platform: &TestPlatform, operation: &Operation
         platform.send(call(bad)).await.assert_problem(400, "invalid_request");
     }
     if accepts_credential(operation, "operator") {
-        let is_no_machine = names_operation(operation) || names_rollout(operation);
-        let code = if is_no_machine { "not_found" } else { "machine_not_found" };
+        let names_no_machine = names_operation(operation) || names_rollout(operation);
+        let code = if names_no_machine { "not_found" } else { "machine_not_found" };
         platform.send(call(&unknown.to_string())).await.assert_problem(404, code);
     }
 }
