@@ -129,7 +129,7 @@ async fn records_rotate_without_a_database() -> Result<()> {
 }
 
 #[tokio::test]
-async fn concurrent_check_exits_with_a_message() -> Result<()> {
+async fn concurrent_check_exits_with_75() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
     add_old_records(&machine)?;
     let slow = [("FAILPOINTS", "heartbeat.begin=sleep(1500)")];

@@ -248,7 +248,7 @@ impl Home {
         let (input, printed) = (self.path("hook.json"), self.path("hook.txt"));
         fs::write(&input, text)?;
         let failpoints =
-            if self.has_normal_hook_timeout { "" } else { "FAILPOINTS='hook.patient=return(error)' " };
+            if self.has_normal_hook_timeout { "" } else { "FAILPOINTS='hook.long_timeout=return(error)' " };
         let hook = concat!(env!("CARGO_BIN_EXE_svc"), " svc-hook claude-code");
         let line = format!("{failpoints}{hook} <{} >{} 2>&1", input.display(), printed.display());
         let (code, took) = self.with_process(agent, |process| {

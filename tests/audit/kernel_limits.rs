@@ -12,7 +12,7 @@ use super::home::{ADA, Home, differences, recorded_operations};
 const QUEUE_LIMIT_FILE: &str = "/proc/sys/fs/inotify/max_queued_events";
 
 #[test]
-fn queue_overflow_is_recovered_by_a_scan() -> Result<()> {
+fn scan_finds_changes_after_queue_overflow() -> Result<()> {
     let home = Home::new()?;
     home.shell("mkdir -p many d/below && for f in $(seq 50); do echo $f > d/below/$f; done")?;
     let max_events: u64 = std::fs::read_to_string(QUEUE_LIMIT_FILE)?.trim().parse()?;

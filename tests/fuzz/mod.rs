@@ -136,8 +136,8 @@ fuzzed! {
     mutated_bridge_request_stays_one_statement, long_mutated_bridge_request_stays_one_statement, "bridge-request";
     mutated_bridge_filter_means_the_same_nested, long_mutated_bridge_filter_means_the_same_nested, "bridge-filter";
     mutated_cursor_resumes_only_its_own_order, long_mutated_cursor_resumes_only_its_own_order, "bridge-cursor";
-    mutated_jwt_is_never_another_user, long_mutated_jwt_is_never_another_user, "jwt";
-    mutated_proof_is_never_another_principal, long_mutated_proof_is_never_another_principal, "proof";
+    mutated_jwt_never_authenticates_another_user, long_mutated_jwt_never_authenticates_another_user, "jwt";
+    mutated_proof_never_authenticates_another_principal, long_mutated_proof_never_authenticates_another_principal, "proof";
     mutated_heartbeat_is_stored_within_bounds, long_mutated_heartbeat_is_stored_within_bounds, "heartbeat";
     mutated_hook_input_sends_no_content, long_mutated_hook_input_sends_no_content, "hook-input";
     mutated_agent_frames_parse_back, long_mutated_agent_frames_parse_back, "agent-frames";
@@ -152,7 +152,7 @@ fuzzed! {
     mutated_hop_headers_end_at_the_hop, long_mutated_hop_headers_end_at_the_hop, "hop-by-hop";
     mutated_path_stays_in_the_app_folder, long_mutated_path_stays_in_the_app_folder, "app-path";
     mutated_session_counts_its_own_calls, long_mutated_session_counts_its_own_calls, "codex-session";
-    mutated_dump_head_has_a_number_or_none, long_mutated_dump_head_has_a_number_or_none, "dump-head";
+    mutated_dump_head_yields_a_count_or_none, long_mutated_dump_head_yields_a_count_or_none, "dump-head";
     mutated_user_data_is_one_document, long_mutated_user_data_is_one_document, "user-data";
 }
 

@@ -55,7 +55,7 @@ impl AgentTokens {
     }
 
     /// Whether this dispatch still has a valid token.
-    pub fn has_token_of(&self, dispatch: &str) -> bool {
+    pub fn has_token_for(&self, dispatch: &str) -> bool {
         self.lock().values().any(|grant| grant.dispatch == dispatch)
     }
 
@@ -87,7 +87,7 @@ mod tests {
         assert_eq!(grant, BridgeGrant { dispatch: "d1".to_owned(), apps: apps.as_slice().into() });
         let text = token.secret.expose_secret().to_owned();
         drop(token);
-        assert!(tokens.find(&text).is_none() && !tokens.has_token_of("d1"));
+        assert!(tokens.find(&text).is_none() && !tokens.has_token_for("d1"));
         assert!(tokens.find(other.secret.expose_secret()).is_some());
         assert!(tokens.find("").is_none());
     }

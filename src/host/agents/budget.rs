@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::kernel::Kernel;
 use super::owner_config::Settings;
 use crate::records::entry::Interaction;
-use crate::records::limits::{Period, Spent, check_limits, crosses_warning_threshold};
+use crate::records::limits::{Period, Spending, check_limits, crosses_warning_threshold};
 use crate::records::money::Dollars;
 use svc_base::clock::rfc3339_ms;
 use svc_http::problem::{Code, Problem};
@@ -63,7 +63,7 @@ impl LimitWarning {
 pub struct LimitReached {
     pub period: Period,
     pub limit: Dollars,
-    pub spent: Spent,
+    pub spent: Spending,
     pub resets_at: Timestamp,
 }
 
@@ -90,7 +90,7 @@ impl Kernel {
     ///
     /// # Errors
     /// The records are still being read.
-    pub fn spent(&self, user: &str, settings: &Settings, now: Timestamp) -> Result<Spent, Problem> {
+    pub fn spent(&self, user: &str, settings: &Settings, now: Timestamp) -> Result<Spending, Problem> {
         let reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let reserved = reserved.get(user).copied().unwrap_or_default();
         self.spent_with_reserved(user, settings, now, reserved)
@@ -102,11 +102,11 @@ impl Kernel {
         settings: &Settings,
         now: Timestamp,
         reserved: Dollars,
-    ) -> Result<Spent, Problem> {
+    ) -> Result<Spending, Problem> {
         let book = self.book()?;
         let today = settings.calendar.day(now);
         let since = |period| first_day(period, today);
-        Ok(Spent {
+        Ok(Spending {
             today: book.spent(user, since(Period::Daily), today),
             this_month: book.spent(user, since(Period::Monthly), today),
             reserved,

@@ -49,7 +49,7 @@ impl Order {
     pub const VERSION: u32 = 2;
     /// The version that the previous release's gateway sends during an update. That gateway does not support
     /// [`RunnerFrame::Ready`] and sends no go-ahead.
-    pub const WITHOUT_READY: u32 = 1;
+    pub const VERSION_WITHOUT_READY: u32 = 1;
 }
 
 /// The result of a run.

@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_come_once_when_complete_across_rotations() {
+    fn complete_lines_are_returned_once_across_rotations() {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "0\n");

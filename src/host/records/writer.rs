@@ -27,7 +27,7 @@ use self::file::AppendFile;
 pub use self::file::Extent;
 use self::queue::{RecordQueue, Replacement, ThreadState};
 pub use self::record::{MAX_QUEUED_BYTES, QueueFull, Record};
-use self::sync::{SyncFn, Syncer, Unsynced};
+use self::sync::{SyncFn, Syncer, UnsyncedFile};
 use svc_base::chain::format_chain;
 use svc_base::clock;
 
@@ -201,7 +201,7 @@ impl Records {
     }
 
     /// The number of bytes that are accepted and not yet written.
-    pub fn waiting_bytes(&self) -> usize {
+    pub fn unwritten_bytes(&self) -> usize {
         self.0.lock().bytes()
     }
 }
@@ -229,7 +229,7 @@ impl Shared {
             let directory = replacement.and_then(|replacement| self.replace_file(replacement, &mut files));
             let flush = flush.filter(|_| written);
             if is_stopping || flush.is_some() || synced_at.elapsed() >= SYNC_INTERVAL {
-                let mut unsynced: Vec<Unsynced> =
+                let mut unsynced: Vec<UnsyncedFile> =
                     files.iter_mut().flat_map(|(_, file)| file.take_unsynced()).collect();
                 unsynced.extend(directory);
                 self.syncer.enqueue(unsynced, flush);
@@ -306,7 +306,7 @@ impl Shared {
     }
 
     /// Replaces a record's file. Returns the directory if it must be synced.
-    fn replace_file(&self, replacement: Replacement, files: &mut [(Record, AppendFile)]) -> Option<Unsynced> {
+    fn replace_file(&self, replacement: Replacement, files: &mut [(Record, AppendFile)]) -> Option<UnsyncedFile> {
         let Replacement { record, new, expected, reply } = replacement;
         let is_behind = files.iter().any(|(other, file)| *other == record && file.unwritten_bytes() > 0);
         let path = self.logs.join(record.file_name());
@@ -316,7 +316,7 @@ impl Shared {
         let _ = reply.send(replaced);
         let directory = File::open(&self.logs).ok().filter(|_| is_replaced)?;
         let inode = directory.metadata().ok()?.ino();
-        Some(Unsynced::new(self.logs.clone(), inode, Arc::new(directory)))
+        Some(UnsyncedFile::new(self.logs.clone(), inode, Arc::new(directory)))
     }
 
     /// Writes all files; logs when writes start and stop failing.

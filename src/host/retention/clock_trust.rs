@@ -23,7 +23,7 @@ const MAX_DRIFT_SECONDS: i64 = 900;
 
 /// The clock and the time since boot, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Reading {
+pub struct ClockReading {
     pub clock: i64,
     pub up: i64,
     /// The last write to a record, if there is any.
@@ -52,7 +52,7 @@ struct UntrustedClock {
 }
 
 /// Returns the time to use and the state to keep.
-pub fn assess_clock(state: Option<ClockState>, now: Reading) -> (i64, ClockState) {
+pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, ClockState) {
     let started = now.clock - now.up;
     let is_near = |other: i64| (started - other).abs() <= MAX_DRIFT_SECONDS;
     let believed = (now.clock, ClockState { started, up: now.up, doubted: None });
@@ -98,14 +98,14 @@ fn find_last_write(dir: &Path) -> Result<Option<i64>, FileError> {
 }
 
 /// Returns the time to use for the expiry of the records in `logs`. `file` holds the state of earlier checks.
-pub fn trusted_time(file: &Path, logs: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
+pub fn update_trusted_time(file: &Path, logs: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
     // The systemd unit hides other files that contain the uptime.
     let stat =
         ProcessStat::of_this_process().map_err(FileError::wrap("read", Path::new("/proc/self/stat")))?;
     let up = (stat.started / TICKS_PER_SECOND).cast_signed();
     let text = fsx::read_if_exists(file)?;
     let state = text.and_then(|text| serde_json::from_slice(&text).ok());
-    let reading = Reading { clock: clock.as_second(), up, last_write: find_last_write(logs)? };
+    let reading = ClockReading { clock: clock.as_second(), up, last_write: find_last_write(logs)? };
     let (believed, new_state) = assess_clock(state, reading);
     fsx::write_atomic(file, &serde_json::to_vec(&new_state).expect("plain fields are JSON"), 0o600)?;
     if believed < clock.as_second() {
@@ -120,15 +120,15 @@ mod tests {
 
     const START: i64 = 1_795_000_000;
 
-    fn at(hours_up: i64, ahead: i64) -> Reading {
+    fn at(hours_up: i64, ahead: i64) -> ClockReading {
         let up = hours_up * 3600;
-        Reading { clock: START + up + ahead * DAY_SECONDS, up, last_write: None }
+        ClockReading { clock: START + up + ahead * DAY_SECONDS, up, last_write: None }
     }
 
     /// The days by which the trusted clock is ahead at each check.
-    fn ahead(checks: &[Reading]) -> Vec<i64> {
+    fn ahead(checks: &[ClockReading]) -> Vec<i64> {
         let mut state = None;
-        let day = |reading: &Reading| {
+        let day = |reading: &ClockReading| {
             let (believed, new_state) = assess_clock(state, *reading);
             state = Some(new_state);
             (believed - START - reading.up).div_euclid(DAY_SECONDS)
@@ -148,13 +148,13 @@ mod tests {
     }
 
     #[test]
-    fn trusts_earlier_clock_and_short_boot_immediately() {
+    fn trusts_earlier_clock_and_quick_reboot_immediately() {
         assert_eq!(ahead(&[at(1, 0), at(2, -40)]), [0, -40]);
-        let booted = Reading { clock: START + 31 * 3600, up: 60, last_write: None };
+        let booted = ClockReading { clock: START + 31 * 3600, up: 60, last_write: None };
         assert_eq!(assess_clock(Some(assess_clock(None, at(30, 0)).1), booted).0, booted.clock);
         assert_eq!(ahead(&[at(1, 40)]), [40], "there is neither an earlier reading nor a record");
-        let Reading { clock, up, .. } = at(2, 0);
-        let step = Reading { clock: clock + 600, up, last_write: None };
+        let ClockReading { clock, up, .. } = at(2, 0);
+        let step = ClockReading { clock: clock + 600, up, last_write: None };
         let (believed, new_state) = assess_clock(Some(assess_clock(None, at(1, 0)).1), step);
         assert_eq!((believed, new_state.doubted), (clock + 600, None), "a small step is not a jump");
     }
@@ -162,7 +162,7 @@ mod tests {
     #[test]
     fn boot_far_ahead_is_trusted_after_a_day() {
         let before = assess_clock(None, at(30, 0)).1;
-        let booted = |up: i64| Reading { clock: START + 90 * DAY_SECONDS + up, up, last_write: Some(START) };
+        let booted = |up: i64| ClockReading { clock: START + 90 * DAY_SECONDS + up, up, last_write: Some(START) };
         let last = START + 30 * 3600;
         let (believed, state) = assess_clock(Some(before), booted(60));
         assert_eq!(believed, last + 60, "the machine was off for weeks, or its clock is wrong");
@@ -173,7 +173,7 @@ mod tests {
         // Without a state file, the records show the last time.
         let (believed, _) = assess_clock(None, booted(60));
         assert_eq!(believed, START);
-        let recent = Reading { last_write: Some(booted(60).clock - 3600), ..booted(60) };
+        let recent = ClockReading { last_write: Some(booted(60).clock - 3600), ..booted(60) };
         assert_eq!(assess_clock(None, recent).0, recent.clock);
     }
 
@@ -183,14 +183,14 @@ mod tests {
         let (file, logs) = (dir.path().join("clock.json"), dir.path().join("logs"));
         std::fs::create_dir(&logs).unwrap();
         let now = Timestamp::now();
-        assert_eq!(trusted_time(&file, &logs, now).unwrap().as_second(), now.as_second());
+        assert_eq!(update_trusted_time(&file, &logs, now).unwrap().as_second(), now.as_second());
         let ahead = now.checked_add(jiff::SignedDuration::from_hours(24 * 40)).unwrap();
         let days = |at: Timestamp| (at.as_second() - now.as_second()) / DAY_SECONDS;
-        assert_eq!(days(trusted_time(&file, &logs, ahead).unwrap()), 0);
+        assert_eq!(days(update_trusted_time(&file, &logs, ahead).unwrap()), 0);
         std::fs::write(&file, "{").unwrap();
-        assert_eq!(days(trusted_time(&file, &logs, ahead).unwrap()), 40);
+        assert_eq!(days(update_trusted_time(&file, &logs, ahead).unwrap()), 40);
         std::fs::write(&file, "{").unwrap();
         std::fs::write(logs.join("activity.log"), "").unwrap();
-        assert!(days(trusted_time(&file, &logs, ahead).unwrap()) < 40, "a record was written just now");
+        assert!(days(update_trusted_time(&file, &logs, ahead).unwrap()) < 40, "a record was written just now");
     }
 }

@@ -51,7 +51,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::retention::clock_trust::{Reading, assess_clock};
+    use crate::retention::clock_trust::{ClockReading, assess_clock};
 
     const TODAY: Date = Date::constant(2026, 11, 21);
 
@@ -131,7 +131,7 @@ mod tests {
             correct_hours = if ahead == 0 { correct_hours + 1 } else { 0 };
             let clock = truth + ahead * 24 * HOUR;
             let (believed, new_state) =
-                assess_clock(state, Reading { clock, up: up * HOUR, last_write: None });
+                assess_clock(state, ClockReading { clock, up: up * HOUR, last_write: None });
             (state, up) = (Some(new_state), up + 1);
             if ahead >= 0 {
                 files.insert(AUDIT.dated_name(day_at(clock), 1), hour);

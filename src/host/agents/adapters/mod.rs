@@ -68,7 +68,7 @@ pub enum Exit {
 impl Exit {
     /// Whether a signal ended the process. By convention, a program that handles a signal exits with 128 plus its
     /// number.
-    pub fn is_by_signal(self) -> bool {
+    pub fn is_caused_by_signal(self) -> bool {
         match self {
             Self::Code(code) => code > 128,
             Self::Signal(_) => true,

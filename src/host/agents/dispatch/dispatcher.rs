@@ -321,7 +321,7 @@ impl Dispatcher {
             .await
         {
             let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
-            let marked = tokio::task::spawn_blocking(move || journal.mark_begun(&accepted)).await;
+            let marked = tokio::task::spawn_blocking(move || journal.mark_started(&accepted)).await;
             if !marked.unwrap_or_default() {
                 let message = "the disk is full, so the start of the agent could not be recorded and nothing ran: \
                                free disk space first, for instance in the terminal";
@@ -346,7 +346,7 @@ impl Dispatcher {
     /// Reports the end to svc-watch, which closes the tool calls that the agent left open. Does nothing without
     /// svc-watch.
     async fn report_end_to_watcher(&self, dispatch: &Dispatch) {
-        let message = Message::dispatch_end(dispatch.id(), dispatch.take_seen());
+        let message = Message::dispatch_end(dispatch.id(), dispatch.take_seen_calls());
         audit_protocol::send_from_dispatcher(&self.watcher_socket, message).await;
     }
 
@@ -358,7 +358,7 @@ impl Dispatcher {
         if !self.write_journal(vec![refused]).await {
             let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
             // After a crash, the dispatch is then recorded as interrupted. That is wrong, but it does not run.
-            let _ = tokio::task::spawn_blocking(move || journal.mark_begun(&accepted)).await;
+            let _ = tokio::task::spawn_blocking(move || journal.mark_started(&accepted)).await;
         }
         self.end_refused(dispatch, reached.period);
     }

@@ -95,7 +95,7 @@ impl Journal {
 
     /// Marks a dispatch as started with an empty file, which needs no disk space. Returns `false` if even that fails
     /// and the dispatch may be in the journal: after a crash, it would be started again.
-    pub fn mark_begun(&self, entry: &JournalEntry) -> bool {
+    pub fn mark_started(&self, entry: &JournalEntry) -> bool {
         let mark = self.mark_path(&entry.id);
         let marked = std::fs::File::create(&mark).and_then(|file| file.sync_all());
         let marked = marked.map_err(FileError::wrap("create", &mark)).and_then(|()| fsx::sync_dir(&self.0));
@@ -256,14 +256,14 @@ mod tests {
     }
 
     #[test]
-    fn mark_begun_counts_as_started_at() {
+    fn mark_started_sets_started_at() {
         let (dir, journal) = journal();
         let entry = |index| entry(index, 2);
         let one = dispatch("a", "2026-11-22T10:00:01.000Z");
         journal.write(std::slice::from_ref(&one)).unwrap();
         journal.write(&[entry(0), entry(1)]).unwrap();
-        assert!(journal.mark_begun(&one) && journal.mark_begun(&entry(1)));
-        assert!(journal.mark_begun(&dispatch("unknown", "2026-11-22T10:00:01.000Z")));
+        assert!(journal.mark_started(&one) && journal.mark_started(&entry(1)));
+        assert!(journal.mark_started(&dispatch("unknown", "2026-11-22T10:00:01.000Z")));
         std::fs::create_dir(dir.path().join("dispatches/unreadable.json")).unwrap();
         std::fs::write(dir.path().join("dispatches/unreadable.begun"), "").unwrap();
         let begun: Vec<bool> =
@@ -279,8 +279,8 @@ mod tests {
         // If the mark cannot be created, a dispatch in the journal must not start: a crash would start it again.
         std::fs::create_dir(dir.path().join("dispatches/b.0.begun")).unwrap();
         std::fs::create_dir(dir.path().join("dispatches/unknown.begun")).unwrap();
-        assert!(!journal.mark_begun(&entry(0)));
-        assert!(journal.mark_begun(&dispatch("unknown", "2026-11-22T10:00:01.000Z")));
+        assert!(!journal.mark_started(&entry(0)));
+        assert!(journal.mark_started(&dispatch("unknown", "2026-11-22T10:00:01.000Z")));
     }
 
     #[test]

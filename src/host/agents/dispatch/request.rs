@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_name_their_field() {
+    fn read_names_the_field_of_each_error() {
         for (body, expected) in [
             (json!({}), "/prompt: is required"),
             (json!({ "prompt": "" }), "/prompt: must have 1"),

@@ -310,7 +310,7 @@ impl<'a> Run<'a> {
         let ended = self.follow(from, to).await;
         let at = self.elapsed_ms();
         let is_ended_from_outside =
-            self.end_reason.is_some() || ended.as_ref().map_or(true, |ended| ended.exit.is_by_signal());
+            self.end_reason.is_some() || ended.as_ref().map_or(true, |ended| ended.exit.is_caused_by_signal());
         let mut outcome = match ended {
             Ok(mut ended) => {
                 self.secrets.redact(&mut ended.stderr_tail);

@@ -202,7 +202,7 @@ impl Dispatch {
         state.seen.add(call);
     }
 
-    pub fn take_seen(&self) -> SeenCalls {
+    pub fn take_seen_calls(&self) -> SeenCalls {
         std::mem::take(&mut self.lock().seen)
     }
 

@@ -56,14 +56,14 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     let Some(GatewayFrame::Order(order)) = order.map_err(|_| io::ErrorKind::TimedOut)?? else {
         return Ok(());
     };
-    if ![Order::WITHOUT_READY, Order::VERSION].contains(&order.version) {
+    if ![Order::VERSION_WITHOUT_READY, Order::VERSION].contains(&order.version) {
         let why = format!("svc-agent does not support orders of version {}", order.version);
         return RunnerFrame::Refused(why).write(&mut to).await;
     }
     if let Err(error) = process_tree::adopt_orphans() {
         tracing::warn!(%error, "cannot adopt orphans; systemd will kill them");
     }
-    if order.version != Order::WITHOUT_READY && !wait_for_go(&mut from, &mut to).await? {
+    if order.version != Order::VERSION_WITHOUT_READY && !wait_for_go(&mut from, &mut to).await? {
         return RunnerFrame::Refused("it was cancelled before it started".to_owned()).write(&mut to).await;
     }
     let (child, is_resumed) = match start_agent(layout, &order) {

@@ -17,7 +17,7 @@ const fn for_tools(event: &'static str) -> HookSpec {
     HookSpec { event, matcher: Some(TOOLS) }
 }
 
-const fn for_any_tool(event: &'static str) -> HookSpec {
+const fn without_matcher(event: &'static str) -> HookSpec {
     HookSpec { event, matcher: None }
 }
 
@@ -36,9 +36,9 @@ const PROGRAMS: [Program; 2] = [
             for_tools("PreToolUse"),
             for_tools("PostToolUse"),
             for_tools("PostToolUseFailure"),
-            for_any_tool("Stop"),
-            for_any_tool("SubagentStop"),
-            for_any_tool("SessionEnd"),
+            without_matcher("Stop"),
+            without_matcher("SubagentStop"),
+            without_matcher("SessionEnd"),
         ],
     },
     Program {
@@ -47,10 +47,10 @@ const PROGRAMS: [Program; 2] = [
         hooks: &[
             for_tools("PreToolUse"),
             for_tools("PostToolUse"),
-            for_any_tool("Stop"),
-            for_any_tool("SubagentStop"),
-            for_any_tool("Interrupt"),
-            for_any_tool("SessionEnd"),
+            without_matcher("Stop"),
+            without_matcher("SubagentStop"),
+            without_matcher("Interrupt"),
+            without_matcher("SessionEnd"),
         ],
     },
 ];

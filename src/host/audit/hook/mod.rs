@@ -102,9 +102,9 @@ fn run_command(args: Vec<OsString>) -> ExitCode {
 /// The parsed message, shared with the thread that saves it after a timeout.
 type SharedMessage = Arc<Mutex<Option<Message>>>;
 
-/// Tests on slow machines extend the limit with the fail point `hook.patient`.
+/// Tests on slow machines extend the limit with the fail point `hook.long_timeout`.
 fn time_limit() -> Duration {
-    if failpoint::pass("hook.patient").is_err() { HOOK_TIMEOUT * 300 } else { HOOK_TIMEOUT }
+    if failpoint::pass("hook.long_timeout").is_err() { HOOK_TIMEOUT * 300 } else { HOOK_TIMEOUT }
 }
 
 /// The time since this process was started, in steps of 10 ms; zero if unknown. On a busy machine, the process may have

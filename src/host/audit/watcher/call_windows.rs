@@ -145,7 +145,7 @@ impl CallWindows {
         if self.open.is_empty() {
             return Vec::new();
         }
-        let attribution = self.running_commands();
+        let attribution = self.attribute_to_running_commands();
         let mut entries = Vec::new();
         for change in changes {
             if self.open.iter().any(|window| window.claims(&change)) {
@@ -158,7 +158,7 @@ impl CallWindows {
     }
 
     /// The attribution to all running commands.
-    fn running_commands(&self) -> Attribution {
+    fn attribute_to_running_commands(&self) -> Attribution {
         let commands = || self.open.iter().filter(|window| window.claim.is_none());
         let mut agents: Vec<Agent> = Vec::new();
         for window in commands() {

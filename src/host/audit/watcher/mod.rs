@@ -50,7 +50,7 @@ const CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
 const STUCK_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Fail points of the watcher.
-pub const FAILPOINTS: &[&str] = &["watch.look"];
+pub const FAILPOINTS: &[&str] = &["watch.check"];
 
 #[derive(clap::Parser)]
 #[command(

@@ -401,7 +401,7 @@ impl Watcher {
     /// Collects and attributes all changes so far.
     fn check_home(&mut self) {
         self.home_watcher.drain(&mut self.dirty);
-        if failpoint::pass("watch.look").is_err() || self.home_watcher.is_at_watch_limit() {
+        if failpoint::pass("watch.check").is_err() || self.home_watcher.is_at_watch_limit() {
             self.dirty.mark_all();
             self.home_watcher.retry_watches();
         }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use nix::fcntl::OFlag;
 
-use super::sync::Unsynced;
+use super::sync::UnsyncedFile;
 use crate::records::jsonl;
 use svc_base::fsx::FileError;
 
@@ -34,7 +34,7 @@ pub struct AppendFile {
     /// `last` has unsynced writes.
     is_dirty: bool,
     /// Earlier files of this name with unsynced writes.
-    earlier_files: Vec<Unsynced>,
+    earlier_files: Vec<UnsyncedFile>,
 }
 
 struct LastWrite {
@@ -169,12 +169,12 @@ impl AppendFile {
     fn retire(&mut self, last: LastWrite) {
         if std::mem::take(&mut self.is_dirty) {
             let LastWrite { file, extent } = last;
-            self.earlier_files.push(Unsynced::new(self.path.clone(), extent.inode, file));
+            self.earlier_files.push(UnsyncedFile::new(self.path.clone(), extent.inode, file));
         }
     }
 
     /// Takes the files that must be synced.
-    pub fn take_unsynced(&mut self) -> Vec<Unsynced> {
+    pub fn take_unsynced(&mut self) -> Vec<UnsyncedFile> {
         if let Some(last) = self.last.take() {
             let reopened =
                 (self.pending_bytes > 0).then(|| LastWrite { file: Arc::clone(&last.file), ..last });

@@ -13,7 +13,7 @@ pub type SyncFn = Box<dyn Fn(&File) -> io::Result<()> + Send>;
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A file or directory with unsynced changes.
-pub struct Unsynced {
+pub struct UnsyncedFile {
     path: PathBuf,
     inode: u64,
     file: Arc<File>,
@@ -21,7 +21,7 @@ pub struct Unsynced {
     is_logged: bool,
 }
 
-impl Unsynced {
+impl UnsyncedFile {
     pub fn new(path: PathBuf, inode: u64, file: Arc<File>) -> Self {
         Self { path, inode, file, is_logged: false }
     }
@@ -37,7 +37,7 @@ impl Unsynced {
 
 #[derive(Default)]
 struct SyncRequest {
-    files: Vec<Unsynced>,
+    files: Vec<UnsyncedFile>,
     /// The flush that is complete once all earlier files are synced.
     flush: Option<u64>,
     is_stopping: bool,
@@ -45,7 +45,7 @@ struct SyncRequest {
 
 impl SyncRequest {
     /// Keeps the oldest handle of each file, because a handle only reports errors since it was opened.
-    fn add(&mut self, files: Vec<Unsynced>) {
+    fn add(&mut self, files: Vec<UnsyncedFile>) {
         for file in files {
             if self.files.iter().all(|known| known.inode != file.inode) {
                 self.files.push(file);
@@ -67,7 +67,7 @@ impl Syncer {
     }
 
     /// Queues files for a sync. Never waits for the disk.
-    pub fn enqueue(&self, files: Vec<Unsynced>, flush: Option<u64>) {
+    pub fn enqueue(&self, files: Vec<UnsyncedFile>, flush: Option<u64>) {
         let mut due = self.lock();
         due.add(files);
         due.flush = due.flush.max(flush);

@@ -296,7 +296,7 @@ fn check(fs: &mut FakeFs, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
     #[test]
-    fn changes_are_the_difference_of_states(steps in prop::collection::vec(any_step(), 1..40), is_full in prop::bool::weighted(0.1)) {
+    fn update_tree_reports_difference_between_states(steps in prop::collection::vec(any_step(), 1..40), is_full in prop::bool::weighted(0.1)) {
         let mut fs = FakeFs::new();
         let mut tree = Tree::new(ROOT);
         fill(&mut tree, &mut fs);

@@ -12,7 +12,7 @@ use svc::host::audit::protocol::{Message, SeenCalls};
 use super::home::{ADA, Agent, BOB, Home, summarize};
 
 /// The id that the machine's sysusers configuration assigns.
-const OWNERS_USER: u32 = 1940;
+const OWNER_UID: u32 = 1940;
 
 /// The gaps and the entries since the previous call.
 fn new_entries(home: &Home) -> Result<(Vec<String>, Vec<Value>)> {
@@ -32,7 +32,7 @@ fn tool_cannot_end_its_own_call() -> Result<()> {
     let input = home.path("forged.json");
     fs::write(&input, end.to_string())?;
     let hook = concat!(env!("CARGO_BIN_EXE_svc"), " svc-hook claude-code");
-    let line = format!("FAILPOINTS='hook.patient=return(error)' bash -c '{hook} <{}; true'", input.display());
+    let line = format!("FAILPOINTS='hook.long_timeout=return(error)' bash -c '{hook} <{}; true'", input.display());
     assert_eq!(home.with_process(ADA, |process| process.run(&line))?, "0");
     home.shell("echo hidden > hidden")?;
     home.end_command(ADA, &call)?;
@@ -135,7 +135,7 @@ fn only_gateway_user_starts_and_ends_dispatches() -> Result<()> {
     for path in [&home.path(""), &dir] {
         fs::set_permissions(path, Permissions::from_mode(0o755))?;
     }
-    chown(&socket, None, Some(OWNERS_USER))?;
+    chown(&socket, None, Some(OWNER_UID))?;
     home.begin_command(ADA)?;
     let client = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); \
                 s.sendall(sys.argv[2].encode() + b'\\n'); print(s.recv(100))";
@@ -145,7 +145,7 @@ fn only_gateway_user_starts_and_ends_dispatches() -> Result<()> {
     {
         let mut forger = Command::new("python3");
         forger.args(["-c", client]).arg(&socket).arg(serde_json::to_string(&message)?);
-        let output = forger.uid(OWNERS_USER).gid(OWNERS_USER).output().context("python3")?;
+        let output = forger.uid(OWNER_UID).gid(OWNER_UID).output().context("python3")?;
         ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
     home.shell("echo x > still-seen")?;

@@ -151,7 +151,7 @@ impl Campaign {
 
     fn start(&self, failpoints: &str) -> Result<OwnedChild> {
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(["--ignored", "--exact", "--nocapture", "records::exact::victim"]);
+        command.args(["--ignored", "--exact", "--nocapture", "records::usage_after_kills::victim"]);
         command.env(DIR, self.layout.root()).env(FIRST, self.next_dispatch()?.to_string());
         command.env(LAST, self.dispatches.to_string()).env("FAILPOINTS", failpoints);
         Ok(OwnedChild::spawn(command.stdout(Stdio::piped()).stderr(Stdio::null()))?)
