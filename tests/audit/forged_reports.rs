@@ -32,7 +32,8 @@ fn tool_cannot_end_its_own_call() -> Result<()> {
     let input = home.path("forged.json");
     fs::write(&input, end.to_string())?;
     let hook = concat!(env!("CARGO_BIN_EXE_svc"), " svc-hook claude-code");
-    let line = format!("FAILPOINTS='hook.long_timeout=return(error)' bash -c '{hook} <{}; true'", input.display());
+    let line =
+        format!("FAILPOINTS='hook.long_timeout=return(error)' bash -c '{hook} <{}; true'", input.display());
     assert_eq!(home.with_process(ADA, |process| process.run(&line))?, "0");
     home.shell("echo hidden > hidden")?;
     home.end_command(ADA, &call)?;

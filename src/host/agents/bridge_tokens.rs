@@ -49,6 +49,7 @@ impl AgentTokens {
         Ok(AgentToken { secret, digest, tokens: Arc::clone(self) })
     }
 
+    /// Finds the access that a token gives; `None` if it is not valid.
     pub fn find(&self, token: &str) -> Option<BridgeGrant> {
         // Looking up a digest leaks nothing about the token through timing.
         self.lock().get(&digest(token)).cloned()

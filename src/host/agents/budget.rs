@@ -164,9 +164,9 @@ impl Kernel {
         Reservation { kernel: Arc::clone(self), user: user.to_owned(), amount }
     }
 
-    /// Records an ended dispatch. Returns a warning for each limit whose warning threshold it crosses; `None` if it is
-    /// not recorded: the record was dropped, so that its cost counts only in this process, or the records have not been
-    /// read yet.
+    /// Records an ended dispatch, logs a warning for each limit whose warning threshold it crosses, and returns these
+    /// warnings. Returns `None` if the dispatch was not recorded: its record was dropped, so that its cost counts only
+    /// in this process, or the records have not been read yet.
     pub fn record(&self, interaction: &Interaction) -> Option<Vec<LimitWarning>> {
         let settings = self.settings();
         let _guard = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
@@ -200,9 +200,9 @@ impl Kernel {
 
     fn warn(&self, user: &str, warning: &LimitWarning) {
         let LimitWarning { period, limit, spent } = warning;
-        let word = period.as_str();
-        tracing::warn!(user, %limit, %spent, "80% of the {word} cost limit is spent");
-        self.note(&format!("{user} has spent {spent} of the {word} cost limit of {limit}"));
+        let period = period.as_str();
+        tracing::warn!(user, %limit, %spent, "80% of the {period} cost limit is spent");
+        self.note(&format!("{user} has spent {spent} of the {period} cost limit of {limit}"));
     }
 
     /// Describes the spending that already counts towards a changed limit.

@@ -306,7 +306,11 @@ impl Shared {
     }
 
     /// Replaces a record's file. Returns the directory if it must be synced.
-    fn replace_file(&self, replacement: Replacement, files: &mut [(Record, AppendFile)]) -> Option<UnsyncedFile> {
+    fn replace_file(
+        &self,
+        replacement: Replacement,
+        files: &mut [(Record, AppendFile)],
+    ) -> Option<UnsyncedFile> {
         let Replacement { record, new, expected, reply } = replacement;
         let is_behind = files.iter().any(|(other, file)| *other == record && file.unwritten_bytes() > 0);
         let path = self.logs.join(record.file_name());

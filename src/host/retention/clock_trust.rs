@@ -162,7 +162,8 @@ mod tests {
     #[test]
     fn boot_far_ahead_is_trusted_after_a_day() {
         let before = assess_clock(None, at(30, 0)).1;
-        let booted = |up: i64| ClockReading { clock: START + 90 * DAY_SECONDS + up, up, last_write: Some(START) };
+        let booted =
+            |up: i64| ClockReading { clock: START + 90 * DAY_SECONDS + up, up, last_write: Some(START) };
         let last = START + 30 * 3600;
         let (believed, state) = assess_clock(Some(before), booted(60));
         assert_eq!(believed, last + 60, "the machine was off for weeks, or its clock is wrong");
@@ -191,6 +192,9 @@ mod tests {
         assert_eq!(days(update_trusted_time(&file, &logs, ahead).unwrap()), 40);
         std::fs::write(&file, "{").unwrap();
         std::fs::write(logs.join("activity.log"), "").unwrap();
-        assert!(days(update_trusted_time(&file, &logs, ahead).unwrap()) < 40, "a record was written just now");
+        assert!(
+            days(update_trusted_time(&file, &logs, ahead).unwrap()) < 40,
+            "a record was written just now"
+        );
     }
 }

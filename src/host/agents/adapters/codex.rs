@@ -19,7 +19,7 @@ use crate::records::entry::{DispatchError, Status};
 #[serde(tag = "type")]
 enum Line {
     #[serde(rename = "thread.started")]
-    Thread { thread_id: String },
+    ThreadStarted { thread_id: String },
     #[serde(rename = "item.started")]
     ItemStarted { item: Item },
     #[serde(rename = "item.completed")]
@@ -94,7 +94,7 @@ pub struct Codex {
 impl Adapter for Codex {
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
         let event = match serde_json::from_str(line).unwrap_or(Line::Other) {
-            Line::Thread { thread_id } => {
+            Line::ThreadStarted { thread_id } => {
                 self.run.conversation_id = Some(thread_id.clone());
                 Some(Event::Started { conversation_id: Some(thread_id), model: None })
             }
@@ -144,7 +144,7 @@ impl Adapter for Codex {
 /// Returns the thread ID if the line reports that a thread has started.
 pub fn parse_thread_id(line: &[u8]) -> Option<String> {
     match serde_json::from_slice(line) {
-        Ok(Line::Thread { thread_id }) => Some(thread_id),
+        Ok(Line::ThreadStarted { thread_id }) => Some(thread_id),
         _ => None,
     }
 }

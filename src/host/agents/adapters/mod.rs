@@ -1,4 +1,4 @@
-//! Adapters: parse the output of coding agents' programs. Pure, except for [`codex_sessions`], which reads files.
+//! Adapters, which parse the output of coding agents' programs. Only [`codex_sessions`] performs I/O: it reads files.
 //!
 //! An [`Adapter`] receives each line of a run's output and finally its exit status. It returns events during the run,
 //! and the outcome at the end: tools, tokens, cost and error. Unknown lines are ignored, because new releases of the

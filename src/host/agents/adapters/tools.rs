@@ -12,7 +12,7 @@ const MAX_NAME_CHARS: usize = 100;
 /// Claude Code and Codex use IDs of about 30 characters. Longer IDs are compared by their start.
 const MAX_ID_CHARS: usize = 200;
 
-/// Maximum bytes of the error of a call, and of all errors of a run.
+/// Maximum bytes of a call's error, and of all errors of a run.
 const MAX_ERROR_BYTES: usize = 1024;
 const MAX_ERRORS_BYTES: usize = 256 << 10;
 
@@ -32,7 +32,7 @@ struct RunningCall {
     id: String,
     /// The position in `all`.
     index: usize,
-    since_ms: u64,
+    started_ms: u64,
 }
 
 impl Tools {
@@ -46,7 +46,7 @@ impl Tools {
         let input_preview = preview::preview_input(input);
         let event =
             Event::ToolStarted { id: id.clone(), name: name.clone(), input_preview: input_preview.clone() };
-        self.running.push(RunningCall { id, index: self.all.len(), since_ms: at_ms });
+        self.running.push(RunningCall { id, index: self.all.len(), started_ms: at_ms });
         // The status of a tool that never ends is an error.
         let tool = Tool { name, duration_ms: 0, input_preview, status: Status::Error, error: None };
         self.all.push(tool);
@@ -60,7 +60,7 @@ impl Tools {
         let position = self.running.iter().position(|running| running.id == id)?;
         let running = self.running.swap_remove(position);
         let tool = &mut self.all[running.index];
-        tool.duration_ms = at_ms.saturating_sub(running.since_ms);
+        tool.duration_ms = at_ms.saturating_sub(running.started_ms);
         tool.status = status;
         let has_room = self.error_bytes + MAX_ERROR_BYTES <= MAX_ERRORS_BYTES;
         if let Some(error) = error.filter(|_| status == Status::Error && has_room) {
@@ -78,7 +78,7 @@ impl Tools {
         let last = self.all.len().checked_sub(1).filter(|last| self.all[*last].status == Status::Error);
         let interrupted = running.or(last);
         for running in self.running.drain(..) {
-            self.all[running.index].duration_ms = at_ms.saturating_sub(running.since_ms);
+            self.all[running.index].duration_ms = at_ms.saturating_sub(running.started_ms);
         }
         interrupted.map(|index| self.all[index].name.clone())
     }

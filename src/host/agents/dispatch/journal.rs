@@ -133,7 +133,7 @@ impl Journal {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
             entries => entries.map_err(FileError::wrap("read", &self.0))?,
         };
-        // No writer is active yet, so temporary files are leftovers.
+        // No writer is active yet, so all temporary files are leftovers.
         fsx::remove_leftover_temps_in(&self.0, |_| true)?;
         let mut found: BTreeMap<String, JournalEntry> = BTreeMap::new();
         let mut marks = Vec::new();
@@ -169,7 +169,7 @@ impl Journal {
         let (mut all, unknown): (Vec<_>, Vec<_>) =
             found.into_values().partition(|entry| entry.version == JournalEntry::VERSION);
         for JournalEntry { id, version, .. } in unknown {
-            tracing::warn!(svc_dispatch_id = %id, version, "the dispatch of another release stays in the journal");
+            tracing::warn!(svc_dispatch_id = %id, version, "a dispatch in another release's format stays in the journal");
         }
         all.sort_by(|a, b| {
             (a.accepted_at, batch_index(a), &a.id).cmp(&(b.accepted_at, batch_index(b), &b.id))
@@ -266,9 +266,9 @@ mod tests {
         assert!(journal.mark_started(&dispatch("unknown", "2026-11-22T10:00:01.000Z")));
         std::fs::create_dir(dir.path().join("dispatches/unreadable.json")).unwrap();
         std::fs::write(dir.path().join("dispatches/unreadable.begun"), "").unwrap();
-        let begun: Vec<bool> =
+        let is_started: Vec<bool> =
             journal.read().unwrap().iter().map(|entry| entry.started_at.is_some()).collect();
-        assert_eq!(begun, [false, true, true]);
+        assert_eq!(is_started, [false, true, true]);
         journal.remove(&JournalFile::One("a".to_owned()));
         journal.remove(&JournalFile::One("b.1".to_owned()));
         assert_eq!(

@@ -25,8 +25,8 @@ pub struct DispatchId(String);
 impl DispatchId {
     pub const PATTERN: &str = "^[A-Za-z0-9][A-Za-z0-9._-]{0,103}$";
     const MAX_CHARS: usize = 104;
-    /// Leaves room for the index of an entry.
-    const MAX_GIVEN_CHARS: usize = 100;
+    /// Maximum characters of an ID that a caller chooses; leaves room for the index of an entry.
+    const MAX_CALLER_ID_CHARS: usize = 100;
 
     pub fn generate() -> Self {
         Self(uuid::Uuid::now_v7().to_string())
@@ -36,7 +36,7 @@ impl DispatchId {
         &self.0
     }
 
-    /// Whether it has the form of a batch entry's ID.
+    /// Whether this ID has the form of a batch entry's ID.
     fn is_entry_id(&self) -> bool {
         let ending = self.0.rsplit_once('.').map(|(_, ending)| ending);
         ending.is_some_and(|ending| !ending.is_empty() && ending.bytes().all(|byte| byte.is_ascii_digit()))
@@ -163,17 +163,20 @@ impl Options {
     }
 }
 
-/// The caller can only shorten the agent's deadline.
+/// Limits the requested deadline: a caller can only shorten the agent's deadline.
 fn limit_deadline(requested: Option<u64>, agent: &Agent) -> u64 {
     requested.map_or(agent.deadline_seconds, |requested| requested.min(agent.deadline_seconds))
 }
 
 impl DispatchRequest {
-    /// Parses a request from this principal; adds mistakes to `fields`.
+    /// Parses a request from this principal; adds errors to `fields`.
     pub fn read(fields: &mut Fields, principal: &str, settings: &AgentSettings) -> Option<Self> {
         let id: Option<DispatchId> = fields.optional("id");
-        if id.as_ref().is_some_and(|id| id.as_str().len() > DispatchId::MAX_GIVEN_CHARS || id.is_entry_id()) {
-            let max = DispatchId::MAX_GIVEN_CHARS;
+        if id
+            .as_ref()
+            .is_some_and(|id| id.as_str().len() > DispatchId::MAX_CALLER_ID_CHARS || id.is_entry_id())
+        {
+            let max = DispatchId::MAX_CALLER_ID_CHARS;
             fields.add_error(
                 "id",
                 format!("must have at most {max} characters, and must not end with a dot and a number"),
@@ -195,15 +198,15 @@ impl DispatchRequest {
             }
             (true, false) => {
                 let prompt = fields.text("prompt", MAX_PROMPT_CHARS)?;
-                let given = options.to_json(&prompt);
-                options.into_entry(fields, prompt, settings).map(|entry| (vec![entry], given))
+                let own_fields = options.to_json(&prompt);
+                options.into_entry(fields, prompt, settings).map(|entry| (vec![entry], own_fields))
             }
         }?;
-        let (entries, given) = entries;
+        let (entries, own_fields) = entries;
         let sender_id = sender_id.unwrap_or_else(|| principal.to_owned());
         // Hash only the request's own fields: defaults from the settings may change before a retry.
-        let whole = json!({ "senderId": sender_id, "batch": is_batch, "given": given });
-        let fingerprint = hex::encode(Sha256::digest(whole.to_string()));
+        let hashed = json!({ "senderId": sender_id, "batch": is_batch, "given": own_fields });
+        let fingerprint = hex::encode(Sha256::digest(hashed.to_string()));
         Some(Self { id, sender_id, is_batch, entries, fingerprint })
     }
 

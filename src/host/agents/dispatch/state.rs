@@ -74,6 +74,7 @@ struct State {
 
 /// A dispatch.
 pub struct Dispatch {
+    /// The dispatch as it was accepted, without its start and its end.
     pub accepted: JournalEntry,
     pub log: EventLog,
     pub batch: Option<Arc<Batch>>,

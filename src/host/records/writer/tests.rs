@@ -111,7 +111,8 @@ fn refused_lines_are_counted_and_reported_by_a_gap() {
         records.append(Record::Audit, &json!({"n": n, "text": text})).unwrap_err();
     }
     assert!(
-        accepted as usize * 10_000 <= MAX_QUEUED_BYTES / 4 && records.unwritten_bytes() <= MAX_QUEUED_BYTES / 4
+        accepted as usize * 10_000 <= MAX_QUEUED_BYTES / 4
+            && records.unwritten_bytes() <= MAX_QUEUED_BYTES / 4
     );
     // Billed records still have room.
     let day: Date = "2026-11-22".parse().unwrap();
