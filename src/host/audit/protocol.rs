@@ -24,7 +24,7 @@ pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
 /// Maximum bytes of saved messages; a full file already proves a gap.
 const MAX_GAP_BYTES: u64 = 64 << 10;
 const MAX_LOCK_TRIES: u32 = 8;
-/// Timeout of the dispatcher's messages.
+/// Timeout for the dispatcher's messages.
 const DISPATCH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum ancestors of a process that are considered.
 const MAX_ANCESTORS: usize = 64;
@@ -179,7 +179,7 @@ impl Message {
         }
     }
 
-    /// The message before an agent starts; all its processes will be descendants of `runner`.
+    /// Builds the message to send before an agent starts; all its processes will be descendants of `runner`.
     pub fn dispatch_begin(dispatch_id: &str, agent_name: &str, runner: Process) -> Self {
         Self {
             dispatch_id: Some(dispatch_id.to_owned()),
@@ -189,7 +189,7 @@ impl Message {
         }
     }
 
-    /// The message after a dispatch has ended.
+    /// Builds the message to send after a dispatch has ended.
     pub fn dispatch_end(dispatch_id: &str, seen: SeenCalls) -> Self {
         Self { dispatch_id: Some(dispatch_id.to_owned()), seen: Some(seen), ..Self::new(Phase::DispatchEnd) }
     }
@@ -268,10 +268,10 @@ impl UndeliveredHook {
 
     /// Reads and removes all saved messages. Invalid lines are ignored: any program of the owner can write to the file.
     pub fn collect(file: &Path) -> Vec<Self> {
-        Self::read(file).unwrap_or_default()
+        Self::read_and_remove(file).unwrap_or_default()
     }
 
-    fn read(path: &Path) -> io::Result<Vec<Self>> {
+    fn read_and_remove(path: &Path) -> io::Result<Vec<Self>> {
         // `O_NONBLOCK`, because the owner's programs can create a FIFO with this name.
         let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
         let file = File::options().read(true).custom_flags(flags.bits()).open(path)?;

@@ -279,9 +279,9 @@ mod tests {
         fs::write(&path, "4\n5\n6\n").unwrap();
         let text = cursor.to_string();
         let mut numbers = text.split('-');
-        let (inode, born) = (numbers.next().unwrap(), numbers.next().unwrap().parse::<u64>().unwrap());
-        assert!(born > 0, "the file system does not report birth times");
-        let earlier = format!("{inode}-{}-4", born - 1).parse().unwrap();
+        let (inode, birth_time) = (numbers.next().unwrap(), numbers.next().unwrap().parse::<u64>().unwrap());
+        assert!(birth_time > 0, "the file system does not report birth times");
+        let earlier = format!("{inode}-{}-4", birth_time - 1).parse().unwrap();
         assert!(matches!(read_from(earlier), Err(PageError::Gone)));
     }
 

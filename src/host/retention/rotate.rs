@@ -83,9 +83,9 @@ fn read_span(path: &Path, calendar: &Calendar) -> io::Result<Option<DaySpan>> {
     }
     let modified = Timestamp::try_from(meta.modified()?).map_err(io::Error::other)?;
     // Prefer the first line's timestamp, then the file's creation time.
-    let born = meta.created().ok().and_then(|at| Timestamp::try_from(at).ok());
+    let birth_time = meta.created().ok().and_then(|at| Timestamp::try_from(at).ok());
     let line_time = parse_line_time(read_first_line(file)?.as_slice());
-    let first = line_time.or(born).unwrap_or(modified).min(modified);
+    let first = line_time.or(birth_time).unwrap_or(modified).min(modified);
     let last = line_time.unwrap_or(modified).max(modified);
     Ok(Some(DaySpan { first: calendar.day(first), last: calendar.day(last) }))
 }

@@ -346,7 +346,7 @@ impl<'a> Run<'a> {
             }
             EndReason::Stopped => ("Interrupted", "the agent was stopped: the gateway shut down".to_owned()),
             EndReason::Paused => {
-                let message = "the agent was stopped because the platform stopped this machine's writers for a final backup";
+                let message = "the agent was stopped: this machine's writers are stopped for a final backup";
                 ("Interrupted", message.to_owned())
             }
         };

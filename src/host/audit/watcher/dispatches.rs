@@ -1,4 +1,4 @@
-//! Running dispatches, their processes, and their tool calls that hooks reported. Pure.
+//! Running dispatches, their processes, and their tool calls that hooks reported. Performs no I/O.
 
 use std::collections::BTreeSet;
 
@@ -38,7 +38,7 @@ impl Dispatches {
         self.0.push(Dispatch { id, agent_name, runner, reported: BTreeSet::new(), reported_more: 0 });
     }
 
-    /// Finds the dispatch to which this process belongs.
+    /// Finds the dispatch to which the peer's process belongs.
     pub fn find(&self, peer: &Peer) -> Option<&Dispatch> {
         self.0.iter().find(|dispatch| peer.is_below(dispatch.runner))
     }
