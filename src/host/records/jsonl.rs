@@ -12,7 +12,7 @@ use std::path::Path;
 use svc_base::fsx::FileError;
 
 /// Appends one line in one write, and syncs the file. A torn last line is removed first; a complete last line that
-/// lacks its line end is terminated. The caller must prevent concurrent appends.
+/// lacks its newline is terminated. The caller must prevent concurrent appends.
 ///
 /// # Errors
 /// [`FileError`], also if the path is a symbolic link.
@@ -32,7 +32,7 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
     append().map_err(FileError::wrap("append to", path))
 }
 
-/// Returns the text to write before the next line: empty, or a missing line end. Truncates a torn line.
+/// Removes a torn last line. Returns the text to write before the next line: empty, or a missing newline.
 ///
 /// # Errors
 /// The file cannot be read or truncated.

@@ -1,4 +1,4 @@
-//! Cost limits: decides whether a dispatch may start and when to warn. Pure.
+//! Cost limits: decides whether a dispatch may start and when to warn. Performs no I/O.
 //!
 //! A dispatch may start while the user's spending plus reservations is below the limit; then an amount is reserved for
 //! it. A limit is therefore exceeded by at most one reservation, plus the cost of dispatches beyond their reservations.
@@ -79,7 +79,7 @@ impl Spending {
 /// Checks whether another dispatch may start.
 ///
 /// # Errors
-/// The period whose limit is reached; if both are, the month, because it ends later.
+/// The period whose limit is reached. If both limits are reached, the month, because it ends later.
 pub fn check_limits(limits: Limits, spent: &Spending) -> Result<(), Period> {
     let is_reached = |period: &Period| {
         let limit = limits.for_period(*period);

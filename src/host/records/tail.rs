@@ -1,7 +1,7 @@
 //! Follows a growing record: returns each complete line once, across rotations and all of the record's files.
 //!
-//! All files are checked, not only the newest: after a change of the time zone, or because of a late line, the file of
-//! an earlier day can grow.
+//! All files are checked, not only the newest: after the time zone changes, or because of a late line, an earlier day's
+//! file can grow.
 
 use std::fs::File;
 use std::io;

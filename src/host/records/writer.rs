@@ -37,9 +37,9 @@ pub const FLUSH_INTERVAL: Duration = Duration::from_millis(50);
 const MAX_IDLE_INTERVALS: u32 = 20;
 /// Retry interval after a failed write.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
-/// Timeout of replacing a record's file.
+/// Timeout for replacing a record's file.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Interval of syncing written files.
+/// Interval between syncs of written files.
 const SYNC_INTERVAL: Duration = Duration::from_secs(5);
 
 struct Shared {
@@ -211,7 +211,7 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The loop of the writing thread.
+    /// Runs the loop of the writing thread.
     fn run_writer(&self) {
         let mut files: Vec<(Record, AppendFile)> = Vec::new();
         let mut synced_at = Instant::now();
@@ -219,13 +219,13 @@ impl Shared {
             let is_dirty = files.iter().any(|(_, file)| file.is_dirty());
             let Batch { lines, flush, replacement, is_stopping } =
                 self.take_batch(is_dirty.then(|| synced_at + SYNC_INTERVAL));
-            for (record, pieces) in lines {
+            for (record, buffers) in lines {
                 let file = file_for(&mut files, record, &self.logs);
-                pieces.into_iter().for_each(|piece| file.push(piece));
+                buffers.into_iter().for_each(|buffer| file.push(buffer));
             }
             files.sort_by_key(|(record, _)| *record);
             let written = self.write_files(&mut files, is_stopping);
-            self.return_pieces(&mut files);
+            self.return_buffers(&mut files);
             let directory = replacement.and_then(|replacement| self.replace_file(replacement, &mut files));
             let flush = flush.filter(|_| written);
             if is_stopping || flush.is_some() || synced_at.elapsed() >= SYNC_INTERVAL {
@@ -352,15 +352,15 @@ impl Shared {
         false
     }
 
-    /// Returns written pieces to the queue for reuse, and reports the unwritten bytes.
-    fn return_pieces(&self, files: &mut [(Record, AppendFile)]) {
+    /// Returns written buffers to the queue for reuse, and reports the unwritten bytes.
+    fn return_buffers(&self, files: &mut [(Record, AppendFile)]) {
         let unwritten = files
             .iter()
             .map(|(record, file)| (*record, file.unwritten_bytes()))
             .filter(|(_, bytes)| *bytes > 0);
         let unwritten = unwritten.collect();
-        let pieces = files.iter_mut().flat_map(|(_, file)| file.take_finished());
-        self.lock().finish_batch(unwritten, pieces);
+        let buffers = files.iter_mut().flat_map(|(_, file)| file.take_finished());
+        self.lock().finish_batch(unwritten, buffers);
     }
 
     /// Waits before failed writes are retried.

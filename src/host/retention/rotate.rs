@@ -31,9 +31,8 @@ pub struct DaySpan {
     pub last: Date,
 }
 
-/// Returns the day for the new name of a record, or `None` if the record was started today. It is the record's last
-/// day, so that no line is younger than the name and expires early, even if the clock was set back; but never today,
-/// which is not over yet.
+/// Returns the day for a record's new name, or `None` if the record was started today. This is the record's last day, so
+/// that no line expires early, even if the clock was set back. It is never today, because today is not over yet.
 pub fn rotation_day(span: DaySpan, today: Date) -> Option<Date> {
     let yesterday = today.yesterday().ok()?;
     (span.first < today).then(|| if span.last == today { yesterday } else { span.last })
@@ -69,7 +68,7 @@ pub fn rotate(
     Err(FileError::wrap("rename", &current)(io::Error::other("all file names of the day are taken")))
 }
 
-/// Returns `None` if the record is missing or empty.
+/// Reads the first and last day of a record; `None` if it is missing or empty.
 fn read_span(path: &Path, calendar: &Calendar) -> io::Result<Option<DaySpan>> {
     let mut options = File::options();
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
@@ -167,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn rotation_loses_nothing_of_an_open_writer() {
+    fn rotation_loses_no_line_of_an_open_writer() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("activity.log");
         let yesterday = TODAY.yesterday().unwrap();

@@ -235,10 +235,10 @@ fn file_is_replaced_only_if_unchanged() {
     append(4);
     assert_eq!(numbers(&path), [3, 4]);
     records.replace(Record::Usage, dir.path().join("nothing"), before).unwrap();
-    let now = Extent::of_file(&File::open(&path).unwrap()).unwrap();
-    records.replace(Record::Usage, dir.path().join("nothing"), now).unwrap_err();
+    let current = Extent::of_file(&File::open(&path).unwrap()).unwrap();
+    records.replace(Record::Usage, dir.path().join("nothing"), current).unwrap_err();
     drop(writer);
-    assert!(!records.replace(Record::Usage, dir.path().join("nothing"), now).unwrap());
+    assert!(!records.replace(Record::Usage, dir.path().join("nothing"), current).unwrap());
     assert_eq!(numbers(&path), [3, 4]);
 }
 
