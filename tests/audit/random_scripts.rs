@@ -6,7 +6,7 @@ use kit::long::Figures;
 
 use super::home::{ADA, Home, differences, recorded_operations};
 
-/// Generates pseudo-random scripts from a seed, reproducibly (splitmix64).
+/// Generates reproducible pseudo-random scripts from a seed (splitmix64).
 struct ScriptGenerator(u64);
 
 impl ScriptGenerator {
@@ -152,10 +152,10 @@ fn describe_difference(actual: &Operations, expected: &Operations) -> String {
     format!("unexpected: {:#?}\nmissing: {:#?}", only(actual, expected), only(expected, actual))
 }
 
-/// The seed of the first script; `AUDIT_SEED` sets it to replay a failure.
+/// Returns the seed of the first script; `AUDIT_SEED` sets it to replay a failure.
 fn seed() -> Result<u64> {
     match std::env::var("AUDIT_SEED") {
-        Ok(seed) => seed.parse().context("AUDIT_SEED"),
+        Ok(seed) => seed.parse().context("AUDIT_SEED is not a number"),
         Err(_) => Ok(u64::from(std::process::id()) << 20),
     }
 }
