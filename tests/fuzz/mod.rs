@@ -3,8 +3,8 @@
 //!
 //! A [`Target`] is a parser with its rules; `cargo xtask fuzz` also runs it with libFuzzer. Valid documents are
 //! generated and then mutated, because random bytes are refused at the first check. Inputs that once violated a rule
-//! are kept below `tests/corpus/<target>` and are always replayed. The short form runs a few cases on every change;
-//! the long form (`cargo xtask test --long`) runs for a minute.
+//! are kept below `tests/corpus/<target>` and are always replayed. A short run tests a few cases on every change; a
+//! long run (`cargo xtask test --long`) takes a minute per target.
 
 mod mutation;
 mod parsers;
@@ -22,7 +22,7 @@ use mutation::{Mutation, mutate};
 use parsers::Target;
 
 const LONG_DURATION: Duration = Duration::from_secs(60);
-/// The deadline of the long form is checked between rounds.
+/// The deadline of a long run is checked between rounds.
 const CASES_PER_ROUND: u32 = 400;
 
 /// The input of a parser: a valid document, and the mutations to apply.
@@ -46,8 +46,10 @@ impl Target {
         (self.check_any)(&bytes).map_err(TestCaseError::fail)
     }
 
+    /// Runs random cases.
+    ///
     /// # Errors
-    /// Returns the smallest case that violated a rule or panicked.
+    /// The smallest case that violated a rule or panicked.
     fn run_cases(&self, cases: u32) -> Result<(), String> {
         let config = Config { cases, failure_persistence: None, ..Config::default() };
         let mut runner = TestRunner::new(config);
@@ -56,7 +58,7 @@ impl Target {
             TestError::Fail(why, (valid, mutations)) => {
                 let bytes = mutate(valid, &mutations);
                 let (name, text, hex) = (self.name, String::from_utf8_lossy(&bytes), hex::encode(&bytes));
-                format!("{name}: {why}\ninput {text:?}\nto keep it, add a file to tests/corpus/{name} with the bytes {hex}")
+                format!("{name}: {why}\ninput {text:?}\nto keep this input, add a file to tests/corpus/{name} with the bytes {hex}")
             }
         })
     }
@@ -79,7 +81,7 @@ fn targets() -> Vec<Target> {
 }
 
 fn target(name: &str) -> Target {
-    targets().into_iter().find(|target| target.name == name).expect("the name of a target")
+    targets().into_iter().find(|target| target.name == name).expect("a target has this name")
 }
 
 fn run_short(name: &str) {
@@ -89,9 +91,9 @@ fn run_short(name: &str) {
 
 fn run_long(name: &str) -> Result<()> {
     let target = target(name);
-    let (begun, mut fuzz_cases) = (Instant::now(), 0);
+    let (start, mut fuzz_cases) = (Instant::now(), 0);
     let mut result = Ok(());
-    while begun.elapsed() < LONG_DURATION && result.is_ok() {
+    while start.elapsed() < LONG_DURATION && result.is_ok() {
         result = target.run_cases(CASES_PER_ROUND);
         fuzz_cases += u64::from(CASES_PER_ROUND);
     }
@@ -156,11 +158,12 @@ fuzzed! {
     mutated_user_data_is_one_document, long_mutated_user_data_is_one_document, "user-data";
 }
 
-/// The page lists the parsers with their rules; a missing row would suggest that a parser has none.
+/// The page lists the targets with their rules; a missing row would suggest that a parser has no rules.
 #[test]
 fn every_fuzz_target_is_documented() {
     let page = include_str!("../../docs/security.md");
-    let (_, section) = page.split_once("### Documents that a less trusted side writes").expect("the section");
+    let (_, section) =
+        page.split_once("### Documents that a less trusted side writes").expect("the page has this section");
     let section = section.split("\n## ").next().unwrap_or_default();
     let mut rows: Vec<_> =
         section.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
