@@ -321,7 +321,8 @@ impl Home {
         self.run_hook_event(agent, "PostToolUse", &call, input).map(drop)
     }
 
-    /// Returns the entries since the previous call. Writes a marker first, whose entry proves that the record is complete.
+    /// Returns the entries since the previous call. Writes a marker first, whose entry proves that the record is
+    /// complete.
     pub fn entries(&self) -> Result<Entries> {
         let marker = format!("apps/marker-{}", self.calls.fetch_add(1, Ordering::Relaxed));
         let path = self.dir().join(&marker).display().to_string();

@@ -1,4 +1,5 @@
-//! Changes that the kernel does not report: beyond the capacity of its event queue, and in folders that it cannot watch.
+//! Changes that the kernel does not report: beyond the capacity of its event queue, and in folders that it cannot
+//! watch.
 
 use std::process::Command;
 

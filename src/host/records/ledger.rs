@@ -1,4 +1,5 @@
-//! Usage by day, user and model. Performs no I/O. A line of `usage.jsonl` has the totals of one key; the last line of a key wins.
+//! Usage by day, user and model. Performs no I/O. A line of `usage.jsonl` has the totals of one key; the last line of a
+//! key wins.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};

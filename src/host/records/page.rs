@@ -107,8 +107,8 @@ enum Step {
 }
 
 impl BackwardReader {
-    /// Opens a file at a position, or at its end. `None` if this is not a regular file, or if the position is in another
-    /// file or beyond the end of this one.
+    /// Opens a file at a position, or at its end. `None` if this is not a regular file, or if the position is in
+    /// another file or beyond the end of this one.
     fn open(path: &Path, from: Option<LinePosition>) -> io::Result<Option<Self>> {
         let Some((file, id)) = files::open_regular(path)? else { return Ok(None) };
         let length = file.metadata()?.len();

@@ -55,8 +55,8 @@ pub struct UsageBook {
 }
 
 impl UsageBook {
-    /// Opens the book: reads its files, and removes the leftover of an interrupted compaction. `seal_file` is outside the
-    /// records' directory.
+    /// Opens the book: reads its files, and removes the leftover of an interrupted compaction. `seal_file` is outside
+    /// the records' directory.
     ///
     /// # Errors
     /// [`FileError`] if a record exists and cannot be read.
@@ -144,8 +144,8 @@ impl UsageBook {
         }
     }
 
-    /// Rewrites the file. Returns the new number of lines, or `None` if the compaction was postponed. The caller prevents
-    /// concurrent writes. The file is only replaced once the new one is durable.
+    /// Rewrites the file. Returns the new number of lines, or `None` if the compaction was postponed. The caller
+    /// prevents concurrent writes. The file is only replaced once the new one is durable.
     fn rewrite(&self, line_count: &mut u64) -> Result<Option<u64>, FileError> {
         let (path, new) = (self.logs.join(USAGE_FILE), self.logs.join(NEW_USAGE_FILE));
         if !self.write_lines(line_count) || !self.records.flush(FLUSH_TIMEOUT) {

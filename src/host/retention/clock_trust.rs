@@ -1,8 +1,8 @@
 //! Decides whether the system clock is trusted, from earlier readings and the time since boot.
 //!
-//! A clock that is set weeks ahead would expire every record immediately. After a jump, the earlier of the expected time
-//! and the clock's time is used until the clock has been stable for a day. NTP corrects a clock in less than an hour,
-//! so a wrong clock is not stable for that long unless the machine has no time server.
+//! A clock that is set weeks ahead would expire every record immediately. After a jump, the earlier of the expected
+//! time and the clock's time is used until the clock has been stable for a day. NTP corrects a clock in less than an
+//! hour, so a wrong clock is not stable for that long unless the machine has no time server.
 //!
 //! A boot also counts as a jump if the clock is more than a day ahead of the last check or, without an earlier check,
 //! of the last write to a record: `time-sync.target` is reached even if no time server responds. A machine that was off

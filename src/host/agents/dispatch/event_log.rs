@@ -73,8 +73,8 @@ impl EventLog {
         self.latest.send_replace(number + 1);
     }
 
-    /// Reads the events from number `from` on. A number outside this process's range is from an earlier process: then all
-    /// events are read.
+    /// Reads the events from number `from` on. A number outside this process's range is from an earlier process: then
+    /// all events are read.
     pub fn read(&self, from: u64) -> ReadEvents {
         let buffer = self.lock();
         let next = buffer.first + buffer.events.len() as u64;

@@ -73,8 +73,8 @@ pub enum InstallError {
     File(#[from] FileError),
 }
 
-/// Adds `svc-hook`, which is in the directory `bin`, to the settings of all programs. A failure for one program does not
-/// prevent the others.
+/// Adds `svc-hook`, which is in the directory `bin`, to the settings of all programs. A failure for one program does
+/// not prevent the others.
 ///
 /// # Errors
 /// The first failure.

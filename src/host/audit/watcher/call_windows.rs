@@ -1,7 +1,7 @@
 //! Attributes changes to the tool calls that were running when they happened.
 //!
-//! Performs no I/O. A command may change anything, so changes between its start and its end are attributed to it. A tool that
-//! writes one file claims that file: if the call succeeds, the change is attributed to it alone.
+//! Performs no I/O. A command may change anything, so changes between its start and its end are attributed to it. A
+//! tool that writes one file claims that file: if the call succeeds, the change is attributed to it alone.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -205,7 +205,8 @@ impl CallWindows {
         last.filter_map(|(_, pending)| attribution.build_entry(&pending.change, pending.at)).collect()
     }
 
-    /// Ends the matching calls, which failed or were abandoned. The changes that they claimed are attributed to the commands that were running.
+    /// Ends the matching calls, which failed or were abandoned. The changes that they claimed are attributed to the
+    /// commands that were running.
     pub fn end(&mut self, should_end: impl Fn(&CallWindow) -> bool) -> Vec<AuditEntry> {
         self.open.retain(|window| !should_end(window));
         let open = &self.open;

@@ -252,8 +252,8 @@ impl<S: FsProbe> TreeWalk<'_, S> {
     }
 }
 
-/// Files with several names (hard links), and whether they were written and touched: an event of one name applies to all
-/// names.
+/// Files with several names (hard links), and whether they were written and touched: an event of one name applies to
+/// all names.
 struct SharedFiles(HashMap<FileId, (bool, bool)>);
 
 impl SharedFiles {

@@ -376,8 +376,8 @@ impl Watcher {
         self.save_state();
     }
 
-    /// Returns the write that a tool reports. It is used if the tree shows no change, because the content was the same or the
-    /// check of another call has already seen the change.
+    /// Returns the write that a tool reports. It is used if the tree shows no change, because the content was the same
+    /// or the check of another call has already seen the change.
     fn reported_write(&self, cwd: Option<&str>, path: &str) -> Option<Change> {
         let paths = tool_paths::resolve_written_paths(&self.home, cwd, path);
         let path = paths.last()?;
