@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::run::Run;
+use super::run::RunState;
 use super::{Adapter, Event, Exit, MAX_MESSAGE_CHARS, Outcome, exit_failure, scrub_and_truncate};
 use crate::records::entry::{DispatchError, Status};
 use crate::records::money::Dollars;
@@ -145,7 +145,7 @@ enum Block {
 #[derive(Default)]
 pub struct Claude {
     /// Includes the tokens and cost of the results so far.
-    run: Run,
+    run: RunState,
     /// The usage of the whole conversation, from releases that do not print the usage since the last result.
     conversation: Option<Totals>,
     /// Input and output tokens of the main loop, which those releases print with each result.

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::codex_sessions::SessionUsage;
-use super::run::Run;
+use super::run::RunState;
 use super::{Adapter, Event, Exit, MAX_MESSAGE_CHARS, Outcome, exit_failure, scrub_and_truncate};
 use crate::records::entry::{DispatchError, Status};
 
@@ -85,7 +85,7 @@ struct Message {
 /// A run of Codex.
 #[derive(Default)]
 pub struct Codex {
-    run: Run,
+    run: RunState,
     is_turn_completed: bool,
     has_session_usage: bool,
     failure: Option<DispatchError>,

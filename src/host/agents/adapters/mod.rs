@@ -21,7 +21,7 @@ pub use codex::Codex;
 pub use json_lines::JsonLines;
 
 use self::codex_sessions::SessionUsage;
-use crate::records::entry::{DispatchError, Status, Tool};
+use crate::records::entry::{DispatchError, Status, ToolCall};
 use crate::records::money::Dollars;
 
 /// Longer messages and stacks are truncated.
@@ -89,7 +89,7 @@ pub struct Outcome {
     pub cost: Option<Dollars>,
     /// Whether the model worked after the program last reported its usage or cost.
     pub has_unreported_usage: bool,
-    pub tools: Vec<Tool>,
+    pub tools: Vec<ToolCall>,
     pub status: Status,
     pub error: Option<DispatchError>,
     /// The agent's final text.
@@ -145,7 +145,7 @@ fn scrub_and_truncate(text: &str, max: usize) -> String {
     preview::flatten_and_truncate(&preview::scrub(text), max)
 }
 
-/// The error of a run that reported none itself. [`run::Run::finish`] adds the tool and the turn.
+/// The error of a run that reported none itself. [`run::RunState::finish`] adds the tool and the turn.
 fn exit_failure(exit: Exit, stderr_tail: &str) -> DispatchError {
     let (name, message) = match exit {
         Exit::Code(0) => ("NoResult", "the agent exited without a result".to_owned()),

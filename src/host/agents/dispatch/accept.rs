@@ -8,7 +8,7 @@ use jiff::Timestamp;
 
 use super::dispatcher::{DispatchTarget, Dispatcher};
 use super::journal::{BatchPosition, JournalEntry};
-use super::request::{DispatchId, DispatchRequest, Entry};
+use super::request::{DispatchId, DispatchRequest, PromptEntry};
 use super::state::{Batch, Dispatch};
 use crate::agents::kernel::{LimitReached, Reservation};
 use svc_base::clock;
@@ -111,7 +111,7 @@ fn build_dispatches(
     reservation: Reservation,
 ) -> (DispatchTarget, Vec<Arc<Dispatch>>) {
     let accepted_at = clock::now_ms();
-    let accepted = |id: String, entry: &Entry, batch: Option<BatchPosition>| JournalEntry {
+    let accepted = |id: String, entry: &PromptEntry, batch: Option<BatchPosition>| JournalEntry {
         version: JournalEntry::VERSION,
         id,
         sender_id: request.sender_id.clone(),
@@ -183,7 +183,7 @@ mod tests {
         let kernel = Arc::new(Kernel::new(&layout).unwrap());
         let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(AgentTokens::default()));
         let register = |id: &str, prompt_bytes: usize| {
-            let entry = Entry {
+            let entry = PromptEntry {
                 agent_name: "a".to_owned(),
                 model: None,
                 conversation_id: None,

@@ -12,7 +12,7 @@ use jiff::Timestamp;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::request::Entry;
+use super::request::PromptEntry;
 use crate::records::entry::Interaction;
 use crate::records::limits::Period;
 use svc_base::chain::format_chain;
@@ -37,7 +37,7 @@ pub struct JournalEntry {
     pub id: String,
     pub sender_id: String,
     #[serde(flatten)]
-    pub entry: Entry,
+    pub entry: PromptEntry,
     pub batch: Option<BatchPosition>,
     pub fingerprint: String,
     #[serde(with = "clock::wire")]
@@ -208,7 +208,7 @@ mod tests {
             version: JournalEntry::VERSION,
             id: id.to_owned(),
             sender_id: "u".to_owned(),
-            entry: Entry {
+            entry: PromptEntry {
                 agent_name: "a".to_owned(),
                 model: None,
                 conversation_id: None,

@@ -88,7 +88,7 @@ impl fmt::Display for DispatchId {
 /// One prompt, for an existing agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Entry {
+pub struct PromptEntry {
     pub agent_name: String,
     /// The requested model, or else the agent's.
     pub model: Option<String>,
@@ -104,7 +104,7 @@ pub struct DispatchRequest {
     pub sender_id: String,
     pub is_batch: bool,
     /// Exactly one entry, unless the request is a batch.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<PromptEntry>,
     /// A digest of the request's own fields; equal for equal requests.
     pub fingerprint: String,
 }
@@ -145,7 +145,12 @@ impl Options {
         }
     }
 
-    fn into_entry(self, fields: &mut Fields, prompt: String, settings: &AgentSettings) -> Option<Entry> {
+    fn into_entry(
+        self,
+        fields: &mut Fields,
+        prompt: String,
+        settings: &AgentSettings,
+    ) -> Option<PromptEntry> {
         let agent_name = self.agent_name.unwrap_or_else(|| settings.default_agent.clone());
         let Some(agent) = settings.agents.get(&agent_name) else {
             let names: Vec<&str> = settings.agents.keys().map(String::as_str).collect();
@@ -153,7 +158,7 @@ impl Options {
             fields.add_error("agentName", why);
             return None;
         };
-        Some(Entry {
+        Some(PromptEntry {
             model: self.model.or_else(|| agent.model.clone()),
             conversation_id: self.conversation_id,
             deadline_seconds: limit_deadline(self.deadline_seconds, agent),
@@ -214,7 +219,7 @@ impl DispatchRequest {
         fields: &mut Fields,
         options: &Options,
         settings: &AgentSettings,
-    ) -> Option<(Vec<Entry>, Value)> {
+    ) -> Option<(Vec<PromptEntry>, Value)> {
         let given = fields.nested_array("batch", 1..=MAX_BATCH_ENTRIES)?;
         let (mut entries, mut all) = (Vec::new(), vec![options.to_json("")]);
         let count = given.len();
