@@ -33,7 +33,7 @@ pub fn read_input(bytes: &[u8]) -> std::io::Result<Option<Message>> {
     Ok(HookInput::read(bytes)?.map(|input| input.into_message("")))
 }
 
-/// Time limit of the whole hook, from the start of its process.
+/// Time limit for the whole hook, from the start of its process.
 const HOOK_TIMEOUT: Duration = Duration::from_millis(100);
 /// The part of `HOOK_TIMEOUT` that is reserved for saving an undelivered message.
 const SAVE_RESERVE: Duration = Duration::from_millis(10);

@@ -335,7 +335,7 @@ fn is_written_or_replaced(old: FileState, new: FileState, marks: Marks) -> bool 
     old.size != new.size || marks.is_written || (old.mtime != new.mtime && !marks.is_touched)
 }
 
-/// Returns the changes of the other names of shared files.
+/// Returns the changes to the other names of shared files.
 fn compare_other_names(
     tree: &mut Tree,
     probe: &mut impl FsProbe,
