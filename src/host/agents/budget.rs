@@ -223,9 +223,11 @@ impl Kernel {
         match (named.is_empty(), spent.len().saturating_sub(MAX_LISTED_USERS)) {
             (true, _) => "nothing has been spent in the current period".to_owned(),
             (false, 0) => format!("spending in the current period already counts: {}", named.join(", ")),
-            (false, more) => {
-                let (named, users) = (named.join(", "), if more == 1 { "user" } else { "users" });
-                format!("spending in the current period already counts: {named}, and by {more} more {users}")
+            (false, unlisted) => {
+                let (named, users) = (named.join(", "), if unlisted == 1 { "user" } else { "users" });
+                format!(
+                    "spending in the current period already counts: {named}, and by {unlisted} more {users}"
+                )
             }
         }
     }

@@ -136,7 +136,8 @@ pub struct Message {
 pub struct SeenCalls {
     pub ids: Vec<String>,
     /// Number of further calls, whose IDs are not listed.
-    pub more: u64,
+    #[serde(rename = "more")]
+    pub further_calls: u64,
     /// Whether the program's hooks use the same IDs.
     pub is_by_id: bool,
 }
@@ -151,7 +152,7 @@ impl SeenCalls {
         if is_plain && !id.is_empty() && self.ids.len() < Self::MAX_IDS && id.len() <= Self::MAX_ID_BYTES {
             self.ids.push(id.to_owned());
         } else {
-            self.more += 1;
+            self.further_calls += 1;
         }
     }
 }
@@ -299,7 +300,10 @@ mod tests {
         for id in ["\u{1}".repeat(36), "\"".repeat(40), "x".repeat(40), "é".repeat(20), String::new()] {
             (0..2000).for_each(|_| seen.add(&id));
         }
-        assert_eq!((seen.ids.len() as u64 + seen.more, seen.ids.len()), (10_000, SeenCalls::MAX_IDS));
+        assert_eq!(
+            (seen.ids.len() as u64 + seen.further_calls, seen.ids.len()),
+            (10_000, SeenCalls::MAX_IDS)
+        );
         let message = Message::dispatch_end(&"d".repeat(200), seen);
         assert!((serde_json::to_vec(&message).unwrap().len() as u64) < MAX_MESSAGE_BYTES);
     }

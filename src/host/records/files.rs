@@ -122,13 +122,13 @@ impl FromStr for LinePosition {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TailPosition {
     pub last: LinePosition,
-    pub other: Option<LinePosition>,
+    pub other_file: Option<LinePosition>,
 }
 
 impl fmt::Display for TailPosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.other {
-            Some(other) => write!(f, "{}_{other}", self.last),
+        match self.other_file {
+            Some(other_file) => write!(f, "{}_{other_file}", self.last),
             None => write!(f, "{}", self.last),
         }
     }
@@ -139,8 +139,10 @@ impl FromStr for TailPosition {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         match text.split_once('_') {
-            Some((last, other)) => Ok(Self { last: last.parse()?, other: Some(other.parse()?) }),
-            None => Ok(Self { last: text.parse()?, other: None }),
+            Some((last, other_file)) => {
+                Ok(Self { last: last.parse()?, other_file: Some(other_file.parse()?) })
+            }
+            None => Ok(Self { last: text.parse()?, other_file: None }),
         }
     }
 }

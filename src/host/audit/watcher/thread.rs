@@ -305,19 +305,19 @@ impl Watcher {
         authority != Authority::None
     }
 
-    /// Ends the matching calls that this peer has authority over; records the others as gaps.
+    /// Ends the matching calls, except those of other processes. Forged and unproven ends are recorded as gaps.
     fn end_calls_of_peer(&mut self, message: &Message, peer: &Peer, is_match: impl Fn(&CallWindow) -> bool) {
-        let count = |wanted| {
+        let count_with = |authority| {
             self.windows
                 .all()
                 .iter()
-                .filter(|window| is_match(window) && determine_authority(window, peer) == wanted)
+                .filter(|window| is_match(window) && determine_authority(window, peer) == authority)
                 .count()
         };
-        for (wanted, why) in
+        for (authority, why) in
             [(Authority::None, GapReason::Forged), (Authority::Unproven, GapReason::Unproven)]
         {
-            let calls = count(wanted);
+            let calls = count_with(authority);
             if calls > 0 {
                 self.record_gap(why, calls, message.sent_at);
             }
