@@ -49,7 +49,7 @@ fn add_old_records(machine: &Machine) -> Result<()> {
     write_record(machine, &format!("interactions-{}.jsonl", date_days_ago(30)?), 30)
 }
 
-/// Asserts the result of a daily check, which is the same after interruptions.
+/// Asserts the result of a daily check, which must be the same after an interruption.
 fn assert_rotated(machine: &Machine) -> Result<()> {
     let files = read_files(&machine.path(LOGS))?;
     let (two, one, thirty) = (date_days_ago(2)?, date_days_ago(1)?, date_days_ago(30)?);
@@ -129,7 +129,7 @@ async fn records_rotate_without_a_database() -> Result<()> {
 }
 
 #[tokio::test]
-async fn concurrent_check_exits_with_a_message() -> Result<()> {
+async fn concurrent_check_exits_with_75() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
     add_old_records(&machine)?;
     let slow = [("FAILPOINTS", "heartbeat.begin=sleep(1500)")];
@@ -158,8 +158,8 @@ async fn record_of_another_owner_is_rotated() -> Result<()> {
     let directory = machine.path(LOGS).join("activity-2020-01-01.log");
     fs::create_dir(&directory)?;
     write_record(&machine, "interactions-2020-01-02.jsonl", 40)?;
-    let ended = machine.run(&["svc-heartbeat"])?.expect(70);
-    assert!(ended.stderr.contains("activity-2020-01-01.log"), "{}", ended.stderr);
+    let output = machine.run(&["svc-heartbeat"])?.expect(70);
+    assert!(output.stderr.contains("activity-2020-01-01.log"), "{}", output.stderr);
     fs::remove_dir(directory)?;
     assert_rotated(&machine)
 }

@@ -1,4 +1,4 @@
-//! The record of each kind of change.
+//! Tests that each kind of change is recorded.
 
 use anyhow::Result;
 use serde_json::json;
@@ -162,8 +162,11 @@ fn owner_changes_are_omitted_and_concurrent_agents_both_named() -> Result<()> {
     home.write(BOB, "w", || home.shell("echo w > w; echo side > side"))?;
     home.end_command(ADA, &call)?;
     let entries = home.entries()?;
-    let who =
+    let agent_for =
         |path: &str| entries.iter().find(|entry| entry["path"] == path).map(|entry| &entry["agentName"]);
-    assert_eq!((who("w"), who("side"), entries.len()), (Some(&json!("bob")), Some(&json!("ada")), 2));
+    assert_eq!(
+        (agent_for("w"), agent_for("side"), entries.len()),
+        (Some(&json!("bob")), Some(&json!("ada")), 2)
+    );
     Ok(())
 }

@@ -74,6 +74,7 @@ pub struct Home {
 
 /// Lines of the record.
 pub type Entries = Vec<Value>;
+
 /// The observed state of a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PathState {
@@ -85,7 +86,7 @@ pub enum PathState {
 pub type PathStates = BTreeMap<Vec<u8>, PathState>;
 
 impl Home {
-    /// A home that is watched from the start.
+    /// Creates a home that is watched from the start.
     pub fn new() -> Result<Self> {
         let mut home = Self::unwatched()?;
         home.watch()?;
@@ -172,7 +173,7 @@ impl Home {
         let mut processes = self.processes.borrow_mut();
         let process = match processes.entry(agent) {
             Entry::Occupied(process) => process.into_mut(),
-            Entry::Vacant(place) => place.insert(self.start_process(agent)?),
+            Entry::Vacant(entry) => entry.insert(self.start_process(agent)?),
         };
         self.announce_dispatch(agent, process)?;
         action(process)
@@ -182,14 +183,14 @@ impl Home {
         let mut command = self.isolated_command("bash", &["--norc"]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).env("SVC_AGENT_NAME", agent.0);
         let mut shell = OwnedChild::spawn(command.env("SVC_DISPATCH_ID", agent.0))?;
-        let stdin = shell.take_stdin().context("stdin")?;
-        let stdout = BufReader::new(shell.take_stdout().context("stdout")?);
+        let stdin = shell.take_stdin().context("the shell has no stdin")?;
+        let stdout = BufReader::new(shell.take_stdout().context("the shell has no stdout")?);
         Ok(AgentProcess { shell, stdin, stdout, is_announced: false })
     }
 
     /// Ends the process of an agent.
     pub fn end_process(&self, agent: Agent) -> Result<()> {
-        self.processes.borrow_mut().remove(&agent).context("a process")?.kill()
+        self.processes.borrow_mut().remove(&agent).context("the agent has no process")?.kill()
     }
 
     pub fn log(&self) -> String {
@@ -200,9 +201,9 @@ impl Home {
         self.watcher.as_ref().map_or(0, OwnedChild::pid)
     }
 
-    /// Whether the watcher exits within a short time.
-    pub fn has_ended(&mut self) -> Result<bool> {
-        let watcher = self.watcher.as_mut().context("a watcher")?;
+    /// Waits a short time for the watcher to exit; returns whether it did.
+    pub fn wait_for_exit(&mut self) -> Result<bool> {
+        let watcher = self.watcher.as_mut().context("no watcher was started")?;
         Ok(watcher.wait(Duration::from_secs(10)).is_some())
     }
 
@@ -248,25 +249,25 @@ impl Home {
         let (input, printed) = (self.path("hook.json"), self.path("hook.txt"));
         fs::write(&input, text)?;
         let failpoints =
-            if self.has_normal_hook_timeout { "" } else { "FAILPOINTS='hook.patient=return(error)' " };
+            if self.has_normal_hook_timeout { "" } else { "FAILPOINTS='hook.long_timeout=return(error)' " };
         let hook = concat!(env!("CARGO_BIN_EXE_svc"), " svc-hook claude-code");
         let line = format!("{failpoints}{hook} <{} >{} 2>&1", input.display(), printed.display());
-        let (code, took) = self.with_process(agent, |process| {
-            let begun = Instant::now();
-            Ok((process.run(&line)?, begun.elapsed()))
+        let (code, duration) = self.with_process(agent, |process| {
+            let start = Instant::now();
+            Ok((process.run(&line)?, start.elapsed()))
         })?;
         let printed = fs::read_to_string(printed)?;
         ensure!(code == "0" && printed.is_empty(), "{code}: {printed}");
-        Ok(took)
+        Ok(duration)
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "callers always build it in place")]
-    pub fn run_hook_event(&self, agent: Agent, event: &str, call: &str, more: Value) -> Result<Duration> {
+    pub fn run_hook_event(&self, agent: Agent, event: &str, call: &str, fields: Value) -> Result<Duration> {
         let mut message = json!({
             "session_id": format!("session-{}", agent.0), "transcript_path": "/h/.claude/projects/p/s.jsonl",
             "cwd": self.dir(), "hook_event_name": event, "permission_mode": "default", "tool_use_id": call,
         });
-        for (name, value) in more.as_object().into_iter().flatten() {
+        for (name, value) in fields.as_object().into_iter().flatten() {
             message[name] = value.clone();
         }
         self.run_hook(agent, message.to_string().as_bytes())
@@ -289,8 +290,8 @@ impl Home {
     }
 
     pub fn end_command(&self, agent: Agent, call: &str) -> Result<()> {
-        let more = json!({ "tool_name": "Bash", "tool_input": { "command": "x" }, "tool_response": { "stdout": "" } });
-        self.run_hook_event(agent, "PostToolUse", call, more).map(drop)
+        let fields = json!({ "tool_name": "Bash", "tool_input": { "command": "x" }, "tool_response": { "stdout": "" } });
+        self.run_hook_event(agent, "PostToolUse", call, fields).map(drop)
     }
 
     /// Runs a shell script in the home.
@@ -305,9 +306,9 @@ impl Home {
     /// Runs an agent's command and returns its entries in the record.
     pub fn run(&self, agent: Agent, script: &str) -> Result<Entries> {
         let call = self.begin_command(agent)?;
-        let done = self.shell(script);
+        let result = self.shell(script);
         self.end_command(agent, &call)?;
-        done?;
+        result?;
         self.entries()
     }
 
@@ -320,7 +321,8 @@ impl Home {
         self.run_hook_event(agent, "PostToolUse", &call, input).map(drop)
     }
 
-    /// The entries since the previous call. A marker written last proves that the record is complete.
+    /// Returns the entries since the previous call. Writes a marker first, whose entry proves that the record is
+    /// complete.
     pub fn entries(&self) -> Result<Entries> {
         let marker = format!("apps/marker-{}", self.calls.fetch_add(1, Ordering::Relaxed));
         let path = self.dir().join(&marker).display().to_string();
@@ -339,15 +341,15 @@ impl Home {
         }
     }
 
-    /// Every line of the record.
+    /// Reads every line of the record.
     pub fn lines(&self) -> Result<Vec<Value>> {
         let text = fs::read_to_string(self.dir().join("system/logs/audit.jsonl")).unwrap_or_default();
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-        whole.lines().map(|line| serde_json::from_str(line).context("a line of JSON")).collect()
+        whole.lines().map(|line| serde_json::from_str(line).context("a line is not JSON")).collect()
     }
 
     /// Waits until a line of the record satisfies the condition.
-    pub fn wait_for_line(&self, what: &str, matches: impl Fn(&Value) -> bool) -> Result<Value> {
+    pub fn wait_for_line(&self, description: &str, matches: impl Fn(&Value) -> bool) -> Result<Value> {
         let deadline = Instant::now() + RECORD_TIMEOUT;
         loop {
             if let Some(found) = self.lines()?.into_iter().find(|line| matches(line)) {
@@ -355,7 +357,7 @@ impl Home {
             }
             ensure!(
                 Instant::now() < deadline,
-                "timeout: no line with {what}: {:?}\n{}",
+                "timeout: no line with {description}: {:?}\n{}",
                 self.lines()?,
                 self.log()
             );
@@ -363,7 +365,7 @@ impl Home {
         }
     }
 
-    /// The contents of the home, observed independently of the watcher.
+    /// Observes the contents of the home independently of the watcher.
     pub fn states(&self) -> Result<PathStates> {
         let mut states = PathStates::new();
         observe(&self.dir(), &self.dir(), &mut states)?;
@@ -398,7 +400,7 @@ fn observe(root: &Path, dir: &Path, states: &mut PathStates) -> Result<()> {
     Ok(())
 }
 
-/// The differences between two observations, as the record must show them.
+/// Returns the differences between two observations, as the record must show them.
 pub fn differences(before: &PathStates, after: &PathStates) -> BTreeMap<Vec<u8>, &'static str> {
     let mut found = BTreeMap::new();
     for path in before.keys().filter(|path| !after.contains_key(*path)) {
@@ -410,7 +412,7 @@ pub fn differences(before: &PathStates, after: &PathStates) -> BTreeMap<Vec<u8>,
     found
 }
 
-/// The operation recorded for each path, which must appear only once.
+/// Returns the operation recorded for each path, which must appear only once.
 pub fn recorded_operations(entries: &[Value]) -> Result<BTreeMap<Vec<u8>, String>> {
     let mut found = BTreeMap::new();
     for entry in entries {
@@ -421,9 +423,9 @@ pub fn recorded_operations(entries: &[Value]) -> Result<BTreeMap<Vec<u8>, String
     Ok(found)
 }
 
-/// The original bytes of an entry's path.
+/// Returns the original bytes of an entry's path.
 pub fn path_of(entry: &Value) -> Result<Vec<u8>> {
-    let text = entry["path"].as_str().context("a path")?;
+    let text = entry["path"].as_str().context("the entry has no path")?;
     if entry["escaped"] != true {
         return Ok(text.as_bytes().to_vec());
     }
@@ -447,10 +449,10 @@ pub fn path_of(entry: &Value) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// `op path`, in the order of the record.
+/// Formats each entry as `op path`, in the order of the record.
 pub fn summarize(entries: &[Value]) -> Vec<String> {
-    let word = |entry: &Value, name: &str| entry[name].as_str().unwrap_or_default().to_owned();
-    entries.iter().map(|entry| format!("{} {}", word(entry, "op"), word(entry, "path"))).collect()
+    let field = |entry: &Value, name: &str| entry[name].as_str().unwrap_or_default().to_owned();
+    entries.iter().map(|entry| format!("{} {}", field(entry, "op"), field(entry, "path"))).collect()
 }
 
 pub fn to_os_str(bytes: &[u8]) -> &OsStr {

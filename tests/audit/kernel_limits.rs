@@ -1,4 +1,5 @@
-//! Changes that the kernel does not report: beyond its queue capacity, and in folders that it cannot watch.
+//! Changes that the kernel does not report: beyond the capacity of its event queue, and in folders that it cannot
+//! watch.
 
 use std::process::Command;
 
@@ -12,7 +13,7 @@ use super::home::{ADA, Home, differences, recorded_operations};
 const QUEUE_LIMIT_FILE: &str = "/proc/sys/fs/inotify/max_queued_events";
 
 #[test]
-fn queue_overflow_is_recovered_by_a_scan() -> Result<()> {
+fn scan_finds_changes_after_queue_overflow() -> Result<()> {
     let home = Home::new()?;
     home.shell("mkdir -p many d/below && for f in $(seq 50); do echo $f > d/below/$f; done")?;
     let max_events: u64 = std::fs::read_to_string(QUEUE_LIMIT_FILE)?.trim().parse()?;
@@ -29,12 +30,12 @@ fn queue_overflow_is_recovered_by_a_scan() -> Result<()> {
     let call = home.begin_command(ADA)?;
     let watcher = Pid::from_raw(i32::try_from(home.pid())?);
     kill(watcher, Signal::SIGSTOP)?;
-    let done = home.shell(&format!(
+    let result = home.shell(&format!(
         "cd many && seq {files} | split --lines=1 --suffix-length=5 --numeric-suffixes - f && cd .. && \
          rm d/below/7 && mv d/below/8 moved && echo other > d/below/9 && mkdir late && echo x > late/x"
     ));
     kill(watcher, Signal::SIGCONT)?;
-    done?;
+    result?;
     home.end_command(ADA, &call)?;
     let found = home.entries()?;
     let other = found.iter().find(|entry| entry["agentName"] != "ada");

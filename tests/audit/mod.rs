@@ -1,8 +1,8 @@
 //! The audit of the home's files: the real watcher and hooks, real shell commands, and the resulting record.
 
-mod campaign;
 mod changes;
-mod forged;
+mod forged_reports;
 mod home;
+mod interruptions;
 mod kernel_limits;
-mod life;
+mod random_scripts;

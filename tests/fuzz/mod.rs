@@ -3,8 +3,8 @@
 //!
 //! A [`Target`] is a parser with its rules; `cargo xtask fuzz` also runs it with libFuzzer. Valid documents are
 //! generated and then mutated, because random bytes are refused at the first check. Inputs that once violated a rule
-//! are kept below `tests/corpus/<target>` and are always replayed. The short form runs a few cases on every change;
-//! the long form (`cargo xtask test --long`) runs for a minute.
+//! are kept below `tests/corpus/<target>` and are always replayed. A short run tests a few cases on every change; a
+//! long run (`cargo xtask test --long`) takes a minute per target.
 
 mod mutation;
 mod parsers;
@@ -22,7 +22,7 @@ use mutation::{Mutation, mutate};
 use parsers::Target;
 
 const LONG_DURATION: Duration = Duration::from_secs(60);
-/// The deadline of the long form is checked between rounds.
+/// The deadline of a long run is checked between rounds.
 const CASES_PER_ROUND: u32 = 400;
 
 /// The input of a parser: a valid document, and the mutations to apply.
@@ -46,8 +46,10 @@ impl Target {
         (self.check_any)(&bytes).map_err(TestCaseError::fail)
     }
 
+    /// Runs random cases.
+    ///
     /// # Errors
-    /// Returns the smallest case that violated a rule or panicked.
+    /// The smallest case that violated a rule or panicked.
     fn run_cases(&self, cases: u32) -> Result<(), String> {
         let config = Config { cases, failure_persistence: None, ..Config::default() };
         let mut runner = TestRunner::new(config);
@@ -56,7 +58,7 @@ impl Target {
             TestError::Fail(why, (valid, mutations)) => {
                 let bytes = mutate(valid, &mutations);
                 let (name, text, hex) = (self.name, String::from_utf8_lossy(&bytes), hex::encode(&bytes));
-                format!("{name}: {why}\ninput {text:?}\nto keep it, add a file to tests/corpus/{name} with the bytes {hex}")
+                format!("{name}: {why}\ninput {text:?}\nto keep this input, add a file to tests/corpus/{name} with the bytes {hex}")
             }
         })
     }
@@ -79,7 +81,7 @@ fn targets() -> Vec<Target> {
 }
 
 fn target(name: &str) -> Target {
-    targets().into_iter().find(|target| target.name == name).expect("the name of a target")
+    targets().into_iter().find(|target| target.name == name).expect("a target has this name")
 }
 
 fn run_short(name: &str) {
@@ -89,9 +91,9 @@ fn run_short(name: &str) {
 
 fn run_long(name: &str) -> Result<()> {
     let target = target(name);
-    let (begun, mut fuzz_cases) = (Instant::now(), 0);
+    let (start, mut fuzz_cases) = (Instant::now(), 0);
     let mut result = Ok(());
-    while begun.elapsed() < LONG_DURATION && result.is_ok() {
+    while start.elapsed() < LONG_DURATION && result.is_ok() {
         result = target.run_cases(CASES_PER_ROUND);
         fuzz_cases += u64::from(CASES_PER_ROUND);
     }
@@ -136,8 +138,8 @@ fuzzed! {
     mutated_bridge_request_stays_one_statement, long_mutated_bridge_request_stays_one_statement, "bridge-request";
     mutated_bridge_filter_means_the_same_nested, long_mutated_bridge_filter_means_the_same_nested, "bridge-filter";
     mutated_cursor_resumes_only_its_own_order, long_mutated_cursor_resumes_only_its_own_order, "bridge-cursor";
-    mutated_jwt_is_never_another_user, long_mutated_jwt_is_never_another_user, "jwt";
-    mutated_proof_is_never_another_principal, long_mutated_proof_is_never_another_principal, "proof";
+    mutated_jwt_never_authenticates_another_user, long_mutated_jwt_never_authenticates_another_user, "jwt";
+    mutated_proof_never_authenticates_another_principal, long_mutated_proof_never_authenticates_another_principal, "proof";
     mutated_heartbeat_is_stored_within_bounds, long_mutated_heartbeat_is_stored_within_bounds, "heartbeat";
     mutated_hook_input_sends_no_content, long_mutated_hook_input_sends_no_content, "hook-input";
     mutated_agent_frames_parse_back, long_mutated_agent_frames_parse_back, "agent-frames";
@@ -152,15 +154,16 @@ fuzzed! {
     mutated_hop_headers_end_at_the_hop, long_mutated_hop_headers_end_at_the_hop, "hop-by-hop";
     mutated_path_stays_in_the_app_folder, long_mutated_path_stays_in_the_app_folder, "app-path";
     mutated_session_counts_its_own_calls, long_mutated_session_counts_its_own_calls, "codex-session";
-    mutated_dump_head_has_a_number_or_none, long_mutated_dump_head_has_a_number_or_none, "dump-head";
+    mutated_dump_head_yields_a_count_or_none, long_mutated_dump_head_yields_a_count_or_none, "dump-head";
     mutated_user_data_is_one_document, long_mutated_user_data_is_one_document, "user-data";
 }
 
-/// The page lists the parsers with their rules; a missing row would suggest that a parser has none.
+/// The page lists the targets with their rules; a missing row would suggest that a parser has no rules.
 #[test]
 fn every_fuzz_target_is_documented() {
     let page = include_str!("../../docs/security.md");
-    let (_, section) = page.split_once("### Documents that a less trusted side writes").expect("the section");
+    let (_, section) =
+        page.split_once("### Documents that a less trusted side writes").expect("the page has this section");
     let section = section.split("\n## ").next().unwrap_or_default();
     let mut rows: Vec<_> =
         section.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();

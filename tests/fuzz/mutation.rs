@@ -1,5 +1,5 @@
-//! Mutations of a document: single bits and bytes; removed, duplicated and inserted pieces; and replaced values of a
-//! JSON document.
+//! Mutations of a document: flipped bits and replaced bytes; removed, duplicated and inserted byte ranges; and replaced
+//! or removed values of a JSON document.
 
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -18,7 +18,7 @@ pub enum Mutation {
     },
     Insert {
         at: Index,
-        what: &'static [u8],
+        fragment: &'static [u8],
     },
     Remove {
         at: Index,
@@ -79,7 +79,7 @@ impl Arbitrary for Mutation {
         prop_oneof![
             2 => (at(), 0..8u8).prop_map(|(at, bit)| Self::Flip { at, bit }),
             2 => (at(), any::<u8>()).prop_map(|(at, byte)| Self::Byte { at, byte }),
-            3 => (at(), prop::sample::select(&FRAGMENTS[..])).prop_map(|(at, what)| Self::Insert { at, what }),
+            3 => (at(), prop::sample::select(&FRAGMENTS[..])).prop_map(|(at, fragment)| Self::Insert { at, fragment }),
             1 => (at(), 1..40u8).prop_map(|(at, length)| Self::Remove { at, length }),
             1 => (at(), 1..40u8).prop_map(|(at, length)| Self::Duplicate { at, length }),
             1 => at().prop_map(|at| Self::Truncate { at }),
@@ -127,7 +127,7 @@ pub fn mutate(mut bytes: Vec<u8>, mutations: &[Mutation]) -> Vec<u8> {
 
 fn apply(bytes: &mut Vec<u8>, mutation: &Mutation) {
     let length = bytes.len();
-    let piece = |at: &Index, max: u8| {
+    let range = |at: &Index, max: u8| {
         let from = at.index(length.max(1)).min(length);
         from..(from + usize::from(max)).min(length)
     };
@@ -135,21 +135,21 @@ fn apply(bytes: &mut Vec<u8>, mutation: &Mutation) {
         Mutation::Flip { at, bit } if length > 0 => bytes[at.index(length)] ^= 1 << bit,
         Mutation::Byte { at, byte } if length > 0 => bytes[at.index(length)] = *byte,
         Mutation::Flip { .. } | Mutation::Byte { .. } => {}
-        Mutation::Insert { at, what } => {
+        Mutation::Insert { at, fragment } => {
             let at = at.index(length + 1);
-            bytes.splice(at..at, what.iter().copied());
+            bytes.splice(at..at, fragment.iter().copied());
         }
-        Mutation::Remove { at, length } => drop(bytes.drain(piece(at, *length))),
+        Mutation::Remove { at, length } => drop(bytes.drain(range(at, *length))),
         Mutation::Duplicate { at, length } => {
-            let piece = piece(at, *length);
-            let (end, more) = (piece.end, bytes[piece].to_vec());
-            bytes.splice(end..end, more);
+            let range = range(at, *length);
+            let (end, copy) = (range.end, bytes[range].to_vec());
+            bytes.splice(end..end, copy);
         }
         Mutation::Truncate { at } => bytes.truncate(at.index(length + 1)),
         Mutation::ReplaceValue { at, value } => edit_json(bytes, |document, paths| {
             let path = &paths[at.index(paths.len())];
-            if let Some(place) = document.pointer_mut(path) {
-                *place = value.clone();
+            if let Some(target) = document.pointer_mut(path) {
+                *target = value.clone();
             }
         }),
         Mutation::RemoveField { at } => edit_json(bytes, |document, paths| {
@@ -162,13 +162,13 @@ fn apply(bytes: &mut Vec<u8>, mutation: &Mutation) {
     }
 }
 
-/// Changes a JSON document. The closure receives the paths of all values; the root is always one.
+/// Changes a JSON document. The closure receives the paths of all values, which always include the root.
 fn edit_json(bytes: &mut Vec<u8>, change: impl FnOnce(&mut Value, &[String])) {
     let Ok(mut document) = serde_json::from_slice::<Value>(bytes) else { return };
     let mut paths = Vec::new();
     collect_paths(&document, String::new(), &mut paths);
     change(&mut document, &paths);
-    *bytes = serde_json::to_vec(&document).expect("a value is JSON");
+    *bytes = serde_json::to_vec(&document).expect("a value serializes to JSON");
 }
 
 fn collect_paths(value: &Value, path: String, paths: &mut Vec<String>) {

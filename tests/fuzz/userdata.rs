@@ -62,15 +62,16 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let parts: UserDataInput = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let is_line = |text: &String| !text.chars().any(char::is_control);
-    let lines = [&parts.session_token, &parts.issuer, &parts.bundle_sha256].into_iter().all(is_line);
-    match (lines, render(&parts)) {
+    let values = [&parts.session_token, &parts.issuer, &parts.bundle_sha256];
+    let are_single_lines = values.into_iter().all(is_line);
+    match (are_single_lines, render(&parts)) {
         (true, Ok(_)) | (false, Err(_)) => Ok(()),
         (true, Err(error)) => Err(format!("refused: {error}")),
         (false, Ok(_)) => Err("a value with several lines was accepted".to_owned()),
     }
 }
 
-/// Rendering completes immediately, because static credentials need no request.
+/// Renders the document, which completes immediately, because static credentials need no request.
 fn render(parts: &UserDataInput) -> Result<String, String> {
     let rendered = parts.try_render().now_or_never().ok_or("rendering did not complete immediately")?;
     rendered.map_err(|error| format!("{error:#}"))
@@ -91,8 +92,8 @@ fn check_document(parts: &UserDataInput, text: &str) -> Result<(), String> {
             return Err(format!("{key} is {}", ours[key]));
         }
     }
-    let files = |of: &Value| -> Vec<[Value; 3]> {
-        let files = of["write_files"].as_array().cloned().unwrap_or_default();
+    let files = |document: &Value| -> Vec<[Value; 3]> {
+        let files = document["write_files"].as_array().cloned().unwrap_or_default();
         files
             .into_iter()
             .map(|file| ["path", "permissions", "owner"].map(|name| file[name].clone()))
@@ -120,14 +121,14 @@ fn check_document(parts: &UserDataInput, text: &str) -> Result<(), String> {
         ("IDP_ISSUER", &parts.issuer),
         ("SVC_BUNDLE_SHA256", &parts.bundle_sha256),
     ] {
-        if !variables.iter().any(|(key, of)| key == name && of == value) {
+        if !variables.iter().any(|(key, found)| key == name && found == value) {
             return Err(format!("{name} is not {value:?}"));
         }
     }
     Ok(())
 }
 
-/// All variables of all env files, in order.
+/// Returns the variables of all env files, in order.
 fn variables(document: &Value) -> Result<Vec<(String, String)>, String> {
     let mut variables = Vec::new();
     for file in document["write_files"].as_array().into_iter().flatten() {
@@ -148,8 +149,11 @@ struct Reader {
 
 impl Reader {
     fn start(mut command: Command) -> Self {
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("python starts");
-        let (stdin, stdout) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("start Python");
+        let (stdin, stdout) = (
+            child.stdin.take().expect("the stream is piped"),
+            child.stdout.take().expect("the stream is piped"),
+        );
         Self { child, stdin, stdout: BufReader::new(stdout) }
     }
 
@@ -157,7 +161,7 @@ impl Reader {
         writeln!(self.stdin, "{}", json!(text)).expect("the reader accepts input");
         let mut line = String::new();
         self.stdout.read_line(&mut line).expect("the reader responds");
-        serde_json::from_str(&line).expect("JSON")
+        serde_json::from_str(&line).expect("the response is JSON")
     }
 }
 
@@ -174,7 +178,7 @@ fn parse_with_cloud_init(text: &str) -> Value {
         static READER: RefCell<Option<Reader>> = const { RefCell::new(None) };
     }
     READER.with_borrow_mut(|reader| {
-        let start = || Reader::start(checkers::cloud_init_reader().expect("cloud-init"));
+        let start = || Reader::start(checkers::cloud_init_reader().expect("cloud-init is installed"));
         reader.get_or_insert_with(start).read(text)
     })
 }

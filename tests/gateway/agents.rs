@@ -105,7 +105,7 @@ fn prepare_machine(
     let prices = json!({ "gpt-5.5": { "input": 2, "output": 10 } });
     let mut agent = agent(&url, &machine)?;
     // On a busy machine, hooks would time out, which is a gap in the audit.
-    agent["environment"]["FAILPOINTS"] = "hook.patient=return(error)".into();
+    agent["environment"]["FAILPOINTS"] = "hook.long_timeout=return(error)".into();
     let config = json!({ "agents": { "coder": agent }, "prices": prices });
     machine.write(CONFIG, &config.to_string())?;
     Ok((machine, BackgroundProcesses { _watcher: watcher, _model: model }))

@@ -14,7 +14,7 @@ use super::dispatch::{CONFIG, UNREACHABLE_DATABASE, request_dispatch, start_runn
 use super::host::{Host, Machine, host_with_app, unique_name};
 
 /// The ids that the machine's sysusers configuration assigns.
-const OWNERS_USER: u32 = 1940;
+const OWNER_UID: u32 = 1940;
 const ANOTHER_USER: u32 = 1941;
 
 /// A gateway whose socket is open to another user; `None` if the test cannot create one.
@@ -25,10 +25,10 @@ fn host_of_two_users() -> Result<Option<Host>> {
     }
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     fs::set_permissions(machine.path(""), Permissions::from_mode(0o755))?;
-    for (dir, uid) in [("run/svc/gateway", 0), ("run/svc/owner", OWNERS_USER)] {
+    for (dir, uid) in [("run/svc/gateway", 0), ("run/svc/owner", OWNER_UID)] {
         let dir = machine.path(dir);
         fs::create_dir_all(&dir)?;
-        chown(&dir, Some(uid), Some(OWNERS_USER))?;
+        chown(&dir, Some(uid), Some(OWNER_UID))?;
         fs::set_permissions(&dir, Permissions::from_mode(0o750))?;
     }
     Ok(Some(machine.start()?))
@@ -40,7 +40,7 @@ fn request_as(uid: u32, socket: &Path, method: &str, path: &str, body: &str) -> 
     command.args(["-sS", "--max-time", "20", "-o", "/dev/null", "-w", "%{http_code}"]);
     command.arg("--unix-socket").arg(socket).args(["-X", method, "-H", "content-type: application/json"]);
     command.args(["-d", body]).arg(format!("http://localhost{path}"));
-    let output = command.uid(uid).gid(OWNERS_USER).output().context("curl")?;
+    let output = command.uid(uid).gid(OWNER_UID).output().context("curl")?;
     ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
@@ -51,10 +51,10 @@ async fn owner_process_has_read_only_access() -> Result<()> {
     let socket = host.socket();
     let status_as = |uid, method, path, body| request_as(uid, &socket, method, path, body);
     for path in ["/api/usage", "/api/limits", "/api/apps", "/api/interactions", "/api/audit"] {
-        assert_eq!(status_as(OWNERS_USER, "GET", path, "")?, "200", "{path}");
+        assert_eq!(status_as(OWNER_UID, "GET", path, "")?, "200", "{path}");
     }
     // Access is granted; only the database is missing.
-    assert_eq!(status_as(OWNERS_USER, "POST", "/api/bridge/query", r#"{"action":"schemas"}"#)?, "503");
+    assert_eq!(status_as(OWNER_UID, "POST", "/api/bridge/query", r#"{"action":"schemas"}"#)?, "503");
     for (method, path, body) in [
         ("PUT", "/api/limits", r#"{"daily":1000}"#),
         ("POST", "/api/dispatch", r#"{"prompt":"spend"}"#),
@@ -65,7 +65,7 @@ async fn owner_process_has_read_only_access() -> Result<()> {
         ("POST", "/_svc/internal/backup", ""),
         ("GET", "/", ""),
     ] {
-        assert_eq!(status_as(OWNERS_USER, method, path, body)?, "403", "{method} {path}");
+        assert_eq!(status_as(OWNER_UID, method, path, body)?, "403", "{method} {path}");
         assert_eq!(status_as(ANOTHER_USER, method, path, body)?, "403", "{method} {path}");
     }
     assert_eq!(

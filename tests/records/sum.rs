@@ -1,4 +1,4 @@
-//! Sums the cost independently of the product: with its own parser of the lines, in 128-bit billionths of a dollar.
+//! Sums the cost independently of the product: with its own parser for the lines, in 128-bit billionths of a dollar.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -60,7 +60,7 @@ pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
     Ok((sums, numbers))
 }
 
-/// The sums in `usage.jsonl`: the last line of each key.
+/// Reads the sums in `usage.jsonl`: the last line of each key counts.
 pub fn sum_usage(logs: &Path) -> Result<BTreeMap<Key, Sum>> {
     let mut sums = BTreeMap::new();
     for line in fs::read_to_string(logs.join("usage.jsonl"))?.lines() {
@@ -80,7 +80,7 @@ pub fn sum_usage(logs: &Path) -> Result<BTreeMap<Key, Sum>> {
 
 /// The digits of a line's cost, as written.
 fn cost_digits(line: &str) -> Result<&str> {
-    let (_, rest) = line.split_once("\"cost\":").context("a cost")?;
+    let (_, rest) = line.split_once("\"cost\":").context("the line has no cost")?;
     Ok(rest.split([',', '}']).next().unwrap_or_default())
 }
 

@@ -40,8 +40,8 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 19]
         (update::ROLLBACK_FAILPOINTS, "svc::host::update::ROLLBACK_FAILPOINTS", "tests/vault/apply.rs"),
         (update::KEY_FAILPOINTS, "KEY_FAILPOINTS", "tests/vault/update_keys.rs"),
         (retention::FAILPOINTS, "svc::host::retention::FAILPOINTS", "tests/heartbeat.rs"),
-        (usage_book::FAILPOINTS, "FAILPOINTS", "tests/records/exact.rs"),
-        (watcher::FAILPOINTS, "svc::host::audit::watcher::FAILPOINTS", "tests/audit/life.rs"),
+        (usage_book::FAILPOINTS, "FAILPOINTS", "tests/records/usage_after_kills.rs"),
+        (watcher::FAILPOINTS, "svc::host::audit::watcher::FAILPOINTS", "tests/audit/interruptions.rs"),
         (register::FAILPOINTS, "svc::host::link::register::FAILPOINTS", "tests/vault/register.rs"),
         (
             upgrade_token::FAILPOINTS,
@@ -59,7 +59,7 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 19]
 }
 
 /// Fail points that change a setting instead of interrupting the process.
-const SWITCHES: [&str; 1] = ["hook.patient"];
+const SWITCHES: [&str; 1] = ["hook.long_timeout"];
 
 fn read_file(path: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);

@@ -49,13 +49,14 @@ impl AgentTokens {
         Ok(AgentToken { secret, digest, tokens: Arc::clone(self) })
     }
 
+    /// Finds the access that a token gives; `None` if it is not valid.
     pub fn find(&self, token: &str) -> Option<BridgeGrant> {
         // Looking up a digest leaks nothing about the token through timing.
         self.lock().get(&digest(token)).cloned()
     }
 
     /// Whether this dispatch still has a valid token.
-    pub fn has_token_of(&self, dispatch: &str) -> bool {
+    pub fn has_token_for(&self, dispatch: &str) -> bool {
         self.lock().values().any(|grant| grant.dispatch == dispatch)
     }
 
@@ -87,7 +88,7 @@ mod tests {
         assert_eq!(grant, BridgeGrant { dispatch: "d1".to_owned(), apps: apps.as_slice().into() });
         let text = token.secret.expose_secret().to_owned();
         drop(token);
-        assert!(tokens.find(&text).is_none() && !tokens.has_token_of("d1"));
+        assert!(tokens.find(&text).is_none() && !tokens.has_token_for("d1"));
         assert!(tokens.find(other.secret.expose_secret()).is_some());
         assert!(tokens.find("").is_none());
     }

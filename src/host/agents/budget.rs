@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::kernel::Kernel;
 use super::owner_config::Settings;
 use crate::records::entry::Interaction;
-use crate::records::limits::{Period, Spent, check_limits, crosses_warning_threshold};
+use crate::records::limits::{Period, Spending, check_limits, crosses_warning_threshold};
 use crate::records::money::Dollars;
 use svc_base::clock::rfc3339_ms;
 use svc_http::problem::{Code, Problem};
@@ -63,7 +63,7 @@ impl LimitWarning {
 pub struct LimitReached {
     pub period: Period,
     pub limit: Dollars,
-    pub spent: Spent,
+    pub spent: Spending,
     pub resets_at: Timestamp,
 }
 
@@ -90,7 +90,7 @@ impl Kernel {
     ///
     /// # Errors
     /// The records are still being read.
-    pub fn spent(&self, user: &str, settings: &Settings, now: Timestamp) -> Result<Spent, Problem> {
+    pub fn spent(&self, user: &str, settings: &Settings, now: Timestamp) -> Result<Spending, Problem> {
         let reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let reserved = reserved.get(user).copied().unwrap_or_default();
         self.spent_with_reserved(user, settings, now, reserved)
@@ -102,11 +102,11 @@ impl Kernel {
         settings: &Settings,
         now: Timestamp,
         reserved: Dollars,
-    ) -> Result<Spent, Problem> {
+    ) -> Result<Spending, Problem> {
         let book = self.book()?;
         let today = settings.calendar.day(now);
         let since = |period| first_day(period, today);
-        Ok(Spent {
+        Ok(Spending {
             today: book.spent(user, since(Period::Daily), today),
             this_month: book.spent(user, since(Period::Monthly), today),
             reserved,
@@ -164,9 +164,9 @@ impl Kernel {
         Reservation { kernel: Arc::clone(self), user: user.to_owned(), amount }
     }
 
-    /// Records an ended dispatch. Returns a warning for each limit whose warning threshold it crosses; `None` if it is
-    /// not recorded: the record was dropped, so that its cost counts only in this process, or the records have not been
-    /// read yet.
+    /// Records an ended dispatch, logs a warning for each limit whose warning threshold it crosses, and returns these
+    /// warnings. Returns `None` if the dispatch was not recorded: its record was dropped, so that its cost counts only
+    /// in this process, or the records have not been read yet.
     pub fn record(&self, interaction: &Interaction) -> Option<Vec<LimitWarning>> {
         let settings = self.settings();
         let _guard = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
@@ -200,9 +200,9 @@ impl Kernel {
 
     fn warn(&self, user: &str, warning: &LimitWarning) {
         let LimitWarning { period, limit, spent } = warning;
-        let word = period.as_str();
-        tracing::warn!(user, %limit, %spent, "80% of the {word} cost limit is spent");
-        self.note(&format!("{user} has spent {spent} of the {word} cost limit of {limit}"));
+        let period = period.as_str();
+        tracing::warn!(user, %limit, %spent, "80% of the {period} cost limit is spent");
+        self.note(&format!("{user} has spent {spent} of the {period} cost limit of {limit}"));
     }
 
     /// Describes the spending that already counts towards a changed limit.
@@ -223,9 +223,11 @@ impl Kernel {
         match (named.is_empty(), spent.len().saturating_sub(MAX_LISTED_USERS)) {
             (true, _) => "nothing has been spent in the current period".to_owned(),
             (false, 0) => format!("spending in the current period already counts: {}", named.join(", ")),
-            (false, more) => {
-                let (named, users) = (named.join(", "), if more == 1 { "user" } else { "users" });
-                format!("spending in the current period already counts: {named}, and by {more} more {users}")
+            (false, unlisted) => {
+                let (named, users) = (named.join(", "), if unlisted == 1 { "user" } else { "users" });
+                format!(
+                    "spending in the current period already counts: {named}, and by {unlisted} more {users}"
+                )
             }
         }
     }

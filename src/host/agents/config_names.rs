@@ -35,8 +35,10 @@ struct Names {
     prices: BTreeMap<String, Members>,
 }
 
+/// Checks that the file has no unknown names.
+///
 /// # Errors
-/// The first unknown name, in a sentence that quotes no value.
+/// A description of the first unknown name, which quotes no value.
 pub fn check_names(text: &[u8]) -> Result<(), String> {
     // The caller has parsed the same text and reports other mistakes.
     let Ok(names) = serde_json::from_slice::<Names>(text) else { return Ok(()) };

@@ -28,15 +28,15 @@ use svc_base::chain::format_chain;
 use svc_http::problem::{Code, Problem};
 use svc_http::rate_limit::RateLimit;
 
-/// Interval of writing `usage.jsonl`.
+/// Interval between writes of `usage.jsonl`.
 const USAGE_WRITE_INTERVAL: Duration = Duration::from_secs(300);
-/// Interval of checks for a new day and changed settings.
+/// Interval between checks for a new day and changed settings.
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum time that a request waits for the book.
 const BOOK_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum concurrent streams of records.
 const MAX_LISTENERS: usize = 32;
-/// Interval of retries after the records could not be read.
+/// Interval between retries after the records could not be read.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// Minimum interval between notes that a limit has refused a user's dispatches.
 const REFUSAL_NOTE_INTERVAL: Duration = Duration::from_secs(60);
@@ -117,8 +117,8 @@ impl Kernel {
     }
 
     /// Waits until all earlier records are durable; `false` on timeout.
-    pub fn flush(&self, within: Duration) -> bool {
-        self.records.flush(within)
+    pub fn flush(&self, timeout: Duration) -> bool {
+        self.records.flush(timeout)
     }
 
     /// Finds interactions by their IDs, or their batches' IDs.
@@ -129,7 +129,7 @@ impl Kernel {
         find::find_interactions(&self.layout.logs(), ids)
     }
 
-    /// Returns the book, and waits up to `BOOK_TIMEOUT` while it is being read.
+    /// Waits up to `BOOK_TIMEOUT` while the book is being read, and returns it.
     ///
     /// # Errors
     /// The records are still being read after `BOOK_TIMEOUT`.

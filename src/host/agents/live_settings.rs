@@ -41,7 +41,7 @@ impl LiveSettings {
     /// describes the spending that counts towards a changed limit.
     pub fn current(&self, describe_spent: impl Fn(&Settings, Period) -> String) -> Arc<Settings> {
         let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
-        let stamp = file_stamp(&self.path);
+        let stamp = read_file_stamp(&self.path);
         if cached.stamp != Some(stamp) {
             let settings = Arc::new(self.reload(&cached.settings, describe_spent));
             cached.stamp = Some(stamp);
@@ -76,35 +76,36 @@ impl LiveSettings {
     fn report_changes(
         &self,
         before: &Settings,
-        now: &Settings,
+        current: &Settings,
         describe_spent: impl Fn(&Settings, Period) -> String,
     ) {
         for period in Period::ALL {
-            let (was, is) = (before.limits.for_period(period), now.limits.for_period(period));
-            if was != is {
-                let word = period.as_str();
-                self.report(&match is {
-                    Dollars::ZERO => format!("the {word} cost limit was removed"),
-                    _ => format!("the {word} cost limit is {is}; {}", describe_spent(now, period)),
+            let (earlier_limit, limit) =
+                (before.limits.for_period(period), current.limits.for_period(period));
+            if limit != earlier_limit {
+                let name = period.as_str();
+                self.report(&match limit {
+                    Dollars::ZERO => format!("the {name} cost limit was removed"),
+                    _ => format!("the {name} cost limit is {limit}; {}", describe_spent(current, period)),
                 });
             }
         }
-        if before.time_zone != now.time_zone {
-            self.report(&format!("days now begin at midnight in the time zone {}", now.time_zone));
+        if before.time_zone != current.time_zone {
+            self.report(&format!("days now begin at midnight in the time zone {}", current.time_zone));
         }
         if before.mistake.is_some() {
             self.report("system/config.json is valid again and in use");
         }
     }
 
-    fn report(&self, what: &str) {
-        tracing::info!(what, "the owner's settings");
+    fn report(&self, message: &str) {
+        tracing::info!(detail = message, "owner's settings reloaded");
         // A dropped line is reported as a gap.
-        let _ = self.records.note(what);
+        let _ = self.records.note(message);
     }
 }
 
-fn file_stamp(path: &Path) -> FileStamp {
+fn read_file_stamp(path: &Path) -> FileStamp {
     let meta = std::fs::metadata(path).ok()?;
     Some((meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec()))
 }
@@ -138,12 +139,12 @@ mod tests {
             [r#"{"costLimits": {"daily": -1}}"#, "{", r#"{"costLimits": {"timeZone": "Mars/Olympus"}}"#]
         {
             fs::write(&path, broken).unwrap();
-            let now = live.current(spent_text);
-            assert_eq!(now.limits, good.limits, "{broken}");
-            assert!(now.mistake.is_some(), "{broken}");
+            let current = live.current(spent_text);
+            assert_eq!(current.limits, good.limits, "{broken}");
+            assert!(current.mistake.is_some(), "{broken}");
             let restarted =
                 LiveSettings::new(path.clone(), last_good.clone(), writer.records()).current(spent_text);
-            assert_eq!(*restarted, *now, "{broken}");
+            assert_eq!(*restarted, *current, "{broken}");
         }
         fs::write(&path, r#"{"costLimits": {"daily": 6}}"#).unwrap();
         assert_eq!(live.current(spent_text).mistake, None);

@@ -85,14 +85,14 @@ impl Default for Settings {
 
 impl Settings {
     /// # Errors
-    /// The mistake, in a sentence that quotes no value.
+    /// A description of the mistake, which quotes no value.
     pub fn parse(text: &[u8]) -> Result<Self, String> {
         let settings = Self::parse_known(text)?;
         check_names(text)?;
         Ok(settings)
     }
 
-    /// Ignores unknown names.
+    /// Parses the settings, and ignores unknown names.
     fn parse_known(text: &[u8]) -> Result<Self, String> {
         let file: ConfigFile = serde_json::from_slice(text).map_err(|error| {
             let kind =
@@ -109,20 +109,20 @@ impl Settings {
         Ok(Self { calendar, time_zone, limits, agents, storage: file.storage, mistake: None })
     }
 
-    /// Loads the settings from the file; if it is invalid, the last good ones with the mistake.
-    pub fn load(file: &Path, good: &Path) -> Self {
+    /// Loads the settings from the file. If it is invalid, returns the last good ones, with the mistake.
+    pub fn load(file: &Path, last_good: &Path) -> Self {
         let parsed = match read_config_file(file) {
             Ok(Some(text)) => Self::parse(&text),
             Ok(None) => Ok(Self::default()),
             Err(error) => Err(format_chain(&error)),
         };
-        parsed.unwrap_or_else(|mistake| Self { mistake: Some(mistake), ..Self::load_last_good(good) })
+        parsed.unwrap_or_else(|mistake| Self { mistake: Some(mistake), ..Self::load_last_good(last_good) })
     }
 
     /// Loads the last good settings, or the default. Unknown names are ignored: an earlier release, which ignored them
     /// too, may have saved the file.
-    pub fn load_last_good(good: &Path) -> Self {
-        let settings = read_config_file(good).ok().flatten().and_then(|text| Self::parse_known(&text).ok());
+    pub fn load_last_good(file: &Path) -> Self {
+        let settings = read_config_file(file).ok().flatten().and_then(|text| Self::parse_known(&text).ok());
         settings.unwrap_or_default()
     }
 }

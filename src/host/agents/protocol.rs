@@ -21,10 +21,10 @@ pub const SOCKET: &str = "agent.sock";
 pub const MAX_LINE_BYTES: usize = 8 << 20;
 /// Maximum bytes of a frame: an order with its prompt, or a line.
 const MAX_FRAME_BYTES: u32 = 16 << 20;
-/// Time between SIGINT and SIGTERM of an agent. Claude Code prints its cost within 0.3 s after SIGINT, and never after
+/// Time between an agent's SIGINT and SIGTERM. Claude Code prints its cost within 0.3 s after SIGINT, and never after
 /// SIGTERM.
 pub const INTERRUPT_GRACE: Duration = Duration::from_secs(2);
-/// Time between SIGTERM and SIGKILL of an agent.
+/// Time between an agent's SIGTERM and SIGKILL.
 pub const TERMINATE_GRACE: Duration = Duration::from_secs(5);
 
 /// The order to run an agent.
@@ -49,7 +49,7 @@ impl Order {
     pub const VERSION: u32 = 2;
     /// The version that the previous release's gateway sends during an update. That gateway does not support
     /// [`RunnerFrame::Ready`] and sends no go-ahead.
-    pub const WITHOUT_READY: u32 = 1;
+    pub const VERSION_WITHOUT_READY: u32 = 1;
 }
 
 /// The result of a run.
@@ -104,6 +104,8 @@ const ENDED: u8 = b'E';
 const REFUSED: u8 = b'R';
 
 impl GatewayFrame {
+    /// Writes the frame.
+    ///
     /// # Errors
     /// The write failed.
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
@@ -114,7 +116,7 @@ impl GatewayFrame {
         }
     }
 
-    /// `None` at the end of the connection.
+    /// Reads the next frame; `None` at the end of the connection.
     ///
     /// # Errors
     /// The read failed, or the frame is invalid.
@@ -130,6 +132,8 @@ impl GatewayFrame {
 }
 
 impl RunnerFrame {
+    /// Writes the frame.
+    ///
     /// # Errors
     /// The write failed.
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
@@ -143,7 +147,7 @@ impl RunnerFrame {
         }
     }
 
-    /// `None` at the end of the connection.
+    /// Reads the next frame; `None` at the end of the connection.
     ///
     /// # Errors
     /// The read failed, or the frame is invalid.

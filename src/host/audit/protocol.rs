@@ -24,7 +24,7 @@ pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
 /// Maximum bytes of saved messages; a full file already proves a gap.
 const MAX_GAP_BYTES: u64 = 64 << 10;
 const MAX_LOCK_TRIES: u32 = 8;
-/// Timeout of the dispatcher's messages.
+/// Timeout for the dispatcher's messages.
 const DISPATCH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum ancestors of a process that are considered.
 const MAX_ANCESTORS: usize = 64;
@@ -136,7 +136,8 @@ pub struct Message {
 pub struct SeenCalls {
     pub ids: Vec<String>,
     /// Number of further calls, whose IDs are not listed.
-    pub more: u64,
+    #[serde(rename = "more")]
+    pub further_calls: u64,
     /// Whether the program's hooks use the same IDs.
     pub is_by_id: bool,
 }
@@ -151,7 +152,7 @@ impl SeenCalls {
         if is_plain && !id.is_empty() && self.ids.len() < Self::MAX_IDS && id.len() <= Self::MAX_ID_BYTES {
             self.ids.push(id.to_owned());
         } else {
-            self.more += 1;
+            self.further_calls += 1;
         }
     }
 }
@@ -179,7 +180,7 @@ impl Message {
         }
     }
 
-    /// The message before an agent starts; all its processes will be descendants of `runner`.
+    /// Builds the message to send before an agent starts; all its processes will be descendants of `runner`.
     pub fn dispatch_begin(dispatch_id: &str, agent_name: &str, runner: Process) -> Self {
         Self {
             dispatch_id: Some(dispatch_id.to_owned()),
@@ -189,7 +190,7 @@ impl Message {
         }
     }
 
-    /// The message after a dispatch has ended.
+    /// Builds the message to send after a dispatch has ended.
     pub fn dispatch_end(dispatch_id: &str, seen: SeenCalls) -> Self {
         Self { dispatch_id: Some(dispatch_id.to_owned()), seen: Some(seen), ..Self::new(Phase::DispatchEnd) }
     }
@@ -268,10 +269,10 @@ impl UndeliveredHook {
 
     /// Reads and removes all saved messages. Invalid lines are ignored: any program of the owner can write to the file.
     pub fn collect(file: &Path) -> Vec<Self> {
-        Self::read(file).unwrap_or_default()
+        Self::read_and_remove(file).unwrap_or_default()
     }
 
-    fn read(path: &Path) -> io::Result<Vec<Self>> {
+    fn read_and_remove(path: &Path) -> io::Result<Vec<Self>> {
         // `O_NONBLOCK`, because the owner's programs can create a FIFO with this name.
         let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
         let file = File::options().read(true).custom_flags(flags.bits()).open(path)?;
@@ -299,7 +300,10 @@ mod tests {
         for id in ["\u{1}".repeat(36), "\"".repeat(40), "x".repeat(40), "é".repeat(20), String::new()] {
             (0..2000).for_each(|_| seen.add(&id));
         }
-        assert_eq!((seen.ids.len() as u64 + seen.more, seen.ids.len()), (10_000, SeenCalls::MAX_IDS));
+        assert_eq!(
+            (seen.ids.len() as u64 + seen.further_calls, seen.ids.len()),
+            (10_000, SeenCalls::MAX_IDS)
+        );
         let message = Message::dispatch_end(&"d".repeat(200), seen);
         assert!((serde_json::to_vec(&message).unwrap().len() as u64) < MAX_MESSAGE_BYTES);
     }

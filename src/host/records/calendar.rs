@@ -82,8 +82,8 @@ mod tests {
             let (calendar, at) = (Calendar::for_zone(zone).unwrap(), Timestamp::from_second(second).unwrap());
             let day = calendar.day(at);
             let before = |at: Timestamp| calendar.day(at.checked_sub(jiff::SignedDuration::from_nanos(1)).unwrap());
-            let begins = calendar.start_of_day(day);
-            prop_assert!(begins <= at && calendar.day(begins) == day && before(begins) < day, "{} {}", zone, at);
+            let start = calendar.start_of_day(day);
+            prop_assert!(start <= at && calendar.day(start) == day && before(start) < day, "{} {}", zone, at);
             let next = calendar.next_day(at);
             prop_assert!(next > at && before(next) == day && calendar.day(next) > day, "{} {}", zone, at);
             let month = calendar.next_month(at);

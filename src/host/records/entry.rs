@@ -28,7 +28,7 @@ pub struct Interaction {
     #[serde(default, skip_serializing_if = "is_false")]
     pub cost_estimated: bool,
     pub duration_ms: u64,
-    pub tools: Vec<Tool>,
+    pub tools: Vec<ToolCall>,
     pub status: Status,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<DispatchError>,
@@ -54,7 +54,7 @@ pub enum Status {
 /// A tool call of an agent, without its output.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Tool {
+pub struct ToolCall {
     pub name: String,
     pub duration_ms: u64,
     /// The start of the call's input, without secrets.

@@ -75,14 +75,15 @@ impl RecordKind {
 pub struct FileId {
     inode: u64,
     /// The birth time in nanoseconds; 0 if the file system does not report it.
-    born: u64,
+    birth_time: u64,
 }
 
 impl FileId {
     pub fn from_metadata(meta: &Metadata) -> Self {
-        let born = meta.created().ok().and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
-        let born = born.and_then(|since| u64::try_from(since.as_nanos()).ok()).unwrap_or_default();
-        Self { inode: meta.ino(), born }
+        let birth_time = meta.created().ok().and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
+        let birth_time =
+            birth_time.and_then(|since| u64::try_from(since.as_nanos()).ok()).unwrap_or_default();
+        Self { inode: meta.ino(), birth_time }
     }
 }
 
@@ -95,7 +96,7 @@ pub struct LinePosition {
 
 impl fmt::Display for LinePosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}-{}-{}", self.file.inode, self.file.born, self.offset)
+        write!(f, "{}-{}-{}", self.file.inode, self.file.birth_time, self.offset)
     }
 }
 
@@ -108,7 +109,7 @@ impl FromStr for LinePosition {
             number.filter(|number| number.to_string() == part)
         });
         let mut number = || numbers.next().flatten().ok_or("must be a cursor or id from an earlier response");
-        let position = Self { file: FileId { inode: number()?, born: number()? }, offset: number()? };
+        let position = Self { file: FileId { inode: number()?, birth_time: number()? }, offset: number()? };
         if numbers.next().is_some() {
             Err("must be a cursor or id from an earlier response")
         } else {
@@ -121,13 +122,13 @@ impl FromStr for LinePosition {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TailPosition {
     pub last: LinePosition,
-    pub other: Option<LinePosition>,
+    pub other_file: Option<LinePosition>,
 }
 
 impl fmt::Display for TailPosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.other {
-            Some(other) => write!(f, "{}_{other}", self.last),
+        match self.other_file {
+            Some(other_file) => write!(f, "{}_{other_file}", self.last),
             None => write!(f, "{}", self.last),
         }
     }
@@ -138,8 +139,10 @@ impl FromStr for TailPosition {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         match text.split_once('_') {
-            Some((last, other)) => Ok(Self { last: last.parse()?, other: Some(other.parse()?) }),
-            None => Ok(Self { last: text.parse()?, other: None }),
+            Some((last, other_file)) => {
+                Ok(Self { last: last.parse()?, other_file: Some(other_file.parse()?) })
+            }
+            None => Ok(Self { last: text.parse()?, other_file: None }),
         }
     }
 }

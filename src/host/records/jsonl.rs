@@ -12,7 +12,7 @@ use std::path::Path;
 use svc_base::fsx::FileError;
 
 /// Appends one line in one write, and syncs the file. A torn last line is removed first; a complete last line that
-/// lacks its line end is terminated. The caller must prevent concurrent appends.
+/// lacks its newline is terminated. The caller must prevent concurrent appends.
 ///
 /// # Errors
 /// [`FileError`], also if the path is a symbolic link.
@@ -32,30 +32,30 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
     append().map_err(FileError::wrap("append to", path))
 }
 
-/// Returns the text to write before the next line: empty, or a missing line end. Truncates a torn line.
+/// Removes a torn last line. Returns the text to write before the next line: empty, or a missing newline.
 ///
 /// # Errors
 /// The file cannot be read or truncated.
 pub fn repair_tail(file: &mut File) -> std::io::Result<&'static [u8]> {
     const MAX_LINE_BYTES: u64 = 1 << 20;
     let length = file.metadata()?.len();
-    let from = length.saturating_sub(MAX_LINE_BYTES);
-    file.seek(SeekFrom::Start(from))?;
+    let start = length.saturating_sub(MAX_LINE_BYTES);
+    file.seek(SeekFrom::Start(start))?;
     let mut end = Vec::new();
     file.take(MAX_LINE_BYTES).read_to_end(&mut end)?;
-    let whole = end.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
-    let tail = &end[whole..];
+    let tail_start = end.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+    let tail = &end[tail_start..];
     if tail.is_empty() {
         return Ok(b"");
     }
-    if whole == 0 && from > 0 {
+    if tail_start == 0 && start > 0 {
         // The last line is overlong, so another program wrote it: only terminate it.
         return Ok(b"\n");
     }
     if serde_json::from_slice::<serde::de::IgnoredAny>(tail).is_ok() {
         return Ok(b"\n");
     }
-    file.set_len(from + whole as u64)?;
+    file.set_len(start + tail_start as u64)?;
     Ok(b"")
 }
 

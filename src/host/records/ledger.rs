@@ -1,4 +1,5 @@
-//! Usage by day, user and model. Pure. A line of `usage.jsonl` has the totals of one key; the last line of a key wins.
+//! Usage by day, user and model. Performs no I/O. A line of `usage.jsonl` has the totals of one key; the last line of a
+//! key wins.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -32,7 +33,7 @@ struct KeyTotals {
 struct DayUsage {
     all: Vec<KeyTotals>,
     /// Number of counted interactions.
-    counted: u64,
+    interaction_count: u64,
 }
 
 impl DayUsage {
@@ -167,8 +168,8 @@ pub struct Ledger {
 /// A day being recounted.
 pub struct Recount {
     date: Date,
-    found: BTreeMap<UsageKey, Totals>,
-    counted: u64,
+    totals: BTreeMap<UsageKey, Totals>,
+    interaction_count: u64,
 }
 
 impl Ledger {
@@ -182,7 +183,7 @@ impl Ledger {
         id
     }
 
-    fn key(&mut self, user: &str, model: &str) -> UsageKey {
+    fn intern_key(&mut self, user: &str, model: &str) -> UsageKey {
         UsageKey { user: self.intern(user), model: self.intern(model) }
     }
 
@@ -192,43 +193,43 @@ impl Ledger {
 
     /// Counts an ended dispatch.
     pub fn count(&mut self, date: Date, user: &str, model: &str, totals: &Totals) {
-        let key = self.key(user, model);
+        let key = self.intern_key(user, model);
         let day = self.days.entry(date).or_default();
         day.totals_mut(key).add(totals);
-        day.counted += totals.dispatches;
+        day.interaction_count += totals.dispatches;
         self.unwritten.insert((date, key));
     }
 
     /// Applies a line of `usage.jsonl`; lines must come in file order.
     pub fn apply_line(&mut self, line: &UsageLine<'_>) {
-        let key = self.key(&line.user_id, &line.model);
+        let key = self.intern_key(&line.user_id, &line.model);
         let day = self.days.entry(line.date).or_default();
         *day.totals_mut(key) = line.totals();
-        day.counted = line.seq.max(day.counted);
+        day.interaction_count = line.seq.max(day.interaction_count);
         self.unwritten.remove(&(line.date, key));
     }
 
     /// Starts a recount of a day.
     pub fn begin_recount(&self, date: Date) -> Recount {
-        Recount { date, found: BTreeMap::new(), counted: 0 }
+        Recount { date, totals: BTreeMap::new(), interaction_count: 0 }
     }
 
     /// Adds an interaction to a recount.
     pub fn add_to_recount(&mut self, recount: &mut Recount, user: &str, model: &str, totals: &Totals) {
-        recount.found.entry(self.key(user, model)).or_default().add(totals);
-        recount.counted += totals.dispatches;
+        recount.totals.entry(self.intern_key(user, model)).or_default().add(totals);
+        recount.interaction_count += totals.dispatches;
     }
 
     /// Replaces the day with its recount.
     pub fn finish_recount(&mut self, recount: Recount) {
-        let Recount { date, mut found, counted } = recount;
+        let Recount { date, totals: mut recounted, interaction_count } = recount;
         let day = self.days.entry(date).or_default();
         for entry in &day.all {
-            // A key without interactions becomes zero: usage.jsonl still has lines of it.
-            found.entry(entry.key).or_default();
+            // A key without interactions becomes zero: usage.jsonl still has lines for it.
+            recounted.entry(entry.key).or_default();
         }
-        day.counted = counted;
-        for (key, totals) in found {
+        day.interaction_count = interaction_count;
+        for (key, totals) in recounted {
             // A new key has no line yet, even with zero totals.
             let is_new = day.all.binary_search_by_key(&key, |entry| entry.key).is_err();
             let current = day.totals_mut(key);
@@ -251,7 +252,11 @@ impl Ledger {
         sum
     }
 
-    fn range(&self, start: Option<Date>, end: Option<Date>) -> impl Iterator<Item = (&Date, &DayUsage)> {
+    fn days_between(
+        &self,
+        start: Option<Date>,
+        end: Option<Date>,
+    ) -> impl Iterator<Item = (&Date, &DayUsage)> {
         let (from, to) = (start.unwrap_or(Date::MIN), end.unwrap_or(Date::MAX));
         // An inverted range would panic.
         (from <= to).then(|| self.days.range(from..=to)).into_iter().flatten()
@@ -282,7 +287,7 @@ impl Ledger {
     pub fn unwritten_lines(&self) -> impl Iterator<Item = UsageLine<'_>> {
         self.unwritten.iter().map(|(date, key)| {
             let day = self.days.get(date);
-            let (totals, seq) = day.map(|day| (day.totals(*key), day.counted)).unwrap_or_default();
+            let (totals, seq) = day.map(|day| (day.totals(*key), day.interaction_count)).unwrap_or_default();
             self.build_line(*date, *key, totals, seq)
         })
     }
@@ -299,12 +304,12 @@ impl Ledger {
         self.days.keys().copied().collect()
     }
 
-    /// The lines of a whole day.
+    /// Returns a line for each key of a day that has usage.
     pub fn day_lines(&self, date: Date) -> impl Iterator<Item = UsageLine<'_>> {
         let day = self.days.get(&date);
         day.into_iter().flat_map(move |day| {
             let used = day.all.iter().filter(|entry| entry.totals != Totals::default());
-            used.map(move |entry| self.build_line(date, entry.key, entry.totals, day.counted))
+            used.map(move |entry| self.build_line(date, entry.key, entry.totals, day.interaction_count))
         })
     }
 
@@ -312,16 +317,16 @@ impl Ledger {
         self.days.values().map(|day| day.all.len()).sum()
     }
 
-    /// The amount that a user spent in these days, both inclusive.
+    /// Returns the amount that a user spent from `start` to `end`, both inclusive.
     pub fn spent(&self, user: &str, start: Date, end: Date) -> Dollars {
         let Some(user) = self.ids.get(user) else { return Dollars::ZERO };
-        let days = self.range(Some(start), Some(end));
+        let days = self.days_between(Some(start), Some(end));
         days.flat_map(|(_, day)| day.user_keys(Some(*user))).map(|entry| entry.totals.cost).sum()
     }
 
-    /// Users with dispatches on or after this day.
+    /// Returns the users with dispatches on or after this day.
     pub fn users_since(&self, start: Date) -> BTreeSet<&str> {
-        let all = self.range(Some(start), None).flat_map(|(_, day)| &day.all);
+        let all = self.days_between(Some(start), None).flat_map(|(_, day)| &day.all);
         all.filter(|entry| entry.totals.dispatches > 0).map(|entry| self.name(entry.key.user)).collect()
     }
 
@@ -329,7 +334,7 @@ impl Ledger {
         let user = query.user_id.as_deref().map(|user| self.ids.get(user).copied());
         // An unknown user has no usage.
         let Some(user) = user.map_or(Some(None), |user| user.map(Some)) else { return Report::default() };
-        let days = self.range(query.start, query.end).map(|(date, day)| (*date, day.user_keys(user)));
+        let days = self.days_between(query.start, query.end).map(|(date, day)| (*date, day.user_keys(user)));
         match query.group_by {
             GroupBy::Day => group_by_period(days, |date| date),
             GroupBy::Week => group_by_period(days, first_of_week),

@@ -1,4 +1,4 @@
-//! Cost limits: decides whether a dispatch may start and when to warn. Pure.
+//! Cost limits: decides whether a dispatch may start and when to warn. Performs no I/O.
 //!
 //! A dispatch may start while the user's spending plus reservations is below the limit; then an amount is reserved for
 //! it. A limit is therefore exceeded by at most one reservation, plus the cost of dispatches beyond their reservations.
@@ -61,13 +61,13 @@ impl Period {
 
 /// A user's spending in the current periods, and the amount reserved for queued and running dispatches.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Spent {
+pub struct Spending {
     pub today: Dollars,
     pub this_month: Dollars,
     pub reserved: Dollars,
 }
 
-impl Spent {
+impl Spending {
     pub fn in_period(&self, period: Period) -> Dollars {
         match period {
             Period::Daily => self.today,
@@ -79,8 +79,8 @@ impl Spent {
 /// Checks whether another dispatch may start.
 ///
 /// # Errors
-/// The period whose limit is reached; if both are, the month, because it ends later.
-pub fn check_limits(limits: Limits, spent: &Spent) -> Result<(), Period> {
+/// The period whose limit is reached. If both limits are reached, the month, because it ends later.
+pub fn check_limits(limits: Limits, spent: &Spending) -> Result<(), Period> {
     let is_reached = |period: &Period| {
         let limit = limits.for_period(*period);
         limit > Dollars::ZERO && spent.in_period(*period) + spent.reserved >= limit
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn zero_means_no_limit() {
-        let spent = Spent { today: dollars(1 << 40), this_month: dollars(1 << 40), reserved: dollars(1) };
+        let spent = Spending { today: dollars(1 << 40), this_month: dollars(1 << 40), reserved: dollars(1) };
         assert_eq!(check_limits(limits(0, 0), &spent), Ok(()));
         assert_eq!(check_limits(limits(1, 0), &spent), Err(Period::Daily));
         assert_eq!(check_limits(limits(0, 1), &spent), Err(Period::Monthly));
@@ -122,10 +122,10 @@ mod tests {
 
     #[test]
     fn reservations_count_towards_the_limit() {
-        let spent = |today, reserved| Spent {
+        let spent = |today, reserved| Spending {
             today: dollars(today),
             reserved: dollars(reserved),
-            ..Spent::default()
+            ..Spending::default()
         };
         assert_eq!(check_limits(limits(500, 0), &spent(449, 50)), Ok(()));
         assert_eq!(check_limits(limits(500, 0), &spent(450, 50)), Err(Period::Daily));
@@ -147,7 +147,7 @@ mod tests {
         #[test]
         fn limit_is_exceeded_by_one_reservation_at_most(costs in prop::collection::vec((0_u64..=50, any::<bool>()), 0..200)) {
             let limits = limits(500, 0);
-            let mut spent = Spent::default();
+            let mut spent = Spending::default();
             let mut running: Vec<Dollars> = Vec::new();
             for (cost, ends) in costs {
                 if check_limits(limits, &spent).is_ok() {

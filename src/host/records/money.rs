@@ -30,7 +30,7 @@ impl Dollars {
         self.0
     }
 
-    /// Rounds to the nearest amount.
+    /// Converts a number of dollars, rounded to the nearest amount.
     ///
     /// # Errors
     /// [`InvalidAmount`]: negative, not finite, or above the maximum.
@@ -55,7 +55,7 @@ impl Dollars {
         Self(self.0.saturating_sub(other.0))
     }
 
-    /// `self` × `numerator` / `denominator`, to the nearest billionth.
+    /// Returns `self` × `numerator` / `denominator`, rounded to the nearest billionth.
     pub fn scaled(self, numerator: u64, denominator: u64) -> Self {
         let product = u128::from(self.0) * u128::from(numerator) + u128::from(denominator / 2);
         Self(u64::try_from(product / u128::from(denominator)).unwrap_or(u64::MAX))

@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn other_names_have_no_day() {
+    fn parse_day_refuses_other_names() {
         for name in [
             "audit.jsonl",
             "audit-.jsonl",

@@ -89,7 +89,7 @@ struct BackwardReader {
     id: FileId,
     /// The offset of `text` in the file.
     at: u64,
-    /// Text that is read but not yet returned: empty, or ending with a line end.
+    /// Text that is read but not yet returned: empty, or ending with a newline.
     text: Vec<u8>,
     /// Number of bytes at the end of `text` that were already searched for the start of a line.
     searched: usize,
@@ -107,7 +107,8 @@ enum Step {
 }
 
 impl BackwardReader {
-    /// `None` if this is not a regular file, or if the position is in another file or beyond the end of this one.
+    /// Opens a file at a position, or at its end. `None` if this is not a regular file, or if the position is in
+    /// another file or beyond the end of this one.
     fn open(path: &Path, from: Option<LinePosition>) -> io::Result<Option<Self>> {
         let Some((file, id)) = files::open_regular(path)? else { return Ok(None) };
         let length = file.metadata()?.len();
@@ -115,7 +116,7 @@ impl BackwardReader {
             return Ok(None);
         }
         let at = from.map_or(length, |position| position.offset);
-        // A line without an end is being written, torn, or too long for a page.
+        // A last line without a newline is being written, torn, or too long for a page.
         let mut last = [b'\n'];
         if at > 0 {
             file.read_exact_at(&mut last, at - 1)?;
@@ -279,9 +280,9 @@ mod tests {
         fs::write(&path, "4\n5\n6\n").unwrap();
         let text = cursor.to_string();
         let mut numbers = text.split('-');
-        let (inode, born) = (numbers.next().unwrap(), numbers.next().unwrap().parse::<u64>().unwrap());
-        assert!(born > 0, "the file system does not report birth times");
-        let earlier = format!("{inode}-{}-4", born - 1).parse().unwrap();
+        let (inode, birth_time) = (numbers.next().unwrap(), numbers.next().unwrap().parse::<u64>().unwrap());
+        assert!(birth_time > 0, "the file system does not report birth times");
+        let earlier = format!("{inode}-{}-4", birth_time - 1).parse().unwrap();
         assert!(matches!(read_from(earlier), Err(PageError::Gone)));
     }
 
@@ -289,7 +290,7 @@ mod tests {
     fn page_reads_a_bounded_amount_for_any_line() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("audit.jsonl");
-        // 200 MiB without a line end, in a sparse file; then a long line and an unfinished one.
+        // 200 MiB without a newline, in a sparse file; then a long line and an unfinished one.
         fs::write(&path, "first\n").unwrap();
         let mut file = fs::OpenOptions::new().append(true).open(&path).unwrap();
         file.set_len(200 << 20).unwrap();

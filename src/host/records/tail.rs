@@ -1,7 +1,7 @@
 //! Follows a growing record: returns each complete line once, across rotations and all of the record's files.
 //!
-//! All files are checked, not only the newest: after a change of the time zone, or because of a late line, the file of
-//! an earlier day can grow.
+//! All files are checked, not only the newest: after the time zone changes, or because of a late line, an earlier day's
+//! file can grow.
 
 use std::fs::File;
 use std::io;
@@ -26,8 +26,8 @@ pub struct Tail {
     /// All files seen so far: a few per day.
     files: Vec<FollowedFile>,
     /// The file of the last line, and that of the latest line in another file.
-    last: Option<FileId>,
-    other: Option<FileId>,
+    last_file: Option<FileId>,
+    other_file: Option<FileId>,
 }
 
 struct FollowedFile {
@@ -51,11 +51,11 @@ struct ReadBatch {
 impl Tail {
     /// Starts at the current end.
     pub fn from_end(kind: RecordKind, logs: PathBuf) -> Result<Self, FileError> {
-        let mut tail = Self { kind, logs, files: Vec::new(), last: None, other: None };
+        let mut tail = Self { kind, logs, files: Vec::new(), last_file: None, other_file: None };
         for path in tail.kind.list_files(&tail.logs)? {
             if let Some((id, file)) = open_regular(&path)? {
                 tail.files.push(FollowedFile::from_end(id, &file).map_err(FileError::wrap("read", &path))?);
-                tail.last = Some(id);
+                tail.last_file = Some(id);
             }
         }
         Ok(tail)
@@ -74,13 +74,14 @@ impl Tail {
         let index_of = |position: LinePosition| files.iter().position(|(_, id, _)| *id == position.file);
         let Some(last) = index_of(position.last) else { return Ok(None) };
         // Files after the newest one of the position are unread; earlier ones have been read.
-        let newest = position.other.and_then(index_of).map_or(last, |other| other.max(last));
-        let mut tail = Self { kind, logs, files: Vec::new(), last: Some(position.last.file), other: None };
+        let newest = position.other_file.and_then(index_of).map_or(last, |other| other.max(last));
+        let last_file = Some(position.last.file);
+        let mut tail = Self { kind, logs, files: Vec::new(), last_file, other_file: None };
         for (index, (path, id, file)) in files.iter().enumerate() {
             let followed = if *id == position.last.file {
                 FollowedFile::after(position.last, file)
-            } else if let Some(other) = position.other.filter(|other| other.file == *id) {
-                tail.other = Some(*id);
+            } else if let Some(other) = position.other_file.filter(|other| other.file == *id) {
+                tail.other_file = Some(*id);
                 FollowedFile::after(other, file)
             } else if index > newest {
                 Ok(Some(FollowedFile::new(*id)))
@@ -99,7 +100,8 @@ impl Tail {
             let followed = self.files.iter().find(|followed| followed.id == id)?;
             Some(LinePosition { file: id, offset: followed.offset })
         };
-        Some(TailPosition { last: position_in(self.last?)?, other: self.other.and_then(position_in) })
+        let other_file = self.other_file.and_then(position_in);
+        Some(TailPosition { last: position_in(self.last_file?)?, other_file })
     }
 
     /// Reads new lines, each with the position after it; a bounded number per call.
@@ -150,8 +152,8 @@ impl Tail {
                 let followed = &mut self.files[index];
                 followed.offset += line.len() as u64 + 1;
                 if !std::mem::take(&mut followed.is_skipping) {
-                    if self.last != Some(id) {
-                        self.other = self.last.replace(id);
+                    if self.last_file != Some(id) {
+                        self.other_file = self.last_file.replace(id);
                     }
                     batch.push(self.position(), &line);
                 }
@@ -252,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_come_once_when_complete_across_rotations() {
+    fn complete_lines_are_returned_once_across_rotations() {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "0\n");
@@ -358,7 +360,8 @@ mod tests {
         append(&current, "one\ntwo\n");
         let position = Tail::from_end(RecordKind::Audit, logs.clone()).unwrap().position().unwrap();
         let resume_at = |offset: u64| {
-            let position = TailPosition { last: LinePosition { offset, ..position.last }, other: None };
+            let last = LinePosition { offset, ..position.last };
+            let position = TailPosition { last, other_file: None };
             Tail::resume_after(RecordKind::Audit, logs.clone(), position)
                 .unwrap()
                 .map(|mut tail| read_all(&mut tail))

@@ -28,7 +28,7 @@ use svc_base::chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
 
-/// Timeout of a flush before days are sealed.
+/// Timeout for the flush before days are sealed.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
 const USAGE_FILE: &str = "usage.jsonl";
 /// The compacted file before it replaces `usage.jsonl`; an interrupted compaction leaves this file behind.
@@ -47,7 +47,7 @@ pub struct UsageBook {
     ledger: Mutex<Ledger>,
     records: Records,
     logs: PathBuf,
-    seals: PathBuf,
+    seal_file: PathBuf,
     /// The number of lines in `usage.jsonl`. The lock serializes writes to that file.
     line_count: Mutex<u64>,
     /// Days with dropped interactions, which are counted but missing from the files.
@@ -55,15 +55,16 @@ pub struct UsageBook {
 }
 
 impl UsageBook {
-    /// Opens the book. `seals` is a file outside the records' directory.
+    /// Opens the book: reads its files, and removes the leftover of an interrupted compaction. `seal_file` is outside
+    /// the records' directory.
     ///
     /// # Errors
     /// [`FileError`] if a record exists and cannot be read.
-    pub fn open(records: Records, logs: PathBuf, seals: PathBuf) -> Result<Self, FileError> {
+    pub fn open(records: Records, logs: PathBuf, seal_file: PathBuf) -> Result<Self, FileError> {
         fsx::remove_if_exists(&logs.join(NEW_USAGE_FILE))?;
-        let (ledger, lines) = read_files(&logs, &seals)?;
+        let (ledger, lines) = read_ledger_and_line_count(&logs, &seal_file)?;
         let (ledger, line_count) = (Mutex::new(ledger), Mutex::new(lines));
-        Ok(Self { ledger, records, logs, seals, line_count, incomplete_days: Mutex::default() })
+        Ok(Self { ledger, records, logs, seal_file, line_count, incomplete_days: Mutex::default() })
     }
 
     fn lock_ledger(&self) -> MutexGuard<'_, Ledger> {
@@ -113,7 +114,7 @@ impl UsageBook {
         self.compact_lines(&mut lock(&self.line_count));
     }
 
-    /// Returns `false` if the queue is full; the remaining lines are written next time.
+    /// Queues the missing lines. Returns `false` if the queue is full; the remaining lines are written next time.
     fn write_lines(&self, line_count: &mut u64) -> bool {
         let mut ledger = self.lock_ledger();
         let (mut written, mut has_room) = (0, true);
@@ -132,9 +133,9 @@ impl UsageBook {
 
     fn compact_lines(&self, line_count: &mut u64) {
         match self.rewrite(line_count) {
-            Ok(Some(now)) => {
-                tracing::info!(before = *line_count, now, "usage.jsonl compacted");
-                *line_count = now;
+            Ok(Some(after)) => {
+                tracing::info!(before = *line_count, after, "usage.jsonl compacted");
+                *line_count = after;
             }
             Ok(None) => tracing::debug!("compaction of usage.jsonl postponed"),
             Err(error) => {
@@ -143,8 +144,8 @@ impl UsageBook {
         }
     }
 
-    /// Returns the new number of lines, or `None` if the compaction was postponed. The caller prevents concurrent
-    /// writes. The file is only replaced once the new one is durable.
+    /// Rewrites the file. Returns the new number of lines, or `None` if the compaction was postponed. The caller
+    /// prevents concurrent writes. The file is only replaced once the new one is durable.
     fn rewrite(&self, line_count: &mut u64) -> Result<Option<u64>, FileError> {
         let (path, new) = (self.logs.join(USAGE_FILE), self.logs.join(NEW_USAGE_FILE));
         if !self.write_lines(line_count) || !self.records.flush(FLUSH_TIMEOUT) {
@@ -206,7 +207,7 @@ impl UsageBook {
             }))
         });
         drop(ledger);
-        if let Err(error) = seals.and_then(|seals| seals.write(&self.seals)) {
+        if let Err(error) = seals.and_then(|seals| seals.write(&self.seal_file)) {
             tracing::warn!(error = %format_chain(&error), "cannot seal days; they are counted again at the next start");
         }
     }
@@ -216,7 +217,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn total_length(files: &Files) -> u64 {
+fn total_length(files: &FileLengths) -> u64 {
     files.iter().map(|(_, length)| length).sum()
 }
 
@@ -224,12 +225,12 @@ fn total_length(files: &Files) -> u64 {
 ///
 /// # Errors
 /// [`FileError`] if a record exists and cannot be read.
-pub fn read_ledger(logs: &Path, seals: &Path) -> Result<Ledger, FileError> {
-    read_files(logs, seals).map(|(ledger, _)| ledger)
+pub fn read_ledger(logs: &Path, seal_file: &Path) -> Result<Ledger, FileError> {
+    read_ledger_and_line_count(logs, seal_file).map(|(ledger, _)| ledger)
 }
 
-/// Also returns the number of lines in `usage.jsonl`.
-fn read_files(logs: &Path, seals: &Path) -> Result<(Ledger, u64), FileError> {
+/// Reads the ledger, and counts the lines in `usage.jsonl`.
+fn read_ledger_and_line_count(logs: &Path, seal_file: &Path) -> Result<(Ledger, u64), FileError> {
     let (mut ledger, mut lines) = (Ledger::default(), 0);
     for_each_line(&logs.join(USAGE_FILE), |line| {
         lines += 1;
@@ -237,7 +238,7 @@ fn read_files(logs: &Path, seals: &Path) -> Result<(Ledger, u64), FileError> {
             ledger.apply_line(&line);
         }
     })?;
-    let seals = Seals::read(seals);
+    let seals = Seals::read(seal_file);
     for (day, files) in list_files_by_day(logs)? {
         let seal = Seal { length: total_length(&files), totals: ledger.day_totals(day) };
         if seals.contains(day, &seal) {
@@ -280,11 +281,11 @@ impl CountedFields<'_> {
 }
 
 /// Paths and lengths of files.
-type Files = Vec<(PathBuf, u64)>;
+type FileLengths = Vec<(PathBuf, u64)>;
 
 /// Lists the files of interactions by day.
-fn list_files_by_day(logs: &Path) -> Result<Vec<(Date, Files)>, FileError> {
-    let mut days: std::collections::BTreeMap<Date, Files> = std::collections::BTreeMap::new();
+fn list_files_by_day(logs: &Path) -> Result<Vec<(Date, FileLengths)>, FileError> {
+    let mut days: std::collections::BTreeMap<Date, FileLengths> = std::collections::BTreeMap::new();
     let entries = match std::fs::read_dir(logs) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
         entries => entries.map_err(FileError::wrap("read", logs))?,
@@ -317,7 +318,7 @@ fn for_each_line(path: &Path, mut handle: impl FnMut(&[u8])) -> Result<bool, Fil
     Ok(true)
 }
 
-/// Reads the next line, or the end of one that is too long. `false` at the end of the file.
+/// Reads the next line, or the end of one that is too long. Returns `false` at the end of the file.
 fn read_line(reader: &mut BufReader<File>, line: &mut Vec<u8>) -> io::Result<bool> {
     loop {
         line.clear();

@@ -27,7 +27,7 @@ use self::file::AppendFile;
 pub use self::file::Extent;
 use self::queue::{RecordQueue, Replacement, ThreadState};
 pub use self::record::{MAX_QUEUED_BYTES, QueueFull, Record};
-use self::sync::{SyncFn, Syncer, Unsynced};
+use self::sync::{SyncFn, Syncer, UnsyncedFile};
 use svc_base::chain::format_chain;
 use svc_base::clock;
 
@@ -37,9 +37,9 @@ pub const FLUSH_INTERVAL: Duration = Duration::from_millis(50);
 const MAX_IDLE_INTERVALS: u32 = 20;
 /// Retry interval after a failed write.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
-/// Timeout of replacing a record's file.
+/// Timeout for replacing a record's file.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Interval of syncing written files.
+/// Interval between syncs of written files.
 const SYNC_INTERVAL: Duration = Duration::from_secs(5);
 
 struct Shared {
@@ -201,7 +201,7 @@ impl Records {
     }
 
     /// The number of bytes that are accepted and not yet written.
-    pub fn waiting_bytes(&self) -> usize {
+    pub fn unwritten_bytes(&self) -> usize {
         self.0.lock().bytes()
     }
 }
@@ -211,7 +211,7 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The loop of the writing thread.
+    /// Runs the loop of the writing thread.
     fn run_writer(&self) {
         let mut files: Vec<(Record, AppendFile)> = Vec::new();
         let mut synced_at = Instant::now();
@@ -219,17 +219,17 @@ impl Shared {
             let is_dirty = files.iter().any(|(_, file)| file.is_dirty());
             let Batch { lines, flush, replacement, is_stopping } =
                 self.take_batch(is_dirty.then(|| synced_at + SYNC_INTERVAL));
-            for (record, pieces) in lines {
+            for (record, buffers) in lines {
                 let file = file_for(&mut files, record, &self.logs);
-                pieces.into_iter().for_each(|piece| file.push(piece));
+                buffers.into_iter().for_each(|buffer| file.push(buffer));
             }
             files.sort_by_key(|(record, _)| *record);
             let written = self.write_files(&mut files, is_stopping);
-            self.return_pieces(&mut files);
+            self.return_buffers(&mut files);
             let directory = replacement.and_then(|replacement| self.replace_file(replacement, &mut files));
             let flush = flush.filter(|_| written);
             if is_stopping || flush.is_some() || synced_at.elapsed() >= SYNC_INTERVAL {
-                let mut unsynced: Vec<Unsynced> =
+                let mut unsynced: Vec<UnsyncedFile> =
                     files.iter_mut().flat_map(|(_, file)| file.take_unsynced()).collect();
                 unsynced.extend(directory);
                 self.syncer.enqueue(unsynced, flush);
@@ -306,7 +306,11 @@ impl Shared {
     }
 
     /// Replaces a record's file. Returns the directory if it must be synced.
-    fn replace_file(&self, replacement: Replacement, files: &mut [(Record, AppendFile)]) -> Option<Unsynced> {
+    fn replace_file(
+        &self,
+        replacement: Replacement,
+        files: &mut [(Record, AppendFile)],
+    ) -> Option<UnsyncedFile> {
         let Replacement { record, new, expected, reply } = replacement;
         let is_behind = files.iter().any(|(other, file)| *other == record && file.unwritten_bytes() > 0);
         let path = self.logs.join(record.file_name());
@@ -316,7 +320,7 @@ impl Shared {
         let _ = reply.send(replaced);
         let directory = File::open(&self.logs).ok().filter(|_| is_replaced)?;
         let inode = directory.metadata().ok()?.ino();
-        Some(Unsynced::new(self.logs.clone(), inode, Arc::new(directory)))
+        Some(UnsyncedFile::new(self.logs.clone(), inode, Arc::new(directory)))
     }
 
     /// Writes all files; logs when writes start and stop failing.
@@ -348,15 +352,15 @@ impl Shared {
         false
     }
 
-    /// Returns written pieces to the queue for reuse, and reports the unwritten bytes.
-    fn return_pieces(&self, files: &mut [(Record, AppendFile)]) {
+    /// Returns written buffers to the queue for reuse, and reports the unwritten bytes.
+    fn return_buffers(&self, files: &mut [(Record, AppendFile)]) {
         let unwritten = files
             .iter()
             .map(|(record, file)| (*record, file.unwritten_bytes()))
             .filter(|(_, bytes)| *bytes > 0);
         let unwritten = unwritten.collect();
-        let pieces = files.iter_mut().flat_map(|(_, file)| file.take_finished());
-        self.lock().finish_batch(unwritten, pieces);
+        let buffers = files.iter_mut().flat_map(|(_, file)| file.take_finished());
+        self.lock().finish_batch(unwritten, buffers);
     }
 
     /// Waits before failed writes are retried.

@@ -1,12 +1,12 @@
 //! Decides whether the system clock is trusted, from earlier readings and the time since boot.
 //!
-//! A clock that is set weeks ahead would expire every record immediately. After a jump, the lower of the expected time
-//! and the clock's time is used until the clock has been stable for a day. NTP corrects a clock in less than an hour,
-//! so a wrong clock is not stable for that long unless the machine has no time server.
+//! A clock that is set weeks ahead would expire every record immediately. After a jump, the earlier of the expected
+//! time and the clock's time is used until the clock has been stable for a day. NTP corrects a clock in less than an
+//! hour, so a wrong clock is not stable for that long unless the machine has no time server.
 //!
 //! A boot also counts as a jump if the clock is more than a day ahead of the last check or, without an earlier check,
 //! of the last write to a record: `time-sync.target` is reached even if no time server responds. A machine that was off
-//! for weeks therefore expires its records one day after it was switched on.
+//! for weeks therefore expires its records one day after it was powered on.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -18,14 +18,14 @@ use crate::system::process_stat::{ProcessStat, TICKS_PER_SECOND};
 use svc_base::fsx::{self, FileError};
 
 const DAY_SECONDS: i64 = 86_400;
-/// A clock that differs by at most this has been corrected, and has not jumped.
+/// A difference of up to this is an NTP correction, not a jump.
 const MAX_DRIFT_SECONDS: i64 = 900;
 
 /// The clock and the time since boot, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Reading {
+pub struct ClockReading {
     pub clock: i64,
-    pub up: i64,
+    pub uptime_seconds: i64,
     /// The last write to a record, if there is any.
     pub last_write: Option<i64>,
 }
@@ -35,10 +35,12 @@ pub struct Reading {
 #[serde(rename_all = "camelCase")]
 pub struct ClockState {
     /// Boot time by the trusted clock.
-    started: i64,
-    up: i64,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    doubted: Option<UntrustedClock>,
+    #[serde(rename = "started")]
+    boot_time: i64,
+    #[serde(rename = "up")]
+    uptime_seconds: i64,
+    #[serde(rename = "doubted", default, skip_serializing_if = "Option::is_none")]
+    untrusted: Option<UntrustedClock>,
 }
 
 /// A clock that is not trusted yet.
@@ -46,42 +48,45 @@ pub struct ClockState {
 #[serde(rename_all = "camelCase")]
 struct UntrustedClock {
     /// Boot time by this clock.
-    started: i64,
-    /// The time since boot when this clock was first read.
-    since_up: i64,
+    #[serde(rename = "started")]
+    boot_time: i64,
+    /// The uptime when this clock was first read.
+    #[serde(rename = "sinceUp")]
+    first_seen_uptime: i64,
 }
 
 /// Returns the time to use and the state to keep.
-pub fn assess_clock(state: Option<ClockState>, now: Reading) -> (i64, ClockState) {
-    let started = now.clock - now.up;
-    let is_near = |other: i64| (started - other).abs() <= MAX_DRIFT_SECONDS;
-    let believed = (now.clock, ClockState { started, up: now.up, doubted: None });
-    let (expected, doubted) = match state {
-        Some(state) if state.up <= now.up => {
-            if is_near(state.started) {
-                return believed;
+pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, ClockState) {
+    let uptime_seconds = now.uptime_seconds;
+    let boot_time = now.clock - uptime_seconds;
+    let is_near = |other: i64| (boot_time - other).abs() <= MAX_DRIFT_SECONDS;
+    let trusted = (now.clock, ClockState { boot_time, uptime_seconds, untrusted: None });
+    let (expected, untrusted) = match state {
+        Some(state) if state.uptime_seconds <= uptime_seconds => {
+            if is_near(state.boot_time) {
+                return trusted;
             }
-            (state.started, state.doubted)
+            (state.boot_time, state.untrusted)
         }
         // This is the first check, or the first after a boot: since the last check, at least the uptime has passed.
         _ => {
-            let expected = state.map(|state| state.started + state.up);
-            let Some(expected) = expected.or(now.last_write.map(|last| last - now.up)) else {
-                return believed;
+            let expected = state.map(|state| state.boot_time + state.uptime_seconds);
+            let Some(expected) = expected.or(now.last_write.map(|last| last - uptime_seconds)) else {
+                return trusted;
             };
-            if started - expected <= DAY_SECONDS {
-                return believed;
+            if boot_time - expected <= DAY_SECONDS {
+                return trusted;
             }
             (expected, None)
         }
     };
-    let since_up =
-        doubted.filter(|doubted| is_near(doubted.started)).map_or(now.up, |doubted| doubted.since_up);
-    if now.up - since_up >= DAY_SECONDS {
-        return believed;
+    let same_clock = untrusted.filter(|untrusted| is_near(untrusted.boot_time));
+    let first_seen_uptime = same_clock.map_or(uptime_seconds, |untrusted| untrusted.first_seen_uptime);
+    if uptime_seconds - first_seen_uptime >= DAY_SECONDS {
+        return trusted;
     }
-    let doubted = Some(UntrustedClock { started, since_up });
-    (now.clock.min(expected + now.up), ClockState { started: expected, up: now.up, doubted })
+    let untrusted = Some(UntrustedClock { boot_time, first_seen_uptime });
+    (now.clock.min(expected + uptime_seconds), ClockState { boot_time: expected, uptime_seconds, untrusted })
 }
 
 /// Finds the last modification of a file in this directory, in seconds since 1970; `None` if there is no file.
@@ -97,21 +102,23 @@ fn find_last_write(dir: &Path) -> Result<Option<i64>, FileError> {
     Ok(last)
 }
 
-/// Returns the time to use for the expiry of the records in `logs`. `file` holds the state of earlier checks.
-pub fn trusted_time(file: &Path, logs: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
+/// Assesses the clock, saves the new state to `state_file`, and returns the time to use for expiring the records in
+/// `logs`. Logs a warning if the clock is not trusted.
+pub fn update_trusted_time(state_file: &Path, logs: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
     // The systemd unit hides other files that contain the uptime.
     let stat =
         ProcessStat::of_this_process().map_err(FileError::wrap("read", Path::new("/proc/self/stat")))?;
-    let up = (stat.started / TICKS_PER_SECOND).cast_signed();
-    let text = fsx::read_if_exists(file)?;
+    let uptime_seconds = (stat.started / TICKS_PER_SECOND).cast_signed();
+    let text = fsx::read_if_exists(state_file)?;
     let state = text.and_then(|text| serde_json::from_slice(&text).ok());
-    let reading = Reading { clock: clock.as_second(), up, last_write: find_last_write(logs)? };
-    let (believed, new_state) = assess_clock(state, reading);
-    fsx::write_atomic(file, &serde_json::to_vec(&new_state).expect("plain fields are JSON"), 0o600)?;
-    if believed < clock.as_second() {
-        tracing::warn!(%clock, believed, "the clock has jumped: fewer records expire until it has been stable for a day");
+    let reading =
+        ClockReading { clock: clock.as_second(), uptime_seconds, last_write: find_last_write(logs)? };
+    let (trusted_time, new_state) = assess_clock(state, reading);
+    fsx::write_atomic(state_file, &serde_json::to_vec(&new_state).expect("plain fields are JSON"), 0o600)?;
+    if trusted_time < clock.as_second() {
+        tracing::warn!(%clock, trusted_time, "the clock has jumped: fewer records expire until it has been stable for a day");
     }
-    Ok(Timestamp::from_second(believed).unwrap_or(clock))
+    Ok(Timestamp::from_second(trusted_time).unwrap_or(clock))
 }
 
 #[cfg(test)]
@@ -120,60 +127,64 @@ mod tests {
 
     const START: i64 = 1_795_000_000;
 
-    fn at(hours_up: i64, ahead: i64) -> Reading {
-        let up = hours_up * 3600;
-        Reading { clock: START + up + ahead * DAY_SECONDS, up, last_write: None }
+    fn at(uptime_hours: i64, days_ahead: i64) -> ClockReading {
+        let uptime_seconds = uptime_hours * 3600;
+        let clock = START + uptime_seconds + days_ahead * DAY_SECONDS;
+        ClockReading { clock, uptime_seconds, last_write: None }
     }
 
     /// The days by which the trusted clock is ahead at each check.
-    fn ahead(checks: &[Reading]) -> Vec<i64> {
+    fn days_ahead(checks: &[ClockReading]) -> Vec<i64> {
         let mut state = None;
-        let day = |reading: &Reading| {
-            let (believed, new_state) = assess_clock(state, *reading);
+        let day = |reading: &ClockReading| {
+            let (trusted_time, new_state) = assess_clock(state, *reading);
             state = Some(new_state);
-            (believed - START - reading.up).div_euclid(DAY_SECONDS)
+            (trusted_time - START - reading.uptime_seconds).div_euclid(DAY_SECONDS)
         };
         checks.iter().map(day).collect()
     }
 
     #[test]
     fn trusts_jump_ahead_after_one_stable_day() {
-        assert_eq!(ahead(&[at(1, 0), at(2, 40), at(3, 40), at(4, 0), at(5, 40)]), [0, 0, 0, 0, 0]);
-        assert_eq!(ahead(&[at(1, 0), at(2, 40), at(25, 40), at(26, 40), at(27, 40)]), [0, 0, 0, 40, 40]);
+        assert_eq!(days_ahead(&[at(1, 0), at(2, 40), at(3, 40), at(4, 0), at(5, 40)]), [0, 0, 0, 0, 0]);
+        assert_eq!(days_ahead(&[at(1, 0), at(2, 40), at(25, 40), at(26, 40), at(27, 40)]), [0, 0, 0, 40, 40]);
         assert_eq!(
-            ahead(&[at(1, 0), at(2, 40), at(14, 70), at(27, 40)]),
+            days_ahead(&[at(1, 0), at(2, 40), at(14, 70), at(27, 40)]),
             [0, 0, 0, 0],
             "each jump restarts the day"
         );
     }
 
     #[test]
-    fn trusts_earlier_clock_and_short_boot_immediately() {
-        assert_eq!(ahead(&[at(1, 0), at(2, -40)]), [0, -40]);
-        let booted = Reading { clock: START + 31 * 3600, up: 60, last_write: None };
+    fn trusts_earlier_clock_and_quick_reboot_immediately() {
+        assert_eq!(days_ahead(&[at(1, 0), at(2, -40)]), [0, -40]);
+        let booted = ClockReading { clock: START + 31 * 3600, uptime_seconds: 60, last_write: None };
         assert_eq!(assess_clock(Some(assess_clock(None, at(30, 0)).1), booted).0, booted.clock);
-        assert_eq!(ahead(&[at(1, 40)]), [40], "there is neither an earlier reading nor a record");
-        let Reading { clock, up, .. } = at(2, 0);
-        let step = Reading { clock: clock + 600, up, last_write: None };
-        let (believed, new_state) = assess_clock(Some(assess_clock(None, at(1, 0)).1), step);
-        assert_eq!((believed, new_state.doubted), (clock + 600, None), "a small step is not a jump");
+        assert_eq!(days_ahead(&[at(1, 40)]), [40], "there is neither an earlier reading nor a record");
+        let ClockReading { clock, uptime_seconds, .. } = at(2, 0);
+        let step = ClockReading { clock: clock + 600, uptime_seconds, last_write: None };
+        let (trusted_time, new_state) = assess_clock(Some(assess_clock(None, at(1, 0)).1), step);
+        assert_eq!((trusted_time, new_state.untrusted), (clock + 600, None), "a small step is not a jump");
     }
 
     #[test]
     fn boot_far_ahead_is_trusted_after_a_day() {
         let before = assess_clock(None, at(30, 0)).1;
-        let booted = |up: i64| Reading { clock: START + 90 * DAY_SECONDS + up, up, last_write: Some(START) };
+        let booted = |uptime_seconds: i64| {
+            let clock = START + 90 * DAY_SECONDS + uptime_seconds;
+            ClockReading { clock, uptime_seconds, last_write: Some(START) }
+        };
         let last = START + 30 * 3600;
-        let (believed, state) = assess_clock(Some(before), booted(60));
-        assert_eq!(believed, last + 60, "the machine was off for weeks, or its clock is wrong");
-        let (believed, state) = assess_clock(Some(state), booted(DAY_SECONDS));
-        assert_eq!(believed, last + DAY_SECONDS);
-        let (believed, state) = assess_clock(Some(state), booted(60 + DAY_SECONDS));
-        assert_eq!((believed, state.doubted), (booted(60 + DAY_SECONDS).clock, None));
+        let (trusted_time, state) = assess_clock(Some(before), booted(60));
+        assert_eq!(trusted_time, last + 60, "the machine was off for weeks, or its clock is wrong");
+        let (trusted_time, state) = assess_clock(Some(state), booted(DAY_SECONDS));
+        assert_eq!(trusted_time, last + DAY_SECONDS);
+        let (trusted_time, state) = assess_clock(Some(state), booted(60 + DAY_SECONDS));
+        assert_eq!((trusted_time, state.untrusted), (booted(60 + DAY_SECONDS).clock, None));
         // Without a state file, the records show the last time.
-        let (believed, _) = assess_clock(None, booted(60));
-        assert_eq!(believed, START);
-        let recent = Reading { last_write: Some(booted(60).clock - 3600), ..booted(60) };
+        let (trusted_time, _) = assess_clock(None, booted(60));
+        assert_eq!(trusted_time, START);
+        let recent = ClockReading { last_write: Some(booted(60).clock - 3600), ..booted(60) };
         assert_eq!(assess_clock(None, recent).0, recent.clock);
     }
 
@@ -183,14 +194,17 @@ mod tests {
         let (file, logs) = (dir.path().join("clock.json"), dir.path().join("logs"));
         std::fs::create_dir(&logs).unwrap();
         let now = Timestamp::now();
-        assert_eq!(trusted_time(&file, &logs, now).unwrap().as_second(), now.as_second());
-        let ahead = now.checked_add(jiff::SignedDuration::from_hours(24 * 40)).unwrap();
+        assert_eq!(update_trusted_time(&file, &logs, now).unwrap().as_second(), now.as_second());
+        let jumped = now.checked_add(jiff::SignedDuration::from_hours(24 * 40)).unwrap();
         let days = |at: Timestamp| (at.as_second() - now.as_second()) / DAY_SECONDS;
-        assert_eq!(days(trusted_time(&file, &logs, ahead).unwrap()), 0);
+        assert_eq!(days(update_trusted_time(&file, &logs, jumped).unwrap()), 0);
         std::fs::write(&file, "{").unwrap();
-        assert_eq!(days(trusted_time(&file, &logs, ahead).unwrap()), 40);
+        assert_eq!(days(update_trusted_time(&file, &logs, jumped).unwrap()), 40);
         std::fs::write(&file, "{").unwrap();
         std::fs::write(logs.join("activity.log"), "").unwrap();
-        assert!(days(trusted_time(&file, &logs, ahead).unwrap()) < 40, "a record was written just now");
+        assert!(
+            days(update_trusted_time(&file, &logs, jumped).unwrap()) < 40,
+            "a record was written just now"
+        );
     }
 }

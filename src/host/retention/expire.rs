@@ -28,7 +28,7 @@ fn expired_names(names: Vec<String>, today: Date) -> Vec<String> {
     expired
 }
 
-/// Deletes expired records and returns their names.
+/// Deletes the expired records and returns their names.
 ///
 /// # Errors
 /// [`FileError`] of the first failed deletion; the other records are deleted nevertheless.
@@ -51,7 +51,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::retention::clock_trust::{Reading, assess_clock};
+    use crate::retention::clock_trust::{ClockReading, assess_clock};
 
     const TODAY: Date = Date::constant(2026, 11, 21);
 
@@ -106,8 +106,8 @@ mod tests {
     }
 
     /// Simulates four months hour by hour. The clock jumps for less than a day at a time, and the machine is off for
-    /// weeks. The check runs hourly. A record of the day by the current clock is written hourly, except while the clock
-    /// is behind.
+    /// weeks. Each hour, the check runs, and a record for the clock's current day is written, except while the clock is
+    /// behind.
     fn simulate_four_months(jumps: &[(u16, i64, u8)], off: Option<(u16, u16)>) -> Result<(), TestCaseError> {
         const HOUR: i64 = 3600;
         let start: i64 = TODAY.to_zoned(jiff::tz::TimeZone::UTC).unwrap().timestamp().as_second();
@@ -115,28 +115,30 @@ mod tests {
             |at: i64| jiff::Timestamp::from_second(at).unwrap().to_zoned(jiff::tz::TimeZone::UTC).date();
         // File names, with the true hour of the last write.
         let mut files: std::collections::BTreeMap<String, i64> = std::collections::BTreeMap::new();
-        let (mut state, mut up, mut correct_hours) = (None, 0, 0);
+        let (mut state, mut uptime_hours, mut correct_hours) = (None, 0, 0);
         for hour in 0..120 * 24 {
             if off.is_some_and(|(from, days)| {
                 (i64::from(from)..i64::from(from) + i64::from(days) * 24).contains(&hour)
             }) {
-                (up, correct_hours) = (0, 0);
+                (uptime_hours, correct_hours) = (0, 0);
                 continue;
             }
-            let truth = start + hour * HOUR;
+            let true_time = start + hour * HOUR;
             let at_jump = jumps
                 .iter()
                 .find(|(at, _, hours)| (i64::from(*at)..i64::from(*at) + i64::from(*hours)).contains(&hour));
-            let ahead = at_jump.filter(|_| up > 0).map_or(0, |(_, days, _)| *days);
-            correct_hours = if ahead == 0 { correct_hours + 1 } else { 0 };
-            let clock = truth + ahead * 24 * HOUR;
-            let (believed, new_state) =
-                assess_clock(state, Reading { clock, up: up * HOUR, last_write: None });
-            (state, up) = (Some(new_state), up + 1);
-            if ahead >= 0 {
+            let days_ahead = at_jump.filter(|_| uptime_hours > 0).map_or(0, |(_, days, _)| *days);
+            correct_hours = if days_ahead == 0 { correct_hours + 1 } else { 0 };
+            let clock = true_time + days_ahead * 24 * HOUR;
+            let (trusted_time, new_state) = assess_clock(
+                state,
+                ClockReading { clock, uptime_seconds: uptime_hours * HOUR, last_write: None },
+            );
+            (state, uptime_hours) = (Some(new_state), uptime_hours + 1);
+            if days_ahead >= 0 {
                 files.insert(AUDIT.dated_name(day_at(clock), 1), hour);
             }
-            let today = day_at(believed);
+            let today = day_at(trusted_time);
             for name in expired_names(files.keys().cloned().collect(), today) {
                 let written = files.remove(&name).unwrap();
                 prop_assert!(
@@ -149,7 +151,7 @@ mod tests {
             }
             if correct_hours > 25 {
                 let late = files.keys().find(|name| {
-                    day_at(truth).since(record_day(name).unwrap()).unwrap().get_days() > RETENTION_DAYS
+                    day_at(true_time).since(record_day(name).unwrap()).unwrap().get_days() > RETENTION_DAYS
                 });
                 prop_assert_eq!(late, None, "in hour {}", hour);
             }

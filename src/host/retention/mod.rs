@@ -87,7 +87,7 @@ fn rotate_and_expire(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Re
         }
         failpoint::pass("heartbeat.rotated").or_exit(Exit::Internal)
     });
-    let trusted_now = clock_trust::trusted_time(&layout.heartbeat_clock(), &logs, now);
+    let trusted_now = clock_trust::update_trusted_time(&layout.heartbeat_clock(), &logs, now);
     let expired =
         trusted_now.and_then(|now| expire::expire(&logs, calendar.day(now))).or_exit(Exit::Internal);
     let expired = expired.and_then(|names| {

@@ -31,9 +31,8 @@ pub struct DaySpan {
     pub last: Date,
 }
 
-/// Returns the day for the new name of a record, or `None` if the record was started today. It is the record's last
-/// day, so that no line is younger than the name and expires early, even if the clock was set back; but never today,
-/// which is not over yet.
+/// Returns the day for a record's new name, or `None` if the record was started today. This is the record's last day,
+/// so that no line expires early, even if the clock was set back. It is never today, because today is not over yet.
 pub fn rotation_day(span: DaySpan, today: Date) -> Option<Date> {
     let yesterday = today.yesterday().ok()?;
     (span.first < today).then(|| if span.last == today { yesterday } else { span.last })
@@ -69,7 +68,7 @@ pub fn rotate(
     Err(FileError::wrap("rename", &current)(io::Error::other("all file names of the day are taken")))
 }
 
-/// Returns `None` if the record is missing or empty.
+/// Reads the first and last day of a record; `None` if it is missing or empty.
 fn read_span(path: &Path, calendar: &Calendar) -> io::Result<Option<DaySpan>> {
     let mut options = File::options();
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
@@ -83,9 +82,9 @@ fn read_span(path: &Path, calendar: &Calendar) -> io::Result<Option<DaySpan>> {
     }
     let modified = Timestamp::try_from(meta.modified()?).map_err(io::Error::other)?;
     // Prefer the first line's timestamp, then the file's creation time.
-    let born = meta.created().ok().and_then(|at| Timestamp::try_from(at).ok());
+    let birth_time = meta.created().ok().and_then(|at| Timestamp::try_from(at).ok());
     let line_time = parse_line_time(read_first_line(file)?.as_slice());
-    let first = line_time.or(born).unwrap_or(modified).min(modified);
+    let first = line_time.or(birth_time).unwrap_or(modified).min(modified);
     let last = line_time.unwrap_or(modified).max(modified);
     Ok(Some(DaySpan { first: calendar.day(first), last: calendar.day(last) }))
 }
@@ -167,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn rotation_loses_nothing_of_an_open_writer() {
+    fn rotation_loses_no_line_of_an_open_writer() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("activity.log");
         let yesterday = TODAY.yesterday().unwrap();

@@ -103,7 +103,8 @@ pub async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<St
     let owned = layout.clone();
     let deadline = Instant::now() + WALK_TIMEOUT;
     let walked = tokio::task::spawn_blocking(move || {
-        let disk = fs4::statvfs(owned.home()).map_err(FileError::wrap("measure", &owned.home()))?;
+        let disk =
+            fs4::statvfs(owned.home()).map_err(FileError::wrap("read free space of", &owned.home()))?;
         let walked = walk::measure_home(&owned.home(), &owned.apps(), &owned.logs(), deadline)?;
         Ok::<_, FileError>((disk, walked))
     });

@@ -70,7 +70,7 @@ fn run_full_load(records: &Records, events: &[Interaction], threads: usize) -> R
             });
         }
     });
-    while records.waiting_bytes() > 0 {
+    while records.unwritten_bytes() > 0 {
         std::thread::sleep(Duration::from_micros(200));
     }
     Ok((EVENT_COUNT as f64 / started.elapsed().as_secs_f64(), EVENT_COUNT))
@@ -93,7 +93,7 @@ fn run_timed_load(
                 std::thread::sleep(Duration::from_micros(50));
             }
             if n % 4096 == 0 {
-                peak = peak.max(records.waiting_bytes());
+                peak = peak.max(records.unwritten_bytes());
             }
         }
         (samples, accepted, peak)

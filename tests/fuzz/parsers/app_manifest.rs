@@ -34,16 +34,16 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
 
 /// A stored manifest parses back to the same value, has no path outside the app, and produces single statements.
 fn check_any(bytes: &[u8]) -> Result<(), String> {
-    let (kept, statements) = match read_manifest(bytes) {
+    let (stored, statements) = match read_manifest(bytes) {
         Ok(read) => read,
         Err(mistakes) if mistakes.is_empty() => return Err("refused without a reason".to_owned()),
         Err(_) => return Ok(()),
     };
-    match read_manifest(kept.to_string().as_bytes()) {
-        Ok(again) if again == (kept.clone(), statements.clone()) => {}
-        other => return Err(format!("{kept} is reparsed as {other:?}")),
+    match read_manifest(stored.to_string().as_bytes()) {
+        Ok(again) if again == (stored.clone(), statements.clone()) => {}
+        other => return Err(format!("{stored} is reparsed as {other:?}")),
     }
-    for path in [&kept["build"]["output"], &kept["icon"]] {
+    for path in [&stored["build"]["output"], &stored["icon"]] {
         let leads_out = |path: &str| path.starts_with('/') || path.split('/').any(|part| part == "..");
         if path.as_str().is_some_and(leads_out) {
             return Err(format!("{path} leads out of the app's folder"));
@@ -67,10 +67,10 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let wanted: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    let (kept, statements) = read_manifest(bytes).map_err(|mistakes| mistakes.join("; "))?;
+    let (stored, statements) = read_manifest(bytes).map_err(|mistakes| mistakes.join("; "))?;
     let tables = wanted["storage"]["tables"].as_object().map_or(0, Map::len);
     let is_same =
-        ["name", "slug", "version", "runtime", "icon"].iter().all(|field| kept[field] == wanted[field]);
+        ["name", "slug", "version", "runtime", "icon"].iter().all(|field| stored[field] == wanted[field]);
     let created = statements.iter().filter(|sql| sql.starts_with("CREATE TABLE ")).count();
-    if is_same && created == tables { Ok(()) } else { Err(format!("parsed as {kept}")) }
+    if is_same && created == tables { Ok(()) } else { Err(format!("parsed as {stored}")) }
 }

@@ -20,18 +20,18 @@ const INSIDE: &[u8] = b"inside";
 
 /// An app's folder with files, symlinks that leave it and a hidden file; it exists until the process ends.
 static APP: LazyLock<(tempfile::TempDir, Folder)> = LazyLock::new(|| {
-    let dir = tempfile::tempdir().expect("a directory");
+    let dir = tempfile::tempdir().expect("create a temporary directory");
     let app = dir.path().join("app");
-    fs::create_dir_all(app.join("a/b")).expect("made");
+    fs::create_dir_all(app.join("a/b")).expect("create a directory");
     for name in ["index.html", "a/b/page", "a/ü 1.txt"] {
-        fs::write(app.join(name), INSIDE).expect("written");
+        fs::write(app.join(name), INSIDE).expect("write a file");
     }
     for name in ["../secret", ".hidden"] {
-        fs::write(app.join(name), "secret").expect("written");
+        fs::write(app.join(name), "secret").expect("write a file");
     }
-    std::os::unix::fs::symlink("..", app.join("up")).expect("made");
-    std::os::unix::fs::symlink("../secret", app.join("out")).expect("made");
-    std::os::unix::fs::symlink("/", app.join("a/root")).expect("made");
+    std::os::unix::fs::symlink("..", app.join("up")).expect("create a symbolic link");
+    std::os::unix::fs::symlink("../secret", app.join("out")).expect("create a symbolic link");
+    std::os::unix::fs::symlink("/", app.join("a/root")).expect("create a symbolic link");
     let folder = Folder::open(&app).expect("the folder exists");
     (dir, folder)
 });

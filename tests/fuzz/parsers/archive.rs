@@ -62,8 +62,8 @@ fn build_tar(entries: &[Entry]) -> Vec<u8> {
 
 fn gzip(bytes: &[u8]) -> Vec<u8> {
     let mut out = GzEncoder::new(Vec::new(), Compression::fast());
-    out.write_all(bytes).expect("write to memory");
-    out.finish().expect("write to memory")
+    out.write_all(bytes).expect("writing to memory does not fail");
+    out.finish().expect("writing to memory does not fail")
 }
 
 /// Recomputes the checksums of the headers, so that mutated headers are parsed.
@@ -76,7 +76,7 @@ pub(super) fn with_valid_checksums(mut bytes: Vec<u8>) -> Vec<u8> {
         block.copy_from_slice(header.as_bytes());
         let size = header.entry_size().ok().and_then(|size| usize::try_from(size).ok()).unwrap_or_default();
         at = at.saturating_add(512).saturating_add(size).saturating_add(511) / 512 * 512;
-        // An end mark is a block of zeros and has no checksum.
+        // An end-of-archive marker is a block of zeros without a checksum.
         let next = at.checked_add(512).and_then(|end| bytes.get(at..end));
         if next.is_none_or(|next| next.iter().all(|&byte| byte == 0)) {
             break;
@@ -85,7 +85,7 @@ pub(super) fn with_valid_checksums(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-pub fn unpacked() -> Target {
+pub fn target() -> Target {
     let valid = prop_oneof![1 => valid_release().boxed(), 4 => hostile_archive().boxed()].boxed();
     Target {
         name: "archive",
@@ -101,9 +101,9 @@ pub(super) fn valid_release() -> impl Strategy<Value = Vec<u8>> {
     let body = prop::collection::vec(any::<u8>(), 0..700);
     prop::collection::vec((0..4usize, body, any::<bool>()), 1..8).prop_map(|files| {
         let mut entries = Vec::new();
-        for (number, (depth, body, runs)) in files.iter().enumerate() {
+        for (number, (depth, body, is_executable)) in files.iter().enumerate() {
             let path = format!("{}f{number}", "d/".repeat(*depth));
-            entries.push(Entry { mode: if *runs { 0o755 } else { 0o644 }, ..file(&path, body) });
+            entries.push(Entry { mode: if *is_executable { 0o755 } else { 0o644 }, ..file(&path, body) });
             entries.push(link(&format!("{path}.link"), &format!("f{number}")));
         }
         build_tar(&entries)
@@ -163,24 +163,24 @@ fn pax(key: &str, value: &str) -> Vec<u8> {
 
 /// A directory for the archive, with a file next to it.
 struct UnpackDir {
-    dir: tempfile::TempDir,
+    root: tempfile::TempDir,
 }
 
 impl UnpackDir {
     fn new() -> Self {
-        let dir = tempfile::tempdir().expect("a directory");
-        fs::write(dir.path().join(OUTSIDE), "untouched").expect("written");
-        fs::create_dir(dir.path().join("into")).expect("made");
-        Self { dir }
+        let root = tempfile::tempdir().expect("create a temporary directory");
+        fs::write(root.path().join(OUTSIDE), "untouched").expect("write a file");
+        fs::create_dir(root.path().join("into")).expect("create a directory");
+        Self { root }
     }
 
-    fn within(&self) -> PathBuf {
-        self.dir.path().join("into")
+    fn target_path(&self) -> PathBuf {
+        self.root.path().join("into")
     }
 
     /// Checks that everything outside the directory is unchanged.
     fn check_outside(&self) -> Result<(), String> {
-        let mut names: Vec<_> = fs::read_dir(self.dir.path())
+        let mut names: Vec<_> = fs::read_dir(self.root.path())
             .map_err(|error| error.to_string())?
             .flatten()
             .map(|entry| entry.file_name().to_string_lossy().into_owned())
@@ -189,7 +189,7 @@ impl UnpackDir {
         if names != ["into", OUTSIDE] {
             return Err(format!("next to the directory: {names:?}"));
         }
-        let outside = self.dir.path().join(OUTSIDE);
+        let outside = self.root.path().join(OUTSIDE);
         let mode = fs::symlink_metadata(&outside).map_err(|error| error.to_string())?.permissions().mode();
         let content = fs::read(&outside).unwrap_or_default();
         if content != b"untouched" || mode & 0o7000 != 0 || Path::new("/tmp/svc-fuzz-outside").exists() {
@@ -228,11 +228,11 @@ fn check_release(into: &Path) -> Result<(), String> {
 
 fn check_any_archive(bytes: &[u8]) -> Result<(), String> {
     for tar in [bytes.to_vec(), with_valid_checksums(bytes.to_vec())] {
-        let place = UnpackDir::new();
-        let end = unpack(&*gzip(&tar), &place.within(), LIMITS);
-        place.check_outside()?;
-        if end.is_ok() {
-            check_release(&place.within())?;
+        let dir = UnpackDir::new();
+        let result = unpack(&*gzip(&tar), &dir.target_path(), LIMITS);
+        dir.check_outside()?;
+        if result.is_ok() {
+            check_release(&dir.target_path())?;
         }
     }
     Ok(())
@@ -254,10 +254,10 @@ fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
             wanted.push((path, body, entry.header().mode().unwrap_or_default()));
         }
     }
-    let place = UnpackDir::new();
-    unpack(&*gzip(bytes), &place.within(), LIMITS).map_err(|error| error.to_string())?;
+    let dir = UnpackDir::new();
+    unpack(&*gzip(bytes), &dir.target_path(), LIMITS).map_err(|error| error.to_string())?;
     for (path, body, mode) in wanted {
-        let at = place.within().join(&path);
+        let at = dir.target_path().join(&path);
         let linked =
             at.with_file_name(format!("{}.link", at.file_name().unwrap_or_default().to_string_lossy()));
         let found = fs::metadata(&at).map_err(|error| error.to_string())?.permissions().mode() & 0o7777;
@@ -273,31 +273,37 @@ fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
 fn archive_checks_detect_each_violation() {
     type Violation = fn(&UnpackDir);
     let violations: [(&str, Violation); 7] = [
-        ("a link out", |place| {
-            std::os::unix::fs::symlink("../outside", place.within().join("x")).expect("made");
+        ("a link out", |dir| {
+            std::os::unix::fs::symlink("../outside", dir.target_path().join("x"))
+                .expect("create a symbolic link");
         }),
-        ("a link to nowhere", |place| {
-            std::os::unix::fs::symlink("none", place.within().join("x")).expect("made");
+        ("a link to nowhere", |dir| {
+            std::os::unix::fs::symlink("none", dir.target_path().join("x")).expect("create a symbolic link");
         }),
-        ("a pipe", |place| {
-            nix::unistd::mkfifo(&place.within().join("x"), nix::sys::stat::Mode::S_IRWXU).expect("made");
+        ("a pipe", |dir| {
+            nix::unistd::mkfifo(&dir.target_path().join("x"), nix::sys::stat::Mode::S_IRWXU)
+                .expect("create a FIFO");
         }),
-        ("a set-user-ID bit", |place| {
-            let path = place.within().join("x");
-            fs::write(&path, "").expect("written");
-            fs::set_permissions(path, fs::Permissions::from_mode(0o4755)).expect("set");
+        ("a set-user-ID bit", |dir| {
+            let path = dir.target_path().join("x");
+            fs::write(&path, "").expect("write a file");
+            fs::set_permissions(path, fs::Permissions::from_mode(0o4755)).expect("set the mode");
         }),
-        ("more bytes than the limit", |place| {
-            fs::write(place.within().join("x"), vec![0; 200_001]).expect("written");
+        ("more bytes than the limit", |dir| {
+            fs::write(dir.target_path().join("x"), vec![0; 200_001]).expect("write a file");
         }),
-        ("a file next to the directory", |place| fs::write(place.dir.path().join("x"), "").expect("written")),
-        ("another file's content", |place| fs::write(place.dir.path().join(OUTSIDE), "!").expect("written")),
+        ("a file next to the directory", |dir| {
+            fs::write(dir.root.path().join("x"), "").expect("write a file")
+        }),
+        ("another file's content", |dir| {
+            fs::write(dir.root.path().join(OUTSIDE), "!").expect("write a file")
+        }),
     ];
     for (what, violate) in violations {
-        let place = UnpackDir::new();
-        let check = |place: &UnpackDir| place.check_outside().and_then(|()| check_release(&place.within()));
-        check(&place).expect("the directory is unchanged");
-        violate(&place);
-        check(&place).expect_err(what);
+        let dir = UnpackDir::new();
+        let check = |dir: &UnpackDir| dir.check_outside().and_then(|()| check_release(&dir.target_path()));
+        check(&dir).expect("the directory is unchanged");
+        violate(&dir);
+        check(&dir).expect_err(what);
     }
 }

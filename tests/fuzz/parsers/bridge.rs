@@ -255,7 +255,9 @@ fn cursors() -> impl Strategy<Value = Vec<u8>> {
         (nullable(), nullable(), id()).prop_map(|(one, other, id)| (0, vec![one, other, id])),
         id().prop_map(|id| (1, vec![id])),
     ]
-    .prop_map(|(order, keys)| write_cursor(order, FINGERPRINT, keys).expect("a short cursor").into_bytes())
+    .prop_map(|(order, keys)| {
+        write_cursor(order, FINGERPRINT, keys).expect("the cursor is short enough").into_bytes()
+    })
 }
 
 /// A cursor is valid only for its own order and filter, and its values are always bound.

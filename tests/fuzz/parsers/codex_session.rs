@@ -40,19 +40,19 @@ fn sessions() -> impl Strategy<Value = Vec<u8>> {
 fn read_usage(bytes: &[u8]) -> Option<SessionUsage> {
     thread_local! {
         static SESSIONS: (tempfile::TempDir, PathBuf) = {
-            let dir = tempfile::tempdir().expect("a directory");
+            let dir = tempfile::tempdir().expect("create a temporary directory");
             let day = dir.path().join("2026/11/22");
-            fs::create_dir_all(&day).expect("made");
+            fs::create_dir_all(&day).expect("create a directory");
             (dir, day.join(format!("rollout-2026-11-22T02-50-12-{THREAD}.jsonl")))
         };
     }
     SESSIONS.with(|(sessions, file)| {
-        fs::write(file, bytes).expect("written");
+        fs::write(file, bytes).expect("write a file");
         codex_sessions::read_usage(sessions.path(), THREAD, Timestamp::UNIX_EPOCH)
     })
 }
 
-/// The number of the thread's calls in lines that are JSON, and their tokens.
+/// Counts the thread's calls in lines that are JSON, and sums their tokens.
 fn sum_recorded_calls(bytes: &[u8]) -> (usize, u64, u64) {
     let lines = bytes.split(|byte| *byte == b'\n').skip(1);
     let records = lines.filter_map(|line| serde_json::from_slice::<Value>(line).ok());
@@ -70,25 +70,25 @@ fn sum_recorded_calls(bytes: &[u8]) -> (usize, u64, u64) {
 }
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
-    let Some(used) = read_usage(bytes) else { return Ok(()) };
+    let Some(usage) = read_usage(bytes) else { return Ok(()) };
     // A thread with another id belongs to the session, and its calls count.
     let first = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let is_own = serde_json::from_slice::<Value>(first).is_ok_and(|meta| meta["payload"]["id"] == THREAD);
     let (count, tokens_in, tokens_out) = sum_recorded_calls(bytes);
     // Ignored lines may be JSON that this test's parser refuses.
-    if is_own && count > 0 && (used.tokens_in > tokens_in || used.tokens_out > tokens_out) {
-        return Err(format!("{used:?} of {count} calls with {tokens_in} and {tokens_out} tokens"));
+    if is_own && count > 0 && (usage.tokens_in > tokens_in || usage.tokens_out > tokens_out) {
+        return Err(format!("{usage:?} for {count} calls with {tokens_in} and {tokens_out} tokens"));
     }
     Ok(())
 }
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let (count, tokens_in, tokens_out) = sum_recorded_calls(bytes);
-    let used = read_usage(bytes);
-    let is_same = used.as_ref().map(|used| (used.tokens_in, used.tokens_out));
-    if is_same == (count > 0).then_some((tokens_in, tokens_out)) {
+    let usage = read_usage(bytes);
+    let found = usage.as_ref().map(|usage| (usage.tokens_in, usage.tokens_out));
+    if found == (count > 0).then_some((tokens_in, tokens_out)) {
         Ok(())
     } else {
-        Err(format!("{used:?} of {count} calls"))
+        Err(format!("{usage:?} for {count} calls"))
     }
 }

@@ -26,10 +26,10 @@ fn heads() -> impl Strategy<Value = Vec<u8>> {
         }
         (0..7).for_each(|part| head.extend(int(part)));
         for text in [&*name, "16.14", "16.14"] {
-            head.extend(int(i32::try_from(text.len()).expect("short")));
+            head.extend(int(i32::try_from(text.len()).expect("the length fits in i32")));
             head.extend_from_slice(text.as_bytes());
         }
-        head.extend(int(i32::try_from(entries).expect("small")));
+        head.extend(int(i32::try_from(entries).expect("the number of entries fits in i32")));
         head
     })
 }

@@ -70,7 +70,7 @@ const SECRET: &str = "hunter2-hunter2";
 pub fn boot_env() -> Target {
     Target {
         name: "boot-env",
-        valid: boots().boxed(),
+        valid: boot_envs().boxed(),
         check_any: check_any_boot,
         check_valid: check_valid_boot,
         cases: 800,
@@ -78,7 +78,7 @@ pub fn boot_env() -> Target {
 }
 
 /// The three files of a machine in one document, as `platform/userdata.rs` writes them.
-fn boots() -> impl Strategy<Value = Vec<u8>> {
+fn boot_envs() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
     let (slot, handle, version) = ("[a-z][a-z0-9-]{0,31}", "[a-z][a-z0-9-]{1,38}", "[0-9]{1,4}\\.[0-9]{1,3}");
     (user, slot, handle, version, any::<u32>(), any::<u128>()).prop_map(
@@ -113,9 +113,9 @@ struct Startup {
 }
 
 fn read_settings(bytes: &[u8]) -> Startup {
-    let dir = tempfile::tempdir().expect("a directory");
+    let dir = tempfile::tempdir().expect("create a temporary directory");
     let path = dir.path().join("host.env");
-    std::fs::write(&path, bytes).expect("written");
+    std::fs::write(&path, bytes).expect("write a file");
     let mut env = Env::from_pairs([]).with_file(&path);
     let identity = Identity::read(&mut env);
     let version = image_version(&mut env);
@@ -152,9 +152,9 @@ fn check_any_boot(bytes: &[u8]) -> Result<(), String> {
     }
     let Some(identity) = identity else { return Ok(()) };
     let slot = SlotPrefix::new(&identity.user, &identity.slot);
-    let inside = slot.root().parts().count() == 2 && !slot.pointer().as_ref().contains("..//");
-    let plain = !identity.handle.as_str().contains(['/', '.', ' ', '\n', '"']);
-    if inside && plain { Ok(()) } else { Err(format!("{identity:?} was accepted")) }
+    let is_inside = slot.root().parts().count() == 2 && !slot.pointer().as_ref().contains("..//");
+    let is_plain = !identity.handle.as_str().contains(['/', '.', ' ', '\n', '"']);
+    if is_inside && is_plain { Ok(()) } else { Err(format!("{identity:?} was accepted")) }
 }
 
 fn check_valid_boot(bytes: &[u8]) -> Result<(), String> {
@@ -167,9 +167,9 @@ fn check_valid_boot(bytes: &[u8]) -> Result<(), String> {
     let pairs = parse_env_file(text).map_err(|line| format!("line {line}"))?;
     let value_of =
         |wanted: &str| pairs.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.as_str());
-    let same = value_of("SVC_USER_ID") == Some(identity.user.as_str())
+    let is_same = value_of("SVC_USER_ID") == Some(identity.user.as_str())
         && value_of("SVC_SLOT") == Some(identity.slot.as_str())
         && value_of("SVC_MACHINE_ID") == Some(&*identity.machine.to_string())
         && value_of("SVC_EPOCH") == Some(&*identity.epoch.to_string());
-    if same { Ok(()) } else { Err(format!("parsed as {identity:?}")) }
+    if is_same { Ok(()) } else { Err(format!("parsed as {identity:?}")) }
 }

@@ -15,12 +15,12 @@ pub fn target() -> Target {
 
 fn ids() -> impl Strategy<Value = Vec<u8>> {
     let position = || 0..i64::MAX;
-    let place = || "[1-9][0-9]{0,17}-[1-9][0-9]{0,17}-(0|[1-9][0-9]{0,17})";
+    let line_position = || "[1-9][0-9]{0,17}-[1-9][0-9]{0,17}-(0|[1-9][0-9]{0,17})";
     prop_oneof![
         position().prop_map(|position| write_event_id(None, EPOCH, position)),
         position().prop_map(|position| write_event_id(Some("notes"), EPOCH, position)),
-        place(),
-        (place(), place()).prop_map(|(one, other)| format!("{one}_{other}")),
+        line_position(),
+        (line_position(), line_position()).prop_map(|(one, other)| format!("{one}_{other}")),
     ]
     .prop_map(String::into_bytes)
 }

@@ -10,10 +10,10 @@ use svc::host::audit::protocol::Message;
 use svc::host::records::entry::DispatchError;
 
 use super::Target;
-use super::objects::wait;
+use super::objects::block_on;
 
-/// Recorded output of programs.
-const RECORDED: [&str; 5] = [
+/// Recorded output of agents' programs.
+const RECORDED_OUTPUT: [&str; 5] = [
     include_str!("../../agents/recordings/claude/basic.stdout.jsonl"),
     include_str!("../../agents/recordings/claude/parallel.stdout.jsonl"),
     include_str!("../../agents/recordings/claude/err500.stdout.jsonl"),
@@ -96,8 +96,8 @@ pub fn agent_frames() -> Target {
     Target {
         name: "agent-frames",
         valid: frames().boxed(),
-        check_any: |bytes| wait(check_any_frames(bytes)),
-        check_valid: |bytes| wait(check_valid_frames(bytes)),
+        check_any: |bytes| block_on(check_any_frames(bytes)),
+        check_valid: |bytes| block_on(check_valid_frames(bytes)),
         cases: 1000,
     }
 }
@@ -118,9 +118,9 @@ fn frames() -> impl Strategy<Value = Vec<u8>> {
     ];
     prop::collection::vec(frame, 1..6).prop_map(|frames| {
         let mut bytes = Vec::new();
-        wait(async {
+        block_on(async {
             for frame in &frames {
-                frame.write(&mut bytes).await.expect("write to memory");
+                frame.write(&mut bytes).await.expect("writing to memory does not fail");
             }
         });
         bytes
@@ -195,7 +195,7 @@ const ADAPTER_KINDS: [AdapterKind; 3] = [AdapterKind::ClaudeCode, AdapterKind::C
 
 /// Recorded output, truncated to a few lines.
 fn outputs() -> impl Strategy<Value = Vec<u8>> {
-    (prop::sample::select(&RECORDED[..]), 3..40usize)
+    (prop::sample::select(&RECORDED_OUTPUT[..]), 3..40usize)
         .prop_map(|(text, lines)| text.lines().take(lines).collect::<Vec<_>>().join("\n").into_bytes())
 }
 

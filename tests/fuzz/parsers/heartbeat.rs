@@ -6,7 +6,7 @@ use svc::machine::epoch::MAX_EPOCH;
 use svc::platform::api::heartbeat::read_body;
 
 use super::Target;
-use super::objects::wait;
+use super::objects::block_on;
 
 /// Maximum length of one reported text.
 const MAX_CHARS: usize = 2000;
@@ -52,7 +52,7 @@ fn heartbeats() -> impl Strategy<Value = Vec<u8>> {
 }
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
-    match wait(read_body(bytes.to_vec())) {
+    match block_on(read_body(bytes.to_vec())) {
         Ok(stored) => check_stored(&stored),
         Err(problem) => {
             let response = problem.body().to_string();
@@ -115,7 +115,7 @@ fn check_texts(value: &Value, check: &mut impl FnMut(&str) -> Result<(), String>
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let sent: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    let stored = wait(read_body(bytes.to_vec())).map_err(|problem| problem.detail)?;
+    let stored = block_on(read_body(bytes.to_vec())).map_err(|problem| problem.detail)?;
     let unchanged_fields = ["imageVersion", "epoch", "attention", "proofKids", "updating"].iter();
     let is_unchanged = unchanged_fields.clone().all(|field| stored[field] == sent[field])
         && stored["health"]["disk"] == sent["disk"]

@@ -52,8 +52,10 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
             "EdDSA" => "OKP",
             other => return Err(format!("{kid} is for {other}")),
         };
-        let signs = |key: &Value| key.get("use").is_none_or(|named| named == "sig" || named.is_null());
-        if !given.iter().any(|key| key["kid"] == kid.as_str() && key["kty"] == kty && signs(key)) {
+        let is_for_signatures =
+            |key: &Value| key.get("use").is_none_or(|named| named == "sig" || named.is_null());
+        if !given.iter().any(|key| key["kid"] == kid.as_str() && key["kty"] == kty && is_for_signatures(key))
+        {
             return Err(format!("{kid} was accepted for {algorithm:?} from {set}"));
         }
     }

@@ -1,5 +1,5 @@
 //! The parsers with their rules, independent of the runner: tests/fuzz mutates valid documents with proptest, and
-//! tests/libfuzzer searches by coverage. Both apply the same rules.
+//! tests/libfuzzer runs coverage-guided fuzzing. Both apply the same rules.
 
 mod app_manifest;
 mod app_path;
@@ -35,7 +35,7 @@ pub struct Target {
     /// A rule for valid documents: they are accepted with the right result. Without it, a parser could refuse
     /// everything.
     pub check_valid: fn(&[u8]) -> Result<(), String>,
-    /// The number of cases in the short form.
+    /// The number of cases in a short run.
     pub cases: u32,
 }
 
@@ -46,7 +46,7 @@ pub fn targets() -> Vec<Target> {
         objects::side_record(),
         release::manifest(),
         release::signature(),
-        archive::unpacked(),
+        archive::target(),
         tar_entries::target(),
         environment::env_file(),
         environment::boot_env(),

@@ -24,11 +24,11 @@ const DUMP: &[u8] = b"PGDMP";
 const SHA256: &str = "b5a26a21290c39819235a235b8ed66b3bd98ed90c8316c8949bfbb7419cac878";
 
 fn slot() -> SlotPrefix {
-    SlotPrefix::new(&"user_1".parse().expect("a user"), &svc::machine::name::Slot::primary())
+    SlotPrefix::new(&"user_1".parse().expect("the user is valid"), &svc::machine::name::Slot::primary())
 }
 
 fn timestamp(millis: i64) -> Timestamp {
-    Timestamp::from_millisecond(millis).expect("in range")
+    Timestamp::from_millisecond(millis).expect("the time is in range")
 }
 
 /// The only complete snapshot of the slot.
@@ -54,14 +54,14 @@ fn complete_record() -> SideRecord {
 async fn bucket_with(side: &[u8]) -> Result<Bucket, String> {
     let bucket = Bucket::new(Arc::new(InMemory::new()));
     let key = complete_record().key;
-    let record = serde_json::to_vec(&complete_record()).expect("a record is JSON");
+    let record = serde_json::to_vec(&complete_record()).expect("a record serializes to JSON");
     let unrecorded = snapshot_key(timestamp(0), Epoch(7));
     let objects: [(Path, &[u8]); 5] = [
-        (slot().snapshot(&key).ok_or("a key")?, DUMP),
-        (slot().side_record(&key).ok_or("a key")?, side),
+        (slot().snapshot(&key).ok_or("the key is invalid")?, DUMP),
+        (slot().side_record(&key).ok_or("the key is invalid")?, side),
         (Path::from(format!("other/primary/{key}")), DUMP),
         (Path::from(format!("other/primary/{key}.json")), &record),
-        (slot().snapshot(&unrecorded).ok_or("a key")?, DUMP),
+        (slot().snapshot(&unrecorded).ok_or("the key is invalid")?, DUMP),
     ];
     for (path, content) in objects {
         bucket.put(&path, content.to_vec()).await.map_err(|error| error.to_string())?;
@@ -69,10 +69,10 @@ async fn bucket_with(side: &[u8]) -> Result<Bucket, String> {
     Ok(bucket)
 }
 
-pub fn wait<T>(work: impl Future<Output = T>) -> T {
+pub fn block_on<T>(work: impl Future<Output = T>) -> T {
     thread_local! {
         static RUNTIME: tokio::runtime::Runtime =
-            tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+            tokio::runtime::Builder::new_current_thread().enable_all().build().expect("build a runtime");
     }
     RUNTIME.with(|runtime| runtime.block_on(work))
 }
@@ -82,7 +82,8 @@ fn is_digest(text: &str) -> bool {
 }
 
 async fn with_pointer(bytes: &[u8]) -> Result<Bucket, String> {
-    let bucket = bucket_with(&serde_json::to_vec(&complete_record()).expect("a record is JSON")).await?;
+    let bucket =
+        bucket_with(&serde_json::to_vec(&complete_record()).expect("a record serializes to JSON")).await?;
     bucket.put(&slot().pointer(), bytes.to_vec()).await.map_err(|error| error.to_string())?;
     Ok(bucket)
 }
@@ -112,12 +113,12 @@ fn pointers() -> impl Strategy<Value = Vec<u8>> {
             snapshot,
             emptied_at: None,
         };
-        serde_json::to_vec(&pointer).expect("a pointer is JSON")
+        serde_json::to_vec(&pointer).expect("a pointer serializes to JSON")
     })
 }
 
 fn check_any_pointer(bytes: &[u8]) -> Result<(), String> {
-    wait(async {
+    block_on(async {
         let bucket = with_pointer(bytes).await?;
         if let Ok(Some(read)) = pointer_io::read(&bucket, &slot()).await {
             check_next_writer(&read.value)?;
@@ -142,7 +143,7 @@ fn check_next_writer(read: &Pointer) -> Result<(), String> {
     if read.version != 1 {
         return Err(format!("the version {} was accepted", read.version));
     }
-    let text = serde_json::to_vec(read).expect("serialize the pointer");
+    let text = serde_json::to_vec(read).expect("a pointer serializes to JSON");
     let again: Pointer =
         serde_json::from_slice(&text).map_err(|error| format!("cannot be reparsed: {error}"))?;
     if !is_same_on_wire(&again, read) {
@@ -182,7 +183,7 @@ fn is_same_on_wire(one: &Pointer, other: &Pointer) -> bool {
 
 fn check_valid_pointer(bytes: &[u8]) -> Result<(), String> {
     let wanted: Pointer = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    wait(async {
+    block_on(async {
         let bucket = with_pointer(bytes).await?;
         let read = pointer_io::read(&bucket, &slot()).await.map_err(|error| error.to_string())?;
         let read = read.ok_or("there is no pointer")?;
@@ -238,12 +239,12 @@ fn side_records() -> impl Strategy<Value = Vec<u8>> {
     )
         .prop_map(|(tables, roles, database, pg_version)| {
             let side = SideRecord { tables, roles, database, pg_version, ..complete_record() };
-            serde_json::to_vec(&side).expect("a record is JSON")
+            serde_json::to_vec(&side).expect("a record serializes to JSON")
         })
 }
 
 fn check_any_side(bytes: &[u8]) -> Result<(), String> {
-    wait(async {
+    block_on(async {
         let bucket = bucket_with(bytes).await?;
         let side = match snapshot::load(&bucket, &slot(), &complete_record().key).await {
             Ok(side) => side,
@@ -270,10 +271,10 @@ fn check_any_side(bytes: &[u8]) -> Result<(), String> {
 
 fn check_valid_side(bytes: &[u8]) -> Result<(), String> {
     let wanted: SideRecord = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    if serde_json::to_vec(&wanted).expect("a record is JSON") != bytes {
+    if serde_json::to_vec(&wanted).expect("a record serializes to JSON") != bytes {
         return Err("it is not serialized to the same bytes".to_owned());
     }
-    wait(async {
+    block_on(async {
         let bucket = bucket_with(bytes).await?;
         match snapshot::load(&bucket, &slot(), &complete_record().key).await {
             Ok(side) if side == wanted => Ok(()),

@@ -80,13 +80,13 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     for (name, agent) in &agents.agents {
         let has_nul = |text: &String| text.contains('\0');
         let environment = agent.environment.iter();
-        let is_whole = agent.command.first().is_some_and(|program| !program.is_empty())
+        let is_valid = agent.command.first().is_some_and(|program| !program.is_empty())
             && !agent.command.iter().any(has_nul)
             && !environment
                 .clone()
                 .any(|(name, value)| has_nul(name) || has_nul(value) || name.contains('='))
             && (1..=86_400).contains(&agent.deadline_seconds);
-        if !is_whole || name.is_empty() {
+        if !is_valid || name.is_empty() {
             return Err(format!("the invalid agent {name:?} was accepted"));
         }
     }

@@ -25,16 +25,17 @@ struct Publisher {
 }
 
 static PUBLISHER: LazyLock<Publisher> = LazyLock::new(|| {
-    let key =
-        SigningKey::from_pem(include_bytes!("../../kit/src/bundle/ed25519-test-only.txt")).expect("a key");
-    let trusted = key.public_key_base64().parse().expect("a key");
+    let key = SigningKey::from_pem(include_bytes!("../../kit/src/bundle/ed25519-test-only.txt"))
+        .expect("the key is valid");
+    let trusted = key.public_key_base64().parse().expect("the key is valid");
     let line = key.signature_line(MANIFEST.as_bytes());
     Publisher { key, trusted, line }
 });
 
 fn accept(manifest: &[u8], signature: &[u8]) -> Option<Manifest> {
     let signed = SignedManifest { manifest: manifest.to_vec(), signature: signature.to_vec() };
-    let (version, now) = (VERSION.parse().expect("a version"), NOW.parse().expect("a time"));
+    let (version, now) =
+        (VERSION.parse().expect("the version is valid"), NOW.parse().expect("the time is valid"));
     verify(&signed, &PUBLISHER.trusted, &version, now).ok().map(|verified| verified.manifest().clone())
 }
 
@@ -55,20 +56,20 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     let lifetime = 0..4_000_000_000_000_i64;
     (any::<[u8; 32]>(), any::<u64>(), prop::option::of(version()), millis, lifetime, sequence).prop_map(
         |(digest, size_bytes, min_version, created, lifetime, sequence)| {
-            let at = |millis| Timestamp::from_millisecond(millis).expect("in range");
+            let at = |millis| Timestamp::from_millisecond(millis).expect("the time is in range");
             let manifest = Manifest {
                 version: 1,
-                image_version: VERSION.parse().expect("a version"),
+                image_version: VERSION.parse().expect("the version is valid"),
                 sha256: hex::encode(digest),
                 size_bytes,
-                min_version: min_version.map(|text| text.parse().expect("a version")),
+                min_version: min_version.map(|text| text.parse().expect("the version is valid")),
                 created_at: at(created),
                 // Later than the time of the check, by at least a millisecond.
                 expires_at: at(1_796_083_200_001 + lifetime),
                 trusted_keys: sequence.map(|sequence| KeySet { sequence, keys: PUBLISHER.trusted.clone() }),
                 removes: sequence.map(|sequence| format!("agents/{sequence}")).into_iter().collect(),
             };
-            serde_json::to_vec(&manifest).expect("a manifest is JSON")
+            serde_json::to_vec(&manifest).expect("a manifest serializes to JSON")
         },
     )
 }
@@ -80,7 +81,7 @@ fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
     }
     let signed = PUBLISHER.key.signature_line(bytes);
     let Some(manifest) = accept(bytes, signed.as_bytes()) else { return Ok(()) };
-    let now: Timestamp = NOW.parse().expect("a time");
+    let now: Timestamp = NOW.parse().expect("the time is valid");
     if manifest.version != 1 || manifest.image_version.as_str() != VERSION || manifest.expires_at <= now {
         return Err(format!("{manifest:?} was accepted"));
     }
@@ -133,7 +134,7 @@ fn files() -> impl Strategy<Value = Vec<u8>> {
 }
 
 fn publisher_signature() -> (String, Vec<u8>) {
-    parse_signatures(PUBLISHER.line.as_bytes()).expect("the publisher's line").remove(0)
+    parse_signatures(PUBLISHER.line.as_bytes()).expect("the publisher's line is valid").remove(0)
 }
 
 /// A file is accepted only if it contains the publisher's own signature and no other by the same key.
@@ -148,8 +149,8 @@ fn check_any_signature(bytes: &[u8]) -> Result<(), String> {
         return Ok(());
     }
     let own = publisher_signature();
-    let of_ours: Vec<_> = lines.iter().flatten().filter(|(id, _)| *id == own.0).collect();
-    if of_ours.is_empty() || of_ours.iter().any(|line| **line != own) {
+    let own_lines: Vec<_> = lines.iter().flatten().filter(|(id, _)| *id == own.0).collect();
+    if own_lines.is_empty() || own_lines.iter().any(|line| **line != own) {
         return Err("the file was accepted without the signature".to_owned());
     }
     Ok(())

@@ -16,7 +16,7 @@ use svc::http::proof::{self, ProofKey, ProofKeys};
 use svc::machine::id::MachineId;
 
 use super::Target;
-use super::objects::wait;
+use super::objects::block_on;
 
 const NOW: i64 = 1_780_000_000;
 const KID: &str = "k1";
@@ -28,7 +28,7 @@ static KEY: LazyLock<Ed25519KeyPair> =
     LazyLock::new(|| Ed25519KeyPair::from_seed_unchecked(&[7; 32]).expect("32 bytes are a seed"));
 
 fn now() -> Timestamp {
-    Timestamp::from_second(NOW).expect("in range")
+    Timestamp::from_second(NOW).expect("the time is in range")
 }
 
 fn public_key_base64() -> String {
@@ -112,8 +112,8 @@ fn jwts() -> impl Strategy<Value = Vec<u8>> {
 
 /// The issuer's keys, served by this process.
 static JWKS_URL: LazyLock<url::Url> = LazyLock::new(|| {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let address = listener.local_addr().expect("it is bound");
+    let listener = TcpListener::bind("127.0.0.1:0").expect("bind a port");
+    let address = listener.local_addr().expect("the listener is bound");
     let keys = json!({ "keys": [{ "kty": "OKP", "crv": "Ed25519", "kid": KID, "x": public_key_base64() }] })
         .to_string();
     std::thread::spawn(move || {
@@ -127,18 +127,18 @@ static JWKS_URL: LazyLock<url::Url> = LazyLock::new(|| {
             let _ = stream.write_all(response.as_bytes());
         }
     });
-    format!("http://{address}/jwks").parse().expect("a URL")
+    format!("http://{address}/jwks").parse().expect("the URL is valid")
 });
 
 fn jwt_user(token: &str) -> Option<String> {
     thread_local! {
         static VERIFIER: Verifier = {
-            let client = svc::http::client::build(svc::http::client::Deadlines::CALL).expect("a client");
+            let client = svc::http::client::build(svc::http::client::Deadlines::CALL).expect("build a client");
             let trust = TrustedIssuer { issuer: ISSUER.to_owned(), audiences: vec![AUDIENCE.to_owned()], jwks_url: JWKS_URL.clone() };
             let verifier = Verifier::new(trust, client);
             // Fetches the keys.
             let warm_up = token_of_sample_user();
-            let user = wait(verifier.verify(&warm_up, now())).expect("a valid token");
+            let user = block_on(verifier.verify(&warm_up, now())).expect("the token is valid");
             assert_eq!(user.user.as_str(), "sample_user");
             verifier
         };

@@ -36,8 +36,8 @@ fn reports() -> impl Strategy<Value = Vec<u8>> {
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(report) = read_report(bytes) else { return Ok(()) };
-    let cost = |value: &Value| value.as_f64().is_some_and(|cost| cost.is_finite() && cost >= 0.0);
-    if !cost(&report["totalCost"]) {
+    let is_cost = |value: &Value| value.as_f64().is_some_and(|cost| cost.is_finite() && cost >= 0.0);
+    if !is_cost(&report["totalCost"]) {
         return Err(format!("the total is {}", report["totalCost"]));
     }
     let has_only = |value: &Value, names: &[&str]| {
@@ -49,7 +49,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         return Err(format!("{report} has unknown fields"));
     }
     for entry in report["entries"].as_array().into_iter().flatten() {
-        if !has_only(entry, &fields) || !cost(&entry["cost"]) {
+        if !has_only(entry, &fields) || !is_cost(&entry["cost"]) {
             return Err(format!("{entry} is passed on"));
         }
         for text in ["model", "userId"].iter().filter_map(|name| entry[name].as_str()) {

@@ -1,9 +1,9 @@
-//! Runs the targets of tests/fuzz with libFuzzer: the same rules, with inputs guided by coverage. The target is named
-//! in the environment because libFuzzer parses the arguments.
+//! Runs the targets of tests/fuzz with libFuzzer: the same rules, with coverage-guided inputs. An environment variable
+//! names the target, because libFuzzer parses the arguments.
 
 #![no_main]
 
-// The number of cases of the short form is unused here.
+// The number of cases of a short run is unused here.
 #[allow(dead_code)]
 #[path = "../../fuzz/parsers/mod.rs"]
 mod parsers;
@@ -16,14 +16,14 @@ use parsers::Target;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 
-/// Number of valid documents that seed a search, in addition to the corpus.
+/// Number of valid documents that seed a fuzzing run, in addition to the corpus.
 const SAMPLE_COUNT: usize = 24;
-/// Variable that names the target.
-const TARGET_NAME: &str = "SVC_FUZZ_TARGET";
-/// If set, the program prints the names of all targets.
-const LIST: &str = "SVC_FUZZ_LIST";
-/// Variable that names the folder for the samples.
-const SAMPLES_DIR: &str = "SVC_FUZZ_SAMPLES";
+/// Environment variable that names the target.
+const TARGET_VAR: &str = "SVC_FUZZ_TARGET";
+/// Environment variable: if set, the program prints the names of all targets.
+const LIST_VAR: &str = "SVC_FUZZ_LIST";
+/// Environment variable that names the directory for the samples.
+const SAMPLES_DIR_VAR: &str = "SVC_FUZZ_SAMPLES";
 
 /// Name of the target, and the rule that must hold for any input.
 type Rule = (&'static str, fn(&[u8]) -> Result<(), String>);
@@ -32,12 +32,12 @@ static RULE: OnceLock<Rule> = OnceLock::new();
 
 fuzz_target!(
     init: {
-        if std::env::var_os(LIST).is_some() {
+        if std::env::var_os(LIST_VAR).is_some() {
             parsers::targets().iter().for_each(|target| println!("{}", target.name));
             std::process::exit(0);
         }
         let target = named_target();
-        if let Some(dir) = std::env::var_os(SAMPLES_DIR) {
+        if let Some(dir) = std::env::var_os(SAMPLES_DIR_VAR) {
             write_samples(&target, Path::new(&dir));
         }
         RULE.get_or_init(|| (target.name, target.check_any));
@@ -51,7 +51,7 @@ fuzz_target!(
 );
 
 fn named_target() -> Target {
-    let name = std::env::var(TARGET_NAME).unwrap_or_else(|error| panic!("{TARGET_NAME}: {error}"));
+    let name = std::env::var(TARGET_VAR).unwrap_or_else(|error| panic!("{TARGET_VAR}: {error}"));
     let target = parsers::targets().into_iter().find(|target| target.name == name);
     target.unwrap_or_else(|| panic!("{name} is not a target of tests/fuzz/parsers"))
 }
@@ -59,7 +59,7 @@ fn named_target() -> Target {
 fn write_samples(target: &Target, dir: &Path) {
     let mut runner = TestRunner::deterministic();
     for index in 0..SAMPLE_COUNT {
-        let sample = target.valid.new_tree(&mut runner).expect("a strategy without filters").current();
+        let sample = target.valid.new_tree(&mut runner).expect("the strategy has no filters").current();
         (target.check_valid)(&sample).unwrap_or_else(|rule| panic!("sample {index}: {rule}"));
         std::fs::write(dir.join(format!("sample-{index}")), sample).expect("write a sample");
     }

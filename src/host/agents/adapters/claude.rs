@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::run::Run;
+use super::run::RunState;
 use super::{Adapter, Event, Exit, MAX_MESSAGE_CHARS, Outcome, exit_failure, scrub_and_truncate};
 use crate::records::entry::{DispatchError, Status};
 use crate::records::money::Dollars;
@@ -61,7 +61,7 @@ struct Message {
     usage: Option<Usage>,
 }
 
-/// A count that some gateways omit or write as null.
+/// A count that some model APIs omit or write as null.
 type Count = Option<u64>;
 
 fn sum_counts(counts: [Count; 3]) -> u64 {
@@ -145,11 +145,11 @@ enum Block {
 #[derive(Default)]
 pub struct Claude {
     /// Includes the tokens and cost of the results so far.
-    run: Run,
+    run: RunState,
     /// The usage of the whole conversation, from releases that do not print the usage since the last result.
     conversation: Option<Totals>,
-    /// Input and output tokens of the main loop, which such releases print with each result.
-    main_loop: (u64, u64),
+    /// Input and output tokens of the main loop, which those releases print with each result.
+    main_loop_tokens: (u64, u64),
     is_resumed: bool,
     turn_end: Option<TurnEnd>,
     has_result: bool,
@@ -193,7 +193,7 @@ impl Adapter for Claude {
         self.run.add_tokens(unreported, 0);
         let (tokens_in, tokens_out) = match self.conversation.take() {
             Some(totals) if !self.is_resumed => (totals.tokens_in, totals.tokens_out),
-            _ => self.main_loop,
+            _ => self.main_loop_tokens,
         };
         self.run.add_tokens(tokens_in, tokens_out);
         self.run.finish(at_ms, error)
@@ -254,8 +254,9 @@ impl Claude {
             }
             // Earlier releases report the usage of the whole conversation with each result.
             None => {
-                let (usage, (tokens_in, tokens_out)) = (line.usage.unwrap_or_default(), self.main_loop);
-                self.main_loop = (
+                let (usage, (tokens_in, tokens_out)) =
+                    (line.usage.unwrap_or_default(), self.main_loop_tokens);
+                self.main_loop_tokens = (
                     tokens_in.saturating_add(usage.tokens_in()),
                     tokens_out.saturating_add(usage.output_tokens.unwrap_or_default()),
                 );
@@ -294,7 +295,7 @@ impl Claude {
     }
 }
 
-/// The text of a tool's result, which is a string or an array of blocks.
+/// Returns the text of a tool's result, which is a string or an array of blocks.
 fn result_text(content: &Value) -> String {
     let text = |block: &Value| block.get("text")?.as_str().map(str::to_owned);
     match content {
@@ -304,7 +305,7 @@ fn result_text(content: &Value) -> String {
     }
 }
 
-/// An invalid amount counts as zero.
+/// Converts an amount; an invalid one counts as zero.
 fn dollars(number: f64) -> Dollars {
     Dollars::from_f64(number).unwrap_or_default()
 }

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::codex_sessions::SessionUsage;
-use super::run::Run;
+use super::run::RunState;
 use super::{Adapter, Event, Exit, MAX_MESSAGE_CHARS, Outcome, exit_failure, scrub_and_truncate};
 use crate::records::entry::{DispatchError, Status};
 
@@ -19,7 +19,7 @@ use crate::records::entry::{DispatchError, Status};
 #[serde(tag = "type")]
 enum Line {
     #[serde(rename = "thread.started")]
-    Thread { thread_id: String },
+    ThreadStarted { thread_id: String },
     #[serde(rename = "item.started")]
     ItemStarted { item: Item },
     #[serde(rename = "item.completed")]
@@ -85,7 +85,7 @@ struct Message {
 /// A run of Codex.
 #[derive(Default)]
 pub struct Codex {
-    run: Run,
+    run: RunState,
     is_turn_completed: bool,
     has_session_usage: bool,
     failure: Option<DispatchError>,
@@ -94,7 +94,7 @@ pub struct Codex {
 impl Adapter for Codex {
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
         let event = match serde_json::from_str(line).unwrap_or(Line::Other) {
-            Line::Thread { thread_id } => {
+            Line::ThreadStarted { thread_id } => {
                 self.run.conversation_id = Some(thread_id.clone());
                 Some(Event::Started { conversation_id: Some(thread_id), model: None })
             }
@@ -144,7 +144,7 @@ impl Adapter for Codex {
 /// Returns the thread ID if the line reports that a thread has started.
 pub fn parse_thread_id(line: &[u8]) -> Option<String> {
     match serde_json::from_slice(line) {
-        Ok(Line::Thread { thread_id }) => Some(thread_id),
+        Ok(Line::ThreadStarted { thread_id }) => Some(thread_id),
         _ => None,
     }
 }

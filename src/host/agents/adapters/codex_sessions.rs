@@ -15,9 +15,9 @@ use serde::{Deserialize, Serialize};
 
 /// Maximum number of session files that are considered.
 const MAX_FILES: usize = 100_000;
-/// Maximum bytes read of a file.
+/// Maximum bytes read from a file.
 const MAX_FILE_BYTES: u64 = 256 << 20;
-/// Relevant lines have a few hundred bytes; the first line has about ten thousand.
+/// Relevant lines are a few hundred bytes long; the first line is about ten thousand.
 const MAX_LINE_BYTES: u64 = 1 << 20;
 
 /// The usage of a run, including its subagents.
@@ -74,7 +74,7 @@ impl SessionUsage {
     }
 }
 
-/// Reads the usage of a thread and its subagents since a time; `None` if no usage is recorded.
+/// Sums the usage of a thread and its subagents since `since`; `None` if no usage is recorded.
 pub fn read_usage(sessions: &Path, thread: &str, since: Timestamp) -> Option<SessionUsage> {
     let (mut total, mut has_usage) = (SessionUsage::default(), false);
     for file in session_files(sessions) {
@@ -110,14 +110,14 @@ fn session_files(sessions: &Path) -> impl Iterator<Item = DirEntry> {
     days.flat_map(move |day| entries(day.path())).take(MAX_FILES)
 }
 
-/// Adds the usage in one file since a time. Returns whether there is any; `None` if the file is unreadable or of
-/// another session.
-fn add_usage(path: &Path, session: &str, since: Timestamp, total: &mut SessionUsage) -> Option<bool> {
+/// Adds the usage in one file since `since`. Returns whether there is any; `None` if the file is unreadable or belongs
+/// to another thread.
+fn add_usage(path: &Path, thread: &str, since: Timestamp, total: &mut SessionUsage) -> Option<bool> {
     let mut lines = BufReader::new(open_regular(path)?.take(MAX_FILE_BYTES));
     let mut line = Vec::new();
     read_line(&mut lines, &mut line).ok()?;
     let meta = serde_json::from_slice::<Line<SessionMeta>>(&line).ok()?.payload;
-    if meta.id != session && meta.session_id.as_deref() != Some(session) {
+    if meta.id != thread && meta.session_id.as_deref() != Some(thread) {
         return None;
     }
     let mut has_usage = false;
@@ -135,7 +135,7 @@ fn add_usage(path: &Path, session: &str, since: Timestamp, total: &mut SessionUs
                 total.add(&payload.usage);
                 has_usage = true;
             }
-        } else if meta.id == session && has_type(&line, b"\"turn_context\"") {
+        } else if meta.id == thread && has_type(&line, b"\"turn_context\"") {
             let context = serde_json::from_slice::<Line<TurnContext>>(&line).ok();
             total.model = context.and_then(|context| context.payload.model).or(total.model.take());
         }

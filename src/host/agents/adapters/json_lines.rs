@@ -15,7 +15,7 @@
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::run::Run;
+use super::run::RunState;
 use super::{
     Adapter, Event, Exit, MAX_MESSAGE_CHARS, MAX_STACK_CHARS, Outcome, exit_failure, scrub_and_truncate,
 };
@@ -84,7 +84,7 @@ impl From<ErrorFields> for DispatchError {
 /// A run of an agent with this protocol.
 #[derive(Default)]
 pub struct JsonLines {
-    run: Run,
+    run: RunState,
     result: Option<(Status, Option<DispatchError>)>,
 }
 

@@ -1,4 +1,4 @@
-//! Launch parameters of an agent's program: arguments, standard input and environment. Pure.
+//! Launch parameters of an agent's program: arguments, standard input and environment. Performs no I/O.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -69,7 +69,7 @@ pub struct StateLocation<'a> {
 }
 
 impl StateLocation<'_> {
-    /// The directory that a variable names, or else this directory below the home.
+    /// Returns the directory that a variable names, or else the directory `below_home` in the home.
     fn resolve(&self, variable: &str, below_home: &str) -> PathBuf {
         let directory = |name: &str| {
             let value = self.environment.get(name).filter(|value| !value.is_empty())?;

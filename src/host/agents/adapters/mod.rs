@@ -1,4 +1,4 @@
-//! Adapters: parse the output of coding agents' programs. Pure, except for [`codex_sessions`], which reads files.
+//! Adapters, which parse the output of coding agents' programs. Only [`codex_sessions`] performs I/O: it reads files.
 //!
 //! An [`Adapter`] receives each line of a run's output and finally its exit status. It returns events during the run,
 //! and the outcome at the end: tools, tokens, cost and error. Unknown lines are ignored, because new releases of the
@@ -21,7 +21,7 @@ pub use codex::Codex;
 pub use json_lines::JsonLines;
 
 use self::codex_sessions::SessionUsage;
-use crate::records::entry::{DispatchError, Status, Tool};
+use crate::records::entry::{DispatchError, Status, ToolCall};
 use crate::records::money::Dollars;
 
 /// Longer messages and stacks are truncated.
@@ -68,7 +68,7 @@ pub enum Exit {
 impl Exit {
     /// Whether a signal ended the process. By convention, a program that handles a signal exits with 128 plus its
     /// number.
-    pub fn is_by_signal(self) -> bool {
+    pub fn is_caused_by_signal(self) -> bool {
         match self {
             Self::Code(code) => code > 128,
             Self::Signal(_) => true,
@@ -89,7 +89,7 @@ pub struct Outcome {
     pub cost: Option<Dollars>,
     /// Whether the model worked after the program last reported its usage or cost.
     pub has_unreported_usage: bool,
-    pub tools: Vec<Tool>,
+    pub tools: Vec<ToolCall>,
     pub status: Status,
     pub error: Option<DispatchError>,
     /// The agent's final text.
@@ -145,7 +145,7 @@ fn scrub_and_truncate(text: &str, max: usize) -> String {
     preview::flatten_and_truncate(&preview::scrub(text), max)
 }
 
-/// The error of a run that reported none itself. [`run::Run::finish`] adds the tool and the turn.
+/// The error of a run that reported none itself. [`run::RunState::finish`] adds the tool and the turn.
 fn exit_failure(exit: Exit, stderr_tail: &str) -> DispatchError {
     let (name, message) = match exit {
         Exit::Code(0) => ("NoResult", "the agent exited without a result".to_owned()),

@@ -1,13 +1,13 @@
 //! The state of a run that every adapter collects.
 
-use super::tools::Tools;
+use super::tools::ToolCalls;
 use super::{MAX_ID_CHARS, Outcome, scrub_and_truncate};
 use crate::records::entry::{DispatchError, Status};
 use crate::records::money::Dollars;
 
 /// The state of a run, as reported by its program so far.
 #[derive(Debug, Default)]
-pub struct Run {
+pub struct RunState {
     pub conversation_id: Option<String>,
     pub model: Option<String>,
     pub tokens_in: u64,
@@ -15,11 +15,11 @@ pub struct Run {
     pub tokens_cached: u64,
     pub cost: Option<Dollars>,
     pub has_unreported_usage: bool,
-    pub tools: Tools,
+    pub tools: ToolCalls,
     pub text: Option<String>,
 }
 
-impl Run {
+impl RunState {
     pub fn add_tokens(&mut self, tokens_in: u64, tokens_out: u64) {
         self.tokens_in = self.tokens_in.saturating_add(tokens_in);
         self.tokens_out = self.tokens_out.saturating_add(tokens_out);

@@ -46,7 +46,7 @@ impl fmt::Debug for Agent {
     }
 }
 
-/// Price per million tokens.
+/// A model's prices per million tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Price {
@@ -104,7 +104,7 @@ impl Default for AgentSettings {
 
 impl AgentSettings {
     /// # Errors
-    /// The mistake in the file, in a sentence that quotes no value.
+    /// A description of the mistake in the file, which quotes no value.
     pub fn validate(
         agents: BTreeMap<String, AgentFile>,
         dispatch: DispatchFile,
@@ -231,9 +231,9 @@ mod tests {
 
     #[test]
     fn invalid_agents_are_refused() {
-        let agent = |more: Value| {
+        let agent = |overrides: Value| {
             let mut agent = json!({"adapter": "json-lines", "command": ["x"]});
-            agent.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            agent.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
             json!({"agents": {"a": agent}})
         };
         assert!(

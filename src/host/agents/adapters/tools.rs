@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::{Event, preview, scrub_and_truncate};
-use crate::records::entry::{Status, Tool};
+use crate::records::entry::{Status, ToolCall};
 
 /// Maximum tool calls recorded per run, which bounds the length of its record; further calls are ignored.
 const MAX_TOOLS: usize = 2000;
@@ -12,14 +12,14 @@ const MAX_NAME_CHARS: usize = 100;
 /// Claude Code and Codex use IDs of about 30 characters. Longer IDs are compared by their start.
 const MAX_ID_CHARS: usize = 200;
 
-/// Maximum bytes of the error of a call, and of all errors of a run.
+/// Maximum bytes of a call's error, and of all errors of a run.
 const MAX_ERROR_BYTES: usize = 1024;
 const MAX_ERRORS_BYTES: usize = 256 << 10;
 
 /// The tool calls, in the order in which they started.
 #[derive(Debug, Default)]
-pub struct Tools {
-    all: Vec<Tool>,
+pub struct ToolCalls {
+    all: Vec<ToolCall>,
     running: Vec<RunningCall>,
     error_bytes: usize,
     turns: u64,
@@ -32,10 +32,10 @@ struct RunningCall {
     id: String,
     /// The position in `all`.
     index: usize,
-    since_ms: u64,
+    started_ms: u64,
 }
 
-impl Tools {
+impl ToolCalls {
     pub fn start(&mut self, at_ms: u64, id: &str, name: &str, input: &Value) -> Option<Event> {
         let (id, name) =
             (preview::flatten_and_truncate(id, MAX_ID_CHARS), scrub_and_truncate(name, MAX_NAME_CHARS));
@@ -46,9 +46,9 @@ impl Tools {
         let input_preview = preview::preview_input(input);
         let event =
             Event::ToolStarted { id: id.clone(), name: name.clone(), input_preview: input_preview.clone() };
-        self.running.push(RunningCall { id, index: self.all.len(), since_ms: at_ms });
+        self.running.push(RunningCall { id, index: self.all.len(), started_ms: at_ms });
         // The status of a tool that never ends is an error.
-        let tool = Tool { name, duration_ms: 0, input_preview, status: Status::Error, error: None };
+        let tool = ToolCall { name, duration_ms: 0, input_preview, status: Status::Error, error: None };
         self.all.push(tool);
         Some(event)
     }
@@ -60,7 +60,7 @@ impl Tools {
         let position = self.running.iter().position(|running| running.id == id)?;
         let running = self.running.swap_remove(position);
         let tool = &mut self.all[running.index];
-        tool.duration_ms = at_ms.saturating_sub(running.since_ms);
+        tool.duration_ms = at_ms.saturating_sub(running.started_ms);
         tool.status = status;
         let has_room = self.error_bytes + MAX_ERROR_BYTES <= MAX_ERRORS_BYTES;
         if let Some(error) = error.filter(|_| status == Status::Error && has_room) {
@@ -78,7 +78,7 @@ impl Tools {
         let last = self.all.len().checked_sub(1).filter(|last| self.all[*last].status == Status::Error);
         let interrupted = running.or(last);
         for running in self.running.drain(..) {
-            self.all[running.index].duration_ms = at_ms.saturating_sub(running.since_ms);
+            self.all[running.index].duration_ms = at_ms.saturating_sub(running.started_ms);
         }
         interrupted.map(|index| self.all[index].name.clone())
     }
@@ -94,7 +94,7 @@ impl Tools {
         (self.turns > 0).then_some(self.turns)
     }
 
-    pub fn into_all(self) -> Vec<Tool> {
+    pub fn into_all(self) -> Vec<ToolCall> {
         self.all
     }
 }
@@ -106,7 +106,7 @@ mod tests {
     #[test]
     fn tool_ids_and_names_are_bounded_in_events() {
         let (id, name) = ("i".repeat(1 << 20), "n".repeat(1 << 20));
-        let mut tools = Tools::default();
+        let mut tools = ToolCalls::default();
         let Some(Event::ToolStarted { id: shown, name: named, .. }) =
             tools.start(0, &id, &name, &Value::Null)
         else {
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn errors_are_bounded_and_scrubbed() {
-        let mut tools = Tools::default();
+        let mut tools = ToolCalls::default();
         let long = format!("Exit code 1\npassword=hunter2hunter2 {}", "é".repeat(4000));
         for id in ["a", "b", "c"] {
             tools.start(0, id, "Bash", &Value::Null);
@@ -135,7 +135,7 @@ mod tests {
         assert!(error.starts_with("Exit code 1 password=*** é") && error.ends_with('…'), "{error}");
         assert!((1000..=MAX_ERROR_BYTES).contains(&error.len()), "{}", error.len());
         assert_eq!((&all[1].error, &all[2].error), (&None, &None));
-        let mut tools = Tools::default();
+        let mut tools = ToolCalls::default();
         for n in 0..MAX_TOOLS {
             tools.start(0, &n.to_string(), "Bash", &Value::Null);
             tools.end(1, &n.to_string(), Status::Error, Some(&"x".repeat(1100)));
@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn turn_begins_with_output_after_results() {
-        let mut tools = Tools::default();
+        let mut tools = ToolCalls::default();
         assert_eq!(tools.turn(), None);
         for id in ["a", "b"] {
             tools.start(0, id, "Bash", &Value::Null);

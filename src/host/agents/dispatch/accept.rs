@@ -8,7 +8,7 @@ use jiff::Timestamp;
 
 use super::dispatcher::{DispatchTarget, Dispatcher};
 use super::journal::{BatchPosition, JournalEntry};
-use super::request::{DispatchId, DispatchRequest, Entry};
+use super::request::{DispatchId, DispatchRequest, PromptEntry};
 use super::state::{Batch, Dispatch};
 use crate::agents::kernel::{LimitReached, Reservation};
 use svc_base::clock;
@@ -56,6 +56,9 @@ impl Dispatcher {
     }
 
     /// Registers the dispatches; returns the existing target if the ID is already registered.
+    ///
+    /// # Errors
+    /// 429 if the queue is full.
     fn register(
         &self,
         id: &DispatchId,
@@ -64,32 +67,32 @@ impl Dispatcher {
         sender: &str,
     ) -> Result<Option<DispatchTarget>, Problem> {
         let mut table = self.lock();
-        if let Some(existing) = table.all.get(id.as_str()) {
+        if let Some(existing) = table.targets.get(id.as_str()) {
             return Ok(Some(existing.clone()));
         }
         let (mut count, mut sender_count) = (all.len(), all.len());
         let mut bytes: usize = all.iter().map(|dispatch| dispatch.accepted.entry.prompt.len()).sum();
-        for queued in table.queue.iter().chain(&table.arriving) {
+        for queued in table.queue.iter().chain(&table.unjournaled) {
             count += 1;
             sender_count += usize::from(queued.accepted.sender_id == sender);
             bytes += queued.accepted.entry.prompt.len();
         }
         if count > MAX_QUEUED || sender_count > MAX_QUEUED_PER_SENDER || bytes > MAX_QUEUED_BYTES {
-            let detail = "Too many dispatches are queued; retry when some have ended.";
+            let detail = "Too many dispatches are queued; retry when some of them have ended.";
             return Err(Problem::new(Code::RateLimited, detail).retry_after(10));
         }
-        table.all.insert(id.to_string(), target.clone());
+        table.targets.insert(id.to_string(), target.clone());
         for dispatch in all {
-            table.all.insert(dispatch.id().to_owned(), DispatchTarget::One(Arc::clone(dispatch)));
+            table.targets.insert(dispatch.id().to_owned(), DispatchTarget::One(Arc::clone(dispatch)));
         }
-        table.arriving.extend(all.iter().cloned());
+        table.unjournaled.extend(all.iter().cloned());
         Ok(None)
     }
 
     /// Moves journaled dispatches to the queue.
     fn enqueue(self: &Arc<Self>, sender: &str, all: Vec<Arc<Dispatch>>) {
         let mut table = self.lock();
-        table.arriving.retain(|dispatch| !all.iter().any(|other| Arc::ptr_eq(dispatch, other)));
+        table.unjournaled.retain(|dispatch| !all.iter().any(|other| Arc::ptr_eq(dispatch, other)));
         for dispatch in all {
             dispatch.journaled.cancel();
             if let Some(batch) = &dispatch.batch {
@@ -108,7 +111,7 @@ fn build_dispatches(
     reservation: Reservation,
 ) -> (DispatchTarget, Vec<Arc<Dispatch>>) {
     let accepted_at = clock::now_ms();
-    let accepted = |id: String, entry: &Entry, batch: Option<BatchPosition>| JournalEntry {
+    let accepted = |id: String, entry: &PromptEntry, batch: Option<BatchPosition>| JournalEntry {
         version: JournalEntry::VERSION,
         id,
         sender_id: request.sender_id.clone(),
@@ -142,7 +145,7 @@ fn build_dispatches(
     (DispatchTarget::Batch(batch), all)
 }
 
-/// Builds the problem for a request that a cost limit refuses, and counts it.
+/// Builds the problem for a request that a cost limit refuses; logs and counts the refusal.
 fn cost_limit_problem(sender: &str, reached: &LimitReached) -> Problem {
     tracing::info!(sender, period = reached.period.as_str(), "dispatch refused: cost limit reached");
     DISPATCHES.add_one(["limited"]);
@@ -152,7 +155,7 @@ fn cost_limit_problem(sender: &str, reached: &LimitReached) -> Problem {
 /// Returns the original target of a repeated request, once it is in the journal.
 ///
 /// # Errors
-/// 422 if the original request was another one.
+/// 422 if the original request was different.
 async fn resolve_repeated_request(
     found: DispatchTarget,
     request: &DispatchRequest,
@@ -180,7 +183,7 @@ mod tests {
         let kernel = Arc::new(Kernel::new(&layout).unwrap());
         let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(AgentTokens::default()));
         let register = |id: &str, prompt_bytes: usize| {
-            let entry = Entry {
+            let entry = PromptEntry {
                 agent_name: "a".to_owned(),
                 model: None,
                 conversation_id: None,

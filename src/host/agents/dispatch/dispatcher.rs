@@ -38,9 +38,9 @@ const MAX_ENDED_BYTES: usize = 32 << 20;
 /// Multiplies both limits while a full disk prevents recording: a dispatch must stay findable by its ID until its
 /// record is durable.
 const MAX_NOT_DURABLE_FACTOR: usize = 8;
-/// Interval of pruning the journal and of retrying to start queued dispatches.
+/// Interval at which the journal is pruned and the start of queued dispatches is retried.
 pub(super) const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
-/// Timeout of ending the runs at shutdown.
+/// Timeout for ending the runs at shutdown.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// The dispatch or batch that an ID names.
@@ -87,9 +87,9 @@ impl DispatchTarget {
 /// The state behind the dispatcher's lock.
 #[derive(Default)]
 pub(super) struct DispatchTable {
-    pub(super) all: HashMap<String, DispatchTarget>,
+    pub(super) targets: HashMap<String, DispatchTarget>,
     /// Dispatches that are being written to the journal, and will then be queued.
-    pub(super) arriving: Vec<Arc<Dispatch>>,
+    pub(super) unjournaled: Vec<Arc<Dispatch>>,
     pub(super) queue: Queue<Arc<Dispatch>>,
     /// At most one dispatch per conversation runs: two would both start or resume it.
     running: Vec<Arc<Dispatch>>,
@@ -163,7 +163,7 @@ impl Dispatcher {
     /// # Errors
     /// The records cannot be read; logged.
     pub async fn find(&self, id: &DispatchId) -> Result<Option<DispatchTarget>, Problem> {
-        if let Some(found) = self.lock().all.get(id.as_str()).cloned() {
+        if let Some(found) = self.lock().targets.get(id.as_str()).cloned() {
             return Ok(Some(found));
         }
         let (kernel, ids) = (Arc::clone(&self.kernel), BTreeSet::from([id.to_string()]));
@@ -193,7 +193,7 @@ impl Dispatcher {
     }
 
     fn entry(&self, id: &str) -> Option<Arc<Dispatch>> {
-        match self.lock().all.get(id) {
+        match self.lock().targets.get(id) {
             Some(DispatchTarget::One(dispatch)) => Some(Arc::clone(dispatch)),
             _ => None,
         }
@@ -203,7 +203,7 @@ impl Dispatcher {
     pub fn list(&self) -> Vec<Arc<Dispatch>> {
         let table = self.lock();
         let mut all: Vec<Arc<Dispatch>> = table
-            .all
+            .targets
             .values()
             .filter_map(|target| match target {
                 DispatchTarget::One(dispatch) => Some(Arc::clone(dispatch)),
@@ -226,7 +226,7 @@ impl Dispatcher {
                     let interaction = run::interaction_without_run(
                         &dispatch,
                         "Cancelled",
-                        "it was cancelled before it started",
+                        "the dispatch was cancelled before it started",
                     );
                     dispatcher.end(&dispatch, interaction, None).await;
                 }));
@@ -276,12 +276,17 @@ impl Dispatcher {
             return None;
         }
         let DispatchTable { queue, running, .. } = &mut *table;
-        let is_idle =
+        let is_conversation_free =
             |dispatch: &Dispatch| !running.iter().any(|other| other.is_in_conversation_of(dispatch));
         let decide = |dispatch: &Arc<Dispatch>| {
-            if is_idle(dispatch) { self.decide_start(dispatch, &settings) } else { QueueDecision::Wait }
+            if is_conversation_free(dispatch) {
+                self.decide_start(dispatch, &settings)
+            } else {
+                QueueDecision::Wait
+            }
         };
-        let dispatch = queue.pop(decide, |dispatch| dispatch.has_reservation() && is_idle(dispatch))?;
+        let dispatch =
+            queue.pop(decide, |dispatch| dispatch.has_reservation() && is_conversation_free(dispatch))?;
         table.running.push(Arc::clone(&dispatch));
         Some(dispatch)
     }
@@ -321,10 +326,10 @@ impl Dispatcher {
             .await
         {
             let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
-            let marked = tokio::task::spawn_blocking(move || journal.mark_begun(&accepted)).await;
+            let marked = tokio::task::spawn_blocking(move || journal.mark_started(&accepted)).await;
             if !marked.unwrap_or_default() {
-                let message = "the disk is full, so the start of the agent could not be recorded and nothing ran: \
-                               free disk space first, for instance in the terminal";
+                let message = "the disk is full, so the start of the agent could not be recorded, and it did not run: \
+                               free disk space, for instance in the terminal, and send the dispatch again";
                 let interaction = run::interaction_without_run(dispatch, "NoRoom", message);
                 return self.end(dispatch, interaction, None).await;
             }
@@ -346,7 +351,7 @@ impl Dispatcher {
     /// Reports the end to svc-watch, which closes the tool calls that the agent left open. Does nothing without
     /// svc-watch.
     async fn report_end_to_watcher(&self, dispatch: &Dispatch) {
-        let message = Message::dispatch_end(dispatch.id(), dispatch.take_seen());
+        let message = Message::dispatch_end(dispatch.id(), dispatch.take_seen_calls());
         audit_protocol::send_from_dispatcher(&self.watcher_socket, message).await;
     }
 
@@ -358,7 +363,7 @@ impl Dispatcher {
         if !self.write_journal(vec![refused]).await {
             let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
             // After a crash, the dispatch is then recorded as interrupted. That is wrong, but it does not run.
-            let _ = tokio::task::spawn_blocking(move || journal.mark_begun(&accepted)).await;
+            let _ = tokio::task::spawn_blocking(move || journal.mark_started(&accepted)).await;
         }
         self.end_refused(dispatch, reached.period);
     }
@@ -374,6 +379,7 @@ impl Dispatcher {
         self.retain_ended(dispatch);
     }
 
+    /// Journals, records and publishes the end of a dispatch.
     async fn end(&self, dispatch: &Arc<Dispatch>, interaction: Interaction, text: Option<String>) {
         self.write_journal(vec![JournalEntry {
             ended: Some(interaction.clone()),
@@ -402,7 +408,7 @@ impl Dispatcher {
         let mut table = self.lock();
         if let Some(batch) = dispatch.batch.as_ref().filter(|batch| batch.is_over()) {
             // A refused entry stays refused only while its own file exists, so the batch is removed first.
-            let is_refused = |id: &&String| match table.all.get(*id) {
+            let is_refused = |id: &&String| match table.targets.get(*id) {
                 Some(DispatchTarget::One(dispatch)) => dispatch.phase() == Phase::Refused,
                 _ => false,
             };
@@ -426,22 +432,22 @@ impl Dispatcher {
             let Some(index) = table.ended.iter().position(can_evict) else { break };
             let Some(oldest) = table.ended.remove(index) else { break };
             table.ended_bytes = table.ended_bytes.saturating_sub(oldest.bytes());
-            table.all.remove(oldest.id());
+            table.targets.remove(oldest.id());
             if let Some(batch) = &oldest.batch
-                && !batch.entries.iter().any(|id| table.all.contains_key(id))
+                && !batch.entries.iter().any(|id| table.targets.contains_key(id))
             {
-                table.all.remove(&batch.id);
+                table.targets.remove(&batch.id);
             }
         }
     }
 
-    /// Writes entries to the journal. A failure does not refuse the dispatch, which may be the one that frees disk
-    /// space.
+    /// Writes entries to the journal; returns whether that succeeded. After a failure, the dispatch is still accepted:
+    /// it may be the one that frees disk space.
     pub(super) async fn write_journal(&self, all: Vec<JournalEntry>) -> bool {
         let journal = self.journal.clone();
         let written = run_blocking(move || journal.write(&all)).await;
         if written.is_err() {
-            tracing::warn!("cannot write a dispatch to the journal; a crash would lose it");
+            tracing::warn!("cannot write a dispatch to the journal; a crash of the gateway would lose it");
         }
         written.is_ok()
     }

@@ -13,7 +13,7 @@ const MAX_BYTES: usize = 1 << 20;
 
 /// The first event number of this process: its start in microseconds, so that it is above all numbers of earlier
 /// processes.
-static BASE: LazyLock<u64> =
+static FIRST_NUMBER: LazyLock<u64> =
     LazyLock::new(|| u64::try_from(Timestamp::now().as_millisecond()).unwrap_or_default() * 1000);
 
 /// The events of a dispatch, or of a batch.
@@ -43,7 +43,7 @@ pub struct ReadEvents {
 
 impl Default for EventLog {
     fn default() -> Self {
-        let buffer = Buffer { first: *BASE, events: VecDeque::new(), bytes: 0, is_over: false };
+        let buffer = Buffer { first: *FIRST_NUMBER, events: VecDeque::new(), bytes: 0, is_over: false };
         Self { buffer: Mutex::new(buffer), latest: watch::Sender::new(0) }
     }
 }
@@ -73,12 +73,12 @@ impl EventLog {
         self.latest.send_replace(number + 1);
     }
 
-    /// Reads events from this number on. A number outside this process's range is from an earlier process: then all
-    /// events are read.
+    /// Reads the events from number `from` on. A number outside this process's range is from an earlier process: then
+    /// all events are read.
     pub fn read(&self, from: u64) -> ReadEvents {
         let buffer = self.lock();
         let next = buffer.first + buffer.events.len() as u64;
-        let from = if (*BASE..=next).contains(&from) { from } else { *BASE };
+        let from = if (*FIRST_NUMBER..=next).contains(&from) { from } else { *FIRST_NUMBER };
         let start = from.max(buffer.first);
         let skipped = usize::try_from(start - buffer.first).unwrap_or(usize::MAX);
         ReadEvents {
@@ -112,10 +112,16 @@ mod tests {
         log.push("result", &json!({}), true);
         log.push("text", &json!({"text": "after the end"}), false);
         let read = log.read(0);
-        assert_eq!((read.events.len(), read.missed, read.next, read.is_over), (2, 0, *BASE + 2, true));
-        assert_eq!(read.events[0], format!("id: {}\nevent: text\ndata: {{\"text\":\"a\"}}\n\n", *BASE));
-        assert_eq!(log.read(*BASE + 1).events.len(), 1);
-        for other_process in [1, *BASE - 1, *BASE + 57] {
+        assert_eq!(
+            (read.events.len(), read.missed, read.next, read.is_over),
+            (2, 0, *FIRST_NUMBER + 2, true)
+        );
+        assert_eq!(
+            read.events[0],
+            format!("id: {}\nevent: text\ndata: {{\"text\":\"a\"}}\n\n", *FIRST_NUMBER)
+        );
+        assert_eq!(log.read(*FIRST_NUMBER + 1).events.len(), 1);
+        for other_process in [1, *FIRST_NUMBER - 1, *FIRST_NUMBER + 57] {
             assert_eq!(log.read(other_process).events.len(), 2);
         }
     }
@@ -127,8 +133,8 @@ mod tests {
         for _ in 0..10 {
             log.push("text", &json!({"text": text}), false);
         }
-        let read = log.read(*BASE + 2);
+        let read = log.read(*FIRST_NUMBER + 2);
         assert!(log.bytes() <= MAX_BYTES);
-        assert_eq!((read.missed + read.events.len() as u64, read.next), (8, *BASE + 10));
+        assert_eq!((read.missed + read.events.len() as u64, read.next), (8, *FIRST_NUMBER + 10));
     }
 }

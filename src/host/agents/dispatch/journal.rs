@@ -12,7 +12,7 @@ use jiff::Timestamp;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::request::Entry;
+use super::request::PromptEntry;
 use crate::records::entry::Interaction;
 use crate::records::limits::Period;
 use svc_base::chain::format_chain;
@@ -37,7 +37,7 @@ pub struct JournalEntry {
     pub id: String,
     pub sender_id: String,
     #[serde(flatten)]
-    pub entry: Entry,
+    pub entry: PromptEntry,
     pub batch: Option<BatchPosition>,
     pub fingerprint: String,
     #[serde(with = "clock::wire")]
@@ -95,7 +95,7 @@ impl Journal {
 
     /// Marks a dispatch as started with an empty file, which needs no disk space. Returns `false` if even that fails
     /// and the dispatch may be in the journal: after a crash, it would be started again.
-    pub fn mark_begun(&self, entry: &JournalEntry) -> bool {
+    pub fn mark_started(&self, entry: &JournalEntry) -> bool {
         let mark = self.mark_path(&entry.id);
         let marked = std::fs::File::create(&mark).and_then(|file| file.sync_all());
         let marked = marked.map_err(FileError::wrap("create", &mark)).and_then(|()| fsx::sync_dir(&self.0));
@@ -133,7 +133,7 @@ impl Journal {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
             entries => entries.map_err(FileError::wrap("read", &self.0))?,
         };
-        // No writer is active yet, so temporary files are leftovers.
+        // No writer is active yet, so all temporary files are leftovers.
         fsx::remove_leftover_temps_in(&self.0, |_| true)?;
         let mut found: BTreeMap<String, JournalEntry> = BTreeMap::new();
         let mut marks = Vec::new();
@@ -169,7 +169,7 @@ impl Journal {
         let (mut all, unknown): (Vec<_>, Vec<_>) =
             found.into_values().partition(|entry| entry.version == JournalEntry::VERSION);
         for JournalEntry { id, version, .. } in unknown {
-            tracing::warn!(svc_dispatch_id = %id, version, "the dispatch of another release stays in the journal");
+            tracing::warn!(svc_dispatch_id = %id, version, "a dispatch in another release's format stays in the journal");
         }
         all.sort_by(|a, b| {
             (a.accepted_at, batch_index(a), &a.id).cmp(&(b.accepted_at, batch_index(b), &b.id))
@@ -208,7 +208,7 @@ mod tests {
             version: JournalEntry::VERSION,
             id: id.to_owned(),
             sender_id: "u".to_owned(),
-            entry: Entry {
+            entry: PromptEntry {
                 agent_name: "a".to_owned(),
                 model: None,
                 conversation_id: None,
@@ -256,19 +256,19 @@ mod tests {
     }
 
     #[test]
-    fn mark_begun_counts_as_started_at() {
+    fn mark_started_sets_started_at() {
         let (dir, journal) = journal();
         let entry = |index| entry(index, 2);
         let one = dispatch("a", "2026-11-22T10:00:01.000Z");
         journal.write(std::slice::from_ref(&one)).unwrap();
         journal.write(&[entry(0), entry(1)]).unwrap();
-        assert!(journal.mark_begun(&one) && journal.mark_begun(&entry(1)));
-        assert!(journal.mark_begun(&dispatch("unknown", "2026-11-22T10:00:01.000Z")));
+        assert!(journal.mark_started(&one) && journal.mark_started(&entry(1)));
+        assert!(journal.mark_started(&dispatch("unknown", "2026-11-22T10:00:01.000Z")));
         std::fs::create_dir(dir.path().join("dispatches/unreadable.json")).unwrap();
         std::fs::write(dir.path().join("dispatches/unreadable.begun"), "").unwrap();
-        let begun: Vec<bool> =
+        let is_started: Vec<bool> =
             journal.read().unwrap().iter().map(|entry| entry.started_at.is_some()).collect();
-        assert_eq!(begun, [false, true, true]);
+        assert_eq!(is_started, [false, true, true]);
         journal.remove(&JournalFile::One("a".to_owned()));
         journal.remove(&JournalFile::One("b.1".to_owned()));
         assert_eq!(
@@ -279,8 +279,8 @@ mod tests {
         // If the mark cannot be created, a dispatch in the journal must not start: a crash would start it again.
         std::fs::create_dir(dir.path().join("dispatches/b.0.begun")).unwrap();
         std::fs::create_dir(dir.path().join("dispatches/unknown.begun")).unwrap();
-        assert!(!journal.mark_begun(&entry(0)));
-        assert!(journal.mark_begun(&dispatch("unknown", "2026-11-22T10:00:01.000Z")));
+        assert!(!journal.mark_started(&entry(0)));
+        assert!(journal.mark_started(&dispatch("unknown", "2026-11-22T10:00:01.000Z")));
     }
 
     #[test]

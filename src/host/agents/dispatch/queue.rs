@@ -1,5 +1,5 @@
-//! The queue of dispatches; pure. Each sender has its own queue, and senders take turns, so that no sender starves the
-//! others.
+//! The queue of dispatches. Performs no I/O. Each sender has its own queue, and senders take turns, so that no sender
+//! starves the others.
 
 use std::collections::{BTreeMap, VecDeque};
 

@@ -19,7 +19,7 @@ use crate::system::blocking::run_blocking;
 use svc_base::chain::format_chain;
 use svc_base::fsx::FileError;
 
-/// Timeout of making records durable.
+/// Timeout for making records durable.
 const FLUSH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
 
 impl Dispatcher {
@@ -86,7 +86,7 @@ impl Dispatcher {
             let accepted = JournalEntry { started_at: None, ended: None, refused: None, ..accepted };
             let dispatch = Dispatch::new(accepted, batch, reservation);
             dispatch.journaled.cancel();
-            self.lock().all.insert(dispatch.id().to_owned(), DispatchTarget::One(Arc::clone(&dispatch)));
+            self.lock().targets.insert(dispatch.id().to_owned(), DispatchTarget::One(Arc::clone(&dispatch)));
             if let Some(period) = refused {
                 self.end_refused(&dispatch, period);
                 continue;
@@ -94,7 +94,8 @@ impl Dispatcher {
             let interaction = match (ended, started_at) {
                 (Some(ended), _) => ended,
                 (None, Some(_)) => {
-                    let message = "it was interrupted: the gateway was killed, or the machine lost power";
+                    let message =
+                        "the dispatch was interrupted: the gateway was killed, or the machine lost power";
                     let duration_ms = run::elapsed_ms(started_at, Timestamp::now());
                     let reserved = settings.limits.reservation;
                     let interrupted =
@@ -143,10 +144,12 @@ impl Dispatcher {
             let batch = Batch::new(position.id.clone(), accepted.fingerprint.clone(), ids, count);
             batch.journaled.cancel();
             batches.insert(position.id.clone(), Arc::clone(&batch));
-            self.lock().all.insert(position.id.clone(), DispatchTarget::Batch(Arc::clone(&batch)));
+            self.lock().targets.insert(position.id.clone(), DispatchTarget::Batch(Arc::clone(&batch)));
             for interaction in ended {
                 let dispatch = Dispatch::from_record(interaction.clone(), Some(Arc::clone(&batch)));
-                self.lock().all.insert(dispatch.id().to_owned(), DispatchTarget::One(Arc::clone(&dispatch)));
+                self.lock()
+                    .targets
+                    .insert(dispatch.id().to_owned(), DispatchTarget::One(Arc::clone(&dispatch)));
                 self.retain_ended(&dispatch);
             }
         }
@@ -174,7 +177,7 @@ impl Dispatcher {
         }
         for file in recorded {
             if let JournalFile::One(id) = file
-                && let Some(DispatchTarget::One(dispatch)) = table.all.get(&id)
+                && let Some(DispatchTarget::One(dispatch)) = table.targets.get(&id)
             {
                 dispatch.mark_durable();
             }

@@ -25,8 +25,8 @@ pub struct DispatchId(String);
 impl DispatchId {
     pub const PATTERN: &str = "^[A-Za-z0-9][A-Za-z0-9._-]{0,103}$";
     const MAX_CHARS: usize = 104;
-    /// Leaves room for the index of an entry.
-    const MAX_GIVEN_CHARS: usize = 100;
+    /// Maximum characters of an ID that a caller chooses; leaves room for the index of an entry.
+    const MAX_CALLER_ID_CHARS: usize = 100;
 
     pub fn generate() -> Self {
         Self(uuid::Uuid::now_v7().to_string())
@@ -36,7 +36,7 @@ impl DispatchId {
         &self.0
     }
 
-    /// Whether it has the form of a batch entry's ID.
+    /// Whether this ID has the form of a batch entry's ID.
     fn is_entry_id(&self) -> bool {
         let ending = self.0.rsplit_once('.').map(|(_, ending)| ending);
         ending.is_some_and(|ending| !ending.is_empty() && ending.bytes().all(|byte| byte.is_ascii_digit()))
@@ -88,7 +88,7 @@ impl fmt::Display for DispatchId {
 /// One prompt, for an existing agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Entry {
+pub struct PromptEntry {
     pub agent_name: String,
     /// The requested model, or else the agent's.
     pub model: Option<String>,
@@ -104,7 +104,7 @@ pub struct DispatchRequest {
     pub sender_id: String,
     pub is_batch: bool,
     /// Exactly one entry, unless the request is a batch.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<PromptEntry>,
     /// A digest of the request's own fields; equal for equal requests.
     pub fingerprint: String,
 }
@@ -145,7 +145,12 @@ impl Options {
         }
     }
 
-    fn into_entry(self, fields: &mut Fields, prompt: String, settings: &AgentSettings) -> Option<Entry> {
+    fn into_entry(
+        self,
+        fields: &mut Fields,
+        prompt: String,
+        settings: &AgentSettings,
+    ) -> Option<PromptEntry> {
         let agent_name = self.agent_name.unwrap_or_else(|| settings.default_agent.clone());
         let Some(agent) = settings.agents.get(&agent_name) else {
             let names: Vec<&str> = settings.agents.keys().map(String::as_str).collect();
@@ -153,7 +158,7 @@ impl Options {
             fields.add_error("agentName", why);
             return None;
         };
-        Some(Entry {
+        Some(PromptEntry {
             model: self.model.or_else(|| agent.model.clone()),
             conversation_id: self.conversation_id,
             deadline_seconds: limit_deadline(self.deadline_seconds, agent),
@@ -163,17 +168,20 @@ impl Options {
     }
 }
 
-/// The caller can only shorten the agent's deadline.
+/// Limits the requested deadline: a caller can only shorten the agent's deadline.
 fn limit_deadline(requested: Option<u64>, agent: &Agent) -> u64 {
     requested.map_or(agent.deadline_seconds, |requested| requested.min(agent.deadline_seconds))
 }
 
 impl DispatchRequest {
-    /// Parses a request from this principal; adds mistakes to `fields`.
+    /// Parses a request from this principal; adds errors to `fields`.
     pub fn read(fields: &mut Fields, principal: &str, settings: &AgentSettings) -> Option<Self> {
         let id: Option<DispatchId> = fields.optional("id");
-        if id.as_ref().is_some_and(|id| id.as_str().len() > DispatchId::MAX_GIVEN_CHARS || id.is_entry_id()) {
-            let max = DispatchId::MAX_GIVEN_CHARS;
+        if id
+            .as_ref()
+            .is_some_and(|id| id.as_str().len() > DispatchId::MAX_CALLER_ID_CHARS || id.is_entry_id())
+        {
+            let max = DispatchId::MAX_CALLER_ID_CHARS;
             fields.add_error(
                 "id",
                 format!("must have at most {max} characters, and must not end with a dot and a number"),
@@ -195,15 +203,15 @@ impl DispatchRequest {
             }
             (true, false) => {
                 let prompt = fields.text("prompt", MAX_PROMPT_CHARS)?;
-                let given = options.to_json(&prompt);
-                options.into_entry(fields, prompt, settings).map(|entry| (vec![entry], given))
+                let own_fields = options.to_json(&prompt);
+                options.into_entry(fields, prompt, settings).map(|entry| (vec![entry], own_fields))
             }
         }?;
-        let (entries, given) = entries;
+        let (entries, own_fields) = entries;
         let sender_id = sender_id.unwrap_or_else(|| principal.to_owned());
         // Hash only the request's own fields: defaults from the settings may change before a retry.
-        let whole = json!({ "senderId": sender_id, "batch": is_batch, "given": given });
-        let fingerprint = hex::encode(Sha256::digest(whole.to_string()));
+        let hashed = json!({ "senderId": sender_id, "batch": is_batch, "given": own_fields });
+        let fingerprint = hex::encode(Sha256::digest(hashed.to_string()));
         Some(Self { id, sender_id, is_batch, entries, fingerprint })
     }
 
@@ -211,7 +219,7 @@ impl DispatchRequest {
         fields: &mut Fields,
         options: &Options,
         settings: &AgentSettings,
-    ) -> Option<(Vec<Entry>, Value)> {
+    ) -> Option<(Vec<PromptEntry>, Value)> {
         let given = fields.nested_array("batch", 1..=MAX_BATCH_ENTRIES)?;
         let (mut entries, mut all) = (Vec::new(), vec![options.to_json("")]);
         let count = given.len();
@@ -254,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_name_their_field() {
+    fn read_names_the_field_of_each_error() {
         for (body, expected) in [
             (json!({}), "/prompt: is required"),
             (json!({ "prompt": "" }), "/prompt: must have 1"),

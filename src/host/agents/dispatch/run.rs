@@ -26,7 +26,7 @@ use crate::records::entry::{DispatchError, Interaction, Status};
 use crate::records::money::Dollars;
 use svc_base::clock;
 
-/// Timeout of connecting to the runner, and of one write to it.
+/// Timeout for connecting to the runner, and for one write to it.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time that the runner has to end a cancelled run, in addition to the agent's grace periods.
 const END_TIMEOUT: Duration = Duration::from_secs(15);
@@ -35,7 +35,7 @@ const UNKNOWN_MODEL: &str = "unknown";
 /// Tools that start subagents.
 const SPAWN_TOOLS: [&str; 4] = ["Agent", "Task", "spawn_agent", "task"];
 
-/// The reason why a run was ended early.
+/// The reason why a run was ended early_end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum EndReason {
     Cancelled,
@@ -81,7 +81,7 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     let reserved = dispatch.reserved_amount();
     if let Some(estimate) = estimate_cost(context.settings, &outcome, cost, is_cut_off, reserved) {
         context.kernel.note(&format!(
-            "dispatch {}: it ended before it reported its full cost; it counts as {estimate}, including its reservation",
+            "dispatch {}: ended before it reported its full cost, which is estimated as {estimate}, including the reservation",
             dispatch.id()
         ));
         let text = outcome.text.clone();
@@ -91,7 +91,7 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     if cost.is_none() && outcome.tokens_in + outcome.tokens_out > 0 {
         let model = model.as_deref().unwrap_or(UNKNOWN_MODEL);
         context.kernel.note(&format!(
-            "dispatch {}: system/config.json has no price for {model}; it counts as $0",
+            "dispatch {}: its cost counts as $0, because prices in system/config.json lacks {model}",
             dispatch.id()
         ));
     }
@@ -142,7 +142,7 @@ pub fn interrupted_interaction(
 /// The end of a run.
 struct RunEnd {
     outcome: Outcome,
-    /// The agent was running and was ended from outside, so it may not have reported its cost.
+    /// The agent was running and was ended by something else, so it may not have reported its cost.
     is_cut_off: bool,
 }
 
@@ -178,7 +178,7 @@ fn build_interaction(
     outcome: Outcome,
     model: Option<String>,
     cost: Dollars,
-    took: Duration,
+    duration: Duration,
 ) -> Interaction {
     let accepted = &dispatch.accepted;
     let conversation_id = accepted.entry.conversation_id.clone().or(outcome.conversation_id);
@@ -194,7 +194,7 @@ fn build_interaction(
         tokens_out: outcome.tokens_out,
         cost,
         cost_estimated: false,
-        duration_ms: u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
+        duration_ms: u64::try_from(duration.as_millis()).unwrap_or(u64::MAX),
         tools: outcome.tools,
         status: outcome.status,
         error: outcome.error,
@@ -277,14 +277,14 @@ impl<'a> Run<'a> {
     }
 
     async fn execute(mut self, agent: &Agent) -> RunEnd {
-        let early = if self.dispatch.cancel.is_cancelled() {
+        let early_end = if self.dispatch.cancel.is_cancelled() {
             Some(EndReason::Cancelled)
         } else if self.context.pause.is_cancelled() {
             Some(EndReason::Paused)
         } else {
             self.context.stop.is_cancelled().then_some(EndReason::Stopped)
         };
-        if let Some(why) = early {
+        if let Some(why) = early_end {
             let error = Some(self.early_end_error(why));
             return Outcome { error, ..failed_outcome("", String::new()) }.into();
         }
@@ -309,8 +309,8 @@ impl<'a> Run<'a> {
         };
         let ended = self.follow(from, to).await;
         let at = self.elapsed_ms();
-        let is_ended_from_outside =
-            self.end_reason.is_some() || ended.as_ref().map_or(true, |ended| ended.exit.is_by_signal());
+        let was_ended_from_outside = self.end_reason.is_some()
+            || ended.as_ref().map_or(true, |ended| ended.exit.is_caused_by_signal());
         let mut outcome = match ended {
             Ok(mut ended) => {
                 self.secrets.redact(&mut ended.stderr_tail);
@@ -333,21 +333,20 @@ impl<'a> Run<'a> {
             let (tool, turn) = reported.map(|reported| (reported.tool, reported.turn)).unwrap_or_default();
             outcome.error = Some(DispatchError { tool, turn, ..self.early_end_error(why) });
         }
-        let is_cut_off = self.is_started && is_ended_from_outside && outcome.status == Status::Error;
+        let is_cut_off = self.is_started && was_ended_from_outside && outcome.status == Status::Error;
         RunEnd { outcome, is_cut_off }
     }
 
     fn early_end_error(&self, why: EndReason) -> DispatchError {
         let (name, message) = match why {
-            EndReason::Cancelled => ("Cancelled", "it was cancelled".to_owned()),
+            EndReason::Cancelled => ("Cancelled", "the dispatch was cancelled".to_owned()),
             EndReason::Deadline => {
                 let seconds = self.dispatch.accepted.entry.deadline_seconds;
-                ("DeadlineExceeded", format!("it was stopped at its deadline of {seconds} s"))
+                ("DeadlineExceeded", format!("the agent was stopped at the deadline of {seconds} s"))
             }
-            EndReason::Stopped => ("Interrupted", "it was stopped because the gateway shut down".to_owned()),
+            EndReason::Stopped => ("Interrupted", "the agent was stopped: the gateway shut down".to_owned()),
             EndReason::Paused => {
-                let message =
-                    "it was stopped because the platform stopped this machine's writers for a final backup";
+                let message = "the agent was stopped: this machine's writers are stopped for a final backup";
                 ("Interrupted", message.to_owned())
             }
         };
@@ -364,8 +363,6 @@ impl<'a> Run<'a> {
         mut from: OwnedReadHalf,
         mut to: OwnedWriteHalf,
     ) -> Result<RunResult, DispatchError> {
-        let disconnected =
-            || dispatch_error("NoRunner", "svc-agent disconnected without a result: see its unit's log");
         // A separate task reads the frames: a read cancelled half-way would lose the position in the stream.
         let (frames, mut next) = tokio::sync::mpsc::channel(2);
         let reader = tokio::spawn(async move {
@@ -375,10 +372,10 @@ impl<'a> Run<'a> {
                 }
             }
         });
-        let mut give_up = None;
+        let mut give_up_at = None;
         let ended = loop {
-            let wait_for_end = async {
-                match give_up {
+            let gave_up = async {
+                match give_up_at {
                     Some(at) => tokio::time::sleep_until(at).await,
                     None => std::future::pending().await,
                 }
@@ -401,15 +398,18 @@ impl<'a> Run<'a> {
                     Some(RunnerFrame::Ended(ended)) => break Ok(ended),
                     Some(RunnerFrame::Refused(why)) => break Err(dispatch_error("NotStarted", why)),
                     Some(frame) => self.handle_frame(frame),
-                    None => break Err(disconnected()),
+                    None => {
+                        let message = "svc-agent disconnected without a result: see journalctl -u 'svc-agent@*'";
+                        break Err(dispatch_error("NoRunner", message));
+                    }
                 },
                 why = why, if self.end_reason.is_none() => {
                     self.end_reason = Some(why);
-                    give_up = Some(Instant::now() + INTERRUPT_GRACE + TERMINATE_GRACE + END_TIMEOUT);
+                    give_up_at = Some(Instant::now() + INTERRUPT_GRACE + TERMINATE_GRACE + END_TIMEOUT);
                     // A runner that does not receive the cancellation is abandoned after the timeout.
                     let _ = tokio::time::timeout(CONNECT_TIMEOUT, GatewayFrame::Cancel.write(&mut to)).await;
                 }
-                () = wait_for_end => {
+                () = gave_up => {
                     break Err(dispatch_error("NoRunner", "svc-agent did not stop the agent in time"));
                 }
             }
@@ -466,7 +466,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// The milliseconds since an interrupted dispatch started; zero if unknown.
+/// Returns the milliseconds since an interrupted dispatch started; zero if unknown.
 pub fn elapsed_ms(started_at: Option<Timestamp>, now: Timestamp) -> u64 {
     let elapsed = started_at.map_or(0, |at| now.as_millisecond().saturating_sub(at.as_millisecond()));
     u64::try_from(elapsed).unwrap_or_default()

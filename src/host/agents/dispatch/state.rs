@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::event_log::EventLog;
 use super::journal::{BatchPosition, JournalEntry};
-use super::request::Entry;
+use super::request::PromptEntry;
 use crate::agents::kernel::Reservation;
 use crate::audit::protocol::SeenCalls;
 use crate::records::entry::{Interaction, Status};
@@ -74,6 +74,7 @@ struct State {
 
 /// A dispatch.
 pub struct Dispatch {
+    /// The dispatch as it was accepted, without its start and its end.
     pub accepted: JournalEntry,
     pub log: EventLog,
     pub batch: Option<Arc<Batch>>,
@@ -134,7 +135,7 @@ impl Dispatch {
             version: JournalEntry::VERSION,
             id: interaction.id.clone(),
             sender_id: interaction.sender_id.clone(),
-            entry: Entry {
+            entry: PromptEntry {
                 agent_name: interaction.agent_name.clone(),
                 model: Some(interaction.model.clone()),
                 conversation_id: Some(interaction.conversation_id.clone()),
@@ -202,7 +203,7 @@ impl Dispatch {
         state.seen.add(call);
     }
 
-    pub fn take_seen(&self) -> SeenCalls {
+    pub fn take_seen_calls(&self) -> SeenCalls {
         std::mem::take(&mut self.lock().seen)
     }
 

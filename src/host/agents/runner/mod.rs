@@ -28,7 +28,7 @@ use svc_http::server;
 
 /// Maximum concurrent runs without systemd, whose socket unit has its own limit.
 const MAX_RUNS: usize = 128;
-/// Pause after a connection could not be accepted.
+/// Time to wait after a connection could not be accepted.
 const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 #[derive(Parser)]

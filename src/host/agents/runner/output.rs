@@ -25,7 +25,7 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// The next line, without its terminator; `None` at the end of the output. Cancel-safe.
+    /// Returns the next line, without its terminator; `None` at the end of the output. Cancel-safe.
     ///
     /// # Errors
     /// The read failed.
@@ -80,7 +80,8 @@ impl StderrTail {
         }
     }
 
-    /// Drops a truncated first line if whole lines follow: it may contain part of a secret.
+    /// Returns the tail as text. A truncated first line is dropped if whole lines follow: it may contain part of a
+    /// secret.
     pub fn into_text(mut self) -> String {
         let is_truncated = self.0.len() >= STDERR_TAIL_BYTES;
         let text = String::from_utf8_lossy(self.0.make_contiguous());

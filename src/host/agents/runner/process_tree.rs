@@ -1,4 +1,4 @@
-//! Finds the descendants of this process by their parents, and kills them.
+//! Finds the descendants of this process by their parent IDs, and kills them.
 //!
 //! This process is the subreaper of its descendants: orphans become its children, even those in other sessions.
 
@@ -10,9 +10,9 @@ use nix::unistd::Pid;
 
 use crate::system::process_stat::ProcessStat;
 
-/// Interval of checks for remaining processes.
+/// Interval between checks for remaining processes.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
-/// Timeout of the kill; systemd handles a process that is stuck in the kernel for longer.
+/// Timeout for the kill; systemd handles a process that is stuck in the kernel for longer.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Makes orphaned descendants children of this process.

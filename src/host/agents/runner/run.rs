@@ -31,15 +31,15 @@ use crate::agents::protocol::{
 use crate::system::layout::Layout;
 use svc_base::chain::format_chain;
 
-/// Timeout of reading the order, and then of reading the go-ahead.
+/// Timeout for reading the order, and then for reading the go-ahead.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time that the output may stay open after the agent has exited: a child may have inherited it.
 const OUTPUT_CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
-/// Timeout of one write to the gateway; the run is cancelled after it.
+/// Timeout for one write to the gateway, after which the run is cancelled.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Timeout of reading the program's session files.
+/// Timeout for reading the program's session files.
 const USAGE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval of reaping orphans of the agent.
+/// Interval at which the agent's orphans are reaped.
 const REAP_INTERVAL: Duration = Duration::from_secs(1);
 /// The search path of an agent, after the release's own directories.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -56,15 +56,16 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     let Some(GatewayFrame::Order(order)) = order.map_err(|_| io::ErrorKind::TimedOut)?? else {
         return Ok(());
     };
-    if ![Order::WITHOUT_READY, Order::VERSION].contains(&order.version) {
+    if ![Order::VERSION_WITHOUT_READY, Order::VERSION].contains(&order.version) {
         let why = format!("svc-agent does not support orders of version {}", order.version);
         return RunnerFrame::Refused(why).write(&mut to).await;
     }
     if let Err(error) = process_tree::adopt_orphans() {
         tracing::warn!(%error, "cannot adopt orphans; systemd will kill them");
     }
-    if order.version != Order::WITHOUT_READY && !wait_for_go(&mut from, &mut to).await? {
-        return RunnerFrame::Refused("it was cancelled before it started".to_owned()).write(&mut to).await;
+    if order.version != Order::VERSION_WITHOUT_READY && !wait_for_go(&mut from, &mut to).await? {
+        let why = "the dispatch was cancelled before the agent started";
+        return RunnerFrame::Refused(why.to_owned()).write(&mut to).await;
     }
     let (child, is_resumed) = match start_agent(layout, &order) {
         Ok(started) => started,
@@ -292,12 +293,12 @@ impl Run {
     }
 }
 
-/// A token that is cancelled when the gateway cancels or disconnects.
+/// Returns a token that is cancelled when the gateway cancels the run or disconnects.
 fn watch_cancellation(mut from: OwnedReadHalf) -> CancellationToken {
     let token = CancellationToken::new();
     let cancel = token.clone();
     drop(tokio::spawn(async move {
-        // Any frame, error or end of the connection cancels: no other frame is valid during a run.
+        // Any frame, error or end of the connection cancels the run: no other frame is valid during a run.
         let _ = GatewayFrame::read(&mut from).await;
         cancel.cancel();
     }));

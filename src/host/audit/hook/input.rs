@@ -126,10 +126,10 @@ impl HookInput {
         message
     }
 
-    fn detect_actor<'a>(&self, named: &'a str) -> &'a str {
+    fn detect_actor<'a>(&self, installed_for: &'a str) -> &'a str {
         let by_path = |part: &str| self.transcript_path.as_deref().is_some_and(|path| path.contains(part));
-        if !named.is_empty() {
-            named
+        if !installed_for.is_empty() {
+            installed_for
         } else if self.turn_id.is_some() || by_path("/.codex/") {
             "codex"
         } else if by_path("/.claude/") || env_var("CLAUDECODE").is_some() {
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn irrelevant_input_is_ignored_and_invalid_refused() {
+    fn read_ignores_irrelevant_and_refuses_invalid_input() {
         assert!(parse(r#"{"hook_event_name":"PreToolUse","tool_name":"Read","tool_input":{}}"#).is_none());
         assert!(parse(r#"{"hook_event_name":"SessionStart"}"#).is_none());
         let unexpected = parse(

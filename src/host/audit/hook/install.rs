@@ -17,7 +17,7 @@ const fn for_tools(event: &'static str) -> HookSpec {
     HookSpec { event, matcher: Some(TOOLS) }
 }
 
-const fn for_any_tool(event: &'static str) -> HookSpec {
+const fn without_matcher(event: &'static str) -> HookSpec {
     HookSpec { event, matcher: None }
 }
 
@@ -36,9 +36,9 @@ const PROGRAMS: [Program; 2] = [
             for_tools("PreToolUse"),
             for_tools("PostToolUse"),
             for_tools("PostToolUseFailure"),
-            for_any_tool("Stop"),
-            for_any_tool("SubagentStop"),
-            for_any_tool("SessionEnd"),
+            without_matcher("Stop"),
+            without_matcher("SubagentStop"),
+            without_matcher("SessionEnd"),
         ],
     },
     Program {
@@ -47,10 +47,10 @@ const PROGRAMS: [Program; 2] = [
         hooks: &[
             for_tools("PreToolUse"),
             for_tools("PostToolUse"),
-            for_any_tool("Stop"),
-            for_any_tool("SubagentStop"),
-            for_any_tool("Interrupt"),
-            for_any_tool("SessionEnd"),
+            without_matcher("Stop"),
+            without_matcher("SubagentStop"),
+            without_matcher("Interrupt"),
+            without_matcher("SessionEnd"),
         ],
     },
 ];
@@ -73,7 +73,8 @@ pub enum InstallError {
     File(#[from] FileError),
 }
 
-/// Installs the hook in `bin` for all programs; a failure for one program does not prevent the others.
+/// Adds `svc-hook`, which is in the directory `bin`, to the settings of all programs. A failure for one program does
+/// not prevent the others.
 ///
 /// # Errors
 /// The first failure.
@@ -137,8 +138,8 @@ fn replace_file(path: &Path, text: &[u8]) -> Result<(), FileError> {
     let mode = before.as_ref().map_or(0o600, |before| before.permissions().mode() & 0o7777);
     fsx::write_atomic(path, text, mode)?;
     let Some(before) = before else { return Ok(()) };
-    let now = fs::metadata(path).map_err(FileError::wrap("stat", path))?;
-    if (now.uid(), now.gid()) != (before.uid(), before.gid()) {
+    let replaced = fs::metadata(path).map_err(FileError::wrap("stat", path))?;
+    if (replaced.uid(), replaced.gid()) != (before.uid(), before.gid()) {
         std::os::unix::fs::chown(path, Some(before.uid()), Some(before.gid()))
             .map_err(FileError::wrap("restore the owner of", path))?;
     }

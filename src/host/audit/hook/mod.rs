@@ -33,7 +33,7 @@ pub fn read_input(bytes: &[u8]) -> std::io::Result<Option<Message>> {
     Ok(HookInput::read(bytes)?.map(|input| input.into_message("")))
 }
 
-/// Time limit of the whole hook, from the start of its process.
+/// Time limit for the whole hook, from the start of its process.
 const HOOK_TIMEOUT: Duration = Duration::from_millis(100);
 /// The part of `HOOK_TIMEOUT` that is reserved for saving an undelivered message.
 const SAVE_RESERVE: Duration = Duration::from_millis(10);
@@ -71,13 +71,13 @@ pub fn command() -> clap::Command {
 }
 
 pub fn run(args: Vec<OsString>) -> ExitCode {
-    let word = args.get(1).and_then(|word| word.to_str()).unwrap_or_default();
+    let first = args.get(1).and_then(|arg| arg.to_str()).unwrap_or_default();
     let is_command =
-        ["install", "uninstall", "help", "--help", "-h", "--version", "-V", "--write-man"].contains(&word);
+        ["install", "uninstall", "help", "--help", "-h", "--version", "-V", "--write-man"].contains(&first);
     if is_command {
         return run_command(args);
     }
-    run_hook(word.to_owned());
+    run_hook(first.to_owned());
     ExitCode::SUCCESS
 }
 
@@ -87,13 +87,13 @@ fn run_command(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     let layout = Layout::from_process();
-    let done = match args.command {
+    let result = match args.command {
         Command::Install(args) => {
             install::install(&args.home.unwrap_or_else(|| layout.user_home()), &layout.link("bin"))
         }
         Command::Uninstall(args) => install::uninstall(&args.home.unwrap_or_else(|| layout.user_home())),
     };
-    match done.or_exit(Exit::Refused) {
+    match result.or_exit(Exit::Refused) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => applet::report("svc-hook", &failure),
     }
@@ -102,9 +102,9 @@ fn run_command(args: Vec<OsString>) -> ExitCode {
 /// The parsed message, shared with the thread that saves it after a timeout.
 type SharedMessage = Arc<Mutex<Option<Message>>>;
 
-/// Tests on slow machines extend the limit with the fail point `hook.patient`.
+/// Returns the hook's time limit. Tests on slow machines extend it with the fail point `hook.long_timeout`.
 fn time_limit() -> Duration {
-    if failpoint::pass("hook.patient").is_err() { HOOK_TIMEOUT * 300 } else { HOOK_TIMEOUT }
+    if failpoint::pass("hook.long_timeout").is_err() { HOOK_TIMEOUT * 300 } else { HOOK_TIMEOUT }
 }
 
 /// The time since this process was started, in steps of 10 ms; zero if unknown. On a busy machine, the process may have
@@ -122,15 +122,15 @@ fn run_hook(actor: String) {
     let layout = Layout::from_process();
     let gaps = layout.audit_gaps();
     let shared = SharedMessage::default();
-    let (done, ends) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     let thread_shared = Arc::clone(&shared);
     let started = std::thread::Builder::new().spawn(move || {
         // After a timeout, there is no receiver.
-        let _ = done.send(report_call(&layout, &actor, deadline, &thread_shared));
+        let _ = sender.send(report_call(&layout, &actor, deadline, &thread_shared));
     });
     let failure = match started {
         Err(_) => Some(GapReason::Unheard),
-        Ok(_) => match ends.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        Ok(_) => match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(failure) => failure,
             Err(mpsc::RecvTimeoutError::Timeout) => Some(GapReason::Late),
             Err(mpsc::RecvTimeoutError::Disconnected) => Some(GapReason::Unreadable),
@@ -143,7 +143,7 @@ fn run_hook(actor: String) {
     }
 }
 
-/// Parses the input and sends it to the watcher. Returns the reason for a failure.
+/// Parses the hook's input and sends it to the watcher. Returns the reason if that failed.
 fn report_call(layout: &Layout, actor: &str, deadline: Instant, shared: &SharedMessage) -> Option<GapReason> {
     let input = match HookInput::read(std::io::stdin().lock()) {
         Ok(Some(input)) => input,

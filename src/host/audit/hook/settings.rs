@@ -1,4 +1,4 @@
-//! Edits the `hooks` of an agent's settings. Pure.
+//! Edits the `hooks` of an agent's settings. Performs no I/O.
 //!
 //! Foreign hooks keep their content and order. Our hook is recognised by its program.
 

@@ -1,7 +1,7 @@
 //! Attributes changes to the tool calls that were running when they happened.
 //!
-//! Pure. A command may change anything, so changes between its start and its end are attributed to it. A tool that
-//! writes one file claims that file: if the call succeeds, the change is attributed to it alone.
+//! Performs no I/O. A command may change anything, so changes between its start and its end are attributed to it. A
+//! tool that writes one file claims that file: if the call succeeds, the change is attributed to it alone.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -120,7 +120,7 @@ impl CallWindows {
     }
 
     /// Whether there are open calls and all of them run in the background.
-    pub fn is_background(&self) -> bool {
+    pub fn is_all_background(&self) -> bool {
         !self.open.is_empty() && self.open.iter().all(|window| window.is_background)
     }
 
@@ -145,7 +145,7 @@ impl CallWindows {
         if self.open.is_empty() {
             return Vec::new();
         }
-        let attribution = self.running_commands();
+        let attribution = self.attribute_to_running_commands();
         let mut entries = Vec::new();
         for change in changes {
             if self.open.iter().any(|window| window.claims(&change)) {
@@ -157,8 +157,8 @@ impl CallWindows {
         entries
     }
 
-    /// The attribution to all running commands.
-    fn running_commands(&self) -> Attribution {
+    /// Builds the attribution to all running commands.
+    fn attribute_to_running_commands(&self) -> Attribution {
         let commands = || self.open.iter().filter(|window| window.claim.is_none());
         let mut agents: Vec<Agent> = Vec::new();
         for window in commands() {
@@ -170,7 +170,7 @@ impl CallWindows {
         Attribution { agents, tool: tool.filter(|tool| commands().all(|window| window.tool == *tool)) }
     }
 
-    /// Ends a successful call. For a tool that wrote a file, returns its changes as the tree shows them, or else
+    /// Ends a successful call. For a tool that wrote a file, returns the changes that the tree shows for it, or else
     /// `fallback`.
     pub fn end_successful(
         &mut self,
@@ -205,9 +205,10 @@ impl CallWindows {
         last.filter_map(|(_, pending)| attribution.build_entry(&pending.change, pending.at)).collect()
     }
 
-    /// Ends failed or abandoned calls. The changes that they claimed are attributed to the commands that were running.
-    pub fn end(&mut self, ends: impl Fn(&CallWindow) -> bool) -> Vec<AuditEntry> {
-        self.open.retain(|window| !ends(window));
+    /// Ends the matching calls, which failed or were abandoned. The changes that they claimed are attributed to the
+    /// commands that were running.
+    pub fn end(&mut self, should_end: impl Fn(&CallWindow) -> bool) -> Vec<AuditEntry> {
+        self.open.retain(|window| !should_end(window));
         let open = &self.open;
         let (pending, released) = std::mem::take(&mut self.pending)
             .into_iter()

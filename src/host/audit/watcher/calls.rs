@@ -1,4 +1,4 @@
-//! Decides which peers may report on a tool call. Pure.
+//! Decides which peers may report on a tool call. Performs no I/O.
 
 use super::call_windows::CallWindow;
 use super::peer::Peer;

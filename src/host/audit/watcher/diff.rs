@@ -134,14 +134,14 @@ pub fn update_tree(tree: &mut Tree, dirty: &DirtySet, probe: &mut impl FsProbe) 
         });
     } else {
         let found = remove_dirty(tree, dirty, probe, &mut before, &mut removed_folders);
-        for FoundName { folder, path, name, now } in found {
+        for FoundName { folder, path, name, state } in found {
             let path = join_path(&path, &name);
             let mut walk =
                 TreeWalk { tree, probe, before: &mut before, removed_folders: &mut removed_folders };
-            walk.add_name(folder, name, now);
-            after.insert(path.clone(), TreeEntry { state: now, folder });
-            if now.kind == Kind::Folder {
-                walk.add_contents(now.inode, path, &mut |path, known| {
+            walk.add_name(folder, name, state);
+            after.insert(path.clone(), TreeEntry { state, folder });
+            if state.kind == Kind::Folder {
+                walk.add_contents(state.inode, path, &mut |path, known| {
                     after.insert(path, known);
                 });
             }
@@ -164,7 +164,7 @@ struct FoundName {
     folder: Inode,
     path: Vec<u8>,
     name: Name,
-    now: FileState,
+    state: FileState,
 }
 
 /// Removes all dirty names from the tree, except unmoved folders. Everything is removed before anything is added, so
@@ -188,21 +188,21 @@ fn remove_dirty(
         }
         let Some(marked) = dirty.folders.get(&folder) else { continue };
         let names: Vec<Name> = marked.keys().cloned().collect();
-        let state = probe.probe(&path, folder, &names);
-        for (name, now) in names.into_iter().zip(state) {
-            let was = tree.get(folder, &name);
+        let states = probe.probe(&path, folder, &names);
+        for (name, new) in names.into_iter().zip(states) {
+            let old = tree.get(folder, &name);
             let has_name_change = marked.get(&name).is_some_and(|marks| marks.has_name_change);
-            if let (Some(was), Some(now)) = (was, now)
-                && was.kind == Kind::Folder
-                && (was.kind, was.inode) == (now.kind, now.inode)
+            if let (Some(old), Some(new)) = (old, new)
+                && old.kind == Kind::Folder
+                && (old.kind, old.inode) == (new.kind, new.inode)
                 && !has_name_change
             {
-                tree.refresh(folder, &name, now);
+                tree.refresh(folder, &name, new);
                 continue;
             }
             tree.remove(folder, &name, join_path(&path, &name), before, removed_folders);
-            if let Some(now) = now {
-                found.push(FoundName { folder, path: path.clone(), name, now });
+            if let Some(new) = new {
+                found.push(FoundName { folder, path: path.clone(), name, state: new });
             }
         }
     }
@@ -243,16 +243,17 @@ impl<S: FsProbe> TreeWalk<'_, S> {
     /// Adds a name. A folder that is known at another path was moved, so it is removed from there.
     fn add_name(&mut self, folder: Inode, name: Name, state: FileState) {
         if state.kind == Kind::Folder
-            && let Some((parent, old)) = self.tree.parent(state.inode)
+            && let Some((parent, old_name)) = self.tree.parent(state.inode)
             && let Some(path) = self.tree.path(state.inode)
         {
-            self.tree.remove(parent, &old, path, self.before, self.removed_folders);
+            self.tree.remove(parent, &old_name, path, self.before, self.removed_folders);
         }
         self.tree.insert(folder, name, state);
     }
 }
 
-/// Files with several names, and whether they were written and touched: an event of one name applies to all names.
+/// Files with several names (hard links), and whether they were written and touched: an event of one name applies to
+/// all names.
 struct SharedFiles(HashMap<FileId, (bool, bool)>);
 
 impl SharedFiles {
@@ -288,38 +289,38 @@ fn compare_paths(
     for path in before.keys().filter(|path| !after.contains_key(*path)) {
         changes.push(Change { op: Op::Delete, path: path.clone(), size: 0 });
     }
-    for (path, now) in after {
-        let was = before.get(path).map(|was| was.state);
-        let mut marks = dirty.marks(now.folder, path);
-        if was.is_some_and(|was| was.id() == now.state.id()) {
+    for (path, new) in after {
+        let old = before.get(path).map(|old| old.state);
+        let mut marks = dirty.marks(new.folder, path);
+        if old.is_some_and(|old| old.id() == new.state.id()) {
             let (is_written, is_touched) = marks.for_first_file();
             marks.is_written |= is_written;
             marks.is_touched |= is_touched;
         }
-        if let Some((is_written, is_touched)) = shared.0.get(&now.state.id()) {
+        if let Some((is_written, is_touched)) = shared.0.get(&new.state.id()) {
             marks.is_written |= is_written;
             marks.is_touched |= is_touched;
         }
-        changes.extend(compare_states(was, now.state, marks, path));
+        changes.extend(compare_states(old, new.state, marks, path));
     }
     changes
 }
 
 /// Returns the change of an existing path, if there is any.
-fn compare_states(was: Option<FileState>, now: FileState, marks: Marks, path: &[u8]) -> Option<Change> {
-    let is_new = was.is_none_or(|was| was.kind != now.kind);
-    if now.kind == Kind::Folder {
+fn compare_states(old: Option<FileState>, new: FileState, marks: Marks, path: &[u8]) -> Option<Change> {
+    let is_new = old.is_none_or(|old| old.kind != new.kind);
+    if new.kind == Kind::Folder {
         return is_new.then(|| Change { op: Op::Mkdir, path: path.to_vec(), size: 0 });
     }
-    let is_changed = is_new || was.is_some_and(|was| is_written_or_replaced(was, now, marks));
-    is_changed.then(|| Change { op: Op::Write, path: path.to_vec(), size: now.size })
+    let is_changed = is_new || old.is_some_and(|old| is_written_or_replaced(old, new, marks));
+    is_changed.then(|| Change { op: Op::Write, path: path.to_vec(), size: new.size })
 }
 
-fn is_written_or_replaced(was: FileState, now: FileState, marks: Marks) -> bool {
-    if was.id() != now.id() {
+fn is_written_or_replaced(old: FileState, new: FileState, marks: Marks) -> bool {
+    if old.id() != new.id() {
         return true;
     }
-    if marks.has_name_change && (was.size, was.mtime) == (now.size, now.mtime) {
+    if marks.has_name_change && (old.size, old.mtime) == (new.size, new.mtime) {
         // The file was moved and came back, or was linked again; the write events belong to another file.
         return false;
     }
@@ -327,14 +328,14 @@ fn is_written_or_replaced(was: FileState, now: FileState, marks: Marks) -> bool 
         // This is a new file that reuses the inode, on a file system without birth times.
         return true;
     }
-    if now.kind != Kind::File || (was.size, now.size) == (0, 0) {
+    if new.kind != Kind::File || (old.size, new.size) == (0, 0) {
         return false;
     }
     // Writes to a mapping cause no event, but change the mtime. After a touch, the mtime proves nothing.
-    was.size != now.size || marks.is_written || (was.mtime != now.mtime && !marks.is_touched)
+    old.size != new.size || marks.is_written || (old.mtime != new.mtime && !marks.is_touched)
 }
 
-/// Returns the changes of the other names of shared files.
+/// Returns the changes to the other names of shared files.
 fn compare_other_names(
     tree: &mut Tree,
     probe: &mut impl FsProbe,
@@ -345,19 +346,19 @@ fn compare_other_names(
         return Vec::new();
     }
     let mut changes = Vec::new();
-    for (folder, name, was) in tree.find_names(shared.0.keys().copied()) {
+    for (folder, name, old) in tree.find_names(shared.0.keys().copied()) {
         let Some(path) = tree.path(folder) else { continue };
         let full_path = join_path(&path, &name);
         if after.contains_key(&full_path) {
             continue;
         }
-        let now = probe.probe(&path, folder, std::slice::from_ref(&name)).pop().flatten();
+        let new = probe.probe(&path, folder, std::slice::from_ref(&name)).pop().flatten();
         // If the name belongs to another file now, the events of that file report the change.
-        let Some(now) = now.filter(|now| now.id() == was.id()) else { continue };
-        let (is_written, is_touched) = shared.0.get(&now.id()).copied().unwrap_or_default();
+        let Some(new) = new.filter(|new| new.id() == old.id()) else { continue };
+        let (is_written, is_touched) = shared.0.get(&new.id()).copied().unwrap_or_default();
         let marks = Marks { is_written, is_touched, ..Marks::default() };
-        tree.refresh(folder, &name, now);
-        changes.extend(compare_states(Some(was), now, marks, &full_path));
+        tree.refresh(folder, &name, new);
+        changes.extend(compare_states(Some(old), new, marks, &full_path));
     }
     changes
 }

@@ -1,4 +1,4 @@
-//! Running dispatches, their processes, and their tool calls that hooks reported. Pure.
+//! Running dispatches, their processes, and their tool calls that hooks reported. Performs no I/O.
 
 use std::collections::BTreeSet;
 
@@ -23,7 +23,7 @@ pub struct Dispatch {
     reported: BTreeSet<String>,
     /// Number of calls beyond `reported`.
     #[serde(rename = "toldMore")]
-    reported_more: u64,
+    further_reported: u64,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,10 +35,10 @@ impl Dispatches {
         if self.0.len() >= MAX_DISPATCHES {
             self.0.remove(0);
         }
-        self.0.push(Dispatch { id, agent_name, runner, reported: BTreeSet::new(), reported_more: 0 });
+        self.0.push(Dispatch { id, agent_name, runner, reported: BTreeSet::new(), further_reported: 0 });
     }
 
-    /// Finds the dispatch to which this process belongs.
+    /// Finds the dispatch to which the peer's process belongs.
     pub fn find(&self, peer: &Peer) -> Option<&Dispatch> {
         self.0.iter().find(|dispatch| peer.is_below(dispatch.runner))
     }
@@ -49,25 +49,25 @@ impl Dispatches {
         if dispatch.reported.len() < MAX_IDS {
             dispatch.reported.insert(tool_use.to_owned());
         } else if !dispatch.reported.contains(tool_use) {
-            dispatch.reported_more += 1;
+            dispatch.further_reported += 1;
         }
     }
 
     /// Ends a dispatch. Returns the number of calls in its agent's output that no hook reported.
     pub fn end(&mut self, id: &str, seen: &SeenCalls) -> u64 {
         let position = self.0.iter().position(|dispatch| dispatch.id == id);
-        let (reported, reported_more) = position
+        let (reported, further_reported) = position
             .map(|index| self.0.remove(index))
-            .map(|dispatch| (dispatch.reported, dispatch.reported_more))
+            .map(|dispatch| (dispatch.reported, dispatch.further_reported))
             .unwrap_or_default();
         let unmatched = seen.ids.iter().filter(|id| !reported.contains(*id)).count();
         let matched = seen.ids.len() - unmatched;
-        let unmatched = unmatched as u64 + seen.more;
-        if seen.is_by_id && reported_more == 0 && seen.more == 0 {
+        let unmatched = unmatched as u64 + seen.further_calls;
+        if seen.is_by_id && further_reported == 0 && seen.further_calls == 0 {
             return unmatched;
         }
         // Without common IDs, compare the numbers of calls.
-        unmatched.saturating_sub((reported.len() - matched) as u64 + reported_more)
+        unmatched.saturating_sub((reported.len() - matched) as u64 + further_reported)
     }
 }
 
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     fn seen(ids: &[&str], is_by_id: bool) -> SeenCalls {
-        SeenCalls { ids: ids.iter().map(|&id| id.to_owned()).collect(), more: 0, is_by_id }
+        SeenCalls { ids: ids.iter().map(|&id| id.to_owned()).collect(), further_calls: 0, is_by_id }
     }
 
     fn dispatches_with_calls(reported: &[&str]) -> Dispatches {
@@ -103,7 +103,7 @@ mod tests {
     fn calls_beyond_the_bound_are_counted() {
         let ids: Vec<String> = (0..MAX_IDS + 50).map(|n| n.to_string()).collect();
         let mut all = dispatches_with_calls(&ids.iter().map(String::as_str).collect::<Vec<_>>());
-        let seen = SeenCalls { ids: ids[..MAX_IDS].to_vec(), more: 60, is_by_id: true };
+        let seen = SeenCalls { ids: ids[..MAX_IDS].to_vec(), further_calls: 60, is_by_id: true };
         assert_eq!(all.end("d", &seen), 10);
         assert_eq!(all, Dispatches::default());
     }

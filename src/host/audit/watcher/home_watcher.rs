@@ -42,7 +42,7 @@ pub struct HomeWatcher {
     inotify: Inotify,
     folders: HashMap<WatchDescriptor, Inode>,
     watches: HashMap<Inode, WatchDescriptor>,
-    /// The system's limit of watches has been reached.
+    /// The system's watch limit has been reached.
     is_at_watch_limit: bool,
 }
 
@@ -82,7 +82,7 @@ impl HomeWatcher {
         self.watches.len()
     }
 
-    /// Reads the queued events, at most about `MAX_EVENTS`.
+    /// Reads the queued events, up to about `MAX_EVENTS`.
     pub fn drain(&mut self, dirty: &mut DirtySet) {
         let mut read = 0;
         while read < MAX_EVENTS {
@@ -121,7 +121,7 @@ impl HomeWatcher {
     }
 
     /// Stops watching folders that have left the home.
-    pub fn forget(&mut self, folders: &[Inode]) {
+    pub fn unwatch(&mut self, folders: &[Inode]) {
         for folder in folders {
             if let Some(watch) = self.watches.remove(folder) {
                 self.folders.remove(&watch);
@@ -164,7 +164,11 @@ impl HomeWatcher {
             }
             Err(error) => {
                 if !self.is_at_watch_limit {
-                    tracing::error!(%error, watches = self.watches.len(), "cannot watch more folders");
+                    tracing::error!(
+                        %error,
+                        watches = self.watches.len(),
+                        "cannot watch more folders: raise fs.inotify.max_user_watches"
+                    );
                 }
                 self.is_at_watch_limit = true;
             }
@@ -225,7 +229,7 @@ fn read_state(folder: &impl AsFd, name: &[u8]) -> Option<FileState> {
         inode: stat.stx_ino,
         size: stat.stx_size,
         mtime: to_nanoseconds(stat.stx_mtime),
-        born: if has_birth_time { to_nanoseconds(stat.stx_btime) } else { 0 },
+        birth_time: if has_birth_time { to_nanoseconds(stat.stx_btime) } else { 0 },
         kind,
         is_shared: kind == Kind::File && stat.stx_nlink > 1,
     })

@@ -44,13 +44,13 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 
 /// Maximum concurrent hook connections.
 const MAX_CONNECTIONS: usize = 128;
-/// Timeout of one hook connection; the hook itself waits for a tenth of it.
+/// Timeout for one hook connection; the hook itself waits for a tenth of it.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum time between two rounds of the thread; a full check of a million names takes several seconds.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Fail points of the watcher.
-pub const FAILPOINTS: &[&str] = &["watch.look"];
+pub const FAILPOINTS: &[&str] = &["watch.check"];
 
 #[derive(clap::Parser)]
 #[command(
@@ -142,14 +142,14 @@ struct WatcherThread {
 }
 
 fn spawn_watcher_thread(watcher: Watcher) -> std::io::Result<WatcherThread> {
-    let (requests, received) = channel();
-    let (waker, woken) = StdStream::pair()?;
+    let (requests, receiver) = channel();
+    let (waker, wake_receiver) = StdStream::pair()?;
     waker.set_nonblocking(true)?;
-    woken.set_nonblocking(true)?;
+    wake_receiver.set_nonblocking(true)?;
     let (has_progressed, (ends, ended)) = (Arc::new(AtomicBool::new(true)), oneshot::channel());
     let thread_has_progressed = Arc::clone(&has_progressed);
     let work = move || {
-        watcher.run(&received, &woken, &thread_has_progressed);
+        watcher.run(&receiver, &wake_receiver, &thread_has_progressed);
         drop(ends);
     };
     let thread = std::thread::Builder::new().name("watcher".to_owned()).spawn(work)?;
@@ -162,14 +162,15 @@ fn spawn_watcher_thread(watcher: Watcher) -> std::io::Result<WatcherThread> {
 }
 
 impl WatcherHandle {
+    /// Sends a message; returns whether the thread has processed it.
     async fn send(&self, message: Message, peer: Peer) -> bool {
-        let (done, is_done) = oneshot::channel();
+        let (done, completion) = oneshot::channel();
         if self.requests.send(HookRequest { message, peer, done }).is_err() {
             return false;
         }
         // A full socket buffer already wakes the thread.
         let _ = (&*self.waker).write(&[1]);
-        is_done.await.is_ok()
+        completion.await.is_ok()
     }
 }
 

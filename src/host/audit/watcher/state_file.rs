@@ -14,8 +14,9 @@ pub struct WatcherState {
     pub dispatches: Dispatches,
 }
 
-pub fn load_state(state: &Path) -> WatcherState {
-    let text = std::fs::read(state).unwrap_or_default();
+/// Loads the state; a missing or invalid file counts as empty.
+pub fn load_state(file: &Path) -> WatcherState {
+    let text = std::fs::read(file).unwrap_or_default();
     let parse_older_format =
         || serde_json::from_slice(&text).map(|windows| WatcherState { windows, ..WatcherState::default() });
     serde_json::from_slice(&text).or_else(|_| parse_older_format()).unwrap_or_default()

@@ -33,9 +33,9 @@ use svc_base::clock;
 use svc_base::failpoint;
 use svc_base::fsx::FileError;
 
-/// Interval of checks for ended processes and saved messages.
+/// Interval between checks for ended processes and saved messages.
 const TICK_INTERVAL: Duration = Duration::from_secs(2);
-/// Interval of checks while only background calls run.
+/// Interval between checks while only background calls run.
 const BACKGROUND_INTERVAL: Duration = Duration::from_secs(10);
 /// Number of dirty names that triggers a check while no tool runs.
 const MAX_IDLE_DIRTY_NAMES: usize = 5_000;
@@ -51,8 +51,8 @@ pub struct HookRequest {
 
 pub struct Watcher {
     home: PathBuf,
-    state: PathBuf,
-    gaps: PathBuf,
+    state_file: PathBuf,
+    gap_file: PathBuf,
     records: Records,
     home_watcher: HomeWatcher,
     tree: Tree,
@@ -86,12 +86,12 @@ impl Watcher {
             ms = start.elapsed().as_millis(),
             "watching"
         );
-        let state = layout.tool_calls();
-        let WatcherState { windows: open, dispatches } = load_state(&state);
+        let state_file = layout.tool_calls();
+        let WatcherState { windows: open, dispatches } = load_state(&state_file);
         let mut watcher = Self {
             home,
-            state,
-            gaps: layout.audit_gaps(),
+            state_file,
+            gap_file: layout.audit_gaps(),
             records,
             home_watcher,
             tree,
@@ -170,7 +170,7 @@ impl Watcher {
         let is_due = if self.windows.is_empty() {
             !self.dirty.is_clean()
         } else {
-            self.windows.is_background() && self.last_check.elapsed() >= BACKGROUND_INTERVAL
+            self.windows.is_all_background() && self.last_check.elapsed() >= BACKGROUND_INTERVAL
         };
         let has_ended = |window: &CallWindow| window.process.is_some_and(Process::has_ended);
         if self.windows.all().iter().any(has_ended) {
@@ -305,24 +305,24 @@ impl Watcher {
         authority != Authority::None
     }
 
-    /// Ends the matching calls of this peer.
-    fn end_calls_of_peer(&mut self, message: &Message, peer: &Peer, ends: impl Fn(&CallWindow) -> bool) {
-        let count = |wanted| {
+    /// Ends the matching calls, except those of other processes. Forged and unproven ends are recorded as gaps.
+    fn end_calls_of_peer(&mut self, message: &Message, peer: &Peer, is_match: impl Fn(&CallWindow) -> bool) {
+        let count_with = |authority| {
             self.windows
                 .all()
                 .iter()
-                .filter(|window| ends(window) && determine_authority(window, peer) == wanted)
+                .filter(|window| is_match(window) && determine_authority(window, peer) == authority)
                 .count()
         };
-        for (wanted, why) in
+        for (authority, why) in
             [(Authority::None, GapReason::Forged), (Authority::Unproven, GapReason::Unproven)]
         {
-            let calls = count(wanted);
+            let calls = count_with(authority);
             if calls > 0 {
                 self.record_gap(why, calls, message.sent_at);
             }
         }
-        self.end_windows(|window| ends(window) && determine_authority(window, peer) != Authority::None);
+        self.end_windows(|window| is_match(window) && determine_authority(window, peer) != Authority::None);
     }
 
     fn remember_ended(&mut self, call: Call, peer: &Peer) {
@@ -376,8 +376,8 @@ impl Watcher {
         self.save_state();
     }
 
-    /// The write that a tool reports. It is used if the tree shows no change, because the content was the same or the
-    /// check of another call has already seen the change.
+    /// Returns the write that a tool reports. It is used if the tree shows no change, because the content was the same
+    /// or the check of another call has already seen the change.
     fn reported_write(&self, cwd: Option<&str>, path: &str) -> Option<Change> {
         let paths = tool_paths::resolve_written_paths(&self.home, cwd, path);
         let path = paths.last()?;
@@ -390,10 +390,10 @@ impl Watcher {
         Some(Change { op: Op::Write, path: path.clone().into_bytes(), size })
     }
 
-    /// Collects the changes so far, then ends these calls.
-    fn end_windows(&mut self, ends: impl Fn(&CallWindow) -> bool) {
+    /// Collects the changes so far, then ends the matching calls.
+    fn end_windows(&mut self, should_end: impl Fn(&CallWindow) -> bool) {
         self.check_home();
-        let entries = self.windows.end(ends);
+        let entries = self.windows.end(should_end);
         self.write_entries(entries);
         self.save_state();
     }
@@ -401,7 +401,7 @@ impl Watcher {
     /// Collects and attributes all changes so far.
     fn check_home(&mut self) {
         self.home_watcher.drain(&mut self.dirty);
-        if failpoint::pass("watch.look").is_err() || self.home_watcher.is_at_watch_limit() {
+        if failpoint::pass("watch.check").is_err() || self.home_watcher.is_at_watch_limit() {
             self.dirty.mark_all();
             self.home_watcher.retry_watches();
         }
@@ -411,7 +411,7 @@ impl Watcher {
         }
         let dirty = std::mem::take(&mut self.dirty);
         let update = diff::update_tree(&mut self.tree, &dirty, &mut self.home_watcher);
-        self.home_watcher.forget(&update.removed_folders);
+        self.home_watcher.unwatch(&update.removed_folders);
         self.report_watch_limit();
         let entries = self.windows.attribute(update.changes, clock::now_ms());
         self.write_entries(entries);
@@ -420,13 +420,13 @@ impl Watcher {
     fn report_watch_limit(&mut self) {
         if self.home_watcher.is_at_watch_limit() != self.was_at_watch_limit {
             self.was_at_watch_limit = self.home_watcher.is_at_watch_limit();
-            let what = if self.was_at_watch_limit {
-                "the file audit cannot watch all folders (fs.inotify.max_user_watches): it scans the whole home at each tool call"
+            let note = if self.was_at_watch_limit {
+                "the file audit cannot watch all folders, so it scans the whole home at each tool call: raise fs.inotify.max_user_watches"
             } else {
                 "the file audit watches all folders again"
             };
             // The writer counts a dropped line.
-            let _ = self.records.note(what);
+            let _ = self.records.note(note);
         }
     }
 
@@ -446,7 +446,7 @@ impl Watcher {
 
     /// Records undelivered messages as gaps, and processes those that still describe a call's end.
     fn collect_saved(&mut self) {
-        let mut saved = UndeliveredHook::collect(&self.gaps);
+        let mut saved = UndeliveredHook::collect(&self.gap_file);
         // A late message about the end of a call is not a gap: all changes until then belong to the call.
         let is_gap = |saved: &UndeliveredHook| {
             saved.why != GapReason::Late
@@ -479,12 +479,12 @@ impl Watcher {
         let state =
             WatcherState { windows: self.windows.all().to_vec(), dispatches: self.dispatches.clone() };
         let saved = serde_json::to_vec(&state).map_err(std::io::Error::from).and_then(|text| {
-            let new = self.state.with_extension("new");
+            let new = self.state_file.with_extension("new");
             std::fs::write(&new, text)?;
-            std::fs::rename(new, &self.state)
+            std::fs::rename(new, &self.state_file)
         });
         if let Err(error) = saved {
-            tracing::error!(%error, path = %self.state.display(), "cannot save the state of the watcher");
+            tracing::error!(%error, path = %self.state_file.display(), "cannot save the state of the watcher");
         }
     }
 }

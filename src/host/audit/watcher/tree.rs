@@ -26,23 +26,23 @@ pub struct FileState {
     pub mtime: i64,
     /// The birth time in nanoseconds, which distinguishes a file from an earlier one with the same inode; 0 if the
     /// file system has none.
-    pub born: i64,
+    pub birth_time: i64,
     pub kind: Kind,
-    /// The file has other names.
+    /// The file has other names (hard links).
     pub is_shared: bool,
 }
 
 impl FileState {
     /// The file's identity. The inode does not suffice, because inodes are reused.
     pub fn id(&self) -> FileId {
-        FileId { inode: self.inode, born: self.born }
+        FileId { inode: self.inode, birth_time: self.birth_time }
     }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct FileId {
     inode: Inode,
-    born: i64,
+    birth_time: i64,
 }
 
 #[derive(Debug)]
@@ -68,7 +68,7 @@ const MAX_DEPTH: usize = 4096;
 const MAX_INDEXED: usize = 20_000;
 
 impl Tree {
-    /// An empty tree.
+    /// Creates an empty tree.
     pub fn new(root: Inode) -> Self {
         let folder = Folder { parent: None, entries: BTreeMap::new() };
         Self { root, folders: HashMap::from([(root, folder)]), indexed: HashMap::new() }
@@ -239,7 +239,7 @@ mod tests {
     use super::*;
 
     fn file(inode: Inode) -> FileState {
-        FileState { inode, size: 1, mtime: 1, born: 1, kind: Kind::File, is_shared: true }
+        FileState { inode, size: 1, mtime: 1, birth_time: 1, kind: Kind::File, is_shared: true }
     }
 
     fn names(tree: &mut Tree, inode: Inode) -> Vec<(Inode, String)> {

@@ -17,7 +17,7 @@ use crate::gateway::body;
 use crate::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
 use crate::records::calendar::Calendar;
 use crate::records::entry::{AuditEntry, Op};
-use crate::records::limits::{Period, Spent};
+use crate::records::limits::{Period, Spending};
 use crate::records::money::Dollars;
 use crate::records::writer::Record;
 use crate::system::blocking::run_blocking;
@@ -73,7 +73,7 @@ async fn limits_json(kernel: &Kernel, user: &str) -> Result<Value, Problem> {
     }))
 }
 
-fn period_json(settings: &Settings, spent: &Spent, period: Period, now: Timestamp) -> Value {
+fn period_json(settings: &Settings, spent: &Spending, period: Period, now: Timestamp) -> Value {
     let (limit, used) = (settings.limits.for_period(period), spent.in_period(period));
     let is_limited = limit > Dollars::ZERO;
     let resets_at = match period {

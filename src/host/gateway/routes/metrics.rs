@@ -43,7 +43,7 @@ pub async fn render_metrics(
     POOL_CONNECTIONS.set(["idle"], (open - busy) as f64);
     let records = kernel.records();
     RECORDS_STUCK.set([], f64::from(u8::from(records.is_stuck())));
-    UNWRITTEN_RECORD_BYTES.set([], records.waiting_bytes() as f64);
+    UNWRITTEN_RECORD_BYTES.set([], records.unwritten_bytes() as f64);
     // Reads records and /proc, which blocks.
     let rendered = tokio::task::spawn_blocking(move || {
         measure_backups(&layout.logs());

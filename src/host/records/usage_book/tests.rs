@@ -1,4 +1,4 @@
-//! Tests of the book and its files: reopened, after a crash, and with invalid lines.
+//! Tests of the book and its files: after reopening, after a crash, and with invalid lines.
 
 use std::fs;
 

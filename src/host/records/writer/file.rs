@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use nix::fcntl::OFlag;
 
-use super::sync::Unsynced;
+use super::sync::UnsyncedFile;
 use crate::records::jsonl;
 use svc_base::fsx::FileError;
 
@@ -24,17 +24,17 @@ pub enum LineFormat {
 pub struct AppendFile {
     path: PathBuf,
     format: LineFormat,
-    pieces: VecDeque<Vec<u8>>,
+    buffers: VecDeque<Vec<u8>>,
     finished: Vec<Vec<u8>>,
     pending_bytes: usize,
-    /// Bytes of the first piece that are already written.
+    /// Bytes of the first buffer that are already written.
     written_bytes: usize,
     /// The last written file and its extent after that write. If either has changed, the file's tail is repaired.
     last: Option<LastWrite>,
     /// `last` has unsynced writes.
     is_dirty: bool,
     /// Earlier files of this name with unsynced writes.
-    earlier_files: Vec<Unsynced>,
+    earlier_files: Vec<UnsyncedFile>,
 }
 
 struct LastWrite {
@@ -65,7 +65,7 @@ impl AppendFile {
         Self {
             path,
             format,
-            pieces: VecDeque::new(),
+            buffers: VecDeque::new(),
             finished: Vec::new(),
             pending_bytes: 0,
             written_bytes: 0,
@@ -75,7 +75,7 @@ impl AppendFile {
         }
     }
 
-    /// Takes the pieces that have been written.
+    /// Takes the buffers that have been written.
     pub fn take_finished(&mut self) -> Vec<Vec<u8>> {
         std::mem::take(&mut self.finished)
     }
@@ -83,7 +83,7 @@ impl AppendFile {
     /// Adds complete lines.
     pub fn push(&mut self, lines: Vec<u8>) {
         self.pending_bytes += lines.len();
-        self.pieces.push_back(lines);
+        self.buffers.push_back(lines);
     }
 
     /// Bytes that are not yet written.
@@ -96,7 +96,7 @@ impl AppendFile {
         self.is_dirty || !self.earlier_files.is_empty()
     }
 
-    /// Writes all pieces.
+    /// Writes all buffers.
     ///
     /// # Errors
     /// [`FileError`]; the rest is written by a later call.
@@ -110,16 +110,16 @@ impl AppendFile {
     fn append(&mut self) -> io::Result<()> {
         let mut last = self.open()?;
         let result = loop {
-            let Some(piece) = self.pieces.front() else { break Ok(()) };
-            match (&*last.file).write(&piece[self.written_bytes..]) {
+            let Some(buffer) = self.buffers.front() else { break Ok(()) };
+            match (&*last.file).write(&buffer[self.written_bytes..]) {
                 Ok(0) => break Err(io::ErrorKind::WriteZero.into()),
                 Ok(written) => {
                     self.is_dirty = true;
                     last.extent.length += written as u64;
                     self.pending_bytes -= written;
                     self.written_bytes += written;
-                    if self.written_bytes == piece.len() {
-                        self.finished.extend(self.pieces.pop_front());
+                    if self.written_bytes == buffer.len() {
+                        self.finished.extend(self.buffers.pop_front());
                         self.written_bytes = 0;
                     }
                 }
@@ -151,7 +151,7 @@ impl AppendFile {
         self.rewind_to_line();
         let missing = match self.format {
             LineFormat::Json => jsonl::repair_tail(&mut file)?,
-            LineFormat::Text => missing_line_end(&file, extent.length)?,
+            LineFormat::Text => missing_newline(&file, extent.length)?,
         };
         file.write_all(missing)?;
         let extent = Extent::of_file(&file)?;
@@ -159,9 +159,9 @@ impl AppendFile {
     }
 
     fn rewind_to_line(&mut self) {
-        let Some(piece) = self.pieces.front() else { return };
+        let Some(buffer) = self.buffers.front() else { return };
         let line_start =
-            piece[..self.written_bytes].iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+            buffer[..self.written_bytes].iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
         self.pending_bytes += self.written_bytes - line_start;
         self.written_bytes = line_start;
     }
@@ -169,12 +169,12 @@ impl AppendFile {
     fn retire(&mut self, last: LastWrite) {
         if std::mem::take(&mut self.is_dirty) {
             let LastWrite { file, extent } = last;
-            self.earlier_files.push(Unsynced::new(self.path.clone(), extent.inode, file));
+            self.earlier_files.push(UnsyncedFile::new(self.path.clone(), extent.inode, file));
         }
     }
 
     /// Takes the files that must be synced.
-    pub fn take_unsynced(&mut self) -> Vec<Unsynced> {
+    pub fn take_unsynced(&mut self) -> Vec<UnsyncedFile> {
         if let Some(last) = self.last.take() {
             let reopened =
                 (self.pending_bytes > 0).then(|| LastWrite { file: Arc::clone(&last.file), ..last });
@@ -197,8 +197,8 @@ pub fn replace_if_unchanged(path: &Path, replacement: &Path, expected: Extent) -
     Ok(true)
 }
 
-/// Returns the newline that the text lacks, or an empty slice.
-fn missing_line_end(file: &File, length: u64) -> io::Result<&'static [u8]> {
+/// Returns the newline that the file lacks, or an empty slice.
+fn missing_newline(file: &File, length: u64) -> io::Result<&'static [u8]> {
     let mut last_byte = [b'\n'];
     if length > 0 {
         file.read_exact_at(&mut last_byte, length - 1)?;

@@ -1,5 +1,5 @@
 //! The queue of accepted lines that are not yet written. It is bounded, keeps the order of each record's lines, and
-//! reuses its pieces of memory.
+//! reuses its buffers.
 
 use std::path::PathBuf;
 use std::sync::mpsc::SyncSender;
@@ -11,15 +11,15 @@ use super::record::{BATCH_BYTES, MAX_QUEUED_BYTES, QueueFull, Record};
 use crate::records::entry::{Gap, GapLine};
 use svc_base::clock;
 
-/// The size of a piece of memory. A line is copied into a piece once, and the piece is written from there.
-const PIECE_BYTES: usize = BATCH_BYTES;
-/// Maximum free pieces kept for reuse.
-const MAX_SPARE_PIECES: usize = 8;
+/// The size of a buffer. A line is copied into a buffer once, and written from there.
+const BUFFER_BYTES: usize = BATCH_BYTES;
+/// Maximum free buffers kept for reuse.
+const MAX_SPARE_BUFFERS: usize = 8;
 
 /// The queued lines of one record.
 #[derive(Default)]
 struct LineQueue {
-    pieces: Vec<Vec<u8>>,
+    buffers: Vec<Vec<u8>>,
     bytes: usize,
     lost: u64,
     /// The time at which the first lost line was refused.
@@ -57,7 +57,7 @@ pub struct RecordQueue {
     taken_bytes: usize,
     /// Bytes that the thread could not write, by record.
     unwritten_bytes: Vec<(Record, usize)>,
-    spare_pieces: Vec<Vec<u8>>,
+    spare_buffers: Vec<Vec<u8>>,
     pub replacement: Option<Replacement>,
     pub thread: ThreadState,
     pub is_stopping: bool,
@@ -85,9 +85,9 @@ impl RecordQueue {
         }
         let before = queue.bytes;
         if let Some(gap) = queue.take_gap_line(record) {
-            queue.push(&gap, &mut self.spare_pieces);
+            queue.push(&gap, &mut self.spare_buffers);
         }
-        queue.push(line, &mut self.spare_pieces);
+        queue.push(line, &mut self.spare_buffers);
         let grown = queue.bytes - before;
         self.bytes += grown;
         Ok(match self.thread {
@@ -126,7 +126,7 @@ impl RecordQueue {
             // The disk accepts writes again: report gaps even without further lines.
             for (record, queue) in &mut self.queues {
                 if let Some(gap) = queue.take_gap_line(*record) {
-                    queue.push(&gap, &mut self.spare_pieces);
+                    queue.push(&gap, &mut self.spare_buffers);
                     self.bytes += gap.len();
                 }
             }
@@ -134,20 +134,20 @@ impl RecordQueue {
         self.taken_bytes += self.bytes;
         self.bytes = 0;
         let queues = self.queues.iter_mut().filter(|(_, queue)| queue.bytes > 0);
-        let taken = queues.map(|(record, queue)| (*record, queue.take_pieces())).collect();
+        let taken = queues.map(|(record, queue)| (*record, queue.take_buffers())).collect();
         // Drop empty queues: those of past days are never needed again.
         self.queues.retain(|(_, queue)| queue.lost_since.is_some());
         taken
     }
 
-    /// Ends a batch: stores the unwritten bytes by record, and keeps written pieces for reuse.
-    pub fn finish_batch(&mut self, unwritten: Vec<(Record, usize)>, pieces: impl Iterator<Item = Vec<u8>>) {
+    /// Ends a batch: stores the unwritten bytes by record, and keeps written buffers for reuse.
+    pub fn finish_batch(&mut self, unwritten: Vec<(Record, usize)>, buffers: impl Iterator<Item = Vec<u8>>) {
         self.taken_bytes = unwritten.iter().map(|(_, bytes)| bytes).sum();
         self.unwritten_bytes = unwritten;
-        for mut piece in pieces {
-            if self.spare_pieces.len() < MAX_SPARE_PIECES && piece.capacity() <= 2 * PIECE_BYTES {
-                piece.clear();
-                self.spare_pieces.push(piece);
+        for mut buffer in buffers {
+            if self.spare_buffers.len() < MAX_SPARE_BUFFERS && buffer.capacity() <= 2 * BUFFER_BYTES {
+                buffer.clear();
+                self.spare_buffers.push(buffer);
             }
         }
     }
@@ -159,22 +159,22 @@ impl RecordQueue {
 }
 
 impl LineQueue {
-    fn push(&mut self, line: &[u8], spare_pieces: &mut Vec<Vec<u8>>) {
+    fn push(&mut self, line: &[u8], spare_buffers: &mut Vec<Vec<u8>>) {
         self.bytes += line.len();
-        match self.pieces.last_mut() {
-            Some(piece) if piece.len() + line.len() <= PIECE_BYTES => piece.extend_from_slice(line),
+        match self.buffers.last_mut() {
+            Some(buffer) if buffer.len() + line.len() <= BUFFER_BYTES => buffer.extend_from_slice(line),
             _ => {
-                let mut piece =
-                    spare_pieces.pop().unwrap_or_else(|| Vec::with_capacity(PIECE_BYTES.max(line.len())));
-                piece.extend_from_slice(line);
-                self.pieces.push(piece);
+                let mut buffer =
+                    spare_buffers.pop().unwrap_or_else(|| Vec::with_capacity(BUFFER_BYTES.max(line.len())));
+                buffer.extend_from_slice(line);
+                self.buffers.push(buffer);
             }
         }
     }
 
-    fn take_pieces(&mut self) -> Vec<Vec<u8>> {
+    fn take_buffers(&mut self) -> Vec<Vec<u8>> {
         self.bytes = 0;
-        std::mem::take(&mut self.pieces)
+        std::mem::take(&mut self.buffers)
     }
 
     /// Takes the line that reports refused lines, if any.
@@ -185,7 +185,7 @@ impl LineQueue {
         let mut line = match record {
             Record::Activity => {
                 let (now, since) = (clock::rfc3339_ms(timestamp), clock::rfc3339_ms(since));
-                format!("{now} {lost} lines were dropped since {since}: the queue was full").into_bytes()
+                format!("{now} lines dropped since {since} because the queue was full: {lost}").into_bytes()
             }
             _ => serde_json::to_vec(&GapLine { version: 1, timestamp, gap: Gap { lost, since, why: None } })
                 .expect("plain fields are JSON"),

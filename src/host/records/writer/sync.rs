@@ -13,7 +13,7 @@ pub type SyncFn = Box<dyn Fn(&File) -> io::Result<()> + Send>;
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A file or directory with unsynced changes.
-pub struct Unsynced {
+pub struct UnsyncedFile {
     path: PathBuf,
     inode: u64,
     file: Arc<File>,
@@ -21,7 +21,7 @@ pub struct Unsynced {
     is_logged: bool,
 }
 
-impl Unsynced {
+impl UnsyncedFile {
     pub fn new(path: PathBuf, inode: u64, file: Arc<File>) -> Self {
         Self { path, inode, file, is_logged: false }
     }
@@ -37,7 +37,7 @@ impl Unsynced {
 
 #[derive(Default)]
 struct SyncRequest {
-    files: Vec<Unsynced>,
+    files: Vec<UnsyncedFile>,
     /// The flush that is complete once all earlier files are synced.
     flush: Option<u64>,
     is_stopping: bool,
@@ -45,7 +45,7 @@ struct SyncRequest {
 
 impl SyncRequest {
     /// Keeps the oldest handle of each file, because a handle only reports errors since it was opened.
-    fn add(&mut self, files: Vec<Unsynced>) {
+    fn add(&mut self, files: Vec<UnsyncedFile>) {
         for file in files {
             if self.files.iter().all(|known| known.inode != file.inode) {
                 self.files.push(file);
@@ -57,20 +57,20 @@ impl SyncRequest {
 /// The queue from the writing thread to the syncing thread.
 #[derive(Default)]
 pub struct Syncer {
-    due: Mutex<SyncRequest>,
+    pending: Mutex<SyncRequest>,
     wake: Condvar,
 }
 
 impl Syncer {
     fn lock(&self) -> MutexGuard<'_, SyncRequest> {
-        self.due.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Queues files for a sync. Never waits for the disk.
-    pub fn enqueue(&self, files: Vec<Unsynced>, flush: Option<u64>) {
-        let mut due = self.lock();
-        due.add(files);
-        due.flush = due.flush.max(flush);
+    pub fn enqueue(&self, files: Vec<UnsyncedFile>, flush: Option<u64>) {
+        let mut pending = self.lock();
+        pending.add(files);
+        pending.flush = pending.flush.max(flush);
         self.wake.notify_one();
     }
 
@@ -80,36 +80,39 @@ impl Syncer {
         self.wake.notify_one();
     }
 
-    /// The loop of the syncing thread. Calls `done` for each durable flush.
-    pub fn run(&self, sync: &SyncFn, done: impl Fn(u64)) {
+    /// Runs the loop of the syncing thread. Calls `on_durable` for each flush that is durable.
+    pub fn run(&self, sync: &SyncFn, on_durable: impl Fn(u64)) {
         let mut failed = SyncRequest::default();
         loop {
-            let mut due = self.wait_for_request(!failed.files.is_empty());
-            failed.add(std::mem::take(&mut due.files));
-            failed.flush = failed.flush.max(due.flush);
+            let mut request = self.wait_for_request(!failed.files.is_empty());
+            failed.add(std::mem::take(&mut request.files));
+            failed.flush = failed.flush.max(request.flush);
             failed.files.retain_mut(|unsynced| !unsynced.try_sync(sync));
             if failed.files.is_empty()
                 && let Some(flush) = failed.flush.take()
             {
-                done(flush);
+                on_durable(flush);
             }
-            if due.is_stopping {
+            if request.is_stopping {
                 return;
             }
         }
     }
 
     fn wait_for_request(&self, has_failed: bool) -> SyncRequest {
-        let is_idle = |due: &mut SyncRequest| due.files.is_empty() && due.flush.is_none() && !due.is_stopping;
-        let due = self.lock();
-        let mut due = if has_failed {
+        let is_idle = |request: &mut SyncRequest| {
+            request.files.is_empty() && request.flush.is_none() && !request.is_stopping
+        };
+        let request = self.lock();
+        let mut request = if has_failed {
             // Pause between retries, even if new requests arrive.
-            let waited = self.wake.wait_timeout_while(due, RETRY_INTERVAL, |due| !due.is_stopping);
+            let waited =
+                self.wake.wait_timeout_while(request, RETRY_INTERVAL, |request| !request.is_stopping);
             waited.unwrap_or_else(PoisonError::into_inner).0
         } else {
-            self.wake.wait_while(due, is_idle).unwrap_or_else(PoisonError::into_inner)
+            self.wake.wait_while(request, is_idle).unwrap_or_else(PoisonError::into_inner)
         };
-        let is_stopping = due.is_stopping;
-        SyncRequest { is_stopping, ..std::mem::take(&mut *due) }
+        let is_stopping = request.is_stopping;
+        SyncRequest { is_stopping, ..std::mem::take(&mut *request) }
     }
 }

@@ -79,7 +79,7 @@ fn renamed_or_deleted_file_loses_no_later_line() {
     write(6);
     assert_eq!(numbers(&dir.path().join("audit-2026-11-21.jsonl")), [1]);
     assert_eq!(numbers(&path), [6]);
-    assert_eq!(records.waiting_bytes(), 0);
+    assert_eq!(records.unwritten_bytes(), 0);
 }
 
 #[test]
@@ -111,7 +111,8 @@ fn refused_lines_are_counted_and_reported_by_a_gap() {
         records.append(Record::Audit, &json!({"n": n, "text": text})).unwrap_err();
     }
     assert!(
-        accepted as usize * 10_000 <= MAX_QUEUED_BYTES / 4 && records.waiting_bytes() <= MAX_QUEUED_BYTES / 4
+        accepted as usize * 10_000 <= MAX_QUEUED_BYTES / 4
+            && records.unwritten_bytes() <= MAX_QUEUED_BYTES / 4
     );
     // Billed records still have room.
     let day: Date = "2026-11-22".parse().unwrap();
@@ -234,10 +235,10 @@ fn file_is_replaced_only_if_unchanged() {
     append(4);
     assert_eq!(numbers(&path), [3, 4]);
     records.replace(Record::Usage, dir.path().join("nothing"), before).unwrap();
-    let now = Extent::of_file(&File::open(&path).unwrap()).unwrap();
-    records.replace(Record::Usage, dir.path().join("nothing"), now).unwrap_err();
+    let current = Extent::of_file(&File::open(&path).unwrap()).unwrap();
+    records.replace(Record::Usage, dir.path().join("nothing"), current).unwrap_err();
     drop(writer);
-    assert!(!records.replace(Record::Usage, dir.path().join("nothing"), now).unwrap());
+    assert!(!records.replace(Record::Usage, dir.path().join("nothing"), current).unwrap());
     assert_eq!(numbers(&path), [3, 4]);
 }
 

@@ -19,7 +19,7 @@ struct Directory {
     app: Option<String>,
 }
 
-/// Returns the sizes, and the size of each app's folder by slug.
+/// Measures the home. Returns its sizes, and the size of each app's folder by slug.
 ///
 /// # Errors
 /// [`FileError`] if the home is missing.
@@ -29,7 +29,7 @@ pub fn measure_home(
     logs: &Path,
     deadline: Instant,
 ) -> Result<(FileSizes, BTreeMap<String, u64>), FileError> {
-    let root = fs::symlink_metadata(home).map_err(FileError::wrap("measure", home))?;
+    let root = fs::symlink_metadata(home).map_err(FileError::wrap("stat", home))?;
     let (mut sizes, mut folders) = (FileSizes::default(), BTreeMap::new());
     let mut counted = HashSet::new();
     let mut directories = vec![Directory { path: home.to_owned(), app: None }];
@@ -64,7 +64,7 @@ pub fn measure_home(
     Ok((sizes, folders))
 }
 
-/// Returns `false` for a hard link to a file that has already been counted.
+/// Marks a file as counted; returns `false` for a hard link to one that already was.
 fn mark_counted(meta: &Metadata, counted: &mut HashSet<u64>) -> bool {
     meta.is_dir() || meta.nlink() == 1 || counted.insert(meta.ino())
 }

@@ -18,7 +18,7 @@ enum Node {
 struct FakeFs {
     nodes: BTreeMap<Inode, Node>,
     /// The birth time of each node.
-    born: BTreeMap<Inode, i64>,
+    birth_time: BTreeMap<Inode, i64>,
     watched: BTreeSet<Inode>,
     dirty: DirtySet,
     clock: i64,
@@ -29,7 +29,13 @@ const ROOT: Inode = 2;
 impl FakeFs {
     fn new() -> Self {
         let nodes = BTreeMap::from([(ROOT, Node::Folder(BTreeMap::new()))]);
-        Self { nodes, born: BTreeMap::new(), watched: BTreeSet::new(), dirty: DirtySet::default(), clock: 0 }
+        Self {
+            nodes,
+            birth_time: BTreeMap::new(),
+            watched: BTreeSet::new(),
+            dirty: DirtySet::default(),
+            clock: 0,
+        }
     }
 
     fn names(&self, folder: Inode) -> &BTreeMap<Name, Inode> {
@@ -80,7 +86,7 @@ impl FakeFs {
         let inode = self.new_inode();
         self.nodes.insert(inode, node);
         self.clock += 1;
-        self.born.insert(inode, self.clock);
+        self.birth_time.insert(inode, self.clock);
         self.names_mut(folder).insert(name.into(), inode);
         let is_written = matches!(self.nodes[&inode], Node::File { .. });
         let marks = Marks { has_name_change: true, is_created: true, is_written, ..Marks::default() };
@@ -176,22 +182,22 @@ impl FakeFs {
             Node::Folder(names) => names.values().filter(|other| **other == inode).count(),
             Node::File { .. } | Node::Link { .. } => 0,
         });
-        let born = self.born.get(&inode).copied().unwrap_or_default();
+        let birth_time = self.birth_time.get(&inode).copied().unwrap_or_default();
         match &self.nodes[&inode] {
             // All files have the same size, so that sizes cannot reveal a change.
             Node::File { mtime, .. } => FileState {
                 inode,
                 size: 9,
                 mtime: *mtime,
-                born,
+                birth_time,
                 kind: Kind::File,
                 is_shared: links.sum::<usize>() > 1,
             },
             Node::Link { mtime, .. } => {
-                FileState { inode, size: 9, mtime: *mtime, born, kind: Kind::Link, is_shared: false }
+                FileState { inode, size: 9, mtime: *mtime, birth_time, kind: Kind::Link, is_shared: false }
             }
             Node::Folder(_) => {
-                FileState { inode, size: 0, mtime: 0, born, kind: Kind::Folder, is_shared: false }
+                FileState { inode, size: 0, mtime: 0, birth_time, kind: Kind::Folder, is_shared: false }
             }
         }
     }
@@ -276,11 +282,12 @@ fn check(fs: &mut FakeFs, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option
     for folder in &update.removed_folders {
         fs.watched.remove(folder);
     }
-    let now = fs.states();
+    let after = fs.states();
     let mut expected: BTreeMap<Vec<u8>, Op> = BTreeMap::new();
-    expected
-        .extend(before.keys().filter(|path| !now.contains_key(*path)).map(|path| (path.clone(), Op::Delete)));
-    for (path, content) in now.iter().filter(|(path, content)| before.get(*path) != Some(content)) {
+    expected.extend(
+        before.keys().filter(|path| !after.contains_key(*path)).map(|path| (path.clone(), Op::Delete)),
+    );
+    for (path, content) in after.iter().filter(|(path, content)| before.get(*path) != Some(content)) {
         expected.insert(path.clone(), if content.is_some() { Op::Write } else { Op::Mkdir });
     }
     let reported: BTreeMap<Vec<u8>, Op> =
@@ -290,13 +297,13 @@ fn check(fs: &mut FakeFs, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option
     let mut known = Tree::new(ROOT);
     fill(&mut known, fs);
     assert_eq!(tree.len(), known.len());
-    *before = now;
+    *before = after;
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
     #[test]
-    fn changes_are_the_difference_of_states(steps in prop::collection::vec(any_step(), 1..40), is_full in prop::bool::weighted(0.1)) {
+    fn update_tree_reports_difference_between_states(steps in prop::collection::vec(any_step(), 1..40), is_full in prop::bool::weighted(0.1)) {
         let mut fs = FakeFs::new();
         let mut tree = Tree::new(ROOT);
         fill(&mut tree, &mut fs);

@@ -172,7 +172,7 @@ impl Listener {
     /// it.
     fn has_agent_ended(&self) -> bool {
         let Principal::Agent { dispatch, .. } = &self.principal else { return false };
-        !self.bridge.agent_tokens.has_token_of(dispatch)
+        !self.bridge.agent_tokens.has_token_for(dispatch)
     }
 
     fn event_id(&self) -> String {

@@ -22,10 +22,10 @@ use svc::host::system::layout::Layout;
 
 use super::sum::{self, Key, Sum};
 
-/// Variables of the victim process: its directory, its first dispatch, and the number after its last one.
-const DIR: &str = "SVC_RECORDS_VICTIM_DIR";
-const FIRST: &str = "SVC_RECORDS_VICTIM_FIRST";
-const LAST: &str = "SVC_RECORDS_VICTIM_LAST";
+/// Environment variables of the victim process: its directory, its first dispatch, and the number after its last one.
+const DIR_VAR: &str = "SVC_RECORDS_VICTIM_DIR";
+const FIRST_VAR: &str = "SVC_RECORDS_VICTIM_FIRST";
+const END_VAR: &str = "SVC_RECORDS_VICTIM_END";
 /// Interval between two dispatches.
 const DISPATCH_INTERVAL: Duration = Duration::from_micros(300);
 
@@ -64,31 +64,31 @@ fn dispatch(n: u64) -> (Date, Interaction) {
     (day, one)
 }
 
-fn now() -> u64 {
+fn now_nanos() -> u64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
     u64::try_from(since.as_nanos()).unwrap()
 }
 
-fn variable(name: &str) -> u64 {
+fn parse_variable(name: &str) -> u64 {
     std::env::var(name).unwrap().parse().unwrap()
 }
 
 #[test]
 #[ignore = "not a test: the victim process of the tests below"]
 fn victim() {
-    let Some(dir) = std::env::var_os(DIR) else { return };
+    let Some(dir) = std::env::var_os(DIR_VAR) else { return };
     svc::failpoint::arm();
     let layout = Layout::new(dir);
     let writer = Writer::start(layout.logs()).unwrap();
     let book = UsageBook::open(writer.records(), layout.logs(), layout.usage_seals()).unwrap();
     let acknowledged = File::options().write(true).open(layout.root().join("acknowledged")).unwrap();
-    println!("begun");
+    println!("started");
     std::thread::scope(|scope| {
         let ends = scope.spawn(|| {
-            for n in variable(FIRST)..variable(LAST) {
+            for n in parse_variable(FIRST_VAR)..parse_variable(END_VAR) {
                 let (day, one) = dispatch(n);
                 book.record(day, &one).unwrap();
-                acknowledged.write_all_at(&now().to_le_bytes(), n * 8).unwrap();
+                acknowledged.write_all_at(&now_nanos().to_le_bytes(), n * 8).unwrap();
                 std::thread::sleep(DISPATCH_INTERVAL);
             }
         });
@@ -110,8 +110,8 @@ fn victim() {
     println!("done");
 }
 
-/// A directory of records, and the test's observations of it.
-struct Campaign {
+/// A directory of records whose writer is killed repeatedly, and what was observed there.
+struct KillTest {
     layout: Layout,
     dispatches: u64,
     kills: u64,
@@ -121,12 +121,12 @@ struct Campaign {
     _dir: tempfile::TempDir,
 }
 
-impl Campaign {
+impl KillTest {
     fn new(dispatches: u64) -> Result<Self> {
         let dir = tempfile::tempdir()?;
         let layout = Layout::new(dir.path());
         fs::create_dir_all(layout.logs())?;
-        fs::create_dir_all(layout.usage_seals().parent().context("a parent directory")?)?;
+        fs::create_dir_all(layout.usage_seals().parent().context("the path has no parent")?)?;
         fs::write(dir.path().join("acknowledged"), vec![0; usize::try_from(dispatches * 8)?])?;
         Ok(Self {
             layout,
@@ -138,7 +138,7 @@ impl Campaign {
         })
     }
 
-    /// The time of acknowledgement, by dispatch. Dispatches without one are omitted.
+    /// Reads the time of acknowledgement of each dispatch. Dispatches without one are omitted.
     fn acknowledgements(&self) -> Result<BTreeMap<u64, u64>> {
         let times = fs::read(self.layout.root().join("acknowledged"))?;
         let times = times.chunks_exact(8).map(|time| u64::from_le_bytes(time.try_into().unwrap_or_default()));
@@ -151,9 +151,9 @@ impl Campaign {
 
     fn start(&self, failpoints: &str) -> Result<OwnedChild> {
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(["--ignored", "--exact", "--nocapture", "records::exact::victim"]);
-        command.env(DIR, self.layout.root()).env(FIRST, self.next_dispatch()?.to_string());
-        command.env(LAST, self.dispatches.to_string()).env("FAILPOINTS", failpoints);
+        command.args(["--ignored", "--exact", "--nocapture", "records::usage_after_kills::victim"]);
+        command.env(DIR_VAR, self.layout.root()).env(FIRST_VAR, self.next_dispatch()?.to_string());
+        command.env(END_VAR, self.dispatches.to_string()).env("FAILPOINTS", failpoints);
         Ok(OwnedChild::spawn(command.stdout(Stdio::piped()).stderr(Stdio::null()))?)
     }
 
@@ -161,10 +161,10 @@ impl Campaign {
     fn kill_after(&mut self, wait: Duration, has_started: bool) -> Result<bool> {
         let mut child = self.start("")?;
         if has_started {
-            wait_for_line(&mut child, "begun")?;
+            wait_for_line(&mut child, "started")?;
         }
         let status = child.wait(wait);
-        let killed = now();
+        let killed = now_nanos();
         let status = status.map_or_else(|| child.kill(), Ok)?;
         if status.success() {
             return Ok(false);
@@ -207,12 +207,17 @@ impl Campaign {
         );
         let writer = Writer::start(logs.clone())?;
         let book = UsageBook::open(writer.records(), logs.clone(), self.layout.usage_seals())?;
-        for (group_by, word) in [(GroupBy::Day, "day"), (GroupBy::Model, "model"), (GroupBy::User, "user")] {
+        for (group_by, group_name) in
+            [(GroupBy::Day, "day"), (GroupBy::Model, "model"), (GroupBy::User, "user")]
+        {
             let expected = group_sums(&sums, group_by);
             let report = book.report(&UsageQuery { group_by, ..UsageQuery::default() });
-            ensure!(sums_of_report(&report) == expected, "the book by {word}: {report:?}\n{expected:?}");
-            let shown = self.read_usage_report(word)?;
-            ensure!(shown == (expected, sum::total(&sums)), "the terminal by {word}: {shown:?}");
+            ensure!(
+                sums_of_report(&report) == expected,
+                "the book by {group_name}: {report:?}\n{expected:?}"
+            );
+            let shown = self.read_usage_report(group_name)?;
+            ensure!(shown == (expected, sum::total(&sums)), "the terminal by {group_name}: {shown:?}");
         }
         book.seal();
         drop((book, writer));
@@ -220,28 +225,31 @@ impl Campaign {
         Ok(())
     }
 
-    /// The report of `svc-gateway usage --json`.
-    fn read_usage_report(&self, word: &str) -> Result<(BTreeMap<String, Sum>, Sum)> {
+    /// Reads the report of `svc-gateway usage --json`.
+    fn read_usage_report(&self, group_name: &str) -> Result<(BTreeMap<String, Sum>, Sum)> {
         let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
-        command.args(["svc-gateway", "usage", "--json", "--by", word]).env("SVC_ROOT", self.layout.root());
+        command
+            .args(["svc-gateway", "usage", "--json", "--by", group_name])
+            .env("SVC_ROOT", self.layout.root());
         let text = child::run(command, Duration::from_secs(60))?;
         let shown: Value = serde_json::from_str(&text)?;
-        let read = |of: &Value, names: [&str; 4]| -> Result<Sum> {
-            let number =
-                |name: &str| of[name].as_u64().map(u128::from).with_context(|| format!("{name} in {of}"));
+        let read = |group: &Value, names: [&str; 4]| -> Result<Sum> {
+            let number = |name: &str| {
+                group[name].as_u64().map(u128::from).with_context(|| format!("{group} has no {name}"))
+            };
             let [cost, tokens_in, tokens_out, dispatches] = names;
             Ok(Sum {
-                nanos: sum::parse_nanos(&of[cost].to_string())?,
+                nanos: sum::parse_nanos(&group[cost].to_string())?,
                 tokens_in: number(tokens_in)?,
                 tokens_out: number(tokens_out)?,
                 dispatches: number(dispatches)?,
             })
         };
         let mut groups = BTreeMap::new();
-        for entry in shown["entries"].as_array().context("entries")? {
+        for entry in shown["entries"].as_array().context("the report has no entries")? {
             let name = ["model", "userId", "date"].iter().find_map(|name| entry[*name].as_str());
             let sum = read(entry, ["cost", "tokensIn", "tokensOut", "dispatches"])?;
-            groups.insert(name.context("a name")?.to_owned(), sum);
+            groups.insert(name.context("an entry has no name")?.to_owned(), sum);
         }
         let all = read(&shown, ["totalCost", "totalTokensIn", "totalTokensOut", "totalDispatches"])?;
         Ok((groups, all))
@@ -259,10 +267,10 @@ impl Campaign {
     }
 }
 
-fn wait_for_line(child: &mut OwnedChild, word: &str) -> Result<()> {
-    let lines = BufReader::new(child.stdout().context("its output")?).lines();
-    let mut found = lines.map_while(Result::ok).filter(|line| line.ends_with(word));
-    found.next().map(|_| ()).with_context(|| format!("the process did not print {word}"))
+fn wait_for_line(child: &mut OwnedChild, ending: &str) -> Result<()> {
+    let lines = BufReader::new(child.stdout().context("the process has no stdout")?).lines();
+    let mut found = lines.map_while(Result::ok).filter(|line| line.ends_with(ending));
+    found.next().map(|_| ()).with_context(|| format!("the process did not print {ending}"))
 }
 
 fn group_sums(sums: &BTreeMap<Key, Sum>, group_by: GroupBy) -> BTreeMap<String, Sum> {
@@ -294,57 +302,57 @@ fn sums_of_report(report: &Report) -> BTreeMap<String, Sum> {
 }
 
 /// Kills the process after random times, then lets it finish.
-fn run_with_kills(dispatches: u64, kills: u64, seed: u64) -> Result<Campaign> {
-    let mut campaign = Campaign::new(dispatches)?;
-    let each = DISPATCH_INTERVAL * u32::try_from(dispatches / kills)?;
+fn run_with_kills(dispatches: u64, kills: u64, seed: u64) -> Result<KillTest> {
+    let mut test = KillTest::new(dispatches)?;
+    let mean_interval = DISPATCH_INTERVAL * u32::try_from(dispatches / kills)?;
     let mut turn = seed;
-    while campaign.kills < kills {
+    while test.kills < kills {
         turn += 1;
         // One in eight kills happens while the process still loads the records.
         let has_started = !hash(turn).is_multiple_of(8);
-        let wait = each.mul_f64((hash(turn) >> 40) as f64 / f64::from(1 << 24) * 2.0);
-        if !campaign.kill_after(wait.max(Duration::from_millis(1)), has_started)? {
+        let wait = mean_interval.mul_f64((hash(turn) >> 40) as f64 / f64::from(1 << 24) * 2.0);
+        if !test.kill_after(wait.max(Duration::from_millis(1)), has_started)? {
             break;
         }
     }
-    campaign.finish()?;
-    campaign.assert_exact()?;
-    Ok(campaign)
+    test.finish()?;
+    test.assert_exact()?;
+    Ok(test)
 }
 
 #[test]
 fn usage_is_exact_after_random_kills() -> Result<()> {
-    let campaign = run_with_kills(3_000, 8, 1)?;
-    campaign.print_figures("kills of the book")?;
+    let test = run_with_kills(3_000, 8, 1)?;
+    test.print_figures("kills of the book")?;
     // A stalled machine does not increase the age of lost lines.
-    ensure!(campaign.oldest_lost < Duration::from_secs(2), "{:?}", campaign.oldest_lost);
-    ensure!(campaign.kills >= 4, "{} kills", campaign.kills);
+    ensure!(test.oldest_lost < Duration::from_secs(2), "{:?}", test.oldest_lost);
+    ensure!(test.kills >= 4, "{} kills", test.kills);
     Ok(())
 }
 
 #[test]
 fn usage_is_exact_after_kill_at_each_compaction_step() -> Result<()> {
     // Enough dispatches for six compactions per step, even if the compacting thread gets little processor time.
-    let mut campaign = Campaign::new(8_000)?;
+    let mut test = KillTest::new(8_000)?;
     for point in FAILPOINTS {
-        let mut child = campaign.start(&format!("{point}=5*off->return(kill)"))?;
+        let mut child = test.start(&format!("{point}=5*off->return(kill)"))?;
         let status = child.wait(Duration::from_secs(60));
-        let killed = now();
+        let killed = now_nanos();
         ensure!(status.is_some_and(|status| !status.success()), "{point}: {status:?}");
-        campaign.record_losses(killed)?;
-        campaign.assert_exact().with_context(|| point.to_string())?;
+        test.record_losses(killed)?;
+        test.assert_exact().with_context(|| point.to_string())?;
     }
-    campaign.finish()?;
-    campaign.assert_exact()?;
-    campaign.print_figures("kills of compactions")
+    test.finish()?;
+    test.assert_exact()?;
+    test.print_figures("kills of compactions")
 }
 
 #[test]
 #[ignore = "long: 100 kills during 100,000 dispatches"]
 fn long_usage_of_100_000_dispatches_survives_100_kills() -> Result<()> {
-    let campaign = run_with_kills(100_000, 100, now())?;
-    campaign.print_figures("100 kills of the book")?;
-    ensure!(campaign.kills >= 90, "{} kills", campaign.kills);
-    ensure!(campaign.oldest_lost <= Duration::from_millis(200), "{:?}", campaign.oldest_lost);
+    let test = run_with_kills(100_000, 100, now_nanos())?;
+    test.print_figures("100 kills of the book")?;
+    ensure!(test.kills >= 90, "{} kills", test.kills);
+    ensure!(test.oldest_lost <= Duration::from_millis(200), "{:?}", test.oldest_lost);
     Ok(())
 }

@@ -11,11 +11,11 @@ use svc::host::audit::protocol::{Message, SeenCalls};
 
 use super::home::{ADA, Agent, BOB, Home, summarize};
 
-/// The id that the machine's sysusers configuration assigns.
-const OWNERS_USER: u32 = 1940;
+/// The ID that the machine's sysusers configuration assigns to the user `svc`.
+const OWNER_UID: u32 = 1940;
 
-/// The gaps and the entries since the previous call.
-fn new_entries(home: &Home) -> Result<(Vec<String>, Vec<Value>)> {
+/// Returns the reasons of the gaps, and the entries, since the previous call.
+fn new_gaps_and_entries(home: &Home) -> Result<(Vec<String>, Vec<Value>)> {
     let (gaps, entries): (Vec<Value>, Vec<Value>) =
         home.entries()?.into_iter().partition(|line| !line["gap"].is_null());
     let reasons = gaps.iter().filter_map(|line| line["gap"]["why"].as_str().map(str::to_owned)).collect();
@@ -32,11 +32,12 @@ fn tool_cannot_end_its_own_call() -> Result<()> {
     let input = home.path("forged.json");
     fs::write(&input, end.to_string())?;
     let hook = concat!(env!("CARGO_BIN_EXE_svc"), " svc-hook claude-code");
-    let line = format!("FAILPOINTS='hook.patient=return(error)' bash -c '{hook} <{}; true'", input.display());
+    let line =
+        format!("FAILPOINTS='hook.long_timeout=return(error)' bash -c '{hook} <{}; true'", input.display());
     assert_eq!(home.with_process(ADA, |process| process.run(&line))?, "0");
     home.shell("echo hidden > hidden")?;
     home.end_command(ADA, &call)?;
-    let (gaps, entries) = new_entries(&home)?;
+    let (gaps, entries) = new_gaps_and_entries(&home)?;
     assert_eq!((gaps, summarize(&entries)), (vec!["forged".to_owned()], vec!["write hidden".to_owned()]));
     assert_eq!(entries[0]["dispatchId"], "ada");
     Ok(())
@@ -51,7 +52,7 @@ fn tool_impersonating_the_hook_is_detected() -> Result<()> {
     home.end_command(ADA, &call)?;
     home.shell("echo hidden > hidden")?;
     home.end_command(ADA, &call)?;
-    let (gaps, entries) = new_entries(&home)?;
+    let (gaps, entries) = new_gaps_and_entries(&home)?;
     assert_eq!((gaps, entries.len()), (vec!["forged".to_owned()], 0));
     Ok(())
 }
@@ -69,7 +70,7 @@ fn late_hook_is_counted_once() -> Result<()> {
         "toolUseId": "w1", "tool": "Write", "path": file, "actor": "claude-code" } });
     fs::write(home.path("run/svc/hooks/audit-gaps.jsonl"), format!("{late}\n"))?;
     home.run_hook_event(ADA, "PostToolUse", "w1", write)?;
-    let (gaps, entries) = new_entries(&home)?;
+    let (gaps, entries) = new_gaps_and_entries(&home)?;
     assert_eq!((gaps, summarize(&entries)), (vec!["unproven".to_owned()], vec!["write w".to_owned()]));
     assert_eq!(entries[0]["dispatchId"], "ada");
     Ok(())
@@ -84,7 +85,7 @@ fn planted_hook_report_does_not_suppress_a_gap() -> Result<()> {
         "toolUseId": "u2", "tool": "Bash", "actor": "claude-code" } });
     fs::write(home.path("run/svc/hooks/audit-gaps.jsonl"), format!("{late}\n"))?;
     home.run_hook_event(ADA, "PostToolUse", "u2", json!({ "tool_name": "Bash" }))?;
-    let (gaps, _) = new_entries(&home)?;
+    let (gaps, _) = new_gaps_and_entries(&home)?;
     assert_eq!(gaps, ["unpaired"]);
     Ok(())
 }
@@ -93,14 +94,14 @@ fn planted_hook_report_does_not_suppress_a_gap() -> Result<()> {
 fn agent_cannot_end_calls_of_another_agent() -> Result<()> {
     let home = Home::new()?;
     let call = home.begin_command(ADA)?;
-    let of_ada = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
-    home.run_hook_event(BOB, "PostToolUse", &call, of_ada.clone())?;
-    home.run_hook_event(BOB, "PostToolUseFailure", &call, of_ada.clone())?;
-    home.run_hook_event(BOB, "Stop", "", of_ada.clone())?;
-    home.run_hook_event(BOB, "SessionEnd", "", of_ada)?;
+    let ada_fields = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
+    home.run_hook_event(BOB, "PostToolUse", &call, ada_fields.clone())?;
+    home.run_hook_event(BOB, "PostToolUseFailure", &call, ada_fields.clone())?;
+    home.run_hook_event(BOB, "Stop", "", ada_fields.clone())?;
+    home.run_hook_event(BOB, "SessionEnd", "", ada_fields)?;
     home.shell("echo x > seen")?;
     home.end_command(ADA, &call)?;
-    let (gaps, entries) = new_entries(&home)?;
+    let (gaps, entries) = new_gaps_and_entries(&home)?;
     assert_eq!(gaps, ["forged"; 4]);
     assert_eq!(
         (summarize(&entries), &entries[0]["agentName"]),
@@ -135,7 +136,7 @@ fn only_gateway_user_starts_and_ends_dispatches() -> Result<()> {
     for path in [&home.path(""), &dir] {
         fs::set_permissions(path, Permissions::from_mode(0o755))?;
     }
-    chown(&socket, None, Some(OWNERS_USER))?;
+    chown(&socket, None, Some(OWNER_UID))?;
     home.begin_command(ADA)?;
     let client = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); \
                 s.sendall(sys.argv[2].encode() + b'\\n'); print(s.recv(100))";
@@ -145,11 +146,11 @@ fn only_gateway_user_starts_and_ends_dispatches() -> Result<()> {
     {
         let mut forger = Command::new("python3");
         forger.args(["-c", client]).arg(&socket).arg(serde_json::to_string(&message)?);
-        let output = forger.uid(OWNERS_USER).gid(OWNERS_USER).output().context("python3")?;
+        let output = forger.uid(OWNER_UID).gid(OWNER_UID).output().context("python3")?;
         ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
     home.shell("echo x > still-seen")?;
-    let (gaps, entries) = new_entries(&home)?;
+    let (gaps, entries) = new_gaps_and_entries(&home)?;
     assert_eq!(
         (gaps, summarize(&entries)),
         (vec!["forged".to_owned(); 2], vec!["write still-seen".to_owned()])
@@ -174,12 +175,12 @@ fn calls_missed_by_hooks_are_recorded_as_gap() -> Result<()> {
 #[test]
 fn call_with_an_id_that_another_agent_ended_is_recorded() -> Result<()> {
     let home = Home::new()?;
-    let of_ada = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
-    home.run_hook_event(BOB, "PostToolUse", "toolu_1000", of_ada)?;
+    let ada_fields = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
+    home.run_hook_event(BOB, "PostToolUse", "toolu_1000", ada_fields)?;
     home.run_hook_event(ADA, "PreToolUse", "toolu_1000", json!({ "tool_name": "Bash" }))?;
     home.shell("echo x > seen")?;
     home.end_command(ADA, "toolu_1000")?;
-    let (_, entries) = new_entries(&home)?;
+    let (_, entries) = new_gaps_and_entries(&home)?;
     assert_eq!(summarize(&entries), ["write seen"]);
     Ok(())
 }

@@ -16,8 +16,8 @@ fn hook_without_watcher_returns_and_gap_is_recorded_later() -> Result<()> {
     let mut home = Home::unwatched()?;
     home.has_normal_hook_timeout = true;
     let bash = json!({ "tool_name": "Bash", "tool_input": { "command": "x" } });
-    let took = home.run_hook_event(ADA, "PreToolUse", "t1", bash.clone())?;
-    assert!(took < MAX_HOOK_DURATION, "{took:?}");
+    let duration = home.run_hook_event(ADA, "PreToolUse", "t1", bash.clone())?;
+    assert!(duration < MAX_HOOK_DURATION, "{duration:?}");
     home.run_hook_event(ADA, "PostToolUse", "t1", bash.clone())?;
     home.has_normal_hook_timeout = false;
     home.watch()?;
@@ -44,9 +44,9 @@ fn hook_returns_when_socket_does_not_respond() -> Result<()> {
     let watcher = nix::unistd::Pid::from_raw(i32::try_from(home.pid())?);
     nix::sys::signal::kill(watcher, nix::sys::signal::Signal::SIGSTOP)?;
     let bash = json!({ "tool_name": "Bash", "tool_input": { "command": "x" } });
-    let took = home.run_hook_event(ADA, "PreToolUse", "t1", bash)?;
+    let duration = home.run_hook_event(ADA, "PreToolUse", "t1", bash)?;
     nix::sys::signal::kill(watcher, nix::sys::signal::Signal::SIGCONT)?;
-    assert!(took >= Duration::from_millis(80) && took < MAX_HOOK_DURATION, "{took:?}");
+    assert!(duration >= Duration::from_millis(80) && duration < MAX_HOOK_DURATION, "{duration:?}");
     home.wait_for_line("a gap", |line| line["gap"]["why"] == "late")?;
     home.terminate()
 }
@@ -79,14 +79,14 @@ fn watcher_killed_at_any_point_records_the_change_or_a_gap() -> Result<()> {
             let call = home.begin_command(ADA)?;
             home.shell("echo lost > lost")?;
             home.end_command(ADA, &call)?;
-            assert!(home.has_ended()?, "{point}, {passes}");
+            assert!(home.wait_for_exit()?, "{point}, {passes}");
             home.kill()?;
             home.failpoints.clear();
             home.watch()?;
             home.run(ADA, "echo seen > seen")?;
             home.wait_for_line("the next call", |line| line["path"] == "seen")?;
-            let what = format!("the change or a gap: {point}, {passes}");
-            home.wait_for_line(&what, |line| line["path"] == "lost" || !line["gap"].is_null())?;
+            let description = format!("the change or a gap: {point}, {passes}");
+            home.wait_for_line(&description, |line| line["path"] == "lost" || !line["gap"].is_null())?;
             home.terminate()?;
         }
     }
@@ -142,8 +142,8 @@ fn end_of_a_dispatch_ends_its_calls() -> Result<()> {
 fn background_task_is_attributed_until_the_session_ends() -> Result<()> {
     let home = Home::new()?;
     let call = home.begin_command(ADA)?;
-    let more = json!({ "tool_name": "Bash", "tool_response": { "backgroundTaskId": "b1" } });
-    home.run_hook_event(ADA, "PostToolUse", &call, more)?;
+    let fields = json!({ "tool_name": "Bash", "tool_response": { "backgroundTaskId": "b1" } });
+    home.run_hook_event(ADA, "PostToolUse", &call, fields)?;
     home.run_hook_event(ADA, "Stop", "", json!({}))?;
     home.shell("echo x > from-background")?;
     let other = home.begin_command(BOB)?;
@@ -184,6 +184,6 @@ fn hook_ignores_invalid_input_and_succeeds() -> Result<()> {
     }
     home.run_hook(ADA, &vec![b' '; 5 << 20])?;
     let gap = home.wait_for_line("a gap", |line| line["gap"]["why"] == "unreadable")?;
-    assert!(gap["gap"]["lost"].as_u64().context("a number")? >= 1);
+    assert!(gap["gap"]["lost"].as_u64().context("lost is not a number")? >= 1);
     Ok(())
 }

@@ -6,7 +6,7 @@ use kit::long::Figures;
 
 use super::home::{ADA, Home, differences, recorded_operations};
 
-/// Generates pseudo-random scripts from a seed, reproducibly (splitmix64).
+/// Generates reproducible pseudo-random scripts from a seed (splitmix64).
 struct ScriptGenerator(u64);
 
 impl ScriptGenerator {
@@ -113,7 +113,7 @@ impl ScriptGenerator {
 fn run_scripts(seed: u64, count: u64, failpoints: &'static str) -> Result<Figures> {
     let mut home = Home::with_failpoints(failpoints)?;
     home.watch()?;
-    let mut figures = Figures::new("audit_campaign");
+    let mut figures = Figures::new("audit_random_scripts");
     for index in 0..count {
         let mut generator = ScriptGenerator(seed.wrapping_add(index));
         let script = generator.next_script(failpoints.is_empty());
@@ -152,10 +152,10 @@ fn describe_difference(actual: &Operations, expected: &Operations) -> String {
     format!("unexpected: {:#?}\nmissing: {:#?}", only(actual, expected), only(expected, actual))
 }
 
-/// The seed of the first script; `AUDIT_SEED` sets it to replay a failure.
+/// Returns the seed of the first script; `AUDIT_SEED` sets it to replay a failure.
 fn seed() -> Result<u64> {
     match std::env::var("AUDIT_SEED") {
-        Ok(seed) => seed.parse().context("AUDIT_SEED"),
+        Ok(seed) => seed.parse().context("AUDIT_SEED is not a number"),
         Err(_) => Ok(u64::from(std::process::id()) << 20),
     }
 }
@@ -167,7 +167,7 @@ fn record_matches_changes_of_random_scripts() -> Result<()> {
 
 #[test]
 fn record_matches_random_scripts_without_file_events() -> Result<()> {
-    run_scripts(seed()?, 12, "watch.look=return(error)").map(drop)
+    run_scripts(seed()?, 12, "watch.check=return(error)").map(drop)
 }
 
 #[test]
@@ -175,6 +175,6 @@ fn record_matches_random_scripts_without_file_events() -> Result<()> {
 fn long_record_matches_a_thousand_random_scripts() -> Result<()> {
     let mut figures = run_scripts(seed()?, 1000, "")?;
     figures.fuzz_cases +=
-        run_scripts(seed()?.wrapping_add(5000), 200, "watch.look=return(error)")?.fuzz_cases;
+        run_scripts(seed()?.wrapping_add(5000), 200, "watch.check=return(error)")?.fuzz_cases;
     figures.record()
 }
