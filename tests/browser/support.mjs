@@ -7,7 +7,7 @@ import { join } from "node:path";
 import { test as nodeTest } from "node:test";
 import { chromium } from "playwright-core";
 
-export const stack = JSON.parse(readFileSync(process.env.SVC_HANDBILL, "utf8"));
+export const stack = JSON.parse(readFileSync(process.env.SVC_SERVICE_INFO, "utf8"));
 const { port, protocol } = new URL(stack.routerUrl);
 export const app = `${protocol}//${stack.appHost}:${port}`;
 export const code = `${protocol}//${stack.codeHost}:${port}`;

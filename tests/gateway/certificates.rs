@@ -334,7 +334,7 @@ async fn deactivated_account_is_replaced() -> Result<()> {
     wait_until_issued(&host).await?;
     let account = host.machine.path("var/lib/svc/tls/acme-account.json");
     let stored: Value = serde_json::from_slice(&std::fs::read(&account)?)?;
-    pebble.deactivate(&stored["credentials"]).await?;
+    pebble.deactivate_account(&stored["credentials"]).await?;
     std::fs::remove_file(host.machine.path("var/lib/svc/tls/chain.pem"))?;
     host.machine.write("var/lib/svc/tls/settings.json", &delivered)?;
     let host = host.restart()?;

@@ -1,4 +1,4 @@
-//! Debian programs that check files written for a machine: units, user-data, shell scripts.
+//! Debian programs that check the files of a machine: units, user-data, shell scripts.
 //!
 //! Relocatable programs are pinned and fetched into `target/tools`. systemd's tools are the machine's own; missing ones are
 //! installed if this user is permitted to.
@@ -109,17 +109,17 @@ pub fn cloud_init_schema() -> Result<Command> {
     Ok(command)
 }
 
-/// A program that parses texts as cloud-init does. Each input line is a text as a JSON string; each output line is its parse
-/// result: `{"read": …}` or `{"refused": "why"}`.
-pub fn cloud_init_reader() -> Result<Command> {
+/// A program that parses texts like cloud-init. Each input line is a text as a JSON string; each output line is its parse
+/// result: `{"parsed": …}` or `{"error": "…"}`.
+pub fn cloud_init_parser() -> Result<Command> {
     const SCRIPT: &str = "
 import json, sys
 import yaml
 for line in sys.stdin:
     try:
-        result = {'read': yaml.safe_load(json.loads(line))}
+        result = {'parsed': yaml.safe_load(json.loads(line))}
     except yaml.YAMLError as error:
-        result = {'refused': str(error)}
+        result = {'error': str(error)}
     print(json.dumps(result), flush=True)
 ";
     let mut command = cloud_init_python()?;

@@ -1,6 +1,6 @@
 //! Figures of the long tests, such as injected faults and lost snapshots: one JSON line per test, and their sums.
 //!
-//! A test appends its figures with [`Figures::record`] to the file named by [`REPORT`], if the variable is set.
+//! A test appends its figures with [`Figures::record`] to the file named by [`LONG_REPORT_VAR`], if the variable is set.
 //! [`Sums`] adds up the lines; `cargo xtask test --long` prints and stores the result.
 
 use std::fs::OpenOptions;
@@ -10,8 +10,8 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-/// Variable with the path of the file of figures.
-pub const REPORT: &str = "SVC_LONG_REPORT";
+/// Environment variable with the path of the file to which the tests append their figures.
+pub const LONG_REPORT_VAR: &str = "SVC_LONG_REPORT";
 
 /// Figures of one test; unused counters stay 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,7 +41,7 @@ impl Figures {
         let mut line = serde_json::to_string(self)?;
         println!("{line}");
         line.push('\n');
-        let Some(path) = std::env::var_os(REPORT) else { return Ok(()) };
+        let Some(path) = std::env::var_os(LONG_REPORT_VAR) else { return Ok(()) };
         let mut file = OpenOptions::new().create(true).append(true).open(&path)?;
         file.write_all(line.as_bytes()).with_context(|| format!("append to {}", path.display()))
     }
@@ -80,8 +80,8 @@ impl Sums {
         self.tests.push(figures);
     }
 
-    /// A summary in one line.
-    pub fn line(&self) -> String {
+    /// Returns the sums in one line.
+    pub fn summary(&self) -> String {
         format!(
             "faults tried: {}, kills survived: {}, snapshots taken: {}, lost: {}, fuzz cases: {}",
             self.faults_tried, self.kills_survived, self.snapshots_taken, self.lost, self.fuzz_cases
@@ -111,17 +111,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parse_sums_all_lines_and_refuses_malformed_ones() {
+    fn parse_sums_lines_and_refuses_malformed_ones() {
         let kills = Figures { kills_survived: 200, snapshots_taken: 70, ..Figures::new("kills") };
-        let more = Figures { kills_survived: 5, faults_tried: 3, ..Figures::new("more") };
+        let faults = Figures { kills_survived: 5, faults_tried: 3, ..Figures::new("faults") };
         let lines = format!(
             "{}\n{}\n{{\"test\":\"fuzz\",\"fuzzCases\":9}}\n",
             serde_json::to_string(&kills).expect("JSON"),
-            serde_json::to_string(&more).expect("JSON")
+            serde_json::to_string(&faults).expect("JSON")
         );
         let sums = Sums::parse(&lines).expect("valid lines");
         assert_eq!(
-            sums.line(),
+            sums.summary(),
             "faults tried: 3, kills survived: 205, snapshots taken: 70, lost: 0, fuzz cases: 9"
         );
         assert_eq!(sums.tests.len(), 3);

@@ -1,6 +1,6 @@
 //! moto, an independent S3 server, for tests of racing conditional puts that must not rely on the kit's own server.
 //!
-//! Its conditional puts are exact. It checks neither signatures nor checksums; [`crate::s3`] does both.
+//! Its conditional puts are atomic. It checks neither signatures nor checksums; [`crate::s3`] does both.
 
 use std::path::Path;
 use std::process::Command;

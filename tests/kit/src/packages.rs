@@ -85,7 +85,7 @@ fn unpack(debs: &[Deb], into: &Path) -> Result<()> {
     child::run(apt_get("update"), TIMEOUT).context("read Debian's package lists with apt-get")?;
     let mut get = apt_get("download");
     get.args(debs.iter().map(|deb| format!("{}={}", deb.name, deb.version)));
-    child::run(get, TIMEOUT).context("download the pinned packages (of Debian 12) with apt-get")?;
+    child::run(get, TIMEOUT).context("download the pinned packages of Debian 12 with apt-get")?;
     for deb in debs {
         let file = find_deb(&dir.join("debs"), deb.name)?;
         let found = fetch::sha256(&file)?;

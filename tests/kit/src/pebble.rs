@@ -174,7 +174,7 @@ impl Pebble {
     ///
     /// # Errors
     /// Fails if the authority does not deactivate the account.
-    pub async fn deactivate(&self, credentials: &Value) -> Result<()> {
+    pub async fn deactivate_account(&self, credentials: &Value) -> Result<()> {
         let client = client(&fs::read_to_string(self.roots())?)?;
         let text = |name: &str| credentials[name].as_str().with_context(|| format!("no {name}"));
         let (account, key) = (text("id")?, URL_SAFE_NO_PAD.decode(text("key_pkcs8")?)?);

@@ -21,14 +21,14 @@ pub fn prepare() -> Result<()> {
             format!("a full release requires Node.js 20 or newer and npm: {program} is missing")
         })?;
     }
-    runtime::gather(&runtime::prepare_full_sources(&[])?).map(drop)
+    runtime::fetch_parts(&runtime::prepare_full_sources(&[])?).map(drop)
 }
 
 /// Like [`small_options`], with the default apps, the shell, and the runtimes of `cargo xtask bundle --full`.
 pub fn full_options(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
     let mut options = small_options(svc, postgres, version, dir)?;
     apps::build(&mut options, &target_dir().join("lab/apps"), Some(&apps::test_key(IDP_HOST)))?;
-    options.runtime.extend(runtime::gather(&runtime::prepare_full_sources(&[])?)?);
+    options.runtime.extend(runtime::fetch_parts(&runtime::prepare_full_sources(&[])?)?);
     Ok(options)
 }
 

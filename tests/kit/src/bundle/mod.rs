@@ -29,7 +29,7 @@ use tree::Tree;
 
 pub const ARCHIVE: &str = "svc-host-bundle.tar.gz";
 /// Default validity of a signed manifest.
-pub const VALID_DAYS: u32 = 365;
+pub const DEFAULT_VALID_DAYS: u32 = 365;
 
 const KIT_APPS: [(&str, &str); 5] = [
     ("app/apps/notes/svc.json", include_str!("../../apps/notes/svc.json")),
@@ -99,7 +99,7 @@ impl Options {
             removes: Vec::new(),
             min_version: None,
             created_at: Timestamp::from_second(source_date())?,
-            valid_days: VALID_DAYS,
+            valid_days: DEFAULT_VALID_DAYS,
             level: Compression::fast(),
         })
     }
@@ -160,7 +160,7 @@ pub fn build(options: &Options) -> Result<Bundle> {
         trusted_keys: options.trusted_keys.clone(),
         removes: options.removes.clone(),
     };
-    let manifest = manifest.text()?;
+    let manifest = manifest.render()?;
     fs::rename(&staged, out.join(ARCHIVE))?;
     fs::write(out.join(format!("{ARCHIVE}.sha256")), format!("{sha256}  {ARCHIVE}\n"))?;
     fs::write(out.join(format!("{ARCHIVE}.json")), &manifest)?;

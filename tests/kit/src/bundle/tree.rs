@@ -12,7 +12,7 @@ use std::path::{Component, Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use tar::{EntryType, Header};
 
-/// A host accepts at most 200,000 entries.
+/// A host refuses an archive with more entries.
 const MAX_ENTRIES: usize = 200_000;
 
 enum Entry {
