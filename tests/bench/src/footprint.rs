@@ -66,7 +66,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
             let database = format!("svc_{round}_{apps}");
             server.create_database(&database).await?;
             tally.add(name, PRODUCT, idle_gateway(&options.svc, &server.url(&database), apps).await?);
-            server.address().drop_database(&database).await?;
+            server.connection_info().drop_database(&database).await?;
         }
         site.start().await?;
         let peer = start_nginx(&nginx, dir.path(), &site)?;

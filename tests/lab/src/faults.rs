@@ -162,7 +162,7 @@ pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> 
     stack.provider.kill_server(&machine.server).await?;
     let at_cut = verified_pointer(stack)?;
     ensure!(at_cut == before, "the pointer moved before the dump was complete: {at_cut}");
-    stack.provider.switch_on(&machine.server)?;
+    stack.provider.power_on(&machine.server)?;
     let powered_on = Instant::now();
     let after = wait_until_served(stack).await?;
     let seconds = powered_on.elapsed().as_secs_f64();

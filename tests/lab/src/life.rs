@@ -101,7 +101,7 @@ pub async fn fence_old_machine(stack: &Stack, first: &MachineRecord) -> Result<(
     let vm = stack.provider.machine(&first.server)?;
     let pointer = || stack.slot.pointer(&stack.store);
     let (before, timeout) = (pointer()?, Duration::from_secs(60));
-    vm.switch_on_at_previous_size()?;
+    vm.power_on_at_previous_size()?;
     eventually("the old machine learns that it has been replaced", BOOT_TIMEOUT, || async {
         vm.run("test -e /var/lib/svc/superseded.json", timeout).await?.success().map(drop)
     })

@@ -52,7 +52,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     let activating = "for n in $(seq 3000); do grep -rqs '\"activating\"' /var/lib/svc/update && exit 0; sleep 0.1; done; exit 1";
     vm.run(activating, LONG_TIMEOUT).await?.success().context("wait for the new release's services")?;
     stack.provider.kill_server(&machine.server).await?;
-    stack.provider.switch_on(&machine.server)?;
+    stack.provider.power_on(&machine.server)?;
     let after = wait_until_served(stack).await?;
     ensure!(after == before, "there were {before:?}, now {after:?}");
     let state = eventually("the rollout ends", BOOT_TIMEOUT, || async {

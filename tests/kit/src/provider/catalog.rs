@@ -183,7 +183,7 @@ fn prices(european_cents: u32) -> Vec<Value> {
     LOCATIONS.iter().map(price_in).collect()
 }
 
-/// The price list, with `percent` of the usual prices of servers.
+/// The price list, with the prices of servers at `percent` of the usual ones.
 pub(super) fn pricing(percent: u32) -> Value {
     let types: Vec<Value> = TYPES
         .iter()

@@ -93,7 +93,7 @@ impl Rule {
         self
     }
 
-    /// Skips this many matching requests first.
+    /// Skips this many matching requests before the first fault.
     pub fn after(mut self, skipped: usize) -> Self {
         self.after = skipped;
         self
@@ -168,7 +168,7 @@ impl Faults {
             }
             active.hits.fetch_add(1, Ordering::SeqCst);
             match active.rule.fault {
-                Fault::Delay(more) => delay += more,
+                Fault::Delay(extra) => delay += extra,
                 ref other => fault = Some(other.clone()),
             }
         }

@@ -15,7 +15,7 @@ use s3s::{S3Result, s3_error};
 use super::attributes::Attributes;
 use super::blob::{Blob, Body};
 use super::condition::WriteCondition;
-use super::upload::Upload;
+use super::multipart::Upload;
 
 #[derive(Debug)]
 pub(super) struct Store {
@@ -105,7 +105,7 @@ impl Store {
     }
 
     pub(super) fn delete_bucket(&self, name: &str) -> S3Result<()> {
-        if self.with(name, |bucket| Ok(!bucket.objects.is_empty()))? {
+        if self.with_bucket(name, |bucket| Ok(!bucket.objects.is_empty()))? {
             return Err(s3_error!(BucketNotEmpty));
         }
         self.buckets.lock().unwrap_or_else(PoisonError::into_inner).remove(name);
@@ -113,7 +113,11 @@ impl Store {
     }
 
     /// Runs `work` on a bucket under the lock.
-    pub(super) fn with<T>(&self, bucket: &str, work: impl FnOnce(&mut Bucket) -> S3Result<T>) -> S3Result<T> {
+    pub(super) fn with_bucket<T>(
+        &self,
+        bucket: &str,
+        work: impl FnOnce(&mut Bucket) -> S3Result<T>,
+    ) -> S3Result<T> {
         let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
         work(buckets.get_mut(bucket).ok_or_else(|| s3_error!(NoSuchBucket))?)
     }

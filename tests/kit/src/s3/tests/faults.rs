@@ -91,7 +91,7 @@ async fn stale_read_returns_previous_content() -> Result<()> {
 }
 
 #[tokio::test]
-async fn objects_survive_down_and_up_on_same_port() -> Result<()> {
+async fn store_keeps_objects_and_port_across_outage() -> Result<()> {
     let fixture = fixture()?;
     fixture.put_if("a", "kept", PutMode::Create).await?;
     let endpoint = fixture.server.endpoint();

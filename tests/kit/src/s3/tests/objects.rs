@@ -117,7 +117,11 @@ async fn listings_are_sorted_paginated_and_grouped() -> Result<()> {
     let grouped = fixture.client.list_with_delimiter(Some(&Key::from("user/primary"))).await?;
     assert_eq!(grouped.common_prefixes.len(), 7);
 
-    fixture.server.write("fleet", "user/primary/000/\u{10FFFF}", "a folded key that sorts after all others");
+    fixture.server.write(
+        "fleet",
+        "user/primary/000/\u{10FFFF}",
+        "a key of a common prefix that sorts after all others",
+    );
     assert_eq!(
         fixture.client.list_with_delimiter(Some(&Key::from("user/primary"))).await?.common_prefixes.len(),
         7

@@ -3,7 +3,7 @@
 use super::*;
 
 #[tokio::test]
-async fn units_start_in_order_with_exact_environment() -> Result<()> {
+async fn units_start_in_order_with_expected_environment() -> Result<()> {
     let testbed = Testbed::start("{}").await?;
     testbed.simulator.set_next_server_env(&[("FAILPOINTS", "x=off")])?;
     testbed.boot("a").await?;
@@ -79,7 +79,7 @@ async fn failed_unit_stops_boot_and_is_reported() -> Result<()> {
 }
 
 #[tokio::test]
-async fn gateway_does_not_start_without_marker() -> Result<()> {
+async fn gateway_does_not_start_without_restore_marker() -> Result<()> {
     // The restore succeeds without restoring anything.
     let testbed = Testbed::start("{\"svc-restore\": [\"skip\"]}").await?;
     assert_eq!(testbed.fail_boot("a").await?.0, "gateway");
@@ -90,7 +90,7 @@ async fn gateway_does_not_start_without_marker() -> Result<()> {
 }
 
 #[tokio::test]
-async fn gateway_without_ready_fails_its_stage() -> Result<()> {
+async fn gateway_that_never_becomes_ready_fails_boot() -> Result<()> {
     let standin = "{\"svc-gateway\": [\"hang\"]}";
     let testbed =
         Testbed::start_with(standin, |settings| settings.ready_timeout = Duration::from_millis(700)).await?;
@@ -119,7 +119,7 @@ async fn registration_is_retried_while_platform_is_unreachable() -> Result<()> {
 }
 
 #[tokio::test]
-async fn malformed_user_data_fails_the_boot() -> Result<()> {
+async fn malformed_user_data_fails_boot() -> Result<()> {
     let testbed = Testbed::start("{}").await?;
     testbed.api.create("a", "#!/bin/sh\nexit 0").await?;
     testbed.simulator.wait_for_power("a", Power::Running).await?;

@@ -26,9 +26,9 @@ async fn exit_codes_0_and_78_are_final() -> Result<()> {
         let log = || testbed.simulator.unit_log("a", "svc-gateway").unwrap_or_default();
         wait_for("the gateway has ended", || log().contains("is not restarted")).await?;
         assert_eq!(testbed.order("a")?.iter().filter(|call| *call == "svc-gateway").count(), 1);
-        let again = testbed.simulator.run_unit("a", "svc-gateway", &[]).await?;
+        let restarted = testbed.simulator.run_unit("a", "svc-gateway", &[]).await?;
         let count = testbed.order("a")?.iter().filter(|call| *call == "svc-gateway").count();
-        assert_eq!(count, 2, "an operator may start it again ({again:?})");
+        assert_eq!(count, 2, "an operator may start it again ({restarted:?})");
     }
     Ok(())
 }
