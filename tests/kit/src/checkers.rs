@@ -1,7 +1,7 @@
 //! Debian programs that check the files of a machine: units, user-data, shell scripts.
 //!
-//! Relocatable programs are pinned and fetched into `target/tools`. systemd's tools are the machine's own; missing ones are
-//! installed if this user is permitted to.
+//! Relocatable programs are pinned and fetched into `target/tools`. systemd's tools are the machine's own; missing ones
+//! are installed if this user is permitted to.
 
 use std::path::Path;
 use std::process::Command;
@@ -109,8 +109,8 @@ pub fn cloud_init_schema() -> Result<Command> {
     Ok(command)
 }
 
-/// A program that parses texts like cloud-init. Each input line is a text as a JSON string; each output line is its parse
-/// result: `{"parsed": …}` or `{"error": "…"}`.
+/// A program that parses texts like cloud-init. Each input line is a text as a JSON string; each output line is its
+/// parse result: `{"parsed": …}` or `{"error": "…"}`.
 pub fn cloud_init_parser() -> Result<Command> {
     const SCRIPT: &str = "
 import json, sys

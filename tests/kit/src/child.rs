@@ -1,8 +1,8 @@
 //! Child processes that cannot outlive the process that started them.
 //!
 //! `Drop` does not run when a test is killed, nor for a `static`. Therefore a small shell is started with the first
-//! child, and reads from a pipe which children and directories to clean up. When this process ends for any reason, the pipe
-//! closes, and the shell signals the remaining children and removes the registered directories.
+//! child, and reads from a pipe which children and directories to clean up. When this process ends for any reason, the
+//! pipe closes, and the shell signals the remaining children and removes the registered directories.
 //!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {

@@ -1,5 +1,5 @@
-//! The provider's own clients, which must work with the simulator: the Python library `hcloud`, and Debian's command-line
-//! program `hcloud`, which is built on the provider's Go library.
+//! The provider's own clients, which must work with the simulator: the Python library `hcloud`, and Debian's
+//! command-line program `hcloud`, which is built on the provider's Go library.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! Figures of the long tests, such as injected faults and lost snapshots: one JSON line per test, and their sums.
 //!
-//! A test appends its figures with [`Figures::record`] to the file named by [`LONG_REPORT_VAR`], if the variable is set.
-//! [`Sums`] adds up the lines; `cargo xtask test --long` prints and stores the result.
+//! A test appends its figures with [`Figures::record`] to the file named by [`LONG_REPORT_VAR`], if the variable is
+//! set. [`Sums`] adds up the lines; `cargo xtask test --long` prints and stores the result.
 
 use std::fs::OpenOptions;
 use std::io::Write;

@@ -26,8 +26,8 @@ const REQUIREMENTS: [&str; 9] = [
     "PyYAML==6.0.3",
 ];
 
-/// moto checks a condition and then writes, in several threads, so that two concurrent conditional puts may both succeed.
-/// Real stores do not behave like this; therefore requests are served sequentially.
+/// moto checks a condition and then writes, in several threads, so that two concurrent conditional puts may both
+/// succeed. Real stores do not behave like this; therefore requests are served sequentially.
 const SEQUENTIAL_SERVER: &str = "
 import sys, threading
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication as App

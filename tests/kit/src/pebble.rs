@@ -114,7 +114,8 @@ impl Pebble {
         name_server.stdin(Stdio::null()).stdout(log("names.log")?).stderr(log("names.err")?);
         let name_server = OwnedChild::spawn(&mut name_server).context("start the name server")?;
         let mut server = fetch()?.command();
-        // Without these variables, Pebble waits several seconds before each validation, and refuses some requests at random.
+        // Without these variables, Pebble waits several seconds before each validation, and refuses some requests at
+        // random.
         server.env("PEBBLE_VA_NOSLEEP", "1").env("PEBBLE_WFE_NONCEREJECT", "0").env("PEBBLE_AUTHZREUSE", "0");
         server.arg("-strict").arg("-config").arg(path("config.json")).args(["-dnsserver", &dns.to_string()]);
         server.stdin(Stdio::null()).stdout(log("pebble.log")?).stderr(log("pebble.err")?);
@@ -170,8 +171,8 @@ impl Pebble {
         self.log().matches("Issued certificate serial").count()
     }
 
-    /// Deactivates an account (RFC 8555, 7.3.6), as if its holder had done so from elsewhere. `credentials` are those that
-    /// `instant-acme` stores: the account's URL as `id`, and its key as `key_pkcs8`.
+    /// Deactivates an account (RFC 8555, 7.3.6), as if its holder had done so from elsewhere. `credentials` are those
+    /// that `instant-acme` stores: the account's URL as `id`, and its key as `key_pkcs8`.
     ///
     /// # Errors
     /// Fails if the authority does not deactivate the account.

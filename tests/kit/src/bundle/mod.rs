@@ -269,8 +269,8 @@ fn project_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap_or(Path::new(".")).to_owned()
 }
 
-/// The time of the sources, so that the build time does not affect the output: `SOURCE_DATE_EPOCH`, otherwise the commit's
-/// time, otherwise 1970.
+/// The time of the sources, so that the build time does not affect the output: `SOURCE_DATE_EPOCH`, otherwise the
+/// commit's time, otherwise 1970.
 fn source_date() -> i64 {
     let epoch = std::env::var("SOURCE_DATE_EPOCH").ok();
     let commit = || {

@@ -189,8 +189,8 @@ pub fn add_client_tools(parts: &mut Vec<Part>) -> Result<()> {
     Ok(())
 }
 
-/// Copies the PostgreSQL programs that a machine needs in addition to the server. They locate their libraries by a relative
-/// path, which is preserved.
+/// Copies the PostgreSQL programs that a machine needs in addition to the server. They locate their libraries by a
+/// relative path, which is preserved.
 ///
 /// # Errors
 /// Fails if a program is missing or does not run.

@@ -177,7 +177,8 @@ async fn check_platform_package(
     check_removed(chroot, "svc-platform")
 }
 
-/// Writes `/etc/svc/platform.env` as described in docs/operating/install.md, after checking that unreadable settings are reported.
+/// Writes `/etc/svc/platform.env` as described in docs/operating/install.md, after checking that unreadable settings
+/// are reported.
 fn write_settings(chroot: &Chroot, source: &Path, stack: &Stack, url: &str) -> Result<()> {
     chroot.run(&["cp", EXAMPLE, SETTINGS])?;
     let report = run_doctor(chroot)?;

@@ -1,7 +1,7 @@
 //! The bill of materials, CycloneDX 1.5: crates that are linked into the binary, Rust's standard library, and glibc.
 //!
-//! cargo-cyclonedx is not used: it includes the features of the whole workspace, writes a new serial number and time in each
-//! run, and omits the statically linked C library.
+//! cargo-cyclonedx is not used: it includes the features of the whole workspace, writes a new serial number and time in
+//! each run, and omits the statically linked C library.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

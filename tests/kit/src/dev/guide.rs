@@ -60,8 +60,8 @@ The databases:
     )
 }
 
-/// The path relative to the current directory. It always contains a slash, because the shell's `.` searches `PATH` for a bare
-/// name.
+/// The path relative to the current directory. It always contains a slash, because the shell's `.` searches `PATH` for
+/// a bare name.
 fn display_path(path: &Path) -> String {
     let here = std::env::current_dir().ok();
     let short = here.and_then(|here| Some(path.strip_prefix(here).ok()?.to_owned()));

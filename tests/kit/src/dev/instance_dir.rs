@@ -1,7 +1,7 @@
 //! The directory of a running instance: `dev.json`, the operator's credential, a link to `svcctl`.
 //!
-//! A file lock determines which instance owns the directory. A killed instance releases the lock, and its files are replaced.
-//! Only files that were created here are removed.
+//! A file lock determines which instance owns the directory. A killed instance releases the lock, and its files are
+//! replaced. Only files that were created here are removed.
 
 use std::fmt;
 use std::fs::{self, File, TryLockError};

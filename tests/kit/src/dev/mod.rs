@@ -68,7 +68,8 @@ async fn provision_and_wait(
     stack.wait_for_platform_exit().await
 }
 
-/// Provisions the demo owner's machine and waits until the router reaches it. Without `bundle`, builds the minimal bundle.
+/// Provisions the demo owner's machine and waits until the router reaches it. Without `bundle`, builds the minimal
+/// bundle.
 pub(crate) async fn provision(stack: &Stack, bundle: Option<&Path>) -> Result<MachineRecord> {
     stack.svcctl(&["slot", "set", USER, "--plan", "max"]).await?.success()?;
     let (dir, version) = match bundle {

@@ -11,8 +11,8 @@ use tokio_postgres::Client;
 use super::{PgBinaries, PgConnectionInfo, PgOptions, PgServer, run_server};
 use crate::fetch;
 
-/// The server of this process, with the databases of [`test_database`]. It is started on first use, and stopped when the
-/// process ends.
+/// The server of this process, with the databases of [`test_database`]. It is started on first use, and stopped when
+/// the process ends.
 ///
 /// # Errors
 /// Fails if it cannot be started.
@@ -44,8 +44,8 @@ pub struct TestDatabase {
     name: String,
 }
 
-/// Creates an empty database on the server of this process. Roles belong to a server, so the roles of this test's apps cannot
-/// collide with those of another process.
+/// Creates an empty database on the server of this process. Roles belong to a server, so the roles of this test's apps
+/// cannot collide with those of another process.
 pub async fn test_database() -> Result<TestDatabase> {
     create_from(process_server().await?.connection_info(), "template1").await
 }

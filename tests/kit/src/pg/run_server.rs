@@ -1,5 +1,5 @@
-//! One server for all tests of a run that copy a prepared database: nextest runs each test in its own process, and starting
-//! a server with a migrated schema for each process would take longer than most of these tests.
+//! One server for all tests of a run that copy a prepared database: nextest runs each test in its own process, and
+//! starting a server with a migrated schema for each process would take longer than most of these tests.
 
 use std::path::Path;
 

@@ -48,7 +48,8 @@ pub enum Durability {
     FsyncOn,
 }
 
-/// A PostgreSQL 16 server on `127.0.0.1` and a Unix socket. Drop stops it immediately and deletes a temporary data directory.
+/// A PostgreSQL 16 server on `127.0.0.1` and a Unix socket. Drop stops it immediately and deletes a temporary data
+/// directory.
 #[derive(Debug)]
 pub struct PgServer {
     binaries: PgBinaries,
@@ -313,9 +314,9 @@ impl Drop for PgServer {
     }
 }
 
-/// The parent directory of temporary data: in memory if there is room, because a new database consists of hundreds of small
-/// files, whose creation on a disk would take a third of the tests' CPU time. Its path is short, because that of a Unix
-/// socket is limited to 107 bytes.
+/// The parent directory of temporary data: in memory if there is room, because a new database consists of hundreds of
+/// small files, whose creation on a disk would take a third of the tests' CPU time. Its path is short, because that of
+/// a Unix socket is limited to 107 bytes.
 fn temp_parent() -> &'static str {
     const IN_MEMORY: &str = "/dev/shm";
     const MIN_FREE_BYTES: u64 = 2 << 30;

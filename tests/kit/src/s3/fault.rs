@@ -24,7 +24,8 @@ use http::Uri;
 pub enum Fault {
     /// The request is not executed; the response has this status (5xx, 429, 403…).
     Status(u16),
-    /// The request is not executed; the response is an S3 error with this status and code (`403`, `RequestTimeTooSkewed`).
+    /// The request is not executed; the response is an S3 error with this status and code (`403`,
+    /// `RequestTimeTooSkewed`).
     Code(u16, &'static str),
     /// The request is executed; the response has a wrong ETag.
     WrongEtag,

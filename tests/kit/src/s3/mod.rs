@@ -15,9 +15,9 @@
 //! STS is available at the same endpoint: with [`S3Server::sts_env`] the platform issues sessions to hosts. Their
 //! policies are enforced for every key and action.
 //!
-//! Where S3 and R2 differ, the server behaves like R2: the response to `If-Match` on a missing object is 412, and all parts
-//! of a multipart upload except the last must have the same size. Buckets are addressed by path. Objects are deleted with
-//! the server.
+//! Where S3 and R2 differ, the server behaves like R2: the response to `If-Match` on a missing object is 412, and all
+//! parts of a multipart upload except the last must have the same size. Buckets are addressed by path. Objects are
+//! deleted with the server.
 
 mod access;
 mod attributes;
@@ -151,8 +151,8 @@ impl S3Server {
         pairs.map(|(name, value)| (name.to_owned(), value)).into()
     }
 
-    /// The platform's settings for the hosts' credentials: short-lived ones from this server's STS, or, without an STS, the
-    /// platform's own.
+    /// The platform's settings for the hosts' credentials: short-lived ones from this server's STS, or, without an STS,
+    /// the platform's own.
     pub fn sts_env(&self) -> Vec<(String, String)> {
         if self.upstream.as_ref().is_some_and(|upstream| !upstream.server.has_sts()) {
             return vec![("STORE_HOST_CREDENTIALS".to_owned(), "static".to_owned())];
@@ -299,8 +299,8 @@ impl S3Server {
         Ok(self.listener.reopen()?)
     }
 
-    /// Waits until every client has closed its connections and every request has been executed. Otherwise, requests that a
-    /// killed client has sent may still change the objects.
+    /// Waits until every client has closed its connections and every request has been executed. Otherwise, requests
+    /// that a killed client has sent may still change the objects.
     pub async fn drain(&self) -> Result<()> {
         self.listener.drain(DRAIN_TIMEOUT).await.context("wait for the store's clients")
     }

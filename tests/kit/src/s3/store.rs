@@ -1,7 +1,7 @@
 //! The server's state: buckets, each with a sorted index of objects and its open uploads.
 //!
-//! Content is written before the lock is taken; a short critical section compares and replaces. Therefore exactly one of
-//! several racing conditional writes to a key succeeds.
+//! Content is written before the lock is taken; a short critical section compares and replaces. Therefore exactly one
+//! of several racing conditional writes to a key succeeds.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -184,8 +184,8 @@ impl Bucket {
     fn first_after(&self, prefix: &str, cursor: Option<&Cursor>) -> Option<(&String, &Arc<Object>)> {
         let (start, common_prefix) = match cursor {
             Some(Cursor::After(key)) if key.as_str() >= prefix => (Bound::Excluded(key.clone()), None),
-            // Skips nearly all keys with this prefix in one step; the remaining ones (with U+10FFFF after the prefix) are
-            // skipped one by one.
+            // Skips nearly all keys with this prefix in one step; the remaining ones (with U+10FFFF after the prefix)
+            // are skipped one by one.
             Some(Cursor::AfterPrefix(common_prefix)) if common_prefix.as_str() >= prefix => {
                 (Bound::Excluded(format!("{common_prefix}\u{10FFFF}")), Some(common_prefix))
             }

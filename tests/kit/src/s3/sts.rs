@@ -1,5 +1,5 @@
-//! AssumeRole at the store's endpoint, as in MinIO: the request is a signed form, the response is XML, and errors have AWS's
-//! format.
+//! AssumeRole at the store's endpoint, as in MinIO: the request is a signed form, the response is XML, and errors have
+//! AWS's format.
 
 use std::fmt::Write;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Another S3 server behind the kit's HTTP layer. Requests are forwarded unchanged, so that faults and the request log also
-//! work with a third-party store.
+//! Another S3 server behind the kit's HTTP layer. Requests are forwarded unchanged, so that faults and the request log
+//! also work with a third-party store.
 
 use std::future::Future;
 use std::net::SocketAddr;

@@ -1,4 +1,4 @@
-//! The base disk of all machines of a lab: a Debian system like a provider's image, with the database's container image
+//! The base disk of all machines of a lab: Debian, as in a provider's image, with the database's container image
 //! preloaded, because there is no registry to pull it from.
 
 use std::fs;
@@ -23,7 +23,8 @@ pub struct Image {
 }
 
 impl Image {
-    /// Returns the image, and builds it if its recipe is new. This takes more than a minute, and 1 GB below `target/tools`.
+    /// Returns the image, and builds it if its recipe is new, which takes more than a minute and 1 GB below
+    /// `target/tools`.
     ///
     /// # Errors
     /// Fails if a tool is unavailable, or the build fails.

@@ -1,6 +1,7 @@
 //! The processes of a machine while its power is on. None of them outlives this session.
 //!
-//! Every child leads a process group. Invariant: after [`PowerSession::cut_power`], nothing of the session runs or can start.
+//! Every child leads a process group. Invariant: after [`PowerSession::cut_power`], nothing of the session runs or can
+//! start.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::OpenOptions;

@@ -1,4 +1,5 @@
-//! `systemctl` of a simulated host: a script that passes its arguments to this process in a file, and waits for the response.
+//! `systemctl` of a simulated host: a script that passes its arguments to this process in a file, and waits for the
+//! response.
 //!
 //! Restarts affect the services of the init, and `show` reports their state. Installed units that the init does not run
 //! are reported as not loaded.
