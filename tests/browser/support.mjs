@@ -97,7 +97,7 @@ export function test(name, body) {
   });
 }
 
-/** Closes a browser. A browser that hangs is killed when this process ends. */
+/** Closes a browser. If it hangs, it is killed when this process ends. */
 export async function closeBrowser(chrome) {
   await withTimeout(TIMEOUT_MS, chrome?.close()).catch((error) => console.error(`closing the browser: ${error.message}`));
 }

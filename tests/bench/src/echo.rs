@@ -12,7 +12,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
 
-use super::wire::read_head;
+use super::connections::read_head;
 
 /// Small, because there are thousands of idle threads.
 const STACK_BYTES: usize = 256 * 1024;
@@ -86,7 +86,7 @@ fn accept_key(key: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::wire::{self, Endpoint};
+    use super::super::connections::{self, Endpoint};
     use super::*;
     use kit::ca::Ca;
 
@@ -101,8 +101,8 @@ mod tests {
         let (cert, key) = ca.issue(&["echo.test"]).expect("a certificate");
         let address = serve(&cert, &key).expect("serves");
         let endpoint = Endpoint::new(address, "echo.test", "a=b", &ca.root_pem()).expect("an endpoint");
-        assert_eq!(wire::open_connections(10, || endpoint.websocket()).expect("open").len(), 10);
-        assert!(wire::messages_per_second(&endpoint, 3, 1).expect("messages") > 10.0);
+        assert_eq!(connections::open_connections(10, || endpoint.websocket()).expect("open").len(), 10);
+        assert!(connections::messages_per_second(&endpoint, 3, 1).expect("messages") > 10.0);
         assert!(endpoint.https().is_err(), "the echo server does not serve HTTP");
     }
 }

@@ -1,6 +1,7 @@
 //! Samples per round, their medians and spread, and whether a target is met.
 //!
-//! Pure functions. A ratio is the median of the per-round ratios, because a disturbance affects both sides of a round.
+//! All functions here are pure. A ratio is the median of the per-round ratios, because a disturbance affects both sides
+//! of a round.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +14,7 @@ pub enum Target {
     /// Our value, in the unit of the row.
     AtLeast(f64),
     AtMost(f64),
-    /// Shown for comparison.
+    /// No target: the figure is shown for comparison.
     None,
 }
 
@@ -26,7 +27,7 @@ pub struct Spec {
     pub target: Target,
 }
 
-/// Name of the product as a side.
+/// Name of the product's side.
 pub const PRODUCT: &str = "svc";
 
 /// The samples of all rounds.

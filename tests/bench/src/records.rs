@@ -1,4 +1,4 @@
-//! Records benchmark: a separate program links the product and measures the real writer and usage book, and the upper
+//! Records benchmark: a separate program links the product, and measures the real writer and usage book, and the upper
 //! bounds without them.
 
 use std::path::Path;

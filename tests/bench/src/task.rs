@@ -14,7 +14,7 @@ use nix::unistd::Pid;
 
 use kit::child::{self, AtExit};
 
-/// Interval of the memory samples, at negligible load; the program's end is noticed immediately.
+/// Interval of the memory samples, short but of negligible load; the program's end is noticed immediately.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Statistics of a run.
@@ -22,7 +22,7 @@ pub struct RunStats {
     pub wall: Duration,
     /// CPU time of the program and its children.
     pub cpu: Duration,
-    /// CPU time of this process during the run, that is, of the kit's servers that the program uses.
+    /// CPU time of this process during the run, that is, of the object store, which runs in this process.
     pub store_cpu: Duration,
     /// Peak resident memory of the program, without its children.
     pub peak_mib: f64,

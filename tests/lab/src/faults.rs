@@ -1,5 +1,5 @@
-//! Faults of machines: a dead database, a full disk, a wrong clock, a power cut at a critical moment. After each fault,
-//! acknowledged data is intact, and the machine recovers without intervention.
+//! Faults of machines: a killed database, a full disk, a wrong clock, a power cut at a critical moment. After each
+//! fault, acknowledged data is intact, and the machine recovers without intervention.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use hex::encode;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::life::BOOT_TIMEOUT;
+use super::scenario::BOOT_TIMEOUT;
 use kit::story::{MachineRecord, Stack, eventually};
 
 pub(super) const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -16,7 +16,7 @@ pub(super) const LONG_TIMEOUT: Duration = Duration::from_secs(400);
 pub(super) const BACKUP: &str = "systemctl start svc-db-backup.service";
 const GATEWAY_PID: &str = "systemctl show -P MainPID svc-gateway.service";
 const AFTER_TITLE: &str = "after the full disk";
-/// Creates a table large enough that its backup takes seconds.
+/// A script that creates a table so large that its backup takes seconds.
 const CREATE_BALLAST: &str = r#"
 url=$(sed -n 's/^DATABASE_URL=//p' /opt/svc/env/host.env | tr -d '"')
 PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime/postgres/bin/psql -v ON_ERROR_STOP=1 -qh 127.0.0.1 -U postgres -d svc \
@@ -88,7 +88,7 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     ))
 }
 
-/// Returns the gateway's problem code if it refuses.
+/// Inserts a note of 100 kB; returns the gateway's problem code if it refuses the note.
 async fn insert_large(stack: &Stack, title: &str) -> Result<Option<String>> {
     let data = json!({"title": title, "body": "x".repeat(100_000), "pinned": false, "rank": 1});
     let call = json!({"action": "insert", "app": "notes", "table": "notes", "data": data});
@@ -186,7 +186,7 @@ pub(super) fn verified_pointer(stack: &Stack) -> Result<Value> {
     Ok(pointer)
 }
 
-/// Waits until the machine serves; returns the rows.
+/// Waits until the machine serves its owner; returns the titles of all notes.
 pub async fn wait_until_served(stack: &Stack) -> Result<Vec<String>> {
     let owner = stack.owner();
     eventually("the owner is served", BOOT_TIMEOUT, || stack.web.titles(&owner)).await

@@ -1,4 +1,4 @@
-//! Bundles of the lab: a small one with the executable, the units, the kit's apps and PostgreSQL's client tools, and a
+//! Bundles of the lab: a small one with the binary, the units, the kit's apps and PostgreSQL's client tools, and a
 //! full one with every part of a release.
 
 use std::path::Path;
@@ -10,7 +10,7 @@ use kit::bundle::{Options, apps, runtime};
 use kit::fetch::target_dir;
 use kit::pg::PgBinaries;
 
-/// Not a real host: nothing here contacts it.
+/// A non-existent host, which nothing contacts.
 const IDP_HOST: &str = "idp.svc.test";
 
 /// Prefetches the parts of [`full_options`]; requires Node.js 20 or newer and npm.
