@@ -126,21 +126,23 @@ mod tests {
 
     #[test]
     fn memory_and_cpu_include_children() {
-        let mut sleep = Command::new("/bin/sh").args(["-c", "sleep 60 & wait"]).spawn().expect("a shell");
+        let mut sleep =
+            Command::new("/bin/sh").args(["-c", "sleep 60 & wait"]).spawn().expect("the shell starts");
         let deadline = Instant::now() + Duration::from_secs(10);
         while process_and_children(sleep.id()).len() < 2 {
             assert!(Instant::now() < deadline, "no child");
             std::thread::sleep(Duration::from_millis(5));
         }
-        let both = memory_mib(sleep.id()).expect("memory");
+        let both = memory_mib(sleep.id()).expect("the memory is readable");
         assert!(both > 0.0 && both < 64.0, "{both} MiB");
-        assert!(cpu_time(sleep.id()).expect("time") < Duration::from_secs(5));
+        assert!(cpu_time(sleep.id()).expect("the CPU time is readable") < Duration::from_secs(5));
         for child in process_and_children(sleep.id()).into_iter().rev() {
-            nix::sys::signal::kill(Pid::from_raw(child.cast_signed()), Signal::SIGKILL).expect("kill");
+            nix::sys::signal::kill(Pid::from_raw(child.cast_signed()), Signal::SIGKILL)
+                .expect("the process can be killed");
         }
-        sleep.wait().expect("wait");
+        sleep.wait().expect("the shell can be reaped");
         // The clock of processes has ticks of 10 ms.
-        while cpu_time(std::process::id()).expect("own CPU time") == Duration::ZERO {
+        while cpu_time(std::process::id()).expect("the own CPU time is readable") == Duration::ZERO {
             assert!(Instant::now() < deadline, "no CPU time is counted");
         }
     }
@@ -149,9 +151,9 @@ mod tests {
     fn start_reports_output_of_server_that_exits() {
         let mut command = Command::new("/bin/sh");
         command.args(["-c", "echo no such setting; exit 3"]);
-        let log = tempfile::NamedTempFile::new().expect("a file");
-        let address = ([127, 0, 0, 1], kit::net::free_port().expect("a port")).into();
-        let error = ServerProcess::start(command, address, log.path()).err().expect("it exited");
+        let log = tempfile::NamedTempFile::new().expect("the log file is created");
+        let address = ([127, 0, 0, 1], kit::net::free_port().expect("a port is free")).into();
+        let error = ServerProcess::start(command, address, log.path()).err().expect("the server exited");
         assert!(error.to_string().contains("no such setting"), "{error}");
     }
 }

@@ -112,8 +112,8 @@ mod tests {
     #[test]
     fn run_fails_on_exit_code_and_timeout() {
         let failed = run(shell("echo the reason >&2; exit 3"), Duration::from_secs(20)).err();
-        assert!(failed.expect("exit 3").to_string().contains("the reason"));
+        assert!(failed.expect("exit code 3 is an error").to_string().contains("the reason"));
         let late = run(shell("sleep 600 | cat"), Duration::from_millis(50)).err();
-        assert!(late.expect("too slow").to_string().contains("signal: 9"));
+        assert!(late.expect("a timeout is an error").to_string().contains("signal: 9"));
     }
 }

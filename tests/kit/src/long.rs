@@ -116,8 +116,8 @@ mod tests {
         let faults = Figures { kills_survived: 5, faults_tried: 3, ..Figures::new("faults") };
         let lines = format!(
             "{}\n{}\n{{\"test\":\"fuzz\",\"fuzzCases\":9}}\n",
-            serde_json::to_string(&kills).expect("JSON"),
-            serde_json::to_string(&faults).expect("JSON")
+            serde_json::to_string(&kills).expect("figures serialize"),
+            serde_json::to_string(&faults).expect("figures serialize")
         );
         let sums = Sums::parse(&lines).expect("valid lines");
         assert_eq!(
@@ -133,20 +133,22 @@ mod tests {
 
     #[test]
     fn parse_sums_losses() {
-        let lost = serde_json::to_string(&Figures { lost: 1, ..Figures::new("a") }).expect("JSON");
-        let none = serde_json::to_string(&Figures::new("b")).expect("JSON");
+        let lost =
+            serde_json::to_string(&Figures { lost: 1, ..Figures::new("a") }).expect("figures serialize");
+        let none = serde_json::to_string(&Figures::new("b")).expect("figures serialize");
         assert_eq!(Sums::parse(&format!("{lost}\n{none}")).expect("valid lines").lost, 1);
     }
 
     #[test]
     fn collect_writes_a_report_even_without_figures() {
-        let dir = tempfile::tempdir().expect("a directory");
+        let dir = tempfile::tempdir().expect("the directory is created");
         let (lines, report) = (dir.path().join("figures.jsonl"), dir.path().join("report.json"));
         assert_eq!(Sums::collect(&lines, &report).expect("the report is written"), Sums::default());
-        std::fs::write(&lines, "{\"test\":\"a\",\"fuzzCases\":2}\n").expect("written");
+        std::fs::write(&lines, "{\"test\":\"a\",\"fuzzCases\":2}\n").expect("the figures are written");
         Sums::collect(&lines, &report).expect("the report is written");
         let stored: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&report).expect("the report exists")).expect("JSON");
+            serde_json::from_slice(&std::fs::read(&report).expect("the report exists"))
+                .expect("the report is JSON");
         assert_eq!((&stored["fuzzCases"], &stored["lost"]), (&2.into(), &0.into()));
     }
 }

@@ -150,7 +150,7 @@ mod tests {
     fn figures_are_parsed_from_output() {
         let output = "Running 1s test\n  2 requests in 1.00s\n\nfigures {\"requests\":200,\"micros\":2000000,\
             \"bytes\":4194304,\"p50\":17,\"p99\":40,\"refused\":0,\"failed\":0}\n";
-        let result = parse_result(output).expect("figures");
+        let result = parse_result(output).expect("the output has figures");
         assert_eq!((result.per_second(), result.mib_per_second()), (100.0, 2.0));
         assert_eq!(result.cpu_micros(Duration::from_millis(2)), 10.0);
         assert!(super::parse_result("unable to connect").is_err());
@@ -158,14 +158,17 @@ mod tests {
 
     #[test]
     fn script_quotes_headers_and_body() {
-        let dir = tempfile::tempdir().expect("a directory");
+        let dir = tempfile::tempdir().expect("the directory is created");
         let request = Request {
             url: "http://127.0.0.1:1/".to_owned(),
             headers: vec![("x-a".to_owned(), "say \"hi\" \\ there".to_owned())],
             body: Some("{\"a\":[[1]]}".to_owned()),
         };
-        let script = lua_script(&request, dir.path()).expect("a script");
+        let script = lua_script(&request, dir.path()).expect("the script is written");
         assert!(script.contains(r#"wrk.headers["x-a"] = "say \"hi\" \\ there""#), "{script}");
-        assert_eq!(fs::read_to_string(dir.path().join("body")).expect("the body"), "{\"a\":[[1]]}");
+        assert_eq!(
+            fs::read_to_string(dir.path().join("body")).expect("the body is written"),
+            "{\"a\":[[1]]}"
+        );
     }
 }

@@ -22,7 +22,7 @@ async fn server_is_version_16_and_requires_password() -> Result<()> {
         server.connect("postgres").await?.query_one("SHOW server_version", &[]).await?.get(0);
     assert!(version.starts_with("16."), "{version}");
 
-    let socket = server.socket_dir().to_str().expect("ascii");
+    let socket = server.socket_dir().to_str().expect("the path is UTF-8");
     for host in ["127.0.0.1", socket] {
         let connect_with = |password: &str| {
             let mut psql = server.binaries().client("psql");
@@ -32,7 +32,7 @@ async fn server_is_version_16_and_requires_password() -> Result<()> {
         };
         assert_eq!(connect_with(server.password())?, "1\n");
         assert!(
-            format!("{:#}", connect_with("wrong").expect_err("wrong password"))
+            format!("{:#}", connect_with("wrong").expect_err("a wrong password is refused"))
                 .contains("password authentication failed")
         );
     }

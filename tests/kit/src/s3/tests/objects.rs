@@ -156,7 +156,8 @@ async fn delete_objects_deletes_many_in_one_request() -> Result<()> {
 #[tokio::test]
 async fn wrong_signature_or_checksum_writes_nothing() -> Result<()> {
     let fixture = fixture_with(|builder| builder.with_secret_access_key("wrong"))?;
-    let refused = fixture.client.put(&Key::from("a"), "x".into()).await.expect_err("a wrong secret");
+    let refused =
+        fixture.client.put(&Key::from("a"), "x".into()).await.expect_err("a wrong secret key is refused");
     assert!(format!("{refused:?}").contains("SignatureDoesNotMatch"), "{refused:?}");
 
     let fixture = fixture_with(|builder| builder.with_checksum_algorithm(Checksum::SHA256))?;

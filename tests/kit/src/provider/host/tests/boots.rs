@@ -123,8 +123,12 @@ async fn malformed_user_data_fails_boot() -> Result<()> {
     let testbed = Testbed::start("{}").await?;
     testbed.api.create("a", "#!/bin/sh\nexit 0").await?;
     testbed.simulator.wait_for_power("a", Power::Running).await?;
-    let error =
-        testbed.simulator.wait_until_booted("a", TIMEOUT).await.expect_err("no cloud-config").to_string();
+    let error = testbed
+        .simulator
+        .wait_until_booted("a", TIMEOUT)
+        .await
+        .expect_err("user-data without #cloud-config is refused")
+        .to_string();
     assert!(error.contains("user-data"), "{error}");
     Ok(())
 }
