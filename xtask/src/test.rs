@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result};
-use kit::long::{self, Sums};
+use kit::long_tests::{self, Sums};
 use kit::pg::RunServer;
 use kit::skip;
 
@@ -38,7 +38,7 @@ fn run_long(filters: &[String], mut variables: Variables) -> Result<ExitCode> {
     std::fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
     let (figures, report) = (dir.join("figures.jsonl"), dir.join("report.json"));
     std::fs::write(&figures, "").with_context(|| format!("empty {}", figures.display()))?;
-    variables.push((long::LONG_REPORT_VAR, std::path::absolute(&figures)?.into_os_string()));
+    variables.push((long_tests::LONG_REPORT_VAR, std::path::absolute(&figures)?.into_os_string()));
     let exit = run_tests(true, filters, variables)?;
     let sums = Sums::collect(&figures, &report)?;
     println!("{}\nwritten to {}", sums.summary(), report.display());

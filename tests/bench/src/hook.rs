@@ -89,7 +89,7 @@ fn run_rounds(svc: &Path, rounds: u32) -> Result<Tally> {
 }
 
 /// Times of the hooks before and after each call, and the paths that the calls wrote.
-struct Calls {
+struct CallResults {
     before: Vec<Duration>,
     after: Vec<Duration>,
     written: Vec<String>,
@@ -140,8 +140,8 @@ impl Home {
     }
 
     /// Makes calls as an agent's program does; `number` counts the calls of all rounds.
-    fn run_calls(&self, number: &mut usize) -> Result<Calls> {
-        let mut calls = Calls { before: Vec::new(), after: Vec::new(), written: Vec::new() };
+    fn run_calls(&self, number: &mut usize) -> Result<CallResults> {
+        let mut calls = CallResults { before: Vec::new(), after: Vec::new(), written: Vec::new() };
         for _ in 0..CALLS {
             *number += 1;
             calls.before.push(self.run_hook("PreToolUse", *number)?);
@@ -177,7 +177,7 @@ impl Home {
     }
 
     /// Waits until every written path has an entry, at most [`AUDIT_TIMEOUT`]; returns the number of paths without one.
-    fn count_unaudited(&self, calls: &Calls) -> Result<usize> {
+    fn count_unaudited(&self, calls: &CallResults) -> Result<usize> {
         let deadline = Instant::now() + AUDIT_TIMEOUT;
         loop {
             let lines = self.lines();

@@ -14,7 +14,7 @@
 //! | [`ca`] | a certificate authority |
 //! | [`pebble`] | a certificate authority that speaks ACME |
 //! | [`net`] | free ports, and a TCP proxy that delays, cuts and resets connections |
-//! | [`heads`] | HTTPS connections with unfinished request heads, and their cost in memory |
+//! | [`unfinished_heads`] | HTTPS connections with unfinished request heads, and their cost in memory |
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`story`] | the main scenario, run on all of these |
 //! | [`mod@bundle`] | host bundles, in their published form |
@@ -27,7 +27,7 @@
 //! | [`packages`] | Debian and npm packages, unpacked below `target/tools` |
 //! | [`s3_process`] | third-party S3 servers as child processes |
 //! | [`checkers`] | Debian programs that check units, user-data and shell scripts |
-//! | [`long`] | figures of the long tests, and their sums |
+//! | [`long_tests`] | figures of the long tests, and their sums |
 //! | [`quoted_commands`] | command lines quoted in documentation, checked against a program's definition |
 //! | [`skip`] | records of tests that cannot run here |
 //! | [`child`] | child processes that cannot outlive the process that started them |
@@ -45,9 +45,8 @@ pub mod dev;
 pub mod disk;
 pub mod fetch;
 pub mod hcloud;
-pub mod heads;
 pub mod idp;
-pub mod long;
+pub mod long_tests;
 pub mod model_stub;
 pub mod moto;
 pub mod net;
@@ -62,6 +61,7 @@ pub mod seaweed;
 pub mod skip;
 pub mod stores;
 pub mod story;
+pub mod unfinished_heads;
 pub mod vm;
 
 mod runtime;

@@ -17,10 +17,10 @@ pub(super) const BACKUP: &str = "systemctl start svc-db-backup.service";
 const GATEWAY_PID: &str = "systemctl show -P MainPID svc-gateway.service";
 const AFTER_TITLE: &str = "after the full disk";
 /// A script that creates a table so large that its backup takes seconds.
-const CREATE_BALLAST: &str = r#"
+const CREATE_LARGE_TABLE: &str = r#"
 url=$(sed -n 's/^DATABASE_URL=//p' /opt/svc/env/host.env | tr -d '"')
 PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime/postgres/bin/psql -v ON_ERROR_STOP=1 -qh 127.0.0.1 -U postgres -d svc \
-  -c 'create table public.ballast as select g id, repeat(md5(random()::text), 8) t from generate_series(1, 400000) g'
+  -c 'create table public.large_table as select g id, repeat(md5(random()::text), 8) t from generate_series(1, 400000) g'
 "#;
 
 /// Kills the database's container: the gateway keeps running, and serves again as soon as the database does.
@@ -155,7 +155,7 @@ pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> 
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let before = verified_pointer(stack)?;
-    vm.run(CREATE_BALLAST, LONG_TIMEOUT).await?.success().context("create a large table")?;
+    vm.run(CREATE_LARGE_TABLE, LONG_TIMEOUT).await?.success().context("create a large table")?;
     let rows = stack.web.titles(&stack.owner()).await?;
     let dumping = "systemctl start --no-block svc-db-backup.service; for n in $(seq 600); do pgrep -x pg_dump && exit 0; sleep 0.1; done; exit 1";
     vm.run(dumping, LONG_TIMEOUT).await?.success().context("wait for pg_dump")?;

@@ -22,7 +22,7 @@ use jiff::Timestamp;
 use sha2::{Digest, Sha256};
 
 use crate::child;
-use gzip::Gzip;
+use gzip::GzipWriter;
 pub use manifest::{KeySet, Manifest, SigningKey};
 use release::Component;
 use tree::Tree;
@@ -144,7 +144,7 @@ pub fn build(options: &Options) -> Result<Bundle> {
     let tree = assemble_tree(options, program)?;
     let staged = staging.path().join(ARCHIVE);
     let hashing_file = HashingFile { inner: File::create(&staged)?, hasher: Sha256::new(), size: 0 };
-    let mut gzip = BufWriter::with_capacity(128 * 1024, Gzip::new(hashing_file, options.level)?);
+    let mut gzip = BufWriter::with_capacity(128 * 1024, GzipWriter::new(hashing_file, options.level)?);
     tree.write(&mut gzip)?;
     let written = gzip.into_inner().map_err(io::IntoInnerError::into_error)?.finish()?;
     written.inner.sync_all()?;

@@ -89,7 +89,7 @@ impl PowerSession {
         command.stdin(Stdio::null()).kill_on_drop(true);
         match output {
             Output::Log => {
-                let log = OpenOptions::new().create(true).append(true).open(self.disk.log(unit)?)?;
+                let log = OpenOptions::new().create(true).append(true).open(self.disk.log_path(unit)?)?;
                 command.stdout(log.try_clone()?).stderr(log);
             }
             Output::Pipe => {
