@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use super::bench_store::{BUCKET, BenchStore, Machine};
+use super::bench_store::{BUCKET, BenchStore, MachineDir};
 use super::database;
 use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::s5cmd::S5cmd;
@@ -113,7 +113,7 @@ struct Testbed<'a> {
     store: &'a BenchStore,
     server: &'a PgServer,
     scale: u32,
-    machine: Machine,
+    machine: MachineDir,
 }
 
 impl<'a> Testbed<'a> {
@@ -124,7 +124,7 @@ impl<'a> Testbed<'a> {
         server: &'a PgServer,
         scale: u32,
     ) -> Result<Self> {
-        let machine = Machine::new(dir, store, server)?;
+        let machine = MachineDir::new(dir, store, server)?;
         machine.open_gate()?;
         Ok(Self { dir, svc: &options.svc, store, server, scale, machine })
     }

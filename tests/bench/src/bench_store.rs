@@ -110,12 +110,12 @@ impl BenchStore {
 }
 
 /// A machine's directory, and the environment of its programs.
-pub struct Machine {
+pub struct MachineDir {
     root: TempDir,
     env: Vec<(String, String)>,
 }
 
-impl Machine {
+impl MachineDir {
     /// Creates a machine with an empty directory: its restore gate is closed.
     pub fn new(dir: &Path, store: &BenchStore, server: &PgServer) -> Result<Self> {
         let root = tempfile::Builder::new().prefix("machine-").tempdir_in(dir)?;

@@ -47,7 +47,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
 type Side<'a> = (&'static str, &'a dyn Fn(&Path) -> Command);
 
 fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
-    let (cached, digest) = archive::ensure(&out.join("archive"))?;
+    let (cached, digest) = archive::locate_or_create(&out.join("archive"))?;
     let dir = create_memory_dir()?;
     let archive = dir.path().join("bundle.tar.gz");
     fs::copy(&cached, &archive)?;

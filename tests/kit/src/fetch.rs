@@ -26,7 +26,11 @@ pub fn target_dir() -> PathBuf {
 }
 
 /// Returns `<target_dir>/tools/<name>`. If it is missing, `fill` creates its content in an empty directory.
-pub fn once(target_dir: &Path, name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
+pub fn locate_or_create(
+    target_dir: &Path,
+    name: &str,
+    fill: impl FnOnce(&Path) -> Result<()>,
+) -> Result<PathBuf> {
     let tools = target_dir.join("tools");
     let tool = tools.join(name);
     if tool.exists() {
@@ -158,13 +162,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn once_fills_a_tool_once_for_concurrent_callers() {
+    fn locate_or_create_fills_tool_once_for_concurrent_callers() {
         let target = tempfile::tempdir().expect("the directory is created");
         let fills = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    let tool = once(target.path(), "tool", |dir| {
+                    let tool = locate_or_create(target.path(), "tool", |dir| {
                         fills.fetch_add(1, Ordering::SeqCst);
                         std::thread::sleep(Duration::from_millis(20));
                         Ok(fs::write(dir.join("whole"), b"yes")?)
@@ -181,9 +185,9 @@ mod tests {
     }
 
     #[test]
-    fn once_publishes_nothing_after_a_failure() {
+    fn locate_or_create_publishes_nothing_after_failure() {
         let target = tempfile::tempdir().expect("the directory is created");
-        let error = once(target.path(), "tool", |dir| {
+        let error = locate_or_create(target.path(), "tool", |dir| {
             fs::write(dir.join("half"), b"")?;
             bail!("the network is down")
         });
@@ -198,9 +202,9 @@ mod tests {
     }
 
     #[test]
-    fn once_makes_tools_readable_and_executable_for_all_users() {
+    fn locate_or_create_makes_tool_usable_by_all_users() {
         let target = tempfile::tempdir().expect("the directory is created");
-        let tool = once(target.path(), "tool", |dir| {
+        let tool = locate_or_create(target.path(), "tool", |dir| {
             fs::write(dir.join("run"), b"")?;
             fs::set_permissions(dir.join("run"), fs::Permissions::from_mode(0o700))?;
             fs::write(dir.join("read"), b"")?;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-use crate::packages::{Deb, FetchedProgram, Program};
+use crate::packages::{Deb, DebProgram, FetchedProgram};
 use crate::{child, fetch};
 
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(300);
@@ -25,7 +25,7 @@ six==1.17.0 --hash=sha256:4721f391ed90541fddacab5acf947aa0d3dc7d27b2e1e8eda2be89
 urllib3==2.8.0 --hash=sha256:0cf3cae568d36aa9576b28dfb35f11328f1cb974ca7647d9475ebb86c75ac6e3
 ";
 
-const CLI: Program = Program {
+const CLI: DebProgram = DebProgram {
     debs: &[Deb {
         name: "hcloud-cli",
         version: "1.30.3-1+b5",
@@ -39,7 +39,7 @@ const CLI: Program = Program {
 /// # Errors
 /// Fails if pip fails, or if a package does not have the pinned hash.
 pub fn fetch_library(target_dir: &Path) -> Result<PathBuf> {
-    fetch::once(target_dir, &format!("hcloud-{VERSION}"), |dir| {
+    fetch::locate_or_create(target_dir, &format!("hcloud-{VERSION}"), |dir| {
         let download = tempfile::tempdir()?;
         let requirements = download.path().join("requirements.txt");
         fs::write(&requirements, REQUIREMENTS)?;
@@ -56,5 +56,5 @@ pub fn fetch_library(target_dir: &Path) -> Result<PathBuf> {
 /// # Errors
 /// Fails if the machine's package sources do not have the pinned package of Debian 12.
 pub fn fetch_cli() -> Result<FetchedProgram> {
-    CLI.locate()
+    CLI.locate_or_fetch()
 }

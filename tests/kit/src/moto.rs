@@ -68,7 +68,7 @@ impl Moto {
 /// # Errors
 /// Fails if pip fails.
 pub fn fetch(target_dir: &Path) -> Result<std::path::PathBuf> {
-    fetch::once(target_dir, &format!("moto-{VERSION}"), |dir| {
+    fetch::locate_or_create(target_dir, &format!("moto-{VERSION}"), |dir| {
         let mut pip = Command::new("python3");
         pip.args([
             "-m",

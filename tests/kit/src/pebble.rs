@@ -16,9 +16,9 @@ use serde_json::{Value, json};
 use crate::ca::Ca;
 use crate::child::OwnedChild;
 use crate::net::free_port;
-use crate::packages::{Deb, FetchedProgram, Program};
+use crate::packages::{Deb, DebProgram, FetchedProgram};
 
-const PEBBLE: Program = Program {
+const PEBBLE: DebProgram = DebProgram {
     debs: &[Deb {
         name: "pebble",
         version: "2.4.0+ds1-2+b4",
@@ -27,7 +27,7 @@ const PEBBLE: Program = Program {
     path: "usr/bin/pebble",
 };
 /// Pebble's name server, in the same package.
-const NAME_SERVER: Program = Program { path: "usr/bin/pebble-challtestsrv", ..PEBBLE };
+const NAME_SERVER: DebProgram = DebProgram { path: "usr/bin/pebble-challtestsrv", ..PEBBLE };
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Fetches the package once into `target/tools`.
@@ -35,7 +35,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// # Errors
 /// Fails if apt-get cannot download the package, or on a processor other than x86_64.
 pub fn fetch() -> Result<FetchedProgram> {
-    PEBBLE.locate()
+    PEBBLE.locate_or_fetch()
 }
 
 /// Options of an authority.
@@ -96,7 +96,7 @@ impl Pebble {
             "certificateValidityPeriod": options.certificate_seconds,
         }});
         fs::write(path("config.json"), config.to_string())?;
-        let mut name_server = NAME_SERVER.locate()?.command();
+        let mut name_server = NAME_SERVER.locate_or_fetch()?.command();
         name_server.args([
             "-defaultIPv4",
             "127.0.0.1",

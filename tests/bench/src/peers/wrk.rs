@@ -9,9 +9,9 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
 use kit::child;
-use kit::packages::{Deb, FetchedProgram, Program};
+use kit::packages::{Deb, DebProgram, FetchedProgram};
 
-const WRK: Program = Program {
+const WRK: DebProgram = DebProgram {
     path: "usr/bin/wrk",
     debs: &[
         Deb {
@@ -57,7 +57,7 @@ pub struct LoadResult {
 
 impl Wrk {
     pub fn fetch() -> Result<Self> {
-        Ok(Self { program: WRK.locate()? })
+        Ok(Self { program: WRK.locate_or_fetch()? })
     }
 
     /// Sends the request repeatedly.

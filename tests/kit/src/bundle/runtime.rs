@@ -229,7 +229,7 @@ fn fetch_npm_part(name: &str, package: &str, version: &str, node: Option<&Part>)
     let node_suffix = node.map(|node| format!("-node-{}", node.version)).unwrap_or_default();
     let tool = format!("npm-{}-{version}{node_suffix}", package.trim_start_matches('@').replace('/', "-"));
     let depth = name.split('/').count();
-    let dir = fetch::once(&fetch::target_dir(), &tool, |dir| {
+    let dir = fetch::locate_or_create(&fetch::target_dir(), &tool, |dir| {
         install(dir, package, version, node)?;
         prune(dir)?;
         link_duplicates(dir, dir, &mut HashMap::new())?;

