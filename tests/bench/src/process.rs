@@ -142,7 +142,9 @@ mod tests {
         }
         sleep.wait().expect("the shell can be reaped");
         // The clock of processes has ticks of 10 ms.
-        while cpu_time(std::process::id()).expect("the own CPU time is readable") == Duration::ZERO {
+        while cpu_time(std::process::id()).expect("the CPU time of this process is readable")
+            == Duration::ZERO
+        {
             assert!(Instant::now() < deadline, "no CPU time is counted");
         }
     }

@@ -215,7 +215,7 @@ mod tests {
             writing.shutdown(std::net::Shutdown::Write).expect("the stream is half closed");
         });
         let mut received = Vec::new();
-        stream.read_to_end(&mut received).expect("the stream ends in order");
+        stream.read_to_end(&mut received).expect("the stream ends cleanly");
         writer.join().expect("the writer ends");
         assert!(received == expected, "{} bytes came back", received.len());
         assert_eq!(proxy.connections(), 1);

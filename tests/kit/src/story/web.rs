@@ -82,7 +82,7 @@ impl WebClient {
 
     /// Inserts a note; returns its row.
     pub async fn insert(&self, bearer: &str, title: &str) -> Result<Value> {
-        let data = json!({"title": title, "body": "from the story", "pinned": false, "rank": 7});
+        let data = json!({"title": title, "body": "from the demo", "pinned": false, "rank": 7});
         self.call_bridge(bearer, &json!({"action": "insert", "app": "notes", "table": "notes", "data": data}))
             .await
     }
