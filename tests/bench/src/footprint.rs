@@ -34,7 +34,7 @@ pub const ROWS: [Spec; 7] = [
     Spec { name: BINARY_SIZE, unit: "MiB", against: None, target: Target::AtMost(25.0) },
 ];
 
-/// Several, because a start takes only milliseconds.
+/// Several starts are measured, because one takes only milliseconds.
 const STARTS_PER_ROUND: u32 = 7;
 /// Delay between the last request and the memory reading.
 const SETTLE_DELAY: Duration = Duration::from_millis(1500);

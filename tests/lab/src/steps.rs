@@ -57,7 +57,7 @@ static STEPS: [LabStep; 33] = [
     full_step("side-database", |stack, machines| {
         Box::pin(data::restore_side_database(stack, &machines.current))
     }),
-    full_step("archive", |stack, machines| Box::pin(data::export_and_import(stack, &machines.current))),
+    full_step("export-import", |stack, machines| Box::pin(data::export_and_import(stack, &machines.current))),
     full_step("failed-recovery", |stack, machines| {
         Box::pin(async {
             let (machine, detail) =
@@ -83,13 +83,13 @@ static STEPS: [LabStep; 33] = [
     full_step("fenced", |stack, machines| Box::pin(scenario::fence_old_machine(stack, &machines.first))),
     full_step("clock-jump", |stack, machines| Box::pin(faults::jump_clock(stack, &machines.current))),
     full_step("update", |stack, machines| Box::pin(updates::deploy_update(stack, &machines.current))),
-    full_step("cut-in-update", |stack, machines| {
+    full_step("power-cut-update", |stack, machines| {
         Box::pin(updates::cut_power_during_update(stack, &machines.current))
     }),
     full_step("bad-update", |stack, machines| {
         Box::pin(updates::roll_back_broken_update(stack, &machines.current))
     }),
-    full_step("cut-in-backup", |stack, machines| {
+    full_step("power-cut-backup", |stack, machines| {
         Box::pin(faults::cut_power_during_backup(stack, &machines.current))
     }),
     full_step("full-release", |stack, machines| {

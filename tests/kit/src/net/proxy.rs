@@ -91,7 +91,7 @@ impl Shared {
         change(&mut self.faults.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits for the configured delay, and while data is withheld.
+    /// Waits for the configured delay, and until data is no longer withheld.
     async fn hold(&self) {
         tokio::time::sleep(self.faults().delay).await;
         while self.faults().is_silent {

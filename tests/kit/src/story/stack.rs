@@ -280,7 +280,7 @@ impl Stack {
         self.session(USER)
     }
 
-    /// A session token of any user.
+    /// A session token of `user`.
     pub fn session(&self, user: &str) -> String {
         self.idp.mint(user, &MintOptions::default())
     }
