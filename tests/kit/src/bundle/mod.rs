@@ -160,7 +160,7 @@ pub fn build(options: &Options) -> Result<Bundle> {
         trusted_keys: options.trusted_keys.clone(),
         removes: options.removes.clone(),
     };
-    let manifest = manifest.render()?;
+    let manifest = manifest.text()?;
     fs::rename(&staged, out.join(ARCHIVE))?;
     fs::write(out.join(format!("{ARCHIVE}.sha256")), format!("{sha256}  {ARCHIVE}\n"))?;
     fs::write(out.join(format!("{ARCHIVE}.json")), &manifest)?;
