@@ -1,5 +1,5 @@
-//! Runs the demo's story and searches for every secret: none may appear in a log, a response, an argument list or a
-//! table. To prove the detector, the test then leaks a secret through each channel, and must detect every leak.
+//! Runs the demo and searches for every secret: none may appear in a log, a response, an argument list or a table. To
+//! prove that the detector works, the test then leaks a secret through each channel, and must detect every leak.
 
 mod channels;
 mod detector;
@@ -19,8 +19,8 @@ use channels::ProcessWatch;
 use detector::{Detector, Leak};
 
 const ADMIN: &str = "canary-admin-token-0123456789-0123456789";
-/// The value of the owner's row, which also appears in invalid requests.
-const ROW: &str = "canary-of-a-row-value";
+/// A value in one of the owner's rows, which is also sent in invalid requests.
+const ROW_VALUE: &str = "canary-of-a-row-value";
 const REQUEST_ID: &str = "canary-request-from-the-router-1";
 
 #[tokio::test(flavor = "multi_thread")]
@@ -113,17 +113,18 @@ async fn provoke_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
             stack.web.request(Method::GET, &path).header("cookie", format!("svc_session={session}"));
         refused.extend(send_for_refusal(request).await?);
     }
-    let other = json!({"action": "find", "app": "other", "table": "notes"});
-    let wrong =
-        json!({"action": "insert", "app": "notes", "table": "notes", "data": {"title": 7, "rank": ROW}});
-    detector.register("value of a row", ROW);
+    let other_app = json!({"action": "find", "app": "other", "table": "notes"});
+    let invalid_data = json!({"title": 7, "rank": ROW_VALUE});
+    let invalid_row = json!({"action": "insert", "app": "notes", "table": "notes", "data": invalid_data});
+    detector.register("value of a row", ROW_VALUE);
     for _ in 0..2 {
         // The value is stored and then found by a filter, so it passes through every layer as data.
-        stack.web.insert(&owner, ROW).await?;
-        let find = json!({"action": "find", "app": "notes", "table": "notes", "filter": {"title": ROW}});
+        stack.web.insert(&owner, ROW_VALUE).await?;
+        let find =
+            json!({"action": "find", "app": "notes", "table": "notes", "filter": {"title": ROW_VALUE}});
         stack.web.call_bridge(&owner, &find).await?;
     }
-    for (bearer, body) in [(&token, &other), (&owner, &wrong), (&token, &wrong)] {
+    for (bearer, body) in [(&token, &other_app), (&owner, &invalid_row), (&token, &invalid_row)] {
         let request = stack.web.request(Method::POST, "/api/bridge/query").bearer_auth(bearer).json(body);
         refused.extend(send_for_refusal(request).await?);
     }
@@ -134,7 +135,7 @@ async fn provoke_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
         }
     }
 
-    // Calls the control API with mistakes that callers are likely to make.
+    // Sends the control API requests with mistakes that callers are likely to make.
     let api = |method: Method, path: &str| client.request(method, format!("{}{path}", stack.api));
     for bearer in [owner.clone(), token.clone(), ADMIN.to_owned(), format!("{}x", stack.secret)] {
         for path in ["/vps", "/vps/fleet", "/metrics", "/vps/none/heartbeat"] {
@@ -199,7 +200,7 @@ fn register_secrets_of_stack(stack: &Stack, detector: &mut Detector) -> Result<B
                 _ => {}
             }
         }
-        // The machine whose restore failed never created a key.
+        // A machine whose restore failed has no key.
         let key = std::fs::read_to_string(host.path().join("var/lib/svc/tls/key.pem")).unwrap_or_default();
         for line in key.lines().filter(|line| !line.starts_with('-') && line.len() > 40) {
             detector.register("a host's TLS key", line);
@@ -229,14 +230,14 @@ async fn check_request_id(stack: &Stack) -> Result<()> {
     ensure!(response.status().is_success(), "{}", response.status());
     ensure!(response.headers()["x-request-id"] == REQUEST_ID, "the response has a different id");
     let logs = channels::read_logs(&stack.dir)?;
-    let has = |name: &str| {
+    let has_request = |name: &str| {
         let has_line = |text: &String| {
             text.lines().any(|line| line.contains(REQUEST_ID) && line.contains("request completed"))
         };
         logs.iter().any(|(path, text)| path.ends_with(name) && has_line(text))
     };
-    ensure!(has("platform.log"), "the router's log has no line with {REQUEST_ID}");
-    ensure!(has("svc-gateway.log"), "no gateway's log has a line with {REQUEST_ID}");
+    ensure!(has_request("platform.log"), "the router's log has no line with {REQUEST_ID}");
+    ensure!(has_request("svc-gateway.log"), "no gateway's log has a line with {REQUEST_ID}");
     Ok(())
 }
 
@@ -251,7 +252,7 @@ async fn leak_through_each_channel(
     let log = channels::read_logs(&stack.dir)?
         .into_keys()
         .find(|path| path.contains("/hosts/"))
-        .context("a log")?;
+        .context("no host has a log")?;
     let text = std::fs::read_to_string(&log)?;
     std::fs::write(&log, format!("{text}\nsigned with {}\n", stack.store.secret_key()))?;
     places.push(format!("log {log}"));

@@ -1,4 +1,4 @@
-//! The demo's story with one broken component, which must make the corresponding step fail.
+//! The demo with one injected defect, which must make the matching step fail; and the demo on third-party stores.
 
 use std::path::Path;
 
@@ -15,17 +15,17 @@ async fn assert_fails_at_its_step(breakage: Breakage) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn store_that_refuses_snapshots_fails_the_backup() {
+async fn store_that_refuses_snapshots_fails_backup() {
     assert_fails_at_its_step(Breakage::Backup).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn store_that_corrupts_snapshots_fails_the_recovery() {
+async fn store_that_corrupts_snapshots_fails_recovery() {
     assert_fails_at_its_step(Breakage::Restore).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn host_with_an_unregistered_key_is_not_used() {
+async fn host_with_unregistered_key_is_not_used() {
     assert_fails_at_its_step(Breakage::Pin).await;
 }
 

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use anyhow::Result;
-use kit::heads::{OpenConnections, wait_for_settled_memory};
+use kit::unfinished_heads::{OpenConnections, wait_for_settled_memory};
 use svc::http::tls::{ChainCheck, Identity, generate_self_signed, pinned_client_config};
 
 use super::gateway::host::Machine;

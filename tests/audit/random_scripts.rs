@@ -2,7 +2,7 @@
 //! watcher, finds.
 
 use anyhow::{Context, Result, ensure};
-use kit::long::Figures;
+use kit::long_tests::Figures;
 
 use super::home::{ADA, Home, differences, recorded_operations};
 

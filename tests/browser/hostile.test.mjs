@@ -43,12 +43,12 @@ afterEach(async () => {
   visits = [];
 });
 
-function install(more = {}) {
+function install(overrides = {}) {
   mkdirSync(join(folder, "dist"), { recursive: true });
   writeFileSync(join(folder, "dist/index.html"), PAGE);
   writeFileSync(join(folder, "dist/attack.js"), "window.loaded = true;");
   writeFileSync(join(folder, "dist/worker.js"), "addEventListener('fetch', () => {});");
-  const manifest = { name: "Hostile", slug: SLUG, version: "1", runtime: "static", ...more };
+  const manifest = { name: "Hostile", slug: SLUG, version: "1", runtime: "static", ...overrides };
   writeFileSync(join(folder, "svc.json"), JSON.stringify(manifest));
 }
 
@@ -187,7 +187,7 @@ test("an app can send data only to the origins in its manifest", async () => {
   await visit.page.goto(`${app}/`);
   await visit.page.getByText("connects to api.example.com").waitFor();
   await visit.page.goto(`${app}/apps/${SLUG}/`);
-  await eventually("a request to the named origin", async () => {
+  await eventually("a request to the allowed origin", async () => {
     const inner = visit.page.frames().find((frame) => frame.url().includes(`/apps/${SLUG}/~`));
     assert.deepEqual(await attempt(inner, `fetch("https://api.example.com/a")`), { value: 200 });
   });

@@ -1,4 +1,4 @@
-// The shell through the router: access, content, and movement of its canvas.
+// The shell through the router: access, content, and movement of the canvas.
 
 import assert from "node:assert/strict";
 import { after, before } from "node:test";

@@ -7,7 +7,7 @@ import { join } from "node:path";
 import { test as nodeTest } from "node:test";
 import { chromium } from "playwright-core";
 
-export const stack = JSON.parse(readFileSync(process.env.SVC_HANDBILL, "utf8"));
+export const stack = JSON.parse(readFileSync(process.env.SVC_SERVICE_INFO, "utf8"));
 const { port, protocol } = new URL(stack.routerUrl);
 export const app = `${protocol}//${stack.appHost}:${port}`;
 export const code = `${protocol}//${stack.codeHost}:${port}`;
@@ -97,7 +97,7 @@ export function test(name, body) {
   });
 }
 
-/** Closes a browser. A browser that hangs is killed when this process ends. */
+/** Closes a browser. If it hangs, it is killed when this process ends. */
 export async function closeBrowser(chrome) {
   await withTimeout(TIMEOUT_MS, chrome?.close()).catch((error) => console.error(`closing the browser: ${error.message}`));
 }

@@ -9,11 +9,11 @@ use anyhow::{Context, Result};
 use kit::pg::PgBinaries;
 use tokio_util::sync::CancellationToken;
 
-/// Reads every log below the story's directory, by path.
+/// Reads every log below the stack's directory, by path.
 pub fn read_logs(dir: &Path) -> Result<BTreeMap<String, String>> {
     let mut found = BTreeMap::new();
-    let mut open = vec![dir.to_owned()];
-    while let Some(next) = open.pop() {
+    let mut pending_dirs = vec![dir.to_owned()];
+    while let Some(next) = pending_dirs.pop() {
         for entry in std::fs::read_dir(&next).with_context(|| next.display().to_string())? {
             // Files appear and disappear while hosts run.
             let Ok(entry) = entry else { continue };
@@ -22,7 +22,7 @@ pub fn read_logs(dir: &Path) -> Result<BTreeMap<String, String>> {
                 continue;
             }
             if path.is_dir() {
-                open.push(path);
+                pending_dirs.push(path);
             } else if is_log(&path) {
                 let text = std::fs::read(&path).unwrap_or_default();
                 found.insert(path.display().to_string(), String::from_utf8_lossy(&text).into_owned());
@@ -91,7 +91,7 @@ fn list_command_lines() -> Vec<String> {
         .filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.path())))
         .collect();
     let parents: BTreeMap<u32, u32> =
-        processes.iter().filter_map(|(pid, path)| Some((*pid, parent(path)?))).collect();
+        processes.iter().filter_map(|(pid, path)| Some((*pid, parent_pid(path)?))).collect();
     let is_descendant = |pid: u32| {
         let mut next = Some(pid);
         while let Some(pid) = next.filter(|pid| *pid > 1) {
@@ -110,8 +110,8 @@ fn list_command_lines() -> Vec<String> {
         .collect()
 }
 
-fn parent(process: &Path) -> Option<u32> {
+fn parent_pid(process: &Path) -> Option<u32> {
     let stat = std::fs::read_to_string(process.join("stat")).ok()?;
-    // The name is in parentheses and may contain anything.
+    // The process's name, in parentheses, may itself contain `)`.
     stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
 }

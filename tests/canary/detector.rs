@@ -70,7 +70,7 @@ impl Detector {
     }
 }
 
-/// Finds signed JWTs, tokens of hosts, private keys, password verifiers, and URLs with a password.
+/// Finds signed JWTs, hosts' tokens, private keys, password verifiers, and URLs with a password.
 fn find_secret_patterns(text: &str) -> Vec<(&'static str, usize, usize)> {
     let mut found = Vec::new();
     let is_token_char = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
@@ -81,8 +81,8 @@ fn find_secret_patterns(text: &str) -> Vec<(&'static str, usize, usize)> {
             found.push(("a JWT", at, token.len()));
         }
     }
-    for (start, name) in [("svcr_", "a registration token"), ("svcu_", "an upgrade token")] {
-        for (at, _) in text.match_indices(start) {
+    for (prefix, name) in [("svcr_", "a registration token"), ("svcu_", "an upgrade token")] {
+        for (at, _) in text.match_indices(prefix) {
             let token = text[at..].split(|c| !is_token_char(c)).next().unwrap_or_default();
             if token.len() >= 40 {
                 found.push((name, at, token.len()));
@@ -93,9 +93,9 @@ fn find_secret_patterns(text: &str) -> Vec<(&'static str, usize, usize)> {
     found.extend(text.find("SCRAM-SHA-256$").map(|at| ("a password verifier", at, 100)));
     for (at, scheme) in text.match_indices("postgres://") {
         let rest = &text[at + scheme.len()..];
-        let user = rest.split(['/', ' ', '"', '\n']).next().unwrap_or_default();
-        if user.split_once('@').is_some_and(|(user, _)| user.contains(':')) {
-            found.push(("a database password", at, scheme.len() + user.len()));
+        let authority = rest.split(['/', ' ', '"', '\n']).next().unwrap_or_default();
+        if authority.split_once('@').is_some_and(|(user, _)| user.contains(':')) {
+            found.push(("a database password", at, scheme.len() + authority.len()));
         }
     }
     found

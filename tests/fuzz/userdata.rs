@@ -83,7 +83,7 @@ fn check_document(parts: &UserDataInput, text: &str) -> Result<(), String> {
     }
     let ours = document(text);
     let read = parse_with_cloud_init(text);
-    if read != json!({ "read": ours }) {
+    if read != json!({ "parsed": ours }) {
         return Err(format!("cloud-init reads {read}"));
     }
     let usual = document(&render(&UserDataInput::usual())?);
@@ -178,7 +178,7 @@ fn parse_with_cloud_init(text: &str) -> Value {
         static READER: RefCell<Option<Reader>> = const { RefCell::new(None) };
     }
     READER.with_borrow_mut(|reader| {
-        let start = || Reader::start(checkers::cloud_init_reader().expect("cloud-init is installed"));
+        let start = || Reader::start(checkers::cloud_init_parser().expect("cloud-init is installed"));
         reader.get_or_insert_with(start).read(text)
     })
 }

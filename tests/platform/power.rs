@@ -143,7 +143,7 @@ async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
 async fn machine_powered_on_at_provider_is_detected_by_heartbeat() {
     let (stack, process, guest) = start_with_machine(&[]).await;
     run_action(&stack, &process, &guest, "off").await;
-    stack.provider.switch_on(&format!("svc-{}", guest.machine)).unwrap();
+    stack.provider.power_on(&format!("svc-{}", guest.machine)).unwrap();
     let found = || async {
         stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
         fetch_record(&stack, &process, &guest).await["poweredOffAt"].is_null().then_some(())

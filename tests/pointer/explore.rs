@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
-use kit::long::Figures;
+use kit::long_tests::Figures;
 use svc::machine::epoch::Epoch;
 use svc::store::recorded_snapshot::RecordedSnapshot;
 use svc::store::{Bucket, snapshot};

@@ -94,7 +94,7 @@ impl CommandLine<'_> {
 
 #[tokio::test]
 async fn go_command_line_takes_server_through_its_life_cycle() -> Result<()> {
-    let program = match tokio::task::spawn_blocking(kit::hcloud::fetch_command_line).await? {
+    let program = match tokio::task::spawn_blocking(kit::hcloud::fetch_cli).await? {
         Ok(program) => program,
         Err(error) => {
             kit::skip::record(format_args!("Debian's hcloud-cli cannot be fetched: {error:#}"));

@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, Result, ensure};
 use jiff::civil::Date;
 use kit::child::{self, OwnedChild};
-use kit::long::Figures;
+use kit::long_tests::Figures;
 use serde_json::Value;
 use svc::host::records::entry::{Interaction, Status};
 use svc::host::records::ledger::{GroupBy, Report, UsageQuery};

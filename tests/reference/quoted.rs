@@ -1,6 +1,6 @@
 //! Checks that the command lines of applets that pages and messages quote exist, with their options.
 
-use kit::quoted::{self, Language};
+use kit::quoted_commands::{self, Language};
 use svc::applets::APPLETS;
 
 use crate::assert_none;
@@ -19,7 +19,7 @@ fn unknown_commands(files: &[File]) -> (usize, Vec<String>) {
         command.build();
         for file in files.iter().filter(is_quoting) {
             let Some(language) = Language::of_file(&file.path) else { continue };
-            let quoted = quoted::check(&command, &file.text, language);
+            let quoted = quoted_commands::check(&command, &file.text, language);
             checked += quoted.checked;
             found.extend(quoted.mistakes.iter().map(|mistake| format!("{}: {mistake}", file.path)));
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use futures_util::future::join_all;
-use kit::long::Figures;
+use kit::long_tests::Figures;
 use reqwest::Method;
 use serde_json::{Value, json};
 use svc::http::client::{self, Deadlines};

@@ -1,7 +1,7 @@
 //! The seeds that run for every change, and the larger set of the long mode.
 
 use anyhow::Result;
-use kit::long::Figures;
+use kit::long_tests::Figures;
 
 use super::run::{Parts, assert_seeds_hold};
 use super::world::Counts;

@@ -40,7 +40,7 @@ pub struct Args {
     #[arg(long, value_name = "PART")]
     removes: Vec<String>,
     /// Validity of the signed manifest, from the commit date
-    #[arg(long, value_name = "DAYS", default_value_t = bundle::VALID_DAYS)]
+    #[arg(long, value_name = "DAYS", default_value_t = bundle::DEFAULT_VALID_DAYS)]
     valid_days: u32,
     /// Add Node.js, code-server, Claude Code and Codex, each at its pinned version unless --runtime names another
     #[arg(long)]
@@ -63,7 +63,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let minimal = args.minimal;
-    let key = std::env::var(apps::KEY).unwrap_or_default();
+    let key = std::env::var(apps::KEY_VAR).unwrap_or_default();
     let key = (!args.no_shell && !minimal).then_some(key.as_str());
     let mut options = Options::new(&PathBuf::new(), &args.image_version, &args.out)?;
     options.signing_keys = args.signing_keys;
@@ -76,7 +76,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         // Inputs are validated before any long step.
         apps::build(&mut options, &target_dir().join("apps"), key)?;
         let sources = if args.full { runtime::prepare_full_sources(&args.runtimes)? } else { args.runtimes };
-        options.runtime = runtime::gather(&sources)?;
+        options.runtime = runtime::fetch_parts(&sources)?;
     }
     if !args.no_postgres {
         runtime::add_client_tools(&mut options.runtime)?;

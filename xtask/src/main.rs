@@ -212,7 +212,7 @@ fn resolve_svc(svc: Option<PathBuf>) -> Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
-    use kit::quoted::{self, Language};
+    use kit::quoted_commands::{self, Language};
 
     use super::*;
 
@@ -241,7 +241,7 @@ mod tests {
         let (mut checked, mut mistakes) = (0, Vec::new());
         for page in pages() {
             let text = std::fs::read_to_string(&page).unwrap();
-            let quoted = quoted::check(&command, &text, Language::Markdown);
+            let quoted = quoted_commands::check(&command, &text, Language::Markdown);
             checked += quoted.checked;
             mistakes.extend(quoted.mistakes.iter().map(|mistake| format!("{}: {mistake}", page.display())));
         }

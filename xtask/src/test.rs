@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result};
-use kit::long::{self, Sums};
+use kit::long_tests::{self, Sums};
 use kit::pg::RunServer;
 use kit::skip;
 
@@ -22,7 +22,8 @@ pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
     let server = runtime.block_on(RunServer::start())?;
     let skipped = kit::fetch::target_dir().join("skipped-tests.txt");
     std::fs::write(&skipped, "").with_context(|| format!("empty {}", skipped.display()))?;
-    let mut variables: Variables = vec![(skip::REPORT, std::path::absolute(&skipped)?.into_os_string())];
+    let mut variables: Variables =
+        vec![(skip::SKIP_REPORT_VAR, std::path::absolute(&skipped)?.into_os_string())];
     let (name, address) = server.variable();
     variables.push((name, address.into()));
     let exit = if long { run_long(filters, variables) } else { run_tests(false, filters, variables) };
@@ -37,10 +38,10 @@ fn run_long(filters: &[String], mut variables: Variables) -> Result<ExitCode> {
     std::fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
     let (figures, report) = (dir.join("figures.jsonl"), dir.join("report.json"));
     std::fs::write(&figures, "").with_context(|| format!("empty {}", figures.display()))?;
-    variables.push((long::REPORT, std::path::absolute(&figures)?.into_os_string()));
+    variables.push((long_tests::LONG_REPORT_VAR, std::path::absolute(&figures)?.into_os_string()));
     let exit = run_tests(true, filters, variables)?;
     let sums = Sums::collect(&figures, &report)?;
-    println!("{}\nwritten to {}", sums.line(), report.display());
+    println!("{}\nwritten to {}", sums.summary(), report.display());
     Ok(if sums.lost == 0 { exit } else { ExitCode::FAILURE })
 }
 

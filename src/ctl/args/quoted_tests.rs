@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use clap::{CommandFactory, Parser};
-use kit::quoted::{self, Language, join_lines};
+use kit::quoted_commands::{self, Language, join_lines};
 
 use super::Args;
 
@@ -39,7 +39,7 @@ fn texts_name_only_existing_commands_and_options() {
     for path in texts() {
         let shown = path.display().to_string();
         let Some(language) = Language::of_file(&shown) else { continue };
-        let quoted = quoted::check(&svcctl, &fs::read_to_string(&path).unwrap(), language);
+        let quoted = quoted_commands::check(&svcctl, &fs::read_to_string(&path).unwrap(), language);
         checked += quoted.checked;
         mistakes.extend(quoted.mistakes.iter().map(|mistake| format!("{shown}: {mistake}")));
     }
@@ -90,7 +90,7 @@ fn texts_name_options_instead_of_request_members() {
 #[test]
 fn mistakes_in_commands_are_detected() {
     let svcctl = svcctl();
-    let mistakes = |text: &str| quoted::check(&svcctl, text, Language::Rust).mistakes;
+    let mistakes = |text: &str| quoted_commands::check(&svcctl, text, Language::Rust).mistakes;
     for (text, part) in [
         ("`svcctl provision <user> --replace-first`", "has no --replace-first"),
         ("`svcctl backups list ada`", "has no command backups"),

@@ -1,4 +1,4 @@
-//! Upper bounds of the machine: ways to write prepared events.
+//! Upper bounds on this machine: the rates of several ways to write prepared events, without the product's writer.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};

@@ -1,4 +1,4 @@
-//! Data loss at a crash: a child records when it submits each event and is killed; then its file is checked.
+//! Data loss in a crash: a child records when it submits each event, and is killed; then its file is checked.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -51,21 +51,22 @@ pub fn measure(dir: &Path) -> Result<()> {
             .spawn()
             .context("start a child")?;
         let mut line = String::new();
-        BufReader::new(child.stdout.take().context("take the child's output")?).read_line(&mut line)?;
+        BufReader::new(child.stdout.take().context("the child's output is not piped")?)
+            .read_line(&mut line)?;
         // Covers all phases of the writer's flush interval.
         std::thread::sleep(Duration::from_millis(150 + 37 * kill));
         let killed = now_nanos();
         child.kill()?;
         child.wait()?;
-        oldest = oldest.max(oldest_lost(&run_dir, killed)?);
+        oldest = oldest.max(find_oldest_lost(&run_dir, killed)?);
         fs::remove_dir_all(run_dir)?;
     }
     print_figure("lost with kill -9, age of the oldest", "svc", oldest.as_secs_f64() * 1000.0);
     Ok(())
 }
 
-/// Age, at the kill, of the oldest event that is not in the file.
-fn oldest_lost(dir: &Path, killed: u64) -> Result<Duration> {
+/// Returns the age, at the time of the kill, of the oldest event that is not in the file.
+fn find_oldest_lost(dir: &Path, killed: u64) -> Result<Duration> {
     let text = fs::read_to_string(dir.join(format!("logs/interactions-{DAY}.jsonl"))).unwrap_or_default();
     let complete = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
     let mut next = 0;

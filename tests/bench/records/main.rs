@@ -18,7 +18,7 @@ use serde_json::json;
 use svc::host::records::entry::{Interaction, Status};
 use svc::host::records::money::Dollars;
 
-/// Length of an event, including its line end.
+/// Length of an event as a line, including the line end.
 const EVENT_BYTES: usize = 246;
 
 fn main() -> Result<()> {
@@ -87,6 +87,6 @@ fn quantile(samples: &mut [u64], q: f64) -> f64 {
     samples.get(at).copied().unwrap_or_default() as f64
 }
 
-fn nanos(since: Instant) -> u64 {
-    u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX)
+fn elapsed_nanos(started: Instant) -> u64 {
+    u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }

@@ -1,4 +1,4 @@
-//! The usage book with three years of fifty users and ten models.
+//! The usage book with three years of usage by fifty users with ten models.
 
 use std::fs;
 use std::io::{BufWriter, Write};
@@ -13,7 +13,7 @@ use svc::host::records::usage_book::UsageBook;
 use svc::host::records::writer::Writer;
 use svc::wire::usage::UsageReport;
 
-use crate::{nanos, print_figure, quantile};
+use crate::{elapsed_nanos, print_figure, quantile};
 
 const FIRST_DAY: Date = Date::constant(2023, 11, 24);
 const DAYS: i32 = 1095;
@@ -44,7 +44,7 @@ pub fn measure(dir: &Path) -> Result<()> {
             let report = book.report(&UsageQuery { group_by, ..UsageQuery::default() });
             let report = UsageReport::from(report);
             let text = serde_json::to_vec(&report)?;
-            samples.push(nanos(started));
+            samples.push(elapsed_nanos(started));
             ensure!(
                 report.total_dispatches == u64::from(DAYS.unsigned_abs()) * USERS * MODELS
                     && !text.is_empty()
@@ -57,7 +57,7 @@ pub fn measure(dir: &Path) -> Result<()> {
         .map(|_| {
             let started = Instant::now();
             std::hint::black_box(book.report(&query));
-            nanos(started)
+            elapsed_nanos(started)
         })
         .collect();
     print_figure("usage of 3 years: of one user, p99", "svc", quantile(&mut samples, 0.99) / 1e6);
@@ -87,6 +87,7 @@ fn write_usage(path: &Path) -> Result<()> {
 
 fn resident_mib() -> Result<f64> {
     let statm = fs::read_to_string("/proc/self/statm")?;
-    let pages: f64 = statm.split_whitespace().nth(1).context("resident pages")?.parse()?;
+    let pages: f64 =
+        statm.split_whitespace().nth(1).context("/proc/self/statm has no resident pages")?.parse()?;
     Ok(pages * 4096.0 / f64::from(1 << 20))
 }

@@ -1,4 +1,4 @@
-//! The real writer: event throughput, latency of a call, and memory.
+//! The real writer: event throughput, latency of a call, and memory use.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use jiff::civil::Date;
 use svc::host::records::entry::Interaction;
 use svc::host::records::writer::{Record, Records, Writer};
 
-use crate::{EVENT_BYTES, event, events, nanos, print_figure, quantile};
+use crate::{EVENT_BYTES, elapsed_nanos, event, events, print_figure, quantile};
 
 const DAY: Date = Date::constant(2026, 11, 22);
 const EVENT_COUNT: usize = 1_200_000;
@@ -46,7 +46,7 @@ pub fn measure(dir: &Path, load: Duration) -> Result<()> {
     print_figure("a caller at 10,000 a second, p99", "svc", quantile(&mut samples, 0.99) / 1000.0);
     let mut samples = with_writer(dir, run_wake_ups)?;
     print_figure("a call that wakes the writer, p50", "svc", quantile(&mut samples, 0.5) / 1000.0);
-    let mut clock: Vec<u64> = (0..200_000).map(|_| nanos(Instant::now())).collect();
+    let mut clock: Vec<u64> = (0..200_000).map(|_| elapsed_nanos(Instant::now())).collect();
     print_figure("clock overhead, p99", "svc", quantile(&mut clock, 0.99) / 1000.0);
     Ok(())
 }
@@ -87,7 +87,7 @@ fn run_timed_load(
         for (n, event) in events.iter().cycle().take(EVENT_COUNT / threads).enumerate() {
             let started = Instant::now();
             let is_accepted = records.append(Record::Interactions(DAY), event).is_ok();
-            samples.push(nanos(started));
+            samples.push(elapsed_nanos(started));
             accepted += usize::from(is_accepted);
             if !is_accepted {
                 std::thread::sleep(Duration::from_micros(50));
@@ -124,7 +124,7 @@ fn run_paced_load(records: &Records, events: &[Interaction], load: Duration) -> 
         }
         let call = Instant::now();
         append_with_retry(records, event);
-        samples.push(nanos(call));
+        samples.push(elapsed_nanos(call));
     }
     let accepted = samples.len();
     Ok((samples, accepted))
@@ -138,7 +138,7 @@ fn run_wake_ups(records: &Records) -> Result<(Vec<u64>, usize)> {
         std::thread::sleep(Duration::from_millis(1300));
         let call = Instant::now();
         append_with_retry(records, &event);
-        samples.push(nanos(call));
+        samples.push(elapsed_nanos(call));
     }
     let accepted = samples.len();
     Ok((samples, accepted))

@@ -19,7 +19,7 @@ const BLOCK_BYTES: usize = 4096;
 const NOISE_BYTES: usize = 952;
 
 /// Returns the archive's path and SHA-256. Creates the archive if it is missing.
-pub fn ensure(dir: &Path) -> Result<(PathBuf, String)> {
+pub fn locate_or_create(dir: &Path) -> Result<(PathBuf, String)> {
     let path = dir.join("bundle.tar.gz");
     if !path.exists() {
         println!("  creating an archive of {FILE_COUNT} files (only once)");

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use super::bench_store::{BUCKET, BenchStore, Machine};
+use super::bench_store::{BUCKET, BenchStore, MachineDir};
 use super::database;
 use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::s5cmd::S5cmd;
@@ -19,12 +19,12 @@ use kit::pg::PgServer;
 const WALL_TIME: &str = "one backup";
 const CPU: &str = "CPU time without the servers";
 const STORE_CPU: &str = "CPU time of the store";
-const DISK: &str = "written to disk";
-const LIMIT: &str = "pg_dump to a file";
-const PIPE: &str = "pg_dump | s5cmd pipe";
+const DISK_WRITES: &str = "written to disk";
+const DUMP_TO_FILE: &str = "pg_dump to a file";
+const DUMP_TO_STORE: &str = "pg_dump | s5cmd pipe";
 
 const MEMORY: &str = "peak memory, database of 1.9 GB";
-/// Databases of other sizes, with their scales; memory must not grow with the size.
+/// Databases of other sizes, with their scales; memory must not grow with a database's size.
 const OTHER_SIZES: [(&str, u32); 3] = [
     ("peak memory, database of 0.1 GB", 5),
     ("peak memory, database of 1 GB", 53),
@@ -32,17 +32,17 @@ const OTHER_SIZES: [(&str, u32); 3] = [
 ];
 
 pub const ROWS: [Spec; 10] = [
-    Spec { name: WALL_TIME, unit: "s", against: Some(LIMIT), target: Target::RatioAtMost(1.25) },
-    Spec { name: WALL_TIME, unit: "s", against: Some(PIPE), target: Target::RatioAtMost(1.1) },
-    Spec { name: CPU, unit: "s", against: Some(LIMIT), target: Target::None },
-    Spec { name: CPU, unit: "s", against: Some(PIPE), target: Target::None },
-    Spec { name: STORE_CPU, unit: "s", against: Some(PIPE), target: Target::None },
+    Spec { name: WALL_TIME, unit: "s", against: Some(DUMP_TO_FILE), target: Target::RatioAtMost(1.25) },
+    Spec { name: WALL_TIME, unit: "s", against: Some(DUMP_TO_STORE), target: Target::RatioAtMost(1.1) },
+    Spec { name: CPU, unit: "s", against: Some(DUMP_TO_FILE), target: Target::None },
+    Spec { name: CPU, unit: "s", against: Some(DUMP_TO_STORE), target: Target::None },
+    Spec { name: STORE_CPU, unit: "s", against: Some(DUMP_TO_STORE), target: Target::None },
     Spec { name: OTHER_SIZES[0].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
     Spec { name: OTHER_SIZES[1].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
     Spec { name: MEMORY, unit: "MiB", against: None, target: Target::AtMost(32.0) },
     Spec { name: OTHER_SIZES[2].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
     // A run writes only its records to disk, never the dump.
-    Spec { name: DISK, unit: "KiB", against: None, target: Target::AtMost(512.0) },
+    Spec { name: DISK_WRITES, unit: "KiB", against: None, target: Target::AtMost(512.0) },
 ];
 
 /// Space for the cached database, the largest of the others, their WAL, the dumps of a few rounds, and a margin.
@@ -54,7 +54,7 @@ const MAX_RECORD_BYTES: u64 = 256 << 10;
 const MAX_SIZE_DIFFERENCE: u64 = 64 << 10;
 
 pub async fn measure(options: &Options) -> Result<Tally> {
-    let dir = database::run_dir(&options.out, MIN_FREE_BYTES)?;
+    let dir = database::create_run_dir(&options.out, MIN_FREE_BYTES)?;
     let s5cmd = S5cmd::fetch()?;
     let store = BenchStore::open(dir.path())?;
     let server = database::open_cached(&options.out).await?;
@@ -75,8 +75,8 @@ pub async fn measure(options: &Options) -> Result<Tally> {
             nix::unistd::sync();
             let (name, (stats, dumped)) = match (turn + round) % 3 {
                 0 => (PRODUCT, testbed.run_svc_backup()?),
-                1 => (LIMIT, testbed.dump_to_file()?),
-                _ => (PIPE, testbed.dump_to_store(&s5cmd)?),
+                1 => (DUMP_TO_FILE, testbed.dump_to_file()?),
+                _ => (DUMP_TO_STORE, testbed.dump_to_store(&s5cmd)?),
             };
             ensure!(
                 dumped.abs_diff(size) <= MAX_SIZE_DIFFERENCE,
@@ -88,7 +88,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
             if name == PRODUCT {
                 tally.add(MEMORY, PRODUCT, stats.peak_mib);
                 let written = stats.written.context("the kernel does not count written bytes")?;
-                tally.add(DISK, PRODUCT, written as f64 / 1024.0);
+                tally.add(DISK_WRITES, PRODUCT, written as f64 / 1024.0);
             }
         }
     }
@@ -113,7 +113,7 @@ struct Testbed<'a> {
     store: &'a BenchStore,
     server: &'a PgServer,
     scale: u32,
-    machine: Machine,
+    machine: MachineDir,
 }
 
 impl<'a> Testbed<'a> {
@@ -124,7 +124,7 @@ impl<'a> Testbed<'a> {
         server: &'a PgServer,
         scale: u32,
     ) -> Result<Self> {
-        let machine = Machine::new(dir, store, server)?;
+        let machine = MachineDir::new(dir, store, server)?;
         machine.open_gate()?;
         Ok(Self { dir, svc: &options.svc, store, server, scale, machine })
     }

@@ -59,11 +59,12 @@ impl BenchStore {
         Ok(self.pointer()?.map_or(0, |pointer| pointer.seq))
     }
 
-    /// Verifies the run after the pointer's `seq` was `before`: the pointer has advanced by one, the dump has the
-    /// recorded size, every row is recorded.
-    pub fn verify_snapshot(&self, before: u64, scale: u32) -> Result<Snapshot> {
+    /// Verifies the snapshot of a backup before which the pointer's `seq` was `previous_seq`: the pointer has advanced
+    /// by one, the dump has the recorded size, and every row is recorded.
+    pub fn verify_snapshot(&self, previous_seq: u64, scale: u32) -> Result<Snapshot> {
         let pointer = self.pointer()?.context("there is no pointer")?;
-        ensure!(pointer.seq == before + 1, "the pointer is at {}, expected {}", pointer.seq, before + 1);
+        let expected_seq = previous_seq + 1;
+        ensure!(pointer.seq == expected_seq, "the pointer is at {}, expected {expected_seq}", pointer.seq);
         let snapshot = pointer.snapshot.context("the pointer names no snapshot")?;
         let key = self.object_key(&snapshot);
         ensure!(
@@ -109,16 +110,16 @@ impl BenchStore {
 }
 
 /// A machine's directory, and the environment of its programs.
-pub struct Machine {
+pub struct MachineDir {
     root: TempDir,
     env: Vec<(String, String)>,
 }
 
-impl Machine {
-    /// Creates a machine with an empty directory: its gate is closed.
+impl MachineDir {
+    /// Creates a machine with an empty directory: its restore gate is closed.
     pub fn new(dir: &Path, store: &BenchStore, server: &PgServer) -> Result<Self> {
         let root = tempfile::Builder::new().prefix("machine-").tempdir_in(dir)?;
-        let own = [
+        let settings = [
             ("PATH", std::env::var("PATH")?),
             ("SVC_ROOT", root.path().display().to_string()),
             ("SVC_MACHINE_ID", uuid::Uuid::now_v7().to_string()),
@@ -133,7 +134,7 @@ impl Machine {
         ];
         fs::create_dir(root.path().join("tmp"))?;
         let mut env = store.server.env(BUCKET);
-        env.extend(own.map(|(name, value)| (name.to_owned(), value)));
+        env.extend(settings.map(|(name, value)| (name.to_owned(), value)));
         Ok(Self { root, env })
     }
 

@@ -11,8 +11,8 @@ use super::gateway::{Gateway, Machine};
 use super::peers::pgbench;
 use super::peers::postgrest::{self, Postgrest, RunningPostgrest};
 use super::peers::wrk::{Request, Wrk};
-use super::process::cpu;
-use super::{Options, print_round, temp_dir};
+use super::process::cpu_time;
+use super::{Options, create_temp_dir, print_round};
 use kit::fetch::target_dir;
 use kit::pg::{Durability, PgBinaries, PgOptions, PgServer};
 
@@ -92,7 +92,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
 
 impl Testbed {
     async fn prepare(options: &Options) -> Result<Self> {
-        let dir = temp_dir()?;
+        let dir = create_temp_dir()?;
         let (wrk, postgrest) = (Wrk::fetch()?, Postgrest::fetch()?);
         let pg = PgBinaries::locate_or_fetch(&target_dir())?;
         let settings = vec![("shared_buffers".to_owned(), "256MB".to_owned())];
@@ -202,9 +202,9 @@ impl Testbed {
             (POSTGREST, self.postgrest_request(call), &self.postgrest.process),
         ];
         for (side, request, process) in sides {
-            let before = cpu(process.pid())?;
+            let before = cpu_time(process.pid())?;
             let outcome = self.wrk.load(&request, connections, seconds)?;
-            let spent = cpu(process.pid())? - before;
+            let spent = cpu_time(process.pid())? - before;
             tally.add(name, side, outcome.per_second());
             if let Some((cost, p99)) = extra {
                 tally.add(cost, side, outcome.cpu_micros(spent));

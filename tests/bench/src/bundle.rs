@@ -47,7 +47,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
 type Side<'a> = (&'static str, &'a dyn Fn(&Path) -> Command);
 
 fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
-    let (cached, digest) = archive::ensure(&out.join("archive"))?;
+    let (cached, digest) = archive::locate_or_create(&out.join("archive"))?;
     let dir = create_memory_dir()?;
     let archive = dir.path().join("bundle.tar.gz");
     fs::copy(&cached, &archive)?;
@@ -80,8 +80,8 @@ fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
             }),
         ];
         // The order rotates, because each side starts with the CPU caches of the previous one.
-        for at in 0..sides.len() {
-            let (name, command) = sides[(at + round as usize) % sides.len()];
+        for turn in 0..sides.len() {
+            let (name, command) = sides[(turn + round as usize) % sides.len()];
             let into = tempfile::tempdir_in(dir.path())?;
             let stats = task::run(command(into.path()), TIMEOUT)?;
             check_unpacked(into.path(), name == PRODUCT)?;
@@ -121,7 +121,7 @@ fn svc_command(svc: &Path, root: &Path, source: SocketAddr, digest: &str) -> Com
         ("SVC_IMAGE_VERSION", archive::VERSION),
         ("SVC_MACHINE_ID", "019a0000-0000-7000-8000-000000000001"),
         ("PLATFORM_INTERNAL_URL", "http://127.0.0.1:9"),
-        ("UPGRADE_TOKEN", "of-nobody"),
+        ("UPGRADE_TOKEN", "unused"),
     ] {
         command.env(name, value);
     }

@@ -51,7 +51,7 @@ pub async fn create(dir: &Path, scale: u32) -> Result<PgServer> {
     open(data, bulk.password().to_owned()).await
 }
 
-/// Opens the cached database, and recreates it if it is missing or its recipe has changed.
+/// Opens the cached database. Creates it first if it is missing, or if its recipe has changed.
 pub async fn open_cached(dir: &Path) -> Result<PgServer> {
     let (cache, recipe) = (dir.join("postgresql"), format!("scale {SCALE}: {DOCUMENTS}"));
     if fs::read_to_string(cache.join("recipe")).ok().as_ref() != Some(&recipe) {
@@ -163,7 +163,7 @@ pub async fn size_bytes(server: &PgServer) -> Result<u64> {
 }
 
 /// Creates a temporary directory below `out`, on a disk with this much free space.
-pub fn run_dir(out: &Path, min_free_bytes: u64) -> Result<tempfile::TempDir> {
+pub fn create_run_dir(out: &Path, min_free_bytes: u64) -> Result<tempfile::TempDir> {
     fs::create_dir_all(out)?;
     let stats = statvfs(out).with_context(|| format!("statvfs {}", out.display()))?;
     let free = stats.blocks_available() * stats.fragment_size();

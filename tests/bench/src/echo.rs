@@ -12,9 +12,9 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
 
-use super::wire::read_head;
+use super::connections::read_head;
 
-/// Small, because there are thousands of idle threads.
+/// Stack size of a connection's thread: small, because there are thousands of idle threads.
 const STACK_BYTES: usize = 256 * 1024;
 /// RFC 6455, section 1.3.
 const GUID: &str = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
@@ -86,7 +86,7 @@ fn accept_key(key: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::wire::{self, Endpoint};
+    use super::super::connections::{self, Endpoint};
     use super::*;
     use kit::ca::Ca;
 
@@ -97,12 +97,16 @@ mod tests {
 
     #[test]
     fn server_echoes_on_many_connections() {
-        let ca = Ca::new().expect("a CA");
-        let (cert, key) = ca.issue(&["echo.test"]).expect("a certificate");
-        let address = serve(&cert, &key).expect("serves");
-        let endpoint = Endpoint::new(address, "echo.test", "a=b", &ca.root_pem()).expect("an endpoint");
-        assert_eq!(wire::open_connections(10, || endpoint.websocket()).expect("open").len(), 10);
-        assert!(wire::messages_per_second(&endpoint, 3, 1).expect("messages") > 10.0);
+        let ca = Ca::new().expect("the CA is created");
+        let (cert, key) = ca.issue(&["echo.test"]).expect("the certificate is issued");
+        let address = serve(&cert, &key).expect("the server listens");
+        let endpoint =
+            Endpoint::new(address, "echo.test", "a=b", &ca.root_pem()).expect("the endpoint is valid");
+        assert_eq!(
+            connections::open_connections(10, || endpoint.websocket()).expect("the connections open").len(),
+            10
+        );
+        assert!(connections::messages_per_second(&endpoint, 3, 1).expect("every message is echoed") > 10.0);
         assert!(endpoint.https().is_err(), "the echo server does not serve HTTP");
     }
 }

@@ -1,6 +1,7 @@
 //! Samples per round, their medians and spread, and whether a target is met.
 //!
-//! Pure functions. A ratio is the median of the per-round ratios, because a disturbance affects both sides of a round.
+//! All functions here are pure. A ratio is the median of the per-round ratios, because a disturbance affects both sides
+//! of a round.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +14,7 @@ pub enum Target {
     /// Our value, in the unit of the row.
     AtLeast(f64),
     AtMost(f64),
-    /// Shown for comparison.
+    /// No target: the figure is shown for comparison.
     None,
 }
 
@@ -26,7 +27,7 @@ pub struct Spec {
     pub target: Target,
 }
 
-/// Name of the product as a side.
+/// Name of the product's side.
 pub const PRODUCT: &str = "svc";
 
 /// The samples of all rounds.
@@ -159,24 +160,26 @@ mod tests {
         assert_eq!(median(&[3.0]), Some(3.0));
         assert_eq!(median(&[9.0, 1.0, 2.0]), Some(2.0));
         assert_eq!(median(&[4.0, 1.0, 2.0, 100.0]), Some(3.0));
-        let figure = Figure::from_samples(&[50.0, 90.0, 100.0, 110.0, 1000.0]).expect("samples");
+        let figure = Figure::from_samples(&[50.0, 90.0, 100.0, 110.0, 1000.0]).expect("there are samples");
         assert_eq!((figure.median, figure.spread_percent), (100.0, 10.0), "outliers are ignored");
-        assert_eq!(Figure::from_samples(&[0.0, 0.0]).expect("samples").spread_percent, 0.0);
+        assert_eq!(Figure::from_samples(&[0.0, 0.0]).expect("there are samples").spread_percent, 0.0);
     }
 
     #[test]
     fn ratio_is_paired_by_round() {
         // The machine was half as fast in the second round, for both sides.
         let row = tally(&[100.0, 55.0, 110.0], &[100.0, 50.0, 100.0]);
-        let row = row.row(&spec(Some("peer"), Target::RatioAtLeast(1.1))).expect("measured");
-        assert_eq!((row.ours.median, row.theirs.expect("peer").median), (100.0, 100.0));
-        assert!((row.ratio.expect("ratio") - 1.1).abs() < 1e-9);
+        let row = row.row(&spec(Some("peer"), Target::RatioAtLeast(1.1))).expect("both sides were measured");
+        assert_eq!((row.ours.median, row.theirs.expect("the row has a peer").median), (100.0, 100.0));
+        assert!((row.ratio.expect("the row has a ratio") - 1.1).abs() < 1e-9);
     }
 
     #[test]
     fn targets_include_their_bound() {
         let equal = tally(&[10.0], &[10.0]);
-        let holds = |tally: &Tally, target| tally.row(&spec(Some("peer"), target)).expect("measured").holds;
+        let holds = |tally: &Tally, target| {
+            tally.row(&spec(Some("peer"), target)).expect("both sides were measured").holds
+        };
         assert_eq!(holds(&equal, Target::RatioAtLeast(1.0)), Some(true));
         assert_eq!(holds(&equal, Target::RatioAtLeast(1.01)), Some(false));
         assert_eq!(holds(&equal, Target::RatioAtMost(1.0)), Some(true));

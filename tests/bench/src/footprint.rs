@@ -11,36 +11,36 @@ use super::gateway::Machine;
 use super::peers::nginx::{Nginx, Upstreams};
 use super::process;
 use super::site::{Identity, Site};
-use super::{Options, mib, print_round, temp_dir};
+use super::{Options, create_temp_dir, file_size_mib, print_round};
 use kit::fetch::target_dir;
 use kit::net;
 use kit::pg::{PgBinaries, PgOptions, PgServer};
 
-const START: &str = "gateway: exec to listening, without its database";
-const BARE: &str = "gateway: idle memory, no app";
-const TWO: &str = "gateway: idle memory, two apps";
-const TEN: &str = "gateway: idle memory, ten apps";
-const PLATFORM: &str = "platform: idle memory";
-const SIZE: &str = "size of the binary";
+const START_UP: &str = "gateway: exec to listening, without its database";
+const IDLE_NO_APP: &str = "gateway: idle memory, no app";
+const IDLE_TWO_APPS: &str = "gateway: idle memory, two apps";
+const IDLE_TEN_APPS: &str = "gateway: idle memory, ten apps";
+const IDLE_PLATFORM: &str = "platform: idle memory";
+const BINARY_SIZE: &str = "size of the binary";
 const NGINX: &str = "nginx";
 
 pub const ROWS: [Spec; 7] = [
-    Spec { name: START, unit: "ms", against: Some(NGINX), target: Target::AtMost(10.0) },
-    Spec { name: START, unit: "ms", against: Some(NGINX), target: Target::RatioAtMost(1.0) },
-    Spec { name: BARE, unit: "MiB", against: Some(NGINX), target: Target::AtMost(12.0) },
-    Spec { name: TWO, unit: "MiB", against: None, target: Target::AtMost(20.0) },
-    Spec { name: TEN, unit: "MiB", against: None, target: Target::AtMost(20.0) },
-    Spec { name: PLATFORM, unit: "MiB", against: Some(NGINX), target: Target::AtMost(20.0) },
-    Spec { name: SIZE, unit: "MiB", against: None, target: Target::AtMost(25.0) },
+    Spec { name: START_UP, unit: "ms", against: Some(NGINX), target: Target::AtMost(10.0) },
+    Spec { name: START_UP, unit: "ms", against: Some(NGINX), target: Target::RatioAtMost(1.0) },
+    Spec { name: IDLE_NO_APP, unit: "MiB", against: Some(NGINX), target: Target::AtMost(12.0) },
+    Spec { name: IDLE_TWO_APPS, unit: "MiB", against: None, target: Target::AtMost(20.0) },
+    Spec { name: IDLE_TEN_APPS, unit: "MiB", against: None, target: Target::AtMost(20.0) },
+    Spec { name: IDLE_PLATFORM, unit: "MiB", against: Some(NGINX), target: Target::AtMost(20.0) },
+    Spec { name: BINARY_SIZE, unit: "MiB", against: None, target: Target::AtMost(25.0) },
 ];
 
-/// Several, because a start takes only milliseconds.
+/// Several starts are measured, because one takes only milliseconds.
 const STARTS_PER_ROUND: u32 = 7;
 /// Delay between the last request and the memory reading.
 const SETTLE_DELAY: Duration = Duration::from_millis(1500);
 
 pub async fn measure(options: &Options) -> Result<Tally> {
-    let dir = temp_dir()?;
+    let dir = create_temp_dir()?;
     let nginx = Nginx::fetch()?;
     let pg = PgBinaries::locate_or_fetch(&target_dir())?;
     let server = PgServer::start(&pg, PgOptions::default()).await?;
@@ -59,24 +59,24 @@ pub async fn measure(options: &Options) -> Result<Tally> {
             ours.push(millis(cold.start(&options.svc)?.started_in));
             theirs.push(millis(start_nginx(&nginx, dir.path(), &site)?.started_in));
         }
-        tally.add(START, PRODUCT, median(&ours).unwrap_or_default());
-        tally.add(START, NGINX, median(&theirs).unwrap_or_default());
+        tally.add(START_UP, PRODUCT, median(&ours).unwrap_or_default());
+        tally.add(START_UP, NGINX, median(&theirs).unwrap_or_default());
 
-        for (name, apps) in [(BARE, 0), (TWO, 2), (TEN, 10)] {
+        for (name, apps) in [(IDLE_NO_APP, 0), (IDLE_TWO_APPS, 2), (IDLE_TEN_APPS, 10)] {
             let database = format!("svc_{round}_{apps}");
             server.create_database(&database).await?;
             tally.add(name, PRODUCT, idle_gateway(&options.svc, &server.url(&database), apps).await?);
-            server.address().drop_database(&database).await?;
+            server.connection_info().drop_database(&database).await?;
         }
         site.start().await?;
         let peer = start_nginx(&nginx, dir.path(), &site)?;
         tokio::time::sleep(SETTLE_DELAY).await;
-        tally.add(PLATFORM, PRODUCT, process::memory(site.pid()?)?);
-        let theirs = process::memory(peer.process.pid())?;
-        tally.add(PLATFORM, NGINX, theirs);
-        tally.add(BARE, NGINX, theirs);
+        tally.add(IDLE_PLATFORM, PRODUCT, process::memory_mib(site.pid()?)?);
+        let theirs = process::memory_mib(peer.process.pid())?;
+        tally.add(IDLE_PLATFORM, NGINX, theirs);
+        tally.add(IDLE_NO_APP, NGINX, theirs);
         site.stop().await?;
-        tally.add(SIZE, PRODUCT, mib(&options.svc)?);
+        tally.add(BINARY_SIZE, PRODUCT, file_size_mib(&options.svc)?);
     }
     Ok(tally)
 }
@@ -107,7 +107,7 @@ async fn idle_gateway(svc: &Path, database_url: &str, apps: usize) -> Result<f64
         gateway.query(&machine, &find.to_string()).await?;
     }
     tokio::time::sleep(SETTLE_DELAY).await;
-    process::memory(gateway.process.pid())
+    process::memory_mib(gateway.process.pid())
 }
 
 fn millis(time: Duration) -> f64 {

@@ -1,4 +1,4 @@
-//! A gateway in its own directory, as on a user's machine, and the platform's key that signs its proofs.
+//! A gateway in its own directory, as on a user's machine, and a key that signs proofs like the platform's.
 
 use std::net::SocketAddr;
 use std::path::Path;

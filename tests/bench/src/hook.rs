@@ -1,6 +1,6 @@
 //! Hook benchmark: an agent's program runs `svc-hook` through a shell before and after each tool call, in a home of
-//! 200,000 files. The time is what the program waits, from the start of the shell to its end; the lower bound is a
-//! shell that runs `true`. Every write must be in the audit, because a hook that gives up early would be fast.
+//! 200,000 files. The measured time is that for which the program waits, from the start of the shell to its end; the
+//! lower bound is a shell that runs `true`. Every write must be in the audit: a hook that gave up early would be fast.
 
 use std::fs;
 use std::io::Write;
@@ -17,20 +17,20 @@ use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::{Options, print_round};
 use kit::child::{self, OwnedChild};
 
-const BEFORE: &str = "before a command, p50";
+const BEFORE_P50: &str = "before a command, p50";
 const BEFORE_P99: &str = "before a command, p99";
-const AFTER: &str = "after a command that writes 10 files, p50";
+const AFTER_P50: &str = "after a command that writes 10 files, p50";
 const AFTER_P99: &str = "after a command that writes 10 files, p99";
 const BUSY_BEFORE_P99: &str = "before a command, p99, all processors busy";
 const BUSY_AFTER_P99: &str = "after a command, p99, all processors busy";
 const UNAUDITED: &str = "files without an audit entry";
 const LATE: &str = "calls recorded as late, all processors busy";
-const TRUE: &str = "sh -c true";
+const EMPTY_SHELL: &str = "sh -c true";
 
 pub const ROWS: [Spec; 8] = [
-    Spec { name: BEFORE, unit: "ms", against: Some(TRUE), target: Target::None },
-    Spec { name: BEFORE_P99, unit: "ms", against: Some(TRUE), target: Target::AtMost(100.0) },
-    Spec { name: AFTER, unit: "ms", against: None, target: Target::None },
+    Spec { name: BEFORE_P50, unit: "ms", against: Some(EMPTY_SHELL), target: Target::None },
+    Spec { name: BEFORE_P99, unit: "ms", against: Some(EMPTY_SHELL), target: Target::AtMost(100.0) },
+    Spec { name: AFTER_P50, unit: "ms", against: None, target: Target::None },
     Spec { name: AFTER_P99, unit: "ms", against: None, target: Target::AtMost(100.0) },
     Spec { name: BUSY_BEFORE_P99, unit: "ms", against: None, target: Target::AtMost(100.0) },
     Spec { name: BUSY_AFTER_P99, unit: "ms", against: None, target: Target::AtMost(100.0) },
@@ -64,32 +64,32 @@ fn run_rounds(svc: &Path, rounds: u32) -> Result<Tally> {
             shell.args(["-c", "true"]);
             empty.push(time_command(&mut shell, b"")?);
         }
-        let quiet = home.run_calls(&mut call)?;
+        let idle = home.run_calls(&mut call)?;
         for (name, side, times, percent) in [
-            (BEFORE, TRUE, &empty, 50),
-            (BEFORE_P99, TRUE, &empty, 99),
-            (BEFORE, PRODUCT, &quiet.before, 50),
-            (BEFORE_P99, PRODUCT, &quiet.before, 99),
-            (AFTER, PRODUCT, &quiet.after, 50),
-            (AFTER_P99, PRODUCT, &quiet.after, 99),
+            (BEFORE_P50, EMPTY_SHELL, &empty, 50),
+            (BEFORE_P99, EMPTY_SHELL, &empty, 99),
+            (BEFORE_P50, PRODUCT, &idle.before, 50),
+            (BEFORE_P99, PRODUCT, &idle.before, 99),
+            (AFTER_P50, PRODUCT, &idle.after, 50),
+            (AFTER_P99, PRODUCT, &idle.after, 99),
         ] {
             tally.add(name, side, percentile(times, percent));
         }
-        tally.add(UNAUDITED, PRODUCT, home.count_unaudited(&quiet)? as f64);
-        let late = home.count(|line| line["gap"]["why"] == "late");
+        tally.add(UNAUDITED, PRODUCT, home.count_unaudited(&idle)? as f64);
+        let late_before = home.count(|line| line["gap"]["why"] == "late");
         let busy = {
             let _load = start_load()?;
             home.run_calls(&mut call)?
         };
         tally.add(BUSY_BEFORE_P99, PRODUCT, percentile(&busy.before, 99));
         tally.add(BUSY_AFTER_P99, PRODUCT, percentile(&busy.after, 99));
-        tally.add(LATE, PRODUCT, (home.count(|line| line["gap"]["why"] == "late") - late) as f64);
+        tally.add(LATE, PRODUCT, (home.count(|line| line["gap"]["why"] == "late") - late_before) as f64);
     }
     Ok(tally)
 }
 
 /// Times of the hooks before and after each call, and the paths that the calls wrote.
-struct Calls {
+struct CallResults {
     before: Vec<Duration>,
     after: Vec<Duration>,
     written: Vec<String>,
@@ -140,8 +140,8 @@ impl Home {
     }
 
     /// Makes calls as an agent's program does; `number` counts the calls of all rounds.
-    fn run_calls(&self, number: &mut usize) -> Result<Calls> {
-        let mut calls = Calls { before: Vec::new(), after: Vec::new(), written: Vec::new() };
+    fn run_calls(&self, number: &mut usize) -> Result<CallResults> {
+        let mut calls = CallResults { before: Vec::new(), after: Vec::new(), written: Vec::new() };
         for _ in 0..CALLS {
             *number += 1;
             calls.before.push(self.run_hook("PreToolUse", *number)?);
@@ -177,7 +177,7 @@ impl Home {
     }
 
     /// Waits until every written path has an entry, at most [`AUDIT_TIMEOUT`]; returns the number of paths without one.
-    fn count_unaudited(&self, calls: &Calls) -> Result<usize> {
+    fn count_unaudited(&self, calls: &CallResults) -> Result<usize> {
         let deadline = Instant::now() + AUDIT_TIMEOUT;
         loop {
             let lines = self.lines();

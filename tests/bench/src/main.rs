@@ -7,6 +7,7 @@ mod backup;
 mod bench_store;
 mod bridge;
 mod bundle;
+mod connections;
 mod database;
 mod echo;
 mod figures;
@@ -21,7 +22,6 @@ mod restore;
 mod router;
 mod site;
 mod task;
-mod wire;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -151,7 +151,7 @@ async fn run(area: Area, options: &Options) -> Result<Report> {
 }
 
 /// A temporary directory for sockets, logs and settings.
-fn temp_dir() -> Result<TempDir> {
+fn create_temp_dir() -> Result<TempDir> {
     // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
     let dir = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;
     child::remove_on_exit(dir.path());
@@ -162,7 +162,7 @@ fn print_round(round: u32, rounds: u32) {
     println!("  round {} of {rounds}", round + 1);
 }
 
-fn mib(file: &Path) -> Result<f64> {
+fn file_size_mib(file: &Path) -> Result<f64> {
     let size = std::fs::metadata(file).with_context(|| format!("stat {}", file.display()))?.len();
     Ok(size as f64 / f64::from(1 << 20))
 }

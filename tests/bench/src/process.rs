@@ -73,12 +73,13 @@ impl Drop for ServerProcess {
 }
 
 /// CPU time of a process and its children.
-pub fn cpu(pid: u32) -> Result<Duration> {
+pub fn cpu_time(pid: u32) -> Result<Duration> {
     let per_second = sysconf(SysconfVar::CLK_TCK)?.context("the system reports no clock ticks per second")?;
     let mut ticks = 0_u64;
     for pid in process_and_children(pid) {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-        // The name is in parentheses and may contain anything; utime and stime are the 12th and 13th fields after it.
+        // The process's name, in parentheses, may itself contain `)`. utime and stime are the 12th and 13th fields
+        // after it.
         let (_, rest) = stat.rsplit_once(')').context("no name in /proc/pid/stat")?;
         let fields: Vec<&str> = rest.split_whitespace().collect();
         for field in [11, 12] {
@@ -88,9 +89,9 @@ pub fn cpu(pid: u32) -> Result<Duration> {
     Ok(Duration::from_secs_f64(ticks as f64 / per_second as f64))
 }
 
-/// Resident memory in MiB: RSS of a single process, or the sum of PSS of several, because RSS would count shared pages
-/// more than once.
-pub fn memory(pid: u32) -> Result<f64> {
+/// Resident memory, in MiB, of a process and its children: the RSS if there are none, otherwise the sum of PSS, because
+/// RSS would count shared pages more than once.
+pub fn memory_mib(pid: u32) -> Result<f64> {
     let pids = process_and_children(pid);
     let kib = match pids.as_slice() {
         [single] => read_number(&format!("/proc/{single}/status"), "VmRSS:")?,
@@ -125,21 +126,25 @@ mod tests {
 
     #[test]
     fn memory_and_cpu_include_children() {
-        let mut sleep = Command::new("/bin/sh").args(["-c", "sleep 60 & wait"]).spawn().expect("a shell");
+        let mut sleep =
+            Command::new("/bin/sh").args(["-c", "sleep 60 & wait"]).spawn().expect("the shell starts");
         let deadline = Instant::now() + Duration::from_secs(10);
         while process_and_children(sleep.id()).len() < 2 {
             assert!(Instant::now() < deadline, "no child");
             std::thread::sleep(Duration::from_millis(5));
         }
-        let both = memory(sleep.id()).expect("memory");
+        let both = memory_mib(sleep.id()).expect("the memory is readable");
         assert!(both > 0.0 && both < 64.0, "{both} MiB");
-        assert!(cpu(sleep.id()).expect("time") < Duration::from_secs(5));
+        assert!(cpu_time(sleep.id()).expect("the CPU time is readable") < Duration::from_secs(5));
         for child in process_and_children(sleep.id()).into_iter().rev() {
-            nix::sys::signal::kill(Pid::from_raw(child.cast_signed()), Signal::SIGKILL).expect("kill");
+            nix::sys::signal::kill(Pid::from_raw(child.cast_signed()), Signal::SIGKILL)
+                .expect("the process can be killed");
         }
-        sleep.wait().expect("wait");
+        sleep.wait().expect("the shell can be reaped");
         // The clock of processes has ticks of 10 ms.
-        while cpu(std::process::id()).expect("own CPU time") == Duration::ZERO {
+        while cpu_time(std::process::id()).expect("the CPU time of this process is readable")
+            == Duration::ZERO
+        {
             assert!(Instant::now() < deadline, "no CPU time is counted");
         }
     }
@@ -148,9 +153,9 @@ mod tests {
     fn start_reports_output_of_server_that_exits() {
         let mut command = Command::new("/bin/sh");
         command.args(["-c", "echo no such setting; exit 3"]);
-        let log = tempfile::NamedTempFile::new().expect("a file");
-        let address = ([127, 0, 0, 1], kit::net::free_port().expect("a port")).into();
-        let error = ServerProcess::start(command, address, log.path()).err().expect("it exited");
+        let log = tempfile::NamedTempFile::new().expect("the log file is created");
+        let address = ([127, 0, 0, 1], kit::net::free_port().expect("a port is free")).into();
+        let error = ServerProcess::start(command, address, log.path()).err().expect("the server exited");
         assert!(error.to_string().contains("no such setting"), "{error}");
     }
 }

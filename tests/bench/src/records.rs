@@ -1,4 +1,4 @@
-//! Records benchmark: a separate program links the product and measures the real writer and usage book, and the upper
+//! Records benchmark: a separate program links the product, and measures the real writer and usage book, and the upper
 //! bounds without them.
 
 use std::path::Path;
@@ -16,38 +16,38 @@ const EVENTS: &str = "events";
 const TWO_CALLERS: &str = "svc, two callers";
 
 pub const ROWS: [Spec; 23] = [
-    row(EVENTS, "1/s", Target::AtLeast(1_500_000.0)),
-    compared_spec("block writes"),
-    compared_spec("buffered, prepared"),
-    compared_spec("one write(2) each"),
-    compared_spec("write and fdatasync each"),
-    compared_spec(TWO_CALLERS),
-    row("a caller at 10,000 a second, p50", "µs", Target::None),
-    row("a caller at 10,000 a second, p99", "µs", Target::AtMost(2.0)),
-    row("a caller at full load, p99", "µs", Target::AtMost(2.0)),
-    row("one of two callers at full load, p99", "µs", Target::None),
-    row("clock overhead, p99", "µs", Target::None),
-    row("a call that wakes the writer, p50", "µs", Target::None),
-    row("accepted but unwritten, peak", "MiB", Target::AtMost(16.0)),
-    row("lost with kill -9, age of the oldest", "ms", Target::AtMost(200.0)),
-    row("usage of 3 years: open", "ms", Target::None),
-    row("usage of 3 years: memory", "MiB", Target::None),
-    row("usage of 3 years: by day, p99", "ms", Target::AtMost(50.0)),
-    row("usage of 3 years: by week, p99", "ms", Target::AtMost(50.0)),
-    row("usage of 3 years: by month, p99", "ms", Target::AtMost(50.0)),
-    row("usage of 3 years: by model, p99", "ms", Target::AtMost(50.0)),
-    row("usage of 3 years: by user, p99", "ms", Target::AtMost(50.0)),
-    row("usage of 3 years: of one user, p99", "ms", Target::AtMost(50.0)),
-    row("usage of 3 years: compaction", "ms", Target::None),
+    spec(EVENTS, "1/s", Target::AtLeast(1_500_000.0)),
+    events_against("block writes"),
+    events_against("buffered, prepared"),
+    events_against("one write(2) each"),
+    events_against("write and fdatasync each"),
+    events_against(TWO_CALLERS),
+    spec("a caller at 10,000 a second, p50", "µs", Target::None),
+    spec("a caller at 10,000 a second, p99", "µs", Target::AtMost(2.0)),
+    spec("a caller at full load, p99", "µs", Target::AtMost(2.0)),
+    spec("one of two callers at full load, p99", "µs", Target::None),
+    spec("clock overhead, p99", "µs", Target::None),
+    spec("a call that wakes the writer, p50", "µs", Target::None),
+    spec("accepted but unwritten, peak", "MiB", Target::AtMost(16.0)),
+    spec("lost with kill -9, age of the oldest", "ms", Target::AtMost(200.0)),
+    spec("usage of 3 years: open", "ms", Target::None),
+    spec("usage of 3 years: memory", "MiB", Target::None),
+    spec("usage of 3 years: by day, p99", "ms", Target::AtMost(50.0)),
+    spec("usage of 3 years: by week, p99", "ms", Target::AtMost(50.0)),
+    spec("usage of 3 years: by month, p99", "ms", Target::AtMost(50.0)),
+    spec("usage of 3 years: by model, p99", "ms", Target::AtMost(50.0)),
+    spec("usage of 3 years: by user, p99", "ms", Target::AtMost(50.0)),
+    spec("usage of 3 years: of one user, p99", "ms", Target::AtMost(50.0)),
+    spec("usage of 3 years: compaction", "ms", Target::None),
 ];
 
 const TIMEOUT: Duration = Duration::from_secs(180);
 
-const fn row(name: &'static str, unit: &'static str, target: Target) -> Spec {
+const fn spec(name: &'static str, unit: &'static str, target: Target) -> Spec {
     Spec { name, unit, against: None, target }
 }
 
-const fn compared_spec(limit: &'static str) -> Spec {
+const fn events_against(limit: &'static str) -> Spec {
     Spec { name: EVENTS, unit: "1/s", against: Some(limit), target: Target::None }
 }
 

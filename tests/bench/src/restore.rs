@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
-use super::bench_store::{BUCKET, BenchStore, Machine, Snapshot};
+use super::bench_store::{BUCKET, BenchStore, MachineDir, Snapshot};
 use super::database;
 use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::s5cmd::S5cmd;
@@ -36,7 +36,7 @@ const MIN_FREE_BYTES: u64 = 12 << 30;
 const TIMEOUT: Duration = Duration::from_secs(1800);
 
 pub async fn measure(options: &Options) -> Result<Tally> {
-    let dir = database::run_dir(&options.out, MIN_FREE_BYTES)?;
+    let dir = database::create_run_dir(&options.out, MIN_FREE_BYTES)?;
     let s5cmd = S5cmd::fetch()?;
     let store = BenchStore::open(dir.path())?;
     let snapshot = create_snapshot(dir.path(), options, &store).await?;
@@ -66,7 +66,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
 /// Creates the snapshot that all runs restore.
 async fn create_snapshot(dir: &Path, options: &Options, store: &BenchStore) -> Result<Snapshot> {
     let server = database::open_cached(&options.out).await?;
-    let machine = Machine::new(dir, store, &server)?;
+    let machine = MachineDir::new(dir, store, &server)?;
     machine.open_gate()?;
     task::run(machine.command(&options.svc, "svc-db-backup"), TIMEOUT)?;
     let snapshot = store.verify_snapshot(0, database::SCALE)?;
@@ -96,7 +96,7 @@ impl Run {
         self.server.create_database(database::NAME).await?;
         self.server.connect(database::NAME).await?.batch_execute("CHECKPOINT").await?;
         nix::unistd::sync();
-        let machine = Machine::new(self.dir.path(), store, &self.server)?;
+        let machine = MachineDir::new(self.dir.path(), store, &self.server)?;
         let stats = task::run(machine.command(svc, "svc-restore"), TIMEOUT)?;
         ensure!(machine.is_gate_open(), "the gate is closed");
         Ok(stats)

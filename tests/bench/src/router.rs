@@ -8,27 +8,27 @@ use std::time::Duration;
 
 use anyhow::Result;
 
+use super::connections::{Connection, messages_per_second, open_connections};
 use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::haproxy::HaProxy;
 use super::peers::nginx::{Nginx, Pem, RunningPeer, Upstreams};
 use super::peers::wrk::{LoadResult, Request, Wrk};
-use super::process::{cpu, memory};
+use super::process::{cpu_time, memory_mib};
 use super::site::{Identity, Site};
-use super::wire::{Connection, messages_per_second, open_connections};
-use super::{Options, echo, print_round, temp_dir};
+use super::{Options, create_temp_dir, echo, print_round};
 
-const C1: &str = "requests/s, 1 connection";
+const RATE_1: &str = "requests/s, 1 connection";
 const ADDED_LATENCY: &str = "added to the median latency, 1 connection";
-const C32: &str = "requests/s, 32 connections";
-const C128: &str = "requests/s, 128 connections";
-const CPU32: &str = "CPU per request, 32 connections";
-const CPU128: &str = "CPU per request, 128 connections";
-const BODIES: &str = "bodies of 10 MiB, 4 connections";
+const RATE_32: &str = "requests/s, 32 connections";
+const RATE_128: &str = "requests/s, 128 connections";
+const CPU_32: &str = "CPU per request, 32 connections";
+const CPU_128: &str = "CPU per request, 128 connections";
+const LARGE_BODIES: &str = "bodies of 10 MiB, 4 connections";
 const MESSAGES: &str = "WebSocket messages/s, 32 connections";
 const HANDSHAKES: &str = "TLS handshakes/s, a request each";
-const IDLE: &str = "idle memory";
-const HTTPS: &str = "memory of 1,000 idle HTTPS connections";
-const SOCKETS: &str = "memory of 1,000 idle WebSockets";
+const IDLE_MEMORY: &str = "idle memory";
+const HTTPS_MEMORY: &str = "memory of 1,000 idle HTTPS connections";
+const WEBSOCKET_MEMORY: &str = "memory of 1,000 idle WebSockets";
 
 const NGINX: &str = "nginx";
 const HAPROXY: &str = "HAProxy";
@@ -36,26 +36,26 @@ const HAPROXY: &str = "HAProxy";
 const DIRECT: &str = "no router";
 
 pub const ROWS: [Spec; 20] = [
-    Spec { name: C1, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(0.9) },
-    Spec { name: C1, unit: "1/s", against: Some(HAPROXY), target: Target::None },
+    Spec { name: RATE_1, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(0.9) },
+    Spec { name: RATE_1, unit: "1/s", against: Some(HAPROXY), target: Target::None },
     Spec { name: ADDED_LATENCY, unit: "µs", against: Some(NGINX), target: Target::None },
     Spec { name: ADDED_LATENCY, unit: "µs", against: Some(HAPROXY), target: Target::None },
-    Spec { name: C32, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(1.0) },
-    Spec { name: C32, unit: "1/s", against: Some(HAPROXY), target: Target::None },
-    Spec { name: C32, unit: "1/s", against: Some(DIRECT), target: Target::None },
-    Spec { name: C128, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(1.1) },
-    Spec { name: C128, unit: "1/s", against: Some(HAPROXY), target: Target::None },
-    Spec { name: CPU32, unit: "µs", against: Some(NGINX), target: Target::RatioAtMost(1.0) },
-    Spec { name: CPU32, unit: "µs", against: Some(HAPROXY), target: Target::None },
-    Spec { name: CPU128, unit: "µs", against: Some(NGINX), target: Target::RatioAtMost(1.0) },
-    Spec { name: CPU128, unit: "µs", against: Some(HAPROXY), target: Target::None },
-    Spec { name: BODIES, unit: "MiB/s", against: Some(NGINX), target: Target::RatioAtLeast(1.1) },
-    Spec { name: BODIES, unit: "MiB/s", against: Some(HAPROXY), target: Target::None },
+    Spec { name: RATE_32, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(1.0) },
+    Spec { name: RATE_32, unit: "1/s", against: Some(HAPROXY), target: Target::None },
+    Spec { name: RATE_32, unit: "1/s", against: Some(DIRECT), target: Target::None },
+    Spec { name: RATE_128, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(1.1) },
+    Spec { name: RATE_128, unit: "1/s", against: Some(HAPROXY), target: Target::None },
+    Spec { name: CPU_32, unit: "µs", against: Some(NGINX), target: Target::RatioAtMost(1.0) },
+    Spec { name: CPU_32, unit: "µs", against: Some(HAPROXY), target: Target::None },
+    Spec { name: CPU_128, unit: "µs", against: Some(NGINX), target: Target::RatioAtMost(1.0) },
+    Spec { name: CPU_128, unit: "µs", against: Some(HAPROXY), target: Target::None },
+    Spec { name: LARGE_BODIES, unit: "MiB/s", against: Some(NGINX), target: Target::RatioAtLeast(1.1) },
+    Spec { name: LARGE_BODIES, unit: "MiB/s", against: Some(HAPROXY), target: Target::None },
     Spec { name: MESSAGES, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(1.0) },
     Spec { name: HANDSHAKES, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(0.9) },
-    Spec { name: IDLE, unit: "MiB", against: Some(NGINX), target: Target::AtMost(20.0) },
-    Spec { name: HTTPS, unit: "MiB", against: Some(NGINX), target: Target::AtMost(20.0) },
-    Spec { name: SOCKETS, unit: "MiB", against: Some(NGINX), target: Target::AtMost(35.0) },
+    Spec { name: IDLE_MEMORY, unit: "MiB", against: Some(NGINX), target: Target::AtMost(20.0) },
+    Spec { name: HTTPS_MEMORY, unit: "MiB", against: Some(NGINX), target: Target::AtMost(20.0) },
+    Spec { name: WEBSOCKET_MEMORY, unit: "MiB", against: Some(NGINX), target: Target::AtMost(35.0) },
 ];
 
 const BODY_BYTES: usize = 10 << 20;
@@ -63,7 +63,7 @@ const IDLE_CONNECTIONS: usize = 1000;
 const SETTLE_DELAY: Duration = Duration::from_millis(300);
 /// Users whose machines are nginx and the echo server, respectively.
 const READER: &str = "user-reader";
-const ECHO_USER: &str = "user-talker";
+const ECHO_USER: &str = "user-echo";
 
 /// State that is shared by all rounds.
 struct Testbed {
@@ -107,7 +107,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
 
 impl Testbed {
     async fn prepare(options: &Options) -> Result<Self> {
-        let dir = temp_dir()?;
+        let dir = create_temp_dir()?;
         let (wrk, nginx, haproxy) = (Wrk::fetch()?, Nginx::fetch()?, HaProxy::fetch()?);
         let identity = Identity::generate()?;
         let pem = Pem::write(dir.path(), "upstream", &identity.cert_pem, &identity.key_pem)?;
@@ -141,17 +141,17 @@ impl Testbed {
         // Waits until the router has loaded the machines; the session itself is in the database.
         self.site.open_session(READER).await?;
         let pid = self.site.pid()?;
-        tally.add(IDLE, PRODUCT, memory(pid)?);
-        self.measure_growth(tally, HTTPS, PRODUCT, pid, self.site.router()?)?;
+        tally.add(IDLE_MEMORY, PRODUCT, memory_mib(pid)?);
+        self.measure_growth(tally, HTTPS_MEMORY, PRODUCT, pid, self.site.router()?)?;
         self.site.start().await?;
         self.site.open_session(ECHO_USER).await?;
-        self.measure_growth(tally, SOCKETS, PRODUCT, self.site.pid()?, self.site.router()?)?;
-        for name in [HTTPS, SOCKETS] {
+        self.measure_growth(tally, WEBSOCKET_MEMORY, PRODUCT, self.site.pid()?, self.site.router()?)?;
+        for name in [HTTPS_MEMORY, WEBSOCKET_MEMORY] {
             let nginx = self.nginx_router()?;
             let pid = nginx.process.pid();
-            if name == HTTPS {
+            if name == HTTPS_MEMORY {
                 std::thread::sleep(SETTLE_DELAY);
-                tally.add(IDLE, NGINX, memory(pid)?);
+                tally.add(IDLE_MEMORY, NGINX, memory_mib(pid)?);
             }
             self.measure_growth(tally, name, NGINX, pid, nginx.address)?;
         }
@@ -167,15 +167,15 @@ impl Testbed {
         pid: u32,
         address: SocketAddr,
     ) -> Result<()> {
-        let before = memory(pid)?;
-        let cookie = if name == SOCKETS { &self.echo_user } else { &self.reader };
+        let before = memory_mib(pid)?;
+        let cookie = if name == WEBSOCKET_MEMORY { &self.echo_user } else { &self.reader };
         let endpoint = self.site.endpoint(address, cookie)?;
         let connect = || -> Result<Connection> {
-            if name == SOCKETS { endpoint.websocket() } else { endpoint.https() }
+            if name == WEBSOCKET_MEMORY { endpoint.websocket() } else { endpoint.https() }
         };
         let connections = open_connections(IDLE_CONNECTIONS, connect)?;
         std::thread::sleep(SETTLE_DELAY);
-        tally.add(name, side, memory(pid)? - before);
+        tally.add(name, side, memory_mib(pid)? - before);
         drop(connections);
         Ok(())
     }
@@ -184,21 +184,21 @@ impl Testbed {
         let direct = self.load(self.upstream.address, "/", false, 1, seconds)?;
         for router in routers {
             let outcome = self.load(router.address, "/", false, 1, seconds)?;
-            tally.add(C1, router.side, outcome.per_second());
+            tally.add(RATE_1, router.side, outcome.per_second());
             tally.add(ADDED_LATENCY, router.side, outcome.p50 - direct.p50);
         }
-        tally.add(C32, DIRECT, self.load(self.upstream.address, "/", false, 32, seconds)?.per_second());
-        for (connections, rate, cost) in [(32, C32, CPU32), (128, C128, CPU128)] {
+        tally.add(RATE_32, DIRECT, self.load(self.upstream.address, "/", false, 32, seconds)?.per_second());
+        for (connections, rate, cost) in [(32, RATE_32, CPU_32), (128, RATE_128, CPU_128)] {
             for router in routers {
-                let before = cpu(router.pid)?;
+                let before = cpu_time(router.pid)?;
                 let outcome = self.load(router.address, "/", false, connections, seconds)?;
                 tally.add(rate, router.side, outcome.per_second());
-                tally.add(cost, router.side, outcome.cpu_micros(cpu(router.pid)? - before));
+                tally.add(cost, router.side, outcome.cpu_micros(cpu_time(router.pid)? - before));
             }
         }
         for router in routers {
             let outcome = self.load(router.address, "/large", false, 4, seconds)?;
-            tally.add(BODIES, router.side, outcome.mib_per_second());
+            tally.add(LARGE_BODIES, router.side, outcome.mib_per_second());
         }
         for router in &routers[..2] {
             let endpoint = self.site.endpoint(router.address, &self.echo_user)?;

@@ -12,8 +12,8 @@ use rcgen::{CertificateParams, KeyPair, PublicKeyData};
 use reqwest::Certificate;
 use sha2::{Digest, Sha256};
 
+use super::connections::Endpoint;
 use super::peers::nginx::Pem;
-use super::wire::Endpoint;
 use kit::ca::Ca;
 use kit::fetch::target_dir;
 use kit::idp::{Idp, MintOptions};
@@ -47,7 +47,7 @@ impl Identity {
 
 pub struct Site {
     pub ca: Ca,
-    /// Certificate of the public side, for all routers.
+    /// Certificate of the public listener, used by all routers.
     pub router_pem: Pem,
     program: Program,
     log: PathBuf,
@@ -79,7 +79,7 @@ impl Site {
         let key = uuid::Uuid::new_v4().simple().to_string();
         let (cert, private) = (router_pem.cert.display().to_string(), router_pem.key.display().to_string());
         let (sign_in, base) = (format!("{}/sign-in", idp.issuer()), provider.base_url());
-        let own = [
+        let settings = [
             ("PLATFORM_PUBLIC_URL", "http://127.0.0.1:1"),
             ("PLATFORM_SECRET", &key),
             ("PLATFORM_LISTEN", "127.0.0.1:0"),
@@ -99,7 +99,7 @@ impl Site {
             ("ROUTER_TLS_CERT_FILE", &cert),
             ("ROUTER_TLS_KEY_FILE", &private),
         ];
-        env.extend(own.map(|(name, value)| (name.to_owned(), value.to_owned())));
+        env.extend(settings.map(|(name, value)| (name.to_owned(), value.to_owned())));
         Ok(Self {
             ca,
             router_pem,
@@ -127,16 +127,16 @@ impl Site {
         }
     }
 
-    fn running(&self) -> Result<&Platform> {
+    fn running_platform(&self) -> Result<&Platform> {
         self.platform.as_ref().context("the platform is not running")
     }
 
     pub fn pid(&self) -> Result<u32> {
-        Ok(self.running()?.pid())
+        Ok(self.running_platform()?.pid())
     }
 
     pub fn router(&self) -> Result<SocketAddr> {
-        Ok(self.running()?.router)
+        Ok(self.running_platform()?.router)
     }
 
     /// Registers a running machine at `address` for a user.

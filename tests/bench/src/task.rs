@@ -14,7 +14,7 @@ use nix::unistd::Pid;
 
 use kit::child::{self, AtExit};
 
-/// Interval of the memory samples, at negligible load; the program's end is noticed immediately.
+/// Interval of the memory samples, short but of negligible load; the program's end is noticed immediately.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Statistics of a run.
@@ -22,7 +22,7 @@ pub struct RunStats {
     pub wall: Duration,
     /// CPU time of the program and its children.
     pub cpu: Duration,
-    /// CPU time of this process during the run, that is, of the kit's servers that the program uses.
+    /// CPU time of this process during the run, that is, of the object store, which runs in this process.
     pub store_cpu: Duration,
     /// Peak resident memory of the program, without its children.
     pub peak_mib: f64,
@@ -112,8 +112,8 @@ mod tests {
     #[test]
     fn run_fails_on_exit_code_and_timeout() {
         let failed = run(shell("echo the reason >&2; exit 3"), Duration::from_secs(20)).err();
-        assert!(failed.expect("exit 3").to_string().contains("the reason"));
+        assert!(failed.expect("exit code 3 is an error").to_string().contains("the reason"));
         let late = run(shell("sleep 600 | cat"), Duration::from_millis(50)).err();
-        assert!(late.expect("too slow").to_string().contains("signal: 9"));
+        assert!(late.expect("a timeout is an error").to_string().contains("signal: 9"));
     }
 }

@@ -1,4 +1,4 @@
-//! Browser tests: starts the services of the story with a bundle of the built apps and the shell, and runs the
+//! Browser tests: starts the services of the demo with a bundle of the built apps and the shell, and runs the
 //! Playwright tests of `tests/browser` in Chromium.
 //!
 //! Missing dependencies are fetched: Playwright by npm from its lock file, Chromium by apt-get, if permitted.
@@ -16,13 +16,13 @@ use crate::dev::{self, service_info::ServiceInfo};
 use crate::story::stack::{IMAGE_VERSION, RouterTransport, Stack, USER};
 use crate::{apt, child, fetch};
 
-/// The host of an identity provider that does not exist: no request may be sent to it.
+/// The host of a non-existent identity provider: no request may be sent to it.
 const IDP_HOST: &str = "idp.svc.test";
 const CHROMIUM: &str = "/usr/bin/chromium";
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(600);
 const TESTS_TIMEOUT: Duration = Duration::from_secs(900);
 
-/// Selects the tests.
+/// Options of a run.
 #[derive(Debug, Clone)]
 pub struct Options {
     pub svc: PathBuf,
@@ -40,9 +40,9 @@ pub async fn run(options: &Options) -> Result<()> {
     let out = fetch::target_dir().join("browser");
     fs::create_dir_all(&out)?;
     let (chromium, tests) = (find_chromium()?, install_playwright()?);
-    let (svc, bundle_dir, with_code) = (options.svc.clone(), out.join("bundle"), options.code_server);
+    let (svc, bundle_dir, with_code_server) = (options.svc.clone(), out.join("bundle"), options.code_server);
     println!("browser: building apps, shell and bundle");
-    let bundle = tokio::task::spawn_blocking(move || build(&svc, &bundle_dir, with_code)).await??;
+    let bundle = tokio::task::spawn_blocking(move || build(&svc, &bundle_dir, with_code_server)).await??;
     // In `/tmp`, because the path of a Unix socket is limited to 107 bytes.
     let dir = tempfile::Builder::new().prefix("svc-web-").tempdir_in("/tmp")?;
     child::remove_on_exit(dir.path());
@@ -77,7 +77,7 @@ async fn run_tests(
         &["shell.test.mjs", "apps.test.mjs", "hostile.test.mjs"]
     };
     node.args(files.iter().map(|file| tests.join(file)));
-    node.env("SVC_HANDBILL", &info_file).env("SVC_CHROMIUM", chromium).env("SVC_SCREENSHOTS", out);
+    node.env("SVC_SERVICE_INFO", &info_file).env("SVC_CHROMIUM", chromium).env("SVC_SCREENSHOTS", out);
     let output = tokio::task::spawn_blocking(move || child::run(node, TESTS_TIMEOUT)).await?;
     match &output {
         Ok(text) => println!("{text}"),
@@ -106,7 +106,7 @@ pub async fn run_in_terminal(stack: &Stack, command: &str) -> Result<()> {
     fs::write(&info_file, serde_json::to_vec_pretty(&info)?)?;
     let mut node = node_test_command();
     node.arg(tests.join("terminal.test.mjs")).env("SVC_TERMINAL_COMMAND", command);
-    node.env("SVC_HANDBILL", &info_file).env("SVC_CHROMIUM", chromium).env("SVC_SCREENSHOTS", out);
+    node.env("SVC_SERVICE_INFO", &info_file).env("SVC_CHROMIUM", chromium).env("SVC_SCREENSHOTS", out);
     tokio::task::spawn_blocking(move || child::run(node, TESTS_TIMEOUT)).await?.map(drop)
 }
 
@@ -118,11 +118,11 @@ fn node_test_command() -> Command {
     node
 }
 
-fn build(svc: &Path, out: &Path, with_code: bool) -> Result<PathBuf> {
+fn build(svc: &Path, out: &Path, with_code_server: bool) -> Result<PathBuf> {
     let mut options = bundle::Options::new(svc, IMAGE_VERSION, out)?;
     apps::build(&mut options, &fetch::target_dir().join("browser/apps"), Some(&apps::test_key(IDP_HOST)))?;
-    if with_code {
-        options.runtime = runtime::gather_editor()?;
+    if with_code_server {
+        options.runtime = runtime::fetch_editor()?;
     }
     bundle::build(&options)?;
     Ok(out.to_owned())

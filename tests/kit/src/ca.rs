@@ -28,8 +28,8 @@ impl Ca {
         Ok(Self { root: CertifiedIssuer::self_signed(params, KeyPair::generate()?)? })
     }
 
-    /// Issues a server certificate for these names and addresses. Returns the certificate, without the root, and its PKCS#8
-    /// key, both in PEM.
+    /// Issues a server certificate for these names and addresses. Returns the certificate, without the root, and its
+    /// PKCS#8 key, both in PEM.
     pub fn issue(&self, names: &[&str]) -> Result<(String, String)> {
         let key = KeyPair::generate()?;
         Ok((self.certify(names, &key, None)?, key.serialize_pem()))

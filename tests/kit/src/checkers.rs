@@ -1,7 +1,7 @@
-//! Debian programs that check files written for a machine: units, user-data, shell scripts.
+//! Debian programs that check the files of a machine: units, user-data, shell scripts.
 //!
-//! Relocatable programs are pinned and fetched into `target/tools`. systemd's tools are the machine's own; missing ones are
-//! installed if this user is permitted to.
+//! Relocatable programs are pinned and fetched into `target/tools`. systemd's tools are the machine's own; missing ones
+//! are installed if this user is permitted to.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,9 +9,9 @@ use std::process::Command;
 use anyhow::{Result, ensure};
 
 use crate::apt::{self, is_in_path};
-use crate::packages::{Deb, Program};
+use crate::packages::{Deb, DebProgram};
 
-const SHELLCHECK: Program = Program {
+const SHELLCHECK: DebProgram = DebProgram {
     debs: &[Deb {
         name: "shellcheck",
         version: "0.9.0-1",
@@ -21,7 +21,7 @@ const SHELLCHECK: Program = Program {
 };
 
 /// Debian 12's cloud-init, with the packages that its `schema` command imports; run by Debian's own Python.
-const CLOUD_INIT: Program = Program {
+const CLOUD_INIT: DebProgram = DebProgram {
     debs: &[
         Deb {
             name: "cloud-init",
@@ -99,7 +99,7 @@ const CLOUD_INIT: Program = Program {
 
 /// `shellcheck`; takes options and files.
 pub fn shellcheck() -> Result<Command> {
-    Ok(SHELLCHECK.locate()?.command())
+    Ok(SHELLCHECK.locate_or_fetch()?.command())
 }
 
 /// `cloud-init schema`; takes `--config-file FILE`.
@@ -109,17 +109,17 @@ pub fn cloud_init_schema() -> Result<Command> {
     Ok(command)
 }
 
-/// A program that parses texts as cloud-init does. Each input line is a text as a JSON string; each output line is its parse
-/// result: `{"read": …}` or `{"refused": "why"}`.
-pub fn cloud_init_reader() -> Result<Command> {
+/// A program that parses texts like cloud-init. Each input line is a text as a JSON string; each output line is its
+/// parse result: `{"parsed": …}` or `{"error": "…"}`.
+pub fn cloud_init_parser() -> Result<Command> {
     const SCRIPT: &str = "
 import json, sys
 import yaml
 for line in sys.stdin:
     try:
-        result = {'read': yaml.safe_load(json.loads(line))}
+        result = {'parsed': yaml.safe_load(json.loads(line))}
     except yaml.YAMLError as error:
-        result = {'refused': str(error)}
+        result = {'error': str(error)}
     print(json.dumps(result), flush=True)
 ";
     let mut command = cloud_init_python()?;
@@ -131,7 +131,7 @@ fn cloud_init_python() -> Result<Command> {
     let python = Path::new("/usr/bin/python3");
     ensure!(python.exists(), "cloud-init needs Debian's Python ({})", python.display());
     let mut command = Command::new(python);
-    command.env_clear().env("PYTHONPATH", CLOUD_INIT.locate()?.path());
+    command.env_clear().env("PYTHONPATH", CLOUD_INIT.locate_or_fetch()?.path());
     // Use the pinned packages instead of those that are installed for this Python.
     command.args(["-S", "-B"]);
     Ok(command)

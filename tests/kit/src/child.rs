@@ -1,8 +1,8 @@
 //! Child processes that cannot outlive the process that started them.
 //!
 //! `Drop` does not run when a test is killed, nor for a `static`. Therefore a small shell is started with the first
-//! child, and reads from a pipe which children and directories to clean up. When this process ends for any reason, the pipe
-//! closes, and the shell signals the remaining children and removes the registered directories.
+//! child, and reads from a pipe which children and directories to clean up. When this process ends for any reason, the
+//! pipe closes, and the shell signals the remaining children and removes the registered directories.
 //!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {
@@ -163,7 +163,7 @@ mod tests {
     fn run_returns_stdout_or_an_error_with_stderr() {
         let mut echo = Command::new("/bin/sh");
         echo.args(["-c", "echo hello"]);
-        assert_eq!(run(echo, Duration::from_secs(20)).expect("runs"), "hello\n");
+        assert_eq!(run(echo, Duration::from_secs(20)).expect("echo succeeds"), "hello\n");
 
         let mut fail = Command::new("/bin/sh");
         fail.args(["-c", "echo the reason >&2; exit 3"]);
@@ -175,7 +175,7 @@ mod tests {
     fn run_kills_command_after_timeout() {
         let mut sleep = Command::new("/bin/sleep");
         sleep.arg("600");
-        let error = run(sleep, Duration::from_millis(50)).expect_err("too slow").to_string();
+        let error = run(sleep, Duration::from_millis(50)).expect_err("a timeout is an error").to_string();
         assert!(error.contains("still running"), "{error}");
     }
 
@@ -196,25 +196,25 @@ mod tests {
     #[test]
     fn killed_process_is_cleaned_up() {
         use std::io::{BufRead, BufReader};
-        let dir = tempfile::tempdir().expect("tempdir");
+        let dir = tempfile::tempdir().expect("the directory is created");
         let doomed = dir.path().join("with space");
-        std::fs::create_dir(&doomed).expect("mkdir");
-        let mut victim = Command::new(std::env::current_exe().expect("own path"))
+        std::fs::create_dir(&doomed).expect("the directory is created");
+        let mut victim = Command::new(std::env::current_exe().expect("the test knows its own path"))
             .args(["--ignored", "--exact", "--nocapture", "child::tests::victim"])
             .env("KIT_VICTIM_DIR", &doomed)
             .stdout(Stdio::piped())
             .spawn()
-            .expect("starts");
+            .expect("the victim starts");
         kill_on_exit(victim.id(), AtExit::Kill);
-        let grandchild = BufReader::new(victim.stdout.take().expect("piped"))
+        let grandchild = BufReader::new(victim.stdout.take().expect("the output is piped"))
             .lines()
             .map_while(Result::ok)
             .find_map(|line| line.split("child ").nth(1).and_then(|pid| pid.trim().parse::<u32>().ok()))
             .expect("the victim prints its child");
         assert!(is_running(grandchild));
 
-        victim.kill().expect("kill");
-        victim.wait().expect("reaped");
+        victim.kill().expect("the victim can be killed");
+        victim.wait().expect("the victim can be reaped");
         unregister(victim.id());
 
         let deadline = Instant::now() + Duration::from_secs(20);

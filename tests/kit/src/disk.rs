@@ -19,7 +19,8 @@ pub struct SmallDisk {
 }
 
 impl SmallDisk {
-    /// Mounts a tmpfs of `mib` MiB over `dir`. Returns `None`, and records the test as skipped, if nothing can be mounted.
+    /// Mounts a tmpfs of `mib` MiB over `dir`. Returns `None`, and records the test as skipped, if nothing can be
+    /// mounted.
     ///
     /// # Errors
     /// Fails if the previous content cannot be copied.

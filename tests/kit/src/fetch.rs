@@ -26,7 +26,11 @@ pub fn target_dir() -> PathBuf {
 }
 
 /// Returns `<target_dir>/tools/<name>`. If it is missing, `fill` creates its content in an empty directory.
-pub fn once(target_dir: &Path, name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
+pub fn locate_or_create(
+    target_dir: &Path,
+    name: &str,
+    fill: impl FnOnce(&Path) -> Result<()>,
+) -> Result<PathBuf> {
     let tools = target_dir.join("tools");
     let tool = tools.join(name);
     if tool.exists() {
@@ -158,18 +162,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn once_fills_a_tool_once_for_concurrent_callers() {
-        let target = tempfile::tempdir().expect("tempdir");
+    fn locate_or_create_fills_tool_once_for_concurrent_callers() {
+        let target = tempfile::tempdir().expect("the directory is created");
         let fills = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    let tool = once(target.path(), "tool", |dir| {
+                    let tool = locate_or_create(target.path(), "tool", |dir| {
                         fills.fetch_add(1, Ordering::SeqCst);
                         std::thread::sleep(Duration::from_millis(20));
                         Ok(fs::write(dir.join("whole"), b"yes")?)
                     });
-                    assert_eq!(fs::read(tool.expect("made").join("whole")).expect("readable"), b"yes");
+                    assert_eq!(
+                        fs::read(tool.expect("the tool is created").join("whole"))
+                            .expect("the tool is readable"),
+                        b"yes"
+                    );
                 });
             }
         });
@@ -177,31 +185,33 @@ mod tests {
     }
 
     #[test]
-    fn once_publishes_nothing_after_a_failure() {
-        let target = tempfile::tempdir().expect("tempdir");
-        let error = once(target.path(), "tool", |dir| {
+    fn locate_or_create_publishes_nothing_after_failure() {
+        let target = tempfile::tempdir().expect("the directory is created");
+        let error = locate_or_create(target.path(), "tool", |dir| {
             fs::write(dir.join("half"), b"")?;
             bail!("the network is down")
         });
-        assert!(format!("{:#}", error.expect_err("failed")).contains("the network is down"));
+        assert!(
+            format!("{:#}", error.expect_err("a failed fill is an error")).contains("the network is down")
+        );
         let remaining: Vec<_> = fs::read_dir(target.path().join("tools"))
-            .expect("dir")
-            .map(|e| e.expect("entry").file_name())
+            .expect("the directory is readable")
+            .map(|e| e.expect("the entry is readable").file_name())
             .collect();
         assert_eq!(remaining, ["tool.lock"]);
     }
 
     #[test]
-    fn once_makes_tools_readable_and_executable_for_all_users() {
-        let target = tempfile::tempdir().expect("tempdir");
-        let tool = once(target.path(), "tool", |dir| {
+    fn locate_or_create_makes_tool_usable_by_all_users() {
+        let target = tempfile::tempdir().expect("the directory is created");
+        let tool = locate_or_create(target.path(), "tool", |dir| {
             fs::write(dir.join("run"), b"")?;
             fs::set_permissions(dir.join("run"), fs::Permissions::from_mode(0o700))?;
             fs::write(dir.join("read"), b"")?;
             Ok(fs::set_permissions(dir.join("read"), fs::Permissions::from_mode(0o600))?)
         });
-        let tool = tool.expect("made");
-        let mode = |path: &Path| fs::metadata(path).expect("there").permissions().mode() & 0o777;
+        let tool = tool.expect("the tool is created");
+        let mode = |path: &Path| fs::metadata(path).expect("the file exists").permissions().mode() & 0o777;
         assert_eq!((mode(&tool), mode(&tool.join("run")), mode(&tool.join("read"))), (0o755, 0o755, 0o644));
     }
 }

@@ -1,5 +1,5 @@
-//! The provider's own clients, which must work with the simulator: the Python library `hcloud`, and Debian's command-line
-//! program `hcloud`, which is built on the provider's Go library.
+//! The provider's own clients, which must work with the simulator: the Python library `hcloud`, and Debian's
+//! command-line program `hcloud`, which is built on the provider's Go library.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-use crate::packages::{Deb, FetchedProgram, Program};
+use crate::packages::{Deb, DebProgram, FetchedProgram};
 use crate::{child, fetch};
 
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(300);
 const VERSION: &str = "2.27.0";
-/// The library and its dependencies, resolved together; their wheels contain no machine code.
+/// The library and its dependencies, resolved together; their wheels are pure Python.
 const REQUIREMENTS: &str = "\
 hcloud==2.27.0 --hash=sha256:668729b7e249fcd8e9aeb50eaa98a5f2e6c5c3f054882e32a3a171cc749e2f8c
 certifi==2026.10.19.post1 --hash=sha256:1324c476b4811eff41a8bc2122cd0bbd4d9c7234c725446d99ab1612b3a7fdd2
@@ -25,7 +25,7 @@ six==1.17.0 --hash=sha256:4721f391ed90541fddacab5acf947aa0d3dc7d27b2e1e8eda2be89
 urllib3==2.8.0 --hash=sha256:0cf3cae568d36aa9576b28dfb35f11328f1cb974ca7647d9475ebb86c75ac6e3
 ";
 
-const COMMAND_LINE: Program = Program {
+const CLI: DebProgram = DebProgram {
     debs: &[Deb {
         name: "hcloud-cli",
         version: "1.30.3-1+b5",
@@ -39,7 +39,7 @@ const COMMAND_LINE: Program = Program {
 /// # Errors
 /// Fails if pip fails, or if a package does not have the pinned hash.
 pub fn fetch_library(target_dir: &Path) -> Result<PathBuf> {
-    fetch::once(target_dir, &format!("hcloud-{VERSION}"), |dir| {
+    fetch::locate_or_create(target_dir, &format!("hcloud-{VERSION}"), |dir| {
         let download = tempfile::tempdir()?;
         let requirements = download.path().join("requirements.txt");
         fs::write(&requirements, REQUIREMENTS)?;
@@ -51,10 +51,10 @@ pub fn fetch_library(target_dir: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Fetches the command-line program once.
+/// Fetches the command-line client once.
 ///
 /// # Errors
 /// Fails if the machine's package sources do not have the pinned package of Debian 12.
-pub fn fetch_command_line() -> Result<FetchedProgram> {
-    COMMAND_LINE.locate()
+pub fn fetch_cli() -> Result<FetchedProgram> {
+    CLI.locate_or_fetch()
 }

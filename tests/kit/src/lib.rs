@@ -3,9 +3,9 @@
 //! | module | contents |
 //! |---|---|
 //! | [`pg`] | PostgreSQL 16: a server per test process with a fresh database per test, or a dedicated server |
-//! | [`s3`] | an S3 server with exact conditional writes, and faults on demand |
-//! | [`moto`] | a third-party S3 server, for races of conditional writes |
-//! | [`seaweed`] | SeaweedFS, whose `If-Match` is not always exact |
+//! | [`s3`] | an S3 server with atomic conditional writes, and faults on demand |
+//! | [`moto`] | a third-party S3 server, for tests of racing conditional writes |
+//! | [`seaweed`] | SeaweedFS, whose `If-Match` is not always atomic |
 //! | [`stores`] | the choice between these three |
 //! | [`hcloud`] | the provider's own clients, in Python and Go |
 //! | [`provider`] | the cloud provider: its API, and servers backed by records, local processes or virtual machines |
@@ -14,23 +14,23 @@
 //! | [`ca`] | a certificate authority |
 //! | [`pebble`] | a certificate authority that speaks ACME |
 //! | [`net`] | free ports, and a TCP proxy that delays, cuts and resets connections |
-//! | [`heads`] | HTTPS connections with unfinished request heads, and their cost in memory |
+//! | [`unfinished_heads`] | HTTPS connections with unfinished request heads, and their cost in memory |
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`story`] | the main scenario, run on all of these |
 //! | [`mod@bundle`] | host bundles, in their published form |
 //! | [`browser`] | browser tests of the web pages, in Chromium |
-//! | [`dev`] | the services of the story, kept running for a developer |
-//! | [`deb`] | the Debian packages, installed by dpkg in a separate root |
+//! | [`dev`] | the services of the demo, kept running for a developer |
+//! | [`deb`] | the Debian packages, built, and installed by dpkg in a chroot |
 //! | [`model_stub`] | scripted model APIs for coding agents |
 //! | [`apt`] | Debian packages, installed on this machine |
 //! | [`disk`] | a small tmpfs, for tests of a full disk |
 //! | [`packages`] | Debian and npm packages, unpacked below `target/tools` |
 //! | [`s3_process`] | third-party S3 servers as child processes |
-//! | [`checkers`] | linters for generated configuration |
-//! | [`long`] | measurements of the long tests, and their totals |
-//! | [`quoted`] | command lines quoted in documentation, checked against a program's definition |
-//! | [`skip`] | tests that cannot run here, by name |
-//! | [`child`] | bounded child processes that cannot outlive the test run |
+//! | [`checkers`] | Debian programs that check units, user-data and shell scripts |
+//! | [`long_tests`] | figures of the long tests, and their sums |
+//! | [`quoted_commands`] | command lines quoted in documentation, checked against a program's definition |
+//! | [`skip`] | records of tests that cannot run here |
+//! | [`child`] | child processes that cannot outlive the process that started them |
 //!
 //! The kit never links the product: it uses the product's public interfaces, as users do.
 
@@ -45,9 +45,8 @@ pub mod dev;
 pub mod disk;
 pub mod fetch;
 pub mod hcloud;
-pub mod heads;
 pub mod idp;
-pub mod long;
+pub mod long_tests;
 pub mod model_stub;
 pub mod moto;
 pub mod net;
@@ -55,13 +54,14 @@ pub mod packages;
 pub mod pebble;
 pub mod pg;
 pub mod provider;
-pub mod quoted;
+pub mod quoted_commands;
 pub mod s3;
 pub mod s3_process;
 pub mod seaweed;
 pub mod skip;
 pub mod stores;
 pub mod story;
+pub mod unfinished_heads;
 pub mod vm;
 
 mod runtime;

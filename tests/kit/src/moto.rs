@@ -1,6 +1,6 @@
 //! moto, an independent S3 server, for tests of racing conditional puts that must not rely on the kit's own server.
 //!
-//! Its conditional puts are exact. It checks neither signatures nor checksums; [`crate::s3`] does both.
+//! Its conditional puts are atomic. It checks neither signatures nor checksums; [`crate::s3`] does both.
 
 use std::path::Path;
 use std::process::Command;
@@ -26,8 +26,8 @@ const REQUIREMENTS: [&str; 9] = [
     "PyYAML==6.0.3",
 ];
 
-/// moto checks a condition and then writes, in several threads, so that two concurrent conditional puts may both succeed.
-/// Real stores do not behave like this; therefore requests are served sequentially.
+/// moto checks a condition and then writes, in several threads, so that two concurrent conditional puts may both
+/// succeed. Real stores do not behave like this; therefore requests are served sequentially.
 const SEQUENTIAL_SERVER: &str = "
 import sys, threading
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication as App
@@ -68,7 +68,7 @@ impl Moto {
 /// # Errors
 /// Fails if pip fails.
 pub fn fetch(target_dir: &Path) -> Result<std::path::PathBuf> {
-    fetch::once(target_dir, &format!("moto-{VERSION}"), |dir| {
+    fetch::locate_or_create(target_dir, &format!("moto-{VERSION}"), |dir| {
         let mut pip = Command::new("python3");
         pip.args([
             "-m",

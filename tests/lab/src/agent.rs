@@ -28,7 +28,7 @@ pub async fn run_dispatch(stack: &Stack, machine: &MachineRecord) -> Result<((),
     run(stack, machine, DISPATCH, TIMEOUT).await
 }
 
-/// Runs `bundled_agent.sh` with a stub of the model's API: requires a full release.
+/// Runs `bundled_agent.sh` with a stub of the model's API. Requires a full release.
 pub async fn run_bundled_agents(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let done = json!({ "text": "All done." });
     let write = json!({ "name": "Write", "input": { "file_path": "/home/svc/home/lab-from-claude", "content": "x\n" } });
@@ -43,13 +43,13 @@ pub async fn run_bundled_agents(stack: &Stack, machine: &MachineRecord) -> Resul
 
 /// Runs `attacks.sh`.
 pub async fn run_attacks(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
-    run(stack, machine, &format!("{}{ATTACKS}", write_attack()), ATTACKS_TIMEOUT).await
+    run(stack, machine, &format!("{}{ATTACKS}", attack_writer_script()), ATTACKS_TIMEOUT).await
 }
 
 /// Runs `attack.sh` in a terminal of code-server, which Chromium opens through the router.
 pub async fn attack_from_terminal(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    vm.run(&write_attack(), TIMEOUT).await?.success()?;
+    vm.run(&attack_writer_script(), TIMEOUT).await?.success()?;
     browser::run_in_terminal(stack, &format!("sh {ATTACK_FILE} </dev/null")).await?;
     let reached = vm.run(PRINT_AND_CLEAN_UP, TIMEOUT).await?.success()?;
     let lines: Vec<&str> = reached.lines().collect();
@@ -61,8 +61,8 @@ pub async fn attack_from_terminal(stack: &Stack, machine: &MachineRecord) -> Res
     Ok(((), format!("the terminal of code-server reached nothing: {summary}")))
 }
 
-/// A script that writes `attack.sh` for the owner.
-fn write_attack() -> String {
+/// Returns a script that writes `attack.sh` for the owner.
+fn attack_writer_script() -> String {
     format!(
         "cat >{ATTACK_FILE} <<'END_OF_ATTACK'\n{ATTACK}END_OF_ATTACK\nchown svc:svc {ATTACK_FILE}\n\
          rm -f /home/svc/home/lab-attack.out\n"

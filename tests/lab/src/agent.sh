@@ -82,4 +82,4 @@ done
 as_svc sh -c "echo x >>$home/system/logs/audit.jsonl" 2>/dev/null && fail "svc may write the audit"
 failed=$(systemctl --failed --plain --no-legend | grep svc- || true)
 [ -z "$failed" ] || fail "$failed"
-echo "one dispatch as svc in its own unit, \$0.125, $audited names audited at try $try, no process left"
+echo "one dispatch as svc in its own unit, \$0.125, $audited paths audited in dispatch $try, no process left"

@@ -1,5 +1,5 @@
-//! The owner's data: a store outage during two backups, a table restored from an earlier snapshot, and everything as
-//! one archive.
+//! The owner's data: a store outage during two backups, a table restored from an earlier snapshot, and an export of
+//! all data as one archive.
 
 use std::time::Duration;
 
@@ -8,11 +8,11 @@ use reqwest::Method;
 use serde_json::{Value, json};
 
 use super::faults::{BACKUP, LONG_TIMEOUT, SHORT_TIMEOUT, verified_pointer, wait_until_served};
-use super::life::BOOT_TIMEOUT;
+use super::scenario::BOOT_TIMEOUT;
 use kit::s3::{Fault, Rule};
 use kit::story::{MachineRecord, Stack, eventually};
 
-/// Lists the databases that the product has created, except the owner's.
+/// A script that lists the databases that the product has created, except the owner's.
 pub(super) const LIST_SIDE_DATABASES: &str = r#"
 url=$(sed -n 's/^DATABASE_URL=//p' /opt/svc/env/host.env | tr -d '"')
 PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime/postgres/bin/psql -v ON_ERROR_STOP=1 -qh 127.0.0.1 \
@@ -60,10 +60,10 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     eventually("the fleet reports no problem", BOOT_TIMEOUT, || check_fleet_attention(stack, false)).await?;
     let detail =
         "two backups exited with 69; record, metrics, doctor and fleet report the failure, pointer unchanged";
-    Ok(((), format!("{detail}; {refused} calls refused; the next backup succeeded")))
+    Ok(((), format!("{detail}; {refused} requests refused; the next backup succeeded")))
 }
 
-/// Returns a command after which the hourly unit either retries for most of an hour while the store is unreachable, or
+/// Returns a command that sets whether the hourly unit, while the store is unreachable, retries for most of an hour or
 /// fails immediately.
 fn set_retries(are_allowed: bool) -> String {
     const DIR: &str = "/run/systemd/system/svc-db-backup.service.d";

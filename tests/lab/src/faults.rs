@@ -1,5 +1,5 @@
-//! Faults of machines: a dead database, a full disk, a wrong clock, a power cut at a critical moment. After each fault,
-//! acknowledged data is intact, and the machine recovers without intervention.
+//! Faults of machines: a killed database, a full disk, a wrong clock, a power cut at a critical moment. After each
+//! fault, acknowledged data is intact, and the machine recovers without intervention.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use hex::encode;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::life::BOOT_TIMEOUT;
+use super::scenario::BOOT_TIMEOUT;
 use kit::story::{MachineRecord, Stack, eventually};
 
 pub(super) const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -16,11 +16,11 @@ pub(super) const LONG_TIMEOUT: Duration = Duration::from_secs(400);
 pub(super) const BACKUP: &str = "systemctl start svc-db-backup.service";
 const GATEWAY_PID: &str = "systemctl show -P MainPID svc-gateway.service";
 const AFTER_TITLE: &str = "after the full disk";
-/// Creates a table large enough that its backup takes seconds.
-const CREATE_BALLAST: &str = r#"
+/// A script that creates a table so large that its backup takes seconds.
+const CREATE_LARGE_TABLE: &str = r#"
 url=$(sed -n 's/^DATABASE_URL=//p' /opt/svc/env/host.env | tr -d '"')
 PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime/postgres/bin/psql -v ON_ERROR_STOP=1 -qh 127.0.0.1 -U postgres -d svc \
-  -c 'create table public.ballast as select g id, repeat(md5(random()::text), 8) t from generate_series(1, 400000) g'
+  -c 'create table public.large_table as select g id, repeat(md5(random()::text), 8) t from generate_series(1, 400000) g'
 "#;
 
 /// Kills the database's container: the gateway keeps running, and serves again as soon as the database does.
@@ -88,7 +88,7 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     ))
 }
 
-/// Returns the gateway's problem code if it refuses.
+/// Inserts a note of 100 kB; returns the gateway's problem code if it refuses the note.
 async fn insert_large(stack: &Stack, title: &str) -> Result<Option<String>> {
     let data = json!({"title": title, "body": "x".repeat(100_000), "pinned": false, "rank": 1});
     let call = json!({"action": "insert", "app": "notes", "table": "notes", "data": data});
@@ -155,14 +155,14 @@ pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> 
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let before = verified_pointer(stack)?;
-    vm.run(CREATE_BALLAST, LONG_TIMEOUT).await?.success().context("create a large table")?;
+    vm.run(CREATE_LARGE_TABLE, LONG_TIMEOUT).await?.success().context("create a large table")?;
     let rows = stack.web.titles(&stack.owner()).await?;
     let dumping = "systemctl start --no-block svc-db-backup.service; for n in $(seq 600); do pgrep -x pg_dump && exit 0; sleep 0.1; done; exit 1";
     vm.run(dumping, LONG_TIMEOUT).await?.success().context("wait for pg_dump")?;
     stack.provider.kill_server(&machine.server).await?;
     let at_cut = verified_pointer(stack)?;
     ensure!(at_cut == before, "the pointer moved before the dump was complete: {at_cut}");
-    stack.provider.switch_on(&machine.server)?;
+    stack.provider.power_on(&machine.server)?;
     let powered_on = Instant::now();
     let after = wait_until_served(stack).await?;
     let seconds = powered_on.elapsed().as_secs_f64();
@@ -186,7 +186,7 @@ pub(super) fn verified_pointer(stack: &Stack) -> Result<Value> {
     Ok(pointer)
 }
 
-/// Waits until the machine serves; returns the rows.
+/// Waits until the machine serves its owner; returns the titles of all notes.
 pub async fn wait_until_served(stack: &Stack) -> Result<Vec<String>> {
     let owner = stack.owner();
     eventually("the owner is served", BOOT_TIMEOUT, || stack.web.titles(&owner)).await

@@ -14,10 +14,10 @@ no_unit_failed() {
 }
 only_expected_ports() {
   unexpected=$(ss -Hltn | awk '{print $4}' | grep -vE '^(0\.0\.0\.0|\*|\[::\]):(443|22)$' | grep -vE '^127\.|^\[::1\]' || true)
-  [ -z "$unexpected" ] || { echo "also listens at $unexpected"; return 1; }
-  for port in 443 22; do ss -Hltn | awk '{print $4}' | grep -q ":$port\$" || { echo "nothing at $port"; return 1; }; done
+  [ -z "$unexpected" ] || { echo "also listening on $unexpected"; return 1; }
+  for port in 443 22; do ss -Hltn | awk '{print $4}' | grep -q ":$port\$" || { echo "nothing listens on port $port"; return 1; }; done
   udp=$(ss -Hlun | awk '{print $4}' | grep -vE '^127\.|^\[::1\]|:(68|123)$' || true)
-  [ -z "$udp" ] || { echo "also UDP at $udp"; return 1; }
+  [ -z "$udp" ] || { echo "also listening on UDP $udp"; return 1; }
 }
 env_files_are_private() {
   unexpected=$(find /opt/svc/env -type f ! -perm 0600)
@@ -66,7 +66,7 @@ svc_cannot_read_secrets() {
   found=$(files_readable_by svc | xargs -0 grep -lF -f "$list" -- 2>/dev/null)
   [ -z "$found" ] || { echo "$found"; return 1; }
   seen=$(run_as svc sh -c 'cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null' | tr '\0' '\n' | grep -cF -f "$list")
-  [ "$seen" = 0 ] || { echo "in $seen words of /proc"; return 1; }
+  [ "$seen" = 0 ] || { echo "$seen secrets in /proc"; return 1; }
   psql=/opt/svc/runtime/postgres/bin/psql
   output=$(run_as svc env PGCONNECT_TIMEOUT=10 $psql -w -h 127.0.0.1 -U postgres -d svc -c 'select 1' 2>&1) && { echo "the database accepts svc without a password"; return 1; }
   case $output in *password*) ;; *) echo "$output"; return 1 ;; esac
@@ -78,8 +78,8 @@ svc_cannot_read_secrets() {
 # `nobody` can read world-readable files.
 no_secret_is_exposed() {
   seen=$(cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n' | grep -cF -f "$list")
-  [ "$seen" = 0 ] || { echo "$seen arguments of processes"; return 1; }
-  journalctl --no-pager -o cat --all 2>/dev/null | grep -aqF -f "$list" && { echo "the journal"; return 1; }
+  [ "$seen" = 0 ] || { echo "$seen secrets in arguments of processes"; return 1; }
+  journalctl --no-pager -o cat --all 2>/dev/null | grep -aqF -f "$list" && { echo "the journal contains a secret"; return 1; }
   # cloud-init's copies of user-data are readable by root only; its logs must not contain secrets.
   grep -lF -f "$list" /var/log/cloud-init*.log 2>/dev/null && return 1
   found=$(files_readable_by nobody | xargs -0 grep -lF -f "$list" -- 2>/dev/null)

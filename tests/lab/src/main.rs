@@ -8,9 +8,9 @@ mod agent;
 mod data;
 mod faults;
 mod invariants;
-mod life;
 mod packages;
 mod release;
+mod scenario;
 mod stages;
 mod steps;
 mod updates;
@@ -144,15 +144,15 @@ async fn build_image(with_full_release: bool) -> Result<((Image, Accel), String)
 }
 
 async fn run_steps(report: &mut Report, steps: &[&LabStep], stack: &Stack) -> Result<(), StepFailed> {
-    report.step("publish", life::publish(stack)).await?;
-    let first = report.step("provision", life::provision(stack)).await?;
+    report.step("publish", scenario::publish(stack)).await?;
+    let first = report.step("provision", scenario::provision(stack)).await?;
     let mut slot_machines = SlotMachines { current: first.clone(), first };
     for step in steps {
         report.step(step.name, (step.run)(stack, &mut slot_machines)).await?;
     }
     invariants::save_journal(stack, &slot_machines.current).await;
-    report.step("delete", life::delete(stack, &slot_machines.current)).await?;
-    report.step("gone", life::check_owner_gets_503(stack)).await
+    report.step("delete", scenario::delete(stack, &slot_machines.current)).await?;
+    report.step("gone", scenario::check_owner_gets_503(stack)).await
 }
 
 /// Deletes large files; the logs remain.

@@ -1,4 +1,4 @@
-//! The packages under a real systemd: their units start, run confined, and stop.
+//! The Debian packages under a real systemd: their units start, run confined, and stop.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ const REMOVE_RELEASE_AND_UNITS: &str = "systemctl disable --now svc.target; syst
                     find /etc/systemd/system -maxdepth 1 -type f -name 'svc*' ! -name svc-first-boot.service -delete && \
                     systemctl daemon-reload";
 
-/// Installs the platform's package as in docs/operating/install.md, as an additional process of the lab's platform: it
+/// Installs the platform's package as in docs/operating/install.md, as a second process of the lab's platform: it
 /// becomes ready, passes its doctor, restarts after a kill, stops and is purged.
 pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
@@ -175,7 +175,7 @@ pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Resul
     ))
 }
 
-/// Builds one of this tree's packages with the lab's executable.
+/// Builds one of this source tree's packages with the lab's binary.
 async fn build_package(stack: &Stack, name: &str) -> Result<PathBuf> {
     let (svc, out) = (stack.svc.clone(), stack.dir.join("deb"));
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");

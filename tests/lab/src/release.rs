@@ -1,4 +1,4 @@
-//! Bundles of the lab: a small one with the executable, the units, the kit's apps and PostgreSQL's client tools, and a
+//! Bundles of the lab: a small one with the binary, the units, the kit's apps and PostgreSQL's client tools, and a
 //! full one with every part of a release.
 
 use std::path::Path;
@@ -10,7 +10,7 @@ use kit::bundle::{Options, apps, runtime};
 use kit::fetch::target_dir;
 use kit::pg::PgBinaries;
 
-/// Not a real host: nothing here contacts it.
+/// A non-existent host, which nothing contacts.
 const IDP_HOST: &str = "idp.svc.test";
 
 /// Prefetches the parts of [`full_options`]; requires Node.js 20 or newer and npm.
@@ -21,14 +21,14 @@ pub fn prepare() -> Result<()> {
             format!("a full release requires Node.js 20 or newer and npm: {program} is missing")
         })?;
     }
-    runtime::gather(&runtime::prepare_full_sources(&[])?).map(drop)
+    runtime::fetch_parts(&runtime::prepare_full_sources(&[])?).map(drop)
 }
 
 /// Like [`small_options`], with the default apps, the shell, and the runtimes of `cargo xtask bundle --full`.
 pub fn full_options(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
     let mut options = small_options(svc, postgres, version, dir)?;
     apps::build(&mut options, &target_dir().join("lab/apps"), Some(&apps::test_key(IDP_HOST)))?;
-    options.runtime.extend(runtime::gather(&runtime::prepare_full_sources(&[])?)?);
+    options.runtime.extend(runtime::fetch_parts(&runtime::prepare_full_sources(&[])?)?);
     Ok(options)
 }
 

@@ -1,4 +1,4 @@
-//! Durations of the stages of a boot, from the platform's record and the machine's clock.
+//! Durations of a boot's stages, from the platform's record and the machine's clock.
 
 use std::time::Duration;
 
@@ -26,13 +26,14 @@ pub async fn measure_boot(stack: &Stack, machine: &MachineRecord) -> Result<((),
 
     let record: Value = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()?;
     let stages = record["boot"]["stages"].as_array().context("the record has no boot stages")?;
-    let at = |stage: &str| {
+    let started_at = |stage: &str| {
         let entry = stages.iter().find(|entry| entry["stage"] == stage);
         entry.and_then(|entry| entry["at"].as_str()?.parse::<Timestamp>().ok())
     };
     let mut marks = vec![("kernel", power_on), ("cloud-init", userspace)];
     for stage in REPORTED_STAGES {
-        let when = at(stage).with_context(|| format!("the stage {stage} was not reported: {stages:?}"))?;
+        let when =
+            started_at(stage).with_context(|| format!("the stage {stage} was not reported: {stages:?}"))?;
         marks.push((if stage == "register" { "registered" } else { stage }, when));
     }
     let end: Timestamp = record["registeredAt"].as_str().context("not registered")?.parse()?;

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use futures_util::future::LocalBoxFuture;
 
-use super::{agent, data, faults, invariants, life, packages, stages, updates};
+use super::{agent, data, faults, invariants, packages, scenario, stages, updates};
 use kit::story::{self, MachineRecord, Stack};
 
 /// Selects the steps to run on the machine after provisioning.
@@ -42,54 +42,54 @@ const fn full_step(name: &'static str, run: RunStep) -> LabStep {
 
 static STEPS: [LabStep; 33] = [
     quick_step("boot", |stack, machines| Box::pin(stages::measure_boot(stack, &machines.current))),
-    quick_step("sound", |stack, machines| Box::pin(invariants::check_machine(stack, &machines.current))),
-    quick_step("use", |stack, _| Box::pin(life::insert_and_find(stack))),
+    quick_step("invariants", |stack, machines| Box::pin(invariants::check_machine(stack, &machines.current))),
+    quick_step("use", |stack, _| Box::pin(scenario::insert_and_find(stack))),
     quick_step("dispatch", |stack, machines| Box::pin(agent::run_dispatch(stack, &machines.current))),
-    quick_step("reboot", |stack, machines| Box::pin(life::reboot(stack, &machines.current))),
-    full_step("database-dies", |stack, machines| Box::pin(faults::kill_database(stack, &machines.current))),
+    quick_step("reboot", |stack, machines| Box::pin(scenario::reboot(stack, &machines.current))),
+    full_step("database-crash", |stack, machines| Box::pin(faults::kill_database(stack, &machines.current))),
     full_step("disk-full", |stack, machines| Box::pin(faults::fill_disk(stack, &machines.current))),
-    full_step("resize", |stack, machines| Box::pin(life::resize(stack, &machines.current))),
+    full_step("resize", |stack, machines| Box::pin(scenario::resize(stack, &machines.current))),
     quick_step("backup", |stack, machines| {
-        Box::pin(async { life::backup(stack, &machines.current).await.map(|(_, detail)| ((), detail)) })
+        Box::pin(async { scenario::backup(stack, &machines.current).await.map(|(_, detail)| ((), detail)) })
     }),
-    full_step("drill", |stack, machines| Box::pin(life::run_drill(stack, &machines.current))),
-    full_step("store-away", |stack, machines| Box::pin(data::interrupt_store(stack, &machines.current))),
+    full_step("drill", |stack, machines| Box::pin(scenario::run_drill(stack, &machines.current))),
+    full_step("store-outage", |stack, machines| Box::pin(data::interrupt_store(stack, &machines.current))),
     full_step("side-database", |stack, machines| {
         Box::pin(data::restore_side_database(stack, &machines.current))
     }),
-    full_step("archive", |stack, machines| Box::pin(data::export_and_import(stack, &machines.current))),
+    full_step("export-import", |stack, machines| Box::pin(data::export_and_import(stack, &machines.current))),
     full_step("failed-recovery", |stack, machines| {
         Box::pin(async {
             let (machine, detail) =
-                story::fail_recovery_midway(stack, &machines.current, life::TIMEOUTS).await?;
+                story::fail_recovery_midway(stack, &machines.current, scenario::TIMEOUTS).await?;
             (machines.first, machines.current) = (machine.clone(), machine);
             Ok(((), detail))
         })
     }),
-    quick_step("later-row", |stack, _| Box::pin(life::insert_later_row(stack))),
-    quick_step("loss", |stack, machines| Box::pin(life::lose_machine(stack, &machines.current))),
-    full_step("bad-restore", |stack, _| Box::pin(life::refuse_damaged_restore(stack))),
+    quick_step("later-row", |stack, _| Box::pin(scenario::insert_later_row(stack))),
+    quick_step("loss", |stack, machines| Box::pin(scenario::lose_machine(stack, &machines.current))),
+    full_step("corrupt-restore", |stack, _| Box::pin(scenario::refuse_corrupted_snapshot(stack))),
     quick_step("recover", |stack, machines| {
         Box::pin(async {
-            let (second, detail) = life::recover(stack, &machines.current).await?;
+            let (second, detail) = scenario::recover(stack, &machines.current).await?;
             machines.current = second;
             Ok(((), detail))
         })
     }),
-    quick_step("rows", |stack, _| Box::pin(life::check_restored_rows(stack))),
+    quick_step("rows", |stack, _| Box::pin(scenario::check_restored_rows(stack))),
     full_step("undelete", |stack, machines| {
-        Box::pin(story::undelete(stack, &machines.current, life::TIMEOUTS))
+        Box::pin(story::undelete(stack, &machines.current, scenario::TIMEOUTS))
     }),
-    full_step("fenced", |stack, machines| Box::pin(life::fence_old_machine(stack, &machines.first))),
+    full_step("fenced", |stack, machines| Box::pin(scenario::fence_old_machine(stack, &machines.first))),
     full_step("clock-jump", |stack, machines| Box::pin(faults::jump_clock(stack, &machines.current))),
     full_step("update", |stack, machines| Box::pin(updates::deploy_update(stack, &machines.current))),
-    full_step("cut-in-update", |stack, machines| {
+    full_step("power-cut-update", |stack, machines| {
         Box::pin(updates::cut_power_during_update(stack, &machines.current))
     }),
     full_step("bad-update", |stack, machines| {
         Box::pin(updates::roll_back_broken_update(stack, &machines.current))
     }),
-    full_step("cut-in-backup", |stack, machines| {
+    full_step("power-cut-backup", |stack, machines| {
         Box::pin(faults::cut_power_during_backup(stack, &machines.current))
     }),
     full_step("full-release", |stack, machines| {
@@ -104,7 +104,9 @@ static STEPS: [LabStep; 33] = [
     full_step("platform-package", |stack, machines| {
         Box::pin(packages::check_platform_package(stack, &machines.current))
     }),
-    full_step("sound-again", |stack, machines| Box::pin(invariants::check_machine(stack, &machines.current))),
+    full_step("invariants-again", |stack, machines| {
+        Box::pin(invariants::check_machine(stack, &machines.current))
+    }),
     // Last, because it stops the services.
     full_step("host-package", |stack, machines| {
         Box::pin(packages::check_host_package(stack, &machines.current))

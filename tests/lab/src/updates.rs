@@ -9,8 +9,8 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::faults::wait_until_served;
-use super::life::{BOOT_TIMEOUT, publish_as};
 use super::release;
+use super::scenario::{BOOT_TIMEOUT, publish_as};
 use kit::story::{HANDLE, MachineRecord, Stack, WebClient, eventually};
 
 const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -52,7 +52,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     let activating = "for n in $(seq 3000); do grep -rqs '\"activating\"' /var/lib/svc/update && exit 0; sleep 0.1; done; exit 1";
     vm.run(activating, LONG_TIMEOUT).await?.success().context("wait for the new release's services")?;
     stack.provider.kill_server(&machine.server).await?;
-    stack.provider.switch_on(&machine.server)?;
+    stack.provider.power_on(&machine.server)?;
     let after = wait_until_served(stack).await?;
     ensure!(after == before, "there were {before:?}, now {after:?}");
     let state = eventually("the rollout ends", BOOT_TIMEOUT, || async {
@@ -73,9 +73,12 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
     let journal = "journalctl -b -u svc-update.service -o cat --no-pager";
     let journal = vm.run(journal, SHORT_TIMEOUT).await?.success()?;
     ensure!(journal.contains("interrupted update"), "no update was in progress at the power cut: {journal}");
-    let open =
+    let journal_file =
         vm.run("cat /var/lib/svc/update/journal.json 2>/dev/null; true", SHORT_TIMEOUT).await?.success()?;
-    ensure!(open.trim().is_empty() || open.contains("ended"), "the update is still in progress: {open}");
+    ensure!(
+        journal_file.trim().is_empty() || journal_file.contains("ended"),
+        "the update is still in progress: {journal_file}"
+    );
     Ok((
         (),
         format!(

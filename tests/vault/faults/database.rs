@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use kit::long::Figures;
+use kit::long_tests::Figures;
 use kit::pg::PgOptions;
 use tokio_postgres::Client;
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use kit::disk::SmallDisk;
-use kit::long::Figures;
+use kit::long_tests::Figures;
 
 use super::super::gate::{assert_untouched, is_restored, old_and_new, reset};
 use super::super::machine::{self, Machine, RunResult, Running, wait_until};

@@ -2,7 +2,7 @@
 //! loses nothing. `gate` covers damaged, missing and truncated objects.
 
 use anyhow::{Context, Result, ensure};
-use kit::long::Figures;
+use kit::long_tests::Figures;
 use kit::s3::S3Server;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};

@@ -9,9 +9,9 @@ use anyhow::Result;
 use super::nginx::{Pem, RunningPeer, Upstreams};
 use crate::process::ServerProcess;
 use kit::net;
-use kit::packages::{Deb, FetchedProgram, Program};
+use kit::packages::{Deb, DebProgram, FetchedProgram};
 
-const HAPROXY: Program = Program {
+const HAPROXY: DebProgram = DebProgram {
     path: "usr/sbin/haproxy",
     debs: &[
         Deb {
@@ -44,7 +44,7 @@ pub struct HaProxy {
 
 impl HaProxy {
     pub fn fetch() -> Result<Self> {
-        Ok(Self { program: HAPROXY.locate()? })
+        Ok(Self { program: HAPROXY.locate_or_fetch()? })
     }
 
     pub fn router(&self, dir: &Path, pem: &Pem, upstreams: &Upstreams<'_>) -> Result<RunningPeer> {

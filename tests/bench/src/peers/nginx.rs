@@ -10,9 +10,9 @@ use anyhow::{Context, Result};
 
 use crate::process::ServerProcess;
 use kit::net;
-use kit::packages::{Deb, FetchedProgram, Program};
+use kit::packages::{Deb, DebProgram, FetchedProgram};
 
-const NGINX: Program = Program {
+const NGINX: DebProgram = DebProgram {
     path: "usr/sbin/nginx",
     debs: &[Deb {
         name: "nginx",
@@ -61,7 +61,7 @@ pub struct Upstreams<'a> {
 
 impl Nginx {
     pub fn fetch() -> Result<Self> {
-        Ok(Self { program: NGINX.locate()? })
+        Ok(Self { program: NGINX.locate_or_fetch()? })
     }
 
     /// Serves a small body at `/` and `large` at `/large`.

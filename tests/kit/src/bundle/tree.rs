@@ -1,7 +1,7 @@
 //! The content of a bundle: sorted entries whose content stays on disk until it is written.
 //!
-//! Entries that a host would refuse to unpack are rejected with their names: links that are absolute, dangling or lead out of
-//! the bundle, and anything but files, directories and links.
+//! Entries that a host would refuse to unpack are rejected with their names: links that are absolute, dangling or lead
+//! out of the bundle, and anything but files, directories and links.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -12,7 +12,7 @@ use std::path::{Component, Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use tar::{EntryType, Header};
 
-/// A host accepts at most 200,000 entries.
+/// A host refuses an archive with more entries.
 const MAX_ENTRIES: usize = 200_000;
 
 enum Entry {

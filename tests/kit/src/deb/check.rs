@@ -1,4 +1,4 @@
-//! Tests the packages in a fresh Debian root: build twice, install, start, upgrade, remove, purge.
+//! Tests the packages in a fresh Debian chroot: build twice, install, start, upgrade, remove, purge.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::root::Root;
+use super::chroot::Chroot;
 use super::{Options, build, is_in_path, sbom};
 use crate::child;
 use crate::net;
@@ -18,7 +18,7 @@ use crate::story::{RouterTransport, Stack};
 
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 const STOP_TIMEOUT: Duration = Duration::from_secs(30);
-const SERVICE: &str = "svc-platform:svc-platform";
+const SERVICE_USER: &str = "svc-platform:svc-platform";
 const SETTINGS: &str = "/etc/svc/platform.env";
 const EXAMPLE: &str = "/etc/svc/platform.env.example";
 const PROGRAM: &str = "/usr/lib/svc/svc";
@@ -53,11 +53,11 @@ pub async fn check(options: &Options) -> Result<()> {
     };
     let second = build(&next)?;
     let [platform, host] = [0, 1].map(|index| [first[index].clone(), second[index].clone()]);
-    let mut root = Root::unpack()?;
-    timer.print_step("Debian root unpacked");
-    check_platform_package(&mut root, options, &platform).await?;
+    let mut chroot = Chroot::unpack()?;
+    timer.print_step("Debian chroot unpacked");
+    check_platform_package(&mut chroot, options, &platform).await?;
     timer.print_step("svc-platform installed, started, upgraded, removed, purged");
-    check_host_package(&Root::unpack()?, &host)?;
+    check_host_package(&Chroot::unpack()?, &host)?;
     timer.print_step("svc-host installed, upgraded, removed, purged; the owner's data was kept");
     println!("deb: total {:.1} s", started.elapsed().as_secs_f64());
     Ok(())
@@ -103,29 +103,33 @@ fn lint(packages: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-async fn check_platform_package(root: &mut Root, options: &Options, packages: &[PathBuf; 2]) -> Result<()> {
-    let output = root.run(&["dpkg", "--install", &root.copy_in(&packages[0])?])?;
+async fn check_platform_package(
+    chroot: &mut Chroot,
+    options: &Options,
+    packages: &[PathBuf; 2],
+) -> Result<()> {
+    let output = chroot.run(&["dpkg", "--install", &chroot.copy_in(&packages[0])?])?;
     ensure!(
         output.contains("not configured, so not started"),
         "no hint about the missing configuration:\n{output}"
     );
     ensure!(
-        !root.path("etc/systemd/system/multi-user.target.wants/svc-platform.service").exists(),
+        !chroot.path("etc/systemd/system/multi-user.target.wants/svc-platform.service").exists(),
         "the unit is enabled by default"
     );
     for (path, mode) in [("etc/svc", 0o750), (EXAMPLE.trim_start_matches('/'), 0o640)] {
-        let meta = fs::metadata(root.path(path))?;
+        let meta = fs::metadata(chroot.path(path))?;
         ensure!(
             meta.permissions().mode() & 0o7777 == mode,
             "/{path} has mode {:o}",
             meta.permissions().mode()
         );
         ensure!(
-            meta.uid() == 0 && meta.gid() == group_id(root, "svc-platform")?,
+            meta.uid() == 0 && meta.gid() == group_id(chroot, "svc-platform")?,
             "/{path} has the wrong owner or group"
         );
     }
-    check_documentation(root, "svc-platform", "svc-platform.8")?;
+    check_documentation(chroot, "svc-platform", "svc-platform.8")?;
 
     let dir = tempfile::Builder::new().prefix("svc-deb-").tempdir_in("/tmp")?;
     child::remove_on_exit(dir.path());
@@ -133,19 +137,19 @@ async fn check_platform_package(root: &mut Root, options: &Options, packages: &[
     let stack = Stack::start(&options.svc, dir.path(), RouterTransport::Plain).await?.0;
     let port = net::free_port()?;
     let url = format!("http://127.0.0.1:{port}");
-    write_settings(root, &options.source, &stack, &url)?;
-    let result = run_platform(root, &url, &dir.path().join("platform-1.log"), &stack).await;
+    write_settings(chroot, &options.source, &stack, &url)?;
+    let result = run_platform(chroot, &url, &dir.path().join("platform-1.log"), &stack).await;
     let upgraded = match result {
         Ok(()) => {
             // An operator may have deleted the example; dpkg does not restore it.
-            fs::remove_file(root.path(EXAMPLE))?;
-            let output = root.run(&["dpkg", "--install", &root.copy_in(&packages[1])?])?;
+            fs::remove_file(chroot.path(EXAMPLE))?;
+            let output = chroot.run(&["dpkg", "--install", &chroot.copy_in(&packages[1])?])?;
             ensure!(
                 !output.contains("not configured"),
                 "the upgrade reports the platform as unconfigured:\n{output}"
             );
-            check_version(root, "svc-platform", "+next")?;
-            run_platform(root, &url, &dir.path().join("platform-2.log"), &stack).await
+            check_version(chroot, "svc-platform", "+next")?;
+            run_platform(chroot, &url, &dir.path().join("platform-2.log"), &stack).await
         }
         Err(error) => Err(error),
     };
@@ -153,37 +157,38 @@ async fn check_platform_package(root: &mut Root, options: &Options, packages: &[
     upgraded?;
 
     // The example is a conffile: an upgrade keeps an operator's changes, a purge removes them.
-    let example = root.path(EXAMPLE);
+    let example = chroot.path(EXAMPLE);
     ensure!(!example.exists(), "an upgrade restored the deleted example");
     let changed = "# changed by an operator\n";
     fs::write(&example, changed)?;
-    root.run(&["dpkg", "--install", &root.copy_in(&packages[1])?])?;
+    chroot.run(&["dpkg", "--install", &chroot.copy_in(&packages[1])?])?;
     ensure!(fs::read_to_string(&example)? == changed, "an upgrade reverted an operator's changes");
-    root.run(&["dpkg", "--remove", "svc-platform"])?;
+    chroot.run(&["dpkg", "--remove", "svc-platform"])?;
     ensure!(
-        !root.path(PROGRAM).exists() && root.path(SETTINGS).exists(),
+        !chroot.path(PROGRAM).exists() && chroot.path(SETTINGS).exists(),
         "remove must delete the program and keep the settings"
     );
-    let output = root.run(&["dpkg", "--purge", "svc-platform"])?;
+    let output = chroot.run(&["dpkg", "--purge", "svc-platform"])?;
     ensure!(output.contains("platform.env stays"), "purge does not report what it keeps:\n{output}");
     ensure!(
-        root.path(SETTINGS).exists() && !example.exists(),
-        "purge must keep the settings with the key and delete the example"
+        chroot.path(SETTINGS).exists() && !example.exists(),
+        "purge must keep the settings, which contain the platform's key, and delete the example"
     );
-    check_removed(root, "svc-platform")
+    check_removed(chroot, "svc-platform")
 }
 
-/// Writes `/etc/svc/platform.env` as described in docs/operating/install.md, after checking that unreadable settings are reported.
-fn write_settings(root: &Root, source: &Path, stack: &Stack, url: &str) -> Result<()> {
-    root.run(&["cp", EXAMPLE, SETTINGS])?;
-    let report = run_doctor(root)?;
+/// Writes `/etc/svc/platform.env` as described in docs/operating/install.md, after checking that unreadable settings
+/// are reported.
+fn write_settings(chroot: &Chroot, source: &Path, stack: &Stack, url: &str) -> Result<()> {
+    chroot.run(&["cp", EXAMPLE, SETTINGS])?;
+    let report = run_doctor(chroot)?;
     ensure!(
         report.contains("{\"check\":\"env-file\",\"level\":\"problem\"") && report.contains("cannot read"),
         "doctor does not report that the settings are unreadable: {report}"
     );
-    let readme = fs::read_to_string(source.join("docs/operating/install.md"))?;
-    let line = readme.lines().find(|line| line.starts_with("install ") && line.ends_with(SETTINGS));
-    root.run(&[
+    let guide = fs::read_to_string(source.join("docs/operating/install.md"))?;
+    let line = guide.lines().find(|line| line.starts_with("install ") && line.ends_with(SETTINGS));
+    chroot.run(&[
         "sh",
         "-c",
         line.context("docs/operating/install.md has no command that installs the settings")?,
@@ -197,28 +202,28 @@ fn write_settings(root: &Root, source: &Path, stack: &Stack, url: &str) -> Resul
         };
         text.push_str(&format!("{name}=\"{value}\"\n"));
     }
-    Ok(fs::write(root.path(SETTINGS), text)?)
+    Ok(fs::write(chroot.path(SETTINGS), text)?)
 }
 
 /// Returns the report of `svcctl doctor` on the installed platform; it may contain problems.
-fn run_doctor(root: &Root) -> Result<String> {
-    root.run(&["sh", "-c", "svcctl doctor platform --json 2>&1 || true"])
+fn run_doctor(chroot: &Chroot) -> Result<String> {
+    chroot.run(&["sh", "-c", "svcctl doctor platform --json 2>&1 || true"])
 }
 
 /// Starts the unit's command, waits until the platform is ready, and stops it with SIGTERM.
-async fn run_platform(root: &Root, url: &str, log: &Path, stack: &Stack) -> Result<()> {
-    let unit = fs::read_to_string(root.path("usr/lib/systemd/system/svc-platform.service"))?;
+async fn run_platform(chroot: &Chroot, url: &str, log: &Path, stack: &Stack) -> Result<()> {
+    let unit = fs::read_to_string(chroot.path("usr/lib/systemd/system/svc-platform.service"))?;
     let line = unit.lines().find_map(|line| line.strip_prefix("ExecStart=")).context("no ExecStart")?;
     let args: Vec<&str> = line.split(' ').collect();
-    let mut process = root.spawn(SERVICE, &args, log)?;
-    let ready = wait_until_ready(root, &mut process, url, stack).await;
+    let mut process = chroot.spawn(SERVICE_USER, &args, log)?;
+    let ready = wait_until_ready(chroot, &mut process, url, stack).await;
     let stopped = stop(&mut process);
     child::unregister(process.id());
     ready.with_context(|| fs::read_to_string(log).unwrap_or_default())?;
     stopped.with_context(|| fs::read_to_string(log).unwrap_or_default())
 }
 
-async fn wait_until_ready(root: &Root, process: &mut Child, url: &str, stack: &Stack) -> Result<()> {
+async fn wait_until_ready(chroot: &Chroot, process: &mut Child, url: &str, stack: &Stack) -> Result<()> {
     let client = reqwest::Client::builder().timeout(Duration::from_secs(5)).no_proxy().build()?;
     let deadline = Instant::now() + START_TIMEOUT;
     let body = loop {
@@ -237,9 +242,9 @@ async fn wait_until_ready(root: &Root, process: &mut Child, url: &str, stack: &S
     ensure!(!environ.contains(&stack.secret), "the secret is in the process's environment");
     let owner = fs::metadata(format!("/proc/{}", process.id()))?.uid();
     ensure!(owner != 0, "the platform runs as root");
-    root.run_as(SERVICE, &[PROGRAM, "svc-platform", "probe", "--env-file", SETTINGS])?;
+    chroot.run_as(SERVICE_USER, &[PROGRAM, "svc-platform", "probe", "--env-file", SETTINGS])?;
     // The configured version has not been published here; all other checks pass.
-    let report = run_doctor(root)?;
+    let report = run_doctor(chroot)?;
     for check in
         ["env-file", "database", "store", "host-credentials", "provider", "identity-provider", "platform"]
     {
@@ -266,65 +271,65 @@ fn stop(process: &mut Child) -> Result<()> {
     }
 }
 
-fn check_host_package(root: &Root, packages: &[PathBuf; 2]) -> Result<()> {
-    let output = root.run(&["dpkg", "--install", &root.copy_in(&packages[0])?])?;
+fn check_host_package(chroot: &Chroot, packages: &[PathBuf; 2]) -> Result<()> {
+    let output = chroot.run(&["dpkg", "--install", &chroot.copy_in(&packages[0])?])?;
     ensure!(
         output.contains("not provisioned, so not started"),
         "no hint about the missing provisioning:\n{output}"
     );
     for user in ["svc-gateway", "svc"] {
-        group_id(root, user)?;
+        group_id(chroot, user)?;
     }
     for (path, mode) in
         [("opt/svc", 0o755), ("opt/svc/env", 0o750), ("var/lib/svc", 0o1771), ("home/svc", 0o1770)]
     {
-        let meta = fs::metadata(root.path(path)).with_context(|| format!("/{path}"))?;
+        let meta = fs::metadata(chroot.path(path)).with_context(|| format!("/{path}"))?;
         ensure!(
             meta.permissions().mode() & 0o7777 == mode,
             "/{path} has mode {:o}",
             meta.permissions().mode()
         );
     }
-    let enabled = fs::read_dir(root.path("etc/systemd/system/multi-user.target.wants"));
+    let enabled = fs::read_dir(chroot.path("etc/systemd/system/multi-user.target.wants"));
     let enabled: Vec<_> = enabled.into_iter().flatten().flatten().map(|entry| entry.file_name()).collect();
     ensure!(
         !enabled.iter().any(|name| name.to_string_lossy().starts_with("svc")),
         "units are enabled by default: {enabled:?}"
     );
     ensure!(
-        root.path("usr/lib/systemd/system/svc-gateway.service").exists(),
+        chroot.path("usr/lib/systemd/system/svc-gateway.service").exists(),
         "the gateway's unit is missing"
     );
-    check_documentation(root, "svc-host", "svc-gateway.8")?;
+    check_documentation(chroot, "svc-host", "svc-gateway.8")?;
 
     let owner_files = ["home/svc/home/diary.txt", "opt/svc/env/host.env", "var/lib/svc/tls/key.pem"];
     for path in owner_files {
-        fs::write(root.path(path), "the owner's")?;
+        fs::write(chroot.path(path), "the owner's")?;
     }
-    root.run(&["dpkg", "--install", &root.copy_in(&packages[1])?])?;
-    check_version(root, "svc-host", "+next")?;
-    root.run(&["dpkg", "--remove", "svc-host"])?;
-    let output = root.run(&["dpkg", "--purge", "svc-host"])?;
+    chroot.run(&["dpkg", "--install", &chroot.copy_in(&packages[1])?])?;
+    check_version(chroot, "svc-host", "+next")?;
+    chroot.run(&["dpkg", "--remove", "svc-host"])?;
+    let output = chroot.run(&["dpkg", "--purge", "svc-host"])?;
     ensure!(output.contains("they hold the owner's data"), "purge does not report what it keeps:\n{output}");
     for path in owner_files {
         ensure!(
-            fs::read_to_string(root.path(path))? == "the owner's",
+            fs::read_to_string(chroot.path(path))? == "the owner's",
             "/{path} was deleted with the package"
         );
     }
-    check_removed(root, "svc-host")
+    check_removed(chroot, "svc-host")
 }
 
 /// Checks the manual pages, the completions, and the version.
-fn check_documentation(root: &Root, package: &str, page: &str) -> Result<()> {
+fn check_documentation(chroot: &Chroot, package: &str, page: &str) -> Result<()> {
     let (name, section) = page.split_once('.').context("the page has no section")?;
     for (section, name) in [(section, name), ("1", "svcctl"), ("1", "svcctl-doctor")] {
-        // dpkg of a minimal root excludes pages from unpacking, but still lists them.
-        let listed = root.run(&["dpkg", "-L", package])?;
+        // dpkg of a minimal chroot excludes pages from unpacking, but still lists them.
+        let listed = chroot.run(&["dpkg", "-L", package])?;
         let path = format!("/usr/share/man/man{section}/{name}.{section}.gz");
         ensure!(listed.lines().any(|line| line == path), "{path} is missing");
-        if root.path(&path).exists() {
-            root.run(&["man", "--warnings", "-l", "-Tutf8", &path])?;
+        if chroot.path(&path).exists() {
+            chroot.run(&["man", "--warnings", "-l", "-Tutf8", &path])?;
         }
     }
     for path in [
@@ -333,17 +338,17 @@ fn check_documentation(root: &Root, package: &str, page: &str) -> Result<()> {
         "usr/share/fish/vendor_completions.d/svcctl.fish",
     ] {
         ensure!(
-            fs::read_to_string(root.path(path))?.contains("verify-rollout"),
+            fs::read_to_string(chroot.path(path))?.contains("verify-rollout"),
             "/{path} has no completions"
         );
     }
-    let version = root.run(&["svcctl", "--version"])?;
+    let version = chroot.run(&["svcctl", "--version"])?;
     ensure!(version.starts_with("svcctl "), "svcctl --version: {version}");
     Ok(())
 }
 
-fn check_version(root: &Root, package: &str, suffix: &str) -> Result<()> {
-    let version = root.run(&["dpkg-query", "-W", "-f", "${Status} ${Version}", package])?;
+fn check_version(chroot: &Chroot, package: &str, suffix: &str) -> Result<()> {
+    let version = chroot.run(&["dpkg-query", "-W", "-f", "${Status} ${Version}", package])?;
     ensure!(
         version.starts_with("install ok installed ") && version.ends_with(suffix),
         "{package}: {version}"
@@ -351,21 +356,21 @@ fn check_version(root: &Root, package: &str, suffix: &str) -> Result<()> {
     Ok(())
 }
 
-fn check_removed(root: &Root, package: &str) -> Result<()> {
+fn check_removed(chroot: &Chroot, package: &str) -> Result<()> {
     for path in
         ["usr/lib/svc", "usr/bin/svcctl", "usr/lib/systemd/system/svc-platform.service", "usr/share/doc"]
     {
         let path = if path.ends_with("doc") { format!("{path}/{package}") } else { path.to_owned() };
-        ensure!(root.path(&path).symlink_metadata().is_err(), "/{path} still exists");
+        ensure!(chroot.path(&path).symlink_metadata().is_err(), "/{path} still exists");
     }
-    let status = root.run(&["sh", "-c", &format!("dpkg -s {package} 2>&1 || true")])?;
+    let status = chroot.run(&["sh", "-c", &format!("dpkg -s {package} 2>&1 || true")])?;
     ensure!(status.contains("is not installed"), "dpkg still lists {package}: {status}");
     Ok(())
 }
 
 /// The group id of a system user.
-fn group_id(root: &Root, name: &str) -> Result<u32> {
-    let groups = fs::read_to_string(root.path("etc/group"))?;
+fn group_id(chroot: &Chroot, name: &str) -> Result<u32> {
+    let groups = fs::read_to_string(chroot.path("etc/group"))?;
     let line = groups.lines().find(|line| line.split(':').next() == Some(name));
     let line = line.with_context(|| format!("no group {name}"))?;
     Ok(line.split(':').nth(2).context("the group has no id")?.parse()?)

@@ -1,7 +1,7 @@
 //! Builds the Debian packages from the files in `packaging/` and one binary. Builds are reproducible.
 
 pub mod check;
-mod root;
+mod chroot;
 pub mod sbom;
 mod stage;
 

@@ -1,7 +1,7 @@
 //! The bill of materials, CycloneDX 1.5: crates that are linked into the binary, Rust's standard library, and glibc.
 //!
-//! cargo-cyclonedx is not used: it includes the features of the whole workspace, writes a new serial number and time in each
-//! run, and omits the statically linked C library.
+//! cargo-cyclonedx is not used: it includes the features of the whole workspace, writes a new serial number and time in
+//! each run, and omits the statically linked C library.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -22,7 +22,7 @@ const TARGET: &str = "aarch64-unknown-linux-gnu";
 /// Name and version.
 type Crate = (String, String);
 
-/// Generates the bill of `svc`, built from `source`, as JSON.
+/// Generates the bill of materials of `svc`, built from `source`, as JSON.
 ///
 /// # Errors
 /// Fails if cargo fails, or if its outputs contradict each other.
@@ -119,7 +119,7 @@ fn component((name, version): &Crate, package: &Value, checksum: Option<&String>
     component
 }
 
-/// The compiler's standard library, and the C library of the machine that builds.
+/// The compiler's standard library, and the C library of the build machine.
 fn system_libraries() -> Vec<Value> {
     let output_of = |program: &str, args: &[&str]| {
         let mut command = Command::new(program);
@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parse_checksums_reads_packages_of_registries() {
+    fn parse_checksums_reads_only_registry_packages() {
         let lock = "[[package]]\nname = \"a\"\nversion = \"1.0.0\"\nchecksum = \"ab\"\n\n[[package]]\nname = \"svc\"\nversion = \"0.1.0\"\n";
         let checksums = parse_checksums(lock);
         assert_eq!(checksums.len(), 1);

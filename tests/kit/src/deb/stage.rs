@@ -23,9 +23,10 @@ const COMPLETIONS: [(&str, &str); 3] = [
     ("fish", "usr/share/fish/vendor_completions.d/svcctl.fish"),
 ];
 
+/// Fills the empty directory `stage` with everything that the package `name` contains.
 pub fn fill_stage(stage: &Path, options: &Options, name: &str, bill: &str, epoch: &str) -> Result<()> {
-    let side = name.strip_prefix("svc-").unwrap_or(name);
-    copy_tree(&options.source.join("packaging").join(side), stage)?;
+    let folder = name.strip_prefix("svc-").unwrap_or(name);
+    copy_tree(&options.source.join("packaging").join(folder), stage)?;
     let program = stage.join(PROGRAM);
     make_parent(&program)?;
     fs::copy(&options.svc, &program).with_context(|| format!("copy {}", options.svc.display()))?;
@@ -124,7 +125,7 @@ fn compress_pages(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Compresses without a name and time in the header.
+/// Writes `content` to a gzip file without a name and time in its header.
 fn gzip(content: &[u8], to: &Path) -> Result<()> {
     let mut packed = GzBuilder::new().write(fs::File::create(to)?, Compression::best());
     packed.write_all(content)?;

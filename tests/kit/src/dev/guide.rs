@@ -3,14 +3,14 @@
 use std::path::Path;
 use std::time::Duration;
 
-use super::instance_dir::{Files, psql_command, shell_quote};
+use super::instance_dir::{PublishedFiles, psql_command, shell_quote};
 use super::service_info::ServiceInfo;
 use crate::story::stack::Stack;
 
-/// The lifetime of the session: a day, so that a developer need not mint one for each call.
+/// The lifetime of the session: one day, so that a developer need not mint a session for each request.
 const SESSION_SECONDS: u32 = 86_400;
 
-pub(super) fn render(stack: &Stack, info: &ServiceInfo, files: &Files, elapsed: Duration) -> String {
+pub(super) fn render(stack: &Stack, info: &ServiceInfo, files: &PublishedFiles, elapsed: Duration) -> String {
     let ServiceInfo { platform_url, router_url, app_host, code_host, owner, idp, s3, .. } = info;
     let (operator, json) = (display_path(&files.operator), display_path(&files.info));
     let (user, psql, seconds) = (&owner.idp_user_id, psql_command(stack), elapsed.as_secs_f64());
@@ -41,7 +41,7 @@ As the owner:
   {call} {router_url}/api/apps
   {query} -d '{insert}'
   {query} -d '{find}'
-In a browser, http://{app_host}:{port}/apps/notes/ once it has the cookie __session=$TOKEN.
+In a browser, open http://{app_host}:{port}/apps/notes/ after setting the cookie __session=$TOKEN.
 
 The databases:
   {psql} {machine_database}
@@ -60,8 +60,8 @@ The databases:
     )
 }
 
-/// The path relative to the current directory. It always contains a slash, because the shell's `.` searches `PATH` for a bare
-/// name.
+/// The path relative to the current directory. It always contains a slash, because the shell's `.` searches `PATH` for
+/// a bare name.
 fn display_path(path: &Path) -> String {
     let here = std::env::current_dir().ok();
     let short = here.and_then(|here| Some(path.strip_prefix(here).ok()?.to_owned()));

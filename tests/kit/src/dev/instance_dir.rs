@@ -1,7 +1,7 @@
 //! The directory of a running instance: `dev.json`, the operator's credential, a link to `svcctl`.
 //!
-//! A file lock determines which instance owns the directory. A killed instance releases the lock, and its files are replaced.
-//! Only files that were created here are removed.
+//! A file lock determines which instance owns the directory. A killed instance releases the lock, and its files are
+//! replaced. Only files that were created here are removed.
 
 use std::fmt;
 use std::fs::{self, File, TryLockError};
@@ -34,16 +34,16 @@ pub struct AlreadyRunning {
     info: PathBuf,
 }
 
-/// Paths of the published files.
+/// Paths of the files that [`DevLock::publish`] has written.
 #[derive(Debug)]
-pub(super) struct Files {
+pub(super) struct PublishedFiles {
     pub(super) info: PathBuf,
     pub(super) operator: PathBuf,
 }
 
 impl DevLock {
     /// # Errors
-    /// [`AlreadyRunning`], or if the directory cannot be created.
+    /// Returns [`AlreadyRunning`] if another instance owns the directory; also fails if it cannot be created.
     pub fn acquire(dir: &Path) -> Result<Self> {
         fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
         let dir = dir.canonicalize()?;
@@ -62,9 +62,14 @@ impl DevLock {
         Ok(dev_lock)
     }
 
-    pub(super) fn publish(&self, info: &ServiceInfo, env: &[(String, String)], svc: &Path) -> Result<Files> {
+    pub(super) fn publish(
+        &self,
+        info: &ServiceInfo,
+        env: &[(String, String)],
+        svc: &Path,
+    ) -> Result<PublishedFiles> {
         fs::create_dir_all(&self.dir)?;
-        let files = Files { info: self.dir.join(INFO_FILE), operator: self.dir.join(OPERATOR_FILE) };
+        let files = PublishedFiles { info: self.dir.join(INFO_FILE), operator: self.dir.join(OPERATOR_FILE) };
         symlink(svc, self.dir.join(SVCCTL_LINK)).context("link svcctl")?;
         self.write(&files.operator, &self.render_operator_script(env))?;
         // Written last, so that programs that wait for this file find the others.
@@ -135,7 +140,7 @@ impl fmt::Display for AlreadyRunning {
         if let Some(pid) = self.pid {
             write!(f, "\n  next: use it, or stop it with Ctrl-C or `kill {pid}`")?;
         }
-        write!(f, "; `--dir DIR` starts another one")
+        write!(f, "; `--dir DIR` starts another instance")
     }
 }
 
@@ -148,7 +153,7 @@ pub(super) fn shell_quote(text: &str) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }
 
-/// The command `psql`: of the running PostgreSQL, if it includes one.
+/// The path of the running PostgreSQL's own `psql`, otherwise `psql`, to be found in `PATH`.
 pub(super) fn psql_command(stack: &Stack) -> String {
     let bundled = stack.pg.dir().join("psql");
     if bundled.exists() { shell_quote(&bundled.display().to_string()) } else { "psql".to_owned() }

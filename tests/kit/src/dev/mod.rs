@@ -1,6 +1,6 @@
-//! `cargo xtask dev`: the services of the story, kept running for a developer.
+//! `cargo xtask dev`: the services of the demo, kept running for a developer.
 //!
-//! It starts all services of the demo, provisions an owner's machine with two apps, and runs until a signal stops it.
+//! It starts all services, provisions an owner's machine with two apps, and runs until a signal stops it.
 //! Invariants: there is at most one instance per directory; however it ends, no process remains.
 
 mod guide;
@@ -25,7 +25,7 @@ const ROUTE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Starts all services, prints how to use them, and runs until SIGINT, SIGTERM or SIGHUP.
 ///
 /// # Errors
-/// Fails if something cannot start, or if the platform exits.
+/// Fails if a service cannot be started, or if the platform exits.
 pub async fn run(lock: DevLock, svc: &Path, bundle: Option<&Path>) -> Result<()> {
     let started = Instant::now();
     let mut stop = StopSignals::listen()?;
@@ -68,7 +68,8 @@ async fn provision_and_wait(
     stack.wait_for_platform_exit().await
 }
 
-/// Provisions the demo owner's machine and waits until the router reaches it. Without `bundle`, builds the minimal bundle.
+/// Provisions the demo owner's machine and waits until the router reaches it. Without `bundle`, builds the minimal
+/// bundle.
 pub(crate) async fn provision(stack: &Stack, bundle: Option<&Path>) -> Result<MachineRecord> {
     stack.svcctl(&["slot", "set", USER, "--plan", "max"]).await?.success()?;
     let (dir, version) = match bundle {

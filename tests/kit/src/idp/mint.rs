@@ -1,4 +1,4 @@
-//! Mints session tokens, valid and flawed ones.
+//! Mints valid and flawed session tokens.
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -51,13 +51,13 @@ pub enum Flaw {
     BadSignature,
     /// The claims differ from the signed ones.
     ChangedClaims,
-    /// `alg: none`, without signature.
+    /// `alg: none`, without a signature.
     AlgNone,
     /// `alg: HS256`, with the public key as the secret.
     HmacOfPublicKey,
     /// No signature, although the header names an algorithm.
     NoSignature,
-    /// The header names another algorithm than the key's.
+    /// The header names an algorithm other than the key's.
     WrongAlg,
     /// No key id.
     NoKid,

@@ -67,20 +67,22 @@ mod tests {
 
     #[test]
     fn free_ports_are_unique_and_bindable() {
-        let ports: HashSet<u16> = (0..300).map(|_| free_port().expect("a port")).collect();
+        let ports: HashSet<u16> = (0..300).map(|_| free_port().expect("a port is free")).collect();
         assert_eq!(ports.len(), 300);
         for port in ports {
-            TcpListener::bind((Ipv4Addr::LOCALHOST, port)).expect("free");
+            TcpListener::bind((Ipv4Addr::LOCALHOST, port)).expect("the port is free");
         }
     }
 
     #[test]
     fn port_is_reserved_until_its_lock_is_released() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let first = reserve(folder.path(), 10_000).expect("a file").expect("not reserved");
-        assert!(reserve(folder.path(), 10_000).expect("a file").is_none());
-        assert!(reserve(folder.path(), 10_001).expect("a file").is_some());
+        let folder = tempfile::tempdir().expect("the folder is created");
+        let first = reserve(folder.path(), 10_000)
+            .expect("the lock file is opened")
+            .expect("the port is not reserved");
+        assert!(reserve(folder.path(), 10_000).expect("the lock file is opened").is_none());
+        assert!(reserve(folder.path(), 10_001).expect("the lock file is opened").is_some());
         drop(first);
-        assert!(reserve(folder.path(), 10_000).expect("a file").is_some());
+        assert!(reserve(folder.path(), 10_000).expect("the lock file is opened").is_some());
     }
 }

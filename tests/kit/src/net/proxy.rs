@@ -91,7 +91,7 @@ impl Shared {
         change(&mut self.faults.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits for the configured delay, and while data is withheld.
+    /// Waits for the configured delay, and until data is no longer withheld.
     async fn hold(&self) {
         tokio::time::sleep(self.faults().delay).await;
         while self.faults().is_silent {
@@ -178,12 +178,12 @@ mod tests {
     use super::*;
 
     fn start_echo_server() -> SocketAddr {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("bind");
-        let addr = listener.local_addr().expect("bound");
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("the server binds");
+        let addr = listener.local_addr().expect("the listener is bound");
         std::thread::spawn(move || {
             for stream in listener.incoming().map_while(Result::ok) {
                 std::thread::spawn(move || {
-                    std::io::copy(&mut stream.try_clone().expect("clone"), &mut &stream)
+                    std::io::copy(&mut stream.try_clone().expect("the stream is cloned"), &mut &stream)
                 });
             }
         });
@@ -191,8 +191,8 @@ mod tests {
     }
 
     fn connect(proxy: &Proxy) -> Stream {
-        let stream = Stream::connect(proxy.addr()).expect("connects");
-        stream.set_read_timeout(Some(Duration::from_secs(20))).expect("set");
+        let stream = Stream::connect(proxy.addr()).expect("the proxy accepts");
+        stream.set_read_timeout(Some(Duration::from_secs(20))).expect("the timeout is set");
         stream
     }
 
@@ -205,64 +205,70 @@ mod tests {
 
     #[test]
     fn proxy_forwards_all_data_and_the_end_of_stream() {
-        let proxy = Proxy::start(start_echo_server()).expect("starts");
+        let proxy = Proxy::start(start_echo_server()).expect("the proxy starts");
         let mut stream = connect(&proxy);
         let sent = vec![7; 3_000_000];
-        let mut writing = stream.try_clone().expect("clone");
+        let mut writing = stream.try_clone().expect("the stream is cloned");
         let expected = sent.clone();
         let writer = std::thread::spawn(move || {
-            writing.write_all(&sent).expect("written");
-            writing.shutdown(std::net::Shutdown::Write).expect("half closed");
+            writing.write_all(&sent).expect("the data is written");
+            writing.shutdown(std::net::Shutdown::Write).expect("the stream is half closed");
         });
         let mut received = Vec::new();
-        stream.read_to_end(&mut received).expect("an orderly end");
-        writer.join().expect("writer");
+        stream.read_to_end(&mut received).expect("the stream ends cleanly");
+        writer.join().expect("the writer ends");
         assert!(received == expected, "{} bytes came back", received.len());
         assert_eq!(proxy.connections(), 1);
     }
 
     #[test]
     fn cut_breaks_existing_connections_only() {
-        let proxy = Proxy::start(start_echo_server()).expect("starts");
+        let proxy = Proxy::start(start_echo_server()).expect("the proxy starts");
         let mut stream = connect(&proxy);
-        assert_eq!(round_trip(&mut stream, b"hi").expect("echo"), b"hi");
+        assert_eq!(round_trip(&mut stream, b"hi").expect("the data is echoed"), b"hi");
         proxy.cut();
-        assert_eq!(stream.read(&mut [0]).expect_err("broken").kind(), ErrorKind::ConnectionReset);
-        assert_eq!(round_trip(&mut connect(&proxy), b"hi").expect("echo"), b"hi");
+        assert_eq!(
+            stream.read(&mut [0]).expect_err("the connection is broken").kind(),
+            ErrorKind::ConnectionReset
+        );
+        assert_eq!(round_trip(&mut connect(&proxy), b"hi").expect("the data is echoed"), b"hi");
     }
 
     #[test]
     fn reset_after_resets_at_byte_limit() {
-        let proxy = Proxy::start(start_echo_server()).expect("starts");
+        let proxy = Proxy::start(start_echo_server()).expect("the proxy starts");
         proxy.reset_after(5);
         let mut stream = connect(&proxy);
-        stream.write_all(b"123456789").expect("sent");
+        stream.write_all(b"123456789").expect("the data is sent");
         let mut received = Vec::new();
-        assert_eq!(stream.read_to_end(&mut received).expect_err("reset").kind(), ErrorKind::ConnectionReset);
+        assert_eq!(
+            stream.read_to_end(&mut received).expect_err("the connection is reset").kind(),
+            ErrorKind::ConnectionReset
+        );
         // A reset may discard data, but never adds any.
         assert!(b"12345".starts_with(&received[..]), "{received:?}");
         proxy.heal();
-        assert_eq!(round_trip(&mut connect(&proxy), b"123456789").expect("echo"), b"123456789");
+        assert_eq!(round_trip(&mut connect(&proxy), b"123456789").expect("the data is echoed"), b"123456789");
     }
 
     #[test]
     fn delay_and_silence_withhold_data() {
-        let proxy = Proxy::start(start_echo_server()).expect("starts");
+        let proxy = Proxy::start(start_echo_server()).expect("the proxy starts");
         let mut stream = connect(&proxy);
         proxy.delay(Duration::from_millis(50));
         let start = Instant::now();
-        round_trip(&mut stream, b"x").expect("echo");
+        round_trip(&mut stream, b"x").expect("the data is echoed");
         assert!(start.elapsed() >= Duration::from_millis(100), "{:?}", start.elapsed());
 
         proxy.silence();
-        stream.write_all(b"y").expect("sent");
-        stream.set_read_timeout(Some(Duration::from_millis(200))).expect("set");
+        stream.write_all(b"y").expect("the data is sent");
+        stream.set_read_timeout(Some(Duration::from_millis(200))).expect("the timeout is set");
         assert!(matches!(
-            stream.read(&mut [0]).expect_err("silence").kind(),
+            stream.read(&mut [0]).expect_err("no data arrives").kind(),
             ErrorKind::WouldBlock | ErrorKind::TimedOut
         ));
         proxy.heal();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).expect("set");
+        stream.set_read_timeout(Some(Duration::from_secs(20))).expect("the timeout is set");
         let mut byte = [0];
         stream.read_exact(&mut byte).expect("withheld data arrives");
         assert_eq!(&byte, b"y");
@@ -270,13 +276,16 @@ mod tests {
 
     #[test]
     fn refuse_lasts_until_heal_on_same_port() {
-        let proxy = Proxy::start(start_echo_server()).expect("starts");
+        let proxy = Proxy::start(start_echo_server()).expect("the proxy starts");
         let mut stream = connect(&proxy);
-        round_trip(&mut stream, b"x").expect("echo");
+        round_trip(&mut stream, b"x").expect("the data is echoed");
         proxy.refuse();
-        assert_eq!(Stream::connect(proxy.addr()).expect_err("refused").kind(), ErrorKind::ConnectionRefused);
+        assert_eq!(
+            Stream::connect(proxy.addr()).expect_err("the connection is refused").kind(),
+            ErrorKind::ConnectionRefused
+        );
         assert!(stream.read(&mut [0]).is_err(), "the existing connection still works");
         proxy.heal();
-        round_trip(&mut connect(&proxy), b"x").expect("echo");
+        round_trip(&mut connect(&proxy), b"x").expect("the data is echoed");
     }
 }

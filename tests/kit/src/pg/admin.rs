@@ -8,12 +8,12 @@ use tokio_postgres::{Client, NoTls};
 
 /// The port and the superuser's password of a running server on loopback.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PgAddress {
+pub struct PgConnectionInfo {
     pub port: u16,
     pub password: String,
 }
 
-impl PgAddress {
+impl PgConnectionInfo {
     /// `postgres://postgres:<password>@127.0.0.1:<port>/<database>`.
     pub fn url(&self, database: &str) -> String {
         format!("postgres://postgres:{}@127.0.0.1:{}/{database}", self.password, self.port)
@@ -48,13 +48,13 @@ impl PgAddress {
         Ok(rows.iter().map(|row| row.get(0)).collect())
     }
 
-    /// Renames a database without connections.
+    /// Renames a database, which must have no connections.
     pub async fn rename_database(&self, from: &str, to: &str) -> Result<()> {
         let sql = format!("ALTER DATABASE {} RENAME TO {}", quote_identifier(from), quote_identifier(to));
         self.execute_when_unused(&sql).await.with_context(|| format!("rename database {from}"))
     }
 
-    /// Executes a statement about a database. Retries while its last connections are still being closed.
+    /// Executes a statement on a whole database. Retries while its last connections are still being closed.
     async fn execute_when_unused(&self, sql: &str) -> Result<()> {
         let client = self.connect("postgres").await?;
         let deadline = Instant::now() + Duration::from_secs(10);

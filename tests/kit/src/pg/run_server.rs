@@ -1,16 +1,16 @@
-//! One server for all tests of a run that copy a prepared database: nextest runs each test in its own process, and starting
-//! a server with a migrated schema for each process would take longer than most of these tests.
+//! One server for all tests of a run that copy a prepared database: nextest runs each test in its own process, and
+//! starting a server with a migrated schema for each process would take longer than most of these tests.
 
 use std::path::Path;
 
 use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
 
-use super::{PgAddress, PgBinaries, PgOptions, PgServer};
+use super::{PgBinaries, PgConnectionInfo, PgOptions, PgServer};
 use crate::fetch;
 
-/// Variable with `PORT PASSWORD` of the run's server.
-pub const ADDRESS_VARIABLE: &str = "SVC_TEST_POSTGRES";
+/// Environment variable with the port and the superuser's password of the run's server: `PORT PASSWORD`.
+pub const CONNECTION_VARIABLE: &str = "SVC_TEST_POSTGRES";
 /// Enough for the processes of all tests that run concurrently.
 const MAX_CONNECTIONS: &str = "400";
 
@@ -30,23 +30,27 @@ impl RunServer {
         Ok(Self(PgServer::start(&binaries, PgOptions { settings, ..PgOptions::default() }).await?))
     }
 
-    /// The variable that passes the server's address to the tests.
+    /// The variable that passes the server's port and password to the tests.
     pub fn variable(&self) -> (&'static str, String) {
-        let PgAddress { port, password } = self.0.address();
-        (ADDRESS_VARIABLE, format!("{port} {password}"))
+        let PgConnectionInfo { port, password } = self.0.connection_info();
+        (CONNECTION_VARIABLE, format!("{port} {password}"))
     }
 }
 
-/// The run's server, if there is one.
-pub(super) fn address() -> Result<Option<PgAddress>> {
-    let Ok(text) = std::env::var(ADDRESS_VARIABLE) else { return Ok(None) };
+/// How to connect to the run's server, if there is one.
+pub(super) fn connection_info() -> Result<Option<PgConnectionInfo>> {
+    let Ok(text) = std::env::var(CONNECTION_VARIABLE) else { return Ok(None) };
     let (port, password) =
-        text.split_once(' ').with_context(|| format!("{ADDRESS_VARIABLE} must be PORT PASSWORD"))?;
-    Ok(Some(PgAddress { port: port.parse()?, password: password.to_owned() }))
+        text.split_once(' ').with_context(|| format!("{CONNECTION_VARIABLE} must be PORT PASSWORD"))?;
+    Ok(Some(PgConnectionInfo { port: port.parse()?, password: password.to_owned() }))
 }
 
 /// Returns the name of the template for `key` on a server that several processes use. The first process prepares it.
-pub(super) async fn prepare_template<F, Fut>(server: &PgAddress, key: &str, prepare: F) -> Result<String>
+pub(super) async fn prepare_template<F, Fut>(
+    server: &PgConnectionInfo,
+    key: &str,
+    prepare: F,
+) -> Result<String>
 where
     F: FnOnce(String) -> Fut,
     Fut: Future<Output = Result<()>>,
@@ -69,7 +73,7 @@ where
 }
 
 /// Drops the databases of tests that have ended.
-pub(super) async fn drop_databases_of_ended_tests(server: &PgAddress) -> Result<()> {
+pub(super) async fn drop_databases_of_ended_tests(server: &PgConnectionInfo) -> Result<()> {
     for name in server.list_databases().await? {
         let pid = name.strip_prefix("test_").and_then(|rest| rest.split('_').next());
         if pid.is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {

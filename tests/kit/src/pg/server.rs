@@ -1,4 +1,4 @@
-//! A PostgreSQL server: its data, its process, its termination.
+//! A PostgreSQL server: its data directory, its process, its termination.
 //!
 //! All connections require a password, as on a customer's host; nothing is `trust`.
 
@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use tokio_postgres::Client;
 
 use super::cluster::{self, PreparedCluster};
-use super::{PgAddress, PgBinaries};
+use super::{PgBinaries, PgConnectionInfo};
 use crate::child::{self, AtExit};
 use crate::net;
 
@@ -38,7 +38,7 @@ pub struct PgOptions {
     pub settings: Vec<(String, String)>,
 }
 
-/// Whether a commit waits for the disk.
+/// Whether a commit waits until its WAL is on disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
     /// Survives a killed server, but not a power loss: for tests.
@@ -48,12 +48,13 @@ pub enum Durability {
     FsyncOn,
 }
 
-/// A PostgreSQL 16 server on `127.0.0.1` and a Unix socket. Drop stops it immediately and deletes a temporary data directory.
+/// A PostgreSQL 16 server on `127.0.0.1` and a Unix socket. Drop stops it immediately and deletes a temporary data
+/// directory.
 #[derive(Debug)]
 pub struct PgServer {
     binaries: PgBinaries,
     data_dir: PathBuf,
-    address: PgAddress,
+    connection_info: PgConnectionInfo,
     settings: Vec<(String, String)>,
     process: Mutex<Option<Child>>,
     /// Directory of log, socket, and temporary data; removed last.
@@ -65,13 +66,13 @@ impl PgServer {
     ///
     /// A server for tests starts from a copy of a prepared cluster, unless its password is given.
     pub async fn start(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
-        let is_any_port = options.port.is_none();
-        let is_copy = options.password.is_none() && options.durability == Durability::FsyncOff;
+        let may_change_port = options.port.is_none();
+        let uses_prepared_cluster = options.password.is_none() && options.durability == Durability::FsyncOff;
         let mut server = Self::prepare(binaries, options)?;
         let (binaries, data_dir, password) =
-            (binaries.clone(), server.data_dir.clone(), server.address.password.clone());
-        server.address.password = tokio::task::spawn_blocking(move || -> Result<String> {
-            if is_copy {
+            (binaries.clone(), server.data_dir.clone(), server.connection_info.password.clone());
+        server.connection_info.password = tokio::task::spawn_blocking(move || -> Result<String> {
+            if uses_prepared_cluster {
                 let cluster = PreparedCluster::locate_or_create(&binaries)?;
                 cluster.copy_to(&data_dir)?;
                 return Ok(cluster.password);
@@ -84,8 +85,8 @@ impl PgServer {
         loop {
             match server.restart().await {
                 // Another process bound the port first.
-                Err(error) if is_any_port && format!("{error:#}").contains("Address already in use") => {
-                    server.address.port = net::free_port()?;
+                Err(error) if may_change_port && format!("{error:#}").contains("Address already in use") => {
+                    server.connection_info.port = net::free_port()?;
                 }
                 result => return result.map(|()| server),
             }
@@ -130,7 +131,7 @@ impl PgServer {
         Ok(Self {
             binaries: binaries.clone(),
             data_dir: options.data_dir.unwrap_or_else(|| temp_dir.path().join("data")),
-            address: PgAddress {
+            connection_info: PgConnectionInfo {
                 port: options.port.map_or_else(net::free_port, Ok)?,
                 password: options.password.unwrap_or_else(|| uuid::Uuid::new_v4().simple().to_string()),
             },
@@ -188,31 +189,31 @@ impl PgServer {
     }
 
     pub fn port(&self) -> u16 {
-        self.address.port
+        self.connection_info.port
     }
 
-    pub fn address(&self) -> &PgAddress {
-        &self.address
+    pub fn connection_info(&self) -> &PgConnectionInfo {
+        &self.connection_info
     }
 
     /// `postgres://postgres:<password>@127.0.0.1:<port>/<database>`.
     pub fn url(&self, database: &str) -> String {
-        self.address.url(database)
+        self.connection_info.url(database)
     }
 
     /// Connects as superuser. The connection is closed when the client is dropped.
     pub async fn connect(&self, database: &str) -> Result<Client> {
-        self.address.connect(database).await
+        self.connection_info.connect(database).await
     }
 
     /// Creates an empty database.
     pub async fn create_database(&self, name: &str) -> Result<()> {
-        self.address.create_database(name).await
+        self.connection_info.create_database(name).await
     }
 
     /// The password of the superuser `postgres`.
     pub fn password(&self) -> &str {
-        &self.address.password
+        &self.connection_info.password
     }
 
     pub fn data_dir(&self) -> &Path {
@@ -239,7 +240,7 @@ impl PgServer {
 
     fn spawn(&self) -> Result<()> {
         let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
-        ensure!(process.is_none(), "the server on port {} is already running", self.address.port);
+        ensure!(process.is_none(), "the server on port {} is already running", self.connection_info.port);
         let log = File::create(self.log_file())?;
         let mut command = self.binaries.server("postgres");
         command.arg("-D").arg(&self.data_dir);
@@ -247,7 +248,7 @@ impl PgServer {
             .arg("-c")
             .arg("listen_addresses=127.0.0.1")
             .arg("-c")
-            .arg(format!("port={}", self.address.port));
+            .arg(format!("port={}", self.connection_info.port));
         command.arg("-c").arg(format!("unix_socket_directories={}", self.temp_dir.path().display()));
         for (name, value) in &self.settings {
             command.arg("-c").arg(format!("{name}={value}"));
@@ -313,9 +314,9 @@ impl Drop for PgServer {
     }
 }
 
-/// The parent directory of temporary data: in memory if there is room, because a new database consists of hundreds of small
-/// files, whose creation on a disk would take a third of the tests' CPU time. Its path is short, because that of a Unix
-/// socket is limited to 107 bytes.
+/// The parent directory of temporary data: in memory if there is room, because a new database consists of hundreds of
+/// small files, whose creation on a disk would take a third of the tests' CPU time. Its path is short, because that of
+/// a Unix socket is limited to 107 bytes.
 fn temp_parent() -> &'static str {
     const IN_MEMORY: &str = "/dev/shm";
     const MIN_FREE_BYTES: u64 = 2 << 30;

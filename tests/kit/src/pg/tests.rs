@@ -22,7 +22,7 @@ async fn server_is_version_16_and_requires_password() -> Result<()> {
         server.connect("postgres").await?.query_one("SHOW server_version", &[]).await?.get(0);
     assert!(version.starts_with("16."), "{version}");
 
-    let socket = server.socket_dir().to_str().expect("ascii");
+    let socket = server.socket_dir().to_str().expect("the path is UTF-8");
     for host in ["127.0.0.1", socket] {
         let connect_with = |password: &str| {
             let mut psql = server.binaries().client("psql");
@@ -32,7 +32,7 @@ async fn server_is_version_16_and_requires_password() -> Result<()> {
         };
         assert_eq!(connect_with(server.password())?, "1\n");
         assert!(
-            format!("{:#}", connect_with("wrong").expect_err("wrong password"))
+            format!("{:#}", connect_with("wrong").expect_err("a wrong password is refused"))
                 .contains("password authentication failed")
         );
     }
@@ -115,10 +115,10 @@ async fn drop_removes_process_and_files() -> Result<()> {
 }
 
 #[tokio::test]
-async fn start_reports_bad_setting() -> Result<()> {
+async fn start_reports_invalid_setting() -> Result<()> {
     let options =
         PgOptions { settings: vec![("shared_buffers".into(), "lots".into())], ..PgOptions::default() };
-    let error = format!("{:#}", start_server(options).await.expect_err("a bad setting"));
+    let error = format!("{:#}", start_server(options).await.expect_err("the setting is invalid"));
     assert!(error.contains("shared_buffers"), "{error}");
     Ok(())
 }
@@ -176,8 +176,8 @@ async fn dropped_database_is_removed_by_next_request() -> Result<()> {
 async fn run_server_prepares_once_and_drops_stale_databases() -> Result<()> {
     let run = RunServer::start().await?;
     let (_, value) = run.variable();
-    let (port, password) = value.split_once(' ').expect("two words");
-    let server = PgAddress { port: port.parse()?, password: password.to_owned() };
+    let (port, password) = value.split_once(' ').expect("PORT PASSWORD");
+    let server = PgConnectionInfo { port: port.parse()?, password: password.to_owned() };
     let prepare = async |url: String| -> Result<()> {
         let (client, connection) = tokio_postgres::connect(&url, tokio_postgres::NoTls).await?;
         let connection = tokio::spawn(connection);

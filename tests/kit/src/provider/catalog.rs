@@ -173,7 +173,8 @@ fn price(cents: u32) -> Value {
     json!({"net": decimal(net), "gross": decimal(net * u64::from(100 + VAT_PERCENT) / 100)})
 }
 
-/// The prices in each location of an item that costs `european_cents` per month in Europe; it costs a fifth more elsewhere.
+/// The prices in each location of an item that costs `european_cents` per month in Europe; it costs a fifth more
+/// elsewhere.
 fn prices(european_cents: u32) -> Vec<Value> {
     let price_in = |location: &Location| {
         let cents =
@@ -183,7 +184,7 @@ fn prices(european_cents: u32) -> Vec<Value> {
     LOCATIONS.iter().map(price_in).collect()
 }
 
-/// The price list, with `percent` of the usual prices of servers.
+/// The price list, with the prices of servers at `percent` of the usual ones.
 pub(super) fn pricing(percent: u32) -> Value {
     let types: Vec<Value> = TYPES
         .iter()

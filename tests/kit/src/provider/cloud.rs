@@ -1,4 +1,4 @@
-//! The provider's behaviour: effects of calls on the inventory, and of actions on machines after their duration.
+//! The provider's behaviour: the effects of calls on the inventory, and of actions on machines once they complete.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -58,7 +58,7 @@ struct ChangeProtection {
     rebuild: Option<bool>,
 }
 
-/// Parses a request's body. A body that is not a JSON object is a `json_error`; a wrong or missing field is
+/// Parses a request's body. A body that is not a JSON object is a `json_error`; an invalid or missing field is
 /// `invalid_input`.
 pub(super) fn parse_body<T: DeserializeOwned>(body: &[u8]) -> Result<T, Refusal> {
     let fields: serde_json::Map<String, Value> =

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", rename_all_fields = "camelCase", tag = "kind")]
 pub enum Fault {
-    /// The call is refused with this status and code. `reset_in_seconds` sets the rate headers to "exhausted".
+    /// The call is refused with this status and code. With `reset_in_seconds`, the headers report an exhausted limit.
     Status {
         status: u16,
         code: String,

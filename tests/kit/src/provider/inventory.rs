@@ -16,7 +16,7 @@ use super::refusal::Refusal;
 
 const MAX_USER_DATA_BYTES: usize = 32 * 1024;
 
-/// The state of a server's power, as the API names it.
+/// The power state of a server, as the API names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Power {

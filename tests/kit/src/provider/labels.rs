@@ -1,4 +1,4 @@
-//! The syntax and selectors of servers' labels.
+//! The syntax of server labels, and label selectors.
 
 use std::collections::BTreeMap;
 

@@ -1,6 +1,6 @@
 //! The HTTP server: accepts connections, checks the token and the rate limit, and applies scripted faults to calls.
 //!
-//! Faults that cut the connection act below HTTP, so that the client sees the same as with a lost packet.
+//! Faults that cut the connection act below HTTP, so that the client cannot tell them from a network failure.
 
 use std::sync::Arc;
 use std::time::Duration;

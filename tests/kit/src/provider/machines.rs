@@ -53,7 +53,7 @@ impl Machines {
 
     pub(super) fn boot(&self, record: &ServerRecord) {
         let started =
-            self.machine(&record.name).and_then(|machine| machine.switch_on(scaled_size(record.server_type)));
+            self.machine(&record.name).and_then(|machine| machine.power_on(scaled_size(record.server_type)));
         if let Err(error) = started {
             println!("      (the machine {} could not be powered on: {error:#})", record.name);
         }

@@ -186,8 +186,8 @@ impl Simulator {
     }
 
     /// Powers on a server that is off.
-    pub fn switch_on(&self, name: &str) -> Result<()> {
-        self.cloud.switch_on(name)
+    pub fn power_on(&self, name: &str) -> Result<()> {
+        self.cloud.power_on(name)
     }
 
     /// The virtual machine of a server, even of a deleted one.

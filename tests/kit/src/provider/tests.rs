@@ -122,9 +122,9 @@ async fn create_server_names_invalid_field() -> Result<()> {
         ("labels", json!({"a": "not a label"})),
         ("user_data", json!("x".repeat(32 * 1024 + 1))),
     ] {
-        let mut bad = server_order("a");
-        bad[field] = value;
-        let response = api.post("/servers", bad).await?;
+        let mut invalid = server_order("a");
+        invalid[field] = value;
+        let response = api.post("/servers", invalid).await?;
         assert_eq!(status_and_code(&response), (422, "invalid_input"), "{field}");
         assert_eq!(response.body["error"]["details"]["fields"][0]["name"], field);
     }
@@ -186,7 +186,7 @@ async fn change_type_enforces_power_and_disk_rules() -> Result<()> {
 }
 
 #[tokio::test]
-async fn shutdown_can_be_ignored() -> Result<()> {
+async fn guest_can_ignore_shutdown() -> Result<()> {
     let (simulator, api) = start().await?;
     let id = api.create("a", "").await?;
     simulator.wait_for_power("a", Power::Running).await?;
@@ -205,7 +205,7 @@ async fn shutdown_can_be_ignored() -> Result<()> {
 }
 
 #[tokio::test]
-async fn list_is_paginated() -> Result<()> {
+async fn list_servers_is_paginated() -> Result<()> {
     let (_simulator, api) = start().await?;
     for nth in 0..7 {
         api.create(&format!("a{nth}"), "").await?;

@@ -66,7 +66,7 @@ impl Cloud {
         Ok(())
     }
 
-    pub(super) fn switch_on(&self, name: &str) -> Result<()> {
+    pub(super) fn power_on(&self, name: &str) -> Result<()> {
         self.boot(self.find_id(name)?);
         Ok(())
     }

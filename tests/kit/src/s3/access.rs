@@ -116,7 +116,7 @@ fn required_access(cx: &S3AccessContext<'_>) -> S3Result<Vec<AccessRequest<'stat
 }
 
 impl Creation {
-    /// As in AWS, calls that only start an upload or add a part to it do not create an object.
+    /// As in AWS, requests that only start an upload or add a part to it do not create an object.
     fn from_request(cx: &S3AccessContext<'_>) -> Self {
         let creates = matches!(cx.s3_op().name(), "PutObject" | "CompleteMultipartUpload" | "CopyObject");
         let header = |name: &str| cx.headers().get(name)?.to_str().ok().map(str::to_owned);
@@ -125,8 +125,8 @@ impl Creation {
 }
 
 fn copy_source(headers: &HeaderMap) -> S3Result<String> {
-    let bad = || -> S3Error { s3_error!(InvalidArgument, "x-amz-copy-source is missing or malformed") };
-    let text = headers.get("x-amz-copy-source").and_then(|value| value.to_str().ok()).ok_or_else(bad)?;
+    let invalid = || -> S3Error { s3_error!(InvalidArgument, "x-amz-copy-source is missing or malformed") };
+    let text = headers.get("x-amz-copy-source").and_then(|value| value.to_str().ok()).ok_or_else(invalid)?;
     let text = text.split('?').next().unwrap_or_default().trim_start_matches('/');
     Ok(format!("arn:aws:s3:::{}", decode(text)))
 }

@@ -24,7 +24,8 @@ use http::Uri;
 pub enum Fault {
     /// The request is not executed; the response has this status (5xx, 429, 403…).
     Status(u16),
-    /// The request is not executed; the response is an S3 error with this status and code (`403`, `RequestTimeTooSkewed`).
+    /// The request is not executed; the response is an S3 error with this status and code (`403`,
+    /// `RequestTimeTooSkewed`).
     Code(u16, &'static str),
     /// The request is executed; the response has a wrong ETag.
     WrongEtag,
@@ -93,7 +94,7 @@ impl Rule {
         self
     }
 
-    /// Skips this many matching requests first.
+    /// Skips this many matching requests before the first fault.
     pub fn after(mut self, skipped: usize) -> Self {
         self.after = skipped;
         self
@@ -168,7 +169,7 @@ impl Faults {
             }
             active.hits.fetch_add(1, Ordering::SeqCst);
             match active.rule.fault {
-                Fault::Delay(more) => delay += more,
+                Fault::Delay(extra) => delay += extra,
                 ref other => fault = Some(other.clone()),
             }
         }

@@ -1,18 +1,14 @@
-//! The operations that list objects, and those on multipart uploads.
+//! Object listings: ListObjects and ListObjectsV2.
 
 use s3s::dto::*;
-use s3s::{S3Request, S3Result, s3_error};
+use s3s::{S3Result, s3_error};
 
-use super::blob::Blob;
-use super::checksum::ProvidedChecksums;
-use super::condition::WriteCondition;
 use super::store::{Cursor, Page, Store};
-use super::upload::Part;
 
 const MAX_PAGE_KEYS: i32 = 1000;
 
 impl Store {
-    pub(super) fn list_v2(&self, input: ListObjectsV2Input) -> S3Result<ListObjectsV2Output> {
+    pub(super) fn list_objects_v2(&self, input: ListObjectsV2Input) -> S3Result<ListObjectsV2Output> {
         let start_after = input.start_after.clone().map(Cursor::After);
         let from = input.continuation_token.as_deref().map(from_token).transpose()?.or(start_after);
         let max_keys = input.max_keys.unwrap_or(MAX_PAGE_KEYS);
@@ -34,7 +30,7 @@ impl Store {
         })
     }
 
-    pub(super) fn list_v1(&self, input: ListObjectsInput) -> S3Result<ListObjectsOutput> {
+    pub(super) fn list_objects(&self, input: ListObjectsInput) -> S3Result<ListObjectsOutput> {
         let delimiter = input.delimiter.as_deref().unwrap_or_default();
         let from = input.marker.clone().map(|marker| match marker.strip_suffix(delimiter) {
             Some(_) if !delimiter.is_empty() => Cursor::AfterPrefix(marker),
@@ -68,91 +64,8 @@ impl Store {
         let max = usize::try_from(max_keys.min(MAX_PAGE_KEYS))
             .map_err(|_| s3_error!(InvalidArgument, "max-keys must not be negative"))?;
         let delimiter = delimiter.as_deref().filter(|delimiter| !delimiter.is_empty());
-        self.with(bucket, |bucket| {
+        self.with_bucket(bucket, |bucket| {
             Ok(bucket.list(prefix.as_deref().unwrap_or_default(), delimiter, from, max))
-        })
-    }
-
-    pub(super) async fn upload_part(
-        &self,
-        request: S3Request<UploadPartInput>,
-    ) -> S3Result<UploadPartOutput> {
-        let checksums = ProvidedChecksums::from_request(&request);
-        let input = request.input;
-        if !(1..=10_000).contains(&input.part_number) {
-            return Err(s3_error!(InvalidArgument, "part numbers must be 1 to 10000"));
-        }
-        self.with(&input.bucket, |bucket| bucket.upload(&input.key, &input.upload_id).map(|_| ()))?;
-        let part = Part::new(&Blob::receive(self.dir(), input.body, &checksums).await?);
-        let e_tag = Some(part.etag.clone());
-        self.with(&input.bucket, |bucket| {
-            bucket.upload(&input.key, &input.upload_id)?.parts.insert(input.part_number, part);
-            Ok(())
-        })?;
-        Ok(UploadPartOutput { e_tag, ..UploadPartOutput::default() })
-    }
-
-    pub(super) fn complete_multipart(
-        &self,
-        input: CompleteMultipartUploadInput,
-    ) -> S3Result<CompleteMultipartUploadOutput> {
-        let parts = input.multipart_upload.and_then(|upload| upload.parts).unwrap_or_default();
-        let condition = WriteCondition { if_match: input.if_match, if_none_match: input.if_none_match };
-        let etag = self.with(&input.bucket, |bucket| {
-            bucket.complete_upload(&input.key, &input.upload_id, &parts, &condition)
-        })?;
-        Ok(CompleteMultipartUploadOutput {
-            e_tag: Some(etag),
-            bucket: Some(input.bucket),
-            key: Some(input.key),
-            ..CompleteMultipartUploadOutput::default()
-        })
-    }
-
-    pub(super) fn list_uploads(
-        &self,
-        input: ListMultipartUploadsInput,
-    ) -> S3Result<ListMultipartUploadsOutput> {
-        let prefix = input.prefix.clone().unwrap_or_default();
-        let mut uploads = self.with(&input.bucket, |bucket| {
-            let uploads = bucket.uploads.iter().filter(|(_, upload)| upload.key.starts_with(&prefix));
-            let uploads = uploads.map(|(id, upload)| MultipartUpload {
-                key: Some(upload.key.clone()),
-                upload_id: Some(id.clone()),
-                initiated: Some(upload.initiated.into()),
-                ..MultipartUpload::default()
-            });
-            Ok(uploads.collect::<Vec<_>>())
-        })?;
-        uploads.sort_by(|a, b| (&a.key, &a.initiated).cmp(&(&b.key, &b.initiated)));
-        Ok(ListMultipartUploadsOutput {
-            uploads: Some(uploads),
-            bucket: Some(input.bucket),
-            prefix: input.prefix,
-            is_truncated: Some(false),
-            ..ListMultipartUploadsOutput::default()
-        })
-    }
-
-    pub(super) fn list_parts(&self, input: ListPartsInput) -> S3Result<ListPartsOutput> {
-        let parts = self.with(&input.bucket, |bucket| {
-            let parts = bucket.upload(&input.key, &input.upload_id)?.parts.iter();
-            let parts = parts.map(|(number, part)| s3s::dto::Part {
-                part_number: Some(*number),
-                e_tag: Some(part.etag.clone()),
-                size: i64::try_from(part.body.len()).ok(),
-                last_modified: Some(part.modified.into()),
-                ..s3s::dto::Part::default()
-            });
-            Ok(parts.collect::<Vec<_>>())
-        })?;
-        Ok(ListPartsOutput {
-            parts: Some(parts),
-            bucket: Some(input.bucket),
-            key: Some(input.key),
-            upload_id: Some(input.upload_id),
-            is_truncated: Some(false),
-            ..ListPartsOutput::default()
         })
     }
 }

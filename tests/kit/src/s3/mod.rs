@@ -1,4 +1,4 @@
-//! An S3 server over HTTP on loopback: verified signatures and checksums, exact conditional writes, faults on demand.
+//! An S3 server over HTTP on loopback: verified signatures and checksums, atomic conditional writes, faults on demand.
 //!
 //! ```no_run
 //! # fn f() -> anyhow::Result<()> {
@@ -15,9 +15,9 @@
 //! STS is available at the same endpoint: with [`S3Server::sts_env`] the platform issues sessions to hosts. Their
 //! policies are enforced for every key and action.
 //!
-//! Where S3 and R2 differ, the server behaves like R2: the response to `If-Match` on a missing object is 412, and all parts
-//! of a multipart upload except the last must have the same size. Buckets are addressed by path. Objects are deleted with
-//! the server.
+//! Where S3 and R2 differ, the server behaves like R2: the response to `If-Match` on a missing object is 412, and all
+//! parts of a multipart upload except the last must have the same size. Buckets are addressed by path. Objects are
+//! deleted with the server.
 
 mod access;
 mod attributes;
@@ -25,20 +25,20 @@ mod blob;
 mod checksum;
 mod condition;
 mod fault;
+mod http_layer;
 mod listing;
+mod multipart;
 mod policy;
 mod service;
 mod session;
 mod store;
 mod sts;
-mod upload;
 mod upstream;
-mod wire;
 
 pub use fault::{Fault, HitCounter, Rule};
+pub use http_layer::RequestRecord;
 pub use session::SessionInfo;
 pub use upstream::ThirdParty;
-pub use wire::RequestRecord;
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -54,10 +54,10 @@ use crate::net::ReopenableListener;
 use attributes::Attributes;
 use blob::Blob;
 use condition::WriteCondition;
+use http_layer::{Backend, HttpLayer};
 use session::Sessions;
 use store::{Object, Store};
 use upstream::Upstream;
-use wire::{Backend, HttpLayer};
 
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 const ACCESS_KEY: &str = "KITACCESSKEY";
@@ -151,8 +151,8 @@ impl S3Server {
         pairs.map(|(name, value)| (name.to_owned(), value)).into()
     }
 
-    /// The platform's settings for the hosts' credentials: short-lived ones from this server's STS, or, without an STS, the
-    /// platform's own.
+    /// The platform's settings for the hosts' credentials: short-lived ones from this server's STS, or, without an STS,
+    /// the platform's own.
     pub fn sts_env(&self) -> Vec<(String, String)> {
         if self.upstream.as_ref().is_some_and(|upstream| !upstream.server.has_sts()) {
             return vec![("STORE_HOST_CREDENTIALS".to_owned(), "static".to_owned())];
@@ -195,7 +195,7 @@ impl S3Server {
     /// Like [`Self::create_bucket`].
     ///
     /// # Errors
-    /// Fails if a third-party server still refuses after the timeout.
+    /// Fails if the bucket of a third-party server does not accept objects within the timeout.
     pub fn try_create_bucket(&self, name: &str) -> Result<()> {
         match &self.upstream {
             None => {
@@ -212,7 +212,7 @@ impl S3Server {
             return upstream.objects(bucket, prefix).expect("list the third-party store");
         }
         let list = |bucket: &mut store::Bucket| Ok(bucket.list(prefix, None, None, usize::MAX).objects);
-        let objects = self.store.with(bucket, list).unwrap_or_default().into_iter();
+        let objects = self.store.with_bucket(bucket, list).unwrap_or_default().into_iter();
         let info = |(key, object): (String, Arc<Object>)| ObjectInfo {
             key,
             size: object.body.len(),
@@ -227,7 +227,7 @@ impl S3Server {
         if let Some(upstream) = &self.upstream {
             return upstream.read(bucket, key);
         }
-        let object = self.store.with(bucket, |bucket| Ok(bucket.get(key))).ok()??;
+        let object = self.store.with_bucket(bucket, |bucket| Ok(bucket.get(key))).ok()??;
         object.body.read().ok()
     }
 
@@ -242,7 +242,7 @@ impl S3Server {
         let object = Object::simple(Arc::new(Blob::in_memory(content)), &sha256, Attributes::default());
         self.store.create_bucket(bucket);
         let put = |bucket: &mut store::Bucket| bucket.put(key, Arc::new(object), &WriteCondition::default());
-        self.store.with(bucket, put).expect("unconditional write to an existing bucket");
+        self.store.with_bucket(bucket, put).expect("unconditional write to an existing bucket");
     }
 
     /// Deletes an object; returns whether it existed.
@@ -250,7 +250,9 @@ impl S3Server {
         if let Some(upstream) = &self.upstream {
             return upstream.remove(bucket, key);
         }
-        self.store.with(bucket, |bucket| bucket.remove(key, &WriteCondition::default())).unwrap_or(false)
+        self.store
+            .with_bucket(bucket, |bucket| bucket.remove(key, &WriteCondition::default()))
+            .unwrap_or(false)
     }
 
     /// Keys of multipart uploads that were neither completed nor aborted.
@@ -261,7 +263,7 @@ impl S3Server {
         let keys = |bucket: &mut store::Bucket| {
             Ok(bucket.uploads.values().map(|upload| upload.key.clone()).collect())
         };
-        let mut keys: Vec<String> = self.store.with(bucket, keys).unwrap_or_default();
+        let mut keys: Vec<String> = self.store.with_bucket(bucket, keys).unwrap_or_default();
         keys.sort();
         keys
     }
@@ -269,10 +271,10 @@ impl S3Server {
     /// Like [`Self::uploads`], but only for uploads with parts. Always empty with a third-party server.
     pub fn uploads_with_parts(&self, bucket: &str) -> Vec<String> {
         let keys = |bucket: &mut store::Bucket| {
-            let filled = bucket.uploads.values().filter(|upload| !upload.parts.is_empty());
-            Ok(filled.map(|upload| upload.key.clone()).collect())
+            let with_parts = bucket.uploads.values().filter(|upload| !upload.parts.is_empty());
+            Ok(with_parts.map(|upload| upload.key.clone()).collect())
         };
-        let mut keys: Vec<String> = self.store.with(bucket, keys).unwrap_or_default();
+        let mut keys: Vec<String> = self.store.with_bucket(bucket, keys).unwrap_or_default();
         keys.sort();
         keys
     }
@@ -297,8 +299,8 @@ impl S3Server {
         Ok(self.listener.reopen()?)
     }
 
-    /// Waits until every client has closed its connections and every request has been executed. Otherwise, requests that a
-    /// killed client has sent may still change the objects.
+    /// Waits until every client has closed its connections and every request has been executed. Otherwise, requests
+    /// that a killed client has sent may still change the objects.
     pub async fn drain(&self) -> Result<()> {
         self.listener.drain(DRAIN_TIMEOUT).await.context("wait for the store's clients")
     }

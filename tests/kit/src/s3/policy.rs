@@ -197,7 +197,7 @@ mod tests {
                 {"Effect": "Deny", "Action": "s3:PutObject", "Resource": "arn:aws:s3:::b/u/s/once/*",
                  "Condition": {"Null": {"s3:if-none-match": "true"}, "Bool": {"s3:ObjectCreationOperation": "true"}}}]}"#,
         )
-        .expect("a policy");
+        .expect("the policy is valid");
         let put = |key: &str, creates: bool, header: Option<&str>| {
             let creation = Creation { creates, if_none_match: header.map(str::to_owned) };
             policy.allows(&AccessRequest { creation, ..access_request("s3:PutObject", key, None) })
@@ -217,7 +217,7 @@ mod tests {
                 {"Effect": "Allow", "Action": "s3:ListBucket", "Resource": "arn:aws:s3:::b",
                  "Condition": {"StringLike": {"s3:prefix": ["u/s/*"]}}}]}"#,
         )
-        .expect("a policy");
+        .expect("the policy is valid");
         assert!(policy.allows(&access_request("s3:GetObject", "b/u/s/x/y", None)));
         assert!(policy.allows(&access_request("s3:PutObject", "b/u/s/x", None)));
         assert!(!policy.allows(&access_request("s3:PutObject", "b/u/s/fixed", None)));

@@ -33,13 +33,13 @@ impl S3 for Service {
         let checksums = ProvidedChecksums::from_request(&request);
         let input = request.input;
         // Checked before the body is read, so that a missing bucket is reported without a transfer of gigabytes.
-        self.store.with(&input.bucket, |_| Ok(()))?;
+        self.store.with_bucket(&input.bucket, |_| Ok(()))?;
         let attributes = attributes_of!(input);
         let condition = WriteCondition { if_match: input.if_match, if_none_match: input.if_none_match };
         let received = Blob::receive(self.store.dir(), input.body, &checksums).await?;
         let object = Arc::new(Object::simple(received.blob, &received.sha256, attributes));
         let e_tag = Some(object.etag.clone());
-        self.store.with(&input.bucket, |bucket| bucket.put(&input.key, object, &condition))?;
+        self.store.with_bucket(&input.bucket, |bucket| bucket.put(&input.key, object, &condition))?;
         respond(PutObjectOutput { e_tag, ..PutObjectOutput::default() })
     }
 
@@ -78,7 +78,7 @@ impl S3 for Service {
     ) -> ServiceResult<DeleteObjectOutput> {
         let input = request.input;
         let condition = WriteCondition { if_match: input.if_match, if_none_match: None };
-        self.store.with(&input.bucket, |bucket| bucket.remove(&input.key, &condition))?;
+        self.store.with_bucket(&input.bucket, |bucket| bucket.remove(&input.key, &condition))?;
         respond(DeleteObjectOutput::default())
     }
 
@@ -88,7 +88,7 @@ impl S3 for Service {
     ) -> ServiceResult<DeleteObjectsOutput> {
         let input = request.input;
         let mut deleted = Vec::new();
-        self.store.with(&input.bucket, |bucket| {
+        self.store.with_bucket(&input.bucket, |bucket| {
             for object in input.delete.objects {
                 bucket.remove(&object.key, &WriteCondition::default())?;
                 deleted.push(DeletedObject { key: Some(object.key), ..DeletedObject::default() });
@@ -107,7 +107,8 @@ impl S3 for Service {
         let CopySource::Bucket { bucket, key, .. } = &input.copy_source else {
             return Err(s3_error!(NotImplemented, "only copies from buckets are supported"));
         };
-        let source = self.store.with(bucket, |bucket| bucket.get(key).ok_or_else(|| s3_error!(NoSuchKey)))?;
+        let source =
+            self.store.with_bucket(bucket, |bucket| bucket.get(key).ok_or_else(|| s3_error!(NoSuchKey)))?;
         let copy = Arc::new(Object {
             body: source.body.clone(),
             etag: source.etag.clone(),
@@ -119,7 +120,8 @@ impl S3 for Service {
             last_modified: Some(copy.modified()),
             ..CopyObjectResult::default()
         };
-        self.store.with(&input.bucket, |bucket| bucket.put(&input.key, copy, &WriteCondition::default()))?;
+        self.store
+            .with_bucket(&input.bucket, |bucket| bucket.put(&input.key, copy, &WriteCondition::default()))?;
         respond(CopyObjectOutput { copy_object_result: Some(result), ..CopyObjectOutput::default() })
     }
 
@@ -142,7 +144,7 @@ impl S3 for Service {
     }
 
     async fn head_bucket(&self, request: S3Request<HeadBucketInput>) -> ServiceResult<HeadBucketOutput> {
-        self.store.with(&request.input.bucket, |_| Ok(()))?;
+        self.store.with_bucket(&request.input.bucket, |_| Ok(()))?;
         respond(HeadBucketOutput::default())
     }
 
@@ -150,7 +152,7 @@ impl S3 for Service {
         &self,
         request: S3Request<GetBucketLocationInput>,
     ) -> ServiceResult<GetBucketLocationOutput> {
-        self.store.with(&request.input.bucket, |_| Ok(()))?;
+        self.store.with_bucket(&request.input.bucket, |_| Ok(()))?;
         respond(GetBucketLocationOutput::default())
     }
 
@@ -165,14 +167,14 @@ impl S3 for Service {
     }
 
     async fn list_objects(&self, request: S3Request<ListObjectsInput>) -> ServiceResult<ListObjectsOutput> {
-        respond(self.store.list_v1(request.input)?)
+        respond(self.store.list_objects(request.input)?)
     }
 
     async fn list_objects_v2(
         &self,
         request: S3Request<ListObjectsV2Input>,
     ) -> ServiceResult<ListObjectsV2Output> {
-        respond(self.store.list_v2(request.input)?)
+        respond(self.store.list_objects_v2(request.input)?)
     }
 
     async fn create_multipart_upload(
@@ -183,7 +185,7 @@ impl S3 for Service {
         let attributes = attributes_of!(input);
         let id = self
             .store
-            .with(&input.bucket, |bucket| Ok(bucket.create_upload(input.key.clone(), attributes)))?;
+            .with_bucket(&input.bucket, |bucket| Ok(bucket.create_upload(input.key.clone(), attributes)))?;
         respond(CreateMultipartUploadOutput {
             bucket: Some(input.bucket),
             key: Some(input.key),
@@ -208,7 +210,7 @@ impl S3 for Service {
         request: S3Request<AbortMultipartUploadInput>,
     ) -> ServiceResult<AbortMultipartUploadOutput> {
         let input = request.input;
-        self.store.with(&input.bucket, |bucket| bucket.abort_upload(&input.key, &input.upload_id))?;
+        self.store.with_bucket(&input.bucket, |bucket| bucket.abort_upload(&input.key, &input.upload_id))?;
         respond(AbortMultipartUploadOutput::default())
     }
 
@@ -231,7 +233,7 @@ impl Service {
             Ok(if is_stale { bucket.get_stale(key) } else { bucket.get(key) })
         };
         let is_hidden = request.extensions.get::<HideMissing>().is_some();
-        self.store.with(bucket, get)?.ok_or_else(|| match is_hidden {
+        self.store.with_bucket(bucket, get)?.ok_or_else(|| match is_hidden {
             true => s3_error!(AccessDenied, "the session may not learn whether the object exists"),
             false => s3_error!(NoSuchKey),
         })

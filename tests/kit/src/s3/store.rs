@@ -1,7 +1,7 @@
 //! The server's state: buckets, each with a sorted index of objects and its open uploads.
 //!
-//! Content is written before the lock is taken; a short critical section compares and replaces. Therefore exactly one of
-//! several racing conditional writes to a key succeeds.
+//! Content is written before the lock is taken; a short critical section compares and replaces. Therefore exactly one
+//! of several racing conditional writes to a key succeeds.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -15,7 +15,7 @@ use s3s::{S3Result, s3_error};
 use super::attributes::Attributes;
 use super::blob::{Blob, Body};
 use super::condition::WriteCondition;
-use super::upload::Upload;
+use super::multipart::Upload;
 
 #[derive(Debug)]
 pub(super) struct Store {
@@ -105,7 +105,7 @@ impl Store {
     }
 
     pub(super) fn delete_bucket(&self, name: &str) -> S3Result<()> {
-        if self.with(name, |bucket| Ok(!bucket.objects.is_empty()))? {
+        if self.with_bucket(name, |bucket| Ok(!bucket.objects.is_empty()))? {
             return Err(s3_error!(BucketNotEmpty));
         }
         self.buckets.lock().unwrap_or_else(PoisonError::into_inner).remove(name);
@@ -113,7 +113,11 @@ impl Store {
     }
 
     /// Runs `work` on a bucket under the lock.
-    pub(super) fn with<T>(&self, bucket: &str, work: impl FnOnce(&mut Bucket) -> S3Result<T>) -> S3Result<T> {
+    pub(super) fn with_bucket<T>(
+        &self,
+        bucket: &str,
+        work: impl FnOnce(&mut Bucket) -> S3Result<T>,
+    ) -> S3Result<T> {
         let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
         work(buckets.get_mut(bucket).ok_or_else(|| s3_error!(NoSuchBucket))?)
     }
@@ -180,8 +184,8 @@ impl Bucket {
     fn first_after(&self, prefix: &str, cursor: Option<&Cursor>) -> Option<(&String, &Arc<Object>)> {
         let (start, common_prefix) = match cursor {
             Some(Cursor::After(key)) if key.as_str() >= prefix => (Bound::Excluded(key.clone()), None),
-            // Skips nearly all keys with this prefix in one step; the remaining ones (with U+10FFFF after the prefix) are
-            // skipped one by one.
+            // Skips nearly all keys with this prefix in one step; the remaining ones (with U+10FFFF after the prefix)
+            // are skipped one by one.
             Some(Cursor::AfterPrefix(common_prefix)) if common_prefix.as_str() >= prefix => {
                 (Bound::Excluded(format!("{common_prefix}\u{10FFFF}")), Some(common_prefix))
             }

@@ -1,5 +1,5 @@
-//! AssumeRole at the store's endpoint, as in MinIO: the request is a signed form, the response is XML, and errors have AWS's
-//! format.
+//! AssumeRole at the store's endpoint, as in MinIO: the request is a signed form, the response is XML, and errors have
+//! AWS's format.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -84,7 +84,7 @@ impl Sts {
         let name = field("RoleSessionName").unwrap_or_default();
         let is_allowed = |c: char| c.is_ascii_alphanumeric() || "_+=,.@-".contains(c);
         if !(2..=64).contains(&name.len()) || !name.chars().all(is_allowed) {
-            return Err(invalid("RoleSessionName must have 2 to 64 of [\\w+=,.@-]"));
+            return Err(invalid("RoleSessionName must be 2 to 64 characters from [\\w+=,.@-]"));
         }
         let seconds = field("DurationSeconds").map_or(Ok(3600), str::parse);
         let Some(seconds) = seconds.ok().filter(|seconds| (900..=43_200).contains(seconds)) else {

@@ -1,5 +1,5 @@
-//! Another S3 server behind the kit's HTTP layer. Requests are passed on unchanged, so that faults and the request log also
-//! work with a third-party store.
+//! Another S3 server behind the kit's HTTP layer. Requests are forwarded unchanged, so that faults and the request log
+//! also work with a third-party store.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -61,7 +61,7 @@ impl Upstream {
         Ok(Self { server, address, client })
     }
 
-    /// Passes a request on, with the `Host` that the client has signed.
+    /// Forwards a request, with the `Host` that the client has signed.
     pub(super) async fn forward(&self, request: Request<Body>) -> Result<Response<Body>, HttpError> {
         let sent = async {
             let stream = TcpStream::connect(self.address).await?;
@@ -79,9 +79,12 @@ impl Upstream {
         let deadline = Instant::now() + READY_TIMEOUT;
         let is_ready = || {
             let created = self.call(Method::PUT, name, Bytes::new())?.0;
-            ensure!(created.is_success() || created == StatusCode::CONFLICT, "create the bucket: {created}");
+            ensure!(
+                created.is_success() || created == StatusCode::CONFLICT,
+                "cannot create the bucket: {created}"
+            );
             let put = self.call(Method::PUT, &format!("{name}/ready"), Bytes::from_static(b"ready"))?.0;
-            ensure!(put.is_success(), "put an object: {put}");
+            ensure!(put.is_success(), "cannot put an object: {put}");
             anyhow::Ok(())
         };
         while let Err(error) = is_ready() {

@@ -1,4 +1,4 @@
-//! Deliberate defects in the story, caused from outside: in the store, or on a disk. The product has no hooks for them.
+//! Deliberate defects, injected from outside: in the store, or on a disk. The product has no hooks for them.
 
 use std::fmt;
 use std::fs;
@@ -35,7 +35,7 @@ impl Breakage {
         }
     }
 
-    /// The step at which the story must fail.
+    /// The step at which the scenario must fail.
     pub fn fails_at(self) -> &'static str {
         match self {
             Self::Backup => "backup",
@@ -61,6 +61,7 @@ impl FromStr for Breakage {
     }
 }
 
+/// Makes the store fail every write of a snapshot.
 pub fn fail_snapshot_puts(stack: &Stack) {
     for method in ["PUT", "POST"] {
         stack
@@ -70,9 +71,10 @@ pub fn fail_snapshot_puts(stack: &Stack) {
     println!("      (broken: the store fails every write of a snapshot)");
 }
 
+/// Makes the store corrupt every snapshot that is read.
 pub fn corrupt_snapshot_gets(stack: &Stack) {
     stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").always());
-    println!("      (broken: the store corrupts every snapshot on reading)");
+    println!("      (broken: the store corrupts every snapshot that is read)");
 }
 
 /// Replaces the certificate and key on the host's disk, and restarts its gateway.
@@ -93,7 +95,7 @@ async fn try_replace_tls_key(stack: &Stack, machine: &MachineRecord) -> Result<(
     Ok(())
 }
 
-/// Resets the pointer's fence to the first machine's epoch, as if nothing had been fenced.
+/// Resets the pointer's fence to the first machine's epoch, as if that machine had not been fenced off.
 pub fn remove_fence(stack: &Stack, first: &MachineRecord) {
     let result = stack.slot.pointer(&stack.store).map(|mut pointer| {
         pointer["fenceEpoch"] = Value::from(first.epoch);

@@ -1,4 +1,4 @@
-//! The first machine: bundle, provisioning, boot behind the gate, the owner's rows, a backup, updates.
+//! The first machine: bundle, provisioning, boot behind the restore gate, the owner's rows, a backup, updates.
 
 use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt;
@@ -23,7 +23,7 @@ pub const TITLES: [&str; 3] = ["first", "second", "third"];
 const RESIZED_TYPE: &str = "cpx32";
 pub const LATER_TITLE: &str = "zz after the backup";
 
-/// The fields of the platform's record that the story uses.
+/// The fields of the platform's record that the scenario uses.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct MachineRecord {
@@ -103,7 +103,8 @@ pub async fn check_boot(stack: &Stack, machine: &MachineRecord) -> Result<((), S
     check_single_registration(stack, machine, &disk).await?;
     Ok((
         (),
-        "bundle, gate, gateway, registration; registers only once; refuses requests without proof".to_owned(),
+        "bundle, gate, gateway, registration; registers only once; refuses requests without a proof"
+            .to_owned(),
     ))
 }
 

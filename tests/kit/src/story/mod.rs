@@ -1,8 +1,8 @@
 //! The main scenario against real services: a stack is started; a machine is provisioned, used, backed up, lost and
 //! recovered; its predecessor is fenced off; and the successor is deleted.
 //!
-//! It uses the interfaces of users — the CLI, HTTP, signals — and makes checks that users could make: of records, disks and
-//! objects. [`Breakage`] causes one defect from outside; the story must then fail at the matching step.
+//! It uses the interfaces of users — the CLI, HTTP, signals — and checks only what users could check: records, disks
+//! and objects. [`Breakage`] injects one defect from outside; the scenario must then fail at the matching step.
 
 mod breakage;
 pub(crate) mod first_machine;
@@ -49,15 +49,15 @@ pub struct Options {
     pub report: Option<PathBuf>,
 }
 
-/// Runs the story to its end, or until a step fails. Everything has been stopped when this returns.
+/// Runs the scenario to its end, or until a step fails. Everything has been stopped when this returns.
 ///
 /// # Errors
-/// Fails if the story cannot start or the report cannot be written; a failed story is a report, not an error.
+/// Fails if the scenario cannot start or the report cannot be written. A failed step is reported, and is not an error.
 pub async fn run(options: Options) -> Result<Report> {
     run_inspected(options, &[], async |_, _| Ok(())).await
 }
 
-/// A point of the story at which it can be inspected.
+/// A point of the scenario at which it can be inspected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Checkpoint {
     /// All services run; there is no machine yet.
@@ -139,7 +139,7 @@ async fn run_steps(
     inspect: &mut impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
 ) -> Result<(), StepFailed> {
     let is_broken = |expected: Breakage| breakage == Some(expected);
-    report.hidden_step("watched", inspect(stack, Checkpoint::Started)).await?;
+    report.hidden_step("inspect", inspect(stack, Checkpoint::Started)).await?;
     report.step("publish", first_machine::publish(stack)).await?;
     let first = report.step("provision", first_machine::provision(stack)).await?;
     report.step("boot", first_machine::check_boot(stack, &first)).await?;
@@ -168,7 +168,7 @@ async fn run_steps(
     }
     report.step("fenced", recovery::check_old_backup_refused(stack, &first, &backup)).await?;
     report.step("superseded", recovery::check_old_machine_superseded(stack, &first, &backup)).await?;
-    report.hidden_step("watched", inspect(stack, Checkpoint::Recovered)).await?;
+    report.hidden_step("inspect", inspect(stack, Checkpoint::Recovered)).await?;
     report.step("undelete", recovery::undelete(stack, &second, Timeouts::DEMO)).await?;
     report.step("delete", recovery::delete(stack, &second)).await?;
     report.step("gone", recovery::check_owner_gets_503(stack)).await

@@ -1,4 +1,4 @@
-//! The report of a story: each step with its duration, printed as it happens and written as `report.json`.
+//! The report of a scenario: each step with its duration, printed as it happens and written as `report.json`.
 
 use std::fs;
 use std::future::Future;
@@ -16,7 +16,7 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(240);
 pub struct Report {
     pub ok: bool,
     pub steps: Vec<Step>,
-    /// Name of the story.
+    /// Name of the scenario.
     #[serde(skip)]
     name: &'static str,
     #[serde(skip)]
@@ -40,7 +40,7 @@ impl Report {
         Self::with_timeout("demo", STEP_TIMEOUT)
     }
 
-    /// A report of the story `name`, with a timeout per step.
+    /// A report of the scenario `name`, with a timeout per step.
     pub fn with_timeout(name: &'static str, step_timeout: Duration) -> Self {
         Self { ok: false, steps: Vec::new(), name, step_timeout }
     }
@@ -88,16 +88,17 @@ impl Report {
         self.steps.iter().find(|step| !step.ok)
     }
 
+    /// Returns a line with the result, the numbers of steps, and the total duration.
     pub fn summary(&self) -> String {
         let ms: u64 = self.steps.iter().map(|step| step.ms).sum();
         let passed = self.steps.iter().filter(|step| step.ok).count();
         let failed = self.steps.len() - passed;
         let verdict = match self.failed() {
-            None if self.ok => "the story passed".to_owned(),
-            None => "the story was interrupted".to_owned(),
-            Some(step) => format!("the story failed at `{}`", step.name),
+            None if self.ok => "success".to_owned(),
+            None => "interrupted".to_owned(),
+            Some(step) => format!("failed at `{}`", step.name),
         };
-        format!("{}: {verdict}; {passed} passed, {failed} failed, {:.1} s", self.name, seconds(ms))
+        format!("{}: {verdict}; {passed} steps passed, {failed} failed, {:.1} s", self.name, seconds(ms))
     }
 
     /// Writes the report atomically, so that concurrent demos do not interfere.

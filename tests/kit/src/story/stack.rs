@@ -1,4 +1,4 @@
-//! All services of a story, on their own ports and in their own directory.
+//! All services of a scenario, on their own ports and in their own directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -87,7 +87,7 @@ pub struct Stack {
     pub signing_key: PathBuf,
     operator: Program,
     platform_env: Vec<(String, String)>,
-    /// Timeout for one call of `svcctl`.
+    /// Timeout for one run of `svcctl`.
     svcctl_timeout: Duration,
     platform: Platform,
     database: PgServer,
@@ -109,7 +109,7 @@ impl Stack {
         Self::start_on(svc, dir, transport, HostBackend::Processes, extra_env).await
     }
 
-    /// Like [`Self::start_with`], with another kind of server. Virtual machines get no settings except their user-data.
+    /// Like [`Self::start_with`], with this kind of server. Virtual machines get no settings except their user-data.
     pub async fn start_on(
         svc: &Path,
         dir: &Path,
@@ -121,7 +121,7 @@ impl Stack {
         Self::start_with_store(svc, dir, transport, backend, store, extra_env).await
     }
 
-    /// Like [`Self::start_on`], with another object store.
+    /// Like [`Self::start_on`], with this object store.
     pub async fn start_with_store(
         svc: &Path,
         dir: &Path,
@@ -142,7 +142,7 @@ impl Stack {
             HostBackend::Machines(settings) => SimulatorOptions::machine(settings),
             HostBackend::Processes => {
                 let mut hosts = HostSettings::new(svc.to_owned(), pg.clone(), dir.join("hosts"));
-                // The default of 30 s would slow down the story.
+                // The default of 30 s would slow down the scenario.
                 hosts.extra_env.push(("HEARTBEAT_SECONDS".to_owned(), "5".to_owned()));
                 hosts.extra_env.push(("SVC_UPDATE_HEALTH_SECONDS".to_owned(), "60".to_owned()));
                 hosts.extra_env.extend(extra_env.clone());
@@ -280,12 +280,12 @@ impl Stack {
         self.session(USER)
     }
 
-    /// A session token of any user.
+    /// A session token of `user`.
     pub fn session(&self, user: &str) -> String {
         self.idp.mint(user, &MintOptions::default())
     }
 
-    /// Prints the end of each log, for a failed story.
+    /// Prints the end of each log, to explain a failure.
     pub fn print_logs(&self) {
         let mut logs = vec![self.dir.join("platform.log")];
         let hosts = fs::read_dir(self.dir.join("hosts")).into_iter().flatten().flatten();

@@ -48,7 +48,7 @@ impl WebClient {
         if let Some(bearer) = bearer {
             request = request.bearer_auth(bearer);
         }
-        read(request).await
+        send(request).await
     }
 
     /// Requests a WebSocket upgrade, and returns the status of the response.
@@ -69,7 +69,7 @@ impl WebClient {
     pub async fn call_bridge(&self, bearer: &str, call: &Value) -> Result<Value> {
         let request =
             self.client.post(format!("{}/api/bridge/query", self.base)).bearer_auth(bearer).json(call);
-        let response = read(request).await?;
+        let response = send(request).await?;
         ensure!(
             response.status.is_success(),
             "POST /api/bridge/query through the app host: {}: {}",
@@ -80,8 +80,9 @@ impl WebClient {
         Ok(body["data"].take())
     }
 
+    /// Inserts a note; returns its row.
     pub async fn insert(&self, bearer: &str, title: &str) -> Result<Value> {
-        let data = json!({"title": title, "body": "from the story", "pinned": false, "rank": 7});
+        let data = json!({"title": title, "body": "from the demo", "pinned": false, "rank": 7});
         self.call_bridge(bearer, &json!({"action": "insert", "app": "notes", "table": "notes", "data": data}))
             .await
     }
@@ -120,10 +121,10 @@ pub async fn get_from_host(ip: Ipv4Addr, port: u16, path: &str, bearer: Option<&
     if let Some(bearer) = bearer {
         request = request.bearer_auth(bearer);
     }
-    read(request).await
+    send(request).await
 }
 
-async fn read(request: reqwest::RequestBuilder) -> Result<WebResponse> {
+async fn send(request: reqwest::RequestBuilder) -> Result<WebResponse> {
     let response = request.send().await?;
     let header = |name: &str| Some(response.headers().get(name)?.to_str().ok()?.to_owned());
     let (status, content_type, retry_after) =

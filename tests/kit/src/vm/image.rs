@@ -1,4 +1,4 @@
-//! The base disk of all machines of a lab: a Debian system like a provider's image, with the database's container image
+//! The base disk of all machines of a lab: Debian, as in a provider's image, with the database's container image
 //! preloaded, because there is no registry to pull it from.
 
 use std::fs;
@@ -23,14 +23,17 @@ pub struct Image {
 }
 
 impl Image {
-    /// Returns the image, and builds it if its recipe is new. This takes more than a minute, and 1 GB below `target/tools`.
+    /// Returns the image, and builds it if its recipe is new, which takes more than a minute and 1 GB below
+    /// `target/tools`.
     ///
     /// # Errors
     /// Fails if a tool is unavailable, or the build fails.
     pub fn build_or_reuse(target: &Path, postgres: &PgBinaries) -> Result<Self> {
         tools::ensure_installed()?;
         let recipe = hex::encode(Sha256::digest(SCRIPT));
-        let dir = fetch::once(target, &format!("lab-image-{}", &recipe[..12]), |dir| build(dir, postgres))?;
+        let dir = fetch::locate_or_create(target, &format!("lab-image-{}", &recipe[..12]), |dir| {
+            build(dir, postgres)
+        })?;
         // Fetched files are world-readable, but ssh refuses a world-readable key.
         let image = Self { dir };
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);

@@ -101,7 +101,7 @@ impl Machine {
     ///
     /// # Errors
     /// Fails if QEMU cannot be started.
-    pub fn switch_on(&self, size: Size) -> Result<()> {
+    pub fn power_on(&self, size: Size) -> Result<()> {
         let mut power = self.power();
         if power.qemu.is_some() {
             return Ok(());
@@ -139,9 +139,9 @@ impl Machine {
     ///
     /// # Errors
     /// Fails if the machine was never on, or QEMU cannot be started.
-    pub fn switch_on_at_previous_size(&self) -> Result<()> {
+    pub fn power_on_at_previous_size(&self) -> Result<()> {
         let size = self.power().size;
-        self.switch_on(size.with_context(|| format!("{} was never on", self.name))?)
+        self.power_on(size.with_context(|| format!("{} was never on", self.name))?)
     }
 
     /// Cuts the power: the guest's unwritten data is lost.
@@ -223,7 +223,7 @@ impl Machine {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Saves the journal next to the other logs, if the machine is reachable.
+    /// Saves the journal next to the machine's other logs; returns its path.
     pub async fn save_journal(&self) -> Result<PathBuf> {
         let output = self.run("journalctl --no-pager -o short-iso-precise", Duration::from_secs(120)).await?;
         let path = self.dir.join("journal.txt");

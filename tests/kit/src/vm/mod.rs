@@ -1,6 +1,6 @@
-//! Virtual machines as servers of the provider: QEMU, a Debian cloud image, user-data as a NoCloud seed.
+//! Virtual machines as servers of the provider: QEMU, a Debian cloud image, and user-data as a NoCloud seed.
 //!
-//! Requires root on Debian, because the image is built with its package tools; a missing QEMU is an error, never a
+//! Requires root on Debian, because the image is built with Debian's package tools; a missing QEMU is an error, never a
 //! skipped check. A machine is killed with the process that started it.
 //!
 //! | file | content |

@@ -1,7 +1,7 @@
 //! Backups killed at any point: no stored object is lost, the pointer is always valid, and the next run succeeds.
 
 use anyhow::{Context, Result, ensure};
-use kit::long::Figures;
+use kit::long_tests::Figures;
 use kit::s3::S3Server;
 
 use super::super::super::machine::{self, BUCKET, Machine};

@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use axum::{Json, Router};
 use http::StatusCode;
-use kit::long::Figures;
+use kit::long_tests::Figures;
 use serde_json::{Value, json};
 use svc::machine::id::MachineId;
 

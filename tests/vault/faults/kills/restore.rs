@@ -2,7 +2,7 @@
 //! last.
 
 use anyhow::{Context, Result, ensure};
-use kit::long::Figures;
+use kit::long_tests::Figures;
 
 use super::super::super::gate::{old_and_new, reset};
 use super::super::super::machine::Machine;

@@ -4,7 +4,7 @@
 use std::fs;
 
 use anyhow::{Context, Result, bail, ensure};
-use kit::long::Figures;
+use kit::long_tests::Figures;
 
 use super::super::super::stage::{OLD, Published, Stage};
 use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_temporary_file};

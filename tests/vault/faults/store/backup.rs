@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use kit::long::Figures;
+use kit::long_tests::Figures;
 use kit::s3::{Fault, S3Server};
 
 use super::super::super::credentials::Platform;

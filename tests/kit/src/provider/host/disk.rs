@@ -52,14 +52,14 @@ impl Disk {
     }
 
     /// The log file of a unit; creates its directory.
-    pub(super) fn log(&self, unit: &str) -> Result<PathBuf> {
+    pub(super) fn log_path(&self, unit: &str) -> Result<PathBuf> {
         let dir = self.root.join("var/log");
         fs::create_dir_all(&dir)?;
         Ok(dir.join(format!("{unit}.log")))
     }
 
     pub(super) fn append_log(&self, unit: &str, bytes: &[u8]) -> Result<()> {
-        let mut log = fs::OpenOptions::new().create(true).append(true).open(self.log(unit)?)?;
+        let mut log = fs::OpenOptions::new().create(true).append(true).open(self.log_path(unit)?)?;
         Ok(log.write_all(bytes)?)
     }
 

@@ -212,7 +212,8 @@ impl ProcessHost {
         Ok(Some(session))
     }
 
-    /// Returns the environment of a session's processes, which inherit nothing else from this process. Clears `next_env`.
+    /// Returns the environment of a session's processes, which inherit nothing else from this process. Clears
+    /// `next_env`.
     fn take_env(&self) -> Vec<(String, String)> {
         let pair = |name: &str, value: String| (name.to_owned(), value);
         let mut env = vec![

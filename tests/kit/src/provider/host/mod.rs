@@ -30,7 +30,7 @@ use crate::pg::PgBinaries;
 /// Settings shared by all hosts of a simulator.
 #[derive(Debug, Clone)]
 pub struct HostSettings {
-    /// The binary of a fresh image. It installs the bundle, and reports failures of the boot before that.
+    /// The binary of a fresh image. It installs the bundle, and reports a boot that fails before it is installed.
     pub svc_binary: PathBuf,
     pub pg: PgBinaries,
     /// Parent of the hosts' disks; kept when the simulator ends.

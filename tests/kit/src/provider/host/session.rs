@@ -1,6 +1,7 @@
 //! The processes of a machine while its power is on. None of them outlives this session.
 //!
-//! Every child leads a process group. Invariant: after [`PowerSession::cut_power`], nothing of the session runs or can start.
+//! Every child leads a process group. Invariant: after [`PowerSession::cut_power`], nothing of the session runs or can
+//! start.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::OpenOptions;
@@ -88,7 +89,7 @@ impl PowerSession {
         command.stdin(Stdio::null()).kill_on_drop(true);
         match output {
             Output::Log => {
-                let log = OpenOptions::new().create(true).append(true).open(self.disk.log(unit)?)?;
+                let log = OpenOptions::new().create(true).append(true).open(self.disk.log_path(unit)?)?;
                 command.stdout(log.try_clone()?).stderr(log);
             }
             Output::Pipe => {

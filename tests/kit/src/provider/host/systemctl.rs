@@ -1,4 +1,5 @@
-//! `systemctl` of a simulated host: a script that passes its arguments to this process in a file, and waits for the response.
+//! `systemctl` of a simulated host: a script that passes its arguments to this process in a file, and waits for the
+//! response.
 //!
 //! Restarts affect the services of the init, and `show` reports their state. Installed units that the init does not run
 //! are reported as not loaded.
@@ -35,7 +36,7 @@ exit "$code"
 pub(super) fn install(run_dir: &Path) -> Result<PathBuf> {
     let program = run_dir.join("systemctl");
     fs::write(&program, PROGRAM.replace("DIR", &run_dir.display().to_string()))
-        .context("write the script systemctl")?;
+        .context("write the systemctl script")?;
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
     Ok(program)
 }

@@ -117,7 +117,11 @@ async fn listings_are_sorted_paginated_and_grouped() -> Result<()> {
     let grouped = fixture.client.list_with_delimiter(Some(&Key::from("user/primary"))).await?;
     assert_eq!(grouped.common_prefixes.len(), 7);
 
-    fixture.server.write("fleet", "user/primary/000/\u{10FFFF}", "a folded key that sorts after all others");
+    fixture.server.write(
+        "fleet",
+        "user/primary/000/\u{10FFFF}",
+        "a key of a common prefix that sorts after all others",
+    );
     assert_eq!(
         fixture.client.list_with_delimiter(Some(&Key::from("user/primary"))).await?.common_prefixes.len(),
         7
@@ -152,7 +156,8 @@ async fn delete_objects_deletes_many_in_one_request() -> Result<()> {
 #[tokio::test]
 async fn wrong_signature_or_checksum_writes_nothing() -> Result<()> {
     let fixture = fixture_with(|builder| builder.with_secret_access_key("wrong"))?;
-    let refused = fixture.client.put(&Key::from("a"), "x".into()).await.expect_err("a wrong secret");
+    let refused =
+        fixture.client.put(&Key::from("a"), "x".into()).await.expect_err("a wrong secret key is refused");
     assert!(format!("{refused:?}").contains("SignatureDoesNotMatch"), "{refused:?}");
 
     let fixture = fixture_with(|builder| builder.with_checksum_algorithm(Checksum::SHA256))?;

@@ -136,25 +136,29 @@ async fn session_requires_token_and_expires() -> Result<()> {
         let error = client(&fixture, with_token(token))?
             .put(&key, "x".into())
             .await
-            .expect_err("no token")
+            .expect_err("a request without the right token is refused")
             .to_string();
         assert!(error.contains("InvalidToken"), "{error}");
     }
     let valid = client(&fixture, with_token(credential.token.clone()))?;
     valid.put(&key, "x".into()).await?;
     let wrong = AwsCredential { secret_key: "wrong".to_owned(), ..with_token(credential.token.clone()) };
-    let error = client(&fixture, wrong)?.put(&key, "x".into()).await.expect_err("wrong secret").to_string();
+    let error = client(&fixture, wrong)?
+        .put(&key, "x".into())
+        .await
+        .expect_err("a wrong secret key is refused")
+        .to_string();
     assert!(error.contains("SignatureDoesNotMatch"), "{error}");
 
     fixture.server.expire_sessions();
-    let error = valid.put(&key, "x".into()).await.expect_err("expired").to_string();
+    let error = valid.put(&key, "x".into()).await.expect_err("the session has expired").to_string();
     assert!(error.contains("ExpiredToken"), "{error}");
 
     fixture.server.set_session_lifetime(Some(Duration::from_millis(300)));
     let short = client(&fixture, create_session(&fixture).await?)?;
     short.put(&key, "x".into()).await?;
     tokio::time::sleep(Duration::from_millis(350)).await;
-    short.put(&key, "x".into()).await.expect_err("expired");
+    short.put(&key, "x".into()).await.expect_err("the session has expired");
 
     fixture.server.set_session_lifetime(None);
     let last = client(&fixture, create_session(&fixture).await?)?;

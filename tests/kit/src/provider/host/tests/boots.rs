@@ -3,12 +3,12 @@
 use super::*;
 
 #[tokio::test]
-async fn units_start_in_order_with_exact_environment() -> Result<()> {
+async fn units_start_in_order_with_expected_environment() -> Result<()> {
     let testbed = Testbed::start("{}").await?;
     testbed.simulator.set_next_server_env(&[("FAILPOINTS", "x=off")])?;
     testbed.boot("a").await?;
     assert_eq!(
-        testbed.order("a")?,
+        testbed.call_lines("a")?,
         [
             "svc-update boot",
             "svc-restore",
@@ -63,10 +63,10 @@ async fn failed_unit_stops_boot_and_is_reported() -> Result<()> {
         ),
     ] {
         let testbed = Testbed::start(&format!("{{\"{unit}\": [70, 0]}}")).await?;
-        let (failed_at, message) = testbed.fail_boot("a").await?;
+        let (failed_at, message) = testbed.expect_boot_failure("a").await?;
         assert_eq!(failed_at, stage_name);
         assert!(message.contains(&format!("{unit} ends with 70")), "{message}");
-        let order = testbed.order("a")?;
+        let order = testbed.call_lines("a")?;
         let (report, before) = order.split_last().context("no calls")?;
         assert_eq!(before, expected_order);
         assert!(
@@ -79,25 +79,25 @@ async fn failed_unit_stops_boot_and_is_reported() -> Result<()> {
 }
 
 #[tokio::test]
-async fn gateway_does_not_start_without_marker() -> Result<()> {
+async fn gateway_does_not_start_without_restore_marker() -> Result<()> {
     // The restore succeeds without restoring anything.
     let testbed = Testbed::start("{\"svc-restore\": [\"skip\"]}").await?;
-    assert_eq!(testbed.fail_boot("a").await?.0, "gateway");
+    assert_eq!(testbed.expect_boot_failure("a").await?.0, "gateway");
     let run = testbed.simulator.run_unit("a", "svc-gateway", &[]).await?;
     assert!(!run.status.success());
-    assert!(!testbed.order("a")?.contains(&"svc-gateway".to_owned()));
+    assert!(!testbed.call_lines("a")?.contains(&"svc-gateway".to_owned()));
     Ok(())
 }
 
 #[tokio::test]
-async fn gateway_without_ready_fails_its_stage() -> Result<()> {
+async fn gateway_that_never_becomes_ready_fails_boot() -> Result<()> {
     let standin = "{\"svc-gateway\": [\"hang\"]}";
     let testbed =
         Testbed::start_with(standin, |settings| settings.ready_timeout = Duration::from_millis(700)).await?;
-    let (failed_at, message) = testbed.fail_boot("a").await?;
+    let (failed_at, message) = testbed.expect_boot_failure("a").await?;
     assert_eq!(failed_at, "gateway");
     assert!(message.contains("not ready within"), "{message}");
-    assert!(!testbed.order("a")?.contains(&"svc-register".to_owned()));
+    assert!(!testbed.call_lines("a")?.contains(&"svc-register".to_owned()));
     for call in testbed.calls("a")? {
         assert!(!is_running(call.pid), "{} is still running", call.unit);
     }
@@ -108,23 +108,27 @@ async fn gateway_without_ready_fails_its_stage() -> Result<()> {
 async fn registration_is_retried_while_platform_is_unreachable() -> Result<()> {
     let testbed = Testbed::start("{\"svc-register\": [75, 75, 0]}").await?;
     testbed.boot("a").await?;
-    let tries = testbed.order("a")?.iter().filter(|call| *call == "svc-register").count();
+    let tries = testbed.call_lines("a")?.iter().filter(|call| *call == "svc-register").count();
     assert_eq!(tries, 3);
 
     let unreachable = Testbed::start_with("{\"svc-register\": [75]}", |settings| {
         settings.register_timeout = Duration::from_millis(200);
     });
-    assert_eq!(unreachable.await?.fail_boot("a").await?.0, "register");
+    assert_eq!(unreachable.await?.expect_boot_failure("a").await?.0, "register");
     Ok(())
 }
 
 #[tokio::test]
-async fn malformed_user_data_fails_the_boot() -> Result<()> {
+async fn malformed_user_data_fails_boot() -> Result<()> {
     let testbed = Testbed::start("{}").await?;
     testbed.api.create("a", "#!/bin/sh\nexit 0").await?;
     testbed.simulator.wait_for_power("a", Power::Running).await?;
-    let error =
-        testbed.simulator.wait_until_booted("a", TIMEOUT).await.expect_err("no cloud-config").to_string();
+    let error = testbed
+        .simulator
+        .wait_until_booted("a", TIMEOUT)
+        .await
+        .expect_err("user-data without #cloud-config is refused")
+        .to_string();
     assert!(error.contains("user-data"), "{error}");
     Ok(())
 }

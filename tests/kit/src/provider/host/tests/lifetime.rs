@@ -9,7 +9,7 @@ async fn failed_service_is_restarted_within_limit() -> Result<()> {
     let testbed = Testbed::start("{\"svc-gateway\": [\"serve:1\", \"serve:1\", \"serve\"]}").await?;
     testbed.boot("a").await?;
     let gateways =
-        || testbed.order("a").map(|order| order.iter().filter(|call| *call == "svc-gateway").count());
+        || testbed.call_lines("a").map(|order| order.iter().filter(|call| *call == "svc-gateway").count());
     wait_for("the third gateway", || gateways().is_ok_and(|count| count == 3)).await?;
 
     let failing = Testbed::start("{\"svc-sync-agent\": [\"serve:1\"]}").await?;
@@ -25,10 +25,10 @@ async fn exit_codes_0_and_78_are_final() -> Result<()> {
         testbed.boot("a").await.ok();
         let log = || testbed.simulator.unit_log("a", "svc-gateway").unwrap_or_default();
         wait_for("the gateway has ended", || log().contains("is not restarted")).await?;
-        assert_eq!(testbed.order("a")?.iter().filter(|call| *call == "svc-gateway").count(), 1);
-        let again = testbed.simulator.run_unit("a", "svc-gateway", &[]).await?;
-        let count = testbed.order("a")?.iter().filter(|call| *call == "svc-gateway").count();
-        assert_eq!(count, 2, "an operator may start it again ({again:?})");
+        assert_eq!(testbed.call_lines("a")?.iter().filter(|call| *call == "svc-gateway").count(), 1);
+        let restarted = testbed.simulator.run_unit("a", "svc-gateway", &[]).await?;
+        let count = testbed.call_lines("a")?.iter().filter(|call| *call == "svc-gateway").count();
+        assert_eq!(count, 2, "an operator may start it again ({restarted:?})");
     }
     Ok(())
 }
@@ -41,7 +41,7 @@ async fn request_file_starts_its_unit() -> Result<()> {
     fs::create_dir_all(request.parent().context("the path has no parent")?)?;
     fs::write(&request, "")?;
     wait_for("the request is removed", || !request.exists()).await?;
-    assert_eq!(testbed.order("a")?.last().map(String::as_str), Some("svc-db-backup run --request"));
+    assert_eq!(testbed.call_lines("a")?.last().map(String::as_str), Some("svc-db-backup run --request"));
     Ok(())
 }
 
@@ -61,7 +61,7 @@ async fn run_unit_runs_oneshots_and_services() -> Result<()> {
     testbed.simulator.stop_service("a", "svc-gateway").await?;
     assert!(testbed.simulator.run_unit("a", "svc-gateway", &[]).await?.status.success());
     assert!(testbed.simulator.run_unit("a", "svc-gateway", &[]).await?.status.success(), "already running");
-    assert_eq!(testbed.order("a")?.iter().filter(|call| *call == "svc-gateway").count(), 2);
+    assert_eq!(testbed.call_lines("a")?.iter().filter(|call| *call == "svc-gateway").count(), 2);
     Ok(())
 }
 
@@ -85,7 +85,7 @@ async fn killed_server_restarts_with_its_data() -> Result<()> {
     assert_eq!(testbed.api.run_action(id, "poweron", json!({})).await?, "success");
     testbed.simulator.wait_until_booted("a", TIMEOUT).await?;
     assert_eq!(
-        testbed.order("a")?,
+        testbed.call_lines("a")?,
         ["svc-restore", "svc-apps install-apps", "svc-gateway", "svc-register", "svc-sync-agent"]
     );
     assert!(fs::read_to_string(&env)?.contains("MINE=1"), "user-data was written again");
@@ -100,7 +100,7 @@ async fn shutdown_and_reboot_stop_services_in_order() -> Result<()> {
     let id = testbed.boot("a").await?;
     assert_eq!(testbed.api.run_action(id, "reboot", json!({})).await?, "success");
     testbed.simulator.wait_until_booted("a", TIMEOUT).await?;
-    assert_eq!(testbed.order("a")?.len(), 6 + 5);
+    assert_eq!(testbed.call_lines("a")?.len(), 6 + 5);
 
     assert_eq!(testbed.api.run_action(id, "shutdown", json!({})).await?, "success");
     testbed.simulator.wait_for_power("a", Power::Off).await?;

@@ -66,7 +66,7 @@ impl Testbed {
     }
 
     /// Creates a server whose boot fails, and returns the stage and the message.
-    async fn fail_boot(&self, name: &str) -> Result<(String, String)> {
+    async fn expect_boot_failure(&self, name: &str) -> Result<(String, String)> {
         ensure!(self.boot(name).await.is_err(), "the boot succeeded");
         match self.simulator.hosts()?.into_iter().find(|host| host.name == name).map(|host| host.boot) {
             Some(BootState::Failed { stage, message }) => Ok((stage, message)),
@@ -80,7 +80,7 @@ impl Testbed {
     }
 
     /// `unit args…` of each call.
-    fn order(&self, name: &str) -> Result<Vec<String>> {
+    fn call_lines(&self, name: &str) -> Result<Vec<String>> {
         let line = |call: StandinCall| [vec![call.unit], call.args].concat().join(" ");
         Ok(self.calls(name)?.into_iter().map(line).collect())
     }

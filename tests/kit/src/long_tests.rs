@@ -1,7 +1,7 @@
 //! Figures of the long tests, such as injected faults and lost snapshots: one JSON line per test, and their sums.
 //!
-//! A test appends its figures with [`Figures::record`] to the file named by [`REPORT`], if the variable is set.
-//! [`Sums`] adds up the lines; `cargo xtask test --long` prints and stores the result.
+//! A test appends its figures with [`Figures::record`] to the file named by [`LONG_REPORT_VAR`], if the variable is
+//! set. [`Sums`] adds up the lines; `cargo xtask test --long` prints and stores the result.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -10,8 +10,8 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-/// Variable with the path of the file of figures.
-pub const REPORT: &str = "SVC_LONG_REPORT";
+/// Environment variable with the path of the file to which the tests append their figures.
+pub const LONG_REPORT_VAR: &str = "SVC_LONG_REPORT";
 
 /// Figures of one test; unused counters stay 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,7 +41,7 @@ impl Figures {
         let mut line = serde_json::to_string(self)?;
         println!("{line}");
         line.push('\n');
-        let Some(path) = std::env::var_os(REPORT) else { return Ok(()) };
+        let Some(path) = std::env::var_os(LONG_REPORT_VAR) else { return Ok(()) };
         let mut file = OpenOptions::new().create(true).append(true).open(&path)?;
         file.write_all(line.as_bytes()).with_context(|| format!("append to {}", path.display()))
     }
@@ -80,8 +80,8 @@ impl Sums {
         self.tests.push(figures);
     }
 
-    /// A summary in one line.
-    pub fn line(&self) -> String {
+    /// Returns the sums in one line.
+    pub fn summary(&self) -> String {
         format!(
             "faults tried: {}, kills survived: {}, snapshots taken: {}, lost: {}, fuzz cases: {}",
             self.faults_tried, self.kills_survived, self.snapshots_taken, self.lost, self.fuzz_cases
@@ -111,17 +111,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parse_sums_all_lines_and_refuses_malformed_ones() {
+    fn parse_sums_lines_and_refuses_malformed_ones() {
         let kills = Figures { kills_survived: 200, snapshots_taken: 70, ..Figures::new("kills") };
-        let more = Figures { kills_survived: 5, faults_tried: 3, ..Figures::new("more") };
+        let faults = Figures { kills_survived: 5, faults_tried: 3, ..Figures::new("faults") };
         let lines = format!(
             "{}\n{}\n{{\"test\":\"fuzz\",\"fuzzCases\":9}}\n",
-            serde_json::to_string(&kills).expect("JSON"),
-            serde_json::to_string(&more).expect("JSON")
+            serde_json::to_string(&kills).expect("figures serialize"),
+            serde_json::to_string(&faults).expect("figures serialize")
         );
         let sums = Sums::parse(&lines).expect("valid lines");
         assert_eq!(
-            sums.line(),
+            sums.summary(),
             "faults tried: 3, kills survived: 205, snapshots taken: 70, lost: 0, fuzz cases: 9"
         );
         assert_eq!(sums.tests.len(), 3);
@@ -133,20 +133,22 @@ mod tests {
 
     #[test]
     fn parse_sums_losses() {
-        let lost = serde_json::to_string(&Figures { lost: 1, ..Figures::new("a") }).expect("JSON");
-        let none = serde_json::to_string(&Figures::new("b")).expect("JSON");
+        let lost =
+            serde_json::to_string(&Figures { lost: 1, ..Figures::new("a") }).expect("figures serialize");
+        let none = serde_json::to_string(&Figures::new("b")).expect("figures serialize");
         assert_eq!(Sums::parse(&format!("{lost}\n{none}")).expect("valid lines").lost, 1);
     }
 
     #[test]
     fn collect_writes_a_report_even_without_figures() {
-        let dir = tempfile::tempdir().expect("a directory");
+        let dir = tempfile::tempdir().expect("the directory is created");
         let (lines, report) = (dir.path().join("figures.jsonl"), dir.path().join("report.json"));
         assert_eq!(Sums::collect(&lines, &report).expect("the report is written"), Sums::default());
-        std::fs::write(&lines, "{\"test\":\"a\",\"fuzzCases\":2}\n").expect("written");
+        std::fs::write(&lines, "{\"test\":\"a\",\"fuzzCases\":2}\n").expect("the figures are written");
         Sums::collect(&lines, &report).expect("the report is written");
         let stored: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&report).expect("the report exists")).expect("JSON");
+            serde_json::from_slice(&std::fs::read(&report).expect("the report exists"))
+                .expect("the report is JSON");
         assert_eq!((&stored["fuzzCases"], &stored["lost"]), (&2.into(), &0.into()));
     }
 }

@@ -72,15 +72,15 @@ impl OpenConnections {
 /// Waits until the resident memory of a process stops growing, and returns it in bytes.
 pub fn wait_for_settled_memory(pid: u32) -> Result<u64> {
     let deadline = Instant::now() + TIMEOUT;
-    let mut before = resident_bytes(pid)?;
+    let mut previous = resident_bytes(pid)?;
     loop {
         std::thread::sleep(POLL_INTERVAL);
-        let now = resident_bytes(pid)?;
-        if now <= before {
-            return Ok(now);
+        let current = resident_bytes(pid)?;
+        if current <= previous {
+            return Ok(current);
         }
         ensure!(Instant::now() < deadline, "the memory of process {pid} is still growing after {TIMEOUT:?}");
-        before = now;
+        previous = current;
     }
 }
 

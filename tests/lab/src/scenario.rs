@@ -77,7 +77,7 @@ pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     Ok(((), format!("served {seconds:.0} s after the reboot; {} rows, nothing restored", after.len())))
 }
 
-/// The server dies and disappears from the provider.
+/// Cuts the machine's power, and removes its server from the provider.
 pub async fn lose_machine(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     invariants::save_journal(stack, machine).await;
     stack.provider.vanish_server(&machine.server).await?;
@@ -101,7 +101,7 @@ pub async fn fence_old_machine(stack: &Stack, first: &MachineRecord) -> Result<(
     let vm = stack.provider.machine(&first.server)?;
     let pointer = || stack.slot.pointer(&stack.store);
     let (before, timeout) = (pointer()?, Duration::from_secs(60));
-    vm.switch_on_at_previous_size()?;
+    vm.power_on_at_previous_size()?;
     eventually("the old machine learns that it has been replaced", BOOT_TIMEOUT, || async {
         vm.run("test -e /var/lib/svc/superseded.json", timeout).await?.success().map(drop)
     })
@@ -126,7 +126,7 @@ pub async fn fence_old_machine(stack: &Stack, first: &MachineRecord) -> Result<(
     Ok(((), "superseded: its gateway stops and stays stopped, its backup is refused".to_owned()))
 }
 
-/// Runs the units that verify snapshots: the latest snapshot is restored in a drill and re-read, and both results reach
+/// Runs the units that check snapshots: the latest snapshot is restored in a drill and re-read, and both results reach
 /// the fleet.
 pub async fn run_drill(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
@@ -186,12 +186,12 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     ))
 }
 
-/// The store returns damaged snapshots: the gate stays closed, and the platform reports the failed stage. With a
+/// The store returns corrupted snapshots: the gate stays closed, and the platform reports the failed stage. With a
 /// healthy store, the next recovery works.
-pub async fn refuse_damaged_restore(stack: &Stack) -> Result<((), String)> {
+pub async fn refuse_corrupted_snapshot(stack: &Stack) -> Result<((), String)> {
     stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_ending(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?;
-    ensure!(run.code != Some(0), "a damaged snapshot was restored: {}", run.stdout);
+    ensure!(run.code != Some(0), "a corrupted snapshot was restored: {}", run.stdout);
     let record: serde_json::Value = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()?;
     ensure!(
         record["status"] == "failed",

@@ -6,13 +6,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use s3s::dto::{CompletedPart, ETag};
-use s3s::{S3Result, s3_error};
+use s3s::dto::*;
+use s3s::{S3Request, S3Result, s3_error};
 
 use super::attributes::Attributes;
 use super::blob::{Blob, Body, ReceivedUpload};
+use super::checksum::ProvidedChecksums;
 use super::condition::WriteCondition;
-use super::store::{Bucket, Object, content_tag};
+use super::store::{Bucket, Object, Store, content_tag};
 
 const MIN_PART_BYTES: u64 = 5 * 1024 * 1024;
 
@@ -45,6 +46,94 @@ impl Part {
     }
 }
 
+impl Store {
+    pub(super) async fn upload_part(
+        &self,
+        request: S3Request<UploadPartInput>,
+    ) -> S3Result<UploadPartOutput> {
+        let checksums = ProvidedChecksums::from_request(&request);
+        let input = request.input;
+        if !(1..=10_000).contains(&input.part_number) {
+            return Err(s3_error!(InvalidArgument, "part numbers must be 1 to 10000"));
+        }
+        // Refuses an unknown upload before the body is received.
+        self.with_bucket(&input.bucket, |bucket| {
+            bucket.find_upload(&input.key, &input.upload_id).map(|_| ())
+        })?;
+        let part = Part::new(&Blob::receive(self.dir(), input.body, &checksums).await?);
+        let e_tag = Some(part.etag.clone());
+        self.with_bucket(&input.bucket, |bucket| {
+            bucket.find_upload(&input.key, &input.upload_id)?.parts.insert(input.part_number, part);
+            Ok(())
+        })?;
+        Ok(UploadPartOutput { e_tag, ..UploadPartOutput::default() })
+    }
+
+    pub(super) fn complete_multipart(
+        &self,
+        input: CompleteMultipartUploadInput,
+    ) -> S3Result<CompleteMultipartUploadOutput> {
+        let parts = input.multipart_upload.and_then(|upload| upload.parts).unwrap_or_default();
+        let condition = WriteCondition { if_match: input.if_match, if_none_match: input.if_none_match };
+        let etag = self.with_bucket(&input.bucket, |bucket| {
+            bucket.complete_upload(&input.key, &input.upload_id, &parts, &condition)
+        })?;
+        Ok(CompleteMultipartUploadOutput {
+            e_tag: Some(etag),
+            bucket: Some(input.bucket),
+            key: Some(input.key),
+            ..CompleteMultipartUploadOutput::default()
+        })
+    }
+
+    pub(super) fn list_uploads(
+        &self,
+        input: ListMultipartUploadsInput,
+    ) -> S3Result<ListMultipartUploadsOutput> {
+        let prefix = input.prefix.clone().unwrap_or_default();
+        let mut uploads = self.with_bucket(&input.bucket, |bucket| {
+            let uploads = bucket.uploads.iter().filter(|(_, upload)| upload.key.starts_with(&prefix));
+            let uploads = uploads.map(|(id, upload)| MultipartUpload {
+                key: Some(upload.key.clone()),
+                upload_id: Some(id.clone()),
+                initiated: Some(upload.initiated.into()),
+                ..MultipartUpload::default()
+            });
+            Ok(uploads.collect::<Vec<_>>())
+        })?;
+        uploads.sort_by(|a, b| (&a.key, &a.initiated).cmp(&(&b.key, &b.initiated)));
+        Ok(ListMultipartUploadsOutput {
+            uploads: Some(uploads),
+            bucket: Some(input.bucket),
+            prefix: input.prefix,
+            is_truncated: Some(false),
+            ..ListMultipartUploadsOutput::default()
+        })
+    }
+
+    pub(super) fn list_parts(&self, input: ListPartsInput) -> S3Result<ListPartsOutput> {
+        let parts = self.with_bucket(&input.bucket, |bucket| {
+            let parts = bucket.find_upload(&input.key, &input.upload_id)?.parts.iter();
+            let parts = parts.map(|(number, part)| s3s::dto::Part {
+                part_number: Some(*number),
+                e_tag: Some(part.etag.clone()),
+                size: i64::try_from(part.body.len()).ok(),
+                last_modified: Some(part.modified.into()),
+                ..s3s::dto::Part::default()
+            });
+            Ok(parts.collect::<Vec<_>>())
+        })?;
+        Ok(ListPartsOutput {
+            parts: Some(parts),
+            bucket: Some(input.bucket),
+            key: Some(input.key),
+            upload_id: Some(input.upload_id),
+            is_truncated: Some(false),
+            ..ListPartsOutput::default()
+        })
+    }
+}
+
 impl Bucket {
     pub(super) fn create_upload(&mut self, key: String, attributes: Attributes) -> String {
         let id = uuid::Uuid::new_v4().simple().to_string();
@@ -53,12 +142,12 @@ impl Bucket {
         id
     }
 
-    pub(super) fn upload(&mut self, key: &str, id: &str) -> S3Result<&mut Upload> {
+    pub(super) fn find_upload(&mut self, key: &str, id: &str) -> S3Result<&mut Upload> {
         self.uploads.get_mut(id).filter(|upload| upload.key == key).ok_or_else(|| s3_error!(NoSuchUpload))
     }
 
     pub(super) fn abort_upload(&mut self, key: &str, id: &str) -> S3Result<()> {
-        self.upload(key, id)?;
+        self.find_upload(key, id)?;
         self.uploads.remove(id);
         Ok(())
     }
@@ -72,7 +161,7 @@ impl Bucket {
         completed: &[CompletedPart],
         condition: &WriteCondition,
     ) -> S3Result<ETag> {
-        let upload = self.upload(key, id)?;
+        let upload = self.find_upload(key, id)?;
         let parts = select_parts(upload, completed)?;
         let attributes = upload.attributes.clone();
         let mut digests = ring::digest::Context::new(&ring::digest::SHA256);

@@ -105,8 +105,8 @@ fn find_mistake(program: &Command, arguments: &str, quoting: Quoting) -> Option<
     None
 }
 
-/// The error that the program itself reports for a complete command line. Invalid values are allowed, because they can be
-/// placeholders. A usage line with optional parts is not parsed.
+/// The error that the program itself reports for a complete command line. Invalid values are allowed, because they can
+/// be placeholders. A usage line with optional parts is not parsed.
 fn parse_error(program: &Command, arguments: &str) -> Option<String> {
     use clap::error::ErrorKind::{DisplayHelp, DisplayVersion, InvalidValue, ValueValidation};
     if arguments.contains(['[', '|', '…']) || arguments.contains("<COMMAND>") {

@@ -81,7 +81,9 @@ impl HttpLayer {
     ) -> Result<Response<Body>, HttpError> {
         match fault {
             Some(Fault::Refuse) => return Err(connection_cut("refused")),
-            Some(Fault::Status(status)) => return drain_and_refuse(request, status, code_of(status)).await,
+            Some(Fault::Status(status)) => {
+                return drain_and_refuse(request, status, error_code(status)).await;
+            }
             Some(Fault::Code(status, code)) => return drain_and_refuse(request, status, code).await,
             Some(Fault::StaleRead) => {
                 request.extensions_mut().insert(StaleRead);
@@ -103,7 +105,7 @@ impl HttpLayer {
         }
         match fault {
             Some(Fault::LostReply) => Err(connection_cut("the reply was lost")),
-            Some(Fault::StatusAfterCommit(status)) => error_response(status, code_of(status)),
+            Some(Fault::StatusAfterCommit(status)) => error_response(status, error_code(status)),
             Some(Fault::WrongEtag) => Ok(replace_etag(response.map(BodyExt::boxed_unsync))),
             Some(Fault::TruncateBody(after)) => Ok(response.map(|body| truncate(body, after))),
             Some(Fault::CorruptBody) => {
@@ -151,7 +153,7 @@ async fn drain_and_refuse(
     error_response(status, code)
 }
 
-fn code_of(status: u16) -> &'static str {
+fn error_code(status: u16) -> &'static str {
     match status {
         403 => "AccessDenied",
         429 | 503 => "SlowDown",
@@ -170,7 +172,7 @@ fn replace_etag(mut response: Response<Body>) -> Response<Body> {
 
 fn error_response(status: u16, code: &'static str) -> Result<Response<Body>, HttpError> {
     let xml = format!(
-        "<?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>a fault of the test</Message></Error>"
+        "<?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>an injected fault</Message></Error>"
     );
     let body = Full::new(Bytes::from(xml)).map_err(|never| match never {}).boxed_unsync();
     Response::builder()

@@ -1,4 +1,4 @@
-//! A Debian root directory in which packages are installed; created once by mmdebstrap, and unpacked for each use.
+//! A Debian chroot in which packages are installed; created once by mmdebstrap, and unpacked for each use.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -16,19 +16,19 @@ const EXTRA_PACKAGES: &str = "systemd,man-db";
 const MIRROR: &str = "http://deb.debian.org/debian";
 const BUILD_TIMEOUT: Duration = Duration::from_secs(900);
 pub const RUN_TIMEOUT: Duration = Duration::from_secs(180);
-/// Programs that are needed to build the root, with their Debian packages.
+/// Programs that are needed to build the chroot, with their Debian packages.
 const TOOLS: [(&str, &str); 1] = [("mmdebstrap", "mmdebstrap")];
 
-/// An unpacked root, deleted on drop.
-pub struct Root {
+/// An unpacked chroot, deleted on drop.
+pub struct Chroot {
     dir: TempDir,
 }
 
-impl Root {
+impl Chroot {
     pub fn unpack() -> Result<Self> {
         ensure!(
             nix::unistd::geteuid().is_root(),
-            "installing packages in a Debian root directory requires the root user"
+            "installing packages in a Debian chroot requires the root user"
         );
         let archive = build_archive()?;
         let dir = tempfile::Builder::new().prefix("svc-root-").tempdir()?;
@@ -57,7 +57,7 @@ impl Root {
         command
     }
 
-    /// Runs a command as root inside the root; returns its output.
+    /// Runs a command as the root user in the chroot; returns its output.
     pub fn run<A: AsRef<OsStr>>(&self, args: &[A]) -> Result<String> {
         self.run_as("root:root", args)
     }
@@ -67,10 +67,10 @@ impl Root {
         command.current_dir("/");
         let args: Vec<_> = args.iter().map(|arg| arg.as_ref().to_string_lossy().into_owned()).collect();
         child::run(command, RUN_TIMEOUT)
-            .with_context(|| format!("run in the Debian root: {}", args.join(" ")))
+            .with_context(|| format!("run in the Debian chroot: {}", args.join(" ")))
     }
 
-    /// Starts a command inside the root, with its output in `log`.
+    /// Starts a command in the chroot, with its output in `log`.
     pub fn spawn<A: AsRef<OsStr>>(&self, user: &str, args: &[A], log: &Path) -> Result<Child> {
         let out = std::fs::File::create(log)?;
         let mut command = self.command(user, args);
@@ -80,7 +80,7 @@ impl Root {
         Ok(child)
     }
 
-    /// Copies a file to /root inside the root.
+    /// Copies a file to `/root` in the chroot; returns its path there.
     pub fn copy_in(&self, file: &Path) -> Result<String> {
         let name = file.file_name().context("the path has no file name")?.to_string_lossy().into_owned();
         std::fs::copy(file, self.path("root").join(&name))?;
@@ -90,9 +90,9 @@ impl Root {
 
 fn build_archive() -> Result<PathBuf> {
     let name = format!("debian-{SUITE}-{}", EXTRA_PACKAGES.replace(',', "-"));
-    let dir = fetch::once(&fetch::target_dir(), &name, |dir| {
-        install_missing()?;
-        println!("deb: creating a Debian root (only the first time)");
+    let dir = fetch::locate_or_create(&fetch::target_dir(), &name, |dir| {
+        install_missing_tools()?;
+        println!("deb: creating a Debian chroot (only the first time)");
         let mut make = Command::new("mmdebstrap");
         make.args(["--variant=minbase", &format!("--include={EXTRA_PACKAGES}"), SUITE]);
         make.arg(dir.join("root.tar")).arg(MIRROR);
@@ -101,7 +101,7 @@ fn build_archive() -> Result<PathBuf> {
     Ok(dir.join("root.tar"))
 }
 
-fn install_missing() -> Result<()> {
+fn install_missing_tools() -> Result<()> {
     for (program, package) in TOOLS {
         if super::is_in_path(program) {
             continue;

@@ -14,7 +14,7 @@ use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// Payload size of a message: the maximum of a frame's short form.
+/// Payload size of a message: the maximum of a frame with a one-byte length.
 pub const MESSAGE_BYTES: usize = 125;
 const MASK: [u8; 4] = [0x5a, 0xa5, 0x3c, 0xc3];
 const MAX_HEAD_BYTES: usize = 16 * 1024;
@@ -69,7 +69,7 @@ impl Endpoint {
             let (name, value) = line.split_once(':')?;
             name.eq_ignore_ascii_case("content-length").then(|| value.trim().parse().ok())?
         });
-        let mut body = vec![0; length.context("a response without content-length")?];
+        let mut body = vec![0; length.context("the response has no content-length")?];
         connection.tls.read_exact(&mut body)?;
         Ok(connection)
     }
@@ -167,7 +167,7 @@ pub fn open_connections(
     })
 }
 
-/// Reads exactly up to the empty line.
+/// Reads the head of a request or response, up to and including the empty line.
 pub fn read_head(stream: &mut impl Read) -> Result<String> {
     let mut head = Vec::new();
     let mut byte = [0];
