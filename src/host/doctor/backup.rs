@@ -64,7 +64,10 @@ pub fn check_snapshots(layout: &Layout) -> Findings {
             Ok(None) => summary.push(format!("no {} yet", noun(kind))),
             Ok(Some(check)) if check.status == Status::Success => {
                 let days = (Timestamp::now().as_second() - check.timestamp.as_second()) / 86_400;
-                let age = pluralize(u64::try_from(days).unwrap_or(0), "day");
+                let age = match u64::try_from(days) {
+                    Ok(days @ 1..) => pluralize(days, "day"),
+                    _ => "less than a day".to_owned(),
+                };
                 let last = format!("the last {} succeeded {age} ago", noun(kind));
                 if days > MAX_CHECK_AGE_DAYS {
                     findings = findings.warning(last, format!("systemctl list-timers {unit}.timer; {next}"));
