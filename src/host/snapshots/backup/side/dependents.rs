@@ -34,7 +34,7 @@ struct Dependent {
 #[derive(Debug)]
 struct View {
     dependent: Dependent,
-    /// `schema.name`, quoted where dependency.
+    /// `schema.name`, quoted where needed.
     relation: String,
     dependencies: Vec<String>,
 }
