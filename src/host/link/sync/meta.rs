@@ -37,8 +37,8 @@ impl LastWrite {
     }
 }
 
-/// Writes the metadata when it has changed, and at least once per refresh interval. New timestamps
-/// do not count as a change: 288 writes a day for each machine would cost more than its database.
+/// Writes the metadata when it has changed, and at least once per refresh interval. New timestamps do not
+/// count as a change: 288 writes a day for each machine would cost more than its database.
 ///
 /// # Errors
 /// [`MetaWriteError`]; `Fenced` if a later machine of the slot has written.
