@@ -95,7 +95,7 @@ pub async fn resume_writers(
     if named_operation == Some(operation.to_string().as_str()) {
         return Ok(());
     }
-    if crate::system::quiesce::resume(&config.layout, operation).await? {
+    if quiesce::resume(&config.layout, operation).await? {
         tracing::warn!(%operation, "operation ended without resuming the writers; resuming them");
     }
     Ok(())
